@@ -1,0 +1,389 @@
+// The phases of one layer: [scan keys ->] select -> attend pieces -> merge. Each phase is one job of the pool; the last
+// task of a KV head to finish does that head's next serial step, so no head waits for another.
+#include "decode_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+
+namespace offload {
+namespace {
+
+constexpr int64_t kChunkTokens = 512;      // a scan's softmax is relative to the maximum of such a chunk
+constexpr int64_t kMinPieceTokens = 256;   // shorter pieces cost more to start than to run
+constexpr int64_t kPiecesPerThread = 4;    // finer pieces balance better, coarser ones merge faster
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+void score_tokens(const PolicyContext* context, const int32_t* indices, int64_t n, float* scores) {
+  const auto* kernels = static_cast<const KernelTable*>(context->kernels);
+  kernels->score[context->dtype]({context->query, static_cast<int>(context->group_size),
+                                  static_cast<int>(context->head_dim), context->keys, {indices, 0, n}, n,
+                                  static_cast<float>(context->sm_scale), scores, n});
+}
+
+int64_t top_k_for_policy(const PolicyContext* context, const float* x, int64_t n, int64_t k, int32_t* positions) {
+  return top_k(*static_cast<const KernelTable*>(context->kernels), x, n, k, positions);
+}
+
+}  // namespace
+
+DecodeAttention::DecodeAttention(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool)
+    : shape_(shape), kernels_(kernels), pool_(pool) {}
+
+void DecodeAttention::report_non_finite(int64_t layer_idx, int row_idx, int unit) {
+  if (failed_.exchange(true)) return;
+  char text[160];
+  std::snprintf(text, sizeof text, "non-finite attention in layer %lld, query row %d, KV head %d: NaN or inf in q or the KV cache",
+                static_cast<long long>(layer_idx), row_idx, kv_head_of(unit));
+  failure_ = text;
+}
+
+void DecodeAttention::load_queries(const std::vector<QueryRow>& rows) {
+  const int64_t n = int64_t{shape_.num_qo_heads} * shape_.head_dim;
+  queries_.resize(rows.size() * static_cast<size_t>(n));
+  for (size_t r = 0; r < rows.size(); ++r) {
+    kernels_.to_float[static_cast<int>(shape_.dtype)](rows[r].query, n, queries_.data() + r * static_cast<size_t>(n));
+  }
+}
+
+PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit) const {
+  PolicyContext context{};
+  const int kv_head = kv_head_of(unit);
+  context.layer_idx = layer_idx;
+  context.unit = unit;
+  context.kv_head = kv_head;
+  context.group_size = unit_group();
+  context.head_dim = shape_.head_dim;
+  context.kv_len = row.kv_len;
+  context.first = policy_.sink_tokens;
+  context.last = row.kv_len - policy_.recent_tokens;
+  context.budget_tokens = policy_.budget_tokens - policy_.sink_tokens - policy_.recent_tokens;
+  context.sm_scale = shape_.sm_scale;
+  if (!queries_.empty()) {
+    context.query = queries_.data() + (int64_t{row_idx} * shape_.num_qo_heads + int64_t{unit} * unit_group()) * shape_.head_dim;
+  }
+  for (int i = 0; i < kMaxPolicyArrays; ++i) context.arrays[i] = row.arrays != nullptr ? row.arrays[i] : nullptr;
+  context.score_tokens = score_tokens;
+  context.top_k = top_k_for_policy;
+  context.kernels = &kernels_;
+  context.dtype = static_cast<int64_t>(shape_.dtype);
+  context.keys = shape_.keys(row.pages, kv_head);
+  return context;
+}
+
+void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
+  if (policy_.prepare == nullptr) return;
+  queries_.clear();
+  pool_.parallel_for(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int) {
+    const int r = static_cast<int>(task / units());
+    if (rows[static_cast<size_t>(r)].kv_len <= policy_.budget_tokens) return;
+    PolicyContext ctx = context(layer_idx, rows[static_cast<size_t>(r)], r, static_cast<int>(task % units()));
+    policy_.prepare(&ctx);
+  });
+}
+
+// Sinks, the policy's choice, recent tokens: sorted and unique by construction.
+void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit,
+                                  const float* importance) {
+  std::vector<int32_t>& chosen = selection_[static_cast<size_t>(row_idx * units() + unit)];
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit);
+  chosen.resize(static_cast<size_t>(policy_.budget_tokens));
+  for (int64_t i = 0; i < policy_.sink_tokens; ++i) chosen[static_cast<size_t>(i)] = static_cast<int32_t>(i);
+  ctx.importance = importance;
+  ctx.indices = chosen.data() + policy_.sink_tokens;
+  const int64_t count = policy_.select != nullptr ? policy_.select(&ctx) : 0;
+  if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit);
+  int64_t end = policy_.sink_tokens + count;
+  for (int64_t t = ctx.last; t < row.kv_len; ++t) chosen[static_cast<size_t>(end++)] = static_cast<int32_t>(t);
+  chosen.resize(static_cast<size_t>(end));
+  Unit& state = units_[static_cast<size_t>(row_idx * units() + unit)];
+  state.indices = chosen.data();
+  state.n = end;
+}
+
+// Every key of every head is scored; whoever scores a head's last range turns its scores into attention weights,
+// selects, and frees the scratch for a later head. Tasks start in order, so a task that waits for a slot waits for
+// tasks that are already running.
+void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows,
+                                      const std::vector<int>& sparse_rows) {
+  struct Range {
+    int row;
+    int kv_head;
+    int64_t head_number;  // counts (row, KV head) pairs
+    int64_t first_chunk;
+    int64_t num_chunks;
+  };
+  const int64_t threads = pool_.num_threads();
+  const int64_t heads = static_cast<int64_t>(sparse_rows.size()) * shape_.num_kv_heads;
+  int64_t all_chunks = 0;
+  for (int r : sparse_rows) all_chunks += ceil_div(rows[static_cast<size_t>(r)].kv_len, kChunkTokens) * shape_.num_kv_heads;
+  const int64_t chunks_per_range = std::clamp<int64_t>(all_chunks / (threads * kPiecesPerThread), 1, 16);
+  std::vector<Range> ranges;
+  std::vector<std::atomic<int>> ranges_left(static_cast<size_t>(heads));
+  int64_t head_number = 0;
+  for (int r : sparse_rows) {
+    const int64_t chunks = ceil_div(rows[static_cast<size_t>(r)].kv_len, kChunkTokens);
+    for (int h = 0; h < shape_.num_kv_heads; ++h, ++head_number) {
+      ranges_left[static_cast<size_t>(head_number)] = static_cast<int>(ceil_div(chunks, chunks_per_range));
+      for (int64_t c = 0; c < chunks; c += chunks_per_range) {
+        ranges.push_back({r, h, head_number, c, std::min(chunks_per_range, chunks - c)});
+      }
+    }
+  }
+  const int64_t num_slots = std::min<int64_t>(heads, threads + 1);
+  slots_.resize(static_cast<size_t>(std::max<int64_t>(num_slots, static_cast<int64_t>(slots_.size()))));
+  const auto group = static_cast<size_t>(shape_.group_size());
+  int64_t longest = 0;
+  for (int r : sparse_rows) longest = std::max(longest, rows[static_cast<size_t>(r)].kv_len);
+  for (int64_t s = 0; s < num_slots; ++s) {
+    ScanSlot& slot = slots_[static_cast<size_t>(s)];
+    const auto chunks = static_cast<size_t>(ceil_div(longest, kChunkTokens));
+    if (slot.importance.size() < static_cast<size_t>(longest)) {
+      slot.weights.resize(group * static_cast<size_t>(longest));
+      slot.importance.resize(static_cast<size_t>(longest));
+      slot.chunk_max.resize(group * chunks);
+      slot.chunk_sum.resize(group * chunks);
+    }
+  }
+  pool_.parallel_for(static_cast<int64_t>(ranges.size()), [&](int64_t task, int) {
+    const Range& range = ranges[static_cast<size_t>(task)];
+    const int64_t before = range.head_number - num_slots;
+    if (before >= 0) {
+      while (ranges_left[static_cast<size_t>(before)].load(std::memory_order_acquire) >= 0) std::this_thread::yield();
+    }
+    const QueryRow& row = rows[static_cast<size_t>(range.row)];
+    ScanSlot& slot = slots_[static_cast<size_t>(range.head_number % num_slots)];
+    const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
+    const float* query = queries_.data() + (int64_t{range.row} * shape_.num_qo_heads + int64_t{range.kv_head} * shape_.group_size()) * shape_.head_dim;
+    const int64_t range_end = std::min((range.first_chunk + range.num_chunks) * kChunkTokens, row.kv_len);
+    for (int64_t c = range.first_chunk; c < range.first_chunk + range.num_chunks; ++c) {
+      const int64_t first = c * kChunkTokens;
+      const int64_t n = std::min(kChunkTokens, row.kv_len - first);
+      float* weights = slot.weights.data() + first;
+      kernels_.score[static_cast<int>(shape_.dtype)]({query, shape_.group_size(), shape_.head_dim, shape_.keys(row.pages, range.kv_head),
+                                                      {nullptr, first, n}, range_end - first, shape_.sm_scale, weights, row.kv_len});
+      for (int g = 0; g < shape_.group_size(); ++g) {
+        slot.chunk_max[static_cast<size_t>(g * chunks + c)] =
+            kernels_.exp_shifted(weights + g * row.kv_len, n, &slot.chunk_sum[static_cast<size_t>(g * chunks + c)]);
+      }
+    }
+    std::atomic<int>& left = ranges_left[static_cast<size_t>(range.head_number)];
+    if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      finish_scan(layer_idx, row, range.row, range.kv_head, slot);
+      left.store(-1, std::memory_order_release);
+    }
+  });
+}
+
+void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, int row_idx, int kv_head, ScanSlot& slot) {
+  const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
+  const int group = shape_.group_size();
+  const int per_unit = unit_group();
+  float lse[kMaxGroupSize];
+  for (int g = 0; g < group; ++g) {
+    const float* chunk_max = slot.chunk_max.data() + g * chunks;
+    float* factor = slot.chunk_sum.data() + g * chunks;  // becomes exp(chunk_max - lse)
+    const float maximum = *std::max_element(chunk_max, chunk_max + chunks);
+    double sum = 0.0;
+    for (int64_t c = 0; c < chunks; ++c) sum += static_cast<double>(factor[c]) * std::exp(static_cast<double>(chunk_max[c] - maximum));
+    lse[g] = maximum + static_cast<float>(std::log(sum));
+    if (!std::isfinite(lse[g])) return report_non_finite(layer_idx, row_idx, kv_head * group / per_unit);
+    for (int64_t c = 0; c < chunks; ++c) factor[c] = std::exp(chunk_max[c] - lse[g]);
+  }
+  for (int g0 = 0; g0 < group; g0 += per_unit) {
+    const int unit = (kv_head * group + g0) / per_unit;
+    for (int64_t c = 0; c < chunks; ++c) {
+      const int64_t first = c * kChunkTokens;
+      const int64_t n = std::min(kChunkTokens, row.kv_len - first);
+      for (int g = g0; g < g0 + per_unit; ++g) {
+        kernels_.scale_add(slot.weights.data() + g * row.kv_len + first, slot.chunk_sum[static_cast<size_t>(g * chunks + c)], n,
+                           g > g0, slot.importance.data() + first);
+      }
+    }
+    select_unit(layer_idx, row, row_idx, unit, slot.importance.data());
+    Unit& state = units_[static_cast<size_t>(row_idx * units() + unit)];
+    state.weights.resize(static_cast<size_t>(per_unit * state.n));
+    for (int g = 0; g < per_unit; ++g) {
+      state.lse_all[g] = lse[g0 + g];
+      const float* weights = slot.weights.data() + (g0 + g) * row.kv_len;
+      const float* factor = slot.chunk_sum.data() + (g0 + g) * chunks;
+      for (int64_t i = 0; i < state.n; ++i) {
+        const int32_t t = state.indices[i];
+        state.weights[static_cast<size_t>(g * state.n + i)] = weights[t] * factor[t / kChunkTokens];
+      }
+    }
+  }
+}
+
+// Cuts every unit's tokens into pieces so that all threads are busy, whether there is one long sequence or many short.
+void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
+  int64_t all_tokens = 0;
+  for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()); ++i) all_tokens += units_[i].n;
+  const int64_t target = std::max(kMinPieceTokens, all_tokens / (pool_.num_threads() * kPiecesPerThread));
+  pieces_.clear();
+  int64_t part = 0;
+  for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
+    for (int u = 0; u < units(); ++u) {
+      Unit& unit = units_[static_cast<size_t>(r * units() + u)];
+      const int64_t count = pool_.num_threads() == 1 ? 1 : std::max<int64_t>(1, (unit.n + target / 2) / target);
+      unit.first_part = part;
+      unit.num_parts = static_cast<int>(count);
+      unit.parts_left.store(static_cast<int>(count), std::memory_order_relaxed);
+      for (int64_t i = 0; i < count; ++i, ++part) {
+        const int64_t begin = unit.n * i / count;
+        pieces_.push_back({r, u, begin, unit.n * (i + 1) / count - begin, part});
+      }
+    }
+  }
+  parts_.resize(static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2)));
+}
+
+void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece) {
+  const QueryRow& row = rows[static_cast<size_t>(piece.row)];
+  Unit& unit = units_[static_cast<size_t>(piece.row * units() + piece.unit)];
+  const int group = unit_group();
+  const int kv_head = kv_head_of(piece.unit);
+  float* acc = parts_.data() + piece.part * group * (shape_.head_dim + 2);
+  float* row_max = acc + group * shape_.head_dim;
+  AttendArgs args{};
+  args.query = queries_.data() + (int64_t{piece.row} * shape_.num_qo_heads + int64_t{piece.unit} * group) * shape_.head_dim;
+  args.group_size = group;
+  args.head_dim = shape_.head_dim;
+  args.keys = shape_.keys(row.pages, kv_head);
+  args.values = shape_.values(row.pages, kv_head);
+  args.tokens = {unit.indices != nullptr ? unit.indices + piece.begin : nullptr, piece.begin, piece.n};
+  args.scale = shape_.sm_scale;
+  if (!unit.weights.empty()) {
+    args.weights = unit.weights.data() + piece.begin;
+    args.weight_stride = unit.n;
+  }
+  if (!unit.scores.empty()) {
+    args.scores = unit.scores.data() + piece.begin;
+    args.score_stride = unit.n;
+  }
+  args.acc = acc;
+  args.row_max = row_max;
+  args.row_sum = row_max + group;
+  kernels_.attend[static_cast<int>(shape_.dtype)](args);
+  if (unit.parts_left.fetch_sub(1, std::memory_order_acq_rel) == 1) merge_unit(layer_idx, row, piece.row, piece.unit);
+}
+
+// Exact merge of partial softmaxes: o = Σ exp(max_i - max) acc_i / Σ exp(max_i - max) sum_i.
+void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx) {
+  Unit& unit = units_[static_cast<size_t>(row_idx * units() + unit_idx)];
+  const int group = unit_group();
+  const int64_t head_dim = shape_.head_dim;
+  const int64_t part_size = group * (head_dim + 2);
+  const float* parts = parts_.data() + unit.first_part * part_size;
+  float lse[kMaxGroupSize];
+  float out[kMaxHeadDim];
+  if (unit.n == 0) {  // attending to nothing is the neutral element of the merge: zero output, lse of -inf
+    const int64_t bytes = group * head_dim * dtype_bytes(shape_.dtype);
+    std::memset(static_cast<char*>(row.output) + unit_idx * bytes, 0, static_cast<size_t>(bytes));
+    for (int g = 0; g < group && row.lse != nullptr; ++g) row.lse[unit_idx * group + g] = -INFINITY;
+    return;
+  }
+  for (int g = 0; g < group; ++g) {
+    float maximum = -3.0e38f;
+    for (int i = 0; i < unit.num_parts; ++i) maximum = std::max(maximum, parts[i * part_size + group * head_dim + g]);
+    float sum = 0.0f;
+    for (int64_t d = 0; d < head_dim; ++d) out[d] = 0.0f;
+    for (int i = 0; i < unit.num_parts; ++i) {
+      const float* part = parts + i * part_size;
+      const float weight = std::exp(part[group * head_dim + g] - maximum);
+      sum += weight * part[group * head_dim + group + g];
+      for (int64_t d = 0; d < head_dim; ++d) out[d] += weight * part[g * head_dim + d];
+    }
+    float check = 0.0f;  // stays 0 unless some output is NaN or inf
+    for (int64_t d = 0; d < head_dim; ++d) {
+      out[d] /= sum;
+      check += out[d] * 0.0f;
+    }
+    lse[g] = maximum + std::log(sum) + (unit.weights.empty() ? 0.0f : unit.lse_all[g]);
+    if (!std::isfinite(lse[g]) || check != 0.0f) return report_non_finite(layer_idx, row_idx, unit_idx);
+    const int head = unit_idx * group + g;
+    const int64_t offset = head * head_dim * dtype_bytes(shape_.dtype);
+    kernels_.from_float[static_cast<int>(shape_.dtype)](out, head_dim, static_cast<char*>(row.output) + offset);
+    if (row.lse != nullptr) row.lse[head] = lse[g];
+  }
+  float* weights = nullptr;
+  if (!unit.scores.empty()) {
+    weights = unit.scores.data();
+    for (int g = 0; g < group; ++g) {
+      for (int64_t i = 0; i < unit.n; ++i) weights[g * unit.n + i] = std::exp(weights[g * unit.n + i] - lse[g]);
+    }
+    if (row.weights != nullptr) {
+      std::memcpy(row.weights + row.indptr[unit_idx] * group, weights, static_cast<size_t>(group * unit.n) * sizeof(float));
+    }
+  } else if (!unit.weights.empty()) {
+    weights = unit.weights.data();
+    for (int g = 0; g < group; ++g) {
+      const float factor = std::exp(unit.lse_all[g] - lse[g]);
+      for (int64_t i = 0; i < unit.n; ++i) weights[g * unit.n + i] *= factor;
+    }
+  }
+  if (!unit.sparse || row.indptr != nullptr) return;
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx);
+  if (policy_.observe != nullptr) {
+    ctx.indices = const_cast<int32_t*>(unit.indices);
+    ctx.num_indices = unit.n;
+    ctx.weights = weights;
+    policy_.observe(&ctx);
+  }
+  if (policy_.append != nullptr) policy_.append(&ctx);
+}
+
+std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse) {
+  failed_.store(false);
+  load_queries(rows);
+  const size_t count = rows.size() * static_cast<size_t>(units());
+  if (count > units_capacity_) {
+    units_ = std::make_unique<Unit[]>(count);
+    units_capacity_ = count;
+  }
+  selection_.resize(count);
+  std::vector<int> sparse_rows;
+  for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
+    const QueryRow& row = rows[static_cast<size_t>(r)];
+    const bool chosen = sparse && row.indptr == nullptr && row.kv_len > policy_.budget_tokens;
+    if (chosen) sparse_rows.push_back(r);
+    for (int u = 0; u < units(); ++u) {
+      Unit& unit = units_[static_cast<size_t>(r * units() + u)];
+      selection_[static_cast<size_t>(r * units() + u)].clear();
+      unit.sparse = chosen;
+      unit.weights.clear();
+      unit.scores.clear();
+      unit.indices = row.indptr != nullptr ? row.indices + row.indptr[u] : nullptr;
+      unit.n = row.indptr != nullptr ? row.indptr[u + 1] - row.indptr[u] : row.kv_len;
+      if (row.indptr != nullptr && row.weights != nullptr) unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
+    }
+  }
+  if (!sparse_rows.empty()) {
+    if (policy_.scans_keys) {
+      scan_and_select(layer_idx, rows, sparse_rows);
+    } else {
+      pool_.parallel_for(static_cast<int64_t>(sparse_rows.size()) * units(), [&](int64_t task, int) {
+        const int r = sparse_rows[static_cast<size_t>(task / units())];
+        select_unit(layer_idx, rows[static_cast<size_t>(r)], r, static_cast<int>(task % units()), nullptr);
+      });
+      if (policy_.observe != nullptr) {
+        for (int r : sparse_rows) {
+          for (int u = 0; u < units(); ++u) {
+            Unit& unit = units_[static_cast<size_t>(r * units() + u)];
+            unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
+          }
+        }
+      }
+    }
+    if (failed_.load()) return failure_;
+  }
+  plan_pieces(rows);
+  pool_.parallel_for(static_cast<int64_t>(pieces_.size()),
+                     [&](int64_t task, int) { attend_piece(layer_idx, rows, pieces_[static_cast<size_t>(task)]); });
+  return failed_.load() ? failure_ : std::string();
+}
+
+}  // namespace offload

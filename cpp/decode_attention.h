@@ -1,0 +1,121 @@
+// One layer's decode attention over the host KV store: dense or under a policy, on the worker pool, without the GIL.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "policy.h"
+#include "worker_pool.h"
+
+namespace offload {
+
+struct AttentionShape {
+  int num_qo_heads;
+  int num_kv_heads;
+  int head_dim;
+  int page_shift;  // log2 of the tokens of a page
+  DType dtype;
+  float sm_scale;
+
+  int group_size() const { return num_qo_heads / num_kv_heads; }
+  int64_t row_bytes() const { return head_dim * dtype_bytes(dtype); }
+  RowSource keys(const int64_t* pages, int kv_head) const {
+    return {pages, (row_bytes() << page_shift) * 2 * kv_head, row_bytes(), page_shift};
+  }
+  RowSource values(const int64_t* pages, int kv_head) const {
+    return {pages, (row_bytes() << page_shift) * (2 * kv_head + 1), row_bytes(), page_shift};
+  }
+};
+
+// One query token. Several rows may belong to one sequence, each with a kv_len of its own.
+struct QueryRow {
+  const int64_t* pages;  // page addresses of (sequence, layer)
+  int64_t kv_len;        // attends to tokens [0, kv_len)
+  const void* query;     // [num_qo_heads, head_dim], dtype of the shape
+  void* output;          // the same
+  float* lse;            // optional [num_qo_heads]
+  void* const* arrays;   // the policy's arrays of (sequence, layer), kMaxPolicyArrays of them; may be null
+  // An explicit selection instead of a policy's: CSR over units, sorted unique tokens. Null where a policy selects.
+  const int64_t* indptr;
+  const int32_t* indices;
+  float* weights;  // optional with an explicit selection: normalised weights [group_size, n] per unit, units in order
+};
+
+class DecodeAttention {
+ public:
+  DecodeAttention(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool);
+
+  void set_policy(const PolicyFunctions& policy) { policy_ = policy; }
+  void set_units_per_row(bool per_query_head) { per_query_head_ = per_query_head; }
+
+  // Attends all rows; dense when `sparse` is false or kv_len <= the policy's budget. Returns an empty string, or what
+  // was wrong with the numbers ("non-finite …"); outputs are then unusable.
+  std::string attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse);
+  // The policy's prepare() for rows that will be attended sparsely.
+  void prepare(int64_t layer_idx, const std::vector<QueryRow>& rows);
+
+  // How many tokens each unit of each sparse row of the last attend() attended, and which (for tests and benches).
+  const std::vector<std::vector<int32_t>>& last_selection() const { return selection_; }
+
+ private:
+  struct Piece {  // one task of the attend phase
+    int row;
+    int unit;
+    int64_t begin;  // into the unit's tokens
+    int64_t n;
+    int64_t part;  // its slot among the partial results
+  };
+  struct Unit {
+    bool sparse = false;
+    int64_t first_part = 0;
+    int num_parts = 0;
+    std::atomic<int> parts_left{0};
+    std::vector<float> weights;    // scan: attention weights of the selection [group, n], relative to all keys
+    float lse_all[kMaxGroupSize];  // scan: log-sum-exp over all keys
+    std::vector<float> scores;     // raw scores of the selection [group, n], where somebody wants its weights
+    const int32_t* indices = nullptr;
+    int64_t n = 0;
+  };
+  struct ScanSlot {
+    std::vector<float> weights;     // [group_size, kv_len], relative to each chunk's maximum
+    std::vector<float> importance;  // [kv_len]
+    std::vector<float> chunk_max;   // [group_size, chunks]
+    std::vector<float> chunk_sum;
+  };
+
+  int units() const { return per_query_head_ ? shape_.num_qo_heads : shape_.num_kv_heads; }
+  int unit_group() const { return shape_.num_qo_heads / units(); }
+  int kv_head_of(int unit) const { return unit * unit_group() / shape_.group_size(); }
+
+  void load_queries(const std::vector<QueryRow>& rows);
+  PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit) const;
+  void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance);
+  void scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows, const std::vector<int>& sparse_rows);
+  void finish_scan(int64_t layer_idx, const QueryRow& row, int row_idx, int kv_head, ScanSlot& slot);
+  void plan_pieces(const std::vector<QueryRow>& rows);
+  void attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece);
+  void merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit);
+  void report_non_finite(int64_t layer_idx, int row_idx, int unit);
+
+  const AttentionShape shape_;
+  const KernelTable& kernels_;
+  WorkerPool& pool_;
+  PolicyFunctions policy_;
+  bool per_query_head_ = false;
+
+  std::vector<float> queries_;  // [rows, num_qo_heads, head_dim]
+  std::vector<std::vector<int32_t>> selection_;
+  std::unique_ptr<Unit[]> units_;
+  size_t units_capacity_ = 0;
+  std::vector<Piece> pieces_;
+  std::vector<float> parts_;   // [parts, unit_group, head_dim + 2]: acc, then max, then sum
+  std::vector<ScanSlot> slots_;
+  std::atomic<bool> failed_{false};
+  std::string failure_;
+};
+
+}  // namespace offload

@@ -1,0 +1,135 @@
+// Elementwise operators of a decode step, and the table that names all kernels of one ISA.
+// Values are rounded to the model's dtype exactly where transformers rounds, so that greedy tokens agree.
+// Included inside a per-ISA namespace, last.
+
+template <class T>
+static void to_float_all(const void* x, int64_t n, float* out) {
+  const T* in = static_cast<const T*>(x);
+  const int64_t whole = n / W * W;
+  for (int64_t i = 0; i < whole; i += W) f_store(out + i, f_load_as(in + i));
+  for (int64_t i = whole; i < n; ++i) out[i] = to_float(in[i]);
+}
+
+template <class T>
+static void from_float_all(const float* x, int64_t n, void* out) {
+  T* o = static_cast<T*>(out);
+  const int64_t whole = n / W * W;
+  for (int64_t i = 0; i < whole; i += W) f_store_as(o + i, f_load(x + i));
+  for (int64_t i = whole; i < n; ++i) o[i] = from_float<T>(x[i]);
+}
+
+template <class T>
+static void rms_norm(const void* x, const void* weight, float eps, int64_t n, float* out) {
+  const T* in = static_cast<const T*>(x);
+  const T* w = static_cast<const T*>(weight);
+  const int64_t whole = n / W * W;
+  F sum = f_zero();
+  for (int64_t i = 0; i < whole; i += W) {
+    const F v = f_load_as(in + i);
+    sum = f_fma(v, v, sum);
+  }
+  float squares = f_sum(sum);
+  for (int64_t i = whole; i < n; ++i) squares += to_float(in[i]) * to_float(in[i]);
+  const float inverse = 1.0f / std::sqrt(squares / static_cast<float>(n) + eps);
+  for (int64_t i = 0; i < whole; i += W) {
+    const F normed = f_round_to<T>(f_mul(f_load_as(in + i), f_set1(inverse)));
+    f_store(out + i, f_round_to<T>(f_mul(f_load_as(w + i), normed)));
+  }
+  for (int64_t i = whole; i < n; ++i) {
+    const float normed = to_float(from_float<T>(to_float(in[i]) * inverse));
+    out[i] = to_float(from_float<T>(to_float(w[i]) * normed));
+  }
+}
+
+template <class T>
+static void silu_mul(const void* gate, const void* up, int64_t n, float* out) {
+  const T* a = static_cast<const T*>(gate);
+  const T* b = static_cast<const T*>(up);
+  const int64_t whole = n / W * W;
+  const F one = f_set1(1.0f);
+  for (int64_t i = 0; i < whole; i += W) {
+    const F x = f_load_as(a + i);
+    // exp of a negative argument only: sigmoid(x) = e^min(x,0) / (1 + e^-|x|)
+    const F low = f_sub(f_zero(), f_max(f_sub(f_zero(), x), f_zero()));
+    const F minus_abs = f_sub(f_zero(), f_max(x, f_sub(f_zero(), x)));
+    const F sigmoid = f_div(f_exp(low), f_add(one, f_exp(minus_abs)));
+    f_store(out + i, f_round_to<T>(f_mul(f_round_to<T>(f_mul(x, sigmoid)), f_load_as(b + i))));
+  }
+  for (int64_t i = whole; i < n; ++i) {
+    const float x = to_float(a[i]);
+    out[i] = to_float(from_float<T>(to_float(from_float<T>(x / (1.0f + std::exp(-x)))) * to_float(b[i])));
+  }
+}
+
+template <class T>
+static void add_residual(const float* x, const void* residual, int64_t n, void* out) {
+  const T* r = static_cast<const T*>(residual);
+  T* o = static_cast<T*>(out);
+  const int64_t whole = n / W * W;
+  for (int64_t i = 0; i < whole; i += W) f_store_as(o + i, f_add(f_load_as(r + i), f_round_to<T>(f_load(x + i))));
+  for (int64_t i = whole; i < n; ++i) {
+    o[i] = from_float<T>(to_float(r[i]) + to_float(from_float<T>(x[i])));
+  }
+}
+
+template <class T>
+static void rope_head(void* x, const void* cos, const void* sin, const void* norm_weight, float eps,
+                      int64_t head_dim) {
+  T* head = static_cast<T*>(x);
+  const T* c = static_cast<const T*>(cos);
+  const T* s = static_cast<const T*>(sin);
+  alignas(64) float value[kMaxHeadDim];
+  if (norm_weight != nullptr) {
+    rms_norm<T>(x, norm_weight, eps, head_dim, value);
+  } else {
+    to_float_all<T>(x, head_dim, value);
+  }
+  const int64_t half = head_dim / 2;
+  int64_t d = 0;
+  for (; d + W <= half; d += W) {
+    const F low = f_load(value + d);
+    const F high = f_load(value + half + d);
+    const F low_cos = f_round_to<T>(f_mul(low, f_load_as(c + d)));
+    const F low_sin = f_round_to<T>(f_mul(f_sub(f_zero(), high), f_load_as(s + d)));
+    const F high_cos = f_round_to<T>(f_mul(high, f_load_as(c + half + d)));
+    const F high_sin = f_round_to<T>(f_mul(low, f_load_as(s + half + d)));
+    f_store_as(head + d, f_add(low_cos, low_sin));
+    f_store_as(head + half + d, f_add(high_cos, high_sin));
+  }
+  for (; d < half; ++d) {
+    const auto product = [](float a, float b) { return to_float(from_float<T>(a * b)); };
+    const float low = value[d];
+    const float high = value[half + d];
+    head[d] = from_float<T>(product(low, to_float(c[d])) + product(-high, to_float(s[d])));
+    head[half + d] = from_float<T>(product(high, to_float(c[half + d])) + product(low, to_float(s[half + d])));
+  }
+}
+
+// Fills the entries that depend on the dtype; an ISA that improves only one dtype calls this for that one.
+template <class T>
+static void fill_dtype(KernelTable* table, DType dtype) {
+  const int i = static_cast<int>(dtype);
+  table->score[i] = score<T>;
+  table->attend[i] = attend<T>;
+  table->linear[i] = linear<T>;
+  table->to_float[i] = to_float_all<T>;
+  table->from_float[i] = from_float_all<T>;
+  table->rms_norm[i] = rms_norm<T>;
+  table->silu_mul[i] = silu_mul<T>;
+  table->add_residual[i] = add_residual<T>;
+  table->rope_head[i] = rope_head<T>;
+}
+
+static inline KernelTable make_table(const char* name) {
+  KernelTable table{};
+  table.name = name;
+  fill_dtype<float>(&table, DType::f32);
+  fill_dtype<Half>(&table, DType::f16);
+  fill_dtype<Bf16>(&table, DType::bf16);
+  table.exp_shifted = exp_shifted;
+  table.scale_add = scale_add;
+  table.filter_at_least = filter_at_least;
+  table.read_bytes = read_bytes;
+  table.read_rows = read_rows;
+  return table;
+}

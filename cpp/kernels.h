@@ -1,0 +1,119 @@
+// The shape contract of every CPU kernel: raw pointers, no torch, no Python.
+//
+// The layout of the host KV store is stated in offload/kv_store.py; RowSource is what a kernel needs of it:
+// where row t (one token of one KV head, keys or values) lies. All offsets are 64-bit.
+#pragma once
+
+#include <cstdint>
+
+namespace offload {
+
+enum class DType : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
+inline constexpr int kNumDTypes = 3;
+inline constexpr int kMaxGroupSize = 32;  // query heads that share one KV head
+inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kHeadDimMultiple = 16;
+
+struct Half {
+  uint16_t bits;
+};
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline int64_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// Row t lies at pages[t >> page_shift] + offset + (t & page_mask) * row_bytes.
+struct RowSource {
+  const int64_t* pages;  // page addresses of one (sequence, layer)
+  int64_t offset;        // of this KV head's keys or values inside a page
+  int64_t row_bytes;
+  int32_t page_shift;
+
+  const void* row(int64_t t) const {
+    const int64_t in_page = t & ((int64_t{1} << page_shift) - 1);
+    return reinterpret_cast<const void*>(pages[t >> page_shift] + offset + in_page * row_bytes);
+  }
+};
+
+// The tokens a kernel visits: indices[0..n) when given, else first, first + 1, … first + n - 1.
+struct TokenSpan {
+  const int32_t* indices;
+  int64_t first;
+  int64_t n;
+};
+
+// scores[g * score_stride + i] = scale * <query[g], key(token i)>
+struct ScoreArgs {
+  const float* query;  // [group_size, head_dim], already rounded to the cache's dtype
+  int group_size;
+  int head_dim;
+  RowSource keys;
+  TokenSpan tokens;
+  int64_t prefetch_n;  // >= tokens.n: rows beyond n that the caller scores next and may be prefetched
+  float scale;
+  float* scores;
+  int64_t score_stride;
+};
+
+// A partial softmax over the tokens: acc = Σ exp(s - max) v, row_sum = Σ exp(s - max).
+// With `weights` given (f32 [group_size, weight_stride]) they stand in for exp(s - max): keys are not read and max is 0.
+struct AttendArgs {
+  const float* query;
+  int group_size;
+  int head_dim;
+  RowSource keys;
+  RowSource values;
+  TokenSpan tokens;
+  float scale;
+  const float* weights;
+  int64_t weight_stride;
+  float* scores;  // optional out: raw scaled scores [group_size, score_stride]
+  int64_t score_stride;
+  float* acc;      // out [group_size, head_dim]
+  float* row_max;  // out [group_size]
+  float* row_sum;  // out [group_size]
+};
+
+// One instruction set's kernels. Arrays are indexed by DType.
+struct KernelTable {
+  const char* name;
+  void (*score[kNumDTypes])(const ScoreArgs&);
+  void (*attend[kNumDTypes])(const AttendArgs&);
+
+  // x[i] <- exp(x[i] - max(x)) over n scores; returns the maximum, adds the sum to *sum.
+  float (*exp_shifted)(float* x, int64_t n, float* sum);
+  // importance[i] (+)= factor * x[i]
+  void (*scale_add)(const float* x, float factor, int64_t n, bool accumulate, float* importance);
+  // Positions i with x[i] >= threshold, ascending; at most `capacity` are written, the full count is returned.
+  int64_t (*filter_at_least)(const float* x, int64_t n, float threshold, int32_t* positions, int64_t capacity);
+
+  // Elementwise, float32 in and out with the value rounded to the dtype at the points where transformers rounds.
+  void (*to_float[kNumDTypes])(const void* x, int64_t n, float* out);
+  void (*from_float[kNumDTypes])(const float* x, int64_t n, void* out);
+  void (*rms_norm[kNumDTypes])(const void* x, const void* weight, float eps, int64_t n, float* out);
+  void (*silu_mul[kNumDTypes])(const void* gate, const void* up, int64_t n, float* out);
+  // out = round(round(x) + residual): the sum of a rounded projection and the residual stream
+  void (*add_residual[kNumDTypes])(const float* x, const void* residual, int64_t n, void* out);
+  // Rotates one head in place: x*cos + rotate_half(x)*sin, rounded after each product and the sum; norm_weight optional.
+  void (*rope_head[kNumDTypes])(void* x, const void* cos, const void* sin, const void* norm_weight, float eps,
+                                int64_t head_dim);
+
+  // y[r * out_stride + o - first] = <x[r], weight[o]> for o in [first, last)
+  void (*linear[kNumDTypes])(const float* x, int num_rows, int64_t in_features, const void* weight, int64_t first,
+                             int64_t last, float* out, int64_t out_stride);
+
+  // What bandwidth measurements read with; they return a checksum so that nothing is optimised away.
+  uint64_t (*read_bytes)(const void* data, int64_t num_bytes);
+  uint64_t (*read_rows)(const void* data, const int32_t* rows, int64_t num_rows, int64_t row_bytes);
+};
+
+// nullptr where this build or this architecture lacks the ISA.
+const KernelTable* scalar_table();
+const KernelTable* avx2_table();
+const KernelTable* avx512_table();
+const KernelTable* avx512_bf16_table();
+const KernelTable* amx_table();
+const KernelTable* neon_table();
+
+}  // namespace offload

@@ -1,0 +1,102 @@
+#include "worker_pool.h"
+
+#include <unistd.h>
+
+#include <chrono>
+
+namespace offload {
+namespace {
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace
+
+WorkerPool::WorkerPool(int num_threads, int64_t spin_us)
+    : num_threads_(num_threads), spin_ns_(spin_us * 1000), owner_(getpid()) {
+  threads_.reserve(static_cast<size_t>(num_threads - 1));
+  for (int worker = 1; worker < num_threads; ++worker) threads_.emplace_back([this, worker] { worker_loop(worker); });
+}
+
+WorkerPool::~WorkerPool() { close(); }
+
+void WorkerPool::close() {
+  if (getpid() != owner_) {  // the threads stayed in the parent: there is nothing to join
+    for (std::thread& thread : threads_) thread.detach();
+    threads_.clear();
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(run_mutex_);
+  state_.store(kStop);
+  state_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+void WorkerPool::run(int64_t num_tasks, Task task, void* context) {
+  if (getpid() != owner_ || num_threads_ == 1 || num_tasks <= 1) {
+    for (int64_t i = 0; i < num_tasks; ++i) task(context, i, 0);
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(run_mutex_);
+  const uint64_t closed = state_.load(std::memory_order_relaxed);
+  if (closed == kStop) {
+    for (int64_t i = 0; i < num_tasks; ++i) task(context, i, 0);
+    return;
+  }
+  job_ = {num_tasks, task, context};
+  next_task_.store(0, std::memory_order_relaxed);
+  state_.store(closed + 1);
+  state_.notify_all();
+  work(0);
+  // Closing and then reading joined_ pairs with a worker's joining and then reading state_ (all sequentially
+  // consistent): either the worker sees the job closed, or we see the worker and wait for it.
+  state_.store(closed + 2);
+  while (joined_.load() != 0) cpu_relax();
+}
+
+void WorkerPool::work(int worker) {
+  const Job job = job_;
+  for (;;) {
+    const int64_t task = next_task_.fetch_add(1, std::memory_order_relaxed);
+    if (task >= job.num_tasks) return;
+    job.task(job.context, task, worker);
+  }
+}
+
+void WorkerPool::worker_loop(int worker) {
+  uint64_t seen = 0;  // the state of the last job this worker has worked on
+  for (;;) {
+    uint64_t state = state_.load(std::memory_order_acquire);
+    int64_t deadline = 0;
+    for (int spins = 1; state % 2 == 0 || state == seen; ++spins) {
+      cpu_relax();
+      if (spins % 64 == 0) {
+        const int64_t now = now_ns();
+        if (deadline == 0) deadline = now + spin_ns_;
+        if (now > deadline) state_.wait(state);
+      }
+      state = state_.load(std::memory_order_acquire);
+    }
+    if (state == kStop) return;
+    joined_.fetch_add(1);
+    state = state_.load();
+    if (state % 2 == 1 && state != kStop) {
+      work(worker);
+      seen = state;
+    }
+    joined_.fetch_sub(1);
+  }
+}
+
+}  // namespace offload

@@ -1,0 +1,68 @@
+// A pool of threads that runs numbered tasks; the caller is one of the workers.
+//
+// Between jobs workers spin for a bounded time and then sleep in the kernel. A job never waits for a worker that has
+// not joined it: a sleeping or descheduled worker costs nothing but its help. No thread is pinned, no global setting
+// of OpenMP, torch or numba is touched.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace offload {
+
+class WorkerPool {
+ public:
+  using Task = void (*)(void* context, int64_t task, int worker);  // must not throw
+
+  // num_threads counts the caller: 1 starts no thread.
+  explicit WorkerPool(int num_threads, int64_t spin_us = 500);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  int num_threads() const { return num_threads_; }
+
+  // Runs tasks 0 … num_tasks - 1, in that order of start, and returns when all are done. `worker` is below
+  // num_threads(). Calls from several threads take turns. In a forked child the caller runs every task itself.
+  void run(int64_t num_tasks, Task task, void* context);
+
+  template <class Body>  // Body: void(int64_t task, int worker)
+  void parallel_for(int64_t num_tasks, Body&& body) {
+    run(
+        num_tasks, [](void* context, int64_t task, int worker) { (*static_cast<Body*>(context))(task, worker); },
+        &body);
+  }
+
+  // Ends the threads; run() then works on the caller alone. Called by the destructor.
+  void close();
+
+ private:
+  struct Job {
+    int64_t num_tasks = 0;
+    Task task = nullptr;
+    void* context = nullptr;
+  };
+
+  void worker_loop(int worker);
+  void work(int worker);
+
+  const int num_threads_;
+  const int64_t spin_ns_;
+  const pid_t owner_;
+  std::vector<std::thread> threads_;
+  std::mutex run_mutex_;
+
+  Job job_;  // written only while closed and with no worker joined
+  // 2 * epoch + 1 while a job is open, 2 * epoch between jobs; kStop ends the workers.
+  static constexpr uint64_t kStop = ~uint64_t{0};
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<int> joined_{0};
+  alignas(64) std::atomic<int64_t> next_task_{0};
+};
+
+}  // namespace offload

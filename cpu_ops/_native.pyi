@@ -1,0 +1,128 @@
+"""Types of the C++ extension (cpp/bindings.cpp). Addresses are plain integers; `cpu_ops.native` checks them."""
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_GROUP_SIZE: int
+MAX_HEAD_DIM: int
+HEAD_DIM_MULTIPLE: int
+MAX_LINEAR_ROWS: int
+MAX_POLICY_ARRAYS: int
+
+_Int64s = npt.NDArray[np.int64]
+_Int32s = npt.NDArray[np.int32]
+
+def available_isas() -> list[str]: ...
+def known_isas() -> list[str]: ...
+def default_isa() -> str: ...
+def policy_context_offsets() -> dict[str, int]: ...
+def top_k(isa: str, x: int, n: int, k: int) -> _Int32s: ...
+def rope_append(
+    isa: str,
+    dtype: int,
+    qkv: int,
+    cos: int,
+    sin: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_shift: int,
+    page_tables: _Int64s,
+    table_strides: _Int64s,
+    layer_idx: int,
+    positions: _Int64s,
+    q_norm: int,
+    k_norm: int,
+    norm_eps: float,
+) -> None: ...
+def time_sequential_read(pool: WorkerPool, isa: str, data: int, num_bytes: int) -> float: ...
+def time_row_gather(
+    pool: WorkerPool, isa: str, data: int, rows: _Int32s, row_bytes: int
+) -> float: ...
+
+class WorkerPool:
+    def __init__(self, num_threads: int, spin_us: int) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    def close(self) -> None: ...
+
+class DecodeAttention:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        isa: str,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_shift: int,
+        dtype: int,
+        sm_scale: float,
+    ) -> None: ...
+    def set_policy(
+        self,
+        budget_tokens: int,
+        sink_tokens: int,
+        recent_tokens: int,
+        per_query_head: bool,
+        scans_keys: bool,
+        prepare: int,
+        select: int,
+        observe: int,
+        append: int,
+    ) -> None: ...
+    def attend(
+        self,
+        layer_idx: int,
+        query: int,
+        query_stride_bytes: int,
+        output: int,
+        output_stride_bytes: int,
+        lse: int,
+        page_tables: _Int64s,
+        table_strides: _Int64s,
+        kv_lens: _Int64s,
+        arrays: _Int64s,
+        sparse: bool,
+    ) -> None: ...
+    def prepare(
+        self,
+        layer_idx: int,
+        page_tables: _Int64s,
+        table_strides: _Int64s,
+        kv_lens: _Int64s,
+        arrays: _Int64s,
+    ) -> None: ...
+    def attend_csr(
+        self,
+        query: int,
+        output: int,
+        lse: int,
+        pages: int,
+        kv_len: int,
+        indptr: _Int64s,
+        indices: _Int32s,
+        weights: int,
+    ) -> None: ...
+    def last_selection(self) -> list[list[int]]: ...
+
+class Linear:
+    def __init__(
+        self,
+        dtype: int,
+        in_features: int,
+        weights: list[int],
+        biases: list[int],
+        out_features: list[int],
+    ) -> None: ...
+    def run(
+        self,
+        pool: WorkerPool,
+        isa: str,
+        x: int,
+        num_rows: int,
+        norm_weight: int,
+        norm_eps: float,
+        silu_mul: bool,
+        residual: int,
+        out: int,
+    ) -> None: ...

@@ -1,0 +1,58 @@
+"""Selection policies: which tokens of the host KV store a decode step attends to.
+
+One file per method. Policies are imported when they are asked for, so that `full` never loads
+Numba.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from offload.policies.base import Policy
+
+if TYPE_CHECKING:
+    from offload.policies.exact_topk import ExactTopK
+    from offload.policies.full import Full
+    from offload.policies.streaming_llm import StreamingLLM
+
+__all__ = ["ExactTopK", "Full", "Policy", "StreamingLLM", "available_policies", "make_policy"]
+
+_CLASSES = {
+    "exact_topk": "ExactTopK",
+    "full": "Full",
+    "streaming_llm": "StreamingLLM",
+}
+
+
+def available_policies() -> list[str]:
+    """Names that `make_policy` takes, sorted."""
+    return sorted(_CLASSES)
+
+
+def make_policy(policy: str | Policy, **options: Any) -> Policy:
+    """The policy of that name with the given options; a Policy object is returned as it is.
+
+    Raises:
+        ValueError: unknown name (lists what exists), unknown option, or an option out of range.
+    """
+    if isinstance(policy, Policy):
+        if options:
+            raise ValueError(f"options {sorted(options)} given beside a policy object {policy}")
+        return policy
+    if policy not in _CLASSES:
+        names = ", ".join(available_policies())
+        raise ValueError(f"unknown policy {policy!r}; available: {names}")
+    cls: type[Policy] = getattr(import_module(f"{__name__}.{policy}"), _CLASSES[policy])
+    unknown = sorted(set(options) - set(cls.option_names()))
+    if unknown:
+        known = ", ".join(cls.option_names()) or "none"
+        raise ValueError(f"policy {policy!r} has no option {unknown[0]!r}; its options: {known}")
+    return cls(**options)
+
+
+def __getattr__(name: str) -> Any:
+    for module, cls in _CLASSES.items():
+        if name == cls:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

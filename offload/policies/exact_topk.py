@@ -1,0 +1,49 @@
+"""Exact top-k: score every key, keep the best. The upper bound of every approximate selection.
+
+A KV head's importance of a token is the sum over its query heads of the exact attention weight, so
+the selection keeps the most attention mass that any set of that size can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from offload.policies.base import SparsePolicy
+from offload.policies.callback import (
+    Callback,
+    callback,
+    offset_floats,
+    read_context,
+    top_k,
+    view_int32,
+)
+
+
+@callback
+def select(pointer: Any) -> int:
+    ctx = read_context(pointer)
+    count = top_k(
+        pointer,
+        ctx.top_k,
+        offset_floats(ctx.importance, ctx.first),
+        ctx.last - ctx.first,
+        ctx.budget_tokens,
+        ctx.indices,
+    )
+    indices = view_int32(ctx.indices, max(count, 0))
+    for i in range(len(indices)):
+        indices[i] += ctx.first
+    return count
+
+
+@dataclass(frozen=True)
+class ExactTopK(SparsePolicy):
+    """The `budget_tokens` tokens of largest exact attention weight per KV head.
+
+    Reads all keys (half of what full attention reads) and the values of the selection.
+    """
+
+    name: ClassVar[str] = "exact_topk"
+    scans_keys: ClassVar[bool] = True
+    select: ClassVar[Callback | None] = select

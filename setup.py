@@ -1,0 +1,23 @@
+"""Builds cpu_ops._native, the torch-free C++ extension. Everything else about the package is in pyproject.toml."""
+
+import os
+from glob import glob
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from setuptools import setup
+
+# No -march: every ISA opens its own target region and the kernels are chosen at run time (cpp/dispatch.cpp).
+# GCC's own AVX-512 headers trip both uninitialized warnings.
+compile_args = ["-O3", "-g1", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+
+native = Pybind11Extension(
+    "cpu_ops._native",
+    sources=sorted(glob("cpp/*.cpp") + glob("cpp/isa/*.cpp")),
+    depends=sorted(glob("cpp/*.h") + glob("cpp/isa/*.h")),
+    cxx_std=20,
+    extra_compile_args=compile_args + os.environ.get("OFFLOAD_CXXFLAGS", "").split(),
+    extra_link_args=["-pthread"],
+)
+
+ParallelCompile("OFFLOAD_BUILD_JOBS", default=os.cpu_count() or 1).install()
+setup(ext_modules=[native])

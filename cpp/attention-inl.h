@@ -1,170 +1,225 @@
 // Scoring and attention over any tokens of one KV head: one body for dense and sparse, for every dtype.
-// Tiles of rows are named by pointers, so pages and gathers cost the inner loops nothing. While a tile of keys is
-// scored its values are prefetched, and while those are accumulated the next tile of keys is.
+// Tiles of rows are named by pointers, so pages and gathers cost the inner loops nothing. In a gather, a tile's values
+// are prefetched while its keys are scored, and the next keys while those values are accumulated. Contiguous tiles are
+// whole pages: all keys, then all values, one sequential run.
 // Included inside a per-ISA namespace after tile_ops-inl.h.
 
-// A tile is about 8 KiB: far enough ahead to hide DRAM latency, near enough that two tiles stay in L1.
-static inline int tile_rows(int64_t row_bytes) {
-  const int64_t rows = 8192 / row_bytes;
-  return static_cast<int>(rows < 16 ? 16 : rows > kMaxTile ? kMaxTile : rows);
+inline constexpr int kGatherTile = 32;        // rows: enough to hide DRAM latency at one tile's distance
+
+// A contiguous tile stays inside one page.
+static inline int tile_size(const RowSource& source, const TokenSpan& tokens, int64_t begin) {
+  const int64_t left = tokens.n - begin;
+  if (tokens.indices != nullptr) return static_cast<int>(left < kGatherTile ? left : kGatherTile);
+  const int64_t page_tokens = int64_t{1} << source.page_shift;
+  int64_t whole = page_tokens - ((tokens.first + begin) & (page_tokens - 1));
+  whole = whole < kMaxTile ? whole : kMaxTile;
+  return static_cast<int>(left < whole ? left : whole);
 }
 
 template <class T>
-static inline void tile_pointers(const RowSource& source, const TokenSpan& tokens, int64_t begin, int count,
-                                 const T** rows) {
-  if (tokens.indices != nullptr) {
-    for (int r = 0; r < count; ++r) rows[r] = static_cast<const T*>(source.row(tokens.indices[begin + r]));
-    return;
-  }
-  const int64_t page_tokens = int64_t{1} << source.page_shift;
-  int64_t t = tokens.first + begin;
-  for (int r = 0; r < count;) {
-    const char* row = static_cast<const char*>(source.row(t));
-    const int64_t left_in_page = page_tokens - (t & (page_tokens - 1));
-    const int run = static_cast<int>(left_in_page < count - r ? left_in_page : count - r);
-    for (int j = 0; j < run; ++j) rows[r + j] = reinterpret_cast<const T*>(row + j * source.row_bytes);
-    r += run;
-    t += run;
-  }
+static inline void gather_pointers(const RowSource& source, const TokenSpan& tokens, int64_t begin, int count,
+                                   const T** rows) {
+  for (int r = 0; r < count; ++r) rows[r] = static_cast<const T*>(source.row(tokens.indices[begin + r]));
+}
+
+template <class T>
+static inline ContiguousRows<T> rows_from(const RowSource& source, int64_t token) {
+  return {static_cast<const T*>(source.row(token)), source.row_bytes / static_cast<int64_t>(sizeof(T))};
 }
 
 template <class T>
 struct QueryBlock {
-  alignas(64) typename TileOps<T>::Query packed[kMaxGroupSize * kMaxHeadDim];
-  explicit QueryBlock(const float* query, int64_t n) { TileOps<T>::pack_query(query, n, packed); }
+  alignas(64) typename TileOps<T>::Query packed[(kMaxGroupSize + kHeadBlock) * kMaxHeadDim];
+  QueryBlock(const float* query, int group_size, int64_t head_dim) {
+    TileOps<T>::pack_heads(query, group_size, head_dim, packed);
+  }
 };
 
-template <class T>
+template <class T, class Rows>
 static inline void score_tile(const typename TileOps<T>::Query* query, int group_size, int64_t head_dim,
-                              const T* const* rows, int count, const T* const* next, float scale, float* out,
+                              const Rows& rows, int count, const Prefetch<T>& ahead, float scale, float* out,
                               int64_t stride) {
   for (int g = 0; g < group_size; g += kHeadBlock) {
-    const T* const* ahead = g == 0 ? next : nullptr;
-    const auto* q = query + g * head_dim;
+    const Prefetch<T> once = g == 0 ? ahead : Prefetch<T>();
+    const auto* q = query + g / kHeadBlock * TileOps<T>::block_stride(head_dim);
     float* o = out + g * stride;
     switch (group_size - g) {
-      case 1: TileOps<T>::template score<1>(q, head_dim, rows, count, ahead, scale, o, stride); break;
-      case 2: TileOps<T>::template score<2>(q, head_dim, rows, count, ahead, scale, o, stride); break;
-      case 3: TileOps<T>::template score<3>(q, head_dim, rows, count, ahead, scale, o, stride); break;
-      default: TileOps<T>::template score<4>(q, head_dim, rows, count, ahead, scale, o, stride);
+      case 1: TileOps<T>::template score<1>(q, head_dim, rows, count, once, scale, o, stride); break;
+      case 2: TileOps<T>::template score<2>(q, head_dim, rows, count, once, scale, o, stride); break;
+      case 3: TileOps<T>::template score<3>(q, head_dim, rows, count, once, scale, o, stride); break;
+      default: TileOps<T>::template score<4>(q, head_dim, rows, count, once, scale, o, stride);
     }
   }
 }
 
-template <class T>
-static inline void accumulate_tile(float* weights, int64_t weight_stride, int group_size, const T* const* rows,
-                                   int count, const T* const* next, int64_t head_dim, float* acc) {
+template <class T, class Rows>
+static inline void accumulate_tile(const float* weights, int64_t weight_stride, int group_size, const Rows& rows,
+                                   int count, const Prefetch<T>& ahead, int64_t head_dim, float* acc) {
   for (int g = 0; g < group_size; g += kHeadBlock) {
-    const T* const* ahead = g == 0 ? next : nullptr;
-    float* w = weights + g * weight_stride;
+    const Prefetch<T> once = g == 0 ? ahead : Prefetch<T>();
+    const float* w = weights + g * weight_stride;
     float* a = acc + g * head_dim;
     switch (group_size - g) {
-      case 1: TileOps<T>::template accumulate<1>(w, weight_stride, rows, count, ahead, head_dim, a, head_dim); break;
-      case 2: TileOps<T>::template accumulate<2>(w, weight_stride, rows, count, ahead, head_dim, a, head_dim); break;
-      case 3: TileOps<T>::template accumulate<3>(w, weight_stride, rows, count, ahead, head_dim, a, head_dim); break;
-      default: TileOps<T>::template accumulate<4>(w, weight_stride, rows, count, ahead, head_dim, a, head_dim);
+      case 1: TileOps<T>::template accumulate<1>(w, weight_stride, rows, count, once, head_dim, a, head_dim); break;
+      case 2: TileOps<T>::template accumulate<2>(w, weight_stride, rows, count, once, head_dim, a, head_dim); break;
+      case 3: TileOps<T>::template accumulate<3>(w, weight_stride, rows, count, once, head_dim, a, head_dim); break;
+      default: TileOps<T>::template accumulate<4>(w, weight_stride, rows, count, once, head_dim, a, head_dim);
     }
   }
+}
+
+// The gathered rows of a tile and of the one after it.
+template <class T>
+struct GatherWindow {
+  const T* pointers[2][kGatherTile];
+  int side = 0;
+  GatheredRows<T> now() const { return {pointers[side]}; }
+  const T* const* next() const { return pointers[side ^ 1]; }
+};
+
+// The keys of one page. Pages of one head lie apart: while the last rows are scored, the first of the next page are
+// prefetched, or every jump would cost several DRAM latencies until the hardware prefetchers are back on the stream.
+template <class T>
+static inline void score_page(const ScoreArgs& args, const typename TileOps<T>::Query* query, int64_t begin, int count,
+                              int next_count) {
+  const ContiguousRows<T> rows = rows_from<T>(args.keys, args.tokens.first + begin);
+  const int64_t end = begin + count;
+  // The caller goes on with the next chunk of the same stream, so look past the end of this one.
+  const bool jumps = next_count != 0 || args.continues_to > args.tokens.first + end;
+  const int tail = jumps && count >= 2 * kGatherTile ? kGatherTile : 0;
+  score_tile<T>(query, args.group_size, args.head_dim, rows, count - tail, Prefetch<T>(), args.scale,
+                args.scores + begin, args.score_stride);
+  if (tail == 0) return;
+  const T* next[kGatherTile];
+  for (int r = 0; r < tail; ++r) {
+    const int64_t t = args.tokens.first + end + r;
+    next[r] = static_cast<const T*>(args.keys.row(t < args.continues_to ? t : args.continues_to - 1));
+  }
+  score_tile<T>(query, args.group_size, args.head_dim, rows.from(count - tail), tail, Prefetch<T>{next}, args.scale,
+                args.scores + begin + count - tail, args.score_stride);
 }
 
 template <class T>
 static void score(const ScoreArgs& args) {
-  const QueryBlock<T> query(args.query, int64_t{args.group_size} * args.head_dim);
-  const int tile = tile_rows(args.keys.row_bytes);
-  const T* buffers[2][kMaxTile];
-  const T** rows = buffers[0];
-  const T** next = buffers[1];
+  const QueryBlock<T> query(args.query, args.group_size, args.head_dim);
   const int64_t n = args.tokens.n;
-  tile_pointers(args.keys, args.tokens, 0, static_cast<int>(n < tile ? n : tile), rows);
-  for (int64_t begin = 0; begin < n; begin += tile) {
-    const int count = static_cast<int>(n - begin < tile ? n - begin : tile);
-    const int64_t left = args.prefetch_n - begin - count;
-    const int ahead = static_cast<int>(left < tile ? left : tile);
-    tile_pointers(args.keys, args.tokens, begin + count, ahead, next);
-    score_tile<T>(query.packed, args.group_size, args.head_dim, rows, count, ahead >= count ? next : nullptr,
-                  args.scale, args.scores + begin, args.score_stride);
-    const T** swap = rows;
-    rows = next;
-    next = swap;
+  int count = tile_size(args.keys, args.tokens, 0);
+  if (args.tokens.indices == nullptr) {
+    for (int64_t begin = 0; begin < n;) {
+      const int next_count = tile_size(args.keys, args.tokens, begin + count);
+      score_page<T>(args, query.packed, begin, count, next_count);
+      begin += count;
+      count = next_count;
+    }
+    return;
   }
+  GatherWindow<T> keys;
+  gather_pointers(args.keys, args.tokens, 0, count, keys.pointers[0]);
+  for (int64_t begin = 0; begin < n; keys.side ^= 1) {
+    const int next_count = tile_size(args.keys, args.tokens, begin + count);
+    gather_pointers(args.keys, args.tokens, begin + count, next_count, keys.pointers[keys.side ^ 1]);
+    const Prefetch<T> ahead{next_count >= count ? keys.next() : nullptr};
+    score_tile<T>(query.packed, args.group_size, args.head_dim, keys.now(), count, ahead, args.scale,
+                  args.scores + begin, args.score_stride);
+    begin += count;
+    count = next_count;
+  }
+}
+
+// Turns a tile's scores into weights relative to the running maximum, rescaling what was accumulated before.
+static inline void raise_maximum(const float* scores, int count, float* row_max, float* row_sum, float* acc,
+                                 int64_t head_dim) {
+  const int whole = count / W * W;
+  F highest = f_set1(-3.0e38f);
+  for (int i = 0; i < whole; i += W) highest = f_max(highest, f_load(scores + i));
+  float maximum = f_max_lane(highest);
+  for (int i = whole; i < count; ++i) maximum = scores[i] > maximum ? scores[i] : maximum;
+  if (!(maximum > *row_max)) return;
+  const float factor = std::exp(*row_max - maximum);
+  *row_max = maximum;
+  *row_sum *= factor;
+  for (int64_t d = 0; d < head_dim; d += W) f_store(acc + d, f_mul(f_load(acc + d), f_set1(factor)));
+}
+
+// Scores of one tile, then weights, then values: everything between two tiles' memory accesses stays short, because
+// the hardware prefetchers idle through it.
+template <class T, class Rows>
+static inline void attend_tile(const AttendArgs& args, const typename TileOps<T>::Query* query, int64_t begin,
+                               int count, const Rows& keys, const Prefetch<T>& after_keys, const Rows& values,
+                               const Prefetch<T>& after_values, float* p) {
+  const int64_t head_dim = args.head_dim;
+  const bool given = args.weights != nullptr;
+  if (given) {
+    for (int g = 0; g < args.group_size; ++g) {
+      const float* weights = args.weights + g * args.weight_stride + begin;
+      for (int i = 0; i < count; ++i) p[g * kMaxTile + i] = weights[i];
+    }
+  } else {
+    score_tile<T>(query, args.group_size, head_dim, keys, count, after_keys, args.scale, p, kMaxTile);
+    for (int g = 0; g < args.group_size; ++g) {
+      const float* row = p + g * kMaxTile;
+      if (args.scores != nullptr) {
+        for (int i = 0; i < count; ++i) args.scores[g * args.score_stride + begin + i] = row[i];
+      }
+      raise_maximum(row, count, args.row_max + g, args.row_sum + g, args.acc + g * head_dim, head_dim);
+    }
+  }
+  alignas(64) float sums[kMaxGroupSize * W];  // lane by lane until the tile ends
+  for (int i = 0; i < args.group_size * W; i += W) f_store(sums + i, f_zero());
+  for (int sub = 0; sub < count; sub += kSubTile) {
+    const int rows = count - sub < kSubTile ? count - sub : kSubTile;
+    for (int g = 0; g < args.group_size; ++g) {
+      float* row = p + g * kMaxTile + sub;
+      if (!given) {
+        const F maximum = f_set1(args.row_max[g]);
+        for (int i = 0; i < rows; i += W) f_store(row + i, f_exp_fast<T>(f_sub(f_load(row + i), maximum)));
+      }
+      for (int i = rows; i < kSubTile; ++i) row[i] = 0.0f;
+      F sum = f_load(sums + g * W);
+      for (int i = 0; i < kSubTile; i += W) sum = f_add(sum, f_load(row + i));
+      f_store(sums + g * W, sum);
+    }
+    accumulate_tile<T>(p + sub, kMaxTile, args.group_size, values.from(sub), rows, after_values.from(sub), head_dim,
+                       args.acc);
+  }
+  for (int g = 0; g < args.group_size; ++g) args.row_sum[g] += f_sum(f_load(sums + g * W));
 }
 
 template <class T>
 static void attend(const AttendArgs& args) {
-  const QueryBlock<T> query(args.query, args.weights == nullptr ? int64_t{args.group_size} * args.head_dim : 0);
-  const int tile = tile_rows(args.values.row_bytes);
-  const int group_size = args.group_size;
+  const bool given = args.weights != nullptr;  // weights instead of scores: keys are not read
   const int64_t head_dim = args.head_dim;
   const int64_t n = args.tokens.n;
-  const bool given = args.weights != nullptr;
+  const QueryBlock<T> query(args.query, given ? 0 : args.group_size, head_dim);
   alignas(64) float p[kMaxGroupSize * kMaxTile];
-  const T* key_rows[2][kMaxTile];
-  const T* value_rows[2][kMaxTile];
-  const T* const* no_rows = nullptr;
-
-  for (int64_t i = 0; i < group_size * head_dim; ++i) args.acc[i] = 0.0f;
-  for (int g = 0; g < group_size; ++g) {
+  for (int64_t i = 0; !args.continues && i < args.group_size * head_dim; ++i) args.acc[i] = 0.0f;
+  for (int g = 0; !args.continues && g < args.group_size; ++g) {
     args.row_max[g] = given ? 0.0f : -3.0e38f;
     args.row_sum[g] = 0.0f;
   }
-  int side = 0;
-  const int first_count = static_cast<int>(n < tile ? n : tile);
-  if (!given) tile_pointers(args.keys, args.tokens, 0, first_count, key_rows[0]);
-  tile_pointers(args.values, args.tokens, 0, first_count, value_rows[0]);
-
-  for (int64_t begin = 0; begin < n; begin += tile, side ^= 1) {
-    const int count = static_cast<int>(n - begin < tile ? n - begin : tile);
-    const int64_t left = n - begin - count;
-    const int ahead = static_cast<int>(left < tile ? left : tile);
-    const T* const* values = value_rows[side];
-    tile_pointers(args.values, args.tokens, begin + count, ahead, value_rows[side ^ 1]);
-    const T* const* next = value_rows[side ^ 1];
-    const int padded = (count + 31) & ~31;
-
-    if (given) {
-      for (int g = 0; g < group_size; ++g) {
-        for (int i = 0; i < count; ++i) p[g * kMaxTile + i] = args.weights[g * args.weight_stride + begin + i];
-        for (int i = count; i < padded; ++i) p[g * kMaxTile + i] = 0.0f;
-        F sum = f_zero();
-        for (int i = 0; i < padded; i += W) sum = f_add(sum, TileOps<T>::weight_as_used(f_load(p + g * kMaxTile + i)));
-        args.row_sum[g] += f_sum(sum);
-      }
-    } else {
-      tile_pointers(args.keys, args.tokens, begin + count, ahead, key_rows[side ^ 1]);
-      next = key_rows[side ^ 1];
-      score_tile<T>(query.packed, group_size, head_dim, key_rows[side], count, values, args.scale, p, kMaxTile);
-      for (int g = 0; g < group_size; ++g) {
-        float* row = p + g * kMaxTile;
-        if (args.scores != nullptr) {
-          for (int i = 0; i < count; ++i) args.scores[g * args.score_stride + begin + i] = row[i];
-        }
-        for (int i = count; i < padded; ++i) row[i] = -3.0e38f;
-        F highest = f_load(row);
-        for (int i = W; i < padded; i += W) highest = f_max(highest, f_load(row + i));
-        const float tile_max = f_max_lane(highest);
-        if (tile_max > args.row_max[g]) {
-          alignas(64) float factor[W];
-          f_store(factor, f_exp(f_set1(args.row_max[g] - tile_max)));
-          args.row_max[g] = tile_max;
-          args.row_sum[g] *= factor[0];
-          const F scale = f_set1(factor[0]);
-          float* acc = args.acc + g * head_dim;
-          for (int64_t d = 0; d < head_dim; d += W) f_store(acc + d, f_mul(f_load(acc + d), scale));
-        }
-        const F maximum = f_set1(args.row_max[g]);
-        F sum = f_zero();
-        for (int i = 0; i < padded; i += W) {
-          const F weight = f_exp(f_sub(f_load(row + i), maximum));
-          f_store(row + i, weight);
-        }
-        for (int i = count; i < padded; ++i) row[i] = 0.0f;
-        for (int i = 0; i < padded; i += W) sum = f_add(sum, TileOps<T>::weight_as_used(f_load(row + i)));
-        args.row_sum[g] += f_sum(sum);
-      }
+  int count = tile_size(args.values, args.tokens, 0);
+  if (args.tokens.indices == nullptr) {
+    for (int64_t begin = 0; begin < n; begin += count, count = tile_size(args.values, args.tokens, begin)) {
+      const int64_t token = args.tokens.first + begin;
+      attend_tile<T>(args, query.packed, begin, count, rows_from<T>(args.keys, token), Prefetch<T>(),
+                     rows_from<T>(args.values, token), Prefetch<T>(), p);
     }
-    accumulate_tile<T>(p, kMaxTile, group_size, values, count, ahead >= count ? next : no_rows, head_dim, args.acc);
+  } else {
+    GatherWindow<T> keys, values;
+    if (!given) gather_pointers(args.keys, args.tokens, 0, count, keys.pointers[0]);
+    gather_pointers(args.values, args.tokens, 0, count, values.pointers[0]);
+    for (int64_t begin = 0; begin < n; keys.side ^= 1, values.side ^= 1) {
+      const int next_count = tile_size(args.values, args.tokens, begin + count);
+      if (!given) gather_pointers(args.keys, args.tokens, begin + count, next_count, keys.pointers[keys.side ^ 1]);
+      gather_pointers(args.values, args.tokens, begin + count, next_count, values.pointers[values.side ^ 1]);
+      const Prefetch<T> after_keys{values.now().pointers};
+      const Prefetch<T> after_values{next_count < count ? nullptr : given ? values.next() : keys.next()};
+      attend_tile<T>(args, query.packed, begin, count, keys.now(), after_keys, values.now(), after_values, p);
+      begin += count;
+      count = next_count;
+    }
   }
-  TileOps<T>::finish(args.acc, group_size, head_dim);
+  if (args.ends) TileOps<T>::finish(args.acc, args.group_size, head_dim);
 }
 
 static float exp_shifted(float* x, int64_t n, float* sum) {
@@ -200,28 +255,34 @@ static void scale_add(const float* x, float factor, int64_t n, bool accumulate, 
   for (int64_t i = whole; i < n; ++i) importance[i] = x[i] * factor + (accumulate ? importance[i] : 0.0f);
 }
 
-// Four rows of weights at a time, like key rows; the rows after them are prefetched.
 template <class T>
-static void linear(const float* x, int num_rows, int64_t in_features, const void* weight, int64_t first, int64_t last,
-                   float* out, int64_t out_stride) {
-  using Query = typename TileOps<T>::Query;
-  const T* w = static_cast<const T*>(weight);
-  for (int row = 0; row < num_rows; row += kHeadBlock) {
-    const int group = num_rows - row < kHeadBlock ? num_rows - row : kHeadBlock;
-    // The input block is packed once a call; 4 rows of a 28,672-wide MLP are 224 KiB of bf16.
-    Query* packed = static_cast<Query*>(
-        ::operator new(sizeof(Query) * static_cast<size_t>(group * in_features), std::align_val_t{64}));
-    for (int g = 0; g < group; ++g) {
-      TileOps<T>::pack_query(x + (row + g) * in_features, in_features, packed + g * in_features);
+static void pack_input(const float* x, int64_t n, void* packed) {
+  TileOps<T>::pack_input(x, n, static_cast<typename TileOps<T>::Query*>(packed));
+}
+
+template <class T, int G>
+static inline void project_rows(const typename TileOps<T>::Query* x, int64_t width, const T* weight, int64_t count,
+                                float* out, int64_t out_stride) {
+  int64_t o = 0;
+  for (; o + kRowTile <= count; o += kRowTile) {
+    TileOps<T>::template project<G, kRowTile>(x, width, weight + o * width, out + o, out_stride);
+  }
+  for (; o < count; ++o) TileOps<T>::template project<G, 1>(x, width, weight + o * width, out + o, out_stride);
+}
+
+template <class T>
+static void linear(const void* packed, int num_rows, int64_t in_features, const void* weight, int64_t first,
+                   int64_t last, float* out, int64_t out_stride) {
+  const auto* x = static_cast<const typename TileOps<T>::Query*>(packed);
+  const T* w = static_cast<const T*>(weight) + first * in_features;
+  const int64_t count = last - first;
+  for (int row = 0; row < num_rows; row += kHeadBlock, x += kHeadBlock * in_features, out += kHeadBlock * out_stride) {
+    switch (num_rows - row) {
+      case 1: project_rows<T, 1>(x, in_features, w, count, out, out_stride); break;
+      case 2: project_rows<T, 2>(x, in_features, w, count, out, out_stride); break;
+      case 3: project_rows<T, 3>(x, in_features, w, count, out, out_stride); break;
+      default: project_rows<T, 4>(x, in_features, w, count, out, out_stride);
     }
-    const T* rows[kMaxTile];
-    for (int64_t o = first; o < last; o += kMaxTile) {
-      const int count = static_cast<int>(last - o < kMaxTile ? last - o : kMaxTile);
-      for (int r = 0; r < count; ++r) rows[r] = w + (o + r) * in_features;
-      score_tile<T>(packed, group, in_features, rows, count, nullptr, 1.0f, out + row * out_stride + (o - first),
-                    out_stride);
-    }
-    ::operator delete(packed, std::align_val_t{64});
   }
 }
 
@@ -238,7 +299,9 @@ static uint64_t read_rows(const void* data, const int32_t* rows, int64_t num_row
   const char* base = static_cast<const char*>(data);
   uint64_t sum = 0;
   for (int64_t i = 0; i < num_rows; ++i) {
-    if (i + kAhead < num_rows) prefetch_row(base + rows[i + kAhead] * row_bytes, row_bytes);
+    if (i + kAhead < num_rows) {
+      for (int64_t b = 0; b < row_bytes; b += 64) prefetch_l2(base + rows[i + kAhead] * row_bytes + b);
+    }
     sum += read_chunk(base + rows[i] * row_bytes, row_bytes);
   }
   return sum;

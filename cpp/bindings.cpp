@@ -66,6 +66,7 @@ class PyDecodeAttention {
     policy.observe = pointer<void(PolicyContext*)>(observe);
     policy.append = pointer<void(PolicyContext*)>(append);
     attention_.set_policy(policy);
+    per_query_head_ = per_query_head;
     attention_.set_units_per_row(per_query_head);
   }
 
@@ -104,7 +105,9 @@ class PyDecodeAttention {
     std::string failure;
     {
       const py::gil_scoped_release release;
+      attention_.set_units_per_row(indptr.size() - 1 == shape_.num_qo_heads && shape_.group_size() > 1);
       failure = attention_.attend(0, rows, true);
+      attention_.set_units_per_row(per_query_head_);
     }
     if (!failure.empty()) throw std::runtime_error(failure);
   }
@@ -114,6 +117,7 @@ class PyDecodeAttention {
  private:
   AttentionShape shape_;
   DecodeAttention attention_;
+  bool per_query_head_ = false;
 };
 
 class PyLinear {

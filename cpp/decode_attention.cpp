@@ -20,8 +20,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 void score_tokens(const PolicyContext* context, const int32_t* indices, int64_t n, float* scores) {
   const auto* kernels = static_cast<const KernelTable*>(context->kernels);
   kernels->score[context->dtype]({context->query, static_cast<int>(context->group_size),
-                                  static_cast<int>(context->head_dim), context->keys, {indices, 0, n}, n,
-                                  static_cast<float>(context->sm_scale), scores, n});
+                                  static_cast<int>(context->head_dim), context->keys, {indices, 0, n},
+                                  static_cast<float>(context->sm_scale), scores, n, 0});
 }
 
 int64_t top_k_for_policy(const PolicyContext* context, const float* x, int64_t n, int64_t k, int32_t* positions) {
@@ -164,7 +164,7 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
       const int64_t n = std::min(kChunkTokens, row.kv_len - first);
       float* weights = slot.weights.data() + first;
       kernels_.score[static_cast<int>(shape_.dtype)]({query, shape_.group_size(), shape_.head_dim, shape_.keys(row.pages, range.kv_head),
-                                                      {nullptr, first, n}, range_end - first, shape_.sm_scale, weights, row.kv_len});
+                                                      {nullptr, first, n}, shape_.sm_scale, weights, row.kv_len, range_end});
       for (int g = 0; g < shape_.group_size(); ++g) {
         slot.chunk_max[static_cast<size_t>(g * chunks + c)] =
             kernels_.exp_shifted(weights + g * row.kv_len, n, &slot.chunk_sum[static_cast<size_t>(g * chunks + c)]);
@@ -218,57 +218,101 @@ void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, int ro
   }
 }
 
-// Cuts every unit's tokens into pieces so that all threads are busy, whether there is one long sequence or many short.
+// Cuts the work into pieces so that all threads are busy, whether there is one long sequence or many short. Dense rows
+// are cut at pages, and by heads only when there are too few pages.
 void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
+  const int64_t threads = pool_.num_threads();
+  const int64_t page_tokens = int64_t{1} << shape_.page_shift;
   int64_t all_tokens = 0;
   for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()); ++i) all_tokens += units_[i].n;
-  const int64_t target = std::max(kMinPieceTokens, all_tokens / (pool_.num_threads() * kPiecesPerThread));
+  const int64_t target = threads == 1 ? all_tokens : std::max(kMinPieceTokens, all_tokens / (threads * kPiecesPerThread));
   pieces_.clear();
   int64_t part = 0;
-  for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
-    for (int u = 0; u < units(); ++u) {
+  const auto cut = [&](int r, int first_unit, int num_units, int64_t n, int64_t splits, int64_t align) {
+    for (int u = first_unit; u < first_unit + num_units; ++u, part += splits) {
       Unit& unit = units_[static_cast<size_t>(r * units() + u)];
-      const int64_t count = pool_.num_threads() == 1 ? 1 : std::max<int64_t>(1, (unit.n + target / 2) / target);
       unit.first_part = part;
-      unit.num_parts = static_cast<int>(count);
-      unit.parts_left.store(static_cast<int>(count), std::memory_order_relaxed);
-      for (int64_t i = 0; i < count; ++i, ++part) {
-        const int64_t begin = unit.n * i / count;
-        pieces_.push_back({r, u, begin, unit.n * (i + 1) / count - begin, part});
+      unit.num_parts = static_cast<int>(splits);
+      unit.parts_left.store(static_cast<int>(splits), std::memory_order_relaxed);
+    }
+    int64_t begin = 0;
+    for (int64_t i = 1; i <= splits; ++i) {
+      const int64_t end = i == splits ? n : n * i / splits / align * align;
+      pieces_.push_back({r, first_unit, num_units, begin, end - begin, static_cast<int>(i - 1)});
+      begin = end;
+    }
+  };
+  for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
+    const Unit& first = units_[static_cast<size_t>(r * units())];
+    if (first.indices == nullptr && rows[static_cast<size_t>(r)].indptr == nullptr) {
+      const int64_t pages = ceil_div(first.n, page_tokens);
+      const int64_t wanted = std::max<int64_t>(1, first.n * units() / target);
+      const int64_t splits = std::min(wanted, pages);
+      const int64_t groups = std::min<int64_t>(units(), ceil_div(wanted, splits));
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t begin = units() * g / groups;
+        cut(r, static_cast<int>(begin), static_cast<int>(units() * (g + 1) / groups - begin), first.n, splits, page_tokens);
+      }
+    } else {
+      for (int u = 0; u < units(); ++u) {
+        const int64_t n = units_[static_cast<size_t>(r * units() + u)].n;
+        cut(r, u, 1, n, std::max<int64_t>(1, (n + target / 2) / target), 1);
       }
     }
   }
   parts_.resize(static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2)));
 }
 
-void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece) {
-  const QueryRow& row = rows[static_cast<size_t>(piece.row)];
-  Unit& unit = units_[static_cast<size_t>(piece.row * units() + piece.unit)];
+AttendArgs DecodeAttention::unit_args(const QueryRow& row, int row_idx, int unit_idx, int split) {
+  Unit& unit = units_[static_cast<size_t>(row_idx * units() + unit_idx)];
   const int group = unit_group();
-  const int kv_head = kv_head_of(piece.unit);
-  float* acc = parts_.data() + piece.part * group * (shape_.head_dim + 2);
-  float* row_max = acc + group * shape_.head_dim;
+  const int kv_head = kv_head_of(unit_idx);
   AttendArgs args{};
-  args.query = queries_.data() + (int64_t{piece.row} * shape_.num_qo_heads + int64_t{piece.unit} * group) * shape_.head_dim;
+  args.query = queries_.data() + (int64_t{row_idx} * shape_.num_qo_heads + int64_t{unit_idx} * group) * shape_.head_dim;
   args.group_size = group;
   args.head_dim = shape_.head_dim;
   args.keys = shape_.keys(row.pages, kv_head);
   args.values = shape_.values(row.pages, kv_head);
-  args.tokens = {unit.indices != nullptr ? unit.indices + piece.begin : nullptr, piece.begin, piece.n};
   args.scale = shape_.sm_scale;
-  if (!unit.weights.empty()) {
-    args.weights = unit.weights.data() + piece.begin;
-    args.weight_stride = unit.n;
+  args.acc = parts_.data() + (unit.first_part + split) * group * (shape_.head_dim + 2);
+  args.row_max = args.acc + group * shape_.head_dim;
+  args.row_sum = args.row_max + group;
+  return args;
+}
+
+void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece) {
+  const QueryRow& row = rows[static_cast<size_t>(piece.row)];
+  const auto attend = kernels_.attend[static_cast<int>(shape_.dtype)];
+  Unit* units_of_row = &units_[static_cast<size_t>(piece.row * units())];
+  if (units_of_row[piece.first_unit].indices == nullptr) {
+    const int64_t step = piece.num_units == 1 ? piece.n : int64_t{1} << shape_.page_shift;
+    for (int64_t done = 0; done < piece.n || done == 0; done += std::max<int64_t>(step, 1)) {
+      for (int u = piece.first_unit; u < piece.first_unit + piece.num_units; ++u) {
+        AttendArgs args = unit_args(row, piece.row, u, piece.split);
+        args.tokens = {nullptr, piece.begin + done, std::min(step, piece.n - done)};
+        args.continues = done > 0;
+        args.ends = done + step >= piece.n;
+        attend(args);
+      }
+    }
+  } else {
+    Unit& unit = units_of_row[piece.first_unit];
+    AttendArgs args = unit_args(row, piece.row, piece.first_unit, piece.split);
+    args.tokens = {unit.indices + piece.begin, 0, piece.n};
+    args.ends = true;
+    if (!unit.weights.empty()) {
+      args.weights = unit.weights.data() + piece.begin;
+      args.weight_stride = unit.n;
+    }
+    if (!unit.scores.empty()) {
+      args.scores = unit.scores.data() + piece.begin;
+      args.score_stride = unit.n;
+    }
+    attend(args);
   }
-  if (!unit.scores.empty()) {
-    args.scores = unit.scores.data() + piece.begin;
-    args.score_stride = unit.n;
+  for (int u = piece.first_unit; u < piece.first_unit + piece.num_units; ++u) {
+    if (units_of_row[u].parts_left.fetch_sub(1, std::memory_order_acq_rel) == 1) merge_unit(layer_idx, row, piece.row, u);
   }
-  args.acc = acc;
-  args.row_max = row_max;
-  args.row_sum = row_max + group;
-  kernels_.attend[static_cast<int>(shape_.dtype)](args);
-  if (unit.parts_left.fetch_sub(1, std::memory_order_acq_rel) == 1) merge_unit(layer_idx, row, piece.row, piece.unit);
 }
 
 // Exact merge of partial softmaxes: o = Σ exp(max_i - max) acc_i / Σ exp(max_i - max) sum_i.

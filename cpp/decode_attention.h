@@ -62,12 +62,15 @@ class DecodeAttention {
   const std::vector<std::vector<int32_t>>& last_selection() const { return selection_; }
 
  private:
-  struct Piece {  // one task of the attend phase
+  // One task of the attend phase: some tokens of some units of a row. A dense piece walks page by page and head by head
+  // inside a page, which is the order of memory: one long sequential stream.
+  struct Piece {
     int row;
-    int unit;
-    int64_t begin;  // into the unit's tokens
+    int first_unit;
+    int num_units;
+    int64_t begin;  // into the units' tokens
     int64_t n;
-    int64_t part;  // its slot among the partial results
+    int split;  // its partial results are number `split` of each unit
   };
   struct Unit {
     bool sparse = false;
@@ -98,6 +101,7 @@ class DecodeAttention {
   void finish_scan(int64_t layer_idx, const QueryRow& row, int row_idx, int kv_head, ScanSlot& slot);
   void plan_pieces(const std::vector<QueryRow>& rows);
   void attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece);
+  AttendArgs unit_args(const QueryRow& row, int row_idx, int unit, int split);
   void merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit);
   void report_non_finite(int64_t layer_idx, int row_idx, int unit);
 

@@ -111,6 +111,7 @@ static void fill_dtype(KernelTable* table, DType dtype) {
   const int i = static_cast<int>(dtype);
   table->score[i] = score<T>;
   table->attend[i] = attend<T>;
+  table->pack_input[i] = pack_input<T>;
   table->linear[i] = linear<T>;
   table->to_float[i] = to_float_all<T>;
   table->from_float[i] = from_float_all<T>;

@@ -50,10 +50,10 @@ struct ScoreArgs {
   int head_dim;
   RowSource keys;
   TokenSpan tokens;
-  int64_t prefetch_n;  // >= tokens.n: rows beyond n that the caller scores next and may be prefetched
   float scale;
   float* scores;
   int64_t score_stride;
+  int64_t continues_to;  // contiguous tokens: where the caller's scan ends, at least first + n
 };
 
 // A partial softmax over the tokens: acc = Σ exp(s - max) v, row_sum = Σ exp(s - max).
@@ -73,6 +73,9 @@ struct AttendArgs {
   float* acc;      // out [group_size, head_dim]
   float* row_max;  // out [group_size]
   float* row_sum;  // out [group_size]
+  // Tokens may come in several calls: all but the first continue, and acc is in order only after the last.
+  bool continues;
+  bool ends;
 };
 
 // One instruction set's kernels. Arrays are indexed by DType.
@@ -99,8 +102,10 @@ struct KernelTable {
   void (*rope_head[kNumDTypes])(void* x, const void* cos, const void* sin, const void* norm_weight, float eps,
                                 int64_t head_dim);
 
-  // y[r * out_stride + o - first] = <x[r], weight[o]> for o in [first, last)
-  void (*linear[kNumDTypes])(const float* x, int num_rows, int64_t in_features, const void* weight, int64_t first,
+  // Converts n inputs to what linear() multiplies with; at most 4 bytes each.
+  void (*pack_input[kNumDTypes])(const float* x, int64_t n, void* packed);
+  // y[r * out_stride + o - first] = <x[r], weight[o]> for o in [first, last); x packed, [num_rows, in_features]
+  void (*linear[kNumDTypes])(const void* packed, int num_rows, int64_t in_features, const void* weight, int64_t first,
                              int64_t last, float* out, int64_t out_stride);
 
   // What bandwidth measurements read with; they return a checksum so that nothing is optimised away.

@@ -26,8 +26,11 @@ void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput
                  void* out) const {
   const int type = static_cast<int>(dtype_);
   const int64_t item = dtype_bytes(dtype_);
-  static thread_local std::vector<float> x;  // of the calling thread; workers only read it
+  // Of the calling thread; workers only read them.
+  static thread_local std::vector<float> x;
+  static thread_local std::vector<float> packed;
   x.resize(static_cast<size_t>(input.num_rows * in_features_));
+  packed.resize(x.size());
   for (int r = 0; r < input.num_rows; ++r) {
     const char* row = static_cast<const char*>(input.x) + r * in_features_ * item * (input.silu_mul ? 2 : 1);
     float* to = x.data() + r * in_features_;
@@ -48,7 +51,8 @@ void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput
     }
     column += block.out_features;
   }
-  const float* input_rows = x.data();
+  kernels.pack_input[type](x.data(), input.num_rows * in_features_, packed.data());
+  const void* input_rows = packed.data();
   pool.parallel_for(static_cast<int64_t>(tiles.size()), [&](int64_t task, int) {
     const OutputTile& t = tiles[static_cast<size_t>(task)];
     alignas(64) float y[kMaxLinearRows * kOutputTile];

@@ -1,54 +1,88 @@
 // TileOps for bf16 with dot-product instructions (AVX512-BF16): two products and an add per lane and instruction.
-// Included inside a per-ISA namespace after tile_ops-inl.h. Weights are rounded to bf16 (as FlashAttention does) and
-// the row sum adds the rounded weights, so the rounding does not bias the output. head_dim must be a multiple of 32.
+// Included inside a per-ISA namespace after tile_ops-inl.h. Weights of values are rounded to bf16, as FlashAttention
+// does. head_dim must be a multiple of 32.
 
 template <>
 struct TileOps<Bf16> {
   using Query = Bf16;
-  static void pack_query(const float* query, int64_t n, Query* packed) {
+  static constexpr int64_t block_stride(int64_t head_dim) { return kHeadBlock * head_dim; }
+
+  static void pack_heads(const float* query, int group_size, int64_t head_dim, Query* packed) {
+    pack_input(query, group_size * head_dim, packed);
+  }
+  static void pack_input(const float* x, int64_t n, Query* packed) {
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed + i),
-                          reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(query + i))));
+                          reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i))));
     }
-    for (; i < n; ++i) packed[i] = from_float<Bf16>(query[i]);
+    for (; i < n; ++i) packed[i] = from_float<Bf16>(x[i]);
   }
 
-  template <int G>
-  static void score(const Query* query, int64_t head_dim, const Bf16* const* rows, int num_rows,
-                    const Bf16* const* next, float scale, float* out, int64_t out_stride) {
-    const int64_t row_bytes = head_dim * 2;
-    int r = 0;
-    for (; r + 4 <= num_rows; r += 4) {
-      if (next != nullptr) {
-        for (int j = 0; j < 4; ++j) prefetch_row(next[r + j], row_bytes);
+  template <int G, class Rows>
+  static void score(const Query* query, int64_t head_dim, const Rows& rows, int num_rows,
+                    const Prefetch<Bf16>& ahead, float scale, float* out, int64_t out_stride) {
+    switch (head_dim / 32) {  // with a known width the queries stay in registers
+      case 2: return score_rows<G, 2>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
+      case 4: return score_rows<G, 4>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
+      default: return score_rows<G, 0>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
+    }
+  }
+
+  template <int G, int R>
+  static void project(const Query* x, int64_t width, const Bf16* rows, float* out, int64_t out_stride) {
+    constexpr int U = G == 1 ? 4 : G == 2 ? 2 : 1;
+    F sums[G * R];
+    const int64_t whole = width / (U * 32) * (U * 32);
+    for (int r = 0; r < R; ++r) {
+      const Bf16* row = rows + r * width;
+      F part[G * U];
+      for (int i = 0; i < G * U; ++i) part[i] = f_zero();
+      int64_t d = 0;
+      for (; d < whole; d += U * 32) {
+        for (int u = 0; u < U; ++u) {
+          prefetch_l2(row + d + u * 32 + kProjectAhead / 2);
+          const __m512bh w = load_32(row + d + u * 32);
+          for (int g = 0; g < G; ++g) {
+            part[g * U + u] = _mm512_dpbf16_ps(part[g * U + u], load_32(x + g * width + d + u * 32), w);
+          }
+        }
       }
-      score_block<G, 4>(query, head_dim, rows + r, scale, out + r, out_stride);
+      for (; d < width; d += 32) {
+        const __mmask32 live = width - d >= 32 ? ~__mmask32{0} : (__mmask32{1} << (width - d)) - 1;
+        const auto w = reinterpret_cast<__m512bh>(_mm512_maskz_loadu_epi16(live, row + d));
+        for (int g = 0; g < G; ++g) {
+          const auto q = reinterpret_cast<__m512bh>(_mm512_maskz_loadu_epi16(live, x + g * width + d));
+          part[g * U] = _mm512_dpbf16_ps(part[g * U], q, w);
+        }
+      }
+      for (int g = 0; g < G; ++g) {
+        for (int u = 1; u < U; ++u) part[g * U] = f_add(part[g * U], part[g * U + u]);
+        sums[g * R + r] = part[g * U];
+      }
     }
-    for (; r < num_rows; ++r) {
-      if (next != nullptr) prefetch_row(next[r], row_bytes);
-      score_block<G, 1>(query, head_dim, rows + r, scale, out + r, out_stride);
-    }
+    f_store_sums<G, R>(sums, 1.0f, out, out_stride);
   }
 
-  template <int G>
-  static void accumulate(float* weights, int64_t weight_stride, const Bf16* const* rows, int num_rows,
-                         const Bf16* const* next, int64_t head_dim, float* acc, int64_t acc_stride) {
+  template <int G, class Rows>
+  static void accumulate(const float* weights, int64_t weight_stride, const Rows& rows, int num_rows,
+                         const Prefetch<Bf16>& ahead, int64_t head_dim, float* acc, int64_t acc_stride) {
     // Row pairs (r, r + 1) interleave lane by lane; their weights sit side by side in one 32-bit word.
-    alignas(64) uint32_t pairs[G][kMaxTile / 2];
+    alignas(64) uint32_t pairs[G][kSubTile / 2];
     for (int g = 0; g < G; ++g) {
-      for (int r = 0; r < num_rows; r += 32) {
-        const float* w = weights + g * weight_stride + r;
-        _mm512_store_si512(&pairs[g][r / 2], reinterpret_cast<__m512i>(
-                                                 _mm512_cvtne2ps_pbh(_mm512_loadu_ps(w + 16), _mm512_loadu_ps(w))));
-      }
+      const float* w = weights + g * weight_stride;
+      _mm512_store_si512(
+          pairs[g], reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(w + 16), _mm512_loadu_ps(w))));
     }
-    int64_t d = 0;
-    for (; d + 64 <= head_dim; d += 64) {
-      accumulate_block<G, 2>(pairs, rows, num_rows, d == 0 ? next : nullptr, head_dim * 2, d, acc, acc_stride);
+    switch (head_dim / 32) {
+      case 2: return accumulate_rows<G, 2>(pairs, rows, num_rows, ahead, acc, acc_stride);
+      case 3: return accumulate_rows<G, 3>(pairs, rows, num_rows, ahead, acc, acc_stride);
+      case 4: return accumulate_rows<G, 4>(pairs, rows, num_rows, ahead, acc, acc_stride);
+      case 8: return accumulate_rows<G, 8>(pairs, rows, num_rows, ahead, acc, acc_stride);
+      default: break;
     }
-    for (; d < head_dim; d += 32) {
-      accumulate_block<G, 1>(pairs, rows, num_rows, d == 0 ? next : nullptr, head_dim * 2, d, acc, acc_stride);
+    for (int64_t d = 0; d < head_dim; d += 32) {
+      accumulate_block<G, 1>(pairs, rows, num_rows, d == 0 ? ahead : Prefetch<Bf16>(), d, acc, acc_stride);
     }
   }
 
@@ -64,70 +98,96 @@ struct TileOps<Bf16> {
     }
   }
 
-  static F weight_as_used(F weight) {
-    const __m256i rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
-  }
-
  private:
+  // A load the compiler may neither reorder nor fold into its use: memory must see a row's lines in ascending order.
+  static __m512i load_in_order(const Bf16* p) {
+    __m512i x = _mm512_loadu_si512(p);
+    asm volatile("" : "+v"(x));
+    return x;
+  }
   static __m512bh load_32(const Bf16* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
 
-  template <int G, int R>
-  static void score_block(const Query* query, int64_t head_dim, const Bf16* const* rows, float scale, float* out,
-                          int64_t out_stride) {
-    F sums[R * G];
-    for (int i = 0; i < R * G; ++i) sums[i] = f_zero();
-    int64_t d = 0;
-    for (; d + 32 <= head_dim; d += 32) {
-      __m512bh key[R];
-      for (int r = 0; r < R; ++r) key[r] = load_32(rows[r] + d);
-      for (int g = 0; g < G; ++g) {
-        const __m512bh q = load_32(query + g * head_dim + d);
-        for (int r = 0; r < R; ++r) sums[g * R + r] = _mm512_dpbf16_ps(sums[g * R + r], q, key[r]);
-      }
-    }
-    if (d < head_dim) {  // linear layers whose width is no multiple of 32
-      const __mmask32 live = (__mmask32{1} << (head_dim - d)) - 1;
-      for (int g = 0; g < G; ++g) {
-        const auto q = reinterpret_cast<__m512bh>(_mm512_maskz_loadu_epi16(live, query + g * head_dim + d));
-        for (int r = 0; r < R; ++r) {
-          const auto key = reinterpret_cast<__m512bh>(_mm512_maskz_loadu_epi16(live, rows[r] + d));
-          sums[g * R + r] = _mm512_dpbf16_ps(sums[g * R + r], q, key);
+  // C vectors of 32 columns a row, or head_dim / 32 of them if C is 0. Rows are read strictly one after the other.
+  template <int G, int C, class Rows>
+  static void score_rows(const Query* query, int64_t head_dim, const Rows& rows, int num_rows,
+                         const Prefetch<Bf16>& ahead, float scale, float* out, int64_t out_stride) {
+    __m512bh held[G * C + 1];
+    for (int i = 0; i < G * C; ++i) held[i] = load_32(query + i * 32);
+    const int chunks = C != 0 ? C : static_cast<int>(head_dim / 32);
+    for (int r = 0; r < num_rows; r += 4) {
+      F quads[4];
+      for (int j = 0; j < 4; ++j) {
+        const int at = r + j < num_rows ? r + j : num_rows - 1;  // a short last group repeats its last row
+        ahead.row(at, head_dim * 2);
+        F sums[4];
+        for (int g = 0; g < 4; ++g) sums[g] = f_zero();
+        for (int c = 0; c < chunks; ++c) {
+          const auto key = reinterpret_cast<__m512bh>(load_in_order(rows[at] + c * 32));
+          for (int g = 0; g < G; ++g) {
+            const __m512bh q = C != 0 ? held[g * C + c] : load_32(query + g * head_dim + c * 32);
+            sums[g] = _mm512_dpbf16_ps(sums[g], q, key);
+          }
         }
+        quads[j] = f_sum_quads(sums);
       }
-    }
-    float totals[R * G];
-    f_sum_lanes<R * G>(sums, totals);
-    for (int g = 0; g < G; ++g) {
-      for (int r = 0; r < R; ++r) out[g * out_stride + r] = totals[g * R + r] * scale;
+      store_scores<G>(quads, scale, out + r, out_stride, num_rows - r);
     }
   }
 
-  template <int G, int V>
-  static void accumulate_block(const uint32_t (*pairs)[kMaxTile / 2], const Bf16* const* rows, int num_rows,
-                               const Bf16* const* next, int64_t row_bytes, int64_t d, float* acc, int64_t acc_stride) {
+  // Element g of 128-bit lane i of quads[j] is a part of the score of head g and row j: add the lanes, transpose, store.
+  template <int G>
+  static void store_scores(const F* quads, float scale, float* out, int64_t stride, int live_rows) {
+    const F a = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x44), _mm512_shuffle_f32x4(quads[0], quads[1], 0xee));
+    const F b = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x44), _mm512_shuffle_f32x4(quads[2], quads[3], 0xee));
+    const F by_row = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const F by_head = _mm512_mul_ps(_mm512_permutexvar_ps(order, by_row), _mm512_set1_ps(scale));
+    const __mmask8 live = live_rows >= 4 ? 0xf : static_cast<__mmask8>((1 << live_rows) - 1);
+    _mm_mask_storeu_ps(out, live, _mm512_castps512_ps128(by_head));
+    if constexpr (G > 1) _mm_mask_storeu_ps(out + stride, live, _mm512_extractf32x4_ps(by_head, 1));
+    if constexpr (G > 2) _mm_mask_storeu_ps(out + 2 * stride, live, _mm512_extractf32x4_ps(by_head, 2));
+    if constexpr (G > 3) _mm_mask_storeu_ps(out + 3 * stride, live, _mm512_extractf32x4_ps(by_head, 3));
+  }
+
+  // Whole rows of V * 32 columns, as many heads at a time as the registers hold. Every pass reads its rows in memory
+  // order: by column blocks instead, a stream from DRAM runs at half the speed.
+  template <int G, int V, class Rows>
+  static void accumulate_rows(const uint32_t (*pairs)[kSubTile / 2], const Rows& rows, int num_rows,
+                              const Prefetch<Bf16>& ahead, float* acc, int64_t acc_stride) {
+    constexpr int kHeads = V >= 8 ? 1 : V >= 3 ? 2 : 4;
+    if constexpr (G <= kHeads) {
+      accumulate_block<G, V>(pairs, rows, num_rows, ahead, 0, acc, acc_stride);
+    } else {
+      accumulate_block<kHeads, V>(pairs, rows, num_rows, ahead, 0, acc, acc_stride);
+      accumulate_rows<G - kHeads, V>(pairs + kHeads, rows, num_rows, Prefetch<Bf16>(), acc + kHeads * acc_stride,
+                                     acc_stride);
+    }
+  }
+
+  template <int G, int V, class Rows>
+  static void accumulate_block(const uint32_t (*pairs)[kSubTile / 2], const Rows& rows, int num_rows,
+                               const Prefetch<Bf16>& ahead, int64_t d, float* acc, int64_t acc_stride) {
     F sums[G * V * 2];
     for (int g = 0; g < G; ++g) {
       for (int v = 0; v < 2 * V; ++v) sums[g * 2 * V + v] = f_load(acc + g * acc_stride + d + v * 16);
     }
     for (int r = 0; r < num_rows; r += 2) {
       const int odd = r + 1 < num_rows ? r + 1 : r;  // an odd last row pairs with itself at weight zero
-      if (next != nullptr) {
-        prefetch_row(next[r], row_bytes);
-        prefetch_row(next[odd], row_bytes);
-      }
-      __m512bh low[V], high[V];
-      for (int v = 0; v < V; ++v) {
-        const __m512i a = _mm512_loadu_si512(rows[r] + d + v * 32);
-        const __m512i b = _mm512_loadu_si512(rows[odd] + d + v * 32);
-        low[v] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(a, b));
-        high[v] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(a, b));
-      }
+      ahead.row(r, V * 64);
+      ahead.row(odd, V * 64);
+      __m512i even_row[V], odd_row[V];
+      for (int v = 0; v < V; ++v) even_row[v] = load_in_order(rows[r] + d + v * 32);
+      for (int v = 0; v < V; ++v) odd_row[v] = load_in_order(rows[odd] + d + v * 32);
+      __m512bh weight[G];
       for (int g = 0; g < G; ++g) {
-        const auto w = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(pairs[g][r / 2])));
-        for (int v = 0; v < V; ++v) {
-          sums[(g * V + v) * 2] = _mm512_dpbf16_ps(sums[(g * V + v) * 2], w, low[v]);
-          sums[(g * V + v) * 2 + 1] = _mm512_dpbf16_ps(sums[(g * V + v) * 2 + 1], w, high[v]);
+        weight[g] = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(pairs[g][r / 2])));
+      }
+      for (int v = 0; v < V; ++v) {
+        const auto low = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(even_row[v], odd_row[v]));
+        const auto high = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(even_row[v], odd_row[v]));
+        for (int g = 0; g < G; ++g) {
+          sums[(g * V + v) * 2] = _mm512_dpbf16_ps(sums[(g * V + v) * 2], weight[g], low);
+          sums[(g * V + v) * 2 + 1] = _mm512_dpbf16_ps(sums[(g * V + v) * 2 + 1], weight[g], high);
         }
       }
     }

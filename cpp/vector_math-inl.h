@@ -1,19 +1,41 @@
 // Included inside a per-ISA namespace that defines F (a vector of W floats) and its primitives.
 // No include guard: each ISA compiles its own copy.
 
-// exp to within 2 ulp for x <= 0 and NaN for NaN. Cody-Waite reduction, degree-6 polynomial (Cephes expf).
-static inline F f_exp(F x) {
-  x = f_max(f_set1(-87.33654f), x);  // f_max returns its second argument when unordered, so NaN survives
-  const F n = f_round(f_mul(x, f_set1(1.44269504088896341f)));
-  F r = f_fma(n, f_set1(-0.693359375f), x);
-  r = f_fma(n, f_set1(2.12194440e-4f), r);
-  F p = f_set1(1.9875691500e-4f);
-  p = f_fma(p, r, f_set1(1.3981999507e-3f));
-  p = f_fma(p, r, f_set1(8.3334519073e-3f));
-  p = f_fma(p, r, f_set1(4.1665795894e-2f));
-  p = f_fma(p, r, f_set1(1.6666665459e-1f));
-  p = f_fma(p, r, f_set1(5.0000001201e-1f));
-  p = f_add(f_fma(p, f_mul(r, r), r), f_set1(1.0f));
+// 2^t for t <= 0, NaN for NaN: integer part by exponent, fraction in [-1/2, 1/2] by a degree-6 polynomial (its error is
+// below float32's own). As exp(x) = 2^(x log2 e) it is good to |x| * 1e-7 relative, ample for softmax weights.
+static inline F f_exp2(F t) {
+  const F n = f_round(t);
+  const F r = f_sub(t, n);
+  F p = f_set1(1.54614478e-4f);
+  p = f_fma(p, r, f_set1(1.33908668e-3f));
+  p = f_fma(p, r, f_set1(9.61805694e-3f));
+  p = f_fma(p, r, f_set1(5.55035695e-2f));
+  p = f_fma(p, r, f_set1(2.40226507e-1f));
+  p = f_fma(p, r, f_set1(6.93147182e-1f));
+  p = f_fma(p, r, f_set1(1.0f));
+  return f_scale2(p, n);
+}
+
+inline constexpr float kLog2E = 1.44269504088896341f;
+
+static inline F f_exp(F x) { return f_exp2(f_mul(x, f_set1(kLog2E))); }
+
+// exp for weights that will multiply values of dtype T: bf16 keeps 8 bits, so a degree-4 polynomial (4e-6) is plenty.
+template <class T>
+static inline F f_exp_fast(F x) {
+  return f_exp(x);
+}
+
+template <>
+inline F f_exp_fast<Bf16>(F x) {
+  const F t = f_mul(x, f_set1(kLog2E));
+  const F n = f_round(t);
+  const F r = f_sub(t, n);
+  F p = f_set1(0.00966637369f);
+  p = f_fma(p, r, f_set1(0.0558383427f));
+  p = f_fma(p, r, f_set1(0.240223489f));
+  p = f_fma(p, r, f_set1(0.693136726f));
+  p = f_fma(p, r, f_set1(1.0f));
   return f_scale2(p, n);
 }
 

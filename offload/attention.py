@@ -231,6 +231,20 @@ class DecodeAttention:
                 layer_idx >= self._dense_layers,
             )
 
+    def native_csr(
+        self,
+        query: int,
+        out: int,
+        lse: int,
+        pages: int,
+        kv_len: int,
+        indptr: Int64Array,
+        indices: npt.NDArray[np.int32],
+        weights: int,
+    ) -> None:
+        """Explicit selection by addresses; `cpu_ops.native.attend_csr` checks the arguments."""
+        self._native.attend_csr(query, out, lse, pages, kv_len, indptr, indices, weights)
+
     def last_selection(self) -> list[list[int]]:
         """Tokens of each (row, unit) of the last `attend` that was sparse; [] where dense."""
         return self._native.last_selection()

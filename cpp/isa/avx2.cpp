@@ -15,7 +15,8 @@ namespace offload::avx2 {
 
 inline constexpr int W = 8;
 inline constexpr int kRowTile = 2;
-inline constexpr int kValueTile = 2;
+inline constexpr int kValueTile = 4;   // vectors of a value row accumulated together
+inline constexpr int kValueHeads = 2;  // for so many heads at a time
 using F = __m256;
 
 static inline F f_zero() { return _mm256_setzero_ps(); }
@@ -29,10 +30,10 @@ static inline F f_div(F a, F b) { return _mm256_div_ps(a, b); }
 static inline F f_fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 static inline F f_max(F a, F b) { return _mm256_max_ps(a, b); }
 static inline F f_round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// x * 2^n, flushed to about 2^-126 below that. A NaN n passes the maximum but x is NaN then, and so is the product.
 static inline F f_scale2(F x, F n) {
-  const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  // A NaN n would make an arbitrary power of two; x is NaN then, and the product stays NaN.
-  return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
+  const __m256i power = _mm256_cvtps_epi32(_mm256_max_ps(n, _mm256_set1_ps(-126.0f)));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(power, _mm256_set1_epi32(127)), 23)));
 }
 static inline float f_sum(F x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -66,13 +67,14 @@ static inline void f_store_as(Bf16* p, F x) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
-template <int N>
-static inline void f_sum_lanes(const F* x, float* out) {
-  for (int i = 0; i < N; ++i) out[i] = f_sum(x[i]);
+template <int G, int R>
+static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
+  for (int g = 0; g < G; ++g) {
+    for (int r = 0; r < R; ++r) out[g * stride + r] = scale * f_sum(sums[g * R + r]);
+  }
 }
-static inline void prefetch_row(const void* row, int64_t row_bytes) {
-  for (int64_t i = 0; i < row_bytes; i += 64) _mm_prefetch(static_cast<const char*>(row) + i, _MM_HINT_T0);
-}
+[[gnu::always_inline]] static inline void prefetch_l1(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+[[gnu::always_inline]] static inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
                                       int64_t capacity) {

@@ -45,6 +45,7 @@ const KernelTable* avx512_bf16_table() {
     const int bf16 = static_cast<int>(DType::bf16);
     improved.score[bf16] = avx512_bf16::score_any;
     improved.attend[bf16] = avx512_bf16::attend_any;
+    improved.pack_input[bf16] = avx512_bf16::pack_input<Bf16>;
     improved.linear[bf16] = avx512_bf16::linear<Bf16>;
     return improved;
   }();

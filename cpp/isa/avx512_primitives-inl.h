@@ -2,7 +2,8 @@
 
 inline constexpr int W = 16;
 inline constexpr int kRowTile = 4;
-inline constexpr int kValueTile = 4;
+inline constexpr int kValueTile = 8;   // vectors of a value row accumulated together
+inline constexpr int kValueHeads = 2;  // for so many heads at a time
 using F = __m512;
 
 static inline F f_zero() { return _mm512_setzero_ps(); }
@@ -42,43 +43,30 @@ static inline void f_store_as(Bf16* p, F x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
 }
 
-// 16 sums at once: a transposing tree costs 45 operations where 16 separate reductions would cost 112.
-static inline void f_sum_lanes_16(const F* x, float* out) {
-  F half[8], quarter[4], pair[2];
-  for (int i = 0; i < 8; ++i) {
-    half[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x44),
-                            _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xee));
-  }
-  for (int i = 0; i < 4; ++i) {  // 128-bit lanes: vectors 4i, 4i+1, 4i+2, 4i+3
-    quarter[i] = _mm512_add_ps(_mm512_shuffle_f32x4(half[2 * i], half[2 * i + 1], 0x88),
-                               _mm512_shuffle_f32x4(half[2 * i], half[2 * i + 1], 0xdd));
-  }
-  for (int i = 0; i < 2; ++i) {
-    pair[i] = _mm512_add_ps(_mm512_shuffle_ps(quarter[2 * i], quarter[2 * i + 1], 0x88),
-                            _mm512_shuffle_ps(quarter[2 * i], quarter[2 * i + 1], 0xdd));
-  }
-  const F all = _mm512_add_ps(_mm512_shuffle_ps(pair[0], pair[1], 0x88), _mm512_shuffle_ps(pair[0], pair[1], 0xdd));
-  // Lane 4j + i holds the sum of vector 4i + j.
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_storeu_ps(out, _mm512_permutexvar_ps(order, all));
+// Lane 4i + j of the result is the sum of 128-bit lane i of x[j]: four vectors reduce together in 9 operations.
+static inline F f_sum_quads(const F* x) {
+  const F a = _mm512_add_ps(_mm512_shuffle_ps(x[0], x[1], 0x88), _mm512_shuffle_ps(x[0], x[1], 0xdd));
+  const F b = _mm512_add_ps(_mm512_shuffle_ps(x[2], x[3], 0x88), _mm512_shuffle_ps(x[2], x[3], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
 
-template <int N>
-static inline void f_sum_lanes(const F* x, float* out) {
-  if constexpr (N == 12 || N == 16) {
-    F all[16];
-    for (int i = 0; i < 16; ++i) all[i] = i < N ? x[i < N ? i : 0] : _mm512_setzero_ps();
-    float sums[16];
-    f_sum_lanes_16(all, sums);
-    for (int i = 0; i < N; ++i) out[i] = sums[i];
-  } else {
-    for (int i = 0; i < N; ++i) out[i] = _mm512_reduce_add_ps(x[i]);
+// out[g * stride + r] = scale * sum of the lanes of sums[g * R + r]
+template <int G, int R>
+static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
+  for (int g = 0; g < G; ++g) {
+    if constexpr (R == 4) {
+      F quads = f_sum_quads(sums + g * 4);
+      quads = _mm512_add_ps(quads, _mm512_shuffle_f32x4(quads, quads, 0xb1));
+      quads = _mm512_add_ps(quads, _mm512_shuffle_f32x4(quads, quads, 0x4e));
+      _mm_storeu_ps(out + g * stride, _mm_mul_ps(_mm512_castps512_ps128(quads), _mm_set1_ps(scale)));
+    } else {
+      for (int r = 0; r < R; ++r) out[g * stride + r] = scale * _mm512_reduce_add_ps(sums[g * R + r]);
+    }
   }
 }
 
-static inline void prefetch_row(const void* row, int64_t row_bytes) {
-  for (int64_t i = 0; i < row_bytes; i += 64) _mm_prefetch(static_cast<const char*>(row) + i, _MM_HINT_T0);
-}
+[[gnu::always_inline]] static inline void prefetch_l1(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+[[gnu::always_inline]] static inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
                                       int64_t capacity) {

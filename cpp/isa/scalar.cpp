@@ -10,7 +10,8 @@ namespace offload::scalar {
 
 inline constexpr int W = 1;
 inline constexpr int kRowTile = 4;     // key rows scored together
-inline constexpr int kValueTile = 16;  // vectors of one value row accumulated together
+inline constexpr int kValueTile = 16;   // vectors of a value row accumulated together
+inline constexpr int kValueHeads = 4;  // for so many heads at a time
 using F = float;
 
 static inline F f_zero() { return 0.0f; }
@@ -25,7 +26,8 @@ static inline F f_fma(F a, F b, F c) { return a * b + c; }
 static inline F f_max(F a, F b) { return a > b ? a : b; }
 static inline F f_round(F x) { return std::nearbyint(x); }
 static inline F f_scale2(F x, F n) {
-  return n != n ? n : x * bits_to_float(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
+  if (n != n) return n;
+  return x * bits_to_float(static_cast<uint32_t>(static_cast<int32_t>(n < -126.0f ? -126.0f : n) + 127) << 23);
 }
 static inline float f_sum(F x) { return x; }
 static inline float f_max_lane(F x) { return x; }
@@ -37,11 +39,14 @@ template <class T>
 static inline void f_store_as(T* p, F x) {
   *p = from_float<T>(x);
 }
-template <int N>
-static inline void f_sum_lanes(const F* x, float* out) {
-  for (int i = 0; i < N; ++i) out[i] = x[i];
+template <int G, int R>
+static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
+  for (int g = 0; g < G; ++g) {
+    for (int r = 0; r < R; ++r) out[g * stride + r] = scale * f_sum(sums[g * R + r]);
+  }
 }
-static inline void prefetch_row(const void*, int64_t) {}
+[[gnu::always_inline]] static inline void prefetch_l1(const void*) {}
+[[gnu::always_inline]] static inline void prefetch_l2(const void*) {}
 
 static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
                                       int64_t capacity) {

@@ -1,0 +1,87 @@
+"""float64 references of the CPU kernels, written for clarity; every kernel is tested against them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Float64s = npt.NDArray[np.float64]
+
+
+def attention(
+    query: Float64s,
+    keys: Float64s,
+    values: Float64s,
+    *,
+    sm_scale: float,
+    selection: Sequence[Sequence[int]] | None = None,
+) -> tuple[Float64s, Float64s, list[Float64s]]:
+    """Decode attention of one query token.
+
+    Args:
+        query: [num_qo_heads, head_dim].
+        keys, values: [num_kv_heads, kv_len, head_dim].
+        selection: token indices per KV head or per query head; None attends to all tokens.
+
+    Returns:
+        o [num_qo_heads, head_dim], lse [num_qo_heads] (natural log), and the attention weights of
+        each query head over its tokens. An empty selection gives o = 0 and lse = -inf.
+    """
+    num_qo_heads, head_dim = query.shape
+    num_kv_heads, kv_len, _ = keys.shape
+    group_size = num_qo_heads // num_kv_heads
+    out = np.zeros((num_qo_heads, head_dim))
+    lse = np.full(num_qo_heads, -np.inf)
+    weights: list[Float64s] = []
+    for head in range(num_qo_heads):
+        kv_head = head // group_size
+        tokens: Sequence[int] = range(kv_len)
+        if selection is not None:
+            tokens = selection[head * len(selection) // num_qo_heads]
+        rows = np.asarray(tokens, np.int64)
+        if len(rows) == 0:
+            weights.append(np.zeros(0))
+            continue
+        scores = keys[kv_head, rows] @ query[head] * sm_scale
+        highest = scores.max()
+        exp = np.exp(scores - highest)
+        lse[head] = highest + np.log(exp.sum())
+        weights.append(exp / exp.sum())
+        out[head] = weights[-1] @ values[kv_head, rows]
+    return out, lse, weights
+
+
+def merge_state(
+    o_a: Float64s, lse_a: Float64s, o_b: Float64s, lse_b: Float64s
+) -> tuple[Float64s, Float64s]:
+    """Merge two partial softmaxes: o [..., head_dim], lse [...] (natural log)."""
+    lse = np.logaddexp(lse_a, lse_b)
+    weight_a = np.exp(lse_a - lse)[..., None]
+    weight_b = np.exp(lse_b - lse)[..., None]
+    return o_a * weight_a + o_b * weight_b, lse
+
+
+def rms_norm(x: Float64s, weight: Float64s, eps: float) -> Float64s:
+    """RMSNorm over the last dimension."""
+    inverse = 1.0 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return np.asarray(x * inverse * weight)
+
+
+def silu_mul(gate: Float64s, up: Float64s) -> Float64s:
+    """SwiGLU's elementwise part: silu(gate) * up."""
+    return gate / (1.0 + np.exp(-gate)) * up
+
+
+def rope(x: Float64s, cos: Float64s, sin: Float64s) -> Float64s:
+    """Rotary embedding, half-split layout: x * cos + rotate_half(x) * sin; last dimension is head_dim."""
+    half = x.shape[-1] // 2
+    rotated = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+    return x * cos + rotated * sin
+
+
+def top_k(x: Float64s, k: int) -> npt.NDArray[np.int64]:
+    """Ascending positions of the k largest; equal values prefer lower positions."""
+    order = np.lexsort((np.arange(len(x)), -x))
+    return np.sort(order[:k])

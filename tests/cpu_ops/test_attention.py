@@ -1,0 +1,190 @@
+"""Decode attention kernels against float64, over ISA x dtype x shape."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+
+from cpu_ops import native, reference
+from cpu_ops.native import WorkerPool
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ISAS = native.available_isas()
+LENGTHS = [1, 2, 255, 256, 257, 1027]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+def queries_of(cache: Cache, rng: np.random.Generator, group_size: int, n: int = 1) -> torch.Tensor:
+    heads = cache.store.num_kv_heads * group_size
+    return random_queries(rng, n, heads, cache.store.head_dim, cache.store.dtype)
+
+
+def reference_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=None):
+    head_dim = cache.store.head_dim
+    query = queries.double().numpy().reshape(-1, head_dim)
+    return reference.attention(
+        query,
+        cache.keys[:, :kv_len],
+        cache.values[:, :kv_len],
+        sm_scale=head_dim**-0.5,
+        selection=selection,
+    )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [32, 48, 64, 96, 128, 256])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7])
+def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
+    rng = np.random.default_rng()
+    for kv_len in LENGTHS:
+        cache = Cache.random(rng, kv_len=kv_len, head_dim=head_dim, dtype=dtype)
+        queries = queries_of(cache, rng, group_size)
+        out, lse = attend(cache.attention(pool, group_size, isa=isa), [cache.seq], [kv_len], queries)
+        expected, expected_lse, _ = reference_of(cache, queries, kv_len)
+        assert relative_error(out[0], expected) < TOLERANCE[dtype], kv_len
+        np.testing.assert_allclose(lse[0], expected_lse, atol=2e-4)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [48, 64, 96, 128, 256])
+@pytest.mark.parametrize("group_size", [1, 3, 4, 5])
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_csr_matches_reference(isa, dtype, head_dim, group_size, per_query_head, pool):
+    rng = np.random.default_rng()
+    kv_len = 1500
+    cache = Cache.random(rng, kv_len=kv_len, head_dim=head_dim, dtype=dtype, page_tokens=64)
+    num_rows = cache.store.num_kv_heads * (group_size if per_query_head else 1)
+    counts = rng.permutation([0, 1, 31, 32, 33, 400, kv_len, 5, 64, 129][:num_rows])
+    selection = [np.sort(rng.choice(kv_len, n, replace=False)) for n in counts]
+    queries = queries_of(cache, rng, group_size)
+    out, lse, weights = native.attend_csr(
+        cache.attention(pool, group_size, isa=isa),
+        queries,
+        cache.store.page_table(cache.seq)[cache.layer_idx],
+        kv_len,
+        np.concatenate([[0], np.cumsum(counts)]),
+        np.concatenate(selection),
+        return_weights=True,
+    )
+    expected, expected_lse, expected_weights = reference_of(cache, queries, kv_len, selection)
+    assert relative_error(out.double().numpy(), expected) < TOLERANCE[dtype]
+    np.testing.assert_allclose(lse.numpy(), expected_lse, atol=2e-4)
+    for actual, weight in zip(weights, expected_weights, strict=True):
+        np.testing.assert_allclose(actual.numpy(), weight, atol=2e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("page_tokens", [4, 256])
+def test_batch_of_ragged_rows(threads, page_tokens):
+    """Several sequences and several rows of one sequence, split over any number of threads."""
+    rng = np.random.default_rng()
+    pool = WorkerPool(threads)
+    cache = Cache.random(rng, kv_len=900, page_tokens=page_tokens, dtype=torch.float32)
+    fork = cache.store.fork(cache.seq)
+    kv_lens = [900, 1, 899, 257, 256]
+    seqs = [cache.seq, fork, cache.seq, fork, cache.seq]
+    queries = queries_of(cache, rng, 3, n=5)
+    out, lse = attend(cache.attention(pool, 3), seqs, kv_lens, queries)
+    for row, kv_len in enumerate(kv_lens):
+        expected, expected_lse, _ = reference_of(cache, queries[row], kv_len)
+        assert relative_error(out[row], expected) < TOLERANCE[torch.float32]
+        np.testing.assert_allclose(lse[row], expected_lse, atol=1e-5)
+    pool.close()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_partial_results_merge_exactly(isa, pool):
+    """Attention over two halves, merged by (o, lse), is attention over the whole."""
+    rng = np.random.default_rng()
+    kv_len, group_size = 700, 4
+    cache = Cache.random(rng, kv_len=kv_len)
+    queries = queries_of(cache, rng, group_size)
+    attention = cache.attention(pool, group_size, isa=isa)
+    pages = cache.store.page_table(cache.seq)[cache.layer_idx]
+    parts = []
+    for tokens in (np.arange(0, 300), np.arange(300, kv_len)):
+        heads = cache.store.num_kv_heads
+        indptr = np.arange(heads + 1) * len(tokens)
+        out, lse, _ = native.attend_csr(
+            attention, queries, pages, kv_len, indptr, np.tile(tokens, heads)
+        )
+        parts += [out.double().numpy(), lse.double().numpy()]
+    out, lse = reference.merge_state(*parts)
+    expected, expected_lse, _ = reference_of(cache, queries, kv_len)
+    assert relative_error(out, expected) < TOLERANCE[torch.float32]
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_huge_and_tiny_scores(isa, dtype, pool):
+    """Scores far apart neither overflow nor lose the winner."""
+    rng = np.random.default_rng()
+    cache = Cache.random(rng, kv_len=600, dtype=dtype)
+    queries = (queries_of(cache, rng, 4).float() * 100).to(dtype)
+    out, lse = attend(cache.attention(pool, 4, isa=isa), [cache.seq], [600], queries)
+    expected, expected_lse, _ = reference_of(cache, queries, 600)
+    assert relative_error(out[0], expected) < 2 * TOLERANCE[dtype]
+    np.testing.assert_allclose(lse[0], expected_lse, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("poisoned", ["keys", "values"])
+@pytest.mark.parametrize("token", [0, 100, 299])
+def test_nan_in_the_cache_is_reported(isa, dtype, poisoned, token, pool):
+    rng = np.random.default_rng()
+    cache = Cache.random(rng, kv_len=300, dtype=dtype)
+    raw = cache.store.page_table(cache.seq)[1, token // 256]
+    row = raw + ((poisoned == "values") * 256 + token % 256) * 64 * dtype.itemsize
+    np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * 128).from_address(int(row)))[:] = 0xFF
+    with pytest.raises(RuntimeError, match="non-finite attention in layer 1, query row 0, KV head 0"):
+        attend(cache.attention(pool, 2, isa=isa), [cache.seq], [300], queries_of(cache, rng, 2))
+
+
+def test_bad_input_is_refused(pool):
+    rng = np.random.default_rng(0)
+    cache = Cache.random(rng, kv_len=300)
+    with pytest.raises(ValueError, match="num_qo_heads must be a multiple of num_kv_heads=2, got 3"):
+        native_attention = cache.attention(pool, 1)
+        type(native_attention)(native_attention.policy, cache.store, num_qo_heads=3, pool=pool)
+    with pytest.raises(ValueError, match="at most 32 query heads may share a KV head, got 33"):
+        cache.attention(pool, 33)
+    with pytest.raises(ValueError, match="head_dim must be a multiple of 16 up to 256, got 24"):
+        Cache.random(rng, kv_len=4, head_dim=24).attention(pool, 1)
+    attention = cache.attention(pool, 2)
+    with pytest.raises(ValueError, match=r"kv_len of sequence .* must be in \[1, 512\]"):
+        attention.begin_step([cache.seq], [513])
+    with pytest.raises(ValueError, match="one kv_len per row, got 2 and 1"):
+        attention.begin_step([cache.seq, cache.seq], [300])
+    step = attention.begin_step([cache.seq], [300])
+    good = torch.zeros(1, 4 * 64)
+    for query, message in (
+        (good.double(), "query must be torch.float32"),
+        (good[:, :-1], r"query must be \[1, >= 256\]"),
+        (torch.zeros(2, 256), r"query must be \[1, >= 256\]"),
+        (torch.zeros(1, 512)[:, ::2], "unit column stride"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention.attend(1, step, query, good.clone())
+    for indptr, indices, message in (
+        ([0, 1], [0], "indptr must have 3 or 5 entries, got 2"),
+        ([0, 2, 1], [0, 1], "indptr must start at 0 and not decrease"),
+        ([0, 1, 2], [0, 300], r"indices must lie in \[0, 300\)"),
+        ([0, 2, 2], [1, 1], "sorted and unique"),
+        ([0, 1, 3], [0, 1], "indptr ends at 3 but there are 2 indices"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            native.attend_csr(
+                attention, good, cache.store.page_table(cache.seq)[1], 300, indptr, indices
+            )

@@ -8,7 +8,15 @@ from setuptools import setup
 
 # No -march: every ISA opens its own target region and the kernels are chosen at run time (cpp/dispatch.cpp).
 # GCC's own AVX-512 headers trip both uninitialized warnings.
-compile_args = ["-O3", "-g1", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+compile_args = [
+    "-O3",
+    "-g1",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
 
 native = Pybind11Extension(
     "cpu_ops._native",

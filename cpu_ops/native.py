@@ -280,9 +280,7 @@ def rope_append(
 def top_k(x: Tensor, k: int, *, isa: str | None = None) -> npt.NDArray[np.int32]:
     """Positions of the k largest of x (float32 [n]), ascending; equal values prefer lower ones."""
     if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
-        raise ValueError(
-            f"x must be a contiguous float32 vector, got {x.dtype} {list(x.shape)}"
-        )
+        raise ValueError(f"x must be a contiguous float32 vector, got {x.dtype} {list(x.shape)}")
     return _native.top_k(isa or isa_name(), x.data_ptr(), x.numel(), k)
 
 
@@ -313,9 +311,7 @@ def measure_gather_bandwidth(
         raise ValueError(f"rows must lie in [0, {num_bytes // row_bytes}) and not be empty")
     rows = np.ascontiguousarray(rows, dtype=np.int32)
     times = [
-        _native.time_row_gather(
-            pool.native, isa or isa_name(), buffer.data_ptr(), rows, row_bytes
-        )
+        _native.time_row_gather(pool.native, isa or isa_name(), buffer.data_ptr(), rows, row_bytes)
         for _ in range(repeats)
     ]
     return len(rows) * row_bytes / float(np.median(times))

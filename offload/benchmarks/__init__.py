@@ -1,0 +1,1 @@
+"""Measurements that both the `offload bench` command and perf/ make."""

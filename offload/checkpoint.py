@@ -1,0 +1,120 @@
+"""Checks of a checkpoint folder before any weight is read: a damaged file must not get as far as
+a half-loaded model, and transformers fills missing weights with random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.models import lean_model_maker
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors format
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose files are complete. Tied weights are stored, and counted, once."""
+
+    folder: Path
+    num_parameters: int
+    stored_bytes: int
+
+    def weight_bytes(self, dtype: torch.dtype | None) -> int:
+        """Bytes of the weights in memory; None is the dtype they are stored in."""
+        return self.num_parameters * dtype.itemsize if dtype else self.stored_bytes
+
+
+def check_checkpoint(folder: Path) -> Checkpoint:
+    """Check the files of `folder`: config, model type, every safetensors header and file size.
+
+    Raises:
+        FileNotFoundError: a missing file.
+        ValueError: an unsupported model type, a truncated or damaged file.
+        NotImplementedError: quantised weights.
+    """
+    check_config_file(folder / "config.json")
+    sizes = [check_safetensors(path) for path in _weight_files(folder)]
+    return Checkpoint(folder, *(sum(numbers) for numbers in zip(*sizes, strict=True)))
+
+
+def check_config_file(path: Path) -> None:
+    """Refuse the config.json of a model that this runtime does not support.
+
+    Raises: as `check_checkpoint`.
+    """
+    config = _read_json(path)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"{path} has no model_type")
+    lean_model_maker(model_type)
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
+        raise NotImplementedError(
+            f"{path.parent} holds weights quantised with {method!r}; available: plain safetensors "
+            "in bfloat16, float16 or float32, and GGUF files, which are dequantised"
+        )
+
+
+def check_safetensors(path: Path) -> tuple[int, int]:
+    """(elements, bytes) of the tensors of a safetensors file, whose size must be what it says.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: truncated, or not a safetensors file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"missing weight file {path}")
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if file_bytes < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+            raise ValueError(f"{path} is truncated or not a safetensors file ({file_bytes} bytes)")
+        try:
+            header = json.loads(file.read(header_bytes))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            data_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            num_elements = sum(math.prod(entry["shape"]) for entry in entries.values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} has a damaged safetensors header: {error}") from error
+    if file_bytes != 8 + header_bytes + data_bytes:
+        raise ValueError(
+            f"{path} has {file_bytes} bytes, but its header describes "
+            f"{8 + header_bytes + data_bytes}: the file is truncated or damaged"
+        )
+    return num_elements, data_bytes
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index_path = folder / INDEX_FILE
+    if index_path.is_file():
+        shard_of_tensor = _read_json(index_path).get("weight_map")
+        if not isinstance(shard_of_tensor, dict) or not shard_of_tensor:
+            raise ValueError(f"{index_path} has no weight_map")
+        return [folder / name for name in sorted(set(shard_of_tensor.values()))]
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    raise FileNotFoundError(
+        f"{folder} has no weights: expected {SINGLE_FILE}, {INDEX_FILE} with its shards, "
+        "or the path of a .gguf file instead of a folder"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"missing {path.name} in {path.parent}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content

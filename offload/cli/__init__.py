@@ -1,0 +1,47 @@
+"""The `offload` command.
+
+Results go to stdout, logs and progress to stderr. Each command imports what it needs when it runs,
+so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from offload import __version__
+from offload.cli import bench
+from offload.cli.env import env
+from offload.cli.generate import generate
+
+app = typer.Typer(
+    name="offload",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command()(env)
+app.add_typer(bench.app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"offload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def offload(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+    ] = False,
+) -> None:
+    """LLM decoding with the KV cache in host memory.
+
+    Start with [bold]offload generate --demo[/bold]: a small model that is embedded in a package
+    reads 6,000 tokens and answers a question about one sentence of them.
+    """

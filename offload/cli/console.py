@@ -1,0 +1,76 @@
+"""Where the commands write: results to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+
+def stdout() -> Console:
+    """For results. Made when needed, because tests and callers replace sys.stdout."""
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def stderr() -> Console:
+    """For logs, progress and errors."""
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """The result of a command for another program: one JSON document on stdout."""
+    print(json.dumps(result, indent=2))
+
+
+@contextlib.contextmanager
+def running(*, verbose: bool = False) -> Iterator[None]:
+    """What every command runs in: logs go to stderr, and refusals become one line there.
+
+    A refusal is an error that tells the user what to change; the exit code is 1. Everything else
+    is a defect of this program and keeps its traceback.
+    """
+    with _logs(verbose=verbose), warnings.catch_warnings():
+        if not verbose:
+            warnings.simplefilter("ignore")
+        try:
+            yield
+        except (ValueError, OSError, MemoryError, NotImplementedError) as error:
+            stderr().print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+            raise typer.Exit(1) from error
+
+
+@contextlib.contextmanager
+def _logs(*, verbose: bool) -> Iterator[None]:
+    handler = RichHandler(console=stderr(), show_path=False, show_time=False)
+    logger = logging.getLogger("offload")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def quiet_transformers(*, verbose: bool) -> Iterator[None]:
+    """Hide what transformers logs below the level of errors, unless `verbose`."""
+    from transformers.utils import logging as transformers_logging
+
+    before: int = transformers_logging.get_verbosity()
+    if not verbose:
+        transformers_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)

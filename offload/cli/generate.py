@@ -1,0 +1,313 @@
+"""`offload generate`: answer a prompt, and say what it cost."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
+from offload.cli.options import memory_budgets, policy_options
+from offload.demo_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
+from offload.policies import available_policies
+
+if TYPE_CHECKING:
+    from offload.cli.generation import Run
+
+_DEFAULT_MODEL = "smollm2-135m-instruct"
+_PROMPT_PANEL = "What the model reads"
+_RUNTIME_PANEL = "How it runs"
+_SAMPLING_PANEL = "How tokens are chosen"
+
+
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
+    ] = _DEFAULT_MODEL,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="The prompt.", rich_help_panel=_PROMPT_PANEL),
+    ] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-file",
+            "-f",
+            metavar="PATH",
+            help='Read the prompt from a file, or from stdin with "-".',
+            rich_help_panel=_PROMPT_PANEL,
+        ),
+    ] = None,
+    demo: Annotated[
+        bool,
+        typer.Option(
+            "--demo",
+            help="Find one sentence in 6,000 tokens, with exact_topk and with full attention; "
+            "fails if an answer is wrong.",
+            rich_help_panel=_PROMPT_PANEL,
+        ),
+    ] = False,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="Put the prompt behind so many tokens of text: docstrings of Python's library.",
+            rich_help_panel=_PROMPT_PANEL,
+        ),
+    ] = None,
+    needle: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Hide this sentence in the middle of that text.",
+            rich_help_panel=_PROMPT_PANEL,
+        ),
+    ] = None,
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Exit with code 3 unless the answer contains this.",
+            rich_help_panel=_PROMPT_PANEL,
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help=r"Use the model's chat template. \[default: if it has one]",
+            rich_help_panel=_PROMPT_PANEL,
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Which cached tokens a decode step attends to: "
+            f"{', '.join(available_policies())}. "
+            r"\[default: full; exact_topk with --demo]",
+            rich_help_panel=_RUNTIME_PANEL,
+            show_default=False,
+        ),
+    ] = None,
+    policy_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="An option of the policy, such as budget_tokens=512. Repeatable.",
+            rich_help_panel=_RUNTIME_PANEL,
+        ),
+    ] = None,
+    compare: Annotated[
+        bool | None,
+        typer.Option(
+            "--compare/--no-compare",
+            help=r"Run full attention on the same prompt, too. \[default: no; yes with --demo]",
+            rich_help_panel=_RUNTIME_PANEL,
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto (the checkpoint's), bfloat16, float16 or float32.",
+            rich_help_panel=_RUNTIME_PANEL,
+        ),
+    ] = "auto",
+    num_threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=r"CPU threads. \[default: all this process may use]",
+            rich_help_panel=_RUNTIME_PANEL,
+            show_default=False,
+        ),
+    ] = None,
+    max_memory: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE=SIZE",
+            help="Hard limit for weights and KV cache, such as cpu=8GiB. Repeatable.",
+            rich_help_panel=_RUNTIME_PANEL,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, rich_help_panel=_SAMPLING_PANEL)
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 is greedy.", rich_help_panel=_SAMPLING_PANEL)
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, rich_help_panel=_SAMPLING_PANEL)] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="0 is all.", rich_help_panel=_SAMPLING_PANEL)
+    ] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING_PANEL),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of text.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")] = False,
+) -> None:
+    """Answer a prompt and print what it cost: KV bytes, prefill and decode speed.
+
+    The answer streams to stdout; progress and logs go to stderr.
+
+    [bold]Examples[/bold]
+
+    A fact hidden in 6,000 tokens, found with exact top-k and with full attention:
+
+        offload generate --demo
+
+    A question about a file, attending to 512 tokens per KV head:
+
+        cat notes.txt question.txt | offload generate -f -
+        --policy exact_topk --policy-option budget_tokens=512
+
+    Your own model, sampled, in at most 8 GiB of host memory:
+
+        offload generate ./Llama-3.2-1B-Instruct -p "Why is the sky blue?"
+        --temperature 0.7 --max-memory cpu=8GiB
+
+    Figures for a script:
+
+        offload generate --context 4000 -p "Summarise the text." --json | jq .runs
+    """
+    if demo:
+        if any(option is not None for option in (prompt, prompt_file, needle, expect)):
+            raise typer.BadParameter(
+                "--demo brings its own prompt, needle and expected answer", param_hint="--demo"
+            )
+        prompt, needle, expect = DEMO_QUESTION, DEMO_NEEDLE, DEMO_ANSWER
+        context = context or DEMO_CONTEXT_TOKENS
+        policy = policy or "exact_topk"
+        compare = True if compare is None else compare
+    _check_usage(prompt, prompt_file, context, needle)
+    policy = _known_policy(policy or "full")
+    options = policy_options(policy_option or [])
+    budgets = memory_budgets(max_memory or [])
+
+    with running(verbose=verbose):
+        from offload.policies import make_policy
+
+        policies = [make_policy(policy, **options)]
+        if compare and policy != "full":
+            policies.append(make_policy("full"))
+        prompt = _read_prompt(prompt_file) if prompt is None else prompt
+
+        from offload import load_tokenizer
+        from offload.cli.generation import ModelChoice, Sampling, answer, load, prompt_tokens
+
+        with quiet_transformers(verbose=verbose):
+            tokenizer = load_tokenizer(model)
+            input_ids = prompt_tokens(
+                tokenizer, prompt, chat=chat, context_tokens=context, needle=needle
+            )
+            choice = ModelChoice(model, dtype, budgets, num_threads)
+            sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+            runs = []
+            for made in policies:
+                loaded = load(choice, made)
+                with _Screen(made.name, input_ids.shape[1], shown=not as_json) as screen:
+                    runs.append(answer(loaded, made, sampling, tokenizer, input_ids, screen.text))
+                del loaded  # before the next is loaded: its weights and cache leave the memory
+    _print_result(model, prompt, expect, runs, as_json=as_json)
+    missed = [run.policy for run in runs if expect is not None and expect not in run.answer]
+    if missed:
+        stderr().print(
+            f"[bold red]wrong:[/bold red] no {expect!r} in the answer with {' and '.join(missed)}"
+        )
+        raise typer.Exit(3)
+
+
+def _known_policy(name: str) -> str:
+    if name not in available_policies():
+        raise typer.BadParameter(
+            f"unknown policy {name!r}; available: {', '.join(available_policies())}",
+            param_hint="--policy",
+        )
+    return name
+
+
+class _Screen:
+    """Shows progress on stderr until the answer starts, then the answer on stdout."""
+
+    def __init__(self, policy: str, context_tokens: int, *, shown: bool) -> None:
+        self._shown = shown
+        self._policy = policy
+        self._status = stderr().status(f"{policy}: reading {context_tokens:,} tokens")
+        self._started = False
+
+    def __enter__(self) -> _Screen:
+        self._status.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._status.stop()
+        if self._shown and self._started:
+            print(flush=True)
+
+    def text(self, piece: str) -> None:
+        """The next piece of the answer."""
+        self._status.stop()
+        if not self._shown:
+            return
+        if not self._started:
+            self._started = True
+            stderr().print(f"[dim]{self._policy}:[/dim]")
+        print(piece, end="", flush=True)
+
+
+def _check_usage(
+    prompt: str | None, prompt_file: str | None, context: int | None, needle: str | None
+) -> None:
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("give one of --prompt, --prompt-file and --demo")
+    if needle is not None and context is None:
+        raise typer.BadParameter("--needle needs --context", param_hint="--needle")
+
+
+def _read_prompt(prompt_file: str | None) -> str:
+    if prompt_file is None or prompt_file == "-":
+        return sys.stdin.read()
+    return Path(prompt_file).read_text(encoding="utf-8")
+
+
+def _print_result(
+    model: str, prompt: str, expect: str | None, runs: list[Run], *, as_json: bool
+) -> None:
+    if as_json:
+        correct = None if expect is None else all(expect in run.answer for run in runs)
+        print_json(
+            {
+                "model": model,
+                "prompt": prompt,
+                "expected": expect,
+                "correct": correct,
+                "runs": [asdict(run) for run in runs],
+            }
+        )
+        return
+    from rich.table import Table
+
+    from offload.memory import format_bytes
+
+    table = Table(title=model, title_justify="left")
+    table.add_column("policy")
+    for column in ("context", "KV on host", "KV on device", "prefill", "decode"):
+        table.add_column(column, justify="right")
+    for run in runs:
+        table.add_row(
+            run.policy,
+            f"{run.context_tokens:,}",
+            format_bytes(run.kv_host_bytes),
+            format_bytes(run.kv_device_bytes),
+            f"{run.prefill_tokens_per_second:,.0f} tok/s",
+            f"{run.decode_tokens_per_second:,.1f} tok/s",
+        )
+    stdout().print(table)

@@ -1,0 +1,74 @@
+"""Command-line strings that become Python values."""
+
+from __future__ import annotations
+
+import ast
+
+import typer
+
+Scalar = int | float | bool | str
+
+
+def key_values(pairs: list[str], *, option: str) -> dict[str, str]:
+    """`["cpu=8GiB"]` -> `{"cpu": "8GiB"}`; a usage error if a pair has no "=" or a key repeats."""
+    parsed: dict[str, str] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key or not value:
+            raise typer.BadParameter(f"expected key=value, got {pair!r}", param_hint=option)
+        if key in parsed:
+            raise typer.BadParameter(f"{key!r} is given twice", param_hint=option)
+        parsed[key] = value
+    return parsed
+
+
+def policy_options(pairs: list[str]) -> dict[str, Scalar]:
+    """`["budget_tokens=512"]` -> `{"budget_tokens": 512}`: numbers and booleans, else text."""
+    values = key_values(pairs, option="--policy-option")
+    return {key: _scalar(value) for key, value in values.items()}
+
+
+def memory_budgets(pairs: list[str]) -> dict[int | str, int | str] | None:
+    """`["0=20GiB", "cpu=96GiB"]` -> `{0: "20GiB", "cpu": "96GiB"}`; None if there are none."""
+    values = key_values(pairs, option="--max-memory")
+    budgets: dict[int | str, int | str] = {}
+    for key, value in values.items():
+        budgets[int(key) if key.isdigit() else key] = int(value) if value.isdigit() else value
+    return budgets or None
+
+
+def comma_separated(text: str, *, option: str, available: tuple[str, ...]) -> list[str]:
+    """`"dense,topk"` -> `["dense", "topk"]`; a usage error for a name that is not `available`."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in available:
+            raise typer.BadParameter(
+                f"unknown {name!r}; available: {', '.join(available)}", param_hint=option
+            )
+    if not names:
+        raise typer.BadParameter(f"give one of: {', '.join(available)}", param_hint=option)
+    return names
+
+
+def counts(text: str, *, option: str) -> list[int]:
+    """`"1,2"` -> `[1, 2]`; a usage error unless all are integers of at least 1."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(
+            f"expected integers of at least 1, separated by commas, got {text!r}",
+            param_hint=option,
+        )
+    return numbers
+
+
+def _scalar(text: str) -> Scalar:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, (int, float)) else text

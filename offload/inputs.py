@@ -1,0 +1,81 @@
+"""What a caller hands to `forward`: checks that name the shapes that disagree."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rows_shape(
+    input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, hidden_size: int
+) -> tuple[int, int]:
+    """(batch_size, seq_len) of the one of the two that is given.
+
+    Raises:
+        ValueError: both or none, or another shape than [batch_size, seq_len (, hidden_size)].
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    if input_ids is not None:
+        name, given, expected = "input_ids", input_ids, "[batch_size, seq_len]"
+        fits = given.ndim == 2 and not given.is_floating_point()
+    else:
+        assert inputs_embeds is not None
+        name, given = "inputs_embeds", inputs_embeds
+        expected = f"[batch_size, seq_len, {hidden_size}]"
+        fits = given.ndim == 3 and given.shape[2] == hidden_size
+    if not fits or not given.numel():
+        raise ValueError(
+            f"{name} must be {expected} and not empty, got {given.dtype} {list(given.shape)}"
+        )
+    return int(given.shape[0]), int(given.shape[1])
+
+
+def check_mask(mask: torch.Tensor, batch_size: int, past_columns: int, seq_len: int) -> None:
+    """Refuse an attention mask that is not [batch_size, past_columns + seq_len]."""
+    if mask.ndim == 4:
+        raise NotImplementedError("4D attention masks are not supported; give one per token, 2D")
+    expected = [batch_size, past_columns + seq_len]
+    if list(mask.shape) != expected:
+        raise ValueError(
+            f"attention_mask is {list(mask.shape)}, but input_ids [{batch_size}, {seq_len}] after "
+            f"{past_columns} cached columns need {expected}"
+        )
+
+
+def check_positions(
+    position_ids: torch.Tensor,
+    shape: tuple[int, int],
+    past_columns: int,
+    attended: torch.Tensor | None,
+) -> None:
+    """Refuse positions that are not [batch_size or 1, seq_len], or that start over in a row.
+
+    `attended` is a bool [batch_size, seq_len], False at padding, or None without padding.
+    """
+    batch_size, seq_len = shape
+    if position_ids.ndim != 2 or tuple(position_ids.shape) not in {shape, (1, seq_len)}:
+        raise ValueError(
+            f"position_ids are {list(position_ids.shape)}, but input_ids are "
+            f"{[batch_size, seq_len]}"
+        )
+    # transformers reads positions that start over as several sequences packed into one row.
+    if attended is None and past_columns == 0 and bool((position_ids.diff(dim=1) < 1).any()):
+        raise NotImplementedError(
+            "position_ids must ascend: packed sequences in one row are not supported; "
+            "give one row per sequence"
+        )
+
+
+def keep_positions(hidden: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The positions of hidden [batch_size, seq_len, hidden_size] whose logits are wanted.
+
+    `logits_to_keep` is the number of last positions (0: all), a tensor of positions [n] or
+    [batch_size, n], or a bool mask [batch_size, seq_len] that flattens the first two dimensions.
+    """
+    if isinstance(logits_to_keep, int):
+        return hidden[:, -logits_to_keep:] if logits_to_keep else hidden
+    if logits_to_keep.dtype == torch.bool:
+        return hidden[logits_to_keep]
+    if logits_to_keep.ndim == 2:
+        return torch.take_along_dim(hidden, logits_to_keep[..., None], dim=1)
+    return hidden[:, logits_to_keep]

@@ -1,0 +1,361 @@
+"""`OffloadedModel`: a stock transformers model whose forward pass runs on the offload runtime.
+
+`from_pretrained` returns an instance of a subclass of the stock class, made on the fly with
+`OffloadedModel` in front. It has the stock class's name, weights, config and `generate()`, so that
+pipelines, `save_pretrained` and evaluation harnesses take it for what it is; only the forward pass
+and the cache that `generate()` makes are ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from offload.batch import RaggedBatch, pack
+from offload.cache import OffloadedCache
+from offload.checkpoint import check_checkpoint
+from offload.config import RuntimeConfig, runtime_config
+from offload.inputs import check_mask, check_positions, keep_positions, rows_shape
+from offload.loading import HubOptions, load_stock_model, resolve_folder
+from offload.runtime import OffloadStats, Runtime, kv_budget_bytes
+from offload.weights import move_to_huge_pages
+
+if TYPE_CHECKING:
+    from offload.kv_store import KVStore
+    from offload.policies import Policy
+
+    _StockModel = Any  # transformers' PreTrainedModel and GenerationMixin, in the subclasses
+else:
+    _StockModel = object
+
+
+class OffloadedModel(_StockModel):  # type: ignore[misc]
+    """A causal language model with its KV cache in the host store. Make it by `from_pretrained`."""
+
+    _offload: Runtime
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        policy: str | Policy = "full",
+        dtype: str | torch.dtype | None = "auto",
+        device: str | torch.device = "cpu",
+        max_memory: dict[int | str, int | str] | None = None,
+        num_threads: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a model.
+
+        Args:
+            name_or_path: a folder with safetensors, a .gguf file, a hub id, or the alias
+                "smollm2-135m-instruct" of the embedded model.
+            policy: a name (see `available_policies()`) or a policy object.
+            dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
+            device: "cpu".
+            max_memory: such as {"cpu": "96GiB"}, a hard limit on weights and KV cache together.
+            num_threads: CPU threads; default: all this process may use.
+            kwargs: the standard cache_dir, force_download, local_files_only, token, revision and
+                gguf_file; `prefill_slice_tokens` and `page_tokens` of `RuntimeConfig`.
+
+        Raises:
+            TypeError: an unknown keyword argument.
+            ValueError, FileNotFoundError, NotImplementedError: an unknown policy or dtype, a model
+                type that is not supported, missing or damaged files.
+            HostBudgetError: the weights do not fit `max_memory`. All before weights are read.
+        """
+        runtime_options = {"prefill_slice_tokens", "page_tokens"} & kwargs.keys()
+        options = {name: kwargs.pop(name) for name in runtime_options}
+        hub_options = [option.name for option in fields(HubOptions)]
+        for name in kwargs:
+            if name not in hub_options:
+                known = ", ".join([*hub_options, "prefill_slice_tokens", "page_tokens"])
+                raise TypeError(f"unknown keyword argument {name!r}; available: {known}")
+        config = runtime_config(
+            policy=policy,
+            dtype=dtype,
+            device=device,
+            max_memory=max_memory,
+            num_threads=num_threads,
+            **options,
+        )
+        checkpoint = check_checkpoint(resolve_folder(name_or_path, HubOptions(**kwargs)))
+        kv_budget_bytes(config, checkpoint.weight_bytes(config.dtype), loaded=False)
+        return offloaded(load_stock_model(checkpoint, config.dtype), config)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: OffloadedCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast:
+        """As the stock forward pass. Logits of padding are those of a zero hidden state.
+
+        Args:
+            input_ids: int64 [batch_size, seq_len], or `inputs_embeds` [..., hidden_size].
+            attention_mask: [batch_size, cached columns + seq_len], 0 at padding.
+            past_key_values: an `OffloadedCache` of this model; continued in place.
+
+        Returns:
+            logits [batch_size, seq_len or logits_to_keep, vocab_size], the cache, and the loss if
+            there are labels. Nothing has gradients.
+
+        Raises:
+            ValueError: shapes that disagree, a context that is too long, K/V that are not finite.
+            HostBudgetError: new tokens that do not fit; the cache is as it was.
+            NotImplementedError: attention weights and hidden states.
+        """
+        for name, wanted in (
+            ("output_attentions", output_attentions),
+            ("output_hidden_states", output_hidden_states),
+        ):
+            if getattr(self.config, name, False) if wanted is None else wanted:
+                raise NotImplementedError(
+                    f"{name}=True: an offloaded model keeps no attention weights or hidden states; "
+                    "use the stock model for a short context"
+                )
+        shape = rows_shape(input_ids, inputs_embeds, self._offload.lean.hidden_size)
+        cache = self._cache(past_key_values, use_cache)
+        batch = self._pack(shape, input_ids, attention_mask, position_ids, cache)
+        if cache is None or cache.get_seq_length() == 0:
+            self._offload.check_modules(self)
+        embeddings = self._embed(batch, input_ids, inputs_embeds)
+        hidden, phase = self._offload.run(embeddings, batch, cache)
+        hidden = keep_positions(batch.to_rows(hidden), logits_to_keep)
+        logits = self._offload.logits(hidden, phase)
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape[:-1]:
+                raise ValueError(
+                    f"labels are {list(labels.shape)}, but the logits {list(logits.shape)}; "
+                    "they need the same rows and positions"
+                )
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+            )
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock `generate()`. A generation that fails gives its KV cache back at once."""
+        has_assistant = kwargs.get("assistant_model") is not None
+        with self._offload.generation(has_assistant=has_assistant):
+            return super().generate(*args, **kwargs)
+
+    def new_cache(self) -> OffloadedCache:
+        """An empty cache: pass it as `past_key_values` to continue across calls."""
+        return OffloadedCache(self._offload.sequences)
+
+    def offload_stats(self) -> OffloadStats:
+        """Tokens, times and KV bytes of the last `generate()`, and the forward passes since."""
+        return self._offload.stats
+
+    @property
+    def kv_store(self) -> KVStore:
+        """The host KV store of this model."""
+        self._offload.sequences.collect()
+        return self._offload.store
+
+    def _pack(
+        self,
+        shape: tuple[int, int],
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cache: OffloadedCache | None,
+    ) -> RaggedBatch:
+        """The tokens of this call without padding, checked against the mask and the cache."""
+        batch_size, seq_len = shape
+        past_columns = cache.get_seq_length() if cache is not None else 0
+        past_mask = attended = None
+        if attention_mask is not None:
+            check_mask(attention_mask, batch_size, past_columns, seq_len)
+            past_mask = attention_mask[:, :past_columns] != 0
+            attended = attention_mask[:, past_columns:] != 0
+            if bool(attended.all()):
+                attended = None
+        if cache is not None:
+            cache.check_continues(batch_size, past_mask)
+        if position_ids is None:
+            position_ids = torch.arange(past_columns, past_columns + seq_len)[None]
+        else:
+            check_positions(position_ids, shape, past_columns, attended)
+        # Beams and samples of one prompt start as equal rows: compute and store them once.
+        shared_rows = input_ids if past_columns == 0 else None
+        batch = pack(shape, attended, position_ids, shared_rows)
+        kv_lens = cache.kv_lens if cache is not None and past_columns else [0] * batch.num_sequences
+        for kv_len, num_new in zip(kv_lens, batch.num_new_tokens, strict=True):
+            self._offload.check_context(kv_len + num_new)
+        return batch
+
+    def _embed(
+        self, batch: RaggedBatch, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A new tensor [num_tokens, hidden_size]."""
+        if inputs_embeds is not None:
+            return inputs_embeds.flatten(0, 1)[batch.columns].to(self.dtype)
+        assert input_ids is not None  # rows_shape has seen to it
+        tokens = input_ids.flatten()[batch.columns]
+        vocab_size = self.config.vocab_size
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+            raise ValueError(
+                f"input_ids must be in 0..{vocab_size - 1}, "
+                f"got {int(tokens.min())}..{int(tokens.max())}"
+            )
+        embeddings: torch.Tensor = self._offload.lean.embed_tokens(tokens)
+        return embeddings
+
+    def _cache(
+        self, past_key_values: OffloadedCache | None, use_cache: bool | None
+    ) -> OffloadedCache | None:
+        if past_key_values is not None:
+            self._check_cache(past_key_values)
+            return past_key_values
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        return self.new_cache() if use_cache else None
+
+    def _check_cache(self, cache: Any) -> None:
+        if not isinstance(cache, OffloadedCache):
+            raise ValueError(
+                f"past_key_values must be an OffloadedCache, got {type(cache).__name__}; "
+                "model.new_cache() makes one"
+            )
+        if cache.store is not self._offload.store:
+            raise ValueError("past_key_values belongs to another model")
+
+    # How transformers calls us back.
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The stock inputs, without what stock models take and ignore."""
+        for name in ("tokenizer", "assistant_tokenizer"):
+            kwargs.pop(name, None)
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
+        return inputs
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Make the cache of a generation, once it is sure that all its tokens will fit."""
+        refuse_unsupported(generation_config)
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not bool((mask[:, -1] != 0).all()):
+            raise ValueError(
+                "attention_mask ends in padding; generation needs padding on the left "
+                "(tokenizer.padding_side = 'left')"
+            )
+        self._offload.check_context(max_cache_length)
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            self._check_cache(cache)
+            cache._is_user_defined = True  # generate() asks for it
+        elif generation_config.use_cache is False:
+            return
+        else:
+            cache = self._offload.new_generation_cache()
+            model_kwargs["past_key_values"] = cache
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        self._offload.check_budget(
+            num_prompts=batch_size,
+            copies=copies,
+            prompt_tokens=model_kwargs["position_ids"].shape[-1],
+            max_tokens=max_cache_length,
+            cached_pages=cache.num_pages,
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Behind `to()`, `half()`, `cuda()` …: the KV store and the kernels are made for one dtype
+        and device, so a change is refused; nothing else needs applying."""
+        probe = fn(torch.empty(0, dtype=self.dtype))
+        if probe.dtype != self.dtype or probe.device != self.device:
+            raise ValueError(
+                f"cannot turn a model of {self.dtype} on {self.device} into {probe.dtype} on "
+                f"{probe.device}; give dtype and device to OffloadedModel.from_pretrained"
+            )
+        return self
+
+    def train(self, mode: bool = True) -> Any:
+        """`train(False)` and `eval()` are fine; training is not."""
+        if mode:
+            raise NotImplementedError("an offloaded model cannot be trained; train the stock model")
+        return super().train(False)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Behind `generate_batch` and cache_implementation="paged"."""
+        raise NotImplementedError(
+            "generate_batch (continuous batching) is not supported; pass a left-padded batch to "
+            "generate()"
+        )
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not while kernels hold the weights."""
+        raise NotImplementedError("resize the embeddings of the stock model, save it and load that")
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Adapters are not seen by the lean layers."""
+        raise NotImplementedError("adapters are not supported; merge them into the weights first")
+
+    load_adapter = add_adapter
+
+
+def offloaded(stock: Any, config: RuntimeConfig) -> Any:
+    """Turn a loaded stock model into an offloaded one, in place.
+
+    Raises:
+        ValueError, NotImplementedError: if it cannot be.
+    """
+    move_to_huge_pages(stock)
+    runtime = Runtime(stock.eval(), config)
+    stock_class: Any = type(stock)
+    stock.__class__ = _offloaded_class(stock_class)
+    stock._offload = runtime
+    return stock
+
+
+@functools.cache
+def _offloaded_class(stock_class: Any) -> Any:
+    # The stock name, because save_pretrained writes it to config.json as the architecture.
+    namespace = {"__module__": __name__, "__doc__": OffloadedModel.__doc__}
+    return type(stock_class.__name__, (OffloadedModel, stock_class), namespace)
+
+
+def refuse_unsupported(generation_config: Any) -> None:
+    """Raise for generation options that would need another cache, or parts of the stock layers."""
+    if generation_config.cache_implementation is not None:
+        raise ValueError(
+            f"cache_implementation={generation_config.cache_implementation!r}: the KV cache of an "
+            "offloaded model is its host store; leave cache_implementation out"
+        )
+    for name in ("assistant_early_exit", "use_mtp"):
+        if getattr(generation_config, name, None):
+            raise NotImplementedError(
+                f"{name}={getattr(generation_config, name)} is not supported; "
+                "assistant_model and prompt_lookup_num_tokens are"
+            )

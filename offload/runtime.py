@@ -1,0 +1,248 @@
+"""What runs a model: its lean layers, its KV store, and the two phases of a forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.batch import RaggedBatch
+from offload.cache import OffloadedCache
+from offload.config import RuntimeConfig
+from offload.decode import Decoder
+from offload.kv_store import HostBudgetError, KVStore
+from offload.memory import format_bytes, host_memory_limit_bytes
+from offload.models import lean_model_maker
+from offload.prefill import prefill
+from offload.sequences import Sequences
+
+
+@dataclass
+class OffloadStats:
+    """What the last `generate()` did, and the forward passes since.
+
+    In a generation, seconds of decoding count from the end of one forward pass to the end of the
+    next, so they include choosing and streaming tokens. kv_host_bytes is the most that was in use.
+    """
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    kv_host_bytes: int = 0
+    kv_device_bytes: int = 0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class Runtime:
+    """Runs the layers of one stock model."""
+
+    def __init__(self, stock: Any, config: RuntimeConfig) -> None:
+        self.config = config
+        self.stats = OffloadStats()
+        self.lean = lean_model_maker(stock.config.model_type)(stock)
+        shape = self.lean.attention
+        self.store = KVStore(
+            num_layers=len(self.lean.layers),
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=stock.dtype,
+            host_budget_bytes=kv_budget_bytes(config, _weight_bytes(stock), loaded=True),
+            page_tokens=config.page_tokens,
+        )
+        self._decoder = Decoder(self.lean, self.store, config.policy, config.num_threads)
+        self.sequences = Sequences(self.store, self._decoder.attention)
+        self._generation_cache: OffloadedCache | None = None
+        self._in_generation = False
+        self._last_pass_end: float | None = None
+        self._prefill_threads = config.num_threads  # None: as torch has it
+
+    def run(
+        self, hidden: torch.Tensor, batch: RaggedBatch, cache: OffloadedCache | None
+    ) -> tuple[torch.Tensor, str]:
+        """Embeddings [num_tokens, hidden_size] through all layers: (hidden, phase).
+
+        Many new tokens per sequence, or no past, are prefill; a few are decoding.
+
+        Raises:
+            HostBudgetError: before anything is computed.
+            ValueError, RuntimeError: keys or values that are not finite. The cache is then as it
+                was before.
+        """
+        start = time.perf_counter()
+        phase = "prefill"
+        if cache is None:
+            hidden = self._prefill(hidden, batch, None, [])
+        else:
+            if cache.get_seq_length() and max(batch.num_new_tokens) <= self._decoder.max_rows:
+                phase = "decode"
+            seqs = cache.reserve(batch)
+            try:
+                if phase == "decode":
+                    hidden = self._decoder.decode(hidden, batch, seqs)
+                else:
+                    hidden = self._prefill(hidden, batch, self.store, seqs)
+            except BaseException:
+                cache.roll_back()
+                raise
+            cache.commit(batch)
+        self._record(phase, batch.num_tokens, start)
+        return hidden, phase
+
+    def logits(self, hidden: torch.Tensor, phase: str) -> torch.Tensor:
+        """[..., hidden_size] before the final norm -> [..., vocab_size]."""
+        if phase == "decode":
+            return self._decoder.logits(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
+        with torch_threads(self._prefill_threads):
+            logits: torch.Tensor = self.lean.lm_head(self.lean.final_norm(hidden))
+        return logits
+
+    def check_modules(self, stock: Any) -> None:
+        """Refuse a model whose modules were replaced (by adapters, quantisation …) after loading:
+        the lean layers would go on with the old ones.
+        """
+        if lean_model_maker(stock.config.model_type)(stock) != self.lean:
+            raise NotImplementedError(
+                "modules of this model were replaced after it was loaded; change the stock model, "
+                "save it and load that"
+            )
+
+    def check_context(self, num_tokens: int) -> None:
+        """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
+        if num_tokens > self.lean.max_context:
+            raise ValueError(
+                f"a context of {num_tokens} tokens exceeds the {self.lean.max_context} tokens of "
+                f"this model ({self.lean.max_context_reason}); shorten the prompt or lower "
+                "max_new_tokens"
+            )
+
+    def check_budget(
+        self, num_prompts: int, copies: int, prompt_tokens: int, max_tokens: int, cached_pages: int
+    ) -> None:
+        """Refuse a generation that could outgrow the KV budget on its way.
+
+        Args:
+            num_prompts: different prompts of `prompt_tokens` tokens, whose whole pages the
+                `copies` sequences that continue each of them share.
+            max_tokens: of a sequence at its end.
+            cached_pages: pages per layer that exist already.
+        """
+        self.sequences.collect()
+        store = self.store
+        shared = prompt_tokens // store.page_tokens if copies > 1 else 0
+        own = -(-max_tokens // store.page_tokens) - shared
+        pages = num_prompts * (shared + copies * own) - cached_pages
+        need = pages * len(self.lean.layers) * store.page_bytes
+        free = store.host_budget_bytes - store.host_bytes_used
+        if need > free:
+            raise HostBudgetError(
+                f"{num_prompts * copies} sequences of up to {max_tokens} tokens need "
+                f"{format_bytes(need)} more of host KV cache, but {format_bytes(free)} of its "
+                f"budget of {format_bytes(store.host_budget_bytes)} are free; raise "
+                "max_memory={'cpu': ...} or lower max_new_tokens"
+            )
+
+    @contextlib.contextmanager
+    def generation(self, *, has_assistant: bool) -> Iterator[None]:
+        """Around one `generate()`: new statistics, and no cache left behind by an error.
+
+        Between the forward passes torch runs on one thread. Choosing a token is little work, and
+        a second thread would wait for a CPU on which one of our workers still spins (SmolLM2 on
+        2 CPUs: 64 tokens/s instead of 82). An assistant computes in between and keeps its threads.
+        """
+        outer_cache = self._generation_cache  # a model may be its own assistant
+        self.stats = OffloadStats()
+        self._generation_cache = self._last_pass_end = None
+        self._in_generation = True
+        self._prefill_threads = self.config.num_threads or torch.get_num_threads()
+        try:
+            with torch_threads(None if has_assistant else 1):
+                yield
+        except BaseException:
+            # The traceback of the error would keep the cache, and so its pages, alive.
+            if self._generation_cache is not None:
+                self._generation_cache.reset()
+            raise
+        finally:
+            self._generation_cache, self._last_pass_end = outer_cache, None
+            self._in_generation = outer_cache is not None
+            self._prefill_threads = self.config.num_threads
+
+    def new_generation_cache(self) -> OffloadedCache:
+        """A cache that `generation` resets if the generation fails."""
+        self._generation_cache = OffloadedCache(self.sequences)
+        return self._generation_cache
+
+    def _prefill(
+        self, hidden: torch.Tensor, batch: RaggedBatch, store: KVStore | None, seqs: list[int]
+    ) -> torch.Tensor:
+        with torch_threads(self._prefill_threads):
+            return prefill(
+                self.lean,
+                hidden,
+                batch,
+                store=store,
+                seqs=seqs,
+                slice_tokens=self.config.prefill_slice_tokens,
+            )
+
+    def _record(self, phase: str, num_tokens: int, start: float) -> None:
+        stats, end = self.stats, time.perf_counter()
+        if phase == "decode":
+            stats.decode_tokens += num_tokens
+            stats.decode_seconds += end - (self._last_pass_end or start)
+        else:
+            stats.prefill_tokens += num_tokens
+            stats.prefill_seconds += end - start
+        stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
+        # Between the passes of a generation tokens are chosen; between others, anything may happen.
+        self._last_pass_end = end if self._in_generation else None
+
+
+def kv_budget_bytes(config: RuntimeConfig, weight_bytes: int, *, loaded: bool) -> int:
+    """What is left for the KV store, before or after the weights are loaded.
+
+    Raises:
+        HostBudgetError: if the weights alone do not fit.
+    """
+    limit, source = config.max_memory.get("cpu"), "max_memory['cpu'] is"
+    if limit is None:
+        limit = host_memory_limit_bytes() + (weight_bytes if loaded else 0)
+        source = "the host memory that this process may use is"
+    if weight_bytes > limit:
+        raise HostBudgetError(
+            f"the weights need {format_bytes(weight_bytes)}, but {source} {format_bytes(limit)}; "
+            "raise it, or choose a smaller dtype or model"
+        )
+    return limit - weight_bytes
+
+
+@contextlib.contextmanager
+def torch_threads(num_threads: int | None) -> Iterator[None]:
+    """Run torch's own operators on `num_threads` threads, and put its setting back afterwards."""
+    before = torch.get_num_threads()
+    if num_threads is None or num_threads == before:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _weight_bytes(stock: Any) -> int:
+    """Bytes of all weights; tied ones count once."""
+    weights = {weight.data_ptr(): weight.nbytes for weight in stock.parameters()}
+    return sum(weights.values())

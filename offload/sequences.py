@@ -1,0 +1,50 @@
+"""The life of cached sequences: pages of the store and the policy's state change together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from offload.attention import DecodeAttention
+from offload.kv_store import KVStore
+
+
+class Sequences:
+    """Makes, forks, shortens and frees the sequences of one model."""
+
+    def __init__(self, store: KVStore, attention: DecodeAttention) -> None:
+        self.store = store
+        self._attention = attention
+        self._unreachable: deque[int] = deque()
+
+    def new(self) -> int:
+        """An empty sequence."""
+        return self.store.new_sequence()
+
+    def fork(self, seq: int) -> int:
+        """A copy of `seq` that shares its pages."""
+        child = self.store.fork(seq)
+        self._attention.fork(seq, child)
+        return child
+
+    def truncate(self, seq: int, kv_len: int) -> None:
+        """Keep the first `kv_len` tokens, and nothing that is reserved."""
+        if kv_len < self.store.kv_len(seq):
+            # The state describes tokens that go; it is built again when it is needed.
+            self._attention.forget(seq)
+        self.store.truncate(seq, kv_len)
+
+    def free(self, seqs: Iterable[int]) -> None:
+        """Give the pages back, unless forks share them."""
+        for seq in seqs:
+            self._attention.forget(seq)
+            self.store.free(seq)
+
+    def free_later(self, seqs: Iterable[int]) -> None:
+        """For finalizers: the collector may run one in the middle of a store operation."""
+        self._unreachable.extend(seqs)
+
+    def collect(self) -> None:
+        """Free what `free_later` was given."""
+        while self._unreachable:
+            self.free([self._unreachable.popleft()])

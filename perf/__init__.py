@@ -1,0 +1,1 @@
+"""Benchmarks. `make bench` runs all; `perf.report` writes what README and docs show of them."""

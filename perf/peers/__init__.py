@@ -1,0 +1,1 @@
+"""Engines that offload is compared with, each in a process of its own (see `perf.engines`)."""

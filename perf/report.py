@@ -1,0 +1,121 @@
+"""Write the tables of README.md and docs/ from perf/results: `python -m perf.report`.
+
+A table stands between `<!-- perf:NAME -->` and `<!-- /perf:NAME -->`. With --check nothing is
+written, and the exit code is 1 if a file would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from perf.results_file import ROOT, read_results
+from perf.tables import attention_table, decode_plot, decode_table, prefill_table, startup_table
+
+# Section name -> (results file, what makes its Markdown).
+SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "attention": ("attention", attention_table),
+    "decode": ("decode", decode_table),
+    "decode-plot": ("decode", decode_plot),
+    "prefill": ("decode", prefill_table),
+    "startup": ("startup", startup_table),
+}
+NOT_MEASURED = "*Not measured yet: run `make bench`.*"
+PLOT = ROOT / "docs" / "decode.svg"
+_HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges"}
+_SECTION = re.compile(r"<!-- perf:(?P<name>[\w-]+) -->\n.*?<!-- /perf:(?P=name) -->", re.DOTALL)
+
+
+def documents() -> list[Path]:
+    """Files that may have sections."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+
+def render(text: str) -> str:
+    """`text` with its sections replaced by what perf/results says.
+
+    Raises:
+        ValueError: a section that does not exist.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in SECTIONS:
+            raise ValueError(f"unknown section {name!r}; available: {', '.join(SECTIONS)}")
+        results_name, make = SECTIONS[name]
+        result = read_results(results_name)
+        content = NOT_MEASURED if result is None else make(result)
+        return f"<!-- perf:{name} -->\n{content}\n<!-- /perf:{name} -->"
+
+    return _SECTION.sub(replace, text)
+
+
+def outdated() -> list[Path]:
+    """Documents whose sections differ from perf/results."""
+    return [
+        path for path in documents() if render(path.read_text("utf-8")) != path.read_text("utf-8")
+    ]
+
+
+def plot_decode(result: dict[str, Any], path: Path) -> None:
+    """Decode speed by context length, as an SVG that is the same for the same results."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "offload"
+    from matplotlib import pyplot
+
+    rows = result["rows"]
+    contexts = sorted({row["context"] for row in rows})
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(9, 3.4))
+    width = 0.8 / len(engines)
+    for i, engine in enumerate(engines):
+        speeds = [r["decode_tokens_per_second"] for r in rows if r["engine"] == engine]
+        positions = [x + (i - (len(engines) - 1) / 2) * width for x in range(len(contexts))]
+        axes.bar(positions, speeds, width, label=engine, color=_color(engine, engines))
+    axes.set_xticks(range(len(contexts)), [f"{context:,} tokens" for context in contexts])
+    axes.set_ylabel("decode, tokens/s")
+    axes.set_title(f"{result['settings']['model']}, {result['settings']['threads']} CPU threads")
+    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _color(engine: str, engines: list[str]) -> tuple[float, ...]:
+    """One hue per family of engines, lighter from its first member to its last."""
+    from matplotlib import colormaps
+
+    family = re.match(r"[\w.]+", engine)
+    name = family[0] if family else engine
+    members = [other for other in engines if other.startswith(name)]
+    shade = 0.75 - 0.4 * members.index(engine) / len(members)
+    color: tuple[float, ...] = colormaps[_HUES.get(name, "Greens")](shade)
+    return color
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
+    if parser.parse_args().check:
+        paths = outdated()
+        for path in paths:
+            print(f"{path.relative_to(ROOT)} does not match perf/results; run: make report")
+        sys.exit(1 if paths else 0)
+    for path in outdated():
+        path.write_text(render(path.read_text("utf-8")), "utf-8")
+        print(path.relative_to(ROOT))
+    decode = read_results("decode")
+    if decode is not None:
+        plot_decode(decode, PLOT)
+        print(PLOT.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

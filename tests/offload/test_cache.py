@@ -1,0 +1,133 @@
+"""OffloadedCache: what transformers does to a cache, and when its memory comes back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import random_tokens
+from transformers import DynamicCache
+
+Pair = tuple[Any, Any]
+
+
+def next_logits(model: Any, cache: Any, batch_size: int, mask: torch.Tensor | None = None) -> Any:
+    """Logits after one more token, the same for all rows; says what the cache holds."""
+    token = torch.full((batch_size, 1), 65)
+    if mask is not None:
+        mask = torch.cat([mask, mask.new_ones(batch_size, 1)], dim=1)
+    with torch.no_grad():
+        return model(token, attention_mask=mask, past_key_values=cache).logits
+
+
+def filled_caches(pair: Pair) -> tuple[Any, Any]:
+    """Caches (stock, offloaded) of the same three rows."""
+    stock, offloaded = pair
+    tokens, caches = random_tokens(3, 37), (DynamicCache(), offloaded.new_cache())
+    with torch.no_grad():
+        stock(tokens, past_key_values=caches[0])
+    offloaded(tokens, past_key_values=caches[1])
+    return caches
+
+
+@pytest.mark.parametrize(
+    ("operation", "batch_size"),
+    [
+        (lambda cache: cache.crop(0), 3),
+        (lambda cache: cache.crop(-1), 3),
+        (lambda cache: cache.crop(-30), 3),
+        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 1])), 3),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 1])), 3),
+        (lambda cache: cache.batch_repeat_interleave(2), 6),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), 2),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), 2),
+    ],
+)
+def test_operations(llama_pair: Pair, operation: Any, batch_size: int) -> None:
+    caches, logits = filled_caches(llama_pair), []
+    for model, cache in zip(llama_pair, caches, strict=True):
+        operation(cache)
+        logits.append(next_logits(model, cache, batch_size))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert caches[1].get_seq_length() == caches[0].get_seq_length()
+    assert caches[1].batch_size == batch_size
+
+
+def test_crop_of_padded_rows(llama_pair: Pair) -> None:
+    """Columns are cropped, padding among them."""
+    stock, offloaded = llama_pair
+    tokens, mask = random_tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :9], mask[1, 14:] = 0, 0
+    logits = []
+    for model, cache in ((stock, DynamicCache()), (offloaded, offloaded.new_cache())):
+        with torch.no_grad():
+            model(tokens, attention_mask=mask, past_key_values=cache)
+        cache.crop(-4)
+        logits.append(next_logits(model, cache, 2, mask[:, :16]))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert cache.kv_lens == [8, 15]
+
+
+def test_crop_refuses_a_length(llama_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="0 or less, got 5"):
+        llama_pair[1].new_cache().crop(5)
+
+
+def test_crop_gives_pages_back(llama_pair: Pair) -> None:
+    model = llama_pair[1]
+    cache = model.new_cache()
+    model(random_tokens(1, 100), past_key_values=cache)
+    used = model.kv_store.host_bytes_used
+    cache.crop(-84)
+    assert model.kv_store.host_bytes_used == used // 7
+    cache.crop(-1000)
+    assert cache.get_seq_length() == 0
+    assert model.kv_store.host_bytes_used == 0
+
+
+def test_copies_are_independent(llama_pair: Pair) -> None:
+    model = llama_pair[1]
+    cache = model.new_cache()
+    model(random_tokens(2, 30), past_key_values=cache)
+    used = model.kv_store.host_bytes_used
+    deep, shallow = copy.deepcopy(cache), copy.copy(cache)
+    assert model.kv_store.host_bytes_used == used
+    expected = next_logits(model, deep, 2)
+    del deep
+    gc.collect()
+    assert torch.equal(next_logits(model, shallow, 2), expected)
+    assert torch.equal(next_logits(model, cache, 2), expected)
+
+
+def test_memory_comes_back(llama_pair: Pair) -> None:
+    model = llama_pair[1]
+    cache = model.new_cache()
+    model(random_tokens(2, 30), past_key_values=cache)
+    assert model.kv_store.num_sequences == 2
+    cache.reset()
+    assert model.kv_store.num_sequences == 0
+    assert cache.get_seq_length() == 0
+    model(random_tokens(3, 30), past_key_values=cache)
+    assert cache.kv_lens == [30, 30, 30]
+    cache.loop = cache  # only the garbage collector can end this one
+    del cache
+    gc.collect()
+    assert model.kv_store.num_sequences == 0
+
+
+def test_what_transformers_asks(llama_pair: Pair) -> None:
+    model = llama_pair[1]
+    cache = model.new_cache()
+    assert (cache.batch_size, cache.is_initialized, cache.get_seq_length()) == (-1, False, 0)
+    model(random_tokens(2, 30), past_key_values=cache)
+    assert (cache.batch_size, cache.is_initialized, len(cache)) == (2, True, 3)
+    assert cache.get_mask_sizes(5, 0) == (35, 0)
+    assert cache.get_max_length() == -1
+    assert cache.is_croppable
+    assert not cache.is_compileable
+    assert repr(cache) == "OffloadedCache(kv_lens=[30, 30])"
+    with pytest.raises(NotImplementedError, match="OffloadedModel only"):
+        llama_pair[0](random_tokens(2, 1), past_key_values=cache)

@@ -1,0 +1,161 @@
+"""The tables of README and docs come from perf/results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perf import report, results_file
+from perf.results_file import read_results, write_results
+from perf.tables import attention_table, decode_table, prefill_table, startup_table
+
+MACHINE: dict[str, Any] = {
+    "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0"},
+    "cpu": "A CPU",
+    "cpus_present": 4,
+    "cpus_usable": 2,
+    "memory_bytes": 24 * 2**30,
+    "isa": "avx2",
+    "gpus": [],
+    "commit": "0123456789abcdef",
+    "uncommitted_changes": False,
+    "date": "2026-01-01",
+    "load_average": 0.1,
+}
+
+
+def attention_row(kernel: str, microseconds: float, bandwidth: float) -> dict[str, Any]:
+    return {
+        "kernel": kernel,
+        "num_threads": 1,
+        "tokens": 2048,
+        "microseconds": microseconds,
+        "microseconds_p10": microseconds * 0.9,
+        "microseconds_p90": microseconds * 1.1,
+        "bandwidth": bandwidth,
+        "yardstick": "row gather" if kernel == "sparse" else "sequential read",
+        "yardstick_bandwidth": 20e9,
+    }
+
+
+def decode_row(engine: str, context: int, speed: float) -> dict[str, Any]:
+    return {
+        "engine": engine,
+        "context": context,
+        "steps": 64,
+        "decode_tokens_per_second": speed,
+        "prefill_tokens_per_second": speed * 10,
+        "same_next_token_as_transformers": 0.99,
+    }
+
+
+ATTENTION = {
+    "machine": MACHINE,
+    "settings": {"shape": "llama-3.1-8b", "kv_len": 131072, "dtype": "bfloat16", "repeats": 20},
+    "rows": [
+        attention_row("dense", 1000, 18e9),
+        attention_row("sparse", 50, 15e9),
+        attention_row("topk", 590, 15e9),
+    ],
+}
+DECODE = {
+    "machine": MACHINE,
+    "settings": {"model": "smollm2-135m-instruct", "threads": 2},
+    "rows": [
+        decode_row(engine, context, speed)
+        for context in (512, 7168)
+        for engine, speed in [
+            ("offload exact_topk", 40.0),
+            ("offload full", 39.0),
+            ("transformers", 10.0),
+            ("transformers, static cache", 16.0),
+            ("llama.cpp", 50.0),
+        ]
+    ],
+}
+STARTUP = {
+    "machine": MACHINE,
+    "settings": {"model": "smollm2-135m-instruct", "dtype": "bfloat16", "repeats": 5},
+    "rows": [
+        {
+            "engine": "offload",
+            "phase": "from pretrained",
+            "seconds": 3.5,
+            "seconds_p10": 3.4,
+            "seconds_p90": 3.6,
+        }
+    ],
+}
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_attention_table_says_which_targets_were_met() -> None:
+    table = attention_table(ATTENTION)
+    assert "| dense | 1 | 2,048 | 1,000 ± 100 | 18.0 | 20.0 (sequential read) |" in table
+    assert "90% of it (≥ 85% met)" in table
+    assert "75% of it (≥ 80% **missed**)" in table
+    assert "0.59 of dense's time (≤ 0.6 met)" in table
+
+
+def test_decode_table_has_ratios_of_one_run() -> None:
+    table = decode_table(DECODE)
+    assert "| offload exact_topk | 40.0 | 40.0 |" in table
+    assert "| 7,168 | 4.0\N{MULTIPLICATION SIGN} | 2.50\N{MULTIPLICATION SIGN} | 0.80" in table
+    assert "transformers met" in table
+    assert "llama.cpp **missed**" in table
+    assert "| transformers | 100 | 100 | 99% |" in prefill_table(DECODE)
+
+
+def test_startup_table() -> None:
+    table = startup_table(STARTUP)
+    assert "| offload | from pretrained | 3.50 ± 0.10 | ≤ 3 s **missed** |" in table
+
+
+def test_tables_name_machine_and_commit() -> None:
+    for table in (attention_table(ATTENTION), decode_table(DECODE), startup_table(STARTUP)):
+        assert "A CPU, 2 of 4 CPUs, 24 GiB, ISA avx2, no GPU" in table
+        assert "commit 0123456789ab, 2026-01-01" in table
+
+
+def test_results_survive_a_round_trip(results: Path) -> None:
+    assert read_results("decode") is None
+    write_results("decode", machine=MACHINE, settings={"threads": 2}, rows=[{"context": 1}])
+    result = read_results("decode")
+    assert result is not None
+    assert result["machine"] == MACHINE
+    assert result["rows"] == [{"context": 1}]
+
+
+def test_sections_are_replaced_and_the_rest_is_kept(results: Path) -> None:
+    text = "before\n<!-- perf:startup -->\nold\n<!-- /perf:startup -->\nafter\n"
+    assert report.NOT_MEASURED in report.render(text)
+    write_results("startup", machine=MACHINE, settings=STARTUP["settings"], rows=STARTUP["rows"])
+    rendered = report.render(text)
+    assert rendered.startswith("before\n<!-- perf:startup -->\n")
+    assert rendered.endswith("<!-- /perf:startup -->\nafter\n")
+    assert "from pretrained" in rendered
+    assert "old" not in rendered
+    assert report.render(rendered) == rendered
+
+
+def test_unknown_sections_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown section 'decoding'; available: attention"):
+        report.render("<!-- perf:decoding -->\n<!-- /perf:decoding -->")
+
+
+def test_documents_match_the_results() -> None:
+    assert report.outdated() == [], "run: make report"
+
+
+def test_the_plot_is_the_same_for_the_same_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra perf is not installed")
+    for name in ("one.svg", "two.svg"):
+        report.plot_decode(DECODE, tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()

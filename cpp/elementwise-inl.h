@@ -130,6 +130,7 @@ static inline KernelTable make_table(const char* name) {
   table.exp_shifted = exp_shifted;
   table.scale_add = scale_add;
   table.filter_at_least = filter_at_least;
+  table.count_at_least = count_at_least;
   table.read_bytes = read_bytes;
   table.read_rows = read_rows;
   return table;

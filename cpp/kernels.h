@@ -91,6 +91,8 @@ struct KernelTable {
   // Positions i with x[i] >= threshold, ascending; at most `capacity` are written, the full count is returned.
   int64_t (*filter_at_least)(const float* x, int64_t n, float threshold, int32_t* positions, int64_t capacity);
 
+  int64_t (*count_at_least)(const float* x, int64_t n, float threshold);
+
   // Elementwise, float32 in and out with the value rounded to the dtype at the points where transformers rounds.
   void (*to_float[kNumDTypes])(const void* x, int64_t n, float* out);
   void (*from_float[kNumDTypes])(const float* x, int64_t n, void* out);

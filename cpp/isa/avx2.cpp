@@ -95,6 +95,18 @@ static inline int64_t filter_at_least(const float* x, int64_t n, float threshold
   return count;
 }
 
+static inline int64_t count_at_least(const float* x, int64_t n, float threshold) {
+  const __m256 limit = _mm256_set1_ps(threshold);
+  int64_t count = 0;
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m256 hit = _mm256_cmp_ps(_mm256_loadu_ps(x + i), limit, _CMP_GE_OQ);
+    count += __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(hit)));
+  }
+  for (; i < n; ++i) count += x[i] >= threshold;
+  return count;
+}
+
 static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
   const char* bytes = static_cast<const char*>(p);
   const auto load = [bytes](int64_t i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i)); };

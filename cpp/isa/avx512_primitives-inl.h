@@ -93,6 +93,20 @@ static inline int64_t filter_at_least(const float* x, int64_t n, float threshold
   return count;
 }
 
+static inline int64_t count_at_least(const float* x, int64_t n, float threshold) {
+  const __m512 limit = _mm512_set1_ps(threshold);
+  int64_t count = 0;
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) {
+    const auto hits = [&](int64_t at) {
+      return static_cast<uint64_t>(_mm512_cmp_ps_mask(_mm512_loadu_ps(x + at), limit, _CMP_GE_OQ));
+    };
+    count += __builtin_popcountll(hits(i) | hits(i + 16) << 16 | hits(i + 32) << 32 | hits(i + 48) << 48);
+  }
+  for (; i < n; ++i) count += x[i] >= threshold;
+  return count;
+}
+
 static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
   const char* bytes = static_cast<const char*>(p);
   __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;

@@ -59,6 +59,12 @@ static inline int64_t filter_at_least(const float* x, int64_t n, float threshold
   return count;
 }
 
+static inline int64_t count_at_least(const float* x, int64_t n, float threshold) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) count += x[i] >= threshold;
+  return count;
+}
+
 static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
   uint64_t sum = 0;
   for (int64_t i = 0; i < num_bytes; i += 8) {

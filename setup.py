@@ -1,4 +1,4 @@
-"""Builds cpu_ops._native, the torch-free C++ extension. Everything else about the package is in pyproject.toml."""
+"""Builds cpu_ops._native, the torch-free C++ extension. All else is in pyproject.toml."""
 
 import os
 from glob import glob
@@ -6,7 +6,7 @@ from glob import glob
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 
-# No -march: every ISA opens its own target region and the kernels are chosen at run time (cpp/dispatch.cpp).
+# No -march: every ISA opens its own target region; cpp/dispatch.cpp chooses at run time.
 # GCC's own AVX-512 headers trip both uninitialized warnings.
 compile_args = [
     "-O3",

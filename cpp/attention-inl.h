@@ -4,7 +4,7 @@
 // whole pages: all keys, then all values, one sequential run.
 // Included inside a per-ISA namespace after tile_ops-inl.h.
 
-inline constexpr int kGatherTile = 32;        // rows: enough to hide DRAM latency at one tile's distance
+inline constexpr int kGatherTile = 32;  // rows: enough to hide DRAM latency at one tile's distance
 
 // A contiguous tile stays inside one page.
 static inline int tile_size(const RowSource& source, const TokenSpan& tokens, int64_t begin) {
@@ -12,7 +12,7 @@ static inline int tile_size(const RowSource& source, const TokenSpan& tokens, in
   if (tokens.indices != nullptr) return static_cast<int>(left < kGatherTile ? left : kGatherTile);
   const int64_t page_tokens = int64_t{1} << source.page_shift;
   int64_t whole = page_tokens - ((tokens.first + begin) & (page_tokens - 1));
-  whole = whole < kMaxTile ? whole : kMaxTile;
+  whole = whole < kScoreTile ? whole : kScoreTile;
   return static_cast<int>(left < whole ? left : whole);
 }
 
@@ -44,10 +44,17 @@ static inline void score_tile(const typename TileOps<T>::Query* query, int group
     const auto* q = query + g / kHeadBlock * TileOps<T>::block_stride(head_dim);
     float* o = out + g * stride;
     switch (group_size - g) {
-      case 1: TileOps<T>::template score<1>(q, head_dim, rows, count, once, scale, o, stride); break;
-      case 2: TileOps<T>::template score<2>(q, head_dim, rows, count, once, scale, o, stride); break;
-      case 3: TileOps<T>::template score<3>(q, head_dim, rows, count, once, scale, o, stride); break;
-      default: TileOps<T>::template score<4>(q, head_dim, rows, count, once, scale, o, stride);
+      case 1:
+        TileOps<T>::template score<1>(q, head_dim, rows, count, once, scale, o, stride);
+        break;
+      case 2:
+        TileOps<T>::template score<2>(q, head_dim, rows, count, once, scale, o, stride);
+        break;
+      case 3:
+        TileOps<T>::template score<3>(q, head_dim, rows, count, once, scale, o, stride);
+        break;
+      default:
+        TileOps<T>::template score<4>(q, head_dim, rows, count, once, scale, o, stride);
     }
   }
 }
@@ -60,10 +67,17 @@ static inline void accumulate_tile(const float* weights, int64_t weight_stride, 
     const float* w = weights + g * weight_stride;
     float* a = acc + g * head_dim;
     switch (group_size - g) {
-      case 1: TileOps<T>::template accumulate<1>(w, weight_stride, rows, count, once, head_dim, a, head_dim); break;
-      case 2: TileOps<T>::template accumulate<2>(w, weight_stride, rows, count, once, head_dim, a, head_dim); break;
-      case 3: TileOps<T>::template accumulate<3>(w, weight_stride, rows, count, once, head_dim, a, head_dim); break;
-      default: TileOps<T>::template accumulate<4>(w, weight_stride, rows, count, once, head_dim, a, head_dim);
+      case 1:
+        TileOps<T>::template accumulate<1>(w, weight_stride, rows, count, once, head_dim, a, head_dim);
+        break;
+      case 2:
+        TileOps<T>::template accumulate<2>(w, weight_stride, rows, count, once, head_dim, a, head_dim);
+        break;
+      case 3:
+        TileOps<T>::template accumulate<3>(w, weight_stride, rows, count, once, head_dim, a, head_dim);
+        break;
+      default:
+        TileOps<T>::template accumulate<4>(w, weight_stride, rows, count, once, head_dim, a, head_dim);
     }
   }
 }
@@ -77,39 +91,15 @@ struct GatherWindow {
   const T* const* next() const { return pointers[side ^ 1]; }
 };
 
-// The keys of one page. Pages of one head lie apart: while the last rows are scored, the first of the next page are
-// prefetched, or every jump would cost several DRAM latencies until the hardware prefetchers are back on the stream.
-template <class T>
-static inline void score_page(const ScoreArgs& args, const typename TileOps<T>::Query* query, int64_t begin, int count,
-                              int next_count) {
-  const ContiguousRows<T> rows = rows_from<T>(args.keys, args.tokens.first + begin);
-  const int64_t end = begin + count;
-  // The caller goes on with the next chunk of the same stream, so look past the end of this one.
-  const bool jumps = next_count != 0 || args.continues_to > args.tokens.first + end;
-  const int tail = jumps && count >= 2 * kGatherTile ? kGatherTile : 0;
-  score_tile<T>(query, args.group_size, args.head_dim, rows, count - tail, Prefetch<T>(), args.scale,
-                args.scores + begin, args.score_stride);
-  if (tail == 0) return;
-  const T* next[kGatherTile];
-  for (int r = 0; r < tail; ++r) {
-    const int64_t t = args.tokens.first + end + r;
-    next[r] = static_cast<const T*>(args.keys.row(t < args.continues_to ? t : args.continues_to - 1));
-  }
-  score_tile<T>(query, args.group_size, args.head_dim, rows.from(count - tail), tail, Prefetch<T>{next}, args.scale,
-                args.scores + begin + count - tail, args.score_stride);
-}
-
 template <class T>
 static void score(const ScoreArgs& args) {
   const QueryBlock<T> query(args.query, args.group_size, args.head_dim);
   const int64_t n = args.tokens.n;
   int count = tile_size(args.keys, args.tokens, 0);
   if (args.tokens.indices == nullptr) {
-    for (int64_t begin = 0; begin < n;) {
-      const int next_count = tile_size(args.keys, args.tokens, begin + count);
-      score_page<T>(args, query.packed, begin, count, next_count);
-      begin += count;
-      count = next_count;
+    for (int64_t begin = 0; begin < n; begin += count, count = tile_size(args.keys, args.tokens, begin)) {
+      score_tile<T>(query.packed, args.group_size, args.head_dim, rows_from<T>(args.keys, args.tokens.first + begin),
+                    count, Prefetch<T>(), args.scale, args.scores + begin, args.score_stride);
     }
     return;
   }
@@ -149,15 +139,19 @@ static inline void attend_tile(const AttendArgs& args, const typename TileOps<T>
                                const Prefetch<T>& after_values, float* p) {
   const int64_t head_dim = args.head_dim;
   const bool given = args.weights != nullptr;
-  if (given) {
+  if (args.scored != nullptr) {
+    for (int g = 0; g < args.group_size; ++g) {
+      raise_maximum(p + g * kScoreTile, count, args.row_max + g, args.row_sum + g, args.acc + g * head_dim, head_dim);
+    }
+  } else if (given) {
     for (int g = 0; g < args.group_size; ++g) {
       const float* weights = args.weights + g * args.weight_stride + begin;
-      for (int i = 0; i < count; ++i) p[g * kMaxTile + i] = weights[i];
+      for (int i = 0; i < count; ++i) p[g * kScoreTile + i] = weights[i];
     }
   } else {
-    score_tile<T>(query, args.group_size, head_dim, keys, count, after_keys, args.scale, p, kMaxTile);
+    score_tile<T>(query, args.group_size, head_dim, keys, count, after_keys, args.scale, p, kScoreTile);
     for (int g = 0; g < args.group_size; ++g) {
-      const float* row = p + g * kMaxTile;
+      const float* row = p + g * kScoreTile;
       if (args.scores != nullptr) {
         for (int i = 0; i < count; ++i) args.scores[g * args.score_stride + begin + i] = row[i];
       }
@@ -169,7 +163,7 @@ static inline void attend_tile(const AttendArgs& args, const typename TileOps<T>
   for (int sub = 0; sub < count; sub += kSubTile) {
     const int rows = count - sub < kSubTile ? count - sub : kSubTile;
     for (int g = 0; g < args.group_size; ++g) {
-      float* row = p + g * kMaxTile + sub;
+      float* row = p + g * kScoreTile + sub;
       if (!given) {
         const F maximum = f_set1(args.row_max[g]);
         for (int i = 0; i < rows; i += W) f_store(row + i, f_exp_fast<T>(f_sub(f_load(row + i), maximum)));
@@ -179,7 +173,7 @@ static inline void attend_tile(const AttendArgs& args, const typename TileOps<T>
       for (int i = 0; i < kSubTile; i += W) sum = f_add(sum, f_load(row + i));
       f_store(sums + g * W, sum);
     }
-    accumulate_tile<T>(p + sub, kMaxTile, args.group_size, values.from(sub), rows, after_values.from(sub), head_dim,
+    accumulate_tile<T>(p + sub, kScoreTile, args.group_size, values.from(sub), rows, after_values.from(sub), head_dim,
                        args.acc);
   }
   for (int g = 0; g < args.group_size; ++g) args.row_sum[g] += f_sum(f_load(sums + g * W));
@@ -190,8 +184,9 @@ static void attend(const AttendArgs& args) {
   const bool given = args.weights != nullptr;  // weights instead of scores: keys are not read
   const int64_t head_dim = args.head_dim;
   const int64_t n = args.tokens.n;
-  const QueryBlock<T> query(args.query, given ? 0 : args.group_size, head_dim);
-  alignas(64) float p[kMaxGroupSize * kMaxTile];
+  const QueryBlock<T> query(args.query, given || args.scored != nullptr ? 0 : args.group_size, head_dim);
+  alignas(64) float own_scores[kMaxGroupSize * kScoreTile];
+  float* p = args.scored != nullptr ? args.scored : own_scores;
   for (int64_t i = 0; !args.continues && i < args.group_size * head_dim; ++i) args.acc[i] = 0.0f;
   for (int g = 0; !args.continues && g < args.group_size; ++g) {
     args.row_max[g] = given ? 0.0f : -3.0e38f;
@@ -278,10 +273,17 @@ static void linear(const void* packed, int num_rows, int64_t in_features, const 
   const int64_t count = last - first;
   for (int row = 0; row < num_rows; row += kHeadBlock, x += kHeadBlock * in_features, out += kHeadBlock * out_stride) {
     switch (num_rows - row) {
-      case 1: project_rows<T, 1>(x, in_features, w, count, out, out_stride); break;
-      case 2: project_rows<T, 2>(x, in_features, w, count, out, out_stride); break;
-      case 3: project_rows<T, 3>(x, in_features, w, count, out, out_stride); break;
-      default: project_rows<T, 4>(x, in_features, w, count, out, out_stride);
+      case 1:
+        project_rows<T, 1>(x, in_features, w, count, out, out_stride);
+        break;
+      case 2:
+        project_rows<T, 2>(x, in_features, w, count, out, out_stride);
+        break;
+      case 3:
+        project_rows<T, 3>(x, in_features, w, count, out, out_stride);
+        break;
+      default:
+        project_rows<T, 4>(x, in_features, w, count, out, out_stride);
     }
   }
 }

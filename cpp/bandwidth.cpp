@@ -12,7 +12,8 @@ std::atomic<uint64_t> checksum_sink{0};  // keeps the reads alive
 template <class Body>
 double time_pieces(WorkerPool& pool, int64_t pieces, Body&& body) {
   const auto start = std::chrono::steady_clock::now();
-  pool.parallel_for(pieces, [&](int64_t piece, int) { checksum_sink.fetch_add(body(piece), std::memory_order_relaxed); });
+  pool.parallel_for(pieces,
+                    [&](int64_t piece, int) { checksum_sink.fetch_add(body(piece), std::memory_order_relaxed); });
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 

@@ -26,9 +26,10 @@ T* pointer(int64_t address) {
 using Int64s = py::array_t<int64_t, py::array::c_style>;
 using Int32s = py::array_t<int32_t, py::array::c_style>;
 
-std::vector<QueryRow> query_rows(const AttentionShape& shape, int64_t layer_idx, int64_t query, int64_t query_stride_bytes,
-                                 int64_t output, int64_t output_stride_bytes, int64_t lse, const Int64s& page_tables,
-                                 const Int64s& table_strides, const Int64s& kv_lens, const Int64s& arrays) {
+std::vector<QueryRow> query_rows(const AttentionShape& shape, int64_t layer_idx, int64_t query,
+                                 int64_t query_stride_bytes, int64_t output, int64_t output_stride_bytes, int64_t lse,
+                                 const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
+                                 const Int64s& arrays) {
   const auto n = static_cast<size_t>(kv_lens.size());
   std::vector<QueryRow> rows(n);
   for (size_t r = 0; r < n; ++r) {
@@ -130,8 +131,7 @@ class PyLinear {
            bool silu_mul, int64_t residual, int64_t out) const {
     const KernelTable& kernels = kernels_for(isa);
     const py::gil_scoped_release release;
-    linear_.run(kernels, pool,
-                {pointer<const void>(x), num_rows, pointer<const void>(norm_weight), norm_eps, silu_mul},
+    linear_.run(kernels, pool, {pointer<const void>(x), num_rows, pointer<const void>(norm_weight), norm_eps, silu_mul},
                 pointer<const void>(residual), pointer<void>(out));
   }
 
@@ -162,7 +162,8 @@ void rope_append(const std::string& isa, int dtype, int64_t qkv, int64_t cos, in
     const char* s = pointer<const char>(sin) + r * head_bytes;
     const int64_t position = positions.at(r);
     const int64_t* pages = pointer<const int64_t>(page_tables.at(r)) + layer_idx * table_strides.at(r);
-    const AttentionShape shape{num_qo_heads, num_kv_heads, static_cast<int>(head_dim), page_shift, static_cast<DType>(dtype), 0.0f};
+    const AttentionShape shape{
+        num_qo_heads, num_kv_heads, static_cast<int>(head_dim), page_shift, static_cast<DType>(dtype), 0.0f};
     for (int h = 0; h < num_qo_heads; ++h, head += head_bytes) {
       kernels.rope_head[dtype](head, c, s, pointer<const void>(q_norm), norm_eps, head_dim);
     }
@@ -224,12 +225,13 @@ PYBIND11_MODULE(_native, m) {
     const py::gil_scoped_release release;
     return time_sequential_read(kernels_for(isa), pool, pointer<const void>(data), num_bytes);
   });
-  m.def("time_row_gather", [](WorkerPool& pool, const std::string& isa, int64_t data, const Int32s& rows, int64_t row_bytes) {
-    const int32_t* first = rows.data();
-    const int64_t n = rows.size();
-    const py::gil_scoped_release release;
-    return time_row_gather(kernels_for(isa), pool, pointer<const void>(data), first, n, row_bytes);
-  });
+  m.def("time_row_gather",
+        [](WorkerPool& pool, const std::string& isa, int64_t data, const Int32s& rows, int64_t row_bytes) {
+          const int32_t* first = rows.data();
+          const int64_t n = rows.size();
+          const py::gil_scoped_release release;
+          return time_row_gather(kernels_for(isa), pool, pointer<const void>(data), first, n, row_bytes);
+        });
 
   py::class_<WorkerPool>(m, "WorkerPool")
       .def(py::init<int, int64_t>(), py::arg("num_threads"), py::arg("spin_us"))

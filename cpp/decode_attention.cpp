@@ -6,22 +6,30 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <thread>
 
 namespace offload {
 namespace {
 
-constexpr int64_t kChunkTokens = 512;      // a scan's softmax is relative to the maximum of such a chunk
-constexpr int64_t kMinPieceTokens = 256;   // shorter pieces cost more to start than to run
-constexpr int64_t kPiecesPerThread = 4;    // finer pieces balance better, coarser ones merge faster
+constexpr int64_t kChunkTokens = 256;  // a scan's softmax is relative to the maximum of such a chunk
+constexpr int64_t kScanScratchBytes = int64_t{4}
+                                      << 20;  // of a wave: with two more waves it stays in the last level cache
+constexpr int64_t kMinPieceTokens = 256;      // shorter pieces cost more to start than to run
+constexpr int64_t kPiecesPerThread = 4;       // finer pieces balance better, coarser ones merge faster
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 void score_tokens(const PolicyContext* context, const int32_t* indices, int64_t n, float* scores) {
   const auto* kernels = static_cast<const KernelTable*>(context->kernels);
-  kernels->score[context->dtype]({context->query, static_cast<int>(context->group_size),
-                                  static_cast<int>(context->head_dim), context->keys, {indices, 0, n},
-                                  static_cast<float>(context->sm_scale), scores, n, 0});
+  kernels->score[context->dtype]({context->query,
+                                  static_cast<int>(context->group_size),
+                                  static_cast<int>(context->head_dim),
+                                  context->keys,
+                                  {indices, 0, n},
+                                  static_cast<float>(context->sm_scale),
+                                  scores,
+                                  n});
 }
 
 int64_t top_k_for_policy(const PolicyContext* context, const float* x, int64_t n, int64_t k, int32_t* positions) {
@@ -31,12 +39,13 @@ int64_t top_k_for_policy(const PolicyContext* context, const float* x, int64_t n
 }  // namespace
 
 DecodeAttention::DecodeAttention(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool)
-    : shape_(shape), kernels_(kernels), pool_(pool) {}
+    : shape_(shape), kernels_(kernels), pool_(pool), dense_scores_(static_cast<size_t>(pool.num_threads())) {}
 
 void DecodeAttention::report_non_finite(int64_t layer_idx, int row_idx, int unit) {
   if (failed_.exchange(true)) return;
   char text[160];
-  std::snprintf(text, sizeof text, "non-finite attention in layer %lld, query row %d, KV head %d: NaN or inf in q or the KV cache",
+  std::snprintf(text, sizeof text,
+                "non-finite attention in layer %lld, query row %d, KV head %d: NaN or inf in q or the KV cache",
                 static_cast<long long>(layer_idx), row_idx, kv_head_of(unit));
   failure_ = text;
 }
@@ -63,7 +72,7 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.budget_tokens = policy_.budget_tokens - policy_.sink_tokens - policy_.recent_tokens;
   context.sm_scale = shape_.sm_scale;
   if (!queries_.empty()) {
-    context.query = queries_.data() + (int64_t{row_idx} * shape_.num_qo_heads + int64_t{unit} * unit_group()) * shape_.head_dim;
+    context.query = queries_of(row_idx, unit * unit_group());
   }
   for (int i = 0; i < kMaxPolicyArrays; ++i) context.arrays[i] = row.arrays != nullptr ? row.arrays[i] : nullptr;
   context.score_tokens = score_tokens;
@@ -104,112 +113,152 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   state.n = end;
 }
 
-// Every key of every head is scored; whoever scores a head's last range turns its scores into attention weights,
-// selects, and frees the scratch for a later head. Tasks start in order, so a task that waits for a slot waits for
-// tasks that are already running.
+// Keys are scanned in waves of KV heads whose scratch stays in the cache. Tasks of a wave: ranges of chunks, scored for
+// all its heads in memory order; then, per head, turning scores into weights and selecting. The list interleaves them
+// so that no thread idles: ranges of wave w + 1 come before the selections of wave w. Tasks start in order, so a task
+// only ever waits for tasks that are already running.
 void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows,
                                       const std::vector<int>& sparse_rows) {
-  struct Range {
-    int row;
-    int kv_head;
-    int64_t head_number;  // counts (row, KV head) pairs
+  struct Task {
+    int64_t wave;
+    int head_of_wave;  // -1: a range
     int64_t first_chunk;
     int64_t num_chunks;
   };
-  const int64_t threads = pool_.num_threads();
-  const int64_t heads = static_cast<int64_t>(sparse_rows.size()) * shape_.num_kv_heads;
-  int64_t all_chunks = 0;
-  for (int r : sparse_rows) all_chunks += ceil_div(rows[static_cast<size_t>(r)].kv_len, kChunkTokens) * shape_.num_kv_heads;
-  const int64_t chunks_per_range = std::clamp<int64_t>(all_chunks / (threads * kPiecesPerThread), 1, 16);
-  std::vector<Range> ranges;
-  std::vector<std::atomic<int>> ranges_left(static_cast<size_t>(heads));
-  int64_t head_number = 0;
-  for (int r : sparse_rows) {
-    const int64_t chunks = ceil_div(rows[static_cast<size_t>(r)].kv_len, kChunkTokens);
-    for (int h = 0; h < shape_.num_kv_heads; ++h, ++head_number) {
-      ranges_left[static_cast<size_t>(head_number)] = static_cast<int>(ceil_div(chunks, chunks_per_range));
-      for (int64_t c = 0; c < chunks; c += chunks_per_range) {
-        ranges.push_back({r, h, head_number, c, std::min(chunks_per_range, chunks - c)});
-      }
-    }
-  }
-  const int64_t num_slots = std::min<int64_t>(heads, threads + 1);
-  slots_.resize(static_cast<size_t>(std::max<int64_t>(num_slots, static_cast<int64_t>(slots_.size()))));
-  const auto group = static_cast<size_t>(shape_.group_size());
+  const int group = shape_.group_size();
+  std::deque<Wave> waves;
   int64_t longest = 0;
-  for (int r : sparse_rows) longest = std::max(longest, rows[static_cast<size_t>(r)].kv_len);
-  for (int64_t s = 0; s < num_slots; ++s) {
-    ScanSlot& slot = slots_[static_cast<size_t>(s)];
-    const auto chunks = static_cast<size_t>(ceil_div(longest, kChunkTokens));
-    if (slot.importance.size() < static_cast<size_t>(longest)) {
-      slot.weights.resize(group * static_cast<size_t>(longest));
-      slot.importance.resize(static_cast<size_t>(longest));
-      slot.chunk_max.resize(group * chunks);
-      slot.chunk_sum.resize(group * chunks);
+  int64_t all_chunks = 0;
+  for (int r : sparse_rows) {
+    const int64_t kv_len = rows[static_cast<size_t>(r)].kv_len;
+    longest = std::max(longest, kv_len);
+    all_chunks += ceil_div(kv_len, kChunkTokens) * shape_.num_kv_heads;
+    const int64_t fitting = kScanScratchBytes / (kv_len * group * static_cast<int64_t>(sizeof(float)));
+    const int heads = static_cast<int>(std::clamp<int64_t>(fitting, 1, shape_.num_kv_heads));
+    for (int h = 0; h < shape_.num_kv_heads; h += heads) {
+      Wave& wave = waves.emplace_back();
+      wave.row = r;
+      wave.first_head = h;
+      wave.num_heads = std::min(heads, shape_.num_kv_heads - h);
     }
   }
-  pool_.parallel_for(static_cast<int64_t>(ranges.size()), [&](int64_t task, int) {
-    const Range& range = ranges[static_cast<size_t>(task)];
-    const int64_t before = range.head_number - num_slots;
-    if (before >= 0) {
-      while (ranges_left[static_cast<size_t>(before)].load(std::memory_order_acquire) >= 0) std::this_thread::yield();
-    }
-    const QueryRow& row = rows[static_cast<size_t>(range.row)];
-    ScanSlot& slot = slots_[static_cast<size_t>(range.head_number % num_slots)];
-    const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
-    const float* query = queries_.data() + (int64_t{range.row} * shape_.num_qo_heads + int64_t{range.kv_head} * shape_.group_size()) * shape_.head_dim;
-    const int64_t range_end = std::min((range.first_chunk + range.num_chunks) * kChunkTokens, row.kv_len);
-    for (int64_t c = range.first_chunk; c < range.first_chunk + range.num_chunks; ++c) {
-      const int64_t first = c * kChunkTokens;
-      const int64_t n = std::min(kChunkTokens, row.kv_len - first);
-      float* weights = slot.weights.data() + first;
-      kernels_.score[static_cast<int>(shape_.dtype)]({query, shape_.group_size(), shape_.head_dim, shape_.keys(row.pages, range.kv_head),
-                                                      {nullptr, first, n}, shape_.sm_scale, weights, row.kv_len, range_end});
-      for (int g = 0; g < shape_.group_size(); ++g) {
-        slot.chunk_max[static_cast<size_t>(g * chunks + c)] =
-            kernels_.exp_shifted(weights + g * row.kv_len, n, &slot.chunk_sum[static_cast<size_t>(g * chunks + c)]);
-      }
-    }
-    std::atomic<int>& left = ranges_left[static_cast<size_t>(range.head_number)];
-    if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      finish_scan(layer_idx, row, range.row, range.kv_head, slot);
-      left.store(-1, std::memory_order_release);
+  const int64_t per_thread = all_chunks / (pool_.num_threads() * kPiecesPerThread);
+  std::vector<Task> tasks;
+  const auto add_selections = [&](int64_t w) {
+    for (int h = 0; h < waves[static_cast<size_t>(w)].num_heads; ++h) tasks.push_back({w, h, 0, 0});
+  };
+  for (int64_t w = 0; w < static_cast<int64_t>(waves.size()); ++w) {
+    Wave& wave = waves[static_cast<size_t>(w)];
+    const int64_t chunks = ceil_div(rows[static_cast<size_t>(wave.row)].kv_len, kChunkTokens);
+    const int64_t step = std::clamp<int64_t>(per_thread / wave.num_heads, 1, 32);
+    for (int64_t c = 0; c < chunks; c += step) tasks.push_back({w, -1, c, std::min(step, chunks - c)});
+    wave.ranges_left = static_cast<int>(ceil_div(chunks, step));
+    wave.heads_left = wave.num_heads;
+    if (w > 0) add_selections(w - 1);
+  }
+  add_selections(static_cast<int64_t>(waves.size()) - 1);
+  const int64_t num_slots = std::min<int64_t>(static_cast<int64_t>(waves.size()), 3);
+  int most_heads = 0;
+  for (const Wave& wave : waves) most_heads = std::max(most_heads, wave.num_heads);
+  for (int64_t i = 0; i < num_slots; ++i) {
+    const auto heads = static_cast<size_t>(most_heads);
+    const size_t scores = heads * static_cast<size_t>(group * longest);
+    const size_t maxima = heads * static_cast<size_t>(group * ceil_div(longest, kChunkTokens));
+    ScanSlot& slot = slots_[i];
+    if (slot.weights.size() < scores) slot.weights.resize(scores);
+    if (slot.importance.size() < heads * static_cast<size_t>(longest))
+      slot.importance.resize(heads * static_cast<size_t>(longest));
+    if (slot.chunk_max.size() < maxima) slot.chunk_max.resize(maxima);
+    if (slot.chunk_sum.size() < maxima) slot.chunk_sum.resize(maxima);
+  }
+  const auto wait_for = [](const std::atomic<int>& left) {
+    while (left.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+  };
+  pool_.parallel_for(static_cast<int64_t>(tasks.size()), [&](int64_t t, int) {
+    const Task& task = tasks[static_cast<size_t>(t)];
+    Wave& wave = waves[static_cast<size_t>(task.wave)];
+    ScanSlot& slot = slots_[task.wave % 3];
+    const QueryRow& row = rows[static_cast<size_t>(wave.row)];
+    if (task.head_of_wave < 0) {
+      if (task.wave >= 3) wait_for(waves[static_cast<size_t>(task.wave - 3)].heads_left);
+      scan_chunks(row, wave, task.first_chunk, task.num_chunks, slot);
+      wave.ranges_left.fetch_sub(1, std::memory_order_acq_rel);
+    } else {
+      wait_for(wave.ranges_left);
+      finish_scan(layer_idx, row, wave, task.head_of_wave, slot);
+      wave.heads_left.fetch_sub(1, std::memory_order_acq_rel);
     }
   });
 }
 
-void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, int row_idx, int kv_head, ScanSlot& slot) {
+void DecodeAttention::scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks,
+                                  ScanSlot& slot) {
+  const int group = shape_.group_size();
+  const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
+  for (int64_t c = first_chunk; c < first_chunk + num_chunks; ++c) {
+    const int64_t first = c * kChunkTokens;
+    const int64_t n = std::min(kChunkTokens, row.kv_len - first);
+    for (int h = 0; h < wave.num_heads; ++h) {
+      const int kv_head = wave.first_head + h;
+      float* weights = slot.weights.data() + h * group * row.kv_len + first;
+      kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(wave.row, kv_head * group),
+                                                      group,
+                                                      shape_.head_dim,
+                                                      shape_.keys(row.pages, kv_head),
+                                                      {nullptr, first, n},
+                                                      shape_.sm_scale,
+                                                      weights,
+                                                      row.kv_len});
+      for (int g = 0; g < group; ++g) {
+        const int64_t at = (h * group + g) * chunks + c;
+        slot.chunk_max[static_cast<size_t>(at)] =
+            kernels_.exp_shifted(weights + g * row.kv_len, n, &slot.chunk_sum[static_cast<size_t>(at)]);
+      }
+    }
+  }
+}
+
+void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const Wave& wave, int head_of_wave,
+                                  ScanSlot& slot) {
   const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
   const int group = shape_.group_size();
   const int per_unit = unit_group();
+  const int first_qo_head = (wave.first_head + head_of_wave) * group;
+  const float* all_weights = slot.weights.data() + head_of_wave * group * row.kv_len;
+  const float* all_max = slot.chunk_max.data() + head_of_wave * group * chunks;
+  float* all_factors = slot.chunk_sum.data() + head_of_wave * group * chunks;  // sums become exp(chunk_max - lse)
+  float* importance = slot.importance.data() + head_of_wave * row.kv_len;
   float lse[kMaxGroupSize];
   for (int g = 0; g < group; ++g) {
-    const float* chunk_max = slot.chunk_max.data() + g * chunks;
-    float* factor = slot.chunk_sum.data() + g * chunks;  // becomes exp(chunk_max - lse)
+    const float* chunk_max = all_max + g * chunks;
+    float* factor = all_factors + g * chunks;
     const float maximum = *std::max_element(chunk_max, chunk_max + chunks);
     double sum = 0.0;
-    for (int64_t c = 0; c < chunks; ++c) sum += static_cast<double>(factor[c]) * std::exp(static_cast<double>(chunk_max[c] - maximum));
+    for (int64_t c = 0; c < chunks; ++c) {
+      sum += static_cast<double>(factor[c] * std::exp(chunk_max[c] - maximum));
+    }
     lse[g] = maximum + static_cast<float>(std::log(sum));
-    if (!std::isfinite(lse[g])) return report_non_finite(layer_idx, row_idx, kv_head * group / per_unit);
+    if (!std::isfinite(lse[g])) return report_non_finite(layer_idx, wave.row, first_qo_head / per_unit);
     for (int64_t c = 0; c < chunks; ++c) factor[c] = std::exp(chunk_max[c] - lse[g]);
   }
   for (int g0 = 0; g0 < group; g0 += per_unit) {
-    const int unit = (kv_head * group + g0) / per_unit;
+    const int unit = (first_qo_head + g0) / per_unit;
     for (int64_t c = 0; c < chunks; ++c) {
       const int64_t first = c * kChunkTokens;
       const int64_t n = std::min(kChunkTokens, row.kv_len - first);
       for (int g = g0; g < g0 + per_unit; ++g) {
-        kernels_.scale_add(slot.weights.data() + g * row.kv_len + first, slot.chunk_sum[static_cast<size_t>(g * chunks + c)], n,
-                           g > g0, slot.importance.data() + first);
+        kernels_.scale_add(all_weights + g * row.kv_len + first, all_factors[g * chunks + c], n, g > g0,
+                           importance + first);
       }
     }
-    select_unit(layer_idx, row, row_idx, unit, slot.importance.data());
-    Unit& state = units_[static_cast<size_t>(row_idx * units() + unit)];
+    select_unit(layer_idx, row, wave.row, unit, importance);
+    Unit& state = units_[static_cast<size_t>(wave.row * units() + unit)];
+    if (state.indices == nullptr) return;  // reported: nothing was selected
     state.weights.resize(static_cast<size_t>(per_unit * state.n));
     for (int g = 0; g < per_unit; ++g) {
       state.lse_all[g] = lse[g0 + g];
-      const float* weights = slot.weights.data() + (g0 + g) * row.kv_len;
-      const float* factor = slot.chunk_sum.data() + (g0 + g) * chunks;
+      const float* weights = all_weights + (g0 + g) * row.kv_len;
+      const float* factor = all_factors + (g0 + g) * chunks;
       for (int64_t i = 0; i < state.n; ++i) {
         const int32_t t = state.indices[i];
         state.weights[static_cast<size_t>(g * state.n + i)] = weights[t] * factor[t / kChunkTokens];
@@ -225,7 +274,8 @@ void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
   const int64_t page_tokens = int64_t{1} << shape_.page_shift;
   int64_t all_tokens = 0;
   for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()); ++i) all_tokens += units_[i].n;
-  const int64_t target = threads == 1 ? all_tokens : std::max(kMinPieceTokens, all_tokens / (threads * kPiecesPerThread));
+  const int64_t target =
+      threads == 1 ? all_tokens : std::max(kMinPieceTokens, all_tokens / (threads * kPiecesPerThread));
   pieces_.clear();
   int64_t part = 0;
   const auto cut = [&](int r, int first_unit, int num_units, int64_t n, int64_t splits, int64_t align) {
@@ -251,7 +301,8 @@ void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
       const int64_t groups = std::min<int64_t>(units(), ceil_div(wanted, splits));
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t begin = units() * g / groups;
-        cut(r, static_cast<int>(begin), static_cast<int>(units() * (g + 1) / groups - begin), first.n, splits, page_tokens);
+        cut(r, static_cast<int>(begin), static_cast<int>(units() * (g + 1) / groups - begin), first.n, splits,
+            page_tokens);
       }
     } else {
       for (int u = 0; u < units(); ++u) {
@@ -268,7 +319,7 @@ AttendArgs DecodeAttention::unit_args(const QueryRow& row, int row_idx, int unit
   const int group = unit_group();
   const int kv_head = kv_head_of(unit_idx);
   AttendArgs args{};
-  args.query = queries_.data() + (int64_t{row_idx} * shape_.num_qo_heads + int64_t{unit_idx} * group) * shape_.head_dim;
+  args.query = queries_of(row_idx, unit_idx * group);
   args.group_size = group;
   args.head_dim = shape_.head_dim;
   args.keys = shape_.keys(row.pages, kv_head);
@@ -280,23 +331,46 @@ AttendArgs DecodeAttention::unit_args(const QueryRow& row, int row_idx, int unit
   return args;
 }
 
-void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece) {
-  const QueryRow& row = rows[static_cast<size_t>(piece.row)];
-  const auto attend = kernels_.attend[static_cast<int>(shape_.dtype)];
-  Unit* units_of_row = &units_[static_cast<size_t>(piece.row * units())];
-  if (units_of_row[piece.first_unit].indices == nullptr) {
-    const int64_t step = piece.num_units == 1 ? piece.n : int64_t{1} << shape_.page_shift;
-    for (int64_t done = 0; done < piece.n || done == 0; done += std::max<int64_t>(step, 1)) {
-      for (int u = piece.first_unit; u < piece.first_unit + piece.num_units; ++u) {
-        AttendArgs args = unit_args(row, piece.row, u, piece.split);
-        args.tokens = {nullptr, piece.begin + done, std::min(step, piece.n - done)};
-        args.continues = done > 0;
-        args.ends = done + step >= piece.n;
-        attend(args);
-      }
+// A page at a time: scores of all the piece's heads, then their values.
+void DecodeAttention::attend_dense(const QueryRow& row, const Piece& piece, int worker) {
+  const int type = static_cast<int>(shape_.dtype);
+  const int group = unit_group();
+  std::vector<float>& scores = dense_scores_[static_cast<size_t>(worker)];
+  scores.resize(static_cast<size_t>(units() * group * kScoreTile));
+  const int64_t tile = std::min<int64_t>(kScoreTile, int64_t{1} << shape_.page_shift);
+  for (int64_t done = 0; done < piece.n;) {
+    const int64_t first = piece.begin + done;
+    const int64_t n = std::min(tile - first % tile, piece.n - done);
+    for (int u = piece.first_unit; u < piece.first_unit + piece.num_units; ++u) {
+      kernels_.score[type]({queries_of(piece.row, u * group),
+                            group,
+                            shape_.head_dim,
+                            shape_.keys(row.pages, kv_head_of(u)),
+                            {nullptr, first, n},
+                            shape_.sm_scale,
+                            scores.data() + u * group * kScoreTile,
+                            kScoreTile});
     }
+    for (int u = piece.first_unit; u < piece.first_unit + piece.num_units; ++u) {
+      AttendArgs args = unit_args(row, piece.row, u, piece.split);
+      args.tokens = {nullptr, first, n};
+      args.scored = scores.data() + u * group * kScoreTile;
+      args.continues = done > 0;
+      args.ends = done + n == piece.n;
+      kernels_.attend[type](args);
+    }
+    done += n;
+  }
+}
+
+void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece,
+                                   int worker) {
+  const QueryRow& row = rows[static_cast<size_t>(piece.row)];
+  Unit* units_of_row = &units_[static_cast<size_t>(piece.row * units())];
+  Unit& unit = units_of_row[piece.first_unit];
+  if (unit.indices == nullptr) {
+    attend_dense(row, piece, worker);
   } else {
-    Unit& unit = units_of_row[piece.first_unit];
     AttendArgs args = unit_args(row, piece.row, piece.first_unit, piece.split);
     args.tokens = {unit.indices + piece.begin, 0, piece.n};
     args.ends = true;
@@ -308,10 +382,11 @@ void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow
       args.scores = unit.scores.data() + piece.begin;
       args.score_stride = unit.n;
     }
-    attend(args);
+    kernels_.attend[static_cast<int>(shape_.dtype)](args);
   }
   for (int u = piece.first_unit; u < piece.first_unit + piece.num_units; ++u) {
-    if (units_of_row[u].parts_left.fetch_sub(1, std::memory_order_acq_rel) == 1) merge_unit(layer_idx, row, piece.row, u);
+    if (units_of_row[u].parts_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+      merge_unit(layer_idx, row, piece.row, u);
   }
 }
 
@@ -360,7 +435,8 @@ void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row
       for (int64_t i = 0; i < unit.n; ++i) weights[g * unit.n + i] = std::exp(weights[g * unit.n + i] - lse[g]);
     }
     if (row.weights != nullptr) {
-      std::memcpy(row.weights + row.indptr[unit_idx] * group, weights, static_cast<size_t>(group * unit.n) * sizeof(float));
+      std::memcpy(row.weights + row.indptr[unit_idx] * group, weights,
+                  static_cast<size_t>(group * unit.n) * sizeof(float));
     }
   } else if (!unit.weights.empty()) {
     weights = unit.weights.data();
@@ -402,7 +478,8 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
       unit.scores.clear();
       unit.indices = row.indptr != nullptr ? row.indices + row.indptr[u] : nullptr;
       unit.n = row.indptr != nullptr ? row.indptr[u + 1] - row.indptr[u] : row.kv_len;
-      if (row.indptr != nullptr && row.weights != nullptr) unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
+      if (row.indptr != nullptr && row.weights != nullptr)
+        unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
     }
   }
   if (!sparse_rows.empty()) {
@@ -425,8 +502,9 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     if (failed_.load()) return failure_;
   }
   plan_pieces(rows);
-  pool_.parallel_for(static_cast<int64_t>(pieces_.size()),
-                     [&](int64_t task, int) { attend_piece(layer_idx, rows, pieces_[static_cast<size_t>(task)]); });
+  pool_.parallel_for(static_cast<int64_t>(pieces_.size()), [&](int64_t task, int worker) {
+    attend_piece(layer_idx, rows, pieces_[static_cast<size_t>(task)], worker);
+  });
   return failed_.load() ? failure_ : std::string();
 }
 

@@ -24,10 +24,10 @@ struct AttentionShape {
   int group_size() const { return num_qo_heads / num_kv_heads; }
   int64_t row_bytes() const { return head_dim * dtype_bytes(dtype); }
   RowSource keys(const int64_t* pages, int kv_head) const {
-    return {pages, (row_bytes() << page_shift) * 2 * kv_head, row_bytes(), page_shift};
+    return {pages, (row_bytes() << page_shift) * kv_head, row_bytes(), page_shift};
   }
   RowSource values(const int64_t* pages, int kv_head) const {
-    return {pages, (row_bytes() << page_shift) * (2 * kv_head + 1), row_bytes(), page_shift};
+    return {pages, (row_bytes() << page_shift) * (num_kv_heads + kv_head), row_bytes(), page_shift};
   }
 };
 
@@ -62,8 +62,8 @@ class DecodeAttention {
   const std::vector<std::vector<int32_t>>& last_selection() const { return selection_; }
 
  private:
-  // One task of the attend phase: some tokens of some units of a row. A dense piece walks page by page and head by head
-  // inside a page, which is the order of memory: one long sequential stream.
+  // One task of the attend phase: some tokens of some units of a row. A dense piece walks page by page, all heads' keys
+  // and then all heads' values, which is the order of memory: one long sequential stream.
   struct Piece {
     int row;
     int first_unit;
@@ -83,13 +83,24 @@ class DecodeAttention {
     const int32_t* indices = nullptr;
     int64_t n = 0;
   };
+  // Scratch of a wave: some KV heads of a row whose keys are scanned together.
   struct ScanSlot {
-    std::vector<float> weights;     // [group_size, kv_len], relative to each chunk's maximum
-    std::vector<float> importance;  // [kv_len]
-    std::vector<float> chunk_max;   // [group_size, chunks]
+    std::vector<float> weights;     // [heads, group_size, kv_len], relative to each chunk's maximum
+    std::vector<float> importance;  // [heads, kv_len]
+    std::vector<float> chunk_max;   // [heads, group_size, chunks]
     std::vector<float> chunk_sum;
   };
+  struct Wave {
+    int row;
+    int first_head;
+    int num_heads;
+    std::atomic<int> ranges_left{0};
+    std::atomic<int> heads_left{0};  // to be finished
+  };
 
+  const float* queries_of(int row_idx, int qo_head) const {
+    return queries_.data() + (int64_t{row_idx} * shape_.num_qo_heads + qo_head) * shape_.head_dim;
+  }
   int units() const { return per_query_head_ ? shape_.num_qo_heads : shape_.num_kv_heads; }
   int unit_group() const { return shape_.num_qo_heads / units(); }
   int kv_head_of(int unit) const { return unit * unit_group() / shape_.group_size(); }
@@ -98,9 +109,11 @@ class DecodeAttention {
   PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit) const;
   void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance);
   void scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows, const std::vector<int>& sparse_rows);
-  void finish_scan(int64_t layer_idx, const QueryRow& row, int row_idx, int kv_head, ScanSlot& slot);
+  void scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks, ScanSlot& slot);
+  void finish_scan(int64_t layer_idx, const QueryRow& row, const Wave& wave, int head_of_wave, ScanSlot& slot);
   void plan_pieces(const std::vector<QueryRow>& rows);
-  void attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece);
+  void attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece, int worker);
+  void attend_dense(const QueryRow& row, const Piece& piece, int worker);
   AttendArgs unit_args(const QueryRow& row, int row_idx, int unit, int split);
   void merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit);
   void report_non_finite(int64_t layer_idx, int row_idx, int unit);
@@ -116,8 +129,9 @@ class DecodeAttention {
   std::unique_ptr<Unit[]> units_;
   size_t units_capacity_ = 0;
   std::vector<Piece> pieces_;
-  std::vector<float> parts_;   // [parts, unit_group, head_dim + 2]: acc, then max, then sum
-  std::vector<ScanSlot> slots_;
+  std::vector<float> parts_;  // [parts, unit_group, head_dim + 2]: acc, then max, then sum
+  ScanSlot slots_[3];
+  std::vector<std::vector<float>> dense_scores_;  // of each worker: [units, group, kScoreTile]
   std::atomic<bool> failed_{false};
   std::string failure_;
 };

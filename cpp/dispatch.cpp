@@ -82,7 +82,8 @@ const KernelTable& kernels_for(const std::string& name) {
   for (const Isa& isa : kIsas) {
     if (name != isa.name) continue;
     if (isa.table() != nullptr && isa.runs_here()) return *isa.table();
-    throw std::invalid_argument("this CPU or build lacks the ISA '" + name + "'; available: " + joined(available_isas()));
+    throw std::invalid_argument("this CPU or build lacks the ISA '" + name +
+                                "'; available: " + joined(available_isas()));
   }
   throw std::invalid_argument("unknown ISA '" + name + "'; available: " + joined(available_isas()));
 }

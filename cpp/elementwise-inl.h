@@ -73,8 +73,7 @@ static void add_residual(const float* x, const void* residual, int64_t n, void* 
 }
 
 template <class T>
-static void rope_head(void* x, const void* cos, const void* sin, const void* norm_weight, float eps,
-                      int64_t head_dim) {
+static void rope_head(void* x, const void* cos, const void* sin, const void* norm_weight, float eps, int64_t head_dim) {
   T* head = static_cast<T*>(x);
   const T* c = static_cast<const T*>(cos);
   const T* s = static_cast<const T*>(sin);

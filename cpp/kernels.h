@@ -13,6 +13,7 @@ inline constexpr int kNumDTypes = 3;
 inline constexpr int kMaxGroupSize = 32;  // query heads that share one KV head
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kHeadDimMultiple = 16;
+inline constexpr int kScoreTile = 256;  // tokens whose scores are held at once
 
 struct Half {
   uint16_t bits;
@@ -53,11 +54,11 @@ struct ScoreArgs {
   float scale;
   float* scores;
   int64_t score_stride;
-  int64_t continues_to;  // contiguous tokens: where the caller's scan ends, at least first + n
 };
 
 // A partial softmax over the tokens: acc = Σ exp(s - max) v, row_sum = Σ exp(s - max).
-// With `weights` given (f32 [group_size, weight_stride]) they stand in for exp(s - max): keys are not read and max is 0.
+// With `weights` given (f32 [group_size, weight_stride]) they stand in for exp(s - max): keys are not read and max is
+// 0.
 struct AttendArgs {
   const float* query;
   int group_size;
@@ -68,6 +69,8 @@ struct AttendArgs {
   float scale;
   const float* weights;
   int64_t weight_stride;
+  // Or the scores themselves, [group_size, kScoreTile], of at most kScoreTile contiguous tokens of one page; destroyed.
+  float* scored;
   float* scores;  // optional out: raw scaled scores [group_size, score_stride]
   int64_t score_stride;
   float* acc;      // out [group_size, head_dim]
@@ -100,7 +103,8 @@ struct KernelTable {
   void (*silu_mul[kNumDTypes])(const void* gate, const void* up, int64_t n, float* out);
   // out = round(round(x) + residual): the sum of a rounded projection and the residual stream
   void (*add_residual[kNumDTypes])(const float* x, const void* residual, int64_t n, void* out);
-  // Rotates one head in place: x*cos + rotate_half(x)*sin, rounded after each product and the sum; norm_weight optional.
+  // Rotates one head in place: x*cos + rotate_half(x)*sin, rounded after each product and the sum; norm_weight
+  // optional.
   void (*rope_head[kNumDTypes])(void* x, const void* cos, const void* sin, const void* norm_weight, float eps,
                                 int64_t head_dim);
 

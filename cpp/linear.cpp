@@ -10,7 +10,7 @@ constexpr int64_t kTasksPerThread = 6;
 
 struct OutputTile {
   const WeightBlock* block;
-  int64_t first;   // output feature inside the block
+  int64_t first;  // output feature inside the block
   int64_t last;
   int64_t column;  // of `first` in the concatenated output
 };
@@ -42,7 +42,8 @@ void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput
       kernels.to_float[type](row, in_features_, to);
     }
   }
-  const int64_t tile = std::max(kOutputTile, out_features_ / (pool.num_threads() * kTasksPerThread) / kOutputTile * kOutputTile);
+  const int64_t tile =
+      std::max(kOutputTile, out_features_ / (pool.num_threads() * kTasksPerThread) / kOutputTile * kOutputTile);
   std::vector<OutputTile> tiles;
   int64_t column = 0;
   for (const WeightBlock& block : blocks_) {

@@ -34,7 +34,8 @@ class Linear {
   int64_t out_features() const { return out_features_; }
 
   // out: [num_rows, out_features]; residual: the same shape or null.
-  void run(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual, void* out) const;
+  void run(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
+           void* out) const;
 
  private:
   const DType dtype_;

@@ -2,9 +2,8 @@
 // score (query · key rows) and accumulate (weights · value rows). Included inside a per-ISA namespace.
 // A Bf16 specialisation with dot-product instructions replaces them in tile_ops_bf16-inl.h.
 
-inline constexpr int kMaxTile = 256;  // rows whose scores are held at once
-inline constexpr int kSubTile = 32;   // rows of values accumulated at once
-inline constexpr int kHeadBlock = 4;  // query heads computed together; each row is loaded once for the block
+inline constexpr int kSubTile = 32;             // rows of values accumulated at once
+inline constexpr int kHeadBlock = 4;            // query heads computed together; each row is loaded once for the block
 inline constexpr int64_t kProjectAhead = 4096;  // bytes a weight matrix is prefetched ahead
 
 // The rows of a tile: named one by one, or one after the other in memory.
@@ -52,13 +51,14 @@ struct TileOps {
 
   // out[g * out_stride + r] = scale * <query[g], rows[r]>
   template <int G, class Rows>
-  static void score(const Query* query, int64_t head_dim, const Rows& rows, int num_rows,
-                    const Prefetch<T>& ahead, float scale, float* out, int64_t out_stride) {
+  static void score(const Query* query, int64_t head_dim, const Rows& rows, int num_rows, const Prefetch<T>& ahead,
+                    float scale, float* out, int64_t out_stride) {
     int r = 0;
     for (; r + kRowTile <= num_rows; r += kRowTile) {
       score_rows<G, kRowTile>(query, head_dim, rows.from(r), ahead.from(r), scale, out + r, out_stride);
     }
-    for (; r < num_rows; ++r) score_rows<G, 1>(query, head_dim, rows.from(r), ahead.from(r), scale, out + r, out_stride);
+    for (; r < num_rows; ++r)
+      score_rows<G, 1>(query, head_dim, rows.from(r), ahead.from(r), scale, out + r, out_stride);
   }
 
   // The same for R adjacent rows of a weight matrix, long and read once: rows are walked one after the other, so that
@@ -115,8 +115,8 @@ struct TileOps {
 
  private:
   template <int G, int R, class Rows>
-  static void score_rows(const Query* query, int64_t head_dim, const Rows& rows, const Prefetch<T>& ahead,
-                         float scale, float* out, int64_t out_stride) {
+  static void score_rows(const Query* query, int64_t head_dim, const Rows& rows, const Prefetch<T>& ahead, float scale,
+                         float* out, int64_t out_stride) {
     F sums[R * G];
     for (int r = 0; r < R; ++r) {
       ahead.row(r, head_dim * static_cast<int64_t>(sizeof(T)));

@@ -20,12 +20,15 @@ struct TileOps<Bf16> {
   }
 
   template <int G, class Rows>
-  static void score(const Query* query, int64_t head_dim, const Rows& rows, int num_rows,
-                    const Prefetch<Bf16>& ahead, float scale, float* out, int64_t out_stride) {
+  static void score(const Query* query, int64_t head_dim, const Rows& rows, int num_rows, const Prefetch<Bf16>& ahead,
+                    float scale, float* out, int64_t out_stride) {
     switch (head_dim / 32) {  // with a known width the queries stay in registers
-      case 2: return score_rows<G, 2>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
-      case 4: return score_rows<G, 4>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
-      default: return score_rows<G, 0>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
+      case 2:
+        return score_rows<G, 2>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
+      case 4:
+        return score_rows<G, 4>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
+      default:
+        return score_rows<G, 0>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
     }
   }
 
@@ -71,15 +74,20 @@ struct TileOps<Bf16> {
     alignas(64) uint32_t pairs[G][kSubTile / 2];
     for (int g = 0; g < G; ++g) {
       const float* w = weights + g * weight_stride;
-      _mm512_store_si512(
-          pairs[g], reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(w + 16), _mm512_loadu_ps(w))));
+      _mm512_store_si512(pairs[g],
+                         reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(w + 16), _mm512_loadu_ps(w))));
     }
     switch (head_dim / 32) {
-      case 2: return accumulate_rows<G, 2>(pairs, rows, num_rows, ahead, acc, acc_stride);
-      case 3: return accumulate_rows<G, 3>(pairs, rows, num_rows, ahead, acc, acc_stride);
-      case 4: return accumulate_rows<G, 4>(pairs, rows, num_rows, ahead, acc, acc_stride);
-      case 8: return accumulate_rows<G, 8>(pairs, rows, num_rows, ahead, acc, acc_stride);
-      default: break;
+      case 2:
+        return accumulate_rows<G, 2>(pairs, rows, num_rows, ahead, acc, acc_stride);
+      case 3:
+        return accumulate_rows<G, 3>(pairs, rows, num_rows, ahead, acc, acc_stride);
+      case 4:
+        return accumulate_rows<G, 4>(pairs, rows, num_rows, ahead, acc, acc_stride);
+      case 8:
+        return accumulate_rows<G, 8>(pairs, rows, num_rows, ahead, acc, acc_stride);
+      default:
+        break;
     }
     for (int64_t d = 0; d < head_dim; d += 32) {
       accumulate_block<G, 1>(pairs, rows, num_rows, d == 0 ? ahead : Prefetch<Bf16>(), d, acc, acc_stride);
@@ -134,11 +142,14 @@ struct TileOps<Bf16> {
     }
   }
 
-  // Element g of 128-bit lane i of quads[j] is a part of the score of head g and row j: add the lanes, transpose, store.
+  // Element g of 128-bit lane i of quads[j] is a part of the score of head g and row j: add the lanes, transpose,
+  // store.
   template <int G>
   static void store_scores(const F* quads, float scale, float* out, int64_t stride, int live_rows) {
-    const F a = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x44), _mm512_shuffle_f32x4(quads[0], quads[1], 0xee));
-    const F b = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x44), _mm512_shuffle_f32x4(quads[2], quads[3], 0xee));
+    const F a =
+        _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x44), _mm512_shuffle_f32x4(quads[0], quads[1], 0xee));
+    const F b =
+        _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x44), _mm512_shuffle_f32x4(quads[2], quads[3], 0xee));
     const F by_row = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const F by_head = _mm512_mul_ps(_mm512_permutexvar_ps(order, by_row), _mm512_set1_ps(scale));

@@ -1,5 +1,5 @@
-// Exact top-k without sorting: bisect the k-th largest value by counting, which SIMD does at a few cycles per 16 values.
-// Long inputs are first cut down by a sampled threshold that a little more than k values reach.
+// Exact top-k without sorting: bisect the k-th largest value by counting, which SIMD does at a few cycles per 16
+// values. Long inputs are first cut down by a sampled threshold that a little more than k values reach.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -56,7 +56,8 @@ void drop_ties(const float* x, float kth, int64_t count, int64_t k, int32_t* pos
 float guess_threshold(const KernelTable& kernels, const float* x, int64_t n, int64_t k) {
   static thread_local std::vector<float> sample(kSamples);
   const double stride = static_cast<double>(n) / kSamples;
-  for (int64_t i = 0; i < kSamples; ++i) sample[static_cast<size_t>(i)] = x[static_cast<int64_t>(static_cast<double>(i) * stride)];
+  for (int64_t i = 0; i < kSamples; ++i)
+    sample[static_cast<size_t>(i)] = x[static_cast<int64_t>(static_cast<double>(i) * stride)];
   const double expected = static_cast<double>(k) / stride;
   const auto rank = static_cast<int64_t>(expected + 3.0 * std::sqrt(expected) + 8.0);
   if (rank >= kSamples) return -std::numeric_limits<float>::infinity();

@@ -1,4 +1,7 @@
-"""Types of the C++ extension (cpp/bindings.cpp). Addresses are plain integers; `cpu_ops.native` checks them."""
+"""Types of the C++ extension (cpp/bindings.cpp).
+
+Addresses are plain integers; `cpu_ops.native` checks them.
+"""
 
 import numpy as np
 import numpy.typing as npt

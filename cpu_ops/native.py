@@ -61,9 +61,9 @@ def dtype_code(dtype: torch.dtype) -> int:
 def _rows(name: str, x: Tensor, columns: int, dtype: torch.dtype) -> None:
     """Check that x is a contiguous CPU matrix of `columns` columns."""
     # On the hot path: one cheap test, and the questions only if it fails.
-    if x.dtype is dtype and x.is_cpu and x.shape[-1] == columns and x.dim() == 2:
-        if x.is_contiguous():
-            return
+    fits = x.dtype is dtype and x.is_cpu and x.dim() == 2 and x.shape[1] == columns
+    if fits and x.is_contiguous():
+        return
     if x.device.type != "cpu":
         raise ValueError(f"{name} must be on the CPU, got {x.device}")
     if x.dtype != dtype:
@@ -291,7 +291,7 @@ def top_k(x: Tensor, k: int, *, isa: str | None = None) -> npt.NDArray[np.int32]
 def measure_read_bandwidth(
     pool: WorkerPool, buffer: Tensor, *, repeats: int = 5, isa: str | None = None
 ) -> float:
-    """Median bytes per second of reading `buffer` once, sequentially, on all threads of the pool."""
+    """Median bytes per second of reading `buffer` once, in order, on all threads of the pool."""
     num_bytes = buffer.numel() * buffer.element_size()
     times = [
         _native.time_sequential_read(pool.native, isa or isa_name(), buffer.data_ptr(), num_bytes)

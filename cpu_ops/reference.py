@@ -1,4 +1,4 @@
-"""float64 references of the CPU kernels, written for clarity; every kernel is tested against them."""
+"""float64 references of the CPU kernels, written for clarity. Every kernel is tested against one."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def silu_mul(gate: Float64s, up: Float64s) -> Float64s:
 
 
 def rope(x: Float64s, cos: Float64s, sin: Float64s) -> Float64s:
-    """Rotary embedding, half-split layout: x * cos + rotate_half(x) * sin; last dimension is head_dim."""
+    """Rotary embedding, half-split layout: x cos + rotate_half(x) sin over [..., head_dim]."""
     half = x.shape[-1] // 2
     rotated = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
     return x * cos + rotated * sin

@@ -288,7 +288,7 @@ class DecodeAttention:
         return self._states[seq]
 
     def _waves(self, step: DecodeStep) -> list[slice]:
-        """Rows that may run together: rows of one sequence share its policy state, if it has any."""
+        """Rows that may run together: rows of one sequence share its policy state, if any."""
         if self.policy.has_state() and len(set(step.seqs)) < len(step.seqs):
             return [slice(i, i + 1) for i in range(len(step.seqs))]
         return [slice(None)]

@@ -14,7 +14,7 @@ from offload.page_pool import Int64Array, PagePool
 
 
 class SequencePages:
-    """Pages of shape [num_kv_heads, K|V, page_tokens, head_dim] that hold one sequence.
+    """Pages of shape [K|V, num_kv_heads, page_tokens, head_dim] that hold one sequence.
 
     Invariants: kv_len <= reserved_len <= num_pages * page_tokens. The layers are extended, forked
     and truncated together, so the pages of a column of `page_ids` have one and the same number of
@@ -94,7 +94,7 @@ class SequencePages:
     def pieces(
         self, layer_idx: int, start: int, stop: int
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Positions start .. stop as (first, last + 1, [n, num_kv_heads, K|V, tokens, head_dim]).
+        """Positions start .. stop as (first, last + 1, [n, K|V, num_kv_heads, tokens, head_dim]).
 
         The views cover a part of a page (n = 1), or a run of adjoining whole pages, however long:
         a copy per run instead of per page keeps a long prompt at memory speed.

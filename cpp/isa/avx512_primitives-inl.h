@@ -31,8 +31,7 @@ static inline F f_load_as(const Half* p) {
 }
 static inline void f_store_as(float* p, F x) { _mm512_storeu_ps(p, x); }
 static inline void f_store_as(Half* p, F x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                      _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 static inline void f_store_as(Bf16* p, F x) {
   const __m512i bits = _mm512_castps_si512(x);
@@ -65,8 +64,12 @@ static inline void f_store_sums(const F* sums, float scale, float* out, int64_t 
   }
 }
 
-[[gnu::always_inline]] static inline void prefetch_l1(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-[[gnu::always_inline]] static inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+[[gnu::always_inline]] static inline void prefetch_l1(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+[[gnu::always_inline]] static inline void prefetch_l2(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
 
 static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
                                       int64_t capacity) {
@@ -80,7 +83,8 @@ static inline int64_t filter_at_least(const float* x, int64_t n, float threshold
     const int hits = __builtin_popcount(hit);
     if (count + hits <= capacity) {
       // A register compress and one masked store: compressing straight to memory is microcoded on Zen 4.
-      const __m512i found = _mm512_maskz_compress_epi32(hit, _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(i)), lane));
+      const __m512i found =
+          _mm512_maskz_compress_epi32(hit, _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(i)), lane));
       _mm512_mask_storeu_epi32(positions + count, static_cast<__mmask16>((1u << hits) - 1), found);
     } else {
       int64_t at = count;

@@ -10,7 +10,7 @@ namespace offload::scalar {
 
 inline constexpr int W = 1;
 inline constexpr int kRowTile = 4;     // key rows scored together
-inline constexpr int kValueTile = 16;   // vectors of a value row accumulated together
+inline constexpr int kValueTile = 16;  // vectors of a value row accumulated together
 inline constexpr int kValueHeads = 4;  // for so many heads at a time
 using F = float;
 

@@ -277,7 +277,7 @@ def _attend_csr(
     num_kv_heads, tokens = indices.shape
     indptr = np.arange(num_kv_heads + 1, dtype=np.int64) * tokens
     pages = int(step.page_tables[0] + layer_idx * step.table_strides[0] * 8)
-    attention._native.attend_csr(
+    attention.native_csr(
         query.data_ptr(),
         out.data_ptr(),
         0,

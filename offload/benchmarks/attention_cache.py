@@ -81,7 +81,8 @@ class AttentionCache:
         is_value = np.arange(2)[None, :, None]
         tokens = indices[:, None, :].astype(np.int64)
         rows = pages[tokens // page_tokens]
-        rows = rows + (heads * 2 + is_value) * page_tokens + tokens % page_tokens
+        rows = rows + (is_value * self.store.num_kv_heads + heads) * page_tokens
+        rows = rows + tokens % page_tokens
         return np.ascontiguousarray(rows.reshape(-1), dtype=np.int32)
 
     def _fill(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
+from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -37,7 +38,8 @@ CONTEXT_DTYPE = np.dtype(
     + [("indices", np.int64), ("num_indices", np.int64), ("weights", np.int64)]
     + [("arrays", np.int64, (8,)), ("score_tokens", np.int64), ("top_k", np.int64)]
 )
-_CONTEXT_POINTER = types.CPointer(numba.from_dtype(CONTEXT_DTYPE))
+# numba and llvmlite are untyped: everything they give is Any here.
+_CONTEXT_POINTER: Any = types.CPointer(numba.from_dtype(CONTEXT_DTYPE))  # type: ignore[no-untyped-call]
 
 
 class Callback:
@@ -71,7 +73,7 @@ def callback(function: Callable[[Any], Any]) -> Callback:
 @numba.njit(inline="always")
 def read_context(pointer: Any) -> Any:
     """The PolicyContext behind `pointer`, as a record."""
-    return numba.carray(pointer, 1)[0]
+    return carray(pointer, 1)[0]
 
 
 def _cast(numba_type: Any) -> Any:
@@ -80,7 +82,8 @@ def _cast(numba_type: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-        return types.CPointer(numba_type)(types.int64), codegen
+        pointer: Any = types.CPointer(numba_type)  # type: ignore[no-untyped-call]
+        return pointer(types.int64), codegen
 
     return cast
 
@@ -92,13 +95,13 @@ _as_int32 = _cast(types.int32)
 @numba.njit(inline="always")
 def view_float32(address: Any, length: Any) -> Any:
     """float32 array [length] at an address."""
-    return numba.carray(_as_float32(address), length)
+    return carray(_as_float32(address), length)
 
 
 @numba.njit(inline="always")
 def view_int32(address: Any, length: Any) -> Any:
     """int32 array [length] at an address."""
-    return numba.carray(_as_int32(address), length)
+    return carray(_as_int32(address), length)
 
 
 @numba.njit(inline="always")

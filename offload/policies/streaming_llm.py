@@ -25,7 +25,8 @@ class StreamingLLM(SparsePolicy):
     recent_tokens: int = 0  # 0: budget_tokens - sink_tokens
 
     def __post_init__(self) -> None:
-        if self.recent_tokens == 0 and isinstance(self.budget_tokens, int):
+        given = (self.budget_tokens, self.sink_tokens)
+        if self.recent_tokens == 0 and all(isinstance(value, int) for value in given):
             object.__setattr__(self, "recent_tokens", self.budget_tokens - self.sink_tokens)
         super().__post_init__()
         if self.recent_tokens != self.budget_tokens - self.sink_tokens:

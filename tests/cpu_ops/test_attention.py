@@ -9,6 +9,8 @@ from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_e
 
 from cpu_ops import native, reference
 from cpu_ops.native import WorkerPool
+from offload.attention import DecodeAttention
+from offload.policies import Full
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = native.available_isas()
@@ -48,7 +50,9 @@ def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
     for kv_len in LENGTHS:
         cache = Cache.random(rng, kv_len=kv_len, head_dim=head_dim, dtype=dtype)
         queries = queries_of(cache, rng, group_size)
-        out, lse = attend(cache.attention(pool, group_size, isa=isa), [cache.seq], [kv_len], queries)
+        out, lse = attend(
+            cache.attention(pool, group_size, isa=isa), [cache.seq], [kv_len], queries
+        )
         expected, expected_lse, _ = reference_of(cache, queries, kv_len)
         assert relative_error(out[0], expected) < TOLERANCE[dtype], kv_len
         np.testing.assert_allclose(lse[0], expected_lse, atol=2e-4)
@@ -134,7 +138,8 @@ def test_huge_and_tiny_scores(isa, dtype, pool):
     queries = (queries_of(cache, rng, 4).float() * 100).to(dtype)
     out, lse = attend(cache.attention(pool, 4, isa=isa), [cache.seq], [600], queries)
     expected, expected_lse, _ = reference_of(cache, queries, 600)
-    assert relative_error(out[0], expected) < 2 * TOLERANCE[dtype]
+    # Scores near 1,000 carry float32 rounding of 1e-4, which the exponential makes relative.
+    assert relative_error(out[0], expected) < 1e-3 + TOLERANCE[dtype]
     np.testing.assert_allclose(lse[0], expected_lse, rtol=1e-5, atol=1e-2)
 
 
@@ -146,18 +151,20 @@ def test_nan_in_the_cache_is_reported(isa, dtype, poisoned, token, pool):
     rng = np.random.default_rng()
     cache = Cache.random(rng, kv_len=300, dtype=dtype)
     raw = cache.store.page_table(cache.seq)[1, token // 256]
-    row = raw + ((poisoned == "values") * 256 + token % 256) * 64 * dtype.itemsize
+    row = raw + ((poisoned == "values") * 2 * 256 + token % 256) * 64 * dtype.itemsize
     np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * 128).from_address(int(row)))[:] = 0xFF
-    with pytest.raises(RuntimeError, match="non-finite attention in layer 1, query row 0, KV head 0"):
+    with pytest.raises(
+        RuntimeError, match="non-finite attention in layer 1, query row 0, KV head 0"
+    ):
         attend(cache.attention(pool, 2, isa=isa), [cache.seq], [300], queries_of(cache, rng, 2))
 
 
 def test_bad_input_is_refused(pool):
     rng = np.random.default_rng(0)
     cache = Cache.random(rng, kv_len=300)
-    with pytest.raises(ValueError, match="num_qo_heads must be a multiple of num_kv_heads=2, got 3"):
-        native_attention = cache.attention(pool, 1)
-        type(native_attention)(native_attention.policy, cache.store, num_qo_heads=3, pool=pool)
+    message = "num_qo_heads must be a multiple of num_kv_heads=2, got 3"
+    with pytest.raises(ValueError, match=message):
+        DecodeAttention(Full(), cache.store, num_qo_heads=3, pool=pool)
     with pytest.raises(ValueError, match="at most 32 query heads may share a KV head, got 33"):
         cache.attention(pool, 33)
     with pytest.raises(ValueError, match="head_dim must be a multiple of 16 up to 256, got 24"):

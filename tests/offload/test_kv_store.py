@@ -35,7 +35,7 @@ class TestLayout:
             for t in range(11):
                 for kv_head in range(HEADS):
                     for is_value in (0, 1):
-                        row = (kv_head * 2 + is_value) * PAGE_TOKENS + t % PAGE_TOKENS
+                        row = (is_value * HEADS + kv_head) * PAGE_TOKENS + t % PAGE_TOKENS
                         address = int(table[layer_idx, t // PAGE_TOKENS]) + row * row_bytes
                         expected = written[layer_idx][is_value, t, kv_head]
                         expected_bytes = expected.view(torch.uint8).numpy().tobytes()
@@ -47,9 +47,9 @@ class TestLayout:
         store.reserve([seq], [1])
         address = int(store.page_table(seq)[1, 0])
         key, value = np.full(HEAD_DIM, 5, np.float32), np.full(HEAD_DIM, 6, np.float32)
-        head_bytes = 2 * PAGE_TOKENS * HEAD_DIM * 4
+        head_bytes = PAGE_TOKENS * HEAD_DIM * 4
         ctypes.memmove(address + head_bytes, key.ctypes.data, key.nbytes)
-        ctypes.memmove(address + head_bytes * 3 // 2, value.ctypes.data, value.nbytes)
+        ctypes.memmove(address + (HEADS + 1) * head_bytes, value.ctypes.data, value.nbytes)
         store.commit([seq], [1])
         keys, values = store.gather(seq, 1)
         assert (keys[1, 0] == 5).all()

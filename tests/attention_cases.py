@@ -12,7 +12,7 @@ from offload.attention import DecodeAttention
 from offload.kv_store import KVStore
 from offload.policies import Full, Policy
 
-# Relative L2 of the output: rounding of the stored output, and of the weights for bf16 dot products.
+# Relative L2 of the output: rounding of what is stored, and of the weights for bf16 dot products.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
@@ -84,7 +84,7 @@ class Cache:
 def random_queries(
     rng: np.random.Generator, n: int, num_qo_heads: int, head_dim: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Query rows [n, num_qo_heads * head_dim], scaled so that attention is neither flat nor one-hot."""
+    """Query rows [n, num_qo_heads * head_dim]; their attention is neither flat nor one-hot."""
     values = 2.0 * rng.standard_normal((n, num_qo_heads * head_dim), dtype=np.float32)
     return torch.from_numpy(values).to(dtype)
 

@@ -1,0 +1,185 @@
+"""Linear against float64 with transformers' rounding points, over ISA x dtype x shape."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import relative_error
+
+from cpu_ops import native, reference
+from cpu_ops.native import Linear, WorkerPool
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ISAS = native.available_isas()
+WIDTHS = [16, 31, 32, 48, 576, 577, 1536]
+OUT_FEATURES = [1, 63, 64, 65, 190]  # one weight block each, so that every tile edge occurs
+ROWS = [1, 2, 3, 4, 5, 16]
+# Relative L2. Kernels round where the reference rounds: only values near a tie may differ.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+EPS = 1e-5
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+def random(rng: np.random.Generator, dtype: torch.dtype, *shape: int, scale: float = 1.0):
+    return torch.from_numpy(scale * rng.standard_normal(shape, dtype=np.float32)).to(dtype)
+
+
+def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    return torch.from_numpy(x).to(dtype).double().numpy()
+
+
+def wide(x: torch.Tensor) -> np.ndarray:
+    return x.double().numpy()
+
+
+def expected_output(x, weights, biases, dtype, *, norm=None, silu_mul=False, residual=None):
+    x = wide(x)
+    if norm is not None:
+        normed = rounded(reference.rms_norm(x, np.ones(x.shape[1]), norm[1]), dtype)
+        x = rounded(normed * wide(norm[0]), dtype)
+    if silu_mul:
+        gate, up = np.split(x, 2, axis=1)
+        x = rounded(rounded(reference.silu_mul(gate, np.ones_like(gate)), dtype) * up, dtype)
+    y = x @ wide(torch.cat(weights)).T
+    y += np.concatenate(
+        [np.zeros(len(w)) if b is None else wide(b) for w, b in zip(weights, biases, strict=True)]
+    )
+    y = rounded(y, dtype)
+    return y if residual is None else rounded(y + wide(residual), dtype)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", ["plain", "bias", "norm", "silu_mul", "residual"])
+def test_matches_reference(isa, dtype, width, kind, pool):
+    rng = np.random.default_rng()
+    weights = [random(rng, dtype, n, width, scale=width**-0.5) for n in OUT_FEATURES]
+    biases = [
+        random(rng, dtype, n) if kind == "bias" and i != 1 else None
+        for i, n in enumerate(OUT_FEATURES)
+    ]
+    linear = Linear(weights, biases, isa=isa)
+    norm = (random(rng, dtype, width), EPS) if kind == "norm" else None
+    for num_rows in ROWS:
+        x = random(rng, dtype, num_rows, width * (2 if kind == "silu_mul" else 1), scale=3.0)
+        residual = None
+        if kind == "residual":
+            residual = random(rng, dtype, num_rows, linear.out_features)
+        expected = expected_output(
+            x, weights, biases, dtype, norm=norm, silu_mul=kind == "silu_mul", residual=residual
+        )
+        out = torch.full((num_rows, linear.out_features), float("nan"), dtype=dtype)
+        given = x.clone()
+        returned = linear(pool, x, out, norm=norm, silu_mul=kind == "silu_mul", residual=residual)
+        assert returned is out
+        assert torch.equal(x, given)
+        assert relative_error(wide(out), expected) < TOLERANCE[dtype], num_rows
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_out_may_be_the_residual(isa, dtype, pool):
+    """The decoder adds to its residual stream in place, also under SwiGLU."""
+    rng = np.random.default_rng()
+    weight = random(rng, dtype, 96, 160, scale=0.1)
+    linear = Linear([weight], isa=isa)
+    x, residual = random(rng, dtype, 3, 320), random(rng, dtype, 3, 96)
+    apart = linear(pool, x, silu_mul=True, residual=residual)
+    assert linear(pool, x, out=residual, silu_mul=True, residual=residual) is residual
+    assert torch.equal(residual, apart)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_do_not_depend_on_their_neighbours(isa, dtype, pool):
+    """A row alone and the same row in a batch agree to rounding; threads change nothing at all."""
+    rng = np.random.default_rng()
+    linear = Linear([random(rng, dtype, 200, 577, scale=0.05)], isa=isa)
+    x = random(rng, dtype, 7, 577)
+    together = linear(pool, x)
+    with_more_threads = WorkerPool(5)
+    assert torch.equal(linear(with_more_threads, x), together)
+    with_more_threads.close()
+    for row in range(7):
+        alone = linear(pool, x[row : row + 1])
+        assert relative_error(wide(alone), wide(together[row : row + 1])) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_modules_of_transformers_agree(isa, dtype, pool):
+    """norm -> projection and gate/up -> down of a stock llama layer."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    torch.manual_seed(0)
+    mlp = LlamaMLP(LlamaConfig(hidden_size=96, intermediate_size=200)).to(dtype)
+    norm = LlamaRMSNorm(96, eps=EPS).to(dtype)
+    x = torch.randn(4, 96).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.1 * torch.randn(96))
+        expected = x + mlp(norm(x))
+        gate_up = Linear([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()], isa=isa)
+        down = Linear([mlp.down_proj.weight.detach()], isa=isa)
+        hidden = gate_up(pool, x, norm=(norm.weight.detach(), EPS))
+        actual = down(pool, hidden, silu_mul=True, residual=x)
+    assert relative_error(wide(actual), wide(expected)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_of_large_values(isa, dtype, pool):
+    """The gate saturates: no overflow, no NaN, at every lane and in the tail."""
+    gate = torch.tensor(
+        [-1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 100.0, 1e4] * 5 + [-90.0], dtype=dtype
+    )
+    x = torch.cat([gate, torch.ones_like(gate)]).unsqueeze(0)
+    linear = Linear([torch.eye(len(gate), dtype=dtype)], isa=isa)
+    expected = torch.nn.functional.silu(gate.double()).numpy()
+    np.testing.assert_allclose(
+        wide(linear(pool, x, silu_mul=True))[0], expected, rtol=1e-2, atol=1e-7
+    )
+
+
+def test_bad_input_is_refused(pool):
+    weight = torch.zeros(6, 32)
+    linear = Linear([weight])
+    x = torch.zeros(2, 32)
+    for arguments, message in (
+        ({"weights": []}, "weights must not be empty"),
+        ({"weights": [weight], "biases": [None, None]}, "expected 1 biases, got 2"),
+        ({"weights": [weight.double()]}, "dtype must be one of torch.float32"),
+        ({"weights": [weight, weight.half()]}, r"weights\[1\] must be torch.float32"),
+        ({"weights": [weight, torch.zeros(6, 16)]}, r"weights\[1\] must be \[n, 32\]"),
+        ({"weights": [torch.zeros(32, 6).T]}, r"weights\[0\] must be contiguous"),
+        ({"weights": [weight], "biases": [torch.zeros(5)]}, r"biases\[0\] must be \[n, 6\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Linear(**arguments)
+    for rows in (0, 17):
+        with pytest.raises(ValueError, match=f"x must have 1 to 16 rows, got {rows}"):
+            linear(pool, torch.zeros(rows, 32))
+    with pytest.raises(ValueError, match=r"x must be \[n, 64\], got \[2, 32\]"):
+        linear(pool, x, silu_mul=True)
+    with pytest.raises(ValueError, match=r"x must be torch\.float32, got torch\.float16"):
+        linear(pool, x.half())
+    with pytest.raises(ValueError, match="x must be contiguous"):
+        linear(pool, torch.zeros(2, 64)[:, ::2])
+    with pytest.raises(ValueError, match="norm and silu_mul exclude each other"):
+        linear(pool, torch.zeros(2, 64), norm=(torch.ones(32), EPS), silu_mul=True)
+    with pytest.raises(ValueError, match=r"norm weight must be torch.float32 \[32\]"):
+        linear(pool, x, norm=(torch.ones(31), EPS))
+    with pytest.raises(ValueError, match="out must have 2 rows, got 3"):
+        linear(pool, x, torch.zeros(3, 6))
+    with pytest.raises(ValueError, match=r"residual must be \[n, 6\], got \[2, 7\]"):
+        linear(pool, x, residual=torch.zeros(2, 7))
+    with pytest.raises(ValueError, match="unknown ISA 'avx9'"):
+        Linear([weight], isa="avx9")(pool, x)

@@ -1,0 +1,203 @@
+"""rope_append: rotation, per-head norms and where rows land in the pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import relative_error
+
+from cpu_ops import native, reference
+from cpu_ops.native import rope_append
+from offload.kv_store import KVStore
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ISAS = native.available_isas()
+# Relative L2; the reference rounds after the norm, each product and the sum, as transformers does.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 3e-4, torch.bfloat16: 2e-3}
+NUM_QO_HEADS, NUM_KV_HEADS, PAGE_TOKENS = 6, 2, 4
+EPS = 1e-6
+
+
+def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    return torch.from_numpy(x).to(dtype).double().numpy()
+
+
+def random(rng: np.random.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).to(dtype)
+
+
+def make_store(head_dim: int, dtype: torch.dtype, page_tokens: int = PAGE_TOKENS) -> KVStore:
+    return KVStore(
+        num_layers=3,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=head_dim,
+        dtype=dtype,
+        page_tokens=page_tokens,
+    )
+
+
+def append_rows(store: KVStore, seqs, positions, qkv, cos, sin, layer_idx=1, **options) -> None:
+    """Reserve what the positions need and run rope_append, row i into seqs[i]."""
+    for seq in set(seqs):
+        last = max(p for s, p in zip(seqs, positions, strict=True) if s == seq)
+        store.reserve([seq], [last + 1 - store.kv_len(seq)])
+    tables = [store.page_table(seq) for seq in seqs]
+    rope_append(
+        qkv,
+        cos,
+        sin,
+        num_qo_heads=NUM_QO_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=store.head_dim,
+        page_tokens=store.page_tokens,
+        page_tables=np.array([table.ctypes.data for table in tables], np.int64),
+        table_strides=np.array([table.shape[1] for table in tables], np.int64),
+        layer_idx=layer_idx,
+        positions=np.asarray(positions, np.int64),
+        **options,
+    )
+
+
+def expected_rotation(x, cos, sin, dtype, norm_weight=None):
+    """x float64 [heads, head_dim], with the rounding points of apply_rotary_pos_emb."""
+    if norm_weight is not None:
+        normed = rounded(reference.rms_norm(x, np.ones(x.shape[-1]), EPS), dtype)
+        x = rounded(normed * norm_weight.double().numpy(), dtype)
+    cos, sin = cos.double().numpy(), sin.double().numpy()
+    zero = np.zeros_like(cos)
+    products = [reference.rope(x, cos, zero), reference.rope(x, zero, sin)]
+    return rounded(sum(rounded(product, dtype) for product in products), dtype)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 96, 128, 256])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm):
+    """Rows land at their positions, across page boundaries, and leave everything else alone."""
+    rng = np.random.default_rng()
+    store = make_store(head_dim, dtype)
+    seqs = [store.new_sequence() for _ in range(3)]
+    rows = [seqs[i] for i in (0, 1, 1, 1, 2, 0)]
+    positions = [0, 3, 4, 5, 8, 7]
+    qkv = random(rng, dtype, len(rows), (NUM_QO_HEADS + 2 * NUM_KV_HEADS) * head_dim)
+    angles = rng.uniform(0, 2 * np.pi, (len(rows), head_dim))
+    cos, sin = (torch.from_numpy(f(angles)).to(dtype) for f in (np.cos, np.sin))
+    norms = {}
+    if with_norm:
+        norms = {"q_norm": random(rng, dtype, head_dim), "k_norm": random(rng, dtype, head_dim)}
+    heads = qkv.double().numpy().reshape(len(rows), -1, head_dim)
+    given_cos = cos.clone()
+    append_rows(store, rows, positions, qkv, cos, sin, norm_eps=EPS, isa=isa, **norms)
+    assert torch.equal(cos, given_cos)
+    rotated = qkv.double().numpy().reshape(heads.shape)
+    for seq in seqs:
+        last = max(p for s, p in zip(rows, positions, strict=True) if s == seq)
+        store.commit([seq], [last + 1])
+    for row, (seq, position) in enumerate(zip(rows, positions, strict=True)):
+        q, k, v = np.split(heads[row], [NUM_QO_HEADS, NUM_QO_HEADS + NUM_KV_HEADS])
+        expected = expected_rotation(q, cos[row], sin[row], dtype, norms.get("q_norm"))
+        assert relative_error(rotated[row, :NUM_QO_HEADS], expected) < TOLERANCE[dtype]
+        keys, values = store.gather(seq, 1, position, position + 1)
+        expected = expected_rotation(k, cos[row], sin[row], dtype, norms.get("k_norm"))
+        assert relative_error(keys[:, 0].double().numpy(), expected) < TOLERANCE[dtype]
+        assert np.array_equal(values[:, 0].double().numpy(), v)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_other_rows_and_layers_keep_their_bytes(isa):
+    rng = np.random.default_rng()
+    store = make_store(64, torch.float32)
+    seq = store.new_sequence()
+    store.reserve([seq], [10])
+    before = random(rng, torch.float32, 10, NUM_KV_HEADS, 64)
+    for layer_idx in range(3):
+        store.append(seq, layer_idx, before, -before)
+    store.commit([seq], [10])
+    qkv = random(rng, torch.float32, 1, (NUM_QO_HEADS + 2 * NUM_KV_HEADS) * 64)
+    append_rows(store, [seq], [10], qkv, torch.ones(1, 64), torch.zeros(1, 64), isa=isa)
+    store.commit([seq], [1])
+    for layer_idx in range(3):
+        keys, values = store.gather(seq, layer_idx, 0, 10)
+        assert torch.equal(keys, before.transpose(0, 1))
+        assert torch.equal(values, -before.transpose(0, 1))
+    keys, _ = store.gather(seq, 1, 10, 11)
+    assert torch.equal(keys.flatten(), qkv[0, NUM_QO_HEADS * 64 : (NUM_QO_HEADS + 2) * 64])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_agrees_with_transformers(isa, dtype):
+    """LlamaRotaryEmbedding and apply_rotary_pos_emb give the same bits.
+
+    Except in float32, where the kernels fuse a product and the sum.
+    """
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    head_dim, positions = 64, [0, 1, 5, 300]
+    config = LlamaConfig(
+        hidden_size=NUM_QO_HEADS * head_dim, num_attention_heads=NUM_QO_HEADS, head_dim=head_dim
+    )
+    rotary = LlamaRotaryEmbedding(config)
+    rng = np.random.default_rng()
+    qkv = random(rng, dtype, len(positions), (NUM_QO_HEADS + 2 * NUM_KV_HEADS) * head_dim)
+    cos, sin = rotary(qkv, torch.tensor([positions]))
+    heads = qkv.clone().view(1, len(positions), -1, head_dim).transpose(1, 2)
+    q, k = apply_rotary_pos_emb(
+        heads[:, :NUM_QO_HEADS], heads[:, NUM_QO_HEADS : NUM_QO_HEADS + NUM_KV_HEADS], cos, sin
+    )
+    store = make_store(head_dim, dtype, page_tokens=256)
+    seq = store.new_sequence()
+    append_rows(store, [seq] * 4, positions, qkv, cos[0].contiguous(), sin[0].contiguous(), isa=isa)
+    store.commit([seq], [301])
+    rotated = qkv.view(len(positions), -1, head_dim)[:, :NUM_QO_HEADS]
+    keys, _ = store.gather(seq, 1)
+    tolerance = 1e-6 if dtype == torch.float32 else 0.0
+    for actual, expected in ((rotated, q[0].transpose(0, 1)), (keys[:, positions], k[0])):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_bad_input_is_refused():
+    store = make_store(64, torch.float32)
+    seq = store.new_sequence()
+    width = (NUM_QO_HEADS + 2 * NUM_KV_HEADS) * 64
+    good = {"qkv": torch.zeros(1, width), "cos": torch.zeros(1, 64), "sin": torch.zeros(1, 64)}
+    for change, message in (
+        ({"qkv": torch.zeros(1, width - 64)}, rf"qkv must be \[n, {width}\]"),
+        ({"qkv": torch.zeros(1, width, dtype=torch.float64)}, "cos must be torch.float64"),
+        ({"cos": torch.zeros(1, 32)}, r"cos must be \[n, 64\]"),
+        ({"sin": torch.zeros(2, 64)}, "sin must have 1 rows, got 2"),
+        ({"sin": torch.zeros(1, 64).half()}, "sin must be torch.float32"),
+        ({"q_norm": torch.zeros(32)}, r"q_norm must be torch.float32 \[64\]"),
+        ({"k_norm": torch.zeros(64).half()}, r"k_norm must be torch.float32 \[64\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            append_rows(store, [seq], [0], **{**good, **change})
+    shape = {"num_qo_heads": 6, "num_kv_heads": 2, "head_dim": 64, "layer_idx": 0}
+    one = np.zeros(1, np.int64)
+    for tables, page_tokens, message in (
+        (np.zeros(2, np.int64), 4, "expected 1 page tables, strides and positions, got 2, 1, 1"),
+        (one, 3, "page_tokens must be a power of two, got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rope_append(
+                **good,
+                **shape,
+                page_tokens=page_tokens,
+                page_tables=tables,
+                table_strides=one,
+                positions=one,
+            )
+    with pytest.raises(ValueError, match="head_dim must be a multiple of 16 up to 256, got 24"):
+        rope_append(
+            torch.zeros(1, 10 * 24),
+            torch.zeros(1, 24),
+            torch.zeros(1, 24),
+            **{**shape, "head_dim": 24},
+            page_tokens=4,
+            page_tables=one,
+            table_strides=one,
+            positions=one,
+        )

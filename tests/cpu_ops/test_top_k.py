@@ -1,0 +1,94 @@
+"""top_k against its reference: ties, orders that mislead the sampling, and NaN."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cpu_ops import native, reference
+
+ISAS = native.available_isas()
+DIRECT = 16384  # longer inputs are cut down by a sampled threshold first
+
+
+def check(x: np.ndarray, k: int, isa: str) -> None:
+    values = np.ascontiguousarray(x, np.float32)
+    actual = native.top_k(torch.from_numpy(values), k, isa=isa)
+    assert actual.dtype == np.int32
+    np.testing.assert_array_equal(actual, reference.top_k(values.astype(np.float64), k))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 16, 17, 63, 64, 65, 1000, DIRECT, DIRECT + 1, 40001])
+def test_random_values(isa, n):
+    rng = np.random.default_rng()
+    for values in (rng.standard_normal(n), -rng.exponential(size=n), rng.exponential(size=n)):
+        for k in {0, 1, 2, n // 50, n // 2, n - 1, n, n + 5}:
+            check(values, k, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("n", [5, 100, DIRECT + 999])
+def test_ties_prefer_lower_positions(isa, n):
+    rng = np.random.default_rng()
+    for k in (1, n // 3, n - 1, n):
+        check(np.full(n, 0.25), k, isa)
+        check(np.zeros(n), k, isa)
+        check(rng.integers(0, 3, n), k, isa)
+        check(np.where(rng.integers(0, 2, n) > 0, 0.0, -0.0), k, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("k", [1, 500, 20000, 59999])
+def test_orders_that_mislead_a_sample(isa, k):
+    """Sorted, peaks between the sampled positions, all of the top in one place."""
+    n = 60000
+    rng = np.random.default_rng()
+    ascending = np.arange(n)
+    peaks = np.zeros(n)
+    peaks[3::29] = 1 + rng.random(len(peaks[3::29]))
+    cluster = rng.random(n)
+    cluster[-700:] += 10
+    flat_with_one_low = np.ones(n)
+    flat_with_one_low[n // 2] = -1
+    on_samples = np.zeros(n)
+    on_samples[(np.arange(2048) * (n / 2048)).astype(np.int64)] = 1 + rng.random(2048)
+    cases = (ascending, -ascending, peaks, cluster, flat_with_one_low, on_samples)
+    for values in cases:
+        check(values, k, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("n", [40, DIRECT + 3])
+def test_infinities_and_extremes(isa, n):
+    values = np.resize([np.inf, -np.inf, 3.4e38, -3.4e38, 1e-45, -1e-45, 0.0, 1.0], n)
+    for k in (1, n // 8 + 1, n // 2, n - 1, n):
+        check(values, k, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("n", [10, DIRECT + 100])
+def test_nan(isa, n):
+    """A NaN is never chosen; where too few numbers are left, that is an error."""
+    values = torch.arange(n, dtype=torch.float32)
+    values[n // 2] = float("nan")
+    for k in (1, n // 4):
+        assert list(native.top_k(values, k, isa=isa)) == list(range(n - k, n))
+    with pytest.raises(RuntimeError, match="top_k: NaN among the values"):
+        native.top_k(values, n, isa=isa)
+    with pytest.raises(RuntimeError, match="top_k: NaN among the values"):
+        native.top_k(torch.full((n,), float("nan")), 1, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_nothing_to_choose(isa):
+    assert len(native.top_k(torch.zeros(0), 3, isa=isa)) == 0
+    assert len(native.top_k(torch.zeros(4), 0, isa=isa)) == 0
+    assert len(native.top_k(torch.zeros(4), -1, isa=isa)) == 0
+
+
+def test_bad_input_is_refused():
+    for x in (torch.zeros(4).half(), torch.zeros(2, 2), torch.zeros(8)[::2]):
+        with pytest.raises(ValueError, match="x must be a contiguous float32 vector"):
+            native.top_k(x, 1)

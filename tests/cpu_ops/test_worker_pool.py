@@ -1,0 +1,145 @@
+"""The worker pool from Python: threads, closing, forking, and the bandwidth it measures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cpu_ops import native
+from cpu_ops.native import Linear, WorkerPool
+from offload.memory import available_cpus
+
+ISAS = native.available_isas()
+
+
+@pytest.fixture
+def linear():
+    torch.manual_seed(0)
+    return Linear([torch.randn(300, 64)])
+
+
+def product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    return x @ linear._kept[0][0].T
+
+
+def test_num_threads():
+    assert WorkerPool().num_threads == available_cpus()
+    assert WorkerPool(3).num_threads == 3
+    with pytest.raises(ValueError, match="num_threads must be at least 1, got 0"):
+        WorkerPool(0)
+    with pytest.raises(ValueError, match="spin_us must not be negative, got -1"):
+        WorkerPool(1, spin_us=-1)
+
+
+def test_threads_start_with_the_pool_and_end_with_it():
+    before = len(os.listdir("/proc/self/task"))
+    pool = WorkerPool(4)
+    assert len(os.listdir("/proc/self/task")) == before + 3
+    pool.close()
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("spin_us", [0, 500])
+def test_results_do_not_depend_on_threads(linear, threads, spin_us):
+    x = torch.randn(3, 64)
+    pool = WorkerPool(threads, spin_us)
+    for _ in range(20):
+        torch.testing.assert_close(linear(pool, x), product(linear, x))
+
+
+def test_a_closed_pool_works_on_the_caller(linear):
+    x = torch.randn(3, 64)
+    pool = WorkerPool(3)
+    expected = linear(pool, x)
+    pool.close()
+    pool.close()
+    assert torch.equal(linear(pool, x), expected)
+
+
+def test_two_pools(linear):
+    x = torch.randn(2, 64)
+    first, second = WorkerPool(2), WorkerPool(3)
+    expected = linear(first, x)
+    assert torch.equal(linear(second, x), expected)
+    first.close()
+    assert torch.equal(linear(second, x), expected)
+
+
+def test_calls_from_several_python_threads(linear):
+    """Callers take turns; each gets its own result."""
+    pool = WorkerPool(2)
+    failures = []
+
+    def call(seed: int) -> None:
+        x = torch.from_numpy(np.random.default_rng(seed).standard_normal((4, 64), np.float32))
+        expected = product(linear, x)
+        for _ in range(100):
+            if not torch.allclose(linear(pool, x), expected, atol=1e-4):
+                failures.append(seed)
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+FORK = """
+import os, torch
+from cpu_ops.native import Linear, WorkerPool
+torch.set_num_threads(1)
+pool = WorkerPool(3)
+linear = Linear([torch.randn(300, 64)])
+x = torch.randn(2, 64)
+expected = linear(pool, x)
+child = os.fork()
+if child == 0:
+    same = torch.equal(linear(pool, x), expected)
+    pool.close()
+    again = torch.equal(linear(pool, x), expected)
+    own = WorkerPool(2)
+    os._exit(0 if same and again and torch.equal(linear(own, x), expected) else 1)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(status, torch.equal(linear(pool, x), expected))
+"""
+
+
+def test_a_forked_child_works_on_its_own():
+    """The child has no worker threads: it runs alone, may close, may start a pool of its own."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.stdout.split() == ["0", "True"], result.stderr
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_bandwidth_is_of_this_world(isa):
+    pool = WorkerPool(2)
+    buffer = torch.ones(1 << 20, dtype=torch.int64)
+    rows = np.sort(np.random.default_rng().choice(1 << 15, 4000, replace=False)).astype(np.int32)
+    sequential = native.measure_read_bandwidth(pool, buffer, isa=isa)
+    gathered = native.measure_gather_bandwidth(pool, buffer, rows, isa=isa)
+    assert 1e7 < sequential < 1e13
+    assert 1e7 < gathered < 1e13
+
+
+def test_rows_outside_the_buffer_are_refused():
+    pool = WorkerPool(1)
+    buffer = torch.zeros(1024, dtype=torch.uint8)
+    for rows in ([], [4], [-1]):
+        with pytest.raises(ValueError, match=r"rows must lie in \[0, 4\)"):
+            native.measure_gather_bandwidth(pool, buffer, np.array(rows, np.int32))

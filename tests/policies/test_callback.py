@@ -1,0 +1,248 @@
+"""Policies as native callbacks: the context they get, their arrays, and the order they run in."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from heavy_hitter import HeavyHitter, HeavyHitterPerQueryHead, Simulation
+
+from cpu_ops import _native, native, reference
+from cpu_ops.native import WorkerPool
+from offload.attention import DecodeAttention
+from offload.policies import ExactTopK
+from offload.policies import exact_topk as exact_topk_module
+from offload.policies.base import SparsePolicy
+from offload.policies.callback import CONTEXT_DTYPE, Callback, callback
+
+OPTIONS = {"budget_tokens": 32, "sink_tokens": 2, "recent_tokens": 4, "dense_layers": 1}
+GROUP_SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(3)
+    yield pool
+    pool.close()
+
+
+def make_case(kv_len: int = 400, dtype: torch.dtype = torch.float32):
+    """A cache and 16 query rows. Seeded: a near-tie in a selection changes all that follows."""
+    rng = np.random.default_rng(7)
+    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16)
+    return cache, random_queries(rng, 16, 2 * GROUP_SIZE, 64, dtype)
+
+
+def check_row(cache: Cache, simulation: Simulation, query, kv_len, out, lse, selection) -> None:
+    """The simulation's next step gives this row's results."""
+    heads = query.double().numpy().reshape(-1, cache.store.head_dim)
+    expected, expected_lse, chosen = simulation.step(
+        heads, cache.keys[:, :kv_len], cache.values[:, :kv_len]
+    )
+    assert [list(tokens) for tokens in selection] == [list(tokens) for tokens in chosen]
+    assert relative_error(out, expected) < TOLERANCE[cache.store.dtype]
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-4)
+
+
+def arrays_of(attention: DecodeAttention, seq: int, layer_idx: int = 1) -> list[np.ndarray]:
+    return attention._states[seq].layers[layer_idx]
+
+
+def test_context_offsets_are_those_of_the_header():
+    fields = CONTEXT_DTYPE.fields
+    assert fields is not None
+    offsets = {name: entry[1] for name, entry in fields.items()}
+    assert offsets == _native.policy_context_offsets()
+    assert CONTEXT_DTYPE["arrays"].shape == (native.MAX_POLICY_ARRAYS,)
+
+
+def test_a_callback_runs_from_python_on_a_context_made_by_hand():
+    """exact_topk's select on importance [10], of which it may choose 3 in [2, 8)."""
+    importance = np.array([9, 9, 1, 5, 0, 7, 6, 2, 9, 9], np.float32)
+    chosen = np.full(3, -1, np.int32)
+
+    prototype = ctypes.CFUNCTYPE(
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    )
+
+    def top_k(_: int, x: int, n: int, k: int, positions: int) -> int:
+        values = np.ctypeslib.as_array((ctypes.c_float * n).from_address(x))
+        out = np.ctypeslib.as_array((ctypes.c_int32 * k).from_address(positions))
+        out[:] = reference.top_k(values.astype(np.float64), k)
+        return k
+
+    primitive = prototype(top_k)
+    context = np.zeros(1, CONTEXT_DTYPE)
+    context["first"], context["last"], context["budget_tokens"], context["kv_len"] = 2, 8, 3, 10
+    context["importance"], context["indices"] = importance.ctypes.data, chosen.ctypes.data
+    context["top_k"] = ctypes.cast(primitive, ctypes.c_void_p).value
+    assert exact_topk_module.select(context) == 3
+    assert list(chosen) == [3, 5, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_lives_from_step_to_step(dtype, pool):
+    """observe's weights decide the next selection; every callback ran once per step and unit."""
+    cache, queries = make_case(dtype=dtype)
+    policy = HeavyHitter(**OPTIONS)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    simulation = Simulation(policy)
+    kv_lens = list(range(300, 310))
+    for i, kv_len in enumerate(kv_lens):
+        query = queries[i : i + 1]
+        out, lse = attend(attention, [cache.seq], [kv_len], query)
+        check_row(cache, simulation, query, kv_len, out[0], lse[0], attention.last_selection())
+    attended, log, _, _ = arrays_of(attention, cache.seq)
+    np.testing.assert_allclose(attended, simulation.attended, atol=1e-2)
+    assert log[:, :4].tolist() == [[10, 10, 10, 10]] * 2
+    assert log[:, 4:14].tolist() == [kv_lens] * 2
+    assert policy.built == [(1, (2, 400, 64))]  # layer 0 is dense and has no state
+
+
+def test_rows_of_one_sequence_run_in_order(pool):
+    """Verified draft tokens: row i selects by what rows before it have observed."""
+    cache, queries = make_case()
+    policy = HeavyHitter(**OPTIONS)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    simulation = Simulation(policy)
+    kv_lens = [200, 201, 202, 203]
+    out, lse = attend(attention, [cache.seq] * 4, kv_lens, queries[:4])
+    for i, kv_len in enumerate(kv_lens[:-1]):
+        heads = queries[i].double().numpy().reshape(-1, 64)
+        expected, _, _ = simulation.step(heads, cache.keys[:, :kv_len], cache.values[:, :kv_len])
+        assert relative_error(out[i], expected) < TOLERANCE[torch.float32]
+    last = attention.last_selection()
+    check_row(cache, simulation, queries[3], 203, out[3], lse[3], last)
+    assert arrays_of(attention, cache.seq)[1][:, 4:8].tolist() == [kv_lens] * 2
+
+
+def test_sequences_of_a_batch_have_states_of_their_own(pool):
+    """Also beside a row that is still short enough to be dense, which gets no state."""
+    cache, queries = make_case()
+    other, short = (cache.store.fork(cache.seq) for _ in range(2))
+    policy = HeavyHitter(**OPTIONS)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    simulations = [Simulation(policy), Simulation(policy)]
+    for step in range(3):
+        kv_lens = [300 + step, 250 + step, 30 + step]
+        rows = queries[3 * step : 3 * step + 3]
+        out, lse = attend(attention, [cache.seq, other, short], kv_lens, rows)
+        selection = attention.last_selection()
+        for i, simulation in enumerate(simulations):
+            check_row(
+                cache, simulation, rows[i], kv_lens[i], out[i], lse[i], selection[2 * i : 2 * i + 2]
+            )
+        assert selection[4:] == [[], []]
+    assert set(attention._states) == {cache.seq, other}
+
+
+def test_fork_copies_and_forget_drops(pool):
+    cache, queries = make_case()
+    policy = HeavyHitter(**OPTIONS)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    simulation = Simulation(policy)
+    out, lse = attend(attention, [cache.seq], [300], queries[:1])
+    check_row(cache, simulation, queries[0], 300, out[0], lse[0], attention.last_selection())
+
+    child = cache.store.fork(cache.seq)
+    attention.fork(cache.seq, child)
+    of_child = copy.deepcopy(simulation)
+    for seq, ours, row in ((child, of_child, 1), (child, of_child, 2), (cache.seq, simulation, 3)):
+        out, lse = attend(attention, [seq], [301], queries[row : row + 1])
+        check_row(cache, ours, queries[row], 301, out[0], lse[0], attention.last_selection())
+    assert arrays_of(attention, child)[1][0, 3] == 3
+    assert arrays_of(attention, cache.seq)[1][0, 3] == 2
+
+    attention.forget(child)
+    attention.forget(child)
+    out, lse = attend(attention, [child], [301], queries[4:5])
+    check_row(
+        cache, Simulation(policy), queries[4], 301, out[0], lse[0], attention.last_selection()
+    )
+    assert len(policy.built) == 2
+
+    stateless = cache.store.fork(cache.seq)
+    attention.fork(stateless, child)  # a parent without state has nothing to copy
+    assert stateless not in attention._states
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_units_may_be_query_heads(dtype, pool):
+    cache, queries = make_case(dtype=dtype)
+    policy = HeavyHitterPerQueryHead(**OPTIONS, num_units=2 * GROUP_SIZE)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    simulation = Simulation(policy)
+    for step in range(4):
+        query = queries[step : step + 1]
+        out, lse = attend(attention, [cache.seq], [300 + step], query)
+        check_row(cache, simulation, query, 300 + step, out[0], lse[0], attention.last_selection())
+    assert arrays_of(attention, cache.seq)[1][:, :4].tolist() == [[4] * 4] * (2 * GROUP_SIZE)
+
+
+@dataclass(frozen=True)
+class TopKPerQueryHead(ExactTopK):
+    per_query_head: ClassVar[bool] = True
+
+
+def test_scanning_policies_may_select_per_query_head(pool):
+    cache, queries = make_case()
+    policy = TopKPerQueryHead(**OPTIONS)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    out, lse = attend(attention, [cache.seq], [400], queries[:1])
+    heads = queries[0].double().numpy().reshape(-1, 64)
+    _, _, weights = reference.attention(heads, cache.keys, cache.values, sm_scale=0.125)
+    selection = attention.last_selection()
+    for weight, tokens in zip(weights, selection, strict=True):
+        assert tokens[2:-4] == list(2 + reference.top_k(weight[2:396], 26))
+    expected, expected_lse, _ = reference.attention(
+        heads, cache.keys, cache.values, sm_scale=0.125, selection=selection
+    )
+    assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
+    np.testing.assert_allclose(lse[0], expected_lse, atol=1e-5)
+
+
+@callback
+def select(pointer: Any) -> int:
+    return -1
+
+
+@dataclass(frozen=True)
+class Refusing(SparsePolicy):
+    name: ClassVar[str] = "refusing"
+    select: ClassVar[Callback | None] = select
+
+
+@dataclass(frozen=True)
+class RefusingAfterScan(Refusing):
+    scans_keys: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize("policy", [Refusing, RefusingAfterScan])
+def test_a_failing_select_is_an_error(policy, pool):
+    cache, queries = make_case()
+    with pytest.raises(RuntimeError, match="layer 1, query row 0"):
+        attend(
+            cache.attention(pool, GROUP_SIZE, policy(**OPTIONS)), [cache.seq], [400], queries[:1]
+        )
+
+
+def test_too_many_arrays_are_refused(pool):
+    class Greedy(HeavyHitter):
+        def build(self, layer_idx, keys, values):
+            return [np.zeros(1, np.float32)] * 9
+
+    cache, _ = make_case()
+    attention = cache.attention(pool, GROUP_SIZE, Greedy(**OPTIONS))
+    with pytest.raises(ValueError, match="a policy keeps at most 8 arrays, got 9"):
+        attention.begin_step([cache.seq], [400])

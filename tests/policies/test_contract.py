@@ -1,0 +1,178 @@
+"""What every registered policy keeps to; a new policy is covered here by its name alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+
+from cpu_ops import reference
+from cpu_ops.native import WorkerPool
+from offload.policies import ExactTopK, Full, Policy, StreamingLLM, available_policies, make_policy
+from offload.policies.base import SparsePolicy
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+OPTIONS = {"budget_tokens": 48, "sink_tokens": 4, "dense_layers": 0}
+SELECTING = [name for name in available_policies() if isinstance(make_policy(name), SparsePolicy)]
+GROUP_SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+def small(name: str, **options: int) -> Policy:
+    """The named policy with options small enough for short caches."""
+    known = type(make_policy(name)).option_names()
+    given = {**OPTIONS, **options}
+    if name != "streaming_llm":  # derives its recent window
+        given.setdefault("recent_tokens", 8)
+    return make_policy(name, **{k: v for k, v in given.items() if k in known})
+
+
+def run(cache: Cache, policy: Policy, pool: WorkerPool, queries: torch.Tensor, kv_lens: list[int]):
+    """o, lse and the selection [row][KV head] of one sparse layer."""
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    out, lse = attend(attention, [cache.seq] * len(kv_lens), kv_lens, queries)
+    heads = cache.store.num_kv_heads
+    flat = [np.array(row, np.int64) for row in attention.last_selection()]
+    return out, lse, [flat[i : i + heads] for i in range(0, len(flat), heads)]
+
+
+def reference_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=None):
+    return reference.attention(
+        queries.double().numpy().reshape(-1, cache.store.head_dim),
+        cache.keys[:, :kv_len],
+        cache.values[:, :kv_len],
+        sm_scale=cache.store.head_dim**-0.5,
+        selection=selection,
+    )
+
+
+def make_case(dtype: torch.dtype, kv_len: int, rows: int = 1) -> tuple[Cache, torch.Tensor]:
+    rng = np.random.default_rng()
+    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16)
+    return cache, random_queries(rng, rows, 2 * GROUP_SIZE, 64, dtype)
+
+
+@pytest.mark.parametrize("name", available_policies())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_len", [1, 4, 12, 47, 48])
+def test_up_to_the_budget_it_is_full_attention(name, dtype, kv_len, pool):
+    cache, queries = make_case(dtype, kv_len)
+    out, lse, selection = run(cache, small(name), pool, queries, [kv_len])
+    full_out, full_lse, _ = run(cache, Full(), pool, queries, [kv_len])
+    np.testing.assert_array_equal(out, full_out)
+    np.testing.assert_array_equal(lse, full_lse)
+    assert all(len(tokens) == 0 for tokens in selection[0])
+    expected, _, _ = reference_of(cache, queries, kv_len)
+    assert relative_error(out[0], expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", available_policies())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_full_budget_is_full_attention(name, dtype, pool):
+    cache, queries = make_case(dtype, 700)
+    out, lse, _ = run(cache, small(name, budget_tokens=700), pool, queries, [700])
+    full_out, full_lse, _ = run(cache, Full(), pool, queries, [700])
+    np.testing.assert_array_equal(out, full_out)
+    np.testing.assert_array_equal(lse, full_lse)
+
+
+@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_len", [49, 50, 255, 256, 257, 1027])
+def test_selection(name, dtype, kv_len, pool):
+    """Sorted, unique, in range, within the budget, sinks and recent tokens in it; and attended."""
+    policy = small(name)
+    assert isinstance(policy, SparsePolicy)
+    cache, queries = make_case(dtype, kv_len)
+    out, lse, selection = run(cache, policy, pool, queries, [kv_len])
+    assert len(selection[0]) == cache.store.num_kv_heads
+    for tokens in selection[0]:
+        assert 0 < len(tokens) <= policy.budget_tokens
+        assert (np.diff(tokens) > 0).all()
+        assert tokens[0] >= 0
+        assert tokens[-1] == kv_len - 1
+        assert list(tokens[: policy.sink_tokens]) == list(range(policy.sink_tokens))
+        recent = range(kv_len - policy.recent_tokens, kv_len)
+        assert list(tokens[-policy.recent_tokens :]) == list(recent)
+    expected, expected_lse, _ = reference_of(cache, queries, kv_len, selection[0])
+    assert relative_error(out[0], expected) < TOLERANCE[dtype]
+    np.testing.assert_allclose(lse[0], expected_lse, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("sink_tokens", [0, 16])
+def test_no_sinks_and_all_sinks(name, sink_tokens, pool):
+    """With the whole budget in sinks and the recent window the policy has nothing to choose."""
+    cache, queries = make_case(torch.float32, 200)
+    options = {"budget_tokens": 48, "sink_tokens": sink_tokens}
+    if name != "streaming_llm":
+        options["recent_tokens"] = 48 - sink_tokens
+    _, _, selection = run(cache, small(name, **options), pool, queries, [200])
+    window = [*range(sink_tokens), *range(200 - 48 + sink_tokens, 200)]
+    assert [list(tokens) for tokens in selection[0]] == [window] * cache.store.num_kv_heads
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_rows_select_for_themselves(name, pool):
+    """A row's selection does not depend on the rows beside it, short ones included."""
+    kv_lens = [300, 40, 299, 49]
+    cache, queries = make_case(torch.float32, 300, rows=4)
+    out, _, selection = run(cache, small(name), pool, queries, kv_lens)
+    for row, kv_len in enumerate(kv_lens):
+        alone, _, one = run(cache, small(name), pool, queries[row : row + 1], [kv_len])
+        for ours, theirs in zip(selection[row], one[0], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_allclose(out[row], alone[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_dense_layers_attend_to_everything(name, pool):
+    cache, queries = make_case(torch.float32, 300)
+    out, _, selection = run(cache, small(name, dense_layers=2), pool, queries, [300])
+    assert all(len(tokens) == 0 for tokens in selection[0])
+    expected, _, _ = reference_of(cache, queries, 300)
+    assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
+    _, _, selection = run(cache, small(name, dense_layers=1), pool, queries, [300])
+    assert all(len(tokens) > 0 for tokens in selection[0])
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_nan_in_the_query_is_an_error(name, pool):
+    cache, queries = make_case(torch.float32, 300)
+    queries[0, 70] = float("nan")
+    with pytest.raises(RuntimeError, match="non-finite attention in layer 1, query row 0"):
+        run(cache, small(name), pool, queries, [300])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_len", [49, 300, 5000])
+def test_exact_topk_keeps_the_largest_weights(dtype, kv_len, pool):
+    """The best by float64 weights summed over the group; only near-ties may swap."""
+    policy = ExactTopK(budget_tokens=48, sink_tokens=4, recent_tokens=8, dense_layers=0)
+    cache, queries = make_case(dtype, kv_len)
+    _, _, selection = run(cache, policy, pool, queries, [kv_len])
+    _, _, weights = reference_of(cache, queries, kv_len)
+    for head, tokens in enumerate(selection[0]):
+        importance = sum(weights[head * GROUP_SIZE : (head + 1) * GROUP_SIZE])
+        best = 4 + reference.top_k(importance[4 : kv_len - 8], 48 - 12)
+        chosen = tokens[4:-8]
+        assert len(chosen) == len(best)
+        missed = np.sort(importance[np.setdiff1d(best, chosen)])
+        instead = np.sort(importance[np.setdiff1d(chosen, best)])
+        np.testing.assert_allclose(instead, missed, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_len", [49, 100, 1000])
+def test_streaming_llm_keeps_sinks_and_window(kv_len, pool):
+    cache, queries = make_case(torch.float32, kv_len)
+    policy = StreamingLLM(budget_tokens=48, sink_tokens=4, dense_layers=0)
+    _, _, selection = run(cache, policy, pool, queries, [kv_len])
+    for tokens in selection[0]:
+        assert list(tokens) == [*range(4), *range(kv_len - 44, kv_len)]

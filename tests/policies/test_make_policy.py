@@ -1,0 +1,95 @@
+"""make_policy and the options every policy shares: what is refused, and how the message reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import offload.policies
+from offload.policies import ExactTopK, Full, StreamingLLM, available_policies, make_policy
+
+
+def test_names_make_their_policies():
+    assert available_policies() == ["exact_topk", "full", "streaming_llm"]
+    assert make_policy("full") == Full()
+    assert make_policy("exact_topk", budget_tokens=256) == ExactTopK(budget_tokens=256)
+    assert make_policy("streaming_llm", sink_tokens=8) == StreamingLLM(sink_tokens=8)
+    for name in available_policies():
+        assert make_policy(name).name == name
+
+
+def test_a_policy_object_is_returned_as_it_is():
+    policy = ExactTopK(budget_tokens=512)
+    assert make_policy(policy) is policy
+    with pytest.raises(ValueError, match=r"options \['budget_tokens'\] given beside a policy"):
+        make_policy(policy, budget_tokens=256)
+
+
+def test_unknown_name():
+    message = "unknown policy 'qest'; available: exact_topk, full, streaming_llm"
+    with pytest.raises(ValueError, match=message):
+        make_policy("qest")
+    with pytest.raises(AttributeError, match="has no attribute 'Quest'"):
+        _ = offload.policies.Quest
+
+
+def test_unknown_option():
+    message = (
+        "policy 'exact_topk' has no option 'budget'; its options:"
+        " budget_tokens, sink_tokens, recent_tokens, dense_layers"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_policy("exact_topk", budget=256)
+    message = "policy 'full' has no option 'budget_tokens'; its options: none"
+    with pytest.raises(ValueError, match=message):
+        make_policy("full", budget_tokens=256)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget_tokens": "1024"}, "budget_tokens must be an int, got '1024'"),
+        ({"budget_tokens": True}, "budget_tokens must be an int, got True"),
+        ({"sink_tokens": 4.0}, r"sink_tokens must be an int, got 4\.0"),
+        ({"sink_tokens": "4"}, "sink_tokens must be an int, got '4'"),
+        ({"dense_layers": None}, "dense_layers must be an int, got None"),
+        ({"sink_tokens": -1}, "sink_tokens and dense_layers must not be negative, got -1 and 2"),
+        ({"dense_layers": -3}, "sink_tokens and dense_layers must not be negative, got 4 and -3"),
+        ({"recent_tokens": -1}, r"recent_tokens must be at least 1 \(the newest token\), got -1"),
+    ],
+)
+@pytest.mark.parametrize("name", ["exact_topk", "streaming_llm"])
+def test_options_out_of_range(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy(name, **options)
+
+
+def test_a_budget_below_its_parts():
+    message = (
+        r"budget_tokens=67 cannot hold sink_tokens=4 \+ recent_tokens=64;"
+        " raise budget_tokens or lower the others"
+    )
+    with pytest.raises(ValueError, match=message):
+        ExactTopK(budget_tokens=67)
+    assert ExactTopK(budget_tokens=68).budget_tokens == 68
+    with pytest.raises(ValueError, match="recent_tokens must be at least 1"):
+        ExactTopK(recent_tokens=0)
+
+
+def test_streaming_llm_derives_its_window():
+    assert StreamingLLM(budget_tokens=100, sink_tokens=10).recent_tokens == 90
+    assert StreamingLLM(budget_tokens=100, sink_tokens=10, recent_tokens=90).recent_tokens == 90
+    message = "recent_tokens must be budget_tokens - sink_tokens = 90, got 50"
+    with pytest.raises(ValueError, match=message):
+        StreamingLLM(budget_tokens=100, sink_tokens=10, recent_tokens=50)
+
+
+def test_full_never_loads_numba():
+    script = (
+        "import sys; from offload.policies import make_policy; make_policy('full');"
+        "assert 'numba' not in sys.modules; make_policy('exact_topk');"
+        "assert 'numba' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -286,8 +286,9 @@ void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
       unit.parts_left.store(static_cast<int>(splits), std::memory_order_relaxed);
     }
     int64_t begin = 0;
+    const int64_t blocks = ceil_div(n, align);  // at least `splits` of them, so no piece is empty
     for (int64_t i = 1; i <= splits; ++i) {
-      const int64_t end = i == splits ? n : n * i / splits / align * align;
+      const int64_t end = i == splits ? n : blocks * i / splits * align;
       pieces_.push_back({r, first_unit, num_units, begin, end - begin, static_cast<int>(i - 1)});
       begin = end;
     }

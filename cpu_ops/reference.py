@@ -1,4 +1,4 @@
-"""float64 references of the CPU kernels, written for clarity. Every kernel is tested against one."""
+"""float64 references of the CPU kernels, written for clarity; every kernel is tested so."""
 
 from __future__ import annotations
 

@@ -122,6 +122,10 @@ static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
     d = _mm512_add_epi64(d, _mm512_loadu_si512(bytes + i + 192));
   }
   for (; i + 64 <= num_bytes; i += 64) a = _mm512_add_epi64(a, _mm512_loadu_si512(bytes + i));
-  const __m512i sum = _mm512_add_epi64(_mm512_add_epi64(a, b), _mm512_add_epi64(c, d));
-  return static_cast<uint64_t>(_mm512_reduce_add_epi64(sum));
+  // Not _mm512_reduce_add_epi64: it adds signed numbers, and the checksum wraps.
+  alignas(64) uint64_t lanes[8];
+  _mm512_store_si512(lanes, _mm512_add_epi64(_mm512_add_epi64(a, b), _mm512_add_epi64(c, d)));
+  uint64_t sum = 0;
+  for (const uint64_t lane : lanes) sum += lane;
+  return sum;
 }

@@ -106,6 +106,21 @@ def test_batch_of_ragged_rows(threads, page_tokens):
     pool.close()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_lengths_that_split_unevenly(threads):
+    """A page and a bit: no piece may be empty, whatever earlier calls left in the scratch."""
+    rng = np.random.default_rng()
+    pool = WorkerPool(threads)
+    cache = Cache.random(rng, kv_len=1300, num_kv_heads=4)
+    attention = cache.attention(pool, 1)
+    for kv_len in (1300, 257, 300, 512, 513, 1025, 260):
+        queries = queries_of(cache, rng, 1)
+        out, _ = attend(attention, [cache.seq], [kv_len], queries)
+        expected, _, _ = reference_of(cache, queries, kv_len)
+        assert relative_error(out[0], expected) < TOLERANCE[torch.float32], kv_len
+    pool.close()
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_partial_results_merge_exactly(isa, pool):
     """Attention over two halves, merged by (o, lse), is attention over the whole."""

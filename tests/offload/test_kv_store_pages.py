@@ -271,16 +271,16 @@ class TestBudget:
         store.reserve([seq], [64 * 150])
         resident = process.memory_info().rss - before
         assert store.host_bytes_reserved == 2 << 26
-        assert resident == pytest.approx(store.host_bytes_reserved, rel=0.04)
+        assert resident == pytest.approx(store.host_bytes_reserved, rel=0.06)
         store.close()
-        assert process.memory_info().rss - before < 0.04 * resident
+        assert process.memory_info().rss - before < 0.06 * resident
 
     def test_memory_goes_back_when_the_store_is_collected(self):
         process = psutil.Process()
-        before = process.memory_info().rss
         store = make_store(slab_bytes=1 << 26, host_budget_bytes=1 << 26)
         store.reserve([store.new_sequence()], [1])
-        assert process.memory_info().rss - before > 60 << 20
+        held = process.memory_info().rss
         del store
         gc.collect()
-        assert process.memory_info().rss - before < 4 << 20
+        # Most of the slab: the test process's own heap moves by some MiB between the two readings.
+        assert held - process.memory_info().rss > 48 << 20

@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -198,5 +198,12 @@ class KVStoreMachine(RuleBasedStateMachine):
         self.store.close()
 
 
-KVStoreMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+KVStoreMachine.TestCase.settings = settings(
+    max_examples=100,
+    stateful_step_count=30,
+    deadline=None,
+    # A machine that has freed all its sequences can only make new ones: hypothesis counts the other
+    # rules as filtered, and with some seeds finds that too much.
+    suppress_health_check=[HealthCheck.filter_too_much],
+)
 TestKVStore = KVStoreMachine.TestCase

@@ -28,8 +28,8 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
-bool has_amx() {
-  // CPUID.7.0:EDX bits 22 (AMX-BF16) and 24 (AMX-TILE); the kernel grants the tile state on request only.
+bool request_amx() {
+  // CPUID.7.0:EDX bits 22 (AMX-BF16) and 24 (AMX-TILE); Linux grants the tile state to a process on request only.
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
   asm volatile("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
   if ((edx >> 22 & 1) == 0 || (edx >> 24 & 1) == 0 || !has_avx512_bf16()) return false;
@@ -40,6 +40,10 @@ bool has_amx() {
   return false;
 #endif
 }
+bool has_amx() {
+  static const bool granted = request_amx();
+  return granted;
+}
 #else
 bool has_avx2() { return false; }
 bool has_avx512() { return false; }
@@ -47,6 +51,7 @@ bool has_avx512_bf16() { return false; }
 bool has_amx() { return false; }
 #endif
 
+// From the least to the most capable. neon is tested under qemu and has not run on hardware yet.
 constexpr Isa kIsas[] = {
     {"scalar", scalar_table, always},
     {"neon", neon_table, always},

@@ -1,4 +1,4 @@
-// Which instruction set the kernels run on: the best the CPU has, or what OFFLOAD_ISA names.
+// Which instruction set the kernels run on: the best this CPU has, or what OFFLOAD_ISA names.
 #pragma once
 
 #include <string>

@@ -13,7 +13,7 @@ from offload.kv_store import KVStore
 from offload.policies import Full, Policy
 
 # Relative L2 of the output: rounding of what is stored, and of the weights for bf16 dot products.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 @dataclass

@@ -16,7 +16,7 @@ WIDTHS = [16, 31, 32, 48, 576, 577, 1536]
 OUT_FEATURES = [1, 63, 64, 65, 190]  # one weight block each, so that every tile edge occurs
 ROWS = [1, 2, 3, 4, 5, 16]
 # Relative L2. Kernels round where the reference rounds: only values near a tie may differ.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 EPS = 1e-5
 
 

@@ -1,0 +1,119 @@
+// The AMX kernel on a CPU without AMX: its tile instructions are replaced by a model in C++, its packing, padding and
+// tile shapes are the real ones. Needs AVX512-BF16, which the kernel falls back to. Prints "no AVX512-BF16" without.
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "check.h"
+#include "kernels.h"
+#include "number_formats.h"
+
+namespace offload::test {
+
+// Palette 1: eight tiles of up to 16 rows of 64 bytes, as configured.
+struct Tiles {
+  unsigned char config[64];
+  bool configured = false;
+  unsigned char data[8][16][64];
+
+  int rows(int t) const { return config[48 + t]; }
+  int row_bytes(int t) const { return config[16 + 2 * t] | config[17 + 2 * t] << 8; }
+  void load_config(const void* from) {
+    std::memcpy(config, from, sizeof config);
+    configured = config[0] == 1;
+    CHECK(config[0] <= 1 && config[1] == 0, "palette %d, start row %d", config[0], config[1]);
+    for (int t = 0; t < 8; ++t) CHECK(rows(t) <= 16 && row_bytes(t) <= 64, "tile %d", t);
+    std::memset(data, 0, sizeof data);
+  }
+  void zero(int t) {
+    CHECK(configured && rows(t) > 0, "tile %d is not configured", t);
+    std::memset(data[t], 0, sizeof data[t]);
+  }
+  void load(int t, const void* from, int64_t stride) {
+    zero(t);
+    for (int r = 0; r < rows(t); ++r) {
+      std::memcpy(data[t][r], static_cast<const char*>(from) + r * stride, static_cast<size_t>(row_bytes(t)));
+    }
+  }
+  void store(int t, void* to, int64_t stride) const {
+    CHECK(configured, "tile %d is not configured", t);
+    for (int r = 0; r < rows(t); ++r) {
+      std::memcpy(static_cast<char*>(to) + r * stride, data[t][r], static_cast<size_t>(row_bytes(t)));
+    }
+  }
+  void add(int t, int row, int column, float x) {
+    float sum;
+    std::memcpy(&sum, data[t][row] + 4 * column, sizeof sum);
+    sum += x;
+    std::memcpy(data[t][row] + 4 * column, &sum, sizeof sum);
+  }
+  float bf16(int t, int row, int column) const {
+    Bf16 x;
+    std::memcpy(&x, data[t][row] + 2 * column, sizeof x);
+    return to_float(x);
+  }
+  void dpbf16ps(int c, int a, int b) {
+    CHECK(configured && rows(a) == rows(c) && row_bytes(b) == row_bytes(c) && row_bytes(a) / 4 == rows(b),
+          "shapes of tiles %d, %d, %d disagree", c, a, b);
+    for (int m = 0; m < rows(a); ++m) {
+      for (int k = 0; k < rows(b); ++k) {
+        for (int n = 0; n < row_bytes(b) / 4; ++n) {
+          add(c, m, n, bf16(a, m, 2 * k) * bf16(b, k, 2 * n));
+          add(c, m, n, bf16(a, m, 2 * k + 1) * bf16(b, k, 2 * n + 1));
+        }
+      }
+    }
+  }
+};
+
+alignas(64) Tiles tiles;
+
+}  // namespace offload::test
+
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_zero
+#undef _tile_dpbf16ps
+#define _tile_loadconfig(from) ::offload::test::tiles.load_config(from)
+#define _tile_release() (::offload::test::tiles.configured = false)
+#define _tile_zero(t) ::offload::test::tiles.zero(t)
+#define _tile_loadd(t, from, stride) ::offload::test::tiles.load(t, from, stride)
+#define _tile_stored(t, to, stride) ::offload::test::tiles.store(t, to, stride)
+#define _tile_dpbf16ps(c, a, b) ::offload::test::tiles.dpbf16ps(c, a, b)
+#include "isa/amx.cpp"
+
+int main() {
+  using namespace offload;
+  using namespace offload::test;
+  if (!__builtin_cpu_supports("avx512bf16")) {
+    std::puts("no AVX512-BF16");
+    return 0;
+  }
+  constexpr int type = static_cast<int>(DType::bf16);
+  int multiplied = 0;
+  for (const int num_rows : {1, 4, 5, 7, 15, 16}) {
+    for (const int64_t width : {1, 16, 31, 32, 33, 64, 577, 1536}) {
+      for (const int64_t out_features : {1, 15, 16, 17, 64, 65, 97, 128, 190}) {
+        const int64_t first = out_features > 64 ? 3 : 0, count = out_features - first;
+        Exact<Bf16> weight(out_features * width, 1);
+        weight.fill([] { return from_float<Bf16>(normal()); });
+        Exact<float> x(num_rows * width);
+        x.fill([] { return to_float(from_float<Bf16>(normal())); });
+        const auto run = [&](const KernelTable& kernels) {
+          Exact<float> packed(x.size()), y((num_rows - 1) * (count + 3) + count);
+          y.fill([] { return 0.0f; });
+          kernels.pack_input[type](x.data(), x.size(), packed.data());
+          kernels.linear[type](packed.data(), num_rows, width, weight.data(), first, out_features, y.data(), count + 3);
+          return y;
+        };
+        multiplied += num_rows > 4 && count >= 16;
+        const double error = error_of_sums(run(*amx_table()), run(*scalar_table()), width);
+        CHECK(error < 1e-5, "%d rows of %lld, %lld outputs: error %g", num_rows, static_cast<long long>(width),
+              static_cast<long long>(count), error);
+        CHECK(!tiles.configured, "tiles are released");
+      }
+    }
+  }
+  CHECK(multiplied > 0, "the tiles were used");
+  std::puts("ok");
+}

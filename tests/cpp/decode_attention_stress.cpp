@@ -1,0 +1,245 @@
+// Decode attention with ragged batches, scans and stateful C++ policies on 1 to 4 threads, for the sanitizers. Every
+// result is compared with the same call on one thread, on fresh pages of exactly their size.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "decode_attention.h"
+#include "kernels.h"
+#include "number_formats.h"
+
+namespace offload::test {
+namespace {
+
+// Rows of one page: all of them distinct, and together the whole page.
+void check_page_layout(const AttentionShape& shape) {
+  const int64_t page_tokens = int64_t{1} << shape.page_shift;
+  const int64_t page_bytes = 2 * shape.num_kv_heads * page_tokens * shape.row_bytes();
+  const int64_t addresses[2] = {1 << 20, int64_t{1} << 40};  // 64-bit: the second page lies far away
+  std::vector<bool> taken(static_cast<size_t>(page_bytes / shape.row_bytes()), false);
+  for (int head = 0; head < shape.num_kv_heads; ++head) {
+    for (const RowSource& source : {shape.keys(addresses, head), shape.values(addresses, head)}) {
+      for (int64_t t = 0; t < 2 * page_tokens; ++t) {
+        const auto at = reinterpret_cast<int64_t>(source.row(t)) - addresses[t / page_tokens];
+        CHECK(at >= 0 && at < page_bytes && at % shape.row_bytes() == 0, "token %lld lies at %lld",
+              static_cast<long long>(t), static_cast<long long>(at));
+        if (t >= page_tokens) continue;
+        CHECK(!taken[static_cast<size_t>(at / shape.row_bytes())], "token %lld", static_cast<long long>(t));
+        taken[static_cast<size_t>(at / shape.row_bytes())] = true;
+      }
+      const auto step = reinterpret_cast<int64_t>(source.row(1)) - reinterpret_cast<int64_t>(source.row(0));
+      CHECK(page_tokens == 1 || step == shape.row_bytes(), "rows of a head follow each other");
+    }
+  }
+  CHECK(std::find(taken.begin(), taken.end(), false) == taken.end(), "a page has no gaps");
+}
+
+constexpr int kMaxTokens = 4096;
+
+// A sequence: its pages, and the arrays a policy keeps for it.
+struct Sequence {
+  std::vector<Exact<uint16_t>> pages;
+  std::vector<int64_t> addresses;
+  std::vector<float> attended;   // [units, kMaxTokens]
+  std::vector<int64_t> appends;  // [units]
+  void* arrays[kMaxPolicyArrays] = {};
+
+  Sequence(const AttentionShape& shape, int64_t kv_len)
+      : attended(static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0.0f),
+        appends(static_cast<size_t>(shape.num_qo_heads), 0) {
+    const int64_t page_tokens = int64_t{1} << shape.page_shift;
+    for (int64_t t = 0; t < kv_len; t += page_tokens) {
+      pages.emplace_back(2 * shape.num_kv_heads * page_tokens * shape.head_dim);
+      pages.back().fill([] { return from_float<Bf16>(normal()).bits; });
+      addresses.push_back(reinterpret_cast<int64_t>(pages.back().data()));
+    }
+    point();
+  }
+  void point() {
+    arrays[0] = attended.data();
+    arrays[1] = appends.data();
+  }
+  void reset() {
+    std::fill(attended.begin(), attended.end(), 0.0f);
+    std::fill(appends.begin(), appends.end(), 0);
+  }
+};
+
+int64_t offset_by_first(PolicyContext* context, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) context->indices[i] += static_cast<int32_t>(context->first);
+  return count;
+}
+
+int64_t select_scanned(PolicyContext* context) {
+  return offset_by_first(context,
+                         context->top_k(context, context->importance + context->first, context->last - context->first,
+                                        context->budget_tokens, context->indices));
+}
+
+int64_t select_scored(PolicyContext* context) {
+  const int64_t n = context->last - context->first;
+  std::vector<int32_t> tokens(static_cast<size_t>(n));
+  std::vector<float> scores(static_cast<size_t>(n * context->group_size));
+  for (int64_t i = 0; i < n; ++i) tokens[static_cast<size_t>(i)] = static_cast<int32_t>(context->first + i);
+  context->score_tokens(context, tokens.data(), n, scores.data());
+  return offset_by_first(context, context->top_k(context, scores.data(), n, context->budget_tokens, context->indices));
+}
+
+void observe(PolicyContext* context) {
+  float* attended = static_cast<float*>(context->arrays[0]) + context->unit * kMaxTokens;
+  for (int64_t g = 0; g < context->group_size; ++g) {
+    for (int64_t i = 0; i < context->num_indices; ++i) {
+      attended[context->indices[i]] += context->weights[g * context->num_indices + i];
+    }
+  }
+}
+
+void append(PolicyContext* context) { static_cast<int64_t*>(context->arrays[1])[context->unit] += context->kv_len; }
+
+int64_t select_too_many(PolicyContext* context) { return context->budget_tokens + 1; }
+
+struct Results {
+  std::vector<float> out;
+  std::vector<float> lse;
+  std::vector<std::vector<int32_t>> selection;
+  std::vector<float> attended;
+  std::vector<int64_t> appends;
+};
+
+struct Step {
+  AttentionShape shape;
+  PolicyFunctions policy;
+  bool sparse;
+  std::vector<Sequence*> sequences;
+  std::vector<int64_t> kv_lens;
+  std::vector<uint16_t> queries;
+};
+
+Results run(const Step& step, DecodeAttention& attention) {
+  const auto row_elements = static_cast<size_t>(step.shape.num_qo_heads * step.shape.head_dim);
+  const size_t n = step.kv_lens.size();
+  std::vector<uint16_t> out(n * row_elements, 0x7fc0);  // NaN
+  Results results;
+  results.lse.assign(n * static_cast<size_t>(step.shape.num_qo_heads), NAN);
+  std::vector<QueryRow> rows(n);
+  for (size_t r = 0; r < n; ++r) {
+    step.sequences[r]->reset();
+    rows[r].pages = step.sequences[r]->addresses.data();
+    rows[r].kv_len = step.kv_lens[r];
+    rows[r].query = step.queries.data() + r * row_elements;
+    rows[r].output = out.data() + r * row_elements;
+    rows[r].lse = results.lse.data() + r * static_cast<size_t>(step.shape.num_qo_heads);
+    rows[r].arrays = step.sequences[r]->arrays;
+  }
+  attention.set_policy(step.policy);
+  attention.set_units_per_row(step.policy.per_query_head);
+  attention.prepare(0, rows);
+  const std::string failure = attention.attend(0, rows, step.sparse);
+  CHECK(failure.empty(), "%s", failure.c_str());
+  for (const uint16_t bits : out) results.out.push_back(to_float(Bf16{bits}));
+  results.selection = attention.last_selection();
+  for (Sequence* sequence : step.sequences) {
+    results.attended.insert(results.attended.end(), sequence->attended.begin(), sequence->attended.end());
+    results.appends.insert(results.appends.end(), sequence->appends.begin(), sequence->appends.end());
+  }
+  return results;
+}
+
+void compare(const Results& actual, const Results& expected) {
+  // Pieces merge in another order: outputs move by a rounding, and near-ties of a selection may swap.
+  CHECK(relative_error(actual.out, expected.out) < 1e-2, "o");
+  CHECK(relative_error(actual.lse, expected.lse) < 1e-4, "lse");
+  CHECK(relative_error(actual.attended, expected.attended) < 1e-2, "observed weights");
+  CHECK(actual.appends == expected.appends, "appends");
+  CHECK(actual.selection.size() == expected.selection.size(), "units");
+  for (size_t u = 0; u < actual.selection.size(); ++u) {
+    CHECK(actual.selection[u].size() == expected.selection[u].size(), "unit %zu", u);
+    CHECK(std::is_sorted(actual.selection[u].begin(), actual.selection[u].end()), "unit %zu", u);
+  }
+}
+
+PolicyFunctions make_policy(bool scans_keys, bool per_query_head) {
+  PolicyFunctions policy;
+  policy.budget_tokens = 64;
+  policy.sink_tokens = 4;
+  policy.recent_tokens = 8;
+  policy.scans_keys = scans_keys;
+  policy.per_query_head = per_query_head;
+  policy.select = scans_keys ? select_scanned : select_scored;
+  policy.prepare = append;  // counts as well
+  policy.observe = observe;
+  policy.append = append;
+  return policy;
+}
+
+void stress(const AttentionShape& shape, int rounds) {
+  std::vector<std::unique_ptr<Sequence>> sequences;
+  for (const int64_t kv_len : {1, 63, 64, 65, 300, 1025, 3000}) {
+    sequences.push_back(std::make_unique<Sequence>(shape, kv_len));
+  }
+  const int64_t capacities[] = {1, 63, 64, 65, 300, 1025, 3000};
+  for (int num_threads = 2; num_threads <= 4; ++num_threads) {
+    WorkerPool alone(1), pool(num_threads, 30);
+    DecodeAttention serial(shape, *scalar_table(), alone), parallel(shape, *scalar_table(), pool);
+    for (int round = 0; round < rounds; ++round) {
+      Step step{shape, make_policy(round % 2 == 0, round % 3 == 0), round % 5 != 0, {}, {}, {}};
+      std::vector<size_t> order{0, 1, 2, 3, 4, 5, 6};
+      std::shuffle(order.begin(), order.end(), generator());
+      const auto n = static_cast<size_t>(round % 4 == 1 ? 1 : uniform(1, 5));
+      for (size_t i = 0; i < n; ++i) {
+        step.sequences.push_back(sequences[order[i]].get());
+        step.kv_lens.push_back(round % 2 == 0 ? capacities[order[i]] : uniform(1, capacities[order[i]]));
+      }
+      step.queries.resize(n * static_cast<size_t>(shape.num_qo_heads * shape.head_dim));
+      for (uint16_t& q : step.queries) q = from_float<Bf16>(normal()).bits;
+      const Results expected = run(step, serial);
+      compare(run(step, parallel), expected);
+    }
+  }
+}
+
+// A select that returns nonsense and a NaN in the cache end in a message, with and without a scan.
+void check_failures(const AttentionShape& shape) {
+  Sequence sequence(shape, 600);
+  std::vector<uint16_t> query(static_cast<size_t>(shape.num_qo_heads * shape.head_dim), 0x3f80), out(query.size());
+  QueryRow row{};
+  row.pages = sequence.addresses.data();
+  row.kv_len = 600;
+  row.query = query.data();
+  row.output = out.data();
+  row.arrays = sequence.arrays;
+  WorkerPool pool(3, 30);
+  DecodeAttention attention(shape, *scalar_table(), pool);
+  for (const bool poisoned : {false, true}) {
+    if (poisoned) sequence.pages[1][5] = 0x7fc0;
+    for (const bool scans_keys : {false, true}) {
+      PolicyFunctions policy = make_policy(scans_keys, false);
+      if (!poisoned) policy.select = select_too_many;
+      attention.set_policy(policy);
+      const std::string failure = attention.attend(3, {row}, true);
+      // Without a scan a policy may have left the NaN out.
+      CHECK(failure.find("layer 3") != std::string::npos || (poisoned && !scans_keys), "'%s'", failure.c_str());
+    }
+  }
+  CHECK(!attention.attend(3, {row}, false).empty(), "dense attention over a NaN");
+}
+
+}  // namespace
+}  // namespace offload::test
+
+int main(int argc, char**) {
+  using namespace offload;
+  using namespace offload::test;
+  const int rounds = argc > 1 ? 200 : 12;  // any argument: a long run
+  for (const int page_shift : {0, 4, 8}) {
+    for (const int heads : {1, 3, 8}) check_page_layout({heads * 2, heads, 48, page_shift, DType::bf16, 1.0f});
+  }
+  const AttentionShape shapes[] = {
+      {6, 2, 32, 4, DType::bf16, 0.2f}, {4, 4, 16, 8, DType::bf16, 0.25f}, {5, 1, 48, 8, DType::bf16, 0.15f}};
+  for (const AttentionShape& shape : shapes) {
+    stress(shape, rounds);
+    check_failures(shape);
+  }
+  std::puts("ok");
+}

@@ -1,0 +1,381 @@
+// Every kernel of every ISA against the scalar table, on heap buffers of exactly the size it may touch.
+// usage: kernel_parity [isa ...]; without names, all that run here, the scalar one included (for its own reads).
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "dispatch.h"
+#include "kernels.h"
+#include "number_formats.h"
+#include "policy.h"
+
+namespace offload::test {
+namespace {
+
+template <class T>
+constexpr DType kTypeOf = DType::f32;
+template <>
+constexpr DType kTypeOf<Half> = DType::f16;
+template <>
+constexpr DType kTypeOf<Bf16> = DType::bf16;
+
+template <class T>
+constexpr double kTolerance = 1e-5;  // relative L2 of what was summed in another order
+template <>
+constexpr double kTolerance<Bf16> = 6e-3;  // weights of values may be rounded to bf16
+
+template <class T>
+constexpr double kStep = 0.0;  // of neighbouring values, relative: a rounding may fall to the other side
+template <>
+constexpr double kStep<Half> = 0x1p-10;
+template <>
+constexpr double kStep<Bf16> = 0x1p-7;
+
+template <class T>
+T random_value() {
+  return from_float<T>(normal());
+}
+
+// Keys or values of one head: one allocation per page, the last one cut off after the last token.
+template <class T>
+class Rows {
+ public:
+  Rows(int64_t n, int head_dim, int page_shift, int64_t skip) : skip_(skip), head_dim_(head_dim), shift_(page_shift) {
+    const int64_t page_tokens = int64_t{1} << page_shift;
+    for (int64_t first = 0; first < n; first += page_tokens) {
+      pages_.emplace_back(std::min(page_tokens, n - first) * head_dim, skip);
+      pages_.back().fill(random_value<T>);
+      addresses_.push_back(reinterpret_cast<int64_t>(pages_.back().data() - skip));
+    }
+  }
+  RowSource source() const {
+    const auto item = static_cast<int64_t>(sizeof(T));
+    return {addresses_.data(), skip_ * item, head_dim_ * item, shift_};
+  }
+
+ private:
+  int64_t skip_;
+  int head_dim_;
+  int shift_;
+  std::vector<Exact<T>> pages_;
+  std::vector<int64_t> addresses_;
+};
+
+struct Attended {
+  std::vector<double> out;
+  std::vector<double> lse;
+  std::vector<double> scores;
+};
+
+struct Problem {
+  int group;
+  int head_dim;
+  const float* query;
+  RowSource keys;
+  RowSource values;
+};
+
+// The partial softmax after attend() as an output and its log-sum-exp.
+void finish(const Problem& problem, const Exact<float>& acc, const Exact<float>& row_max, const Exact<float>& row_sum,
+            Attended* result) {
+  for (int g = 0; g < problem.group; ++g) {
+    for (int d = 0; d < problem.head_dim; ++d) {
+      result->out.push_back(static_cast<double>(acc[g * problem.head_dim + d]) / static_cast<double>(row_sum[g]));
+    }
+    result->lse.push_back(static_cast<double>(row_max[g]) + std::log(static_cast<double>(row_sum[g])));
+  }
+}
+
+std::vector<double> score(const KernelTable& table, DType type, const Problem& problem, const TokenSpan& tokens) {
+  Exact<float> scores(problem.group * tokens.n);
+  scores.fill([] { return NAN; });
+  table.score[static_cast<int>(type)]({.query = problem.query,
+                                       .group_size = problem.group,
+                                       .head_dim = problem.head_dim,
+                                       .keys = problem.keys,
+                                       .tokens = tokens,
+                                       .scale = 0.125f,
+                                       .scores = scores.data(),
+                                       .score_stride = tokens.n});
+  return {scores.data(), scores.data() + scores.size()};
+}
+
+// `spans` are attended one after the other into one accumulator.
+Attended attend(const KernelTable& table, DType type, const Problem& problem, const std::vector<TokenSpan>& spans,
+                bool weighted, bool scored = false) {
+  Exact<float> acc(problem.group * problem.head_dim), row_max(problem.group), row_sum(problem.group);
+  const std::vector<int64_t> unreadable(64, 64);  // page addresses
+  Attended result;
+  for (size_t i = 0; i < spans.size(); ++i) {
+    const int64_t n = spans[i].n;
+    Exact<float> weights(weighted ? problem.group * n : 0), scores(weighted || scored ? 0 : problem.group * n);
+    Exact<float> tile(scored ? problem.group * kScoreTile : 0);
+    for (int64_t j = 0; j < weights.size(); ++j) weights[j] = static_cast<float>(1 + j * 37 % 101) / 101.0f;
+    AttendArgs args{};
+    args.query = problem.query;
+    args.group_size = problem.group;
+    args.head_dim = problem.head_dim;
+    args.keys = problem.keys;
+    args.values = problem.values;
+    args.tokens = spans[i];
+    args.scale = 0.125f;
+    if (weighted) {
+      args.weights = weights.data();
+      args.weight_stride = n;
+      args.keys.pages = unreadable.data();
+    } else if (scored) {
+      const std::vector<double> known = score(table, type, problem, spans[i]);
+      for (int g = 0; g < problem.group; ++g) {
+        for (int64_t j = 0; j < n; ++j)
+          tile[g * kScoreTile + j] = static_cast<float>(known[static_cast<size_t>(g * n + j)]);
+      }
+      args.scored = tile.data();
+    } else {
+      args.scores = scores.data();
+      args.score_stride = n;
+    }
+    args.acc = acc.data();
+    args.row_max = row_max.data();
+    args.row_sum = row_sum.data();
+    args.continues = i > 0;
+    args.ends = i + 1 == spans.size();
+    table.attend[static_cast<int>(type)](args);
+    result.scores.insert(result.scores.end(), scores.data(), scores.data() + scores.size());
+  }
+  finish(problem, acc, row_max, row_sum, &result);
+  return result;
+}
+
+template <class T>
+void compare(const KernelTable& table, const Attended& actual, const Attended& expected, const Problem& problem,
+             int64_t n, const char* what) {
+  const double error = relative_error(actual.out, expected.out);
+  CHECK(error_of_sums(actual.scores, expected.scores, problem.head_dim) < 2e-6, "%s: scores", table.name);
+  CHECK(error < kTolerance<T>, "%s, dtype %d, %s: group %d, head_dim %d, %lld tokens: error %g", table.name,
+        static_cast<int>(kTypeOf<T>), what, problem.group, problem.head_dim, static_cast<long long>(n), error);
+  for (size_t g = 0; g < expected.lse.size(); ++g) {
+    CHECK(std::fabs(actual.lse[g] - expected.lse[g]) < 1e-4, "%s, %s: lse %g instead of %g", table.name, what,
+          actual.lse[g], expected.lse[g]);
+  }
+}
+
+template <class T>
+void check_attention(const KernelTable& table, int group, int head_dim, int64_t n, int page_shift, int64_t skip) {
+  const KernelTable& scalar = *scalar_table();
+  constexpr DType type = kTypeOf<T>;
+  const Rows<T> keys(n, head_dim, page_shift, skip), values(n, head_dim, page_shift, skip);
+  Exact<float> query(group * head_dim, skip);
+  query.fill([] { return to_float(from_float<T>(2.0f * normal())); });
+  const Problem problem{group, head_dim, query.data(), keys.source(), values.source()};
+
+  Exact<int32_t> indices(n / 2 + 1);
+  std::vector<int32_t> all(static_cast<size_t>(n));
+  for (int64_t t = 0; t < n; ++t) all[static_cast<size_t>(t)] = static_cast<int32_t>(t);
+  std::shuffle(all.begin(), all.end(), generator());
+  std::sort(all.begin(), all.begin() + indices.size());
+  std::copy_n(all.begin(), indices.size(), indices.data());
+
+  const int64_t first = uniform(0, n - 1);
+  const int64_t cut = uniform(0, n);
+  const TokenSpan whole{nullptr, 0, n}, tail{nullptr, first, n - first}, chosen{indices.data(), 0, indices.size()};
+  for (const TokenSpan& span : {whole, tail, chosen}) {
+    const double error = error_of_sums(score(table, type, problem, span), score(scalar, type, problem, span), head_dim);
+    CHECK(error < 2e-6, "%s, dtype %d, score: group %d, head_dim %d, %lld tokens: error %g", table.name,
+          static_cast<int>(type), group, head_dim, static_cast<long long>(span.n), error);
+    const char* what = span.indices != nullptr ? "sparse" : "dense";
+    compare<T>(table, attend(table, type, problem, {span}, false), attend(scalar, type, problem, {span}, false),
+               problem, span.n, what);
+    compare<T>(table, attend(table, type, problem, {span}, true), attend(scalar, type, problem, {span}, true), problem,
+               span.n, "with weights given");
+  }
+  if (cut > 0) {
+    const std::vector<TokenSpan> spans{{nullptr, 0, cut}, {nullptr, cut, n - cut}};
+    compare<T>(table, attend(table, type, problem, spans, false), attend(scalar, type, problem, spans, false), problem,
+               n, "continued");
+  }
+  const int64_t in_page = std::min<int64_t>({n, int64_t{1} << page_shift, kScoreTile});
+  const std::vector<TokenSpan> page{{nullptr, 0, in_page}};
+  compare<T>(table, attend(table, type, problem, page, false, true), attend(scalar, type, problem, page, false, true),
+             problem, in_page, "with scores given");
+}
+
+template <class T>
+void check_linear(const KernelTable& table, int num_rows, int64_t in_features, int64_t out_features) {
+  constexpr int type = static_cast<int>(kTypeOf<T>);
+  const int64_t first = out_features / 3;
+  Exact<T> weight(out_features * in_features, 1);
+  weight.fill(random_value<T>);
+  Exact<float> x(num_rows * in_features, 1);
+  x.fill([] { return to_float(random_value<T>()); });
+  const auto run = [&](const KernelTable& kernels) {
+    Exact<float> packed(num_rows * in_features), y(num_rows * (out_features - first));
+    y.fill([] { return NAN; });
+    kernels.pack_input[type](x.data(), x.size(), packed.data());
+    kernels.linear[type](packed.data(), num_rows, in_features, weight.data(), first, out_features, y.data(),
+                         out_features - first);
+    return y;
+  };
+  const double error = error_of_sums(run(table), run(*scalar_table()), in_features);
+  CHECK(error < 2e-6, "%s, dtype %d, linear: %d rows of %lld, %lld outputs: error %g", table.name, type, num_rows,
+        static_cast<long long>(in_features), static_cast<long long>(out_features - first), error);
+}
+
+template <class T>
+void check_elementwise(const KernelTable& table, int64_t n) {
+  constexpr int type = static_cast<int>(kTypeOf<T>);
+  Exact<T> x(n, 1), y(n, 1);
+  x.fill(random_value<T>);
+  y.fill(random_value<T>);
+  Exact<float> wide(n, 1);
+  wide.fill([] { return 3.0f * normal(); });
+  const auto run = [&](const KernelTable& kernels, int what) {
+    Exact<float> out(n);
+    Exact<T> narrow(n, 1);
+    switch (what) {
+      case 0:
+        kernels.to_float[type](x.data(), n, out.data());
+        return out;
+      case 1:
+        kernels.rms_norm[type](x.data(), y.data(), 1e-5f, n, out.data());
+        return out;
+      case 2:
+        kernels.silu_mul[type](x.data(), y.data(), n, out.data());
+        return out;
+      case 3:
+        kernels.from_float[type](wide.data(), n, narrow.data());
+        break;
+      case 4:
+        kernels.add_residual[type](wide.data(), x.data(), n, narrow.data());
+        break;
+      default:
+        std::copy_n(x.data(), n, narrow.data());
+    }
+    if (what >= 5 && n % kHeadDimMultiple == 0 && n <= kMaxHeadDim) {
+      kernels.rope_head[type](narrow.data(), y.data(), y.data(), what == 5 ? nullptr : y.data(), 1e-6f, n);
+    }
+    for (int64_t i = 0; i < n; ++i) out[i] = to_float(narrow[i]);
+    return out;
+  };
+  for (int what = 0; what < 7; ++what) {
+    const Exact<float> actual = run(table, what), expected = run(*scalar_table(), what);
+    for (int64_t i = 0; i < n; ++i) {
+      // Sums of products may cancel: relative to the terms, which are about one.
+      const double allowed =
+          kStep<T> * std::fabs(expected[i]) + (what >= 4 ? kStep<T> : 0.0) + 2e-6 * (1.0 + std::fabs(expected[i]));
+      CHECK(std::fabs(actual[i] - expected[i]) <= allowed, "%s, dtype %d, operator %d of %lld: %g instead of %g",
+            table.name, type, what, static_cast<long long>(n), static_cast<double>(actual[i]),
+            static_cast<double>(expected[i]));
+    }
+  }
+}
+
+// Conversions must agree in every bit, ties and subnormal numbers included; NaN may differ in payload.
+template <class T>
+void check_conversions(const KernelTable& table) {
+  constexpr int type = static_cast<int>(kTypeOf<T>);
+  constexpr int64_t n = 1 << 16;
+  Exact<T> bits(n);
+  for (int64_t i = 0; i < n; ++i) bits[i].bits = static_cast<uint16_t>(i);
+  Exact<float> wide(n), edges(n);
+  table.to_float[type](bits.data(), n, wide.data());
+  for (int64_t i = 0; i < n; ++i) {
+    const float expected = to_float(bits[i]);
+    CHECK(std::isnan(expected) ? std::isnan(wide[i]) : float_to_bits(wide[i]) == float_to_bits(expected),
+          "%s, dtype %d: 0x%llx", table.name, type, static_cast<long long>(i));
+    const uint32_t nearby = float_to_bits(expected) + static_cast<uint32_t>(uniform(-0x1800, 0x1800));
+    edges[i] = bits_to_float(i % 3 == 0 ? float_to_bits(expected) | (type == 1 ? 0x1000u : 0x8000u) : nearby);
+  }
+  Exact<T> narrow(n);
+  table.from_float[type](edges.data(), n, narrow.data());
+  for (int64_t i = 0; i < n; ++i) {
+    const T expected = from_float<T>(edges[i]);
+    CHECK(narrow[i].bits == expected.bits || (std::isnan(to_float(expected)) && std::isnan(to_float(narrow[i]))),
+          "%s, dtype %d: 0x%x became 0x%x instead of 0x%x", table.name, type, float_to_bits(edges[i]), narrow[i].bits,
+          expected.bits);
+  }
+}
+
+void check_selection(const KernelTable& table, int64_t n) {
+  const KernelTable& scalar = *scalar_table();
+  Exact<float> x(n, 1);
+  x.fill([] { return std::round(4.0f * normal()) / 4.0f; });
+  for (const float threshold : {-INFINITY, -0.5f, 0.0f, 0.25f, 9.0f, NAN}) {
+    const int64_t count = scalar.count_at_least(x.data(), n, threshold);
+    CHECK(table.count_at_least(x.data(), n, threshold) == count, "%s", table.name);
+    for (const int64_t capacity : {int64_t{0}, count / 2, count}) {
+      Exact<int32_t> actual(capacity), expected(capacity);
+      CHECK(table.filter_at_least(x.data(), n, threshold, actual.data(), capacity) == count, "%s", table.name);
+      scalar.filter_at_least(x.data(), n, threshold, expected.data(), capacity);
+      CHECK(std::equal(actual.data(), actual.data() + capacity, expected.data()), "%s", table.name);
+    }
+  }
+  const int64_t k = uniform(1, n);
+  Exact<int32_t> actual(k), expected(k);
+  CHECK(top_k(table, x.data(), n, k, actual.data()) == k, "%s", table.name);
+  top_k(scalar, x.data(), n, k, expected.data());
+  CHECK(std::equal(actual.data(), actual.data() + k, expected.data()), "%s", table.name);
+
+  Exact<float> a(n, 1), b(n, 1);
+  for (int64_t i = 0; i < n; ++i) a[i] = b[i] = 50.0f * x[i];
+  float sum_a = 0.0f, sum_b = 0.0f;
+  const float max_a = table.exp_shifted(a.data(), n, &sum_a), max_b = scalar.exp_shifted(b.data(), n, &sum_b);
+  CHECK(max_a == max_b && std::fabs(sum_a - sum_b) <= 1e-5f * sum_b, "%s: %g, %g", table.name,
+        static_cast<double>(sum_a), static_cast<double>(sum_b));
+  for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(a[i] - b[i]) <= 2e-5f * b[i] + 1e-37f, "%s", table.name);
+  table.scale_add(x.data(), 0.5f, n, false, a.data());
+  table.scale_add(x.data(), 2.0f, n, true, a.data());
+  for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(a[i] - 2.5f * x[i]) < 1e-5f, "%s", table.name);
+}
+
+void check_reads(const KernelTable& table) {
+  Exact<uint64_t> data(4096 + 64, 1);
+  data.fill([] { return generator()(); });
+  const int64_t bytes = data.size() * 8;
+  CHECK(table.read_bytes(data.data(), bytes) == scalar_table()->read_bytes(data.data(), bytes), "%s", table.name);
+  Exact<int32_t> rows(100);
+  rows.fill([&] { return static_cast<int32_t>(uniform(0, bytes / 256 - 1)); });
+  CHECK(table.read_rows(data.data(), rows.data(), 100, 256) ==
+            scalar_table()->read_rows(data.data(), rows.data(), 100, 256),
+        "%s", table.name);
+}
+
+template <class T>
+void check_dtype(const KernelTable& table) {
+  const std::vector<int64_t> lengths{1, 2, 31, 32, 33, 255, 257, 515};
+  int i = 0;
+  for (const int head_dim : {16, 32, 48, 64, 80, 96, 128, 256}) {
+    for (const int group : {1, 2, 3, 4, 5, 8, 9, kMaxGroupSize}) {
+      ++i;  // walks through the combinations instead of multiplying them out
+      check_attention<T>(table, group, head_dim, lengths[static_cast<size_t>(i) % lengths.size()], i % 3 == 0 ? 4 : 8,
+                         i % 2);
+      if (group <= 5)
+        check_attention<T>(table, group, head_dim, lengths[static_cast<size_t>(i / 8 + i) % lengths.size()], 8, i % 2);
+    }
+  }
+  for (const int rows : {1, 2, 3, 4, 5, 7, 16}) {
+    for (const int64_t width : {1, 16, 31, 48, 64, 127, 128, 577})
+      check_linear<T>(table, rows, width, 1 + uniform(0, 12));
+  }
+  for (const int64_t n : {1, 7, 8, 15, 16, 17, 31, 32, 48, 64, 80, 100, 256, 300}) check_elementwise<T>(table, n);
+}
+
+void check_isa(const KernelTable& table) {
+  check_dtype<float>(table);
+  check_dtype<Half>(table);
+  check_dtype<Bf16>(table);
+  check_conversions<Half>(table);
+  check_conversions<Bf16>(table);
+  for (const int64_t n : {1, 7, 8, 15, 16, 17, 63, 64, 65, 100, 16385, 20000}) check_selection(table, n);
+  check_reads(table);
+  std::printf("%s: ok\n", table.name);
+}
+
+}  // namespace
+}  // namespace offload::test
+
+int main(int argc, char** argv) {
+  std::vector<std::string> isas(argv + 1, argv + argc);
+  if (isas.empty()) isas = offload::available_isas();
+  for (const std::string& isa : isas) offload::test::check_isa(offload::kernels_for(isa));
+}

@@ -1,0 +1,70 @@
+"""Compiles and runs the standalone C++ test programs of this folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CPP = HERE.parents[1] / "cpp"
+FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-math-errno", "-fno-omit-frame-pointer", "-pthread"]
+FLAGS += [f"-I{CPP}", f"-I{HERE}"]
+ALL_ISAS = ["scalar", "neon", "avx2", "avx512", "avx512_bf16", "amx"]
+
+
+def run(command: Sequence[str | Path], timeout_s: int = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def require_compiler(folder: Path, compiler: str, flags: Sequence[str] = ()) -> None:
+    """Skip unless `compiler` makes programs with these flags (a sanitizer needs its runtime)."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    source = folder / "probe.cpp"
+    source.write_text("int main() { return 0; }\n")
+    if run([compiler, *flags, source, "-o", folder / "probe"]).returncode != 0:
+        pytest.skip(f"{compiler} cannot link with {' '.join(flags)}")
+
+
+def compile_program(
+    folder: Path,
+    source: str,
+    *,
+    kernels: Sequence[str],
+    units: Sequence[str],
+    flags: Sequence[str] = (),
+    compiler: str = "g++",
+) -> Path:
+    """Build tests/cpp/`source` with cpp/isa/`kernels` and the other cpp/`units`.
+
+    Objects stay in `folder` and are shared by its programs.
+    """
+    require_compiler(folder, compiler, flags)
+    sources = [HERE / source, *(CPP / f"isa/{isa}.cpp" for isa in kernels)]
+    sources += [CPP / f"{unit}.cpp" for unit in units]
+
+    def compile_one(path: Path) -> Path:
+        target = folder / f"{path.stem}.o"
+        if not target.exists():
+            result = run([compiler, *FLAGS, *flags, "-c", path, "-o", target], timeout_s=300)
+            assert result.returncode == 0, result.stderr
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
+    program = folder / Path(source).stem
+    result = run([compiler, *FLAGS, *flags, *objects, "-o", program])
+    assert result.returncode == 0, result.stderr
+    return program

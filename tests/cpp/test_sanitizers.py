@@ -1,0 +1,98 @@
+"""The pool and the attention under ThreadSanitizer, the kernels under ASan and UBSan."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from programs import ALL_ISAS, compile_program, run
+
+from cpu_ops import native
+
+THREAD = ["-fsanitize=thread"]
+ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+ATTENTION = ["decode_attention", "top_k", "worker_pool"]
+
+
+@pytest.fixture(scope="module")
+def thread_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tsan")
+
+
+@pytest.fixture(scope="module")
+def address_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("asan")
+
+
+def run_threads(program: Path) -> None:
+    """Run under ThreadSanitizer, without address randomisation where it cannot cope with it."""
+    result = run([program])
+    if "unexpected memory mapping" in result.stderr:
+        if shutil.which("setarch") is None:
+            pytest.skip("ThreadSanitizer cannot run with this kernel's address randomisation")
+        result = run(["setarch", "-R", program])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "ok"
+
+
+def test_worker_pool_has_no_races(thread_folder):
+    run_threads(
+        compile_program(
+            thread_folder, "worker_pool_stress.cpp", kernels=[], units=["worker_pool"], flags=THREAD
+        )
+    )
+
+
+def test_decode_attention_has_no_races(thread_folder):
+    run_threads(
+        compile_program(
+            thread_folder,
+            "decode_attention_stress.cpp",
+            kernels=["scalar"],
+            units=ATTENTION,
+            flags=THREAD,
+        )
+    )
+
+
+def test_decode_attention_stays_in_bounds(address_folder):
+    program = compile_program(
+        address_folder,
+        "decode_attention_stress.cpp",
+        kernels=["scalar"],
+        units=ATTENTION,
+        flags=ADDRESS,
+    )
+    result = run([program])
+    assert result.returncode == 0, result.stderr
+
+
+def test_kernels_stay_in_bounds_and_agree(address_folder):
+    """Every ISA that runs here, on buffers of exactly the size a kernel may touch."""
+    program = compile_program(
+        address_folder,
+        "kernel_parity.cpp",
+        kernels=ALL_ISAS,
+        units=["dispatch", "top_k"],
+        flags=ADDRESS,
+    )
+    result = run([program])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[:-1] == [f"{isa}: ok" for isa in native.available_isas()]
+
+
+def test_amx_agrees_on_modelled_tiles(address_folder):
+    """No AMX needed; where the CPU has it, tests/cpu_ops runs the real instructions."""
+    if "avx512_bf16" not in native.available_isas():
+        pytest.skip("AVX512-BF16, which the AMX table builds on, is not on this CPU")
+    program = compile_program(
+        address_folder,
+        "amx_parity.cpp",
+        kernels=["scalar", "avx512", "avx512_bf16"],
+        units=[],
+        flags=ADDRESS,
+    )
+    result = run([program])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "ok"

@@ -13,6 +13,10 @@
 
 namespace offload {
 
+inline constexpr int64_t kPiecesPerThread = 4;  // finer pieces balance better, coarser ones merge faster
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 struct AttentionShape {
   int num_qo_heads;
   int num_kv_heads;

@@ -137,7 +137,7 @@ def top_k(
 ) -> Any:
     """top_k(pointer, ctx.top_k, x, n, k, positions) -> count: positions of the k largest of x.
 
-    `x` is the address of float32 [n], `positions` of int32 [k]; ascending; -1 if x has NaN.
+    `x` is the address of float32 [n], `positions` of int32 [k]; ascending; -1 if NaN leaves fewer than k.
     """
 
     def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:

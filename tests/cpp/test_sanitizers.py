@@ -12,7 +12,7 @@ from cpu_ops import native
 
 THREAD = ["-fsanitize=thread"]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-ATTENTION = ["decode_attention", "top_k", "worker_pool"]
+ATTENTION = ["decode_attention", "decode_attention_scan", "top_k", "worker_pool"]
 
 
 @pytest.fixture(scope="module")

@@ -137,7 +137,8 @@ def top_k(
 ) -> Any:
     """top_k(pointer, ctx.top_k, x, n, k, positions) -> count: positions of the k largest of x.
 
-    `x` is the address of float32 [n], `positions` of int32 [k]; ascending; -1 if NaN leaves fewer than k.
+    `x` is the address of float32 [n], `positions` of int32 [k]; ascending. The count is -1 if NaN
+    leaves fewer than k values.
     """
 
     def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:

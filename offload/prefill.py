@@ -8,7 +8,7 @@ prompt: hidden_size + 2 * num_kv_heads * head_dim elements per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -32,6 +32,7 @@ def prefill(
     store: KVStore | None,
     seqs: Sequence[int],
     slice_tokens: int,
+    on_attend: Callable[[int, int, torch.Tensor, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Run all layers over the new tokens of `batch`.
 
@@ -40,6 +41,9 @@ def prefill(
         store: takes the new K/V, for which room is reserved; None computes without a cache.
         seqs: the store's sequence of each sequence of `batch`; its cached tokens are attended to.
         slice_tokens: tokens that go through a layer at one time.
+        on_attend: sees what attends, per layer and slice of a sequence: layer_idx, `first` token
+            of the slice, its queries [num_qo_heads, n, head_dim] and all new keys up to its last
+            token [num_kv_heads, first + n, head_dim], rotated.
 
     Returns:
         [num_tokens, hidden_size], before the final norm.
@@ -69,6 +73,8 @@ def prefill(
                 new = keys[:, begin:last], values[:, begin:last]
                 of_slice = slice(first - start, last - start)
                 o[of_slice] = attend(q[:, of_slice], past[sequence], new, shape.sm_scale)
+                if on_attend is not None:
+                    on_attend(layer_idx, first - begin, q[:, of_slice], new[0])
             x += layer.o_proj(o.flatten(1))
             mlp_in = layer.mlp_norm(x)
             gate = functional.silu(layer.gate_proj(mlp_in), inplace=True)

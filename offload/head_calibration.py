@@ -32,6 +32,7 @@ from offload.head_roles import (
     default_retrieval_heads,
     evenly_spaced_heads,
 )
+from offload.kv_store import KVStore
 from offload.models import LeanModel
 from offload.prefill import prefill
 
@@ -78,54 +79,52 @@ class Calibration:
 
 
 class HeadObserver:
-    """Collects `Calibration.mass_kept` while a prefill goes through the layers.
+    """Queries of a prefill, and what `Calibration.mass_kept` follows from them and the keys.
 
-    Pass `observe` to `prefill` as `on_attend`. It keeps queries x layers x KV heads x
-    tokens_per_head int64, and one query's attention weights at a time.
+    Pass `keep_queries` to `prefill` as `on_queries`; afterwards give the layers' keys to
+    `compare`, in order. It holds queries x layers x KV heads x tokens_per_head int64, and one
+    query's attention weights at a time.
 
     Args:
         num_tokens: of the text, at least MIN_CALIBRATION_TOKENS. 32 queries, spread over its second
             half, are looked at.
-        on_layer: called after each layer.
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        sm_scale: float,
-        num_tokens: int,
-        on_layer: Callable[[], None] | None = None,
+        self, num_layers: int, num_kv_heads: int, sm_scale: float, num_tokens: int
     ) -> None:
         if num_tokens < MIN_CALIBRATION_TOKENS:
             raise ValueError(
                 f"calibration needs a text of at least {MIN_CALIBRATION_TOKENS} tokens, "
                 f"got {num_tokens}"
             )
-        self.positions = np.linspace(num_tokens // 2, num_tokens - 1, _NUM_QUERIES).astype(int)
+        self.positions: list[int] = (
+            np.linspace(num_tokens // 2, num_tokens - 1, _NUM_QUERIES).astype(int).tolist()
+        )
         self.tokens_per_head = num_tokens // 16
         self._num_tokens = num_tokens
         self._num_kv_heads = num_kv_heads
         self._sm_scale = sm_scale
-        self._on_layer = on_layer
+        self._queries: list[dict[int, Tensor]] = [{} for _ in range(num_layers)]
         shape = (_NUM_QUERIES, num_layers, num_kv_heads, self.tokens_per_head)
         self._found = np.zeros(shape, np.int64)
         self._mass_kept = np.zeros((num_kv_heads, num_layers, num_layers))
 
-    def observe(self, layer_idx: int, first: int, queries: Tensor, keys: Tensor) -> None:
-        """A slice of a layer: queries [num_qo_heads, n, head_dim] of tokens first .. first + n, and
-        keys [num_kv_heads, first + n, head_dim]; both rotated.
-        """
-        stop = first + queries.shape[1]
-        queries = queries.unflatten(0, (self._num_kv_heads, -1))
+    def keep_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
+        """Keep those of `queries` [num_qo_heads, n, head_dim], up to token kv_len - 1, it needs."""
+        first = kv_len - queries.shape[1]
+        for position in self.positions:
+            if first <= position < kv_len:
+                query = queries[:, position - first].float().clone()
+                group = query.view(self._num_kv_heads, -1, query.shape[-1])
+                self._queries[layer_idx][position] = group
+
+    def compare(self, layer_idx: int, keys: Tensor) -> None:
+        """Attention of a layer's queries over keys [num_kv_heads, num_tokens, head_dim]."""
+        keys = keys.float().transpose(1, 2)
         for i, position in enumerate(self.positions):
-            if first <= position < stop:
-                query = queries[:, :, position - first].float()
-                scores = query @ keys[:, : position + 1].float().transpose(1, 2)
-                weights = (self._sm_scale * scores).softmax(-1).sum(1)
-                self._add(layer_idx, i, weights)
-        if stop == self._num_tokens and self._on_layer is not None:
-            self._on_layer()
+            scores = self._queries[layer_idx][position] @ keys[:, :, : position + 1]
+            self._add(layer_idx, i, (self._sm_scale * scores).softmax(-1).sum(1))
 
     def _add(self, layer_idx: int, i: int, weights: Tensor) -> None:
         """weights [num_kv_heads, kv_len]: attention of query i, summed over query heads."""
@@ -137,7 +136,9 @@ class HeadObserver:
         total = importance[:, _SINK_TOKENS:].sum(1)
         above = self._found[i, : layer_idx + 1]  # [layers so far, num_kv_heads, tokens_per_head]
         chosen = importance[np.arange(self._num_kv_heads)[:, None], above].sum(-1)
-        self._mass_kept[:, : layer_idx + 1, layer_idx] += ((chosen + recent) / total).T
+        # All attention may be on the sinks: nothing is lost then.
+        kept = np.divide(chosen + recent, total, out=np.ones_like(chosen), where=total > 0)
+        self._mass_kept[:, : layer_idx + 1, layer_idx] += kept.T
 
     def result(self) -> Calibration:
         """After the last layer."""
@@ -150,13 +151,13 @@ def observe_heads(
     lean: LeanModel,
     input_ids: Tensor,
     *,
-    slice_tokens: int = 1024,
     on_layer: Callable[[], None] | None = None,
 ) -> Calibration:
-    """One prefill of a text, watched. The KV store is not used.
+    """One prefill of a text, in a KV store of its own, and the attention of some of its queries.
 
     Args:
         input_ids: int64 [num_tokens] or [1, num_tokens].
+        on_layer: called after each layer's attention has been compared.
 
     Raises:
         ValueError: fewer than MIN_CALIBRATION_TOKENS tokens, or more than the model can have.
@@ -168,21 +169,34 @@ def observe_heads(
             f"a calibration text of {num_tokens} tokens exceeds the {lean.max_context} tokens of "
             f"this model ({lean.max_context_reason}); shorten it or lower its number of tokens"
         )
-    shape = lean.attention
-    observer = HeadObserver(
-        len(lean.layers), shape.num_kv_heads, shape.sm_scale, num_tokens, on_layer
+    shape, num_layers = lean.attention, len(lean.layers)
+    observer = HeadObserver(num_layers, shape.num_kv_heads, shape.sm_scale, num_tokens)
+    store = KVStore(
+        num_layers=num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=lean.lm_head.weight.dtype,
     )
-    batch = pack((1, num_tokens), None, torch.arange(num_tokens)[None])
-    with torch.no_grad():
-        prefill(
-            lean,
-            lean.embed_tokens(tokens).clone(),
-            batch,
-            store=None,
-            seqs=[],
-            slice_tokens=slice_tokens,
-            on_attend=observer.observe,
-        )
+    try:
+        seq = store.new_sequence()
+        store.reserve([seq], [num_tokens])
+        with torch.no_grad():
+            prefill(
+                lean,
+                lean.embed_tokens(tokens).clone(),
+                pack((1, num_tokens), None, torch.arange(num_tokens)[None]),
+                store=store,
+                seqs=[seq],
+                slice_tokens=num_tokens,
+                on_queries=observer.keep_queries,
+            )
+        store.commit([seq], [num_tokens])
+        for layer_idx in range(num_layers):
+            observer.compare(layer_idx, store.gather(seq, layer_idx)[0])
+            if on_layer is not None:
+                on_layer()
+    finally:
+        store.close()
     return observer.result()
 
 

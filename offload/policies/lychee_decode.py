@@ -181,7 +181,7 @@ class LycheeDecode(SparsePolicy):
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
         """Refuse roles of another model."""
-        if self.head_roles is not None:
+        if isinstance(self.head_roles, HeadRoles):
             self.head_roles.check(
                 num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim
             )
@@ -190,7 +190,7 @@ class LycheeDecode(SparsePolicy):
 
     def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
         """RETRIEVE or REUSE of each [layer, KV head]."""
-        if self.head_roles is not None:
+        if isinstance(self.head_roles, HeadRoles):
             retrieval = self.head_roles.array
         else:
             count = self.retrieval_heads

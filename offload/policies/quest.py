@@ -137,7 +137,7 @@ def select(pointer: Any) -> int:
     num_loose = min(ctx.last - last_paged, ctx.budget_tokens)
     budget = ctx.budget_tokens - num_loose
     num_pages = (last_paged - ctx.first + page_tokens - 1) // page_tokens
-    count = 0
+    count: int = 0
     if budget > 0 and num_pages > 0:
         split_query(
             view_float32(ctx.query, ctx.group_size * head_dim),
@@ -148,7 +148,9 @@ def select(pointer: Any) -> int:
         rows = ctx.arrays[0] + ctx.kv_head * parts * max_pages * width * header[4]
         group_size = ctx.group_size
         ctx.group_size = 1  # score_rows shall take one query, the group's
-        score_rows(pointer, ctx.score_rows, scratch, rows, num_pages, width, scores_at)
+        score_rows(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
+            pointer, ctx.score_rows, scratch, rows, num_pages, width, scores_at
+        )
         scores = view_float32(scores_at, num_pages)
         if parts == 2:
             minima = rows + max_pages * width * header[4]
@@ -171,10 +173,11 @@ def select(pointer: Any) -> int:
             chosen = top_k(pointer, ctx.top_k, scores_at, num_pages, wanted + 1, pages_at)
             pages = view_int32(pages_at, chosen)
         count = expand_pages(pages, scores, ctx.first, last_paged, page_tokens, budget, indices)
-    loose = view_int32(ctx.indices, count + num_loose)
+    indices = view_int32(ctx.indices, count + num_loose)
     for i in range(num_loose):
-        loose[count + i] = ctx.last - num_loose + i
-    return count + num_loose
+        indices[count + i] = ctx.last - num_loose + i
+    count += num_loose
+    return count
 
 
 @callback
@@ -190,7 +193,9 @@ def append(pointer: Any) -> None:
     keys_at = offset_floats(scratch, 2 * head_dim + 2 * max_pages)
     page = header[_PAGES_OF + ctx.kv_head]
     while ctx.first + (page + 1) * page_tokens <= ctx.kv_len and page < max_pages:
-        load_keys(pointer, ctx.load_keys, ctx.first + page * page_tokens, page_tokens, keys_at)
+        load_keys(  # type: ignore[call-arg]
+            pointer, ctx.load_keys, ctx.first + page * page_tokens, page_tokens, keys_at
+        )
         page_bounds(
             view_float32(keys_at, page_tokens * head_dim),
             page_tokens,
@@ -199,13 +204,8 @@ def append(pointer: Any) -> None:
         )
         for part in range(parts):
             row = (ctx.kv_head * parts + part) * max_pages + page
-            store_rows(
-                pointer,
-                ctx.store_rows,
-                offset_floats(scratch, part * width),
-                width,
-                ctx.arrays[0] + row * width * header[4],
-            )
+            x, out = offset_floats(scratch, part * width), ctx.arrays[0] + row * width * header[4]
+            store_rows(pointer, ctx.store_rows, x, width, out)
         ctx.bytes_touched += 2 * head_dim * header[4]
         page += 1
     header[_PAGES_OF + ctx.kv_head] = page
@@ -246,9 +246,11 @@ class Quest(SparsePolicy):
         bounds = torch.zeros(num_kv_heads, parts, max_pages, width, dtype=keys.dtype)
         if num_pages:
             stop = self.sink_tokens + num_pages * self.page_tokens
-            pages = keys[:, self.sink_tokens : stop].unflatten(1, (num_pages, self.page_tokens))
+            page_shape = (num_kv_heads, num_pages, self.page_tokens, head_dim)
+            pages = keys[:, self.sink_tokens : stop].reshape(page_shape)
             extremes = torch.cat([pages.amax(2), pages.amin(2)], dim=-1)
-            bounds[:, :, :num_pages] = extremes.unflatten(-1, (parts, width)).transpose(1, 2)
+            rows = extremes.view(num_kv_heads, num_pages, parts, width)
+            bounds[:, :, :num_pages] = rows.transpose(1, 2)
         numbers = (self.page_tokens, max_pages, parts, width, keys.element_size())
         header = np.array([*numbers, *[num_pages] * num_kv_heads], np.int32)
         return (as_numpy(bounds), *self._scratch(num_kv_heads, max_pages, head_dim), header)

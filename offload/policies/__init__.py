@@ -14,12 +14,14 @@ from offload.policies.base import Policy
 if TYPE_CHECKING:
     from offload.policies.exact_topk import ExactTopK
     from offload.policies.full import Full
+    from offload.policies.lfps import LFPS
     from offload.policies.lychee_decode import LycheeDecode
     from offload.policies.quest import Quest
     from offload.policies.streaming_llm import StreamingLLM
     from offload.policies.tidal_decode import TidalDecode
 
 __all__ = [
+    "LFPS",
     "ExactTopK",
     "Full",
     "LycheeDecode",
@@ -34,6 +36,7 @@ __all__ = [
 _CLASSES = {
     "exact_topk": "ExactTopK",
     "full": "Full",
+    "lfps": "LFPS",
     "lychee_decode": "LycheeDecode",
     "quest": "Quest",
     "streaming_llm": "StreamingLLM",

@@ -445,8 +445,7 @@ class LFPS(SparsePolicy):
         _unlist(arrays)
         grown = np.zeros((len(tables), 2, capacity_tokens), np.float32)
         grown[:, :, : tables.shape[2]] = tables
-        result = self._arrays(grown, arrays[5], group_size, tables.shape[2], scale_of=states)
-        return result
+        return self._arrays(grown, arrays[5], group_size, tables.shape[2], scale_of=states)
 
     def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
         _unlist(arrays)
@@ -469,7 +468,7 @@ class LFPS(SparsePolicy):
         words, blocks = int(_num_words(capacity)), int(_num_blocks(capacity))
         states = np.zeros((num_units, _VOTES + group_size), np.float64)
         states[:, _SCALE] = 1.0 if scale_of is None else scale_of[:, _SCALE]
-        states[:, _STEP] = 0.0
+        states[:, _STEP] = np.inf  # prune before the first prediction
         states[:, _VOTES:] = 1.0
         arrays: list[npt.NDArray[Any]] = [
             tables,

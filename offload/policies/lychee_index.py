@@ -8,7 +8,7 @@ mean of a chunk's keys) below a centroid mu and every query q
 
 holds for the numbers stored. Arrays, as callbacks find them in `ctx.arrays`:
 
-    HEADER   HEADER_DTYPE [num_kv_heads]
+    HEADER   int64 [num_kv_heads, HEADER_COLUMNS]: sizes
     ROWS     int8 [num_kv_heads, num_units + num_clusters, head_dim]: units first, then the
              clusters, those of a unit one after the other
     SCALES   uint16 [num_kv_heads, num_units + num_clusters, 2]: bits of scale and radius
@@ -36,18 +36,16 @@ from offload.policies.base import BuildContext
 from offload.policies.lychee_chunks import BLOCK, MAX_CHUNK_TOKENS, chunk_start, set_chunk_start
 
 HEADER, ROWS, SCALES, RANGES, STARTS, LINKS, LINKS_HIGH, SCRATCH = range(8)
-HEADER_DTYPE = np.dtype(
-    [
-        ("num_chunks", np.int64),
-        ("indexed_end", np.int64),  # tokens from here on are in no chunk yet
-        ("num_units", np.int64),
-        ("num_clusters", np.int64),
-        ("capacity_chunks", np.int64),
-        ("has_high_links", np.int64),
-        ("candidate_capacity", np.int64),
-        ("scratch_bytes", np.int64),  # of one KV head
-    ]
-)
+# The columns of HEADER.
+NUM_CHUNKS = 0
+INDEXED_END = 1  # tokens from here on are in no chunk yet
+NUM_UNITS = 2
+NUM_CLUSTERS = 3
+CAPACITY_CHUNKS = 4
+HAS_HIGH_LINKS = 5
+CANDIDATE_CAPACITY = 6
+SCRATCH_BYTES = 7  # of one KV head
+HEADER_COLUMNS = 8
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
 _LOW_LINKS = 1 << 16
@@ -172,12 +170,12 @@ def build_index(
         ranges[h, : num_units + 1] = np.searchsorted(units[h], np.arange(num_units + 1))
         ranges[h, num_units + 1 :] = np.bincount(of_unit[h], minlength=num_units)
 
-    header = np.zeros(heads, HEADER_DTYPE)
-    header["num_chunks"] = num_chunks
-    header["indexed_end"] = starts[-1]
-    header["num_units"] = num_units
-    header["num_clusters"] = num_clusters
-    header["candidate_capacity"] = candidate_capacity
+    header = np.zeros((heads, HEADER_COLUMNS), np.int64)
+    header[:, NUM_CHUNKS] = num_chunks
+    header[:, INDEXED_END] = starts[-1]
+    header[:, NUM_UNITS] = num_units
+    header[:, NUM_CLUSTERS] = num_clusters
+    header[:, CANDIDATE_CAPACITY] = candidate_capacity
     links = np.zeros((heads, num_clusters + capacity), np.int32)
     _link(labels, num_clusters, links)
     packed = np.zeros(starts_bytes(capacity), np.uint8)
@@ -205,29 +203,27 @@ def _with_links(
 ) -> list[Array]:
     """`arrays` with these links and what depends on their number."""
     header, rows = arrays[HEADER], arrays[ROWS]
-    num_clusters = int(header["num_clusters"][0])
+    num_clusters = int(header[0, NUM_CLUSTERS])
     high = capacity_chunks + 1 >= _LOW_LINKS
     size = scratch_bytes(
-        num_clusters, capacity_chunks, int(header["candidate_capacity"][0]), rows.shape[2]
+        num_clusters, capacity_chunks, int(header[0, CANDIDATE_CAPACITY]), rows.shape[2]
     )
-    header["capacity_chunks"] = capacity_chunks
-    header["has_high_links"] = high
-    header["scratch_bytes"] = size
+    header[:, CAPACITY_CHUNKS] = capacity_chunks
+    header[:, HAS_HIGH_LINKS] = high
+    header[:, SCRATCH_BYTES] = size
     arrays[LINKS] = (links & 0xFFFF).astype(np.uint16)
     arrays[LINKS_HIGH] = (links >> 16).astype(np.uint8) if high else np.zeros((1, 1), np.uint8)
     arrays[SCRATCH] = np.zeros((len(header), size), np.uint8)
     return arrays
 
 
-def grow_index(
-    arrays: Sequence[Array], capacity_tokens: int, min_chunk_tokens: int
-) -> list[Array]:
+def grow_index(arrays: Sequence[Array], capacity_tokens: int, min_chunk_tokens: int) -> list[Array]:
     """The same index with room for the chunks of `capacity_tokens` tokens."""
     index = LycheeIndex(arrays)
     grown = [array.copy() for array in arrays]
     header = grown[HEADER]
-    num_chunks = int(header["num_chunks"][0])
-    room = _room(int(header["indexed_end"][0]), capacity_tokens, min_chunk_tokens)
+    num_chunks = int(header[0, NUM_CHUNKS])
+    room = _room(int(header[0, INDEXED_END]), capacity_tokens, min_chunk_tokens)
     capacity = max(index.capacity_chunks, num_chunks + room)
     grown[STARTS] = np.zeros(starts_bytes(capacity), np.uint8)
     _write_starts(*split_starts(grown[STARTS], capacity), index.starts())
@@ -242,35 +238,35 @@ class LycheeIndex:
 
     arrays: Sequence[Array]
 
-    def _first(self, field: str) -> int:
-        return int(self.arrays[HEADER][field][0])
+    def _first(self, column: int) -> int:
+        return int(self.arrays[HEADER][0, column])
 
     @property
     def num_chunks(self) -> int:
-        return self._first("num_chunks")
+        return self._first(NUM_CHUNKS)
 
     @property
     def num_clusters(self) -> int:
-        return self._first("num_clusters")
+        return self._first(NUM_CLUSTERS)
 
     @property
     def num_units(self) -> int:
-        return self._first("num_units")
+        return self._first(NUM_UNITS)
 
     @property
     def capacity_chunks(self) -> int:
-        return self._first("capacity_chunks")
+        return self._first(CAPACITY_CHUNKS)
 
     @property
     def indexed_end(self) -> int:
         """Tokens from here on are in no chunk yet."""
-        return self._first("indexed_end")
+        return self._first(INDEXED_END)
 
     @property
     def index_bytes(self) -> int:
         """Bytes of the index proper: without room for chunks to come, and without scratch."""
         heads = len(self.arrays[HEADER])
-        per_link = 3 if self._first("has_high_links") else 2
+        per_link = 3 if self._first(HAS_HIGH_LINKS) else 2
         links = heads * (self.num_clusters + self.num_chunks) * per_link
         fixed = sum(self.arrays[i].nbytes for i in (HEADER, ROWS, SCALES, RANGES))
         return fixed + links + starts_bytes(self.num_chunks)
@@ -285,7 +281,7 @@ class LycheeIndex:
         """Links of all clusters and present chunks: int32 [heads, num_clusters + num_chunks]."""
         used = self.num_clusters + self.num_chunks
         links = self.arrays[LINKS][:, :used].astype(np.int32)
-        if self._first("has_high_links"):
+        if self._first(HAS_HIGH_LINKS):
             links += self.arrays[LINKS_HIGH][:, :used].astype(np.int32) << 16
         return links
 

@@ -36,14 +36,22 @@ from offload.policies.lychee_chunks import (
     set_chunk_start,
 )
 from offload.policies.lychee_index import (
+    CANDIDATE_CAPACITY,
+    CAPACITY_CHUNKS,
+    HAS_HIGH_LINKS,
     HEADER,
-    HEADER_DTYPE,
+    HEADER_COLUMNS,
+    INDEXED_END,
     LINKS,
     LINKS_HIGH,
+    NUM_CHUNKS,
+    NUM_CLUSTERS,
+    NUM_UNITS,
     RANGES,
     ROWS,
     SCALES,
     SCRATCH,
+    SCRATCH_BYTES,
     STARTS,
 )
 
@@ -53,8 +61,8 @@ _MAX_UNITS = 64
 _GRAFT_UNITS = 3  # coarse units in which a new chunk looks for its cluster
 _MAX_COUNT = 255  # members that weigh in a moving average
 
-_as_header: Any = _cast(numba.from_dtype(HEADER_DTYPE))  # type: ignore[no-untyped-call]
 _as_int8 = _cast(types.int8)
+_as_int64 = _cast(types.int64)
 _as_uint16 = _cast(types.uint16)
 _as_uint64 = _cast(types.uint64)
 
@@ -86,14 +94,20 @@ def _bfloat16_up(x: Any) -> Any:
     return np.uint16((bits + 0xFFFF) >> 16)
 
 
+@numba.njit(inline="always")
+def _header(ctx: Any) -> Any:
+    address = ctx.arrays[HEADER] + 8 * HEADER_COLUMNS * ctx.unit
+    return carray(_as_int64(address), HEADER_COLUMNS)
+
+
 @numba.njit(cache=True)
 def _index(ctx: Any) -> Any:
     """header, rows, scales, ranges, block starts, offsets, links, high links of ctx.unit."""
-    header = carray(_as_header(ctx.arrays[HEADER]), ctx.unit + 1)[ctx.unit]
-    num_rows = header.num_units + header.num_clusters
-    capacity = header.capacity_chunks
-    num_links = header.num_clusters + capacity
-    num_ranges = 2 * header.num_units + 1
+    header = _header(ctx)
+    num_rows = header[NUM_UNITS] + header[NUM_CLUSTERS]
+    capacity = header[CAPACITY_CHUNKS]
+    num_links = header[NUM_CLUSTERS] + capacity
+    num_ranges = 2 * header[NUM_UNITS] + 1
     num_blocks = capacity // BLOCK + 1
     rows = carray(
         _as_int8(ctx.arrays[ROWS] + ctx.unit * num_rows * ctx.head_dim), (num_rows, ctx.head_dim)
@@ -104,8 +118,8 @@ def _index(ctx: Any) -> Any:
     offsets = view_uint8(ctx.arrays[STARTS] + 4 * num_blocks, capacity + 1)
     links = carray(_as_uint16(ctx.arrays[LINKS] + ctx.unit * num_links * 2), num_links)
     high = view_uint8(
-        ctx.arrays[LINKS_HIGH] + ctx.unit * num_links * header.has_high_links,
-        num_links * header.has_high_links,
+        ctx.arrays[LINKS_HIGH] + ctx.unit * num_links * header[HAS_HIGH_LINKS],
+        num_links * header[HAS_HIGH_LINKS],
     )
     return header, rows, scales, ranges, blocks, offsets, links, high
 
@@ -113,15 +127,15 @@ def _index(ctx: Any) -> Any:
 @numba.njit(cache=True)
 def _scratch(ctx: Any, header: Any) -> Any:
     """flags uint64, and addresses: query, keys, centroids, scores, candidates, picked, units."""
-    base = ctx.arrays[SCRATCH] + ctx.unit * header.scratch_bytes
-    num_words = header.capacity_chunks // 64 + 1
+    base = ctx.arrays[SCRATCH] + ctx.unit * header[SCRATCH_BYTES]
+    num_words = header[CAPACITY_CHUNKS] // 64 + 1
     query = base + 8 * num_words
     keys = query + 4 * ctx.head_dim
     centroids = keys + 4 * ctx.head_dim * MAX_CHUNK_TOKENS
     scores = centroids + 8 * ctx.head_dim
-    candidates = scores + 4 * max(header.num_clusters, _MAX_UNITS)
-    picked = candidates + 4 * header.candidate_capacity
-    units = picked + 4 * header.num_clusters
+    candidates = scores + 4 * max(header[NUM_CLUSTERS], _MAX_UNITS)
+    picked = candidates + 4 * header[CANDIDATE_CAPACITY]
+    units = picked + 4 * header[NUM_CLUSTERS]
     flags = carray(_as_uint64(base), num_words)
     return flags, query, keys, centroids, scores, candidates, picked, units
 
@@ -163,9 +177,7 @@ def _take_best(scores: Any, n: int) -> int:
 
 
 @numba.njit(cache=True)
-def _mark_cluster(
-    index: Any, cluster: int, flags: Any, room: int, bounds: Any
-) -> int:
+def _mark_cluster(index: Any, cluster: int, flags: Any, room: int, bounds: Any) -> int:
     """Flag the chunks of a cluster, the newest first, while `room` tokens last; tokens flagged.
 
     A chunk that fits in part only is noted in `bounds` (chunk, first token).
@@ -184,7 +196,7 @@ def _mark_cluster(
             start = bounds[1]
         flags[word] |= bit
         taken += end - start
-        link = _link(links, high, header.num_clusters + chunk)
+        link = _link(links, high, header[NUM_CLUSTERS] + chunk)
     return taken
 
 
@@ -229,7 +241,7 @@ def _sum_queries(ctx: Any, address: int) -> float:
 @numba.njit(inline="always")
 def _buffered(ctx: Any, header: Any) -> Any:
     """How many tokens before the recent window are in no chunk, as far as the budget goes."""
-    return max(0, min(ctx.last - max(header.indexed_end, ctx.first), ctx.budget_tokens))
+    return max(0, min(ctx.last - max(header[INDEXED_END], ctx.first), ctx.budget_tokens))
 
 
 @callback
@@ -244,18 +256,23 @@ def propose(pointer: Any) -> int:
     buffered = _buffered(ctx, header)
     needed = ctx.budget_tokens - buffered
     count = 0
-    if needed > 0 and header.num_chunks > 0:
+    if needed > 0 and header[NUM_CHUNKS] > 0:
         norm = _sum_queries(ctx, query)
         slack = ctx.parameters[RADIUS_WEIGHT] * norm
-        num_units, num_clusters = header.num_units, header.num_clusters
+        num_units, num_clusters = header[NUM_UNITS], header[NUM_CLUSTERS]
         scores = view_float32(score_address, max(num_clusters, _MAX_UNITS))
         wanted = int(needed * ctx.parameters[CANDIDATE_RATIO])
-        cluster_tokens = (header.indexed_end - ctx.first) / num_clusters
+        cluster_tokens = (header[INDEXED_END] - ctx.first) / num_clusters
         # Coarse units, the best first: so many as asked for, and enough to choose from.
         units = view_int32(units_address, 2 * _MAX_UNITS)
         score_int8(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-            pointer, ctx.score_int8, query, 1, ctx.arrays[ROWS]
-            + ctx.unit * (num_units + num_clusters) * ctx.head_dim, num_units, score_address
+            pointer,
+            ctx.score_int8,
+            query,
+            1,
+            ctx.arrays[ROWS] + ctx.unit * (num_units + num_clusters) * ctx.head_dim,
+            num_units,
+            score_address,
         )
         _upper_bounds(scores, scales, 0, num_units, slack)
         kept = 0
@@ -276,16 +293,20 @@ def propose(pointer: Any) -> int:
             n = ranges[units[i] + 1] - first
             row = num_units + first
             score_int8(  # type: ignore[call-arg]
-                pointer, ctx.score_int8, query, 1, ctx.arrays[ROWS]
-                + (ctx.unit * (num_units + num_clusters) + row) * ctx.head_dim, n,
-                score_address + 4 * visited
+                pointer,
+                ctx.score_int8,
+                query,
+                1,
+                ctx.arrays[ROWS] + (ctx.unit * (num_units + num_clusters) + row) * ctx.head_dim,
+                n,
+                score_address + 4 * visited,
             )
             _upper_bounds(scores[visited:], scales, row, n, slack)
             visited += n
             units[_MAX_UNITS + i] = visited
         ctx.bytes_touched += 4 * (num_units + visited)
         # The best of them, until the candidates are there.
-        room = header.candidate_capacity - buffered
+        room = header[CANDIDATE_CAPACITY] - buffered
         picked = view_int32(picked_address, num_clusters)
         partial = view_int32(units_address + 8 * _MAX_UNITS, 2)  # a chunk that fits in part
         partial[0] = -1
@@ -308,10 +329,10 @@ def propose(pointer: Any) -> int:
                     i += 1
                 cluster = ranges[units[i] + 1] - (units[_MAX_UNITS + i] - picked[p])
                 taken += _mark_cluster(index, cluster, flags, room - taken, partial)
-        tokens = view_int32(candidates, header.candidate_capacity)
+        tokens = view_int32(candidates, header[CANDIDATE_CAPACITY])
         count = _write_flagged(index, flags, partial, ctx.last, tokens)
         ctx.bytes_touched += 4 * count
-    tokens = view_int32(candidates, header.candidate_capacity)
+    tokens = view_int32(candidates, header[CANDIDATE_CAPACITY])
     for token in range(ctx.last - buffered, ctx.last):
         tokens[count] = token
         count += 1
@@ -322,7 +343,7 @@ def propose(pointer: Any) -> int:
 def select(pointer: Any) -> int:
     """The heaviest candidates; those of the buffer stay, whatever they weigh."""
     ctx = read_context(pointer)
-    header = carray(_as_header(ctx.arrays[HEADER]), ctx.unit + 1)[ctx.unit]
+    header = _header(ctx)
     buffered = min(_buffered(ctx, header), ctx.num_candidates)
     indexed = ctx.num_candidates - buffered
     count = 0
@@ -381,15 +402,16 @@ def _move_centroid(row: Any, scale: Any, count: int, point: Any, old: Any, new: 
 @callback
 def append(pointer: Any) -> None:
     ctx = read_context(pointer)
-    header = carray(_as_header(ctx.arrays[HEADER]), ctx.unit + 1)[ctx.unit]
+    header = _header(ctx)
     limit = int(ctx.parameters[UNINDEXED_LIMIT])
     while (
-        ctx.kv_len - header.indexed_end > limit and header.num_chunks + 1 <= header.capacity_chunks
+        ctx.kv_len - header[INDEXED_END] > limit
+        and header[NUM_CHUNKS] + 1 <= header[CAPACITY_CHUNKS]
     ):
         known = ctx.kv_len if ctx.text_marks != 0 else 0
         length = chunk_length(
             view_uint8(ctx.text_marks, known),
-            header.indexed_end,
+            header[INDEXED_END],
             ctx.kv_len,
             int(ctx.parameters[MIN_CHUNK]),
             int(ctx.parameters[MAX_CHUNK]),
@@ -421,11 +443,11 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     _, point_address, key_address, centroids, score_address, _, _, units_address = _scratch(
         ctx, header
     )
-    num_units = header.num_units
+    num_units = header[NUM_UNITS]
     base = ctx.arrays[ROWS] + ctx.unit * len(rows) * ctx.head_dim
-    scores = view_float32(score_address, max(header.num_clusters, _MAX_UNITS))
+    scores = view_float32(score_address, max(header[NUM_CLUSTERS], _MAX_UNITS))
     load_keys(  # type: ignore[call-arg]
-        pointer, ctx.load_keys, header.indexed_end, length, key_address
+        pointer, ctx.load_keys, header[INDEXED_END], length, key_address
     )
     point = view_float32(point_address, ctx.head_dim)
     _chunk_key(ctx, view_float32(key_address, length * ctx.head_dim), length, point)
@@ -458,18 +480,18 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     link = _link(links, high, cluster)
     while link > 0 and count < _MAX_COUNT:
         count += 1
-        link = _link(links, high, header.num_clusters + link - 1)
+        link = _link(links, high, header[NUM_CLUSTERS] + link - 1)
     old = view_float32(centroids, ctx.head_dim)
     new = view_float32(centroids + 4 * ctx.head_dim, ctx.head_dim)
     row = num_units + cluster
     _move_centroid(rows[row], scales[row], count, point, old, new)
     _move_centroid(rows[unit], scales[unit], ranges[num_units + 1 + unit], point, old, new)
-    chunk = header.num_chunks
-    _set_link(links, high, header.num_clusters + chunk, _link(links, high, cluster))
+    chunk = header[NUM_CHUNKS]
+    _set_link(links, high, header[NUM_CLUSTERS] + chunk, _link(links, high, cluster))
     _set_link(links, high, cluster, chunk + 1)
     ranges[num_units + 1 + unit] += 1
-    header.num_chunks += 1
-    header.indexed_end += length
+    header[NUM_CHUNKS] += 1
+    header[INDEXED_END] += length
     if ctx.unit == 0:  # the heads share the starts, and nobody reads them while tokens are appended
-        set_chunk_start(blocks, offsets, chunk + 1, header.indexed_end)
+        set_chunk_start(blocks, offsets, chunk + 1, header[INDEXED_END])
     ctx.bytes_touched += length * ctx.head_dim * 2 + 8 * ctx.head_dim

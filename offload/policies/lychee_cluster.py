@@ -59,7 +59,7 @@ class LycheeCluster(SparsePolicy):
     max_units: int = _MAX_UNITS
     kept_units: int = 6
     candidate_ratio: float = 2.0
-    radius_weight: float = 0.2
+    radius_weight: float = 0.35
     iterations: int = 10
 
     def __post_init__(self) -> None:

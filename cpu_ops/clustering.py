@@ -1,4 +1,4 @@
-"""Checked calls into the clustering kernels (`cpp/clustering.h`): chunk means, spherical k-means."""
+"""Checked calls into the clustering kernels (`cpp/clustering.h`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """LycheeCluster: structure-aware chunks under a two-level index of clusters.
 
 Source: Li et al., LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and
-Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `lychee_chunks`; index: `lychee_index`; search
-and updates: `lychee_search`.
+Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `lychee_chunks`; index: `lychee_index`; search:
+`lychee_search`; updates: `lychee_graft`.
 
 Two things differ from the paper, both for what they measured on real text. The clusters found hold
 `candidate_ratio` times the tokens that are attended, and exact attention weights choose among them:
@@ -22,8 +22,9 @@ import numpy.typing as npt
 from offload.policies.base import BuildContext, SparsePolicy
 from offload.policies.callback import Callback
 from offload.policies.lychee_chunks import MAX_CHUNK_TOKENS, cut_chunks
+from offload.policies.lychee_graft import append
 from offload.policies.lychee_index import LycheeIndex, build_index, grow_index
-from offload.policies.lychee_search import append, propose, select
+from offload.policies.lychee_search import propose, select
 
 _MAX_UNITS = 64
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -185,7 +185,7 @@ def test_cjk_delimiters_cut_into_bytes():
 class Sentencepiece:
     """The strings of a SentencePiece vocabulary."""
 
-    added_tokens_encoder: dict[str, int] = {"</s>": 5}
+    added_tokens_encoder: ClassVar[dict[str, int]] = {"</s>": 5}
 
     def get_vocab(self) -> dict[str, int]:
         return {"▁the": 0, ".": 1, "<0x0A>": 2, "▁": 3, "end": 4, "</s>": 5}

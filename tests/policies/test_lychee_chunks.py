@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -79,7 +81,7 @@ def test_a_prefix_has_the_same_chunks():
 def test_cuts_are_at_the_best_level_in_reach():
     marks = np.random.default_rng().choice([WORD, SPACED, COMMA, STOP, LINE], 900).astype(np.uint8)
     starts = cut_chunks(marks, 0, 880)
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in pairwise(starts):
         reach = {n: cut_level(marks, start + n - 1, 900) or 9 for n in range(8, 17)}
         best = min(reach.values())
         expected = 16 if best == 9 else max(n for n, level in reach.items() if level == best)

@@ -6,7 +6,7 @@ how long), then each layer attends with its queries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,6 +143,8 @@ class DecodeAttention:
                 append,
             )
         self._states: dict[int, _SequenceState] = {}
+        # Called after each attend() with (layer_idx, step, query, out), by benchmarks that look on.
+        self.on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
 
     def begin_step(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> DecodeStep:
         """Fix the rows of a step, after `store.reserve` and before the first layer writes.
@@ -244,6 +246,8 @@ class DecodeAttention:
                 step.arrays[rows] if step.arrays.size else NO_ARRAYS,
                 layer_idx >= self._dense_layers,
             )
+        if self.on_attended is not None:
+            self.on_attended(layer_idx, step, query, out)
 
     def native_csr(
         self,

@@ -245,8 +245,9 @@ def _measure(
 @contextlib.contextmanager
 def _no_loading_bars() -> Iterator[None]:
     """Not a bar of transformers for each policy's model, across ours."""
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
+    logging: Any = transformers_logging  # parts of it are untyped
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.attention import DecodeAttention
 from offload.batch import RaggedBatch
 from offload.cache import OffloadedCache
 from offload.config import RuntimeConfig
@@ -138,11 +137,6 @@ class Runtime:
         with torch_threads(self._prefill_threads):
             logits: torch.Tensor = self.lean.lm_head(self.lean.final_norm(hidden))
         return logits
-
-    @property
-    def attention(self) -> DecodeAttention:
-        """Attention of the decode steps, for benchmarks that look on."""
-        return self._decoder.attention
 
     def check_modules(self, stock: Any) -> None:
         """Refuse a model whose modules were replaced (by adapters, quantisation …) after loading:

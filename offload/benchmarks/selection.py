@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from offload.benchmarks.selection_metrics import (
 )
 from offload.benchmarks.selection_observer import Means, SelectionObserver
 from offload.policies import Policy, make_policy
-from offload.policies.base import SparsePolicy
 from offload.runtime import torch_threads
 
 STABILITY_WINDOW = 32
@@ -42,7 +41,8 @@ class SelectionSettings:
         steps: decode steps after them, whose next-token distributions count.
         sample_every: every n-th of them is compared with exact attention.
         timed_steps: further steps that are timed.
-        reference_options: options of the exact top-k that selections are compared with.
+        reference_options: options of the exact top-k that selections are compared with; layers
+            that are dense in it are left out for all policies.
     """
 
     context: int = 6144
@@ -155,7 +155,7 @@ def measure_selection(
     reference_loss = 0.0
     measurements = []
     for policy in runs:
-        budget = f" {policy.budget_tokens:,}" if isinstance(policy, SparsePolicy) else ""
+        budget = f" {policy.budget_tokens:,}" if policy.selects else ""
         on_policy(policy_label(policy) + budget)
         run = _run(load, policy, text, settings, on_progress)
         gc.collect()  # the model is gone: its cache and weights leave the memory
@@ -167,8 +167,8 @@ def measure_selection(
             SelectionMeasurement(
                 policy=policy.name,
                 label=policy_label(policy),
-                options=_json_values(asdict(policy)),
-                budget_tokens=policy.budget_tokens if isinstance(policy, SparsePolicy) else None,
+                options=policy_options(policy),
+                budget_tokens=policy.budget_tokens if policy.selects else None,
                 context=settings.context,
                 steps=settings.steps,
                 attended_tokens=run.means["attended_tokens"],
@@ -200,7 +200,7 @@ def check_settings(
             f"{settings.text_tokens:,}; give a longer --text, or lower --context or --steps"
         )
     for policy in policies:
-        if isinstance(policy, SparsePolicy) and policy.budget_tokens >= settings.context:
+        if policy.selects and policy.budget_tokens >= settings.context:
             raise ValueError(
                 f"{policy.name}: budget_tokens={policy.budget_tokens:,} holds the whole context of "
                 f"{settings.context:,} tokens, so nothing is selected; raise --context or lower "
@@ -221,40 +221,44 @@ def check_positions(settings: SelectionSettings, max_context: int) -> None:
 
 def policy_label(policy: Policy) -> str:
     """Its name with the options that differ from the defaults, but for the budget."""
+    defaults = policy_options(make_policy(policy.name))
     changed = [
-        f"{option.name}={getattr(policy, option.name)}"
-        for option in fields(policy)
-        if getattr(policy, option.name) != _default(option)
-        and option.name != "budget_tokens"
+        f"{key}={value}"
+        for key, value in policy_options(policy).items()
+        if (key not in defaults or value != defaults[key])
+        and key != "budget_tokens"
         # StreamingLLM derives it from the budget.
-        and (policy.name, option.name) != ("streaming_llm", "recent_tokens")
+        and (policy.name, key) != ("streaming_llm", "recent_tokens")
     ]
     return " ".join([policy.name, *changed])
 
 
-def _json_values(options: dict[str, Any]) -> dict[str, Any]:
-    """What JSON cannot hold, such as paths, as text."""
-    plain = (bool, int, float, str, list, dict, type(None))
-    return {
-        key: value if isinstance(value, plain) else str(value) for key, value in options.items()
-    }
+def policy_options(policy: Policy) -> dict[str, Any]:
+    """All options, those of the policies it is made of included, as JSON can hold them."""
+    return _flat(asdict(policy))
 
 
-def _default(option: Field[Any]) -> Any:
-    if option.default_factory is not MISSING:
-        return option.default_factory()
-    return option.default
+def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value)
+        else:
+            plain = isinstance(value, (bool, int, float, str, list, tuple, type(None)))
+            flat[key] = value if plain else str(value)
+    return flat
 
 
 def reference_of(policy: Policy, settings: SelectionSettings) -> ReferenceBudget | None:
     """What exact top-k attends to with this policy's budget."""
-    if not isinstance(policy, SparsePolicy):
+    if not policy.selects:
         return None
-    topk = make_policy(
-        "exact_topk", budget_tokens=policy.budget_tokens, **dict(settings.reference_options)
-    )
-    assert isinstance(topk, SparsePolicy)
+    topk = _exact_topk(settings, budget_tokens=policy.budget_tokens)
     return ReferenceBudget(topk.budget_tokens, topk.sink_tokens, topk.recent_tokens)
+
+
+def _exact_topk(settings: SelectionSettings, **options: int) -> Policy:
+    return make_policy("exact_topk", **dict(settings.reference_options), **options)
 
 
 def reference_options(options: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
@@ -274,13 +278,13 @@ def _run(
     runtime = model._offload
     check_positions(settings, runtime.lean.max_context)
     attention = runtime.attention
-    defaults = make_policy("exact_topk", **dict(settings.reference_options))
-    frame = policy if isinstance(policy, SparsePolicy) else defaults
-    assert isinstance(frame, SparsePolicy)
+    dense_layers = _exact_topk(settings).dense_layers
+    if policy.selects:
+        dense_layers = max(dense_layers, policy.dense_layers)
     observer = SelectionObserver(
         attention,
         reference=reference_of(policy, settings),
-        dense_layers=frame.dense_layers,
+        dense_layers=dense_layers,
         sm_scale=runtime.lean.attention.sm_scale,
         capacity_tokens=settings.text_tokens,
         window=STABILITY_WINDOW,
@@ -297,16 +301,14 @@ def _run(
     rows, seconds = [], []
     with torch_threads(1):  # as in a generation
         attention.on_attended = observer.attended
-        counts = hasattr(attention, "start_profile")
-        if counts:
-            attention.start_profile()
+        attention.start_profile()
         for step in range(settings.steps):
             observer.sampling = step % settings.sample_every == 0
             position = settings.context + step
             rows.append(forward(text[position : position + 1]))
             on_progress(1)
         candidate_share = None
-        if counts and policy.selects:
+        if policy.selects:
             candidate_share = attention.profile()["scored_tokens"] / observer.possible_tokens
         attention.on_attended = None
         for position in range(settings.context + settings.steps, len(text) - 1):

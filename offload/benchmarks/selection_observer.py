@@ -20,7 +20,6 @@ from offload.benchmarks.selection_metrics import (
     selection_quality,
 )
 from offload.policies import Policy
-from offload.policies.base import SparsePolicy
 
 
 @dataclass
@@ -109,7 +108,7 @@ class SelectionObserver:
         self, layer_idx: int, unit: int, selection: npt.NDArray[np.int32] | None, kv_len: int
     ) -> None:
         policy = self._attention.policy
-        if not isinstance(policy, SparsePolicy):
+        if not policy.selects:
             return
         key = (layer_idx, unit)
         if key not in self._stability:
@@ -156,8 +155,7 @@ class SelectionObserver:
 
 def has_roles(policy: Policy, num_layers: int, num_units: int) -> bool:
     """Whether some units of the policy attend to everything, by role."""
-    roles = getattr(policy, "roles", None)
-    return roles is not None and roles(num_layers, num_units) is not None
+    return policy.roles(num_layers, num_units) is not None
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.benchmarks.selection import SelectionMeasurement
-
 Row = dict[str, Any]  # a SelectionMeasurement as JSON has it
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 UNKNOWN = "\N{EN DASH}"
@@ -64,6 +62,8 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 def csv_table(rows: Sequence[Row]) -> str:
     """All fields, unrounded; the options as key=value pairs."""
+    from offload.benchmarks.selection import SelectionMeasurement
+
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(SelectionMeasurement.__dataclass_fields__))
     writer.writeheader()

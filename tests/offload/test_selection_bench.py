@@ -71,6 +71,8 @@ def test_exact_topk_is_the_best_selection(measured: dict[str, SelectionMeasureme
     assert topk.mass_of_topk == pytest.approx(1.0, abs=1e-4)
     assert topk.attended_tokens == streaming.attended_tokens == 40
     assert topk.selecting_share == streaming.selecting_share == 1.0
+    assert topk.candidate_share == pytest.approx(1.0)
+    assert streaming.candidate_share == 0.0
     assert 0 < streaming.mass_kept < topk.mass_kept < 1
     assert streaming.mass_of_topk < 1
     assert streaming.overlap < 0.7

@@ -15,9 +15,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 from offload import OffloadedModel, load_tokenizer
 from offload.benchmarks.selection import policy_label
+from offload.benchmarks.shared_prefill import SharedPrefill
 from offload.gguf_conversion import EMBEDDED_MODEL
 from offload.loading import resolve_folder
 from offload.memory import available_cpus
@@ -41,7 +43,9 @@ def load_task(length_tokens: int) -> dict[str, Any]:
     return tasks
 
 
-def measure(policy: Policy, tasks: dict[str, Any], samples: int, threads: int) -> dict[str, Any]:
+def measure(
+    policy: Policy, tasks: dict[str, Any], shared: SharedPrefill, samples: int, threads: int
+) -> dict[str, Any]:
     """One line of the results."""
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
@@ -50,7 +54,7 @@ def measure(policy: Policy, tasks: dict[str, Any], samples: int, threads: int) -
         EMBEDDED_MODEL, policy=policy, dtype="bfloat16", num_threads=threads
     )
     harness = HFLM(
-        pretrained=model,
+        pretrained=shared.attach(model),
         tokenizer=load_tokenizer(EMBEDDED_MODEL),
         batch_size=1,
         max_length=MAX_CONTEXT,
@@ -93,12 +97,14 @@ def main() -> None:
         make_policy(name, **({"budget_tokens": arguments.budget_tokens} if name != "full" else {}))
         for name in arguments.policies
     ]
+    disable_progress_bar()  # of every model that is loaded
     machine = start_machine()
     threads = available_cpus()
     tasks = load_task(arguments.length)
+    shared = SharedPrefill()
     rows = []
     for policy in tqdm(policies, desc=TASK, unit="policy"):
-        rows.append(measure(policy, tasks, arguments.samples, threads))
+        rows.append(measure(policy, tasks, shared, arguments.samples, threads))
         row = rows[-1]
         tqdm.write(
             f"{row['label']:28}{row['score']:6.2f} of {row['samples']} samples, "

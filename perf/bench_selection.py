@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 from offload import OffloadedModel, load_tokenizer
 from offload.benchmarks.selection import SelectionSettings, measure_selection
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print, do not write the results")
     arguments = parser.parse_args()
 
+    disable_progress_bar()  # of every model that is loaded
     machine = start_machine()
     threads = available_cpus()
     text = "\n\n".join(stdlib_paragraphs())

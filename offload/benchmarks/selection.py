@@ -1,8 +1,8 @@
 """How well policies select, on a real model and real text.
 
-Every policy reads the same `context` tokens (prefill is exact) and is then fed the same next tokens
-of the text, one by one, so that the next-token distributions of all policies can be compared
-position by position. Full attention is the reference and runs first.
+Every policy reads the same `context` tokens (prefill is exact, and computed once) and is then fed
+the same next tokens of the text, one by one, so that the next-token distributions of all policies
+can be compared position by position. Full attention is the reference and runs first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from offload.benchmarks.selection_metrics import (
     negative_log_likelihood,
 )
 from offload.benchmarks.selection_observer import Means, SelectionObserver
+from offload.benchmarks.shared_prefill import SharedPrefill
 from offload.policies import Policy, make_policy
 from offload.runtime import torch_threads
 
@@ -151,13 +152,14 @@ def measure_selection(
     text = torch.tensor(tokens[: settings.text_tokens])
     predicted = text[settings.context + 1 : settings.context + 1 + settings.steps]
     runs = [make_policy("full"), *(policy for policy in policies if policy.name != "full")]
+    shared = SharedPrefill()
     reference_logits: torch.Tensor | None = None
     reference_loss = 0.0
     measurements = []
     for policy in runs:
         budget = f" {policy.budget_tokens:,}" if policy.selects else ""
         on_policy(policy_label(policy) + budget)
-        run = _run(load, policy, text, settings, on_progress)
+        run = _run(load, shared, policy, text, settings, on_progress)
         gc.collect()  # the model is gone: its cache and weights leave the memory
         if reference_logits is None:
             reference_logits = run.logits
@@ -234,19 +236,16 @@ def policy_label(policy: Policy) -> str:
 
 
 def policy_options(policy: Policy) -> dict[str, Any]:
-    """All options, those of the policies it is made of included, as JSON can hold them."""
-    return _flat(asdict(policy))
-
-
-def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in options.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value)
+    """All options as JSON can hold them; those of a policy it is made of follow that one's name."""
+    options: dict[str, Any] = {}
+    for option in fields(policy):
+        value = getattr(policy, option.name)
+        if isinstance(value, Policy):
+            options |= {option.name: value.name, **policy_options(value)}
         else:
             plain = isinstance(value, (bool, int, float, str, list, tuple, type(None)))
-            flat[key] = value if plain else str(value)
-    return flat
+            options[option.name] = value if plain else str(value)
+    return options
 
 
 def reference_of(policy: Policy, settings: SelectionSettings) -> ReferenceBudget | None:
@@ -269,12 +268,13 @@ def reference_options(options: Mapping[str, Any]) -> tuple[tuple[str, int], ...]
 
 def _run(
     load: Callable[[Policy], Any],
+    shared: SharedPrefill,
     policy: Policy,
     text: torch.Tensor,
     settings: SelectionSettings,
     on_progress: Progress,
 ) -> _Run:
-    model = load(policy)
+    model = shared.attach(load(policy))
     runtime = model._offload
     check_positions(settings, runtime.lean.max_context)
     attention = runtime.attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
@@ -15,9 +16,12 @@ if TYPE_CHECKING:
 
 
 def option_values(pairs: list[str], *, option: str) -> dict[str, list[Scalar]]:
-    """`["lfps.alpha=0.1,0.2"]` -> `{"lfps.alpha": [0.1, 0.2]}`."""
+    """`["lfps.alpha=0.1,0.2"]` -> `{"lfps.alpha": [0.1, 0.2]}`.
+
+    A value that has commas itself stands in quotes: `tidal_decode.select_layers='2,13'`.
+    """
     return {
-        key: [scalar(value) for value in values.split(",")]
+        key: [scalar(value) for value in next(csv.reader([values], quotechar="'"))]
         for key, values in key_values(pairs, option=option).items()
     }
 

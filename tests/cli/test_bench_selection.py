@@ -147,6 +147,8 @@ def test_help_teaches() -> None:
 def test_grid() -> None:
     options = option_values(["exact_topk.sink_tokens=2,4", "dense_layers=1"], option="--option")
     assert options == {"exact_topk.sink_tokens": [2, 4], "dense_layers": [1]}
+    quoted = option_values(["tidal_decode.select_layers='2,13',5"], option="--option")
+    assert quoted == {"tidal_decode.select_layers": ["2,13", 5]}
     policies = policy_grid(["full", "exact_topk"], [100, 200], options, option="--option")
     assert policies[0].name == "full"
     assert policies[1:] == [

@@ -17,9 +17,11 @@ from offload.benchmarks.selection import (
     check_settings,
     measure_selection,
     policy_label,
+    policy_options,
     reference_of,
 )
-from offload.policies import Policy, available_policies, make_policy
+from offload.benchmarks.shared_prefill import SharedPrefill
+from offload.policies import Policy, Quest, TidalDecode, available_policies, make_policy
 
 REFERENCE = {"recent_tokens": 8, "dense_layers": 1}
 SETTINGS = SelectionSettings(
@@ -121,6 +123,23 @@ def test_every_policy_can_be_measured(name: str, tiny_folders: dict[str, Path]) 
         assert 0 <= row.overlap <= 1
 
 
+@pytest.mark.parametrize("name", available_policies())
+def test_a_shared_prefill_changes_nothing(name: str, tiny_folders: dict[str, Path]) -> None:
+    text = random_tokens(1, 330)
+    policy = make_policy("full") if name == "full" else small(name)
+    shared = SharedPrefill()
+    shared.attach(loader(tiny_folders["llama"])(make_policy("full")))(text[:, :300])
+    logits = []
+    for attach in (shared.attach, lambda model: model):
+        model = attach(loader(tiny_folders["llama"])(policy))
+        cache = model.new_cache()
+        logits.append([model(text[:, :300], past_key_values=cache, logits_to_keep=1).logits])
+        for i in range(300, 330):
+            logits[-1].append(model(text[:, i : i + 1], past_key_values=cache).logits)
+    for copied, computed in zip(*logits, strict=True):
+        torch.testing.assert_close(copied, computed, rtol=1e-5, atol=1e-5)
+
+
 def small(name: str) -> Policy:
     options: dict[str, Any] = {"budget_tokens": 200}
     if "dense_layers" in type(make_policy(name)).option_names():
@@ -149,6 +168,9 @@ def test_labels_and_references() -> None:
     assert policy_label(make_policy("streaming_llm", budget_tokens=200)) == "streaming_llm"
     policy = make_policy("exact_topk", budget_tokens=100, recent_tokens=8)
     assert policy_label(policy) == "exact_topk recent_tokens=8"
+    tidal = TidalDecode(Quest(budget_tokens=100, page_tokens=32))
+    assert policy_label(tidal) == "tidal_decode inner=quest page_tokens=32"
+    assert policy_options(tidal)["budget_tokens"] == 100
     reference = reference_of(policy, SETTINGS)
     assert reference is not None
     assert (reference.budget_tokens, reference.sink_tokens, reference.recent_tokens) == (100, 4, 8)

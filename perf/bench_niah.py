@@ -110,6 +110,9 @@ def main() -> None:
             f"{row['label']:28}{row['score']:6.2f} of {row['samples']} samples, "
             f"{row['seconds']:5.0f} s, {row['decode_tokens_per_second']:.1f} tok/s"
         )
+        for wanted, answer in zip(row["wanted"], row["answers"], strict=True):
+            if wanted not in answer:
+                tqdm.write(f"    wanted {wanted}, got {answer!r}")
     if arguments.dry_run:
         return
     settings = {

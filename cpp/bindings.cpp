@@ -23,13 +23,15 @@ T* pointer(int64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+constexpr const char* kPhaseNames[kNumPhases] = {"predict", "score", "select", "attend", "update"};
+
 using Int64s = py::array_t<int64_t, py::array::c_style>;
 using Int32s = py::array_t<int32_t, py::array::c_style>;
 
 std::vector<QueryRow> query_rows(const AttentionShape& shape, int64_t layer_idx, int64_t query,
                                  int64_t query_stride_bytes, int64_t output, int64_t output_stride_bytes, int64_t lse,
                                  const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
-                                 const Int64s& arrays) {
+                                 const Int64s& arrays, const Int64s& text_marks) {
   const auto n = static_cast<size_t>(kv_lens.size());
   std::vector<QueryRow> rows(n);
   for (size_t r = 0; r < n; ++r) {
@@ -42,6 +44,7 @@ std::vector<QueryRow> query_rows(const AttentionShape& shape, int64_t layer_idx,
     if (arrays.size() != 0 && arrays.at(i) != 0) {
       rows[r].arrays = pointer<void* const>(arrays.at(i)) + layer_idx * kMaxPolicyArrays;
     }
+    if (text_marks.size() != 0) rows[r].text_marks = pointer<const uint8_t>(text_marks.at(i));
   }
   return rows;
 }
@@ -54,18 +57,24 @@ class PyDecodeAttention {
       : shape_{num_qo_heads, num_kv_heads, head_dim, page_shift, static_cast<DType>(dtype), sm_scale},
         attention_(shape_, kernels_for(isa), pool) {}
 
+  // `functions`: addresses of prepare, propose, select, observe, append, or 0. `roles`: Role of each [layer, unit], or
+  // empty.
   void set_policy(int64_t budget_tokens, int64_t sink_tokens, int64_t recent_tokens, bool per_query_head,
-                  bool scans_keys, int64_t prepare, int64_t select, int64_t observe, int64_t append) {
+                  bool scans_keys, const std::vector<int64_t>& functions, const std::vector<double>& parameters,
+                  const std::vector<uint8_t>& roles) {
     PolicyFunctions policy;
     policy.budget_tokens = budget_tokens;
     policy.sink_tokens = sink_tokens;
     policy.recent_tokens = recent_tokens;
     policy.per_query_head = per_query_head;
     policy.scans_keys = scans_keys;
-    policy.prepare = pointer<void(PolicyContext*)>(prepare);
-    policy.select = pointer<int64_t(PolicyContext*)>(select);
-    policy.observe = pointer<void(PolicyContext*)>(observe);
-    policy.append = pointer<void(PolicyContext*)>(append);
+    policy.roles = roles;
+    for (size_t i = 0; i < parameters.size() && i < kMaxPolicyParameters; ++i) policy.parameters[i] = parameters[i];
+    policy.prepare = pointer<void(PolicyContext*)>(functions.at(0));
+    policy.propose = pointer<int64_t(PolicyContext*)>(functions.at(1));
+    policy.select = pointer<int64_t(PolicyContext*)>(functions.at(2));
+    policy.observe = pointer<void(PolicyContext*)>(functions.at(3));
+    policy.append = pointer<void(PolicyContext*)>(functions.at(4));
     attention_.set_policy(policy);
     per_query_head_ = per_query_head;
     attention_.set_units_per_row(per_query_head);
@@ -73,20 +82,21 @@ class PyDecodeAttention {
 
   void attend(int64_t layer_idx, int64_t query, int64_t query_stride_bytes, int64_t output, int64_t output_stride_bytes,
               int64_t lse, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
-              const Int64s& arrays, bool sparse) {
+              const Int64s& arrays, const Int64s& text_marks, bool sparse, int first_row) {
     const auto rows = query_rows(shape_, layer_idx, query, query_stride_bytes, output, output_stride_bytes, lse,
-                                 page_tables, table_strides, kv_lens, arrays);
+                                 page_tables, table_strides, kv_lens, arrays, text_marks);
     std::string failure;
     {
       const py::gil_scoped_release release;
-      failure = attention_.attend(layer_idx, rows, sparse);
+      failure = attention_.attend(layer_idx, rows, sparse, first_row);
     }
     if (!failure.empty()) throw std::runtime_error(failure);
   }
 
   void prepare(int64_t layer_idx, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
-               const Int64s& arrays) {
-    const auto rows = query_rows(shape_, layer_idx, 0, 0, 0, 0, 0, page_tables, table_strides, kv_lens, arrays);
+               const Int64s& arrays, const Int64s& text_marks) {
+    const auto rows =
+        query_rows(shape_, layer_idx, 0, 0, 0, 0, 0, page_tables, table_strides, kv_lens, arrays, text_marks);
     const py::gil_scoped_release release;
     attention_.prepare(layer_idx, rows);
   }
@@ -111,6 +121,20 @@ class PyDecodeAttention {
       attention_.set_units_per_row(per_query_head_);
     }
     if (!failure.empty()) throw std::runtime_error(failure);
+  }
+
+  void start_profile() { attention_.start_profile(); }
+
+  py::dict profile() const {
+    const WorkerProfile sum = attention_.profile();
+    py::dict seconds;
+    for (int i = 0; i < kNumPhases; ++i) seconds[kPhaseNames[i]] = sum.seconds[i];
+    py::dict result;
+    result["seconds"] = seconds;
+    result["bytes"] = sum.bytes;
+    result["scored_tokens"] = sum.scored_tokens;
+    result["attended_tokens"] = sum.attended_tokens;
+    return result;
   }
 
   std::vector<std::vector<int32_t>> last_selection() const { return attention_.last_selection(); }
@@ -188,15 +212,26 @@ py::dict policy_context_offsets() {
   FIELD(first);
   FIELD(last);
   FIELD(budget_tokens);
+  FIELD(num_candidates);
   FIELD(sm_scale);
+  FIELD(parameters);
   FIELD(query);
   FIELD(importance);
   FIELD(indices);
   FIELD(num_indices);
   FIELD(weights);
+  FIELD(candidates);
+  FIELD(output);
+  FIELD(lse);
+  FIELD(text_marks);
+  FIELD(bytes_touched);
   FIELD(arrays);
   FIELD(score_tokens);
   FIELD(top_k);
+  FIELD(score_rows);
+  FIELD(score_int8);
+  FIELD(load_keys);
+  FIELD(store_rows);
 #undef FIELD
   return offsets;
 }
@@ -244,6 +279,8 @@ PYBIND11_MODULE(_native, m) {
       .def("attend", &PyDecodeAttention::attend)
       .def("prepare", &PyDecodeAttention::prepare)
       .def("attend_csr", &PyDecodeAttention::attend_csr)
+      .def("start_profile", &PyDecodeAttention::start_profile)
+      .def("profile", &PyDecodeAttention::profile)
       .def("last_selection", &PyDecodeAttention::last_selection);
 
   py::class_<PyLinear>(m, "Linear")

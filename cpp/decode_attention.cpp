@@ -1,5 +1,6 @@
-// The phases of one layer: [scan keys ->] select -> attend pieces -> merge. Each phase is one job of the pool; the last
-// piece of a KV head to finish merges that head. The scan is in decode_attention_scan.cpp.
+// The phases of one layer: choose (scan all keys, or score the policy's candidates, or just ask it) -> attend pieces ->
+// merge. Each phase is one job of the pool; the last piece of a unit to finish merges that unit. Choosing is in
+// decode_attention_select.cpp and decode_attention_scan.cpp.
 #include "decode_attention.h"
 
 #include <algorithm>
@@ -11,22 +12,6 @@ namespace offload {
 namespace {
 
 constexpr int64_t kMinPieceTokens = 256;  // shorter pieces cost more to start than to run
-
-void score_tokens(const PolicyContext* context, const int32_t* indices, int64_t n, float* scores) {
-  const auto* kernels = static_cast<const KernelTable*>(context->kernels);
-  kernels->score[context->dtype]({context->query,
-                                  static_cast<int>(context->group_size),
-                                  static_cast<int>(context->head_dim),
-                                  context->keys,
-                                  {indices, 0, n},
-                                  static_cast<float>(context->sm_scale),
-                                  scores,
-                                  n});
-}
-
-int64_t top_k_for_policy(const PolicyContext* context, const float* x, int64_t n, int64_t k, int32_t* positions) {
-  return top_k(*static_cast<const KernelTable*>(context->kernels), x, n, k, positions);
-}
 
 }  // namespace
 
@@ -48,61 +33,6 @@ void DecodeAttention::load_queries(const std::vector<QueryRow>& rows) {
   for (size_t r = 0; r < rows.size(); ++r) {
     kernels_.to_float[static_cast<int>(shape_.dtype)](rows[r].query, n, queries_.data() + r * static_cast<size_t>(n));
   }
-}
-
-PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit) const {
-  PolicyContext context{};
-  const int kv_head = kv_head_of(unit);
-  context.layer_idx = layer_idx;
-  context.unit = unit;
-  context.kv_head = kv_head;
-  context.group_size = unit_group();
-  context.head_dim = shape_.head_dim;
-  context.kv_len = row.kv_len;
-  context.first = policy_.sink_tokens;
-  context.last = row.kv_len - policy_.recent_tokens;
-  context.budget_tokens = policy_.budget_tokens - policy_.sink_tokens - policy_.recent_tokens;
-  context.sm_scale = shape_.sm_scale;
-  if (!queries_.empty()) {
-    context.query = queries_of(row_idx, unit * unit_group());
-  }
-  for (int i = 0; i < kMaxPolicyArrays; ++i) context.arrays[i] = row.arrays != nullptr ? row.arrays[i] : nullptr;
-  context.score_tokens = score_tokens;
-  context.top_k = top_k_for_policy;
-  context.kernels = &kernels_;
-  context.dtype = static_cast<int64_t>(shape_.dtype);
-  context.keys = shape_.keys(row.pages, kv_head);
-  return context;
-}
-
-void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
-  if (policy_.prepare == nullptr) return;
-  queries_.clear();
-  pool_.parallel_for(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int) {
-    const int r = static_cast<int>(task / units());
-    if (rows[static_cast<size_t>(r)].kv_len <= policy_.budget_tokens) return;
-    PolicyContext ctx = context(layer_idx, rows[static_cast<size_t>(r)], r, static_cast<int>(task % units()));
-    policy_.prepare(&ctx);
-  });
-}
-
-// Sinks, the policy's choice, recent tokens: sorted and unique by construction.
-void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit,
-                                  const float* importance) {
-  std::vector<int32_t>& chosen = selection_[static_cast<size_t>(row_idx * units() + unit)];
-  PolicyContext ctx = context(layer_idx, row, row_idx, unit);
-  chosen.resize(static_cast<size_t>(policy_.budget_tokens));
-  for (int64_t i = 0; i < policy_.sink_tokens; ++i) chosen[static_cast<size_t>(i)] = static_cast<int32_t>(i);
-  ctx.importance = importance;
-  ctx.indices = chosen.data() + policy_.sink_tokens;
-  const int64_t count = policy_.select != nullptr ? policy_.select(&ctx) : 0;
-  if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit);
-  int64_t end = policy_.sink_tokens + count;
-  for (int64_t t = ctx.last; t < row.kv_len; ++t) chosen[static_cast<size_t>(end++)] = static_cast<int32_t>(t);
-  chosen.resize(static_cast<size_t>(end));
-  Unit& state = units_[static_cast<size_t>(row_idx * units() + unit)];
-  state.indices = chosen.data();
-  state.n = end;
 }
 
 // Cuts the work into pieces so that all threads are busy, whether there is one long sequence or many short. Dense rows
@@ -133,7 +63,7 @@ void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
   };
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
     const Unit& first = units_[static_cast<size_t>(r * units())];
-    if (first.indices == nullptr && rows[static_cast<size_t>(r)].indptr == nullptr) {
+    if (first.role == Role::dense) {
       const int64_t pages = ceil_div(first.n, page_tokens);
       const int64_t wanted = std::max<int64_t>(1, first.n * units() / target);
       const int64_t splits = std::min(wanted, pages);
@@ -145,8 +75,11 @@ void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
       }
     } else {
       for (int u = 0; u < units(); ++u) {
-        const int64_t n = units_[static_cast<size_t>(r * units() + u)].n;
-        cut(r, u, 1, n, std::max<int64_t>(1, (n + target / 2) / target), 1);
+        const Unit& unit = units_[static_cast<size_t>(r * units() + u)];
+        if (unit.answered) continue;
+        const int64_t align = unit.indices == nullptr && unit.n > page_tokens ? page_tokens : 1;
+        const int64_t most = std::max<int64_t>(1, ceil_div(unit.n, align));
+        cut(r, u, 1, unit.n, std::clamp<int64_t>((unit.n + target / 2) / target, 1, most), align);
       }
     }
   }
@@ -207,11 +140,19 @@ void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow
   const QueryRow& row = rows[static_cast<size_t>(piece.row)];
   Unit* units_of_row = &units_[static_cast<size_t>(piece.row * units())];
   Unit& unit = units_of_row[piece.first_unit];
-  if (unit.indices == nullptr) {
+  WorkerProfile* profile = profile_of(worker);
+  const PhaseTimer timer(profile, Phase::attend);
+  if (profile != nullptr) {
+    const int64_t rows_per_token = unit.weights.empty() ? 2 : 1;
+    profile->bytes += piece.num_units * piece.n * rows_per_token * shape_.row_bytes();
+    profile->attended_tokens += piece.num_units * piece.n;
+  }
+  if (unit.role == Role::dense) {
     attend_dense(row, piece, worker);
   } else {
     AttendArgs args = unit_args(row, piece.row, piece.first_unit, piece.split);
-    args.tokens = {unit.indices + piece.begin, 0, piece.n};
+    args.tokens = unit.indices == nullptr ? TokenSpan{nullptr, piece.begin, piece.n}
+                                          : TokenSpan{unit.indices + piece.begin, 0, piece.n};
     args.ends = true;
     if (!unit.weights.empty()) {
       args.weights = unit.weights.data() + piece.begin;
@@ -225,12 +166,12 @@ void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow
   }
   for (int u = piece.first_unit; u < piece.first_unit + piece.num_units; ++u) {
     if (units_of_row[u].parts_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-      merge_unit(layer_idx, row, piece.row, u);
+      merge_unit(layer_idx, row, piece.row, u, worker);
   }
 }
 
 // Exact merge of partial softmaxes: o = Σ exp(max_i - max) acc_i / Σ exp(max_i - max) sum_i.
-void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx) {
+void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
   Unit& unit = units_[static_cast<size_t>(row_idx * units() + unit_idx)];
   const int group = unit_group();
   const int64_t head_dim = shape_.head_dim;
@@ -284,18 +225,38 @@ void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row
       for (int64_t i = 0; i < unit.n; ++i) weights[g * unit.n + i] *= factor;
     }
   }
-  if (!unit.sparse || row.indptr != nullptr) return;
-  PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx);
-  if (policy_.observe != nullptr) {
+  if (unit.sparse) update_policy(layer_idx, row, row_idx, unit_idx, weights, worker);
+}
+
+// Tells the policy what a unit attended to, and that its newest token is there.
+void DecodeAttention::update_policy(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx,
+                                    const float* weights, int worker) {
+  const Unit& unit = unit_of(row_idx, unit_idx);
+  if (!asks_policy(unit.role) || (policy_.observe == nullptr && policy_.append == nullptr)) return;
+  const PhaseTimer timer(profile_of(worker), Phase::update);
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
+  if (policy_.observe != nullptr && unit.indices != nullptr && !unit.answered) {
     ctx.indices = const_cast<int32_t*>(unit.indices);
     ctx.num_indices = unit.n;
     ctx.weights = weights;
     policy_.observe(&ctx);
   }
   if (policy_.append != nullptr) policy_.append(&ctx);
+  finish_context(ctx);
 }
 
-std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse) {
+WorkerProfile DecodeAttention::profile() const {
+  WorkerProfile sum;
+  for (const WorkerProfile& of_worker : profiles_) {
+    for (int i = 0; i < kNumPhases; ++i) sum.seconds[i] += of_worker.seconds[i];
+    sum.bytes += of_worker.bytes;
+    sum.scored_tokens += of_worker.scored_tokens;
+    sum.attended_tokens += of_worker.attended_tokens;
+  }
+  return sum;
+}
+
+std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row) {
   failed_.store(false);
   load_queries(rows);
   const size_t count = rows.size() * static_cast<size_t>(units());
@@ -304,39 +265,38 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     units_capacity_ = count;
   }
   selection_.resize(count);
+  first_row_ = first_row;
+  const size_t published = (static_cast<size_t>(first_row) + rows.size()) * static_cast<size_t>(units());
+  if (published_.size() < published) published_.resize(published);
   std::vector<int> sparse_rows;
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
     const QueryRow& row = rows[static_cast<size_t>(r)];
     const bool chosen = sparse && row.indptr == nullptr && row.kv_len > policy_.budget_tokens;
     if (chosen) sparse_rows.push_back(r);
     for (int u = 0; u < units(); ++u) {
-      Unit& unit = units_[static_cast<size_t>(r * units() + u)];
+      Unit& unit = unit_of(r, u);
       selection_[static_cast<size_t>(r * units() + u)].clear();
-      unit.sparse = chosen;
+      unit.role = chosen ? role_of(layer_idx, u) : row.indptr != nullptr ? Role::select : Role::dense;
+      unit.sparse = chosen && unit.role != Role::dense;
+      unit.answered = false;
       unit.weights.clear();
       unit.scores.clear();
       unit.indices = row.indptr != nullptr ? row.indices + row.indptr[u] : nullptr;
       unit.n = row.indptr != nullptr ? row.indptr[u + 1] - row.indptr[u] : row.kv_len;
       if (row.indptr != nullptr && row.weights != nullptr)
         unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
+      if (unit.role == Role::reuse) {
+        selection_[static_cast<size_t>(r * units() + u)] = published_of(r, u);
+        unit.indices = published_of(r, u).data();
+        unit.n = static_cast<int64_t>(published_of(r, u).size());
+      }
     }
   }
   if (!sparse_rows.empty()) {
     if (policy_.scans_keys) {
       scan_and_select(layer_idx, rows, sparse_rows);
     } else {
-      pool_.parallel_for(static_cast<int64_t>(sparse_rows.size()) * units(), [&](int64_t task, int) {
-        const int r = sparse_rows[static_cast<size_t>(task / units())];
-        select_unit(layer_idx, rows[static_cast<size_t>(r)], r, static_cast<int>(task % units()), nullptr);
-      });
-      if (policy_.observe != nullptr) {
-        for (int r : sparse_rows) {
-          for (int u = 0; u < units(); ++u) {
-            Unit& unit = units_[static_cast<size_t>(r * units() + u)];
-            unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
-          }
-        }
-      }
+      propose_and_score(layer_idx, rows, sparse_rows);
     }
     if (failed_.load()) return failure_;
   }

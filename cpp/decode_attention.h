@@ -13,6 +13,7 @@
 
 namespace offload {
 
+inline constexpr int kMaxWaveHeads = 32;
 inline constexpr int64_t kPiecesPerThread = 4;  // finer pieces balance better, coarser ones merge faster
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -37,12 +38,13 @@ struct AttentionShape {
 
 // One query token. Several rows may belong to one sequence, each with a kv_len of its own.
 struct QueryRow {
-  const int64_t* pages;  // page addresses of (sequence, layer)
-  int64_t kv_len;        // attends to tokens [0, kv_len)
-  const void* query;     // [num_qo_heads, head_dim], dtype of the shape
-  void* output;          // the same
-  float* lse;            // optional [num_qo_heads]
-  void* const* arrays;   // the policy's arrays of (sequence, layer), kMaxPolicyArrays of them; may be null
+  const int64_t* pages;       // page addresses of (sequence, layer)
+  int64_t kv_len;             // attends to tokens [0, kv_len)
+  const void* query;          // [num_qo_heads, head_dim], dtype of the shape
+  void* output;               // the same
+  float* lse;                 // optional [num_qo_heads]
+  void* const* arrays;        // the policy's arrays of (sequence, layer), kMaxPolicyArrays of them; may be null
+  const uint8_t* text_marks;  // [kv_len] or null
   // An explicit selection instead of a policy's: CSR over units, sorted unique tokens. Null where a policy selects.
   const int64_t* indptr;
   const int32_t* indices;
@@ -56,14 +58,21 @@ class DecodeAttention {
   void set_policy(const PolicyFunctions& policy) { policy_ = policy; }
   void set_units_per_row(bool per_query_head) { per_query_head_ = per_query_head; }
 
-  // Attends all rows; dense when `sparse` is false or kv_len <= the policy's budget. Returns an empty string, or what
-  // was wrong with the numbers ("non-finite …"); outputs are then unusable.
-  std::string attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse);
+  // Attends all rows; dense when `sparse` is false or kv_len <= the policy's budget, else each unit by its role.
+  // Returns an empty string, or what was wrong with the numbers ("non-finite …"); outputs are then unusable.
+  // `first_row` numbers rows[0] in its step: where rows are attended in several calls, each finds what it published.
+  std::string attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row = 0);
   // The policy's prepare() for rows that will be attended sparsely.
   void prepare(int64_t layer_idx, const std::vector<QueryRow>& rows);
 
-  // How many tokens each unit of each sparse row of the last attend() attended, and which (for tests and benches).
+  // Which tokens each unit of each row of the last attend() attended; empty where it was all of them, or none because
+  // the policy answered.
   const std::vector<std::vector<int32_t>>& last_selection() const { return selection_; }
+
+  // Counts from now on; off until the first call.
+  void start_profile() { profiles_.assign(static_cast<size_t>(pool_.num_threads()), WorkerProfile{}); }
+  // The sum over workers since start_profile().
+  WorkerProfile profile() const;
 
  private:
   // One task of the attend phase: some tokens of some units of a row. A dense piece walks page by page, all heads' keys
@@ -77,15 +86,23 @@ class DecodeAttention {
     int split;  // its partial results are number `split` of each unit
   };
   struct Unit {
-    bool sparse = false;
+    bool sparse = false;  // the policy has a say in it
+    Role role = Role::dense;
+    bool answered = false;  // by propose: there is nothing to attend
     int64_t first_part = 0;
     int num_parts = 0;
     std::atomic<int> parts_left{0};
-    std::vector<float> weights;    // scan: attention weights of the selection [group, n], relative to all keys
-    float lse_all[kMaxGroupSize];  // scan: log-sum-exp over all keys
-    std::vector<float> scores;     // raw scores of the selection [group, n], where somebody wants its weights
-    const int32_t* indices = nullptr;
+    // Attention weights of what is attended [group, n], where they are known before: relative to all keys that were
+    // scored, whose log-sum-exp is lse_all.
+    std::vector<float> weights;
+    float lse_all[kMaxGroupSize];
+    std::vector<float> scores;         // raw scores of the selection [group, n], where somebody wants its weights
+    const int32_t* indices = nullptr;  // null: tokens 0 … n - 1
     int64_t n = 0;
+    std::vector<int32_t> considered;      // with propose: sinks, candidates, recent tokens
+    std::vector<float> candidate_scores;  // [group, considered]
+    std::vector<float> importance;        // [considered]
+    std::atomic<int> scores_left{0};
   };
   // Scratch of a wave: some KV heads of a row whose keys are scanned together.
   struct ScanSlot {
@@ -96,8 +113,8 @@ class DecodeAttention {
   };
   struct Wave {
     int row;
-    int first_head;
-    int num_heads;
+    int heads[kMaxWaveHeads];
+    int num_heads = 0;
     std::atomic<int> ranges_left{0};
     std::atomic<int> heads_left{0};  // to be finished
   };
@@ -109,17 +126,42 @@ class DecodeAttention {
   int unit_group() const { return shape_.num_qo_heads / units(); }
   int kv_head_of(int unit) const { return unit * unit_group() / shape_.group_size(); }
 
-  void load_queries(const std::vector<QueryRow>& rows);
-  PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit) const;
-  void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance);
+  Unit& unit_of(int row_idx, int unit) { return units_[static_cast<size_t>(row_idx * units() + unit)]; }
+  Role role_of(int64_t layer_idx, int unit) const {
+    if (policy_.roles.empty()) return Role::select;
+    return static_cast<Role>(policy_.roles[static_cast<size_t>(layer_idx * units() + unit)]);
+  }
+  bool asks_policy(Role role) const { return role == Role::retrieve || role == Role::select; }
+  WorkerProfile* profile_of(int worker) {
+    return profiles_.empty() ? nullptr : &profiles_[static_cast<size_t>(worker)];
+  }
+
+  // decode_attention_select.cpp: what to attend to
+  PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void finish_context(const PolicyContext& context);
+  void propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows, const std::vector<int>& sparse_rows);
+  void propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance, int worker);
+  std::vector<int32_t>& published_of(int row_idx, int unit) {
+    return published_[static_cast<size_t>((first_row_ + row_idx) * units() + unit)];
+  }
+
+  // decode_attention_scan.cpp: exact weights of all keys
   void scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows, const std::vector<int>& sparse_rows);
-  void scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks, ScanSlot& slot);
-  void finish_scan(int64_t layer_idx, const QueryRow& row, const Wave& wave, int head_of_wave, ScanSlot& slot);
+  void scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks, ScanSlot& slot,
+                   int worker);
+  void finish_scan(int64_t layer_idx, const QueryRow& row, const Wave& wave, int head_of_wave, ScanSlot& slot,
+                   int worker);
+
+  // decode_attention.cpp: attending to it
+  void load_queries(const std::vector<QueryRow>& rows);
   void plan_pieces(const std::vector<QueryRow>& rows);
   void attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece, int worker);
   void attend_dense(const QueryRow& row, const Piece& piece, int worker);
   AttendArgs unit_args(const QueryRow& row, int row_idx, int unit, int split);
-  void merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit);
+  void merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void update_policy(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* weights, int worker);
   void report_non_finite(int64_t layer_idx, int row_idx, int unit);
 
   const AttentionShape shape_;
@@ -130,12 +172,15 @@ class DecodeAttention {
 
   std::vector<float> queries_;  // [rows, num_qo_heads, head_dim]
   std::vector<std::vector<int32_t>> selection_;
+  std::vector<std::vector<int32_t>> published_;  // of each row of the step and unit; kept from layer to layer
+  int first_row_ = 0;
   std::unique_ptr<Unit[]> units_;
   size_t units_capacity_ = 0;
   std::vector<Piece> pieces_;
   std::vector<float> parts_;  // [parts, unit_group, head_dim + 2]: acc, then max, then sum
   ScanSlot slots_[3];
   std::vector<std::vector<float>> dense_scores_;  // of each worker: [units, group, kScoreTile]
+  std::vector<WorkerProfile> profiles_;           // of each worker; empty while nobody asks
   std::atomic<bool> failed_{false};
   std::string failure_;
 };

@@ -32,19 +32,30 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
   std::deque<Wave> waves;
   int64_t longest = 0;
   int64_t all_chunks = 0;
+  const auto scans = [&](int r, int kv_head) {
+    const int per_head = units() / shape_.num_kv_heads;
+    for (int u = kv_head * per_head; u < (kv_head + 1) * per_head; ++u) {
+      if (asks_policy(unit_of(r, u).role)) return true;
+    }
+    return false;
+  };
   for (int r : sparse_rows) {
     const int64_t kv_len = rows[static_cast<size_t>(r)].kv_len;
     longest = std::max(longest, kv_len);
-    all_chunks += ceil_div(kv_len, kChunkTokens) * shape_.num_kv_heads;
+    for (int h = 0; h < shape_.num_kv_heads; ++h) all_chunks += scans(r, h) ? ceil_div(kv_len, kChunkTokens) : 0;
     const int64_t fitting = kScanScratchBytes / (kv_len * group * static_cast<int64_t>(sizeof(float)));
-    const int heads = static_cast<int>(std::clamp<int64_t>(fitting, 1, shape_.num_kv_heads));
-    for (int h = 0; h < shape_.num_kv_heads; h += heads) {
-      Wave& wave = waves.emplace_back();
-      wave.row = r;
-      wave.first_head = h;
-      wave.num_heads = std::min(heads, shape_.num_kv_heads - h);
+    const int most = static_cast<int>(std::clamp<int64_t>(fitting, 1, kMaxWaveHeads));
+    bool of_this_row = false;
+    for (int h = 0; h < shape_.num_kv_heads; ++h) {
+      if (!scans(r, h)) continue;
+      if (!of_this_row || waves.back().num_heads == most) {
+        waves.emplace_back().row = r;
+        of_this_row = true;
+      }
+      waves.back().heads[waves.back().num_heads++] = h;
     }
   }
+  if (waves.empty()) return;
   const int64_t per_thread = all_chunks / (pool_.num_threads() * kPiecesPerThread);
   std::vector<Task> tasks;
   const auto add_selections = [&](int64_t w) {
@@ -77,32 +88,38 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
   const auto wait_for = [](const std::atomic<int>& left) {
     while (left.load(std::memory_order_acquire) != 0) std::this_thread::yield();
   };
-  pool_.parallel_for(static_cast<int64_t>(tasks.size()), [&](int64_t t, int) {
+  pool_.parallel_for(static_cast<int64_t>(tasks.size()), [&](int64_t t, int worker) {
     const Task& task = tasks[static_cast<size_t>(t)];
     Wave& wave = waves[static_cast<size_t>(task.wave)];
     ScanSlot& slot = slots_[task.wave % 3];
     const QueryRow& row = rows[static_cast<size_t>(wave.row)];
     if (task.head_of_wave < 0) {
       if (task.wave >= 3) wait_for(waves[static_cast<size_t>(task.wave - 3)].heads_left);
-      scan_chunks(row, wave, task.first_chunk, task.num_chunks, slot);
+      scan_chunks(row, wave, task.first_chunk, task.num_chunks, slot, worker);
       wave.ranges_left.fetch_sub(1, std::memory_order_acq_rel);
     } else {
       wait_for(wave.ranges_left);
-      finish_scan(layer_idx, row, wave, task.head_of_wave, slot);
+      finish_scan(layer_idx, row, wave, task.head_of_wave, slot, worker);
       wave.heads_left.fetch_sub(1, std::memory_order_acq_rel);
     }
   });
 }
 
 void DecodeAttention::scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks,
-                                  ScanSlot& slot) {
+                                  ScanSlot& slot, int worker) {
+  WorkerProfile* profile = profile_of(worker);
+  const PhaseTimer timer(profile, Phase::score);
   const int group = shape_.group_size();
   const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
   for (int64_t c = first_chunk; c < first_chunk + num_chunks; ++c) {
     const int64_t first = c * kChunkTokens;
     const int64_t n = std::min(kChunkTokens, row.kv_len - first);
+    if (profile != nullptr) {
+      profile->bytes += n * wave.num_heads * shape_.row_bytes();
+      profile->scored_tokens += n * wave.num_heads * units() / shape_.num_kv_heads;
+    }
     for (int h = 0; h < wave.num_heads; ++h) {
-      const int kv_head = wave.first_head + h;
+      const int kv_head = wave.heads[h];
       float* weights = slot.weights.data() + h * group * row.kv_len + first;
       kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(wave.row, kv_head * group),
                                                       group,
@@ -122,11 +139,12 @@ void DecodeAttention::scan_chunks(const QueryRow& row, const Wave& wave, int64_t
 }
 
 void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const Wave& wave, int head_of_wave,
-                                  ScanSlot& slot) {
+                                  ScanSlot& slot, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::select);
   const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
   const int group = shape_.group_size();
   const int per_unit = unit_group();
-  const int first_qo_head = (wave.first_head + head_of_wave) * group;
+  const int first_qo_head = wave.heads[head_of_wave] * group;
   const float* all_weights = slot.weights.data() + head_of_wave * group * row.kv_len;
   const float* all_max = slot.chunk_max.data() + head_of_wave * group * chunks;
   float* all_factors = slot.chunk_sum.data() + head_of_wave * group * chunks;  // sums become exp(chunk_max - lse)
@@ -146,6 +164,8 @@ void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const 
   }
   for (int g0 = 0; g0 < group; g0 += per_unit) {
     const int unit = (first_qo_head + g0) / per_unit;
+    Unit& state = unit_of(wave.row, unit);
+    if (!asks_policy(state.role)) continue;
     for (int64_t c = 0; c < chunks; ++c) {
       const int64_t first = c * kChunkTokens;
       const int64_t n = std::min(kChunkTokens, row.kv_len - first);
@@ -154,17 +174,25 @@ void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const 
                            importance + first);
       }
     }
-    select_unit(layer_idx, row, wave.row, unit, importance);
-    Unit& state = units_[static_cast<size_t>(wave.row * units() + unit)];
-    if (state.indices == nullptr) return;  // reported: nothing was selected
+    select_unit(layer_idx, row, wave.row, unit, importance, worker);
+    if (failed_.load(std::memory_order_relaxed)) return;
     state.weights.resize(static_cast<size_t>(per_unit * state.n));
     for (int g = 0; g < per_unit; ++g) {
       state.lse_all[g] = lse[g0 + g];
       const float* weights = all_weights + (g0 + g) * row.kv_len;
       const float* factor = all_factors + (g0 + g) * chunks;
+      float* kept = state.weights.data() + g * state.n;
+      if (state.indices == nullptr) {  // attends to all
+        for (int64_t c = 0; c < chunks; ++c) {
+          const int64_t first = c * kChunkTokens;
+          kernels_.scale_add(weights + first, factor[c], std::min(kChunkTokens, row.kv_len - first), false,
+                             kept + first);
+        }
+        continue;
+      }
       for (int64_t i = 0; i < state.n; ++i) {
         const int32_t t = state.indices[i];
-        state.weights[static_cast<size_t>(g * state.n + i)] = weights[t] * factor[t / kChunkTokens];
+        kept[i] = weights[t] * factor[t / kChunkTokens];
       }
     }
   }

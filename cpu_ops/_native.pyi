@@ -3,6 +3,9 @@
 Addresses are plain integers; `cpu_ops.native` checks them.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -68,10 +71,9 @@ class DecodeAttention:
         recent_tokens: int,
         per_query_head: bool,
         scans_keys: bool,
-        prepare: int,
-        select: int,
-        observe: int,
-        append: int,
+        functions: Sequence[int],
+        parameters: Sequence[float],
+        roles: Sequence[int],
     ) -> None: ...
     def attend(
         self,
@@ -85,7 +87,9 @@ class DecodeAttention:
         table_strides: _Int64s,
         kv_lens: _Int64s,
         arrays: _Int64s,
+        text_marks: _Int64s,
         sparse: bool,
+        first_row: int,
     ) -> None: ...
     def prepare(
         self,
@@ -94,6 +98,7 @@ class DecodeAttention:
         table_strides: _Int64s,
         kv_lens: _Int64s,
         arrays: _Int64s,
+        text_marks: _Int64s,
     ) -> None: ...
     def attend_csr(
         self,
@@ -106,6 +111,8 @@ class DecodeAttention:
         indices: _Int32s,
         weights: int,
     ) -> None: ...
+    def start_profile(self) -> None: ...
+    def profile(self) -> dict[str, Any]: ...
     def last_selection(self) -> list[list[int]]: ...
 
 class Linear:

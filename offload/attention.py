@@ -6,8 +6,10 @@ how long), then each layer attends with its queries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,6 @@ from torch import Tensor
 from cpu_ops import _native
 from cpu_ops.native import (
     MAX_GROUP_SIZE,
-    MAX_POLICY_ARRAYS,
     NO_ARRAYS,
     WorkerPool,
     check_head_dim,
@@ -26,7 +27,9 @@ from cpu_ops.native import (
     page_shift,
 )
 from offload.kv_store import KVStore
-from offload.policies.base import Policy, SparsePolicy
+from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy, check_roles
+from offload.policy_state import PolicyStates
+from offload.prefill import OnQueries
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -41,6 +44,7 @@ class DecodeStep:
         positions: int64 [n], kv_lens - 1: the slot of the row's own key and value.
         page_tables, table_strides: int64 [n], address of and pages per layer in the page table.
         arrays: int64 [n], address of the policy's pointer table [num_layers, 8], or empty.
+        text_marks: int64 [n], address of the text marks of the row's sequence, or empty.
     """
 
     seqs: Sequence[int]
@@ -49,28 +53,17 @@ class DecodeStep:
     page_tables: Int64Array
     table_strides: Int64Array
     arrays: Int64Array
+    text_marks: Int64Array
 
-
-@dataclass(frozen=True)
-class _SequenceState:
-    """A policy's arrays of one sequence, and their addresses as the kernels want them."""
-
-    layers: list[list[npt.NDArray[np.generic]]]
-    pointers: Int64Array  # [num_layers, MAX_POLICY_ARRAYS]
-
-    @classmethod
-    def of(cls, layers: list[list[npt.NDArray[np.generic]]]) -> _SequenceState:
-        pointers = np.zeros((len(layers), MAX_POLICY_ARRAYS), np.int64)
-        for layer_idx, arrays in enumerate(layers):
-            if len(arrays) > MAX_POLICY_ARRAYS:
-                raise ValueError(
-                    f"a policy keeps at most {MAX_POLICY_ARRAYS} arrays, got {len(arrays)}"
-                )
-            pointers[layer_idx, : len(arrays)] = [array.ctypes.data for array in arrays]
-        return cls(layers, pointers)
-
-    def copy(self) -> _SequenceState:
-        return self.of([[array.copy() for array in arrays] for arrays in self.layers])
+    def of(self, rows: slice) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]:
+        """page_tables, table_strides, kv_lens, arrays, text_marks of some rows."""
+        return (
+            self.page_tables[rows],
+            self.table_strides[rows],
+            self.kv_lens[rows],
+            self.arrays[rows] if self.arrays.size else NO_ARRAYS,
+            self.text_marks[rows] if self.text_marks.size else NO_ARRAYS,
+        )
 
 
 class DecodeAttention:
@@ -83,9 +76,14 @@ class DecodeAttention:
         sm_scale: softmax scale; None takes head_dim ** -0.5.
         isa: an ISA other than the process's (tests).
 
+    Attributes:
+        on_attended: called after each `attend` with (layer_idx, step, query, out); for benches.
+
     Raises:
-        ValueError: shapes the kernels do not take.
+        ValueError: shapes the kernels do not take, a policy that does not fit the model.
     """
+
+    on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
 
     def __init__(
         self,
@@ -108,10 +106,17 @@ class DecodeAttention:
                 f" got {num_qo_heads // store.num_kv_heads}"
             )
         check_head_dim(store.head_dim)
+        policy.check_model(
+            num_layers=store.num_layers,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=store.num_kv_heads,
+            head_dim=store.head_dim,
+        )
         self.policy = policy
         self.store = store
         self.num_qo_heads = num_qo_heads
         self._row_elements = num_qo_heads * store.head_dim
+        sm_scale = store.head_dim**-0.5 if sm_scale is None else sm_scale
         self._native = _native.DecodeAttention(
             pool.native,
             isa or isa_name(),
@@ -120,16 +125,29 @@ class DecodeAttention:
             store.head_dim,
             page_shift(store.page_tokens),
             dtype_code(store.dtype),
-            store.head_dim**-0.5 if sm_scale is None else sm_scale,
+            sm_scale,
         )
-        self._dense_layers = store.num_layers
         self._budget_tokens = 0
-        if isinstance(policy, SparsePolicy):
-            self._dense_layers = policy.dense_layers
+        self._sparse = np.zeros(store.num_layers, bool)
+        asking: list[int] = []
+        if policy.selects:
+            num_units = num_qo_heads if policy.per_query_head else store.num_kv_heads
+            roles = check_roles(policy, policy.roles(store.num_layers, num_units))
+            if roles is None:
+                self._sparse[policy.dense_layers :] = True
+                asking = np.flatnonzero(self._sparse).tolist()
+            else:
+                self._sparse = (roles != DENSE).any(axis=1)
+                asking = np.flatnonzero(
+                    ((roles == RETRIEVE) | (roles == SELECT)).any(axis=1)
+                ).tolist()
             self._budget_tokens = policy.budget_tokens
-            callbacks = (policy.prepare, policy.select, policy.observe, policy.append)
-            prepare, select, observe, append = (
-                c.address if c is not None else 0 for c in callbacks
+            callbacks = (
+                policy.prepare,
+                policy.propose,
+                policy.select,
+                policy.observe,
+                policy.append,
             )
             self._native.set_policy(
                 policy.budget_tokens,
@@ -137,12 +155,31 @@ class DecodeAttention:
                 policy.recent_tokens,
                 policy.per_query_head,
                 policy.scans_keys,
-                prepare,
-                select,
-                observe,
-                append,
+                [0 if c is None else c.address for c in callbacks],
+                policy.parameters(),
+                [] if roles is None else roles.reshape(-1).tolist(),
             )
-        self._states: dict[int, _SequenceState] = {}
+        self.states = PolicyStates(
+            policy,
+            store,
+            num_qo_heads=num_qo_heads,
+            sm_scale=sm_scale,
+            pool=pool,
+            layers=asking,
+        )
+        self._has_state = policy.selects and policy.has_state()
+        self._observes_queries = policy.selects and policy.observed_queries > 0
+
+    def build_states(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> float:
+        """Build what the policy keeps of sequences that will have `kv_lens` tokens.
+
+        `begin_step` does it too, where it was not done before. Returns the seconds it took.
+        """
+        start = time.perf_counter()
+        for seq, kv_len in zip(seqs, kv_lens, strict=True):
+            if self._has_state and kv_len > self._budget_tokens:
+                self.states.ensure(seq, kv_len)
+        return time.perf_counter() - start
 
     def begin_step(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> DecodeStep:
         """Fix the rows of a step, after `store.reserve` and before the first layer writes.
@@ -161,12 +198,21 @@ class DecodeAttention:
                     f"kv_len of sequence {seq} must be in"
                     f" [1, {table.shape[1] * self.store.page_tokens}] (its pages), got {kv_len}"
                 )
-        arrays = NO_ARRAYS
-        if self.policy.has_state() and int(lens.max()) > self._budget_tokens:
-            states = [self._state(seq, kv_len) for seq, kv_len in zip(seqs, kv_lens, strict=True)]
-            arrays = np.array(
-                [0 if s is None else s.pointers.ctypes.data for s in states], np.int64
-            )
+        arrays = text_marks = NO_ARRAYS
+        if self._has_state and int(lens.max()) > self._budget_tokens:
+            longest: dict[int, int] = {}  # grow once, before any address is taken
+            for seq, kv_len in zip(seqs, kv_lens, strict=True):
+                longest[seq] = max(kv_len, longest.get(seq, 0))
+            tables_of = {
+                seq: self.states.ensure(seq, kv_len).pointers.ctypes.data
+                for seq, kv_len in longest.items()
+                if kv_len > self._budget_tokens
+            }
+            arrays = np.array([tables_of.get(seq, 0) for seq in seqs], np.int64)
+            if self.policy.reads_text:
+                text_marks = np.array(
+                    [self.states.marks_address(seq, longest[seq]) for seq in seqs], np.int64
+                )
         return DecodeStep(
             seqs=tuple(seqs),
             kv_lens=lens,
@@ -174,20 +220,14 @@ class DecodeAttention:
             page_tables=np.array([table.ctypes.data for table in tables], np.int64),
             table_strides=np.array([table.shape[1] for table in tables], np.int64),
             arrays=arrays,
+            text_marks=text_marks,
         )
 
     def prepare(self, layer_idx: int, step: DecodeStep) -> None:
         """Run the policy's `prepare` for a layer; may overlap whatever computes its queries."""
-        if self.policy.prepare is None or layer_idx < self._dense_layers:
+        if self.policy.prepare is None or not self._sparse[layer_idx] or self._in_turns(step):
             return
-        for rows in self._waves(step):
-            self._native.prepare(
-                layer_idx,
-                step.page_tables[rows],
-                step.table_strides[rows],
-                step.kv_lens[rows],
-                step.arrays[rows],
-            )
+        self._native.prepare(layer_idx, *step.of(slice(None)))
 
     def attend(
         self,
@@ -229,8 +269,12 @@ class DecodeAttention:
         ):
             raise ValueError(f"lse must be float32 [{n}, {self.num_qo_heads}], contiguous")
         item = query.element_size()
-        for rows in self._waves(step):
-            first = rows.start or 0
+        sparse = bool(self._sparse[layer_idx])
+        in_turns = sparse and self._in_turns(step)
+        for rows in [slice(i, i + 1) for i in range(n)] if in_turns else [slice(0, n)]:
+            if in_turns and self.policy.prepare is not None:
+                self._native.prepare(layer_idx, *step.of(rows))
+            first: int = rows.start
             self._native.attend(
                 layer_idx,
                 query.data_ptr() + first * query.stride(0) * item,
@@ -238,12 +282,41 @@ class DecodeAttention:
                 out.data_ptr() + first * out.stride(0) * item,
                 out.stride(0) * item,
                 0 if lse is None else lse.data_ptr() + first * lse.stride(0) * 4,
-                step.page_tables[rows],
-                step.table_strides[rows],
-                step.kv_lens[rows],
-                step.arrays[rows] if step.arrays.size else NO_ARRAYS,
-                layer_idx >= self._dense_layers,
+                *step.of(rows),
+                sparse,
+                first,
             )
+        if self._observes_queries and sparse:
+            self._record_dense_queries(layer_idx, step, query)
+        if self.on_attended is not None:
+            self.on_attended(layer_idx, step, query, out)
+
+    @property
+    def on_prefill_queries(self) -> OnQueries | None:
+        """What `prefill` shows its queries to: None unless the policy observes queries."""
+        return self.record_queries if self._observes_queries else None
+
+    def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
+        """Keep the last queries of a layer for the policy's `build`.
+
+        Args:
+            queries: [num_qo_heads, n, head_dim], rotated, of the last n of `kv_len` tokens.
+        """
+        if self._observes_queries:
+            self.states.record_queries(seq, layer_idx, queries, kv_len)
+
+    def start_profile(self) -> None:
+        """Count times, bytes and tokens from now on."""
+        self._native.start_profile()
+
+    def profile(self) -> dict[str, Any]:
+        """What was counted since `start_profile`, summed over workers.
+
+        seconds: of each phase (predict, score, select, attend, update), by the workers' clocks.
+        bytes: of keys, values and the policy's arrays read and written. scored_tokens,
+        attended_tokens: tokens x units whose keys were scored exactly, and which were attended.
+        """
+        return self._native.profile()
 
     def native_csr(
         self,
@@ -263,32 +336,12 @@ class DecodeAttention:
         """Tokens of each (row, unit) of the last `attend` that was sparse; [] where dense."""
         return self._native.last_selection()
 
-    def fork(self, parent: int, child: int) -> None:
-        """Give a forked sequence a copy of its parent's policy state."""
-        if parent in self._states:
-            self._states[child] = self._states[parent].copy()
+    def _in_turns(self, step: DecodeStep) -> bool:
+        """Whether rows must run one after the other: those of a sequence share its state."""
+        return self._has_state and len(set(step.seqs)) < len(step.seqs)
 
-    def forget(self, seq: int) -> None:
-        """Drop a sequence's policy state: it was freed, or truncated and must be built again."""
-        self._states.pop(seq, None)
-
-    def _state(self, seq: int, kv_len: int) -> _SequenceState | None:
-        if kv_len <= self._budget_tokens:
-            return None
-        if seq not in self._states:
-            layers: list[list[npt.NDArray[np.generic]]] = []
-            for layer_idx in range(self.store.num_layers):
-                arrays: list[npt.NDArray[np.generic]] = []
-                if layer_idx >= self._dense_layers:
-                    keys, values = self.store.gather(seq, layer_idx)
-                    built = self.policy.build(layer_idx, keys, values)
-                    arrays = [np.ascontiguousarray(array) for array in built]
-                layers.append(arrays)
-            self._states[seq] = _SequenceState.of(layers)
-        return self._states[seq]
-
-    def _waves(self, step: DecodeStep) -> list[slice]:
-        """Rows that may run together: rows of one sequence share its policy state, if any."""
-        if self.policy.has_state() and len(set(step.seqs)) < len(step.seqs):
-            return [slice(i, i + 1) for i in range(len(step.seqs))]
-        return [slice(None)]
+    def _record_dense_queries(self, layer_idx: int, step: DecodeStep, query: Tensor) -> None:
+        heads = query[:, : self._row_elements].view(len(query), self.num_qo_heads, -1)
+        for row, (seq, kv_len) in enumerate(zip(step.seqs, step.kv_lens.tolist(), strict=True)):
+            if kv_len <= self._budget_tokens:
+                self.states.record_queries(seq, layer_idx, heads[row][:, None], kv_len)

@@ -136,8 +136,9 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         batch = self._pack(shape, input_ids, attention_mask, position_ids, cache)
         if cache is None or cache.get_seq_length() == 0:
             self._offload.check_modules(self)
-        embeddings = self._embed(batch, input_ids, inputs_embeds)
-        hidden, phase = self._offload.run(embeddings, batch, cache)
+        tokens = None if input_ids is None else self._tokens(batch, input_ids)
+        embeddings = self._embed(batch, tokens, inputs_embeds)
+        hidden, phase = self._offload.run(embeddings, batch, cache, tokens)
         hidden = keep_positions(batch.to_rows(hidden), logits_to_keep)
         logits = self._offload.logits(hidden, phase)
         loss = None
@@ -207,13 +208,8 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             self._offload.check_context(kv_len + num_new)
         return batch
 
-    def _embed(
-        self, batch: RaggedBatch, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
-    ) -> torch.Tensor:
-        """A new tensor [num_tokens, hidden_size]."""
-        if inputs_embeds is not None:
-            return inputs_embeds.flatten(0, 1)[batch.columns].to(self.dtype)
-        assert input_ids is not None  # rows_shape has seen to it
+    def _tokens(self, batch: RaggedBatch, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [num_tokens]: the ids of the batch without padding."""
         tokens = input_ids.flatten()[batch.columns]
         vocab_size = self.config.vocab_size
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
@@ -221,6 +217,15 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
                 f"input_ids must be in 0..{vocab_size - 1}, "
                 f"got {int(tokens.min())}..{int(tokens.max())}"
             )
+        return tokens
+
+    def _embed(
+        self, batch: RaggedBatch, tokens: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A new tensor [num_tokens, hidden_size]."""
+        if inputs_embeds is not None:
+            return inputs_embeds.flatten(0, 1)[batch.columns].to(self.dtype)
+        assert tokens is not None  # rows_shape has seen to it
         embeddings: torch.Tensor = self._offload.lean.embed_tokens(tokens)
         return embeddings
 

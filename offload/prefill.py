@@ -8,7 +8,7 @@ prompt: hidden_size + 2 * num_kv_heads * head_dim elements per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -17,6 +17,8 @@ from offload.batch import RaggedBatch
 from offload.kv_store import KVStore
 from offload.models import DecoderLayer, LeanModel
 
+# Gets (seq, layer_idx, queries [num_qo_heads, n, head_dim] rotated, kv_len of the last of them).
+OnQueries = Callable[[int, int, torch.Tensor, int], None]
 KV = tuple[torch.Tensor, torch.Tensor]  # keys, values: each [num_kv_heads, kv_len, head_dim]
 
 # torch's fused CPU attention. The public scaled_dot_product_attention calls the same function but
@@ -32,6 +34,7 @@ def prefill(
     store: KVStore | None,
     seqs: Sequence[int],
     slice_tokens: int,
+    on_queries: OnQueries | None = None,
 ) -> torch.Tensor:
     """Run all layers over the new tokens of `batch`.
 
@@ -40,6 +43,7 @@ def prefill(
         store: takes the new K/V, for which room is reserved; None computes without a cache.
         seqs: the store's sequence of each sequence of `batch`; its cached tokens are attended to.
         slice_tokens: tokens that go through a layer at one time.
+        on_queries: sees the queries of every slice of every sequence, in order.
 
     Returns:
         [num_tokens, hidden_size], before the final norm.
@@ -69,6 +73,10 @@ def prefill(
                 new = keys[:, begin:last], values[:, begin:last]
                 of_slice = slice(first - start, last - start)
                 o[of_slice] = attend(q[:, of_slice], past[sequence], new, shape.sm_scale)
+                if store is not None and on_queries is not None:
+                    seq = seqs[sequence]
+                    kv_len = store.kv_len(seq) + last - begin
+                    on_queries(seq, layer_idx, q[:, of_slice], kv_len)
             x += layer.o_proj(o.flatten(1))
             mlp_in = layer.mlp_norm(x)
             gate = functional.silu(layer.gate_proj(mlp_in), inplace=True)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from offload.batch import RaggedBatch
@@ -26,7 +28,9 @@ class OffloadStats:
     """What the last `generate()` did, and the forward passes since.
 
     In a generation, seconds of decoding count from the end of one forward pass to the end of the
-    next, so they include choosing and streaming tokens. kv_host_bytes is the most that was in use.
+    next, so they include choosing and streaming tokens. index_seconds went into building what the
+    policy keeps of a context, and are in neither. kv_host_bytes is the most that was in use,
+    policy_host_bytes what the policy keeps beside it.
     """
 
     prefill_tokens: int = 0
@@ -35,6 +39,8 @@ class OffloadStats:
     decode_seconds: float = 0.0
     kv_host_bytes: int = 0
     kv_device_bytes: int = 0
+    index_seconds: float = 0.0
+    policy_host_bytes: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -46,9 +52,18 @@ class OffloadStats:
 
 
 class Runtime:
-    """Runs the layers of one stock model."""
+    """Runs the layers of one stock model.
 
-    def __init__(self, stock: Any, config: RuntimeConfig) -> None:
+    Args:
+        vocabulary_marks: uint8 [vocab_size], text marks for policies that read the text.
+    """
+
+    def __init__(
+        self,
+        stock: Any,
+        config: RuntimeConfig,
+        vocabulary_marks: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
         self.config = config
         self.stats = OffloadStats()
         self.lean = lean_model_maker(stock.config.model_type)(stock)
@@ -62,18 +77,27 @@ class Runtime:
             page_tokens=config.page_tokens,
         )
         self._decoder = Decoder(self.lean, self.store, config.policy, config.num_threads)
-        self.sequences = Sequences(self.store, self._decoder.attention)
+        self.attention = self._decoder.attention
+        self.sequences = Sequences(self.store, self.attention)
+        self._vocabulary_marks = vocabulary_marks
         self._generation_cache: OffloadedCache | None = None
         self._in_generation = False
         self._last_pass_end: float | None = None
         self._prefill_threads = config.num_threads  # None: as torch has it
 
     def run(
-        self, hidden: torch.Tensor, batch: RaggedBatch, cache: OffloadedCache | None
+        self,
+        hidden: torch.Tensor,
+        batch: RaggedBatch,
+        cache: OffloadedCache | None,
+        tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, str]:
         """Embeddings [num_tokens, hidden_size] through all layers: (hidden, phase).
 
         Many new tokens per sequence, or no past, are prefill; a few are decoding.
+
+        Args:
+            tokens: int64 [num_tokens], the ids behind the embeddings, where they are known.
 
         Raises:
             HostBudgetError: before anything is computed.
@@ -89,7 +113,13 @@ class Runtime:
                 phase = "decode"
             seqs = cache.reserve(batch)
             try:
+                self._mark_text(batch, seqs, tokens)
                 if phase == "decode":
+                    index_seconds = self._build_index(batch, seqs)
+                    self.stats.index_seconds += index_seconds
+                    start += index_seconds
+                    if self._last_pass_end is not None:
+                        self._last_pass_end += index_seconds
                     hidden = self._decoder.decode(hidden, batch, seqs)
                 else:
                     hidden = self._prefill(hidden, batch, self.store, seqs)
@@ -184,10 +214,28 @@ class Runtime:
         self._generation_cache = OffloadedCache(self.sequences)
         return self._generation_cache
 
+    def _mark_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
+        if self._vocabulary_marks is None or tokens is None:
+            return
+        marks = self._vocabulary_marks[tokens.numpy()]
+        for sequence, start, stop in batch.spans():
+            self.attention.states.append_marks(seqs[sequence], marks[start:stop])
+
+    def _build_index(self, batch: RaggedBatch, seqs: list[int]) -> float:
+        """What the policy keeps of sequences that have come past its budget; seconds it took."""
+        kv_lens = [
+            self.store.kv_len(seq) + num_new
+            for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
+        ]
+        with torch_threads(self._prefill_threads):
+            return self.attention.build_states(seqs, kv_lens)
+
     def _prefill(
         self, hidden: torch.Tensor, batch: RaggedBatch, store: KVStore | None, seqs: list[int]
     ) -> torch.Tensor:
         with torch_threads(self._prefill_threads):
+            for seq in seqs:
+                self.attention.states.rebuild(seq)
             return prefill(
                 self.lean,
                 hidden,
@@ -195,6 +243,7 @@ class Runtime:
                 store=store,
                 seqs=seqs,
                 slice_tokens=self.config.prefill_slice_tokens,
+                on_queries=self.attention.on_prefill_queries,
             )
 
     def _record(self, phase: str, num_tokens: int, start: float) -> None:
@@ -206,6 +255,7 @@ class Runtime:
             stats.prefill_tokens += num_tokens
             stats.prefill_seconds += end - start
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
+        stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         # Between the passes of a generation tokens are chosen; between others, anything may happen.
         self._last_pass_end = end if self._in_generation else None
 

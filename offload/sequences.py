@@ -24,20 +24,18 @@ class Sequences:
     def fork(self, seq: int) -> int:
         """A copy of `seq` that shares its pages."""
         child = self.store.fork(seq)
-        self._attention.fork(seq, child)
+        self._attention.states.fork(seq, child)
         return child
 
     def truncate(self, seq: int, kv_len: int) -> None:
-        """Keep the first `kv_len` tokens, and nothing that is reserved."""
-        if kv_len < self.store.kv_len(seq):
-            # The state describes tokens that go; it is built again when it is needed.
-            self._attention.forget(seq)
+        """Keep the first `kv_len` tokens, and nothing that is reserved or was in the making."""
+        self._attention.states.truncate(seq, kv_len)
         self.store.truncate(seq, kv_len)
 
     def free(self, seqs: Iterable[int]) -> None:
         """Give the pages back, unless forks share them."""
         for seq in seqs:
-            self._attention.forget(seq)
+            self._attention.states.forget(seq)
             self.store.free(seq)
 
     def free_later(self, seqs: Iterable[int]) -> None:

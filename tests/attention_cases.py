@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cpu_ops import reference
 from cpu_ops.native import WorkerPool
 from offload.attention import DecodeAttention
 from offload.kv_store import KVStore
@@ -36,9 +37,11 @@ class Cache:
         head_dim: int = 64,
         dtype: torch.dtype = torch.float32,
         page_tokens: int = 256,
+        num_layers: int = 2,
     ) -> Cache:
+        """Layer 1 has the returned keys, 0 their negatives, others hold them rotated."""
         store = KVStore(
-            num_layers=2,
+            num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=dtype,
@@ -51,8 +54,9 @@ class Cache:
             torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).to(dtype)
             for _ in range(2)
         )
-        for layer_idx in range(2):
-            store.append(seq, layer_idx, keys if layer_idx else -keys, values)
+        for layer_idx in range(num_layers):
+            of_layer = torch.roll(keys, layer_idx - 1, 0) if layer_idx else -keys
+            store.append(seq, layer_idx, of_layer, values)
         store.commit([seq], [kv_len])
         return cls(
             store,
@@ -64,6 +68,20 @@ class Cache:
     @property
     def kv_len(self) -> int:
         return int(self.keys.shape[1])
+
+    def reference(
+        self, queries: torch.Tensor, layer_idx: int, selection: list[np.ndarray] | None = None
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """float64 o, lse and weights of one query row over a layer above 0, or over -keys in 0."""
+        keys = np.roll(self.keys, layer_idx - 1, 1) if layer_idx else -self.keys
+        head_dim = self.store.head_dim
+        return reference.attention(
+            queries.double().numpy().reshape(-1, head_dim),
+            keys,
+            self.values,
+            sm_scale=head_dim**-0.5,
+            selection=selection,
+        )
 
     def attention(
         self,

@@ -48,7 +48,7 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
     if unknown:
         known = ", ".join(cls.option_names()) or "none"
         raise ValueError(f"policy {policy!r} has no option {unknown[0]!r}; its options: {known}")
-    return cls(**options)
+    return cls.from_options(**options)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,16 @@
 """What a policy is.
 
-A policy is a frozen dataclass of options plus up to four native callbacks (see `callback`), which
+A policy is a frozen dataclass of options plus up to five native callbacks (see `callback`), which
 the C++ worker pool calls without the GIL for every query row and selection unit:
 
     prepare   before the query is known: may overlap the linear layers
+    propose   name candidates, whose keys the runtime then scores on all threads; or answer
     select    write the chosen token indices, sorted and unique, and return how many
     observe   see the attention weights of what was attended
-    append    the newest token has entered the cache
+    append    the newest token has entered the cache; earlier ones may have entered without a call
+
+`select` chooses among all tokens by weight (`scans_keys`), among the candidates by weight (with
+`propose`; it may be missing then: the heaviest are kept), or by the policy's own means.
 
 Sink tokens, the recent window and the first dense layers belong to the runtime: a policy chooses
 among tokens [sink_tokens, kv_len - recent_tokens) only. While kv_len <= budget_tokens every policy
@@ -19,11 +23,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from cpu_ops.native import WorkerPool
     from offload.policies.callback import Callback
+
+# What a unit does in a layer where its sequence is longer than the budget (cpp/policy.h's Role).
+DENSE = 0  # full attention
+RETRIEVE = 1  # full attention, and publishes the policy's selection
+SELECT = 2  # attends to the policy's selection and publishes it
+REUSE = 3  # attends to what the same unit of a layer above last published in this step
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a policy may build its state of one layer of one sequence from.
+
+    Attributes:
+        keys, values: [num_kv_heads, kv_len, head_dim], the store's dtype.
+        queries: [num_qo_heads, n, head_dim], the last n <= `observed_queries`, rotated, oldest
+            first; the last one belongs to token kv_len - 1. n is 0 where none were kept.
+        capacity_tokens: the arrays must serve so many tokens before `grow` is asked for more.
+        text_marks: uint8 [kv_len] of `reads_text` policies (see `offload.text_marks`), or None.
+        pool: threads to build with.
+    """
+
+    layer_idx: int
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    sm_scale: float
+    capacity_tokens: int
+    text_marks: npt.NDArray[np.uint8] | None
+    pool: WorkerPool
 
 
 @dataclass(frozen=True)
@@ -35,35 +71,90 @@ class Policy:
         scans_keys: score every key first and hand over `importance`, the exact attention weights
             summed over the unit's query heads.
         per_query_head: a selection unit is one query head instead of a KV head with its group.
+        observed_queries: the runtime keeps the last so many queries of each (sequence, layer)
+            while it attends densely, for `build`.
+        reads_text: callbacks and `build` get text marks, if the runtime knows the text.
+    A policy that selects also has the options of `SparsePolicy`, or properties of these names.
     """
 
     name: ClassVar[str]
     selects: ClassVar[bool] = True
     scans_keys: ClassVar[bool] = False
     per_query_head: ClassVar[bool] = False
+    observed_queries: ClassVar[int] = 0
+    reads_text: ClassVar[bool] = False
     prepare: ClassVar[Callback | None] = None
+    propose: ClassVar[Callback | None] = None
     select: ClassVar[Callback | None] = None
     observe: ClassVar[Callback | None] = None
     append: ClassVar[Callback | None] = None
 
+    if TYPE_CHECKING:
+
+        @property
+        def budget_tokens(self) -> int: ...
+        @property
+        def sink_tokens(self) -> int: ...
+        @property
+        def recent_tokens(self) -> int: ...
+        @property
+        def dense_layers(self) -> int: ...
+
     @classmethod
     def option_names(cls) -> list[str]:
-        """Names of the options the constructor takes."""
+        """Names of the options that `from_options` takes."""
         return [field.name for field in fields(cls)]
 
-    def build(self, layer_idx: int, keys: Tensor, values: Tensor) -> Sequence[npt.NDArray[Any]]:
+    @classmethod
+    def from_options(cls, **options: Any) -> Policy:
+        """The policy with these options; policies made of others also take those' options."""
+        return cls(**options)
+
+    def parameters(self) -> tuple[float, ...]:
+        """At most 8 numbers, which callbacks find in `ctx.parameters`."""
+        return ()
+
+    def check_model(
+        self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Refuse a model that the options do not fit, before anything is allocated.
+
+        Raises:
+            ValueError: names the option, its value and what the model has.
+        """
+
+    def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8] | None:
+        """DENSE, RETRIEVE, SELECT or REUSE of each [layer, unit].
+
+        None: DENSE in the first dense_layers, SELECT from there on. A layer is DENSE as a whole or
+        not at all, RETRIEVE needs `scans_keys`, and above a unit that reuses, one publishes.
+        """
+        return None
+
+    def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
         """The policy's own arrays for one layer of one sequence, at most 8, C-contiguous.
 
-        Called once per (sequence, layer), before its first sparse decode step, with all keys and
-        values so far ([num_kv_heads, kv_len, head_dim]). Callbacks find them in
-        `ctx.arrays`, in this order; forks copy them. A policy without state returns ().
+        Called once per (sequence, layer), before its first sparse decode step. Callbacks find the
+        arrays in `ctx.arrays`, in this order; forks copy them. A policy without state returns ().
         """
         return ()
 
-    @classmethod
-    def has_state(cls) -> bool:
+    def grow(
+        self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
+    ) -> Sequence[npt.NDArray[Any]]:
+        """The arrays, for `capacity_tokens` tokens. Called between steps, when they get too few."""
+        return arrays
+
+    def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        """Adapt the arrays in place to a sequence cut to `kv_len` tokens.
+
+        False: it cannot be done; the state is built again when it is needed.
+        """
+        return False
+
+    def has_state(self) -> bool:
         """Whether `build` keeps arrays."""
-        return cls.build is not Policy.build
+        return type(self).build is not Policy.build
 
 
 @dataclass(frozen=True)
@@ -101,3 +192,29 @@ class SparsePolicy(Policy):
                 f"budget_tokens={self.budget_tokens} cannot hold sink_tokens={self.sink_tokens}"
                 f" + recent_tokens={self.recent_tokens}; raise budget_tokens or lower the others"
             )
+
+
+def check_roles(
+    policy: Policy, roles: npt.NDArray[np.uint8] | None
+) -> npt.NDArray[np.uint8] | None:
+    """Refuse roles that the kernels cannot follow."""
+    if roles is None:
+        return None
+    roles = np.ascontiguousarray(roles, np.uint8)
+    published = np.zeros(roles.shape[1], bool)
+    for layer_idx, of_layer in enumerate(roles):
+        if (of_layer == DENSE).any() and not (of_layer == DENSE).all():
+            raise ValueError(f"policy {policy.name!r}: layer {layer_idx} is dense in part only")
+        if (of_layer == RETRIEVE).any() and not policy.scans_keys:
+            raise ValueError(
+                f"policy {policy.name!r}: layer {layer_idx} retrieves, but the policy that selects "
+                "does not scan keys"
+            )
+        orphans = np.flatnonzero((of_layer == REUSE) & ~published)
+        if orphans.size:
+            raise ValueError(
+                f"policy {policy.name!r}: unit {orphans[0]} of layer {layer_idx} reuses a "
+                "selection, but no layer above publishes one"
+            )
+        published |= (of_layer == RETRIEVE) | (of_layer == SELECT)
+    return roles

@@ -3,8 +3,9 @@
 `@callback` compiles a function with Numba's `cfunc` when its address is first needed (and caches
 the machine code on disk). The pool calls it from C++ threads without the GIL. The function gets a
 pointer to a `PolicyContext` (cpp/policy.h); `read_context` makes it a record with the fields of
-`CONTEXT_DTYPE`. Pointers in the record are plain addresses: `view_float32` and friends turn them
-into arrays, `score_tokens` and `top_k` call the SIMD primitives behind them.
+`CONTEXT_DTYPE`, which is the context itself: what is assigned to a field is seen by the runtime.
+Pointers in the record are plain addresses: `view_float32` and friends turn them into arrays;
+`score_tokens`, `top_k` and the other primitives at the end call the SIMD code behind them.
 """
 
 from __future__ import annotations
@@ -20,24 +21,41 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-_INT_FIELDS = (
-    "layer_idx",
-    "unit",
-    "kv_head",
-    "group_size",
-    "head_dim",
-    "kv_len",
-    "first",
-    "last",
-    "budget_tokens",
-)
 # The fields of cpp/policy.h's PolicyContext; tests/policies/test_callback.py compares the offsets.
 CONTEXT_DTYPE = np.dtype(
-    [(name, np.int64) for name in _INT_FIELDS]
-    + [("sm_scale", np.float64), ("query", np.int64), ("importance", np.int64)]
-    + [("indices", np.int64), ("num_indices", np.int64), ("weights", np.int64)]
-    + [("arrays", np.int64, (8,)), ("score_tokens", np.int64), ("top_k", np.int64)]
+    [
+        ("layer_idx", np.int64),
+        ("unit", np.int64),
+        ("kv_head", np.int64),
+        ("group_size", np.int64),
+        ("head_dim", np.int64),
+        ("kv_len", np.int64),
+        ("first", np.int64),
+        ("last", np.int64),
+        ("budget_tokens", np.int64),
+        ("num_candidates", np.int64),
+        ("sm_scale", np.float64),
+        ("parameters", np.float64, (8,)),
+        ("query", np.int64),
+        ("importance", np.int64),
+        ("indices", np.int64),
+        ("num_indices", np.int64),
+        ("weights", np.int64),
+        ("candidates", np.int64),
+        ("output", np.int64),
+        ("lse", np.int64),
+        ("text_marks", np.int64),
+        ("bytes_touched", np.int64),
+        ("arrays", np.int64, (8,)),
+        ("score_tokens", np.int64),
+        ("top_k", np.int64),
+        ("score_rows", np.int64),
+        ("score_int8", np.int64),
+        ("load_keys", np.int64),
+        ("store_rows", np.int64),
+    ]
 )
+ANSWERED = -2  # what `propose` returns when it has written the unit's output itself
 # numba and llvmlite are untyped: everything they give is Any here.
 _CONTEXT_POINTER: Any = types.CPointer(numba.from_dtype(CONTEXT_DTYPE))  # type: ignore[no-untyped-call]
 
@@ -52,7 +70,7 @@ class Callback:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        result = types.int64 if self.__name__ == "select" else types.void
+        result = types.int64 if self.__name__ in ("propose", "select") else types.void
         return numba.cfunc(result(_CONTEXT_POINTER), cache=True)(self.function)
 
     @property
@@ -90,6 +108,7 @@ def _cast(numba_type: Any) -> Any:
 
 _as_float32 = _cast(types.float32)
 _as_int32 = _cast(types.int32)
+_as_uint8 = _cast(types.uint8)
 
 
 @numba.njit(inline="always")
@@ -105,9 +124,30 @@ def view_int32(address: Any, length: Any) -> Any:
 
 
 @numba.njit(inline="always")
+def view_uint8(address: Any, length: Any) -> Any:
+    """uint8 array [length] at an address."""
+    return carray(_as_uint8(address), length)
+
+
+@numba.njit(inline="always")
 def offset_floats(address: Any, count: Any) -> Any:
     """Address of the float32 element `count` further on."""
     return address + 4 * count
+
+
+def _call_primitive(result: Any, num_words: int) -> Any:
+    """Code generator of a call fn(context pointer, word, …) -> word or nothing."""
+
+    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        returns = ir.VoidType() if result == types.void else word
+        fn_type = ir.FunctionType(returns, [cgutils.voidptr_t, *[word] * num_words])
+        target = builder.inttoptr(args[1], fn_type.as_pointer())
+        pointer = builder.bitcast(args[0], cgutils.voidptr_t)
+        value = builder.call(target, [pointer, *args[2:]])
+        return ctx.get_dummy_value() if result == types.void else value
+
+    return codegen
 
 
 @intrinsic
@@ -118,17 +158,7 @@ def score_tokens(
 
     `indices` is the address of int32 [n], `scores` of float32 [group_size, n].
     """
-
-    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        fn_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
-        target = builder.inttoptr(args[1], fn_type.as_pointer())
-        pointer = builder.bitcast(args[0], cgutils.voidptr_t)
-        builder.call(target, [pointer, args[2], args[3], args[4]])
-        return ctx.get_dummy_value()
-
-    signature = types.void(context, types.int64, types.int64, types.int64, types.int64)
-    return signature, codegen
+    return types.void(context, *[types.int64] * 4), _call_primitive(types.void, 3)
 
 
 @intrinsic
@@ -140,15 +170,50 @@ def top_k(
     `x` is the address of float32 [n], `positions` of int32 [k]; ascending. The count is -1 if NaN
     leaves fewer than k values.
     """
+    return types.int64(context, *[types.int64] * 5), _call_primitive(types.int64, 4)
 
-    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        fn_type = ir.FunctionType(word, [cgutils.voidptr_t, word, word, word, word])
-        target = builder.inttoptr(args[1], fn_type.as_pointer())
-        pointer = builder.bitcast(args[0], cgutils.voidptr_t)
-        return builder.call(target, [pointer, args[2], args[3], args[4], args[5]])
 
-    signature = types.int64(
-        context, types.int64, types.int64, types.int64, types.int64, types.int64
-    )
-    return signature, codegen
+@intrinsic
+def score_rows(
+    typingctx: Any,
+    context: Any,
+    function: Any,
+    query: Any,
+    rows: Any,
+    n: Any,
+    width: Any,
+    scores: Any,
+) -> Any:
+    """score_rows(pointer, ctx.score_rows, query, rows, n, width, scores): sm_scale * query · rows.
+
+    `query` is the address of float32 [group_size, width], `rows` of the cache's dtype [n, width],
+    contiguous, `scores` of float32 [group_size, n]. width is a multiple of 16 and at most 256.
+    """
+    return types.void(context, *[types.int64] * 6), _call_primitive(types.void, 5)
+
+
+@intrinsic
+def score_int8(
+    typingctx: Any, context: Any, function: Any, query: Any, rows: Any, n: Any, scores: Any
+) -> Any:
+    """score_int8(pointer, ctx.score_int8, query, rows, n, scores): query · rows, not scaled.
+
+    `query` is the address of float32 [group_size, head_dim], `rows` of int8 [n, head_dim],
+    contiguous, `scores` of float32 [group_size, n].
+    """
+    return types.void(context, *[types.int64] * 5), _call_primitive(types.void, 4)
+
+
+@intrinsic
+def load_keys(typingctx: Any, context: Any, function: Any, first: Any, n: Any, out: Any) -> Any:
+    """load_keys(pointer, ctx.load_keys, first, n, out): keys of tokens first … first + n - 1.
+
+    `out` is the address of float32 [n, head_dim].
+    """
+    return types.void(context, *[types.int64] * 4), _call_primitive(types.void, 3)
+
+
+@intrinsic
+def store_rows(typingctx: Any, context: Any, function: Any, x: Any, n: Any, out: Any) -> Any:
+    """store_rows(pointer, ctx.store_rows, x, n, out): n floats at `x` in the cache's dtype."""
+    return types.void(context, *[types.int64] * 4), _call_primitive(types.void, 3)

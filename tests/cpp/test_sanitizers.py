@@ -12,7 +12,13 @@ from cpu_ops import native
 
 THREAD = ["-fsanitize=thread"]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-ATTENTION = ["decode_attention", "decode_attention_scan", "top_k", "worker_pool"]
+ATTENTION = [
+    "decode_attention",
+    "decode_attention_scan",
+    "decode_attention_select",
+    "top_k",
+    "worker_pool",
+]
 
 
 @pytest.fixture(scope="module")

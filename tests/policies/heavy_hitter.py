@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import Tensor
 
 from cpu_ops import reference
-from offload.policies.base import SparsePolicy
+from offload.policies.base import BuildContext, SparsePolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -101,8 +100,8 @@ class HeavyHitter(SparsePolicy):
     num_units: int = 2
     built: list[tuple[int, tuple[int, ...]]] = field(default_factory=list, compare=False)
 
-    def build(self, layer_idx: int, keys: Tensor, values: Tensor) -> Sequence[np.ndarray]:
-        self.built.append((layer_idx, tuple(keys.shape)))
+    def build(self, context: BuildContext) -> Sequence[np.ndarray]:
+        self.built.append((context.layer_idx, tuple(context.keys.shape)))
         return (
             np.zeros((self.num_units, MAX_TOKENS), np.float32),
             np.zeros((self.num_units, LOG_ENTRIES), np.int32),

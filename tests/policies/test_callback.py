@@ -51,7 +51,7 @@ def check_row(cache: Cache, simulation: Simulation, query, kv_len, out, lse, sel
 
 
 def arrays_of(attention: DecodeAttention, seq: int, layer_idx: int = 1) -> list[np.ndarray]:
-    return attention._states[seq].layers[layer_idx]
+    return attention.states._arrays[seq].layers[layer_idx]
 
 
 def test_context_offsets_are_those_of_the_header():
@@ -144,7 +144,7 @@ def test_sequences_of_a_batch_have_states_of_their_own(pool):
                 cache, simulation, rows[i], kv_lens[i], out[i], lse[i], selection[2 * i : 2 * i + 2]
             )
         assert selection[4:] == [[], []]
-    assert set(attention._states) == {cache.seq, other}
+    assert set(attention.states._arrays) == {cache.seq, other}
 
 
 def test_fork_copies_and_forget_drops(pool):
@@ -156,7 +156,7 @@ def test_fork_copies_and_forget_drops(pool):
     check_row(cache, simulation, queries[0], 300, out[0], lse[0], attention.last_selection())
 
     child = cache.store.fork(cache.seq)
-    attention.fork(cache.seq, child)
+    attention.states.fork(cache.seq, child)
     of_child = copy.deepcopy(simulation)
     for seq, ours, row in ((child, of_child, 1), (child, of_child, 2), (cache.seq, simulation, 3)):
         out, lse = attend(attention, [seq], [301], queries[row : row + 1])
@@ -164,8 +164,8 @@ def test_fork_copies_and_forget_drops(pool):
     assert arrays_of(attention, child)[1][0, 3] == 3
     assert arrays_of(attention, cache.seq)[1][0, 3] == 2
 
-    attention.forget(child)
-    attention.forget(child)
+    attention.states.forget(child)
+    attention.states.forget(child)
     out, lse = attend(attention, [child], [301], queries[4:5])
     check_row(
         cache, Simulation(policy), queries[4], 301, out[0], lse[0], attention.last_selection()
@@ -173,8 +173,8 @@ def test_fork_copies_and_forget_drops(pool):
     assert len(policy.built) == 2
 
     stateless = cache.store.fork(cache.seq)
-    attention.fork(stateless, child)  # a parent without state has nothing to copy
-    assert stateless not in attention._states
+    attention.states.fork(stateless, child)  # a parent without state has nothing to copy
+    assert stateless not in attention.states._arrays
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -239,7 +239,7 @@ def test_a_failing_select_is_an_error(policy, pool):
 
 def test_too_many_arrays_are_refused(pool):
     class Greedy(HeavyHitter):
-        def build(self, layer_idx, keys, values):
+        def build(self, context):
             return [np.zeros(1, np.float32)] * 9
 
     cache, _ = make_case()

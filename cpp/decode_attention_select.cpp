@@ -1,0 +1,299 @@
+// Choosing what a unit attends to: the policy's context and primitives, its proposal, and the scores of that.
+#include <algorithm>
+#include <cmath>
+
+#include "decode_attention.h"
+
+namespace offload {
+namespace {
+
+constexpr int64_t kMinScoreTokens = 256;  // of a scoring task; shorter ones cost more to start than to run
+
+const KernelTable& kernels_of(const PolicyContext* context) {
+  return *static_cast<const KernelTable*>(context->kernels);
+}
+
+void score_tokens(const PolicyContext* context, const int32_t* indices, int64_t n, float* scores) {
+  const PhaseTimer timer(context->profile, Phase::score);
+  if (context->profile != nullptr) {
+    context->profile->bytes += n * context->keys.row_bytes;
+    context->profile->scored_tokens += n;
+  }
+  kernels_of(context).score[context->dtype]({context->query,
+                                             static_cast<int>(context->group_size),
+                                             static_cast<int>(context->head_dim),
+                                             context->keys,
+                                             {indices, 0, n},
+                                             static_cast<float>(context->sm_scale),
+                                             scores,
+                                             n});
+}
+
+int64_t top_k_for_policy(const PolicyContext* context, const float* x, int64_t n, int64_t k, int32_t* positions) {
+  return top_k(kernels_of(context), x, n, k, positions);
+}
+
+void score_rows(const PolicyContext* context, const float* query, const void* rows, int64_t n, int64_t width,
+                float* scores) {
+  constexpr int32_t kOnePage = 62;
+  const int64_t row_bytes = width * dtype_bytes(static_cast<DType>(context->dtype));
+  const PhaseTimer timer(context->profile, Phase::score);
+  if (context->profile != nullptr) context->profile->bytes += n * row_bytes;
+  const int64_t page = reinterpret_cast<int64_t>(rows);
+  kernels_of(context).score[context->dtype]({query,
+                                             static_cast<int>(context->group_size),
+                                             static_cast<int>(width),
+                                             {&page, 0, row_bytes, kOnePage},
+                                             {nullptr, 0, n},
+                                             static_cast<float>(context->sm_scale),
+                                             scores,
+                                             n});
+}
+
+void load_keys(const PolicyContext* context, int64_t first, int64_t n, float* out) {
+  for (int64_t t = first; t < first + n; ++t, out += context->head_dim) {
+    kernels_of(context).to_float[context->dtype](context->keys.row(t), context->head_dim, out);
+  }
+}
+
+void store_rows(const PolicyContext* context, const float* x, int64_t n, void* out) {
+  kernels_of(context).from_float[context->dtype](x, n, out);
+}
+
+}  // namespace
+
+PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker) {
+  PolicyContext context{};
+  const int kv_head = kv_head_of(unit);
+  context.layer_idx = layer_idx;
+  context.unit = unit;
+  context.kv_head = kv_head;
+  context.group_size = unit_group();
+  context.head_dim = shape_.head_dim;
+  context.kv_len = row.kv_len;
+  context.first = policy_.sink_tokens;
+  context.last = row.kv_len - policy_.recent_tokens;
+  context.budget_tokens = policy_.budget_tokens - policy_.sink_tokens - policy_.recent_tokens;
+  context.sm_scale = shape_.sm_scale;
+  std::copy_n(policy_.parameters, kMaxPolicyParameters, context.parameters);
+  if (!queries_.empty()) {
+    context.query = queries_of(row_idx, unit * unit_group());
+  }
+  context.text_marks = row.text_marks;
+  for (int i = 0; i < kMaxPolicyArrays; ++i) context.arrays[i] = row.arrays != nullptr ? row.arrays[i] : nullptr;
+  context.score_tokens = score_tokens;
+  context.top_k = top_k_for_policy;
+  context.score_rows = score_rows;
+  context.load_keys = load_keys;
+  context.store_rows = store_rows;
+  context.kernels = &kernels_;
+  context.dtype = static_cast<int64_t>(shape_.dtype);
+  context.keys = shape_.keys(row.pages, kv_head);
+  context.profile = profile_of(worker);
+  return context;
+}
+
+void DecodeAttention::finish_context(const PolicyContext& context) {
+  if (context.profile != nullptr) context.profile->bytes += context.bytes_touched;
+}
+
+void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
+  if (policy_.prepare == nullptr) return;
+  queries_.clear();
+  pool_.parallel_for(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int worker) {
+    const int r = static_cast<int>(task / units());
+    const int unit = static_cast<int>(task % units());
+    const QueryRow& row = rows[static_cast<size_t>(r)];
+    if (row.kv_len <= policy_.budget_tokens || !asks_policy(role_of(layer_idx, unit))) return;
+    const PhaseTimer timer(profile_of(worker), Phase::predict);
+    PolicyContext ctx = context(layer_idx, row, r, unit, worker);
+    policy_.prepare(&ctx);
+    finish_context(ctx);
+  });
+}
+
+// For policies that do not scan all keys: select() alone, or propose() -> scores of the candidates -> select().
+void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows,
+                                        const std::vector<int>& sparse_rows) {
+  const bool proposes = policy_.propose != nullptr;
+  pool_.parallel_for(static_cast<int64_t>(sparse_rows.size()) * units(), [&](int64_t task, int worker) {
+    const int r = sparse_rows[static_cast<size_t>(task / units())];
+    const int unit = static_cast<int>(task % units());
+    if (!asks_policy(unit_of(r, unit).role)) return;
+    if (proposes) {
+      propose_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
+    } else {
+      select_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, nullptr, worker);
+      Unit& state = unit_of(r, unit);
+      if (policy_.observe != nullptr) state.scores.resize(static_cast<size_t>(unit_group() * state.n));
+    }
+  });
+  if (!proposes || failed_.load()) return;
+
+  struct Range {
+    int row;
+    int unit;
+    int64_t begin;
+    int64_t n;
+  };
+  std::vector<Range> ranges;
+  int64_t all_tokens = 0;
+  const auto considered = [&](int r, int u) {
+    const Unit& unit = unit_of(r, u);
+    return asks_policy(unit.role) && !unit.answered ? static_cast<int64_t>(unit.considered.size()) : 0;
+  };
+  for (int r : sparse_rows) {
+    for (int u = 0; u < units(); ++u) all_tokens += considered(r, u);
+  }
+  const int64_t threads = pool_.num_threads();
+  const int64_t target =
+      threads == 1 ? all_tokens : std::max(kMinScoreTokens, all_tokens / (threads * kPiecesPerThread));
+  for (int r : sparse_rows) {
+    for (int u = 0; u < units(); ++u) {
+      const int64_t n = considered(r, u);
+      if (n == 0) continue;
+      const int64_t splits = std::max<int64_t>(1, (n + target / 2) / target);
+      unit_of(r, u).scores_left.store(static_cast<int>(splits), std::memory_order_relaxed);
+      for (int64_t i = 0; i < splits; ++i) {
+        ranges.push_back({r, u, n * i / splits, n * (i + 1) / splits - n * i / splits});
+      }
+    }
+  }
+  pool_.parallel_for(static_cast<int64_t>(ranges.size()), [&](int64_t task, int worker) {
+    const Range& range = ranges[static_cast<size_t>(task)];
+    const QueryRow& row = rows[static_cast<size_t>(range.row)];
+    Unit& unit = unit_of(range.row, range.unit);
+    const auto n = static_cast<int64_t>(unit.considered.size());
+    {
+      WorkerProfile* profile = profile_of(worker);
+      const PhaseTimer timer(profile, Phase::score);
+      if (profile != nullptr) {
+        profile->bytes += range.n * shape_.row_bytes();
+        profile->scored_tokens += range.n;
+      }
+      kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(range.row, range.unit * unit_group()),
+                                                      unit_group(),
+                                                      shape_.head_dim,
+                                                      shape_.keys(row.pages, kv_head_of(range.unit)),
+                                                      {unit.considered.data() + range.begin, 0, range.n},
+                                                      shape_.sm_scale,
+                                                      unit.candidate_scores.data() + range.begin,
+                                                      n});
+    }
+    if (unit.scores_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      finish_proposal(layer_idx, row, range.row, range.unit, worker);
+    }
+  });
+}
+
+void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::predict);
+  Unit& unit = unit_of(row_idx, unit_idx);
+  const int group = unit_group();
+  float output[kMaxGroupSize * kMaxHeadDim];
+  float lse[kMaxGroupSize];
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
+  ctx.output = output;
+  ctx.lse = lse;
+  const int64_t count = policy_.propose(&ctx);
+  finish_context(ctx);
+  if (count == kAnswered) {
+    unit.answered = true;
+    unit.n = 0;
+    float check = 0.0f;  // stays 0 unless some output is NaN or inf
+    for (int i = 0; i < group * shape_.head_dim; ++i) check += output[i] * 0.0f;
+    for (int g = 0; g < group; ++g) check += lse[g] * 0.0f;
+    if (check != 0.0f) return report_non_finite(layer_idx, row_idx, unit_idx);
+    const int64_t first_head = int64_t{unit_idx} * group;
+    const int64_t offset = first_head * shape_.head_dim * dtype_bytes(shape_.dtype);
+    kernels_.from_float[static_cast<int>(shape_.dtype)](output, int64_t{group} * shape_.head_dim,
+                                                        static_cast<char*>(row.output) + offset);
+    for (int g = 0; g < group && row.lse != nullptr; ++g) row.lse[first_head + g] = lse[g];
+    return update_policy(layer_idx, row, row_idx, unit_idx, nullptr, worker);
+  }
+  if (count < 0 || (count > 0 && ctx.candidates == nullptr)) return report_non_finite(layer_idx, row_idx, unit_idx);
+  std::vector<int32_t>& tokens = unit.considered;
+  tokens.clear();
+  for (int64_t t = 0; t < ctx.first; ++t) tokens.push_back(static_cast<int32_t>(t));
+  tokens.insert(tokens.end(), ctx.candidates, ctx.candidates + count);
+  for (int64_t t = ctx.last; t < row.kv_len; ++t) tokens.push_back(static_cast<int32_t>(t));
+  unit.candidate_scores.resize(static_cast<size_t>(group) * tokens.size());
+  unit.importance.resize(tokens.size());
+}
+
+// All that a unit considers is scored: attention weights over it, and the policy's choice among its candidates.
+void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::select);
+  Unit& unit = unit_of(row_idx, unit_idx);
+  const int group = unit_group();
+  const auto n = static_cast<int64_t>(unit.considered.size());
+  float factor[kMaxGroupSize];
+  for (int g = 0; g < group; ++g) {
+    float sum = 0.0f;
+    float* weights = unit.candidate_scores.data() + g * n;
+    const float maximum = kernels_.exp_shifted(weights, n, &sum);
+    unit.lse_all[g] = maximum + std::log(sum);
+    if (!std::isfinite(unit.lse_all[g])) return report_non_finite(layer_idx, row_idx, unit_idx);
+    factor[g] = 1.0f / sum;
+    kernels_.scale_add(weights, factor[g], n, g > 0, unit.importance.data());
+  }
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
+  const int64_t recent = row.kv_len - ctx.last;
+  ctx.num_candidates = n - ctx.first - recent;
+  ctx.importance = unit.importance.data() + ctx.first;
+  static thread_local std::vector<int32_t> positions;
+  positions.resize(static_cast<size_t>(ctx.budget_tokens));
+  ctx.indices = positions.data();
+  const int64_t count = policy_.select != nullptr
+                            ? policy_.select(&ctx)
+                            : top_k(kernels_, ctx.importance, ctx.num_candidates, ctx.budget_tokens, positions.data());
+  finish_context(ctx);
+  if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
+  // Where each attended token is among the considered ones: sinks, the choice, recent tokens.
+  std::vector<int32_t>& chosen = selection_[static_cast<size_t>(row_idx * units() + unit_idx)];
+  chosen.resize(static_cast<size_t>(ctx.first + count + recent));
+  for (int64_t i = 0; i < ctx.first; ++i) chosen[static_cast<size_t>(i)] = static_cast<int32_t>(i);
+  for (int64_t i = 0; i < count; ++i) {
+    chosen[static_cast<size_t>(ctx.first + i)] = static_cast<int32_t>(ctx.first) + positions[static_cast<size_t>(i)];
+  }
+  for (int64_t i = 0; i < recent; ++i) {
+    chosen[static_cast<size_t>(ctx.first + count + i)] = static_cast<int32_t>(n - recent + i);
+  }
+  unit.n = static_cast<int64_t>(chosen.size());
+  unit.weights.resize(static_cast<size_t>(group * unit.n));
+  for (int g = 0; g < group; ++g) {
+    const float* weights = unit.candidate_scores.data() + g * n;
+    float* kept = unit.weights.data() + g * unit.n;
+    for (int64_t i = 0; i < unit.n; ++i) kept[i] = weights[chosen[static_cast<size_t>(i)]] * factor[g];
+  }
+  for (int32_t& token : chosen) token = unit.considered[static_cast<size_t>(token)];
+  unit.indices = chosen.data();
+  if (!policy_.roles.empty()) published_of(row_idx, unit_idx) = chosen;
+}
+
+// Sinks, the policy's choice, recent tokens: sorted and unique by construction.
+void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx,
+                                  const float* importance, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::select);
+  Unit& unit = unit_of(row_idx, unit_idx);
+  const bool attends_to_all = unit.role == Role::retrieve;
+  std::vector<int32_t>& chosen =
+      attends_to_all ? published_of(row_idx, unit_idx) : selection_[static_cast<size_t>(row_idx * units() + unit_idx)];
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
+  chosen.resize(static_cast<size_t>(policy_.budget_tokens));
+  for (int64_t i = 0; i < policy_.sink_tokens; ++i) chosen[static_cast<size_t>(i)] = static_cast<int32_t>(i);
+  ctx.importance = importance;
+  ctx.indices = chosen.data() + policy_.sink_tokens;
+  const int64_t count = policy_.select != nullptr ? policy_.select(&ctx) : 0;
+  finish_context(ctx);
+  if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
+  int64_t end = policy_.sink_tokens + count;
+  for (int64_t t = ctx.last; t < row.kv_len; ++t) chosen[static_cast<size_t>(end++)] = static_cast<int32_t>(t);
+  chosen.resize(static_cast<size_t>(end));
+  if (attends_to_all) return;
+  unit.indices = chosen.data();
+  unit.n = end;
+  if (!policy_.roles.empty()) published_of(row_idx, unit_idx) = chosen;
+}
+
+}  // namespace offload

@@ -1,0 +1,316 @@
+"""Policies that name candidates, that answer themselves, and that reuse across layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+
+from cpu_ops import reference
+from cpu_ops.native import WorkerPool
+from offload.policies import ExactTopK
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, SparsePolicy
+from offload.policies.callback import (
+    ANSWERED,
+    Callback,
+    callback,
+    load_keys,
+    offset_floats,
+    read_context,
+    score_rows,
+    store_rows,
+    view_float32,
+    view_int32,
+)
+
+GROUP_SIZE = 3
+HEAD_DIM = 64
+OPTIONS = {"budget_tokens": 40, "sink_tokens": 3, "recent_tokens": 7, "dense_layers": 0}
+
+
+@callback
+def propose(pointer: Any) -> int:
+    """Every third token; unit 1 answers ones instead when parameter 0 asks for it."""
+    ctx = read_context(pointer)
+    if ctx.parameters[0] > 0 and ctx.unit == 1:
+        output = view_float32(ctx.output, ctx.group_size * ctx.head_dim)
+        lse = view_float32(ctx.lse, ctx.group_size)
+        for i in range(len(output)):
+            output[i] = 1.0
+        for g in range(ctx.group_size):
+            lse[g] = ctx.kv_len
+        return ANSWERED
+    tokens = view_int32(offset_floats(ctx.arrays[0], ctx.unit * 4096), 4096)
+    count = 0
+    for t in range(ctx.first, ctx.last):
+        if t % 3 == 0:
+            tokens[count] = t
+            count += 1
+    ctx.candidates = offset_floats(ctx.arrays[0], ctx.unit * 4096)
+    ctx.bytes_touched += 4 * count
+    return count
+
+
+@callback
+def select(pointer: Any) -> int:
+    """The first candidates, by position, whatever their weight."""
+    ctx = read_context(pointer)
+    count = min(ctx.num_candidates, ctx.budget_tokens)
+    positions = view_int32(ctx.indices, count)
+    for i in range(count):
+        positions[i] = i
+    return count
+
+
+@callback
+def append(pointer: Any) -> None:
+    ctx = read_context(pointer)
+    view_int32(ctx.arrays[1], 64)[ctx.unit] += 1
+
+
+@dataclass(frozen=True)
+class EveryThird(SparsePolicy):
+    name: ClassVar[str] = "every_third"
+    propose: ClassVar[Callback | None] = propose
+    append: ClassVar[Callback | None] = append
+    answers: bool = False
+
+    def parameters(self) -> tuple[float, ...]:
+        return (float(self.answers),)
+
+    def build(self, context):
+        return np.zeros((32, 4096), np.int32), np.zeros(64, np.int32)
+
+
+@dataclass(frozen=True)
+class FirstThirds(EveryThird):
+    select: ClassVar[Callback | None] = select
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def pool(request):
+    pool = WorkerPool(request.param)
+    yield pool
+    pool.close()
+
+
+def make_case(kv_len: int, dtype: torch.dtype = torch.float32, rows: int = 1):
+    rng = np.random.default_rng()
+    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16)
+    return cache, random_queries(rng, rows, 2 * GROUP_SIZE, HEAD_DIM, dtype)
+
+
+def expected_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=None):
+    return reference.attention(
+        queries.double().numpy().reshape(-1, HEAD_DIM),
+        cache.keys[:, :kv_len],
+        cache.values[:, :kv_len],
+        sm_scale=HEAD_DIM**-0.5,
+        selection=selection,
+    )
+
+
+def thirds(kv_len: int) -> np.ndarray:
+    return np.array([t for t in range(3, kv_len - 7) if t % 3 == 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_len", [41, 300, 3001])
+def test_the_heaviest_candidates_are_attended(kv_len, dtype, pool):
+    cache, queries = make_case(kv_len, dtype)
+    attention = cache.attention(pool, GROUP_SIZE, EveryThird(**OPTIONS))
+    out, lse = attend(attention, [cache.seq], [kv_len], queries)
+    selection = [np.array(tokens) for tokens in attention.last_selection()]
+    considered = np.concatenate([np.arange(3), thirds(kv_len), np.arange(kv_len - 7, kv_len)])
+    _, _, weights = expected_of(cache, queries, kv_len, [considered] * 2)
+    for head, tokens in enumerate(selection):
+        importance = sum(weights[head * GROUP_SIZE : (head + 1) * GROUP_SIZE])[3:-7]
+        best = thirds(kv_len)[reference.top_k(importance, 30)]
+        assert list(tokens[:3]) == [0, 1, 2]
+        assert list(tokens[-7:]) == list(range(kv_len - 7, kv_len))
+        of_token = dict(zip(thirds(kv_len).tolist(), importance.tolist(), strict=True))
+        missed = sorted(of_token[t] for t in set(best.tolist()) - set(tokens[3:-7].tolist()))
+        instead = sorted(of_token[t] for t in set(tokens[3:-7].tolist()) - set(best.tolist()))
+        np.testing.assert_allclose(instead, missed, rtol=1e-4)
+    expected, expected_lse, _ = expected_of(cache, queries, kv_len, selection)
+    assert relative_error(out[0], expected) < TOLERANCE[dtype]
+    np.testing.assert_allclose(lse[0], expected_lse, atol=2e-3)
+
+
+def test_select_chooses_positions_among_the_candidates(pool):
+    cache, queries = make_case(500)
+    attention = cache.attention(pool, GROUP_SIZE, FirstThirds(**OPTIONS))
+    out, _ = attend(attention, [cache.seq], [500], queries)
+    wanted = [0, 1, 2, *thirds(500)[:30].tolist(), *range(493, 500)]
+    assert attention.last_selection() == [wanted, wanted]
+    expected, _, _ = expected_of(cache, queries, 500, [np.array(wanted)] * 2)
+    assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
+
+
+def test_a_policy_may_answer_for_a_unit(pool):
+    cache, queries = make_case(500)
+    attention = cache.attention(pool, GROUP_SIZE, EveryThird(**OPTIONS, answers=True))
+    out, lse = attend(attention, [cache.seq], [500], queries)
+    selection = attention.last_selection()
+    assert len(selection[0]) == 40
+    assert selection[1] == []
+    rows = out[0].reshape(-1, HEAD_DIM)
+    assert (rows[GROUP_SIZE:] == 1).all()
+    assert (lse[0][GROUP_SIZE:] == 500).all()
+    expected, _, _ = expected_of(cache, queries, 500, [np.array(selection[0]), np.arange(9)])
+    assert relative_error(rows[:GROUP_SIZE], expected[:GROUP_SIZE]) < TOLERANCE[torch.float32]
+    appended = attention.states.arrays_of(cache.seq).layers[1][1]
+    assert appended[:3].tolist() == [1, 1, 0]  # answered units are told of new tokens too
+
+
+def test_profile_counts_bytes_and_tokens(pool):
+    cache, queries = make_case(500)
+    attention = cache.attention(pool, GROUP_SIZE, EveryThird(**OPTIONS))
+    attention.start_profile()
+    attend(attention, [cache.seq], [500], queries)
+    profile = attention.profile()
+    candidates = len(thirds(500))
+    row_bytes = HEAD_DIM * 4
+    assert profile["scored_tokens"] == 2 * (candidates + 10)
+    assert profile["attended_tokens"] == 2 * 40
+    assert profile["bytes"] == 2 * ((candidates + 10 + 40) * row_bytes + 4 * candidates)
+    assert set(profile["seconds"]) == {"predict", "score", "select", "attend", "update"}
+    assert all(seconds > 0 for seconds in profile["seconds"].values())
+    attention.start_profile()
+    assert attention.profile()["bytes"] == 0
+
+
+@dataclass(frozen=True)
+class Reusing(ExactTopK):
+    """Layer 0 dense, 1 retrieves or selects, 2 and 3 reuse, but unit 0 of 3 has a say again."""
+
+    name: ClassVar[str] = "reusing"
+    first_role: int = RETRIEVE
+
+    def roles(self, num_layers: int, num_units: int):
+        table = [[DENSE] * 2, [self.first_role] * 2, [REUSE] * 2, [self.first_role, REUSE]]
+        return np.array(table, np.uint8)
+
+
+@pytest.mark.parametrize("first_role", [RETRIEVE, SELECT])
+@pytest.mark.parametrize("kv_len", [41, 700, 1500])
+def test_roles(first_role, kv_len, pool):
+    rng = np.random.default_rng()
+    cache = Cache.random(rng, kv_len=kv_len, dtype=torch.float32, page_tokens=16, num_layers=4)
+    queries = random_queries(rng, 1, 2 * GROUP_SIZE, HEAD_DIM, torch.float32)
+    attention = cache.attention(pool, GROUP_SIZE, Reusing(**OPTIONS, first_role=first_role))
+    plain = cache.attention(pool, GROUP_SIZE, ExactTopK(**OPTIONS))
+    seen = []
+    for layer_idx in range(4):
+        out, lse = attend(attention, [cache.seq], [kv_len], queries, layer_idx=layer_idx)
+        seen.append(attention.last_selection())
+        expected, expected_lse, _ = cache.reference(
+            queries,
+            layer_idx,
+            [np.array(s) if s else np.arange(kv_len) for s in seen[-1]],
+        )
+        assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
+        np.testing.assert_allclose(lse[0], expected_lse, atol=2e-3)
+    published = []
+    for layer_idx in (1, 3):
+        attend(plain, [cache.seq], [kv_len], queries, layer_idx=layer_idx)
+        published.append(plain.last_selection())
+    retrieves = first_role == RETRIEVE
+    assert seen[0] == [[], []]
+    assert seen[1] == ([[], []] if retrieves else published[0])
+    assert seen[2] == published[0]
+    assert seen[3] == [[] if retrieves else published[1][0], published[0][1]]
+
+
+def test_rows_of_a_step_reuse_their_own(pool):
+    rng = np.random.default_rng()
+    cache = Cache.random(rng, kv_len=400, dtype=torch.float32, page_tokens=16, num_layers=4)
+    queries = random_queries(rng, 3, 2 * GROUP_SIZE, HEAD_DIM, torch.float32)
+    kv_lens = [400, 39, 380]
+    attention = cache.attention(pool, GROUP_SIZE, Reusing(**OPTIONS))
+    for layer_idx in range(3):
+        attend(attention, [cache.seq] * 3, kv_lens, queries, layer_idx=layer_idx)
+    together = attention.last_selection()
+    for row in (0, 2):
+        for layer_idx in range(3):
+            one = queries[row : row + 1]
+            attend(attention, [cache.seq], kv_lens[row : row + 1], one, layer_idx=layer_idx)
+        assert together[2 * row : 2 * row + 2] == attention.last_selection()
+    assert together[2:4] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([[DENSE, SELECT]], "layer 0 is dense in part only"),
+        ([[SELECT, SELECT], [DENSE, DENSE], [REUSE, REUSE]], None),
+        ([[SELECT, REUSE]], "unit 1 of layer 0 reuses a selection"),
+    ],
+)
+def test_roles_that_cannot_be_followed_are_refused(table, message, pool):
+    class Strange(ExactTopK):
+        def roles(self, num_layers, num_units):
+            return np.array(table, np.uint8)
+
+    cache, _ = make_case(50)
+    if message is None:
+        cache.attention(pool, GROUP_SIZE, Strange(**OPTIONS))
+        return
+    with pytest.raises(ValueError, match=message):
+        cache.attention(pool, GROUP_SIZE, Strange(**OPTIONS))
+
+
+def test_retrieving_needs_a_scan(pool):
+    class Strange(EveryThird):
+        def roles(self, num_layers, num_units):
+            return np.full((num_layers, num_units), RETRIEVE, np.uint8)
+
+    cache, _ = make_case(50)
+    with pytest.raises(ValueError, match="does not scan keys"):
+        cache.attention(pool, GROUP_SIZE, Strange(**OPTIONS))
+
+
+def probe_rows(pointer: Any) -> int:
+    ctx = read_context(pointer)
+    if ctx.unit == 0:
+        load_keys(pointer, ctx.load_keys, 20, 20, ctx.arrays[0])
+        store_rows(pointer, ctx.store_rows, ctx.arrays[0], 20 * ctx.head_dim, ctx.arrays[1])
+        score_rows(
+            pointer, ctx.score_rows, ctx.query, ctx.arrays[1], 20, ctx.head_dim, ctx.arrays[2]
+        )
+    return 0
+
+
+probe_rows.__name__ = "select"
+
+
+@dataclass(frozen=True)
+class Rows(SparsePolicy):
+    name: ClassVar[str] = "rows"
+    select: ClassVar[Callback | None] = callback(probe_rows)
+
+    def build(self, context):
+        return (
+            np.zeros((20, HEAD_DIM), np.float32),
+            np.zeros((20, HEAD_DIM), np.int16),
+            np.zeros((GROUP_SIZE, 20), np.float32),
+        )
+
+
+def test_row_primitives(pool):
+    """load_keys, store_rows and score_rows against NumPy, through a policy's select."""
+    cache, queries = make_case(200, torch.bfloat16)
+    probe = Rows(**OPTIONS)
+    attention = cache.attention(pool, GROUP_SIZE, probe)
+    attend(attention, [cache.seq], [200], queries)
+    loaded, stored, scores = attention.states.arrays_of(cache.seq).layers[1]
+    keys = cache.keys[0, 20:40].astype(np.float32)
+    np.testing.assert_array_equal(loaded, keys)
+    np.testing.assert_array_equal(stored, torch.tensor(keys).bfloat16().view(torch.int16).numpy())
+    heads = queries.double().numpy().reshape(-1, HEAD_DIM)[:GROUP_SIZE]
+    wide = heads @ cache.keys[0, 20:40].T * HEAD_DIM**-0.5
+    np.testing.assert_allclose(scores, wide, rtol=1e-2, atol=1e-2)

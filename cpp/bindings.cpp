@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "bandwidth.h"
+#include "clustering.h"
 #include "decode_attention.h"
 #include "dispatch.h"
 #include "linear.h"
@@ -255,6 +256,29 @@ PYBIND11_MODULE(_native, m) {
     const int64_t count = top_k(kernels_for(isa), pointer<const float>(x), n, k, positions.mutable_data());
     if (count < 0) throw std::runtime_error("top_k: NaN among the values");
     return positions;
+  });
+  m.def("score_int8", [](const std::string& isa, int64_t query, int group_size, int head_dim, int64_t rows, int64_t n,
+                         int64_t scores) {
+    kernels_for(isa).score_int8(pointer<const float>(query), group_size, head_dim, pointer<const int8_t>(rows), n,
+                                pointer<float>(scores));
+  });
+  m.def("chunk_means", [](WorkerPool& pool, const std::string& isa, int dtype, int64_t keys, int64_t num_heads,
+                          int64_t head_bytes, int64_t row_bytes, int64_t width, const Int64s& starts, int64_t out) {
+    const ChunkMeanArgs args{pointer<const void>(keys), static_cast<DType>(dtype), num_heads,     head_bytes, row_bytes,
+                             width,                     starts.data(),             starts.size() - 1, pointer<float>(out)};
+    const KernelTable& kernels = kernels_for(isa);
+    const py::gil_scoped_release release;
+    chunk_means(kernels, pool, args);
+  });
+  m.def("spherical_kmeans", [](WorkerPool& pool, const std::string& isa, int64_t points, int64_t num_heads,
+                               int64_t num_points, int64_t width, int64_t num_clusters, int64_t iterations,
+                               int64_t labels, int64_t centroids) {
+    const KMeansArgs args{pointer<const float>(points), num_heads,  num_points,
+                          width,                        num_clusters, iterations,
+                          pointer<int32_t>(labels),     pointer<float>(centroids)};
+    const KernelTable& kernels = kernels_for(isa);
+    const py::gil_scoped_release release;
+    spherical_kmeans(kernels, pool, args);
   });
   m.def("time_sequential_read", [](WorkerPool& pool, const std::string& isa, int64_t data, int64_t num_bytes) {
     const py::gil_scoped_release release;

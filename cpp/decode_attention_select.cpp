@@ -197,9 +197,16 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
   ctx.lse = lse;
   const int64_t count = policy_.propose(&ctx);
   finish_context(ctx);
+  const auto add_own = [&](std::vector<int32_t>& tokens, const int32_t* chosen, int64_t n) {
+    tokens.clear();
+    for (int64_t t = 0; t < ctx.first; ++t) tokens.push_back(static_cast<int32_t>(t));
+    tokens.insert(tokens.end(), chosen, chosen + n);
+    for (int64_t t = ctx.last; t < row.kv_len; ++t) tokens.push_back(static_cast<int32_t>(t));
+  };
   if (count == kAnswered) {
     unit.answered = true;
     unit.n = 0;
+    if (!policy_.roles.empty()) add_own(published_of(row_idx, unit_idx), nullptr, 0);
     float check = 0.0f;  // stays 0 unless some output is NaN or inf
     for (int i = 0; i < group * shape_.head_dim; ++i) check += output[i] * 0.0f;
     for (int g = 0; g < group; ++g) check += lse[g] * 0.0f;
@@ -212,13 +219,9 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
     return update_policy(layer_idx, row, row_idx, unit_idx, nullptr, worker);
   }
   if (count < 0 || (count > 0 && ctx.candidates == nullptr)) return report_non_finite(layer_idx, row_idx, unit_idx);
-  std::vector<int32_t>& tokens = unit.considered;
-  tokens.clear();
-  for (int64_t t = 0; t < ctx.first; ++t) tokens.push_back(static_cast<int32_t>(t));
-  tokens.insert(tokens.end(), ctx.candidates, ctx.candidates + count);
-  for (int64_t t = ctx.last; t < row.kv_len; ++t) tokens.push_back(static_cast<int32_t>(t));
-  unit.candidate_scores.resize(static_cast<size_t>(group) * tokens.size());
-  unit.importance.resize(tokens.size());
+  add_own(unit.considered, ctx.candidates, count);
+  unit.candidate_scores.resize(static_cast<size_t>(group) * unit.considered.size());
+  unit.importance.resize(unit.considered.size());
 }
 
 // All that a unit considers is scored: attention weights over it, and the policy's choice among its candidates.

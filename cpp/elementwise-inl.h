@@ -118,6 +118,7 @@ static void fill_dtype(KernelTable* table, DType dtype) {
   table->silu_mul[i] = silu_mul<T>;
   table->add_residual[i] = add_residual<T>;
   table->rope_head[i] = rope_head<T>;
+  table->sum_rows[i] = sum_rows<T>;
 }
 
 static inline KernelTable make_table(const char* name) {
@@ -130,6 +131,10 @@ static inline KernelTable make_table(const char* name) {
   table.scale_add = scale_add;
   table.filter_at_least = filter_at_least;
   table.count_at_least = count_at_least;
+  table.score_int8 = score_int8;
+  table.centroid_block = kCentroidBlock;
+  table.pack_centroids = pack_centroids;
+  table.nearest_centroids = nearest_centroids;
   table.read_bytes = read_bytes;
   table.read_rows = read_rows;
   return table;

@@ -114,6 +114,18 @@ struct KernelTable {
   void (*linear[kNumDTypes])(const void* packed, int num_rows, int64_t in_features, const void* weight, int64_t first,
                              int64_t last, float* out, int64_t out_stride);
 
+  // For indexes of clustered keys (clustering-inl.h).
+  // scores[g * n + i] = <query[g], rows[i]> with int8 rows [n, head_dim]; raw sums
+  void (*score_int8)(const float* query, int group_size, int head_dim, const int8_t* rows, int64_t n, float* scores);
+  // out[d] = Σ_i rows[i][d]; width a multiple of kHeadDimMultiple
+  void (*sum_rows[kNumDTypes])(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t width, float* out);
+  // The centroid of largest dot product of each point, the first of equals; centroids packed by pack_centroids into
+  // whole blocks of `centroid_block`.
+  int64_t centroid_block;
+  void (*pack_centroids)(const float* centroids, int64_t num_centroids, int64_t width, float* packed);
+  void (*nearest_centroids)(const float* points, int64_t num_points, int64_t width, const float* packed,
+                            int64_t num_centroids, int32_t* labels, float* products);
+
   // What bandwidth measurements read with; they return a checksum so that nothing is optimised away.
   uint64_t (*read_bytes)(const void* data, int64_t num_bytes);
   uint64_t (*read_rows)(const void* data, const int32_t* rows, int64_t num_rows, int64_t row_bytes);

@@ -23,6 +23,33 @@ def known_isas() -> list[str]: ...
 def default_isa() -> str: ...
 def policy_context_offsets() -> dict[str, int]: ...
 def top_k(isa: str, x: int, n: int, k: int) -> _Int32s: ...
+def score_int8(
+    isa: str, query: int, group_size: int, head_dim: int, rows: int, n: int, scores: int
+) -> None: ...
+def chunk_means(
+    pool: WorkerPool,
+    isa: str,
+    dtype: int,
+    keys: int,
+    num_heads: int,
+    head_bytes: int,
+    row_bytes: int,
+    width: int,
+    starts: _Int64s,
+    out: int,
+) -> None: ...
+def spherical_kmeans(
+    pool: WorkerPool,
+    isa: str,
+    points: int,
+    num_heads: int,
+    num_points: int,
+    width: int,
+    num_clusters: int,
+    iterations: int,
+    labels: int,
+    centroids: int,
+) -> None: ...
 def rope_append(
     isa: str,
     dtype: int,

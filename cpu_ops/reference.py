@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Float64s = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
 
 
 def attention(
@@ -85,3 +86,37 @@ def top_k(x: Float64s, k: int) -> npt.NDArray[np.int64]:
     """Ascending positions of the k largest; equal values prefer lower positions."""
     order = np.lexsort((np.arange(len(x)), -x))
     return np.sort(order[:k])
+
+
+def chunk_means(keys: Float64s, starts: Int64s) -> Float64s:
+    """Unit-length means of rows starts[i] to starts[i + 1] of each head."""
+    sums = np.add.reduceat(keys[:, : starts[-1]], starts[:-1], axis=1)
+    norms = np.linalg.norm(sums, axis=2, keepdims=True)
+    return np.asarray(np.where(norms > 0, sums / np.where(norms > 0, norms, 1), 0))
+
+
+def normalized_means(points: Float64s, labels: Int64s, num_clusters: int) -> Float64s:
+    """Unit-length mean of the points [n, width] of each label: a step of spherical k-means."""
+    sums = np.zeros((num_clusters, points.shape[1]))
+    np.add.at(sums, labels, points)
+    norms = np.linalg.norm(sums, axis=1, keepdims=True)
+    return np.asarray(np.where(norms > 0, sums / np.where(norms > 0, norms, 1), 0))
+
+
+def spherical_kmeans(points: Float64s, num_clusters: int, iterations: int) -> tuple[Int64s, Float64s]:
+    """Labels [n] and centroids of one head's points [n, width]."""
+    n = len(points)
+    centroids = points[np.arange(num_clusters) * n // num_clusters]
+    labels = np.full(n, -1)
+    for _ in range(iterations):
+        products = points @ centroids.T
+        labels = products.argmax(axis=1)
+        counts = np.bincount(labels, minlength=num_clusters)
+        worst = iter(np.argsort(products.max(axis=1), kind="stable"))
+        for empty in np.flatnonzero(counts == 0):
+            point = next(p for p in worst if counts[labels[p]] > 1)
+            counts[labels[point]] -= 1
+            labels[point] = empty
+            counts[empty] = 1
+        centroids = normalized_means(points, labels, num_clusters)
+    return labels, centroids

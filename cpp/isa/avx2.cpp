@@ -53,6 +53,9 @@ static inline F f_load_as(const Bf16* p) {
 static inline F f_load_as(const Half* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+static inline F f_load_as(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 static inline void f_store_as(float* p, F x) { _mm256_storeu_ps(p, x); }
 static inline void f_store_as(Half* p, F x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -131,6 +134,7 @@ static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
 #include "../vector_math-inl.h"
 #include "../tile_ops-inl.h"
 #include "../attention-inl.h"
+#include "../clustering-inl.h"
 #include "../elementwise-inl.h"
 // clang-format on
 

@@ -18,6 +18,7 @@ namespace offload::avx512 {
 #include "../vector_math-inl.h"
 #include "../tile_ops-inl.h"
 #include "../attention-inl.h"
+#include "../clustering-inl.h"
 #include "../elementwise-inl.h"
 // clang-format on
 

@@ -19,6 +19,7 @@ namespace offload::avx512_bf16 {
 #include "../tile_ops-inl.h"
 #include "../tile_ops_bf16-inl.h"
 #include "../attention-inl.h"
+#include "../clustering-inl.h"
 #include "../elementwise-inl.h"
 // clang-format on
 

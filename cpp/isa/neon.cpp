@@ -1,6 +1,7 @@
 // NEON (AArch64, where every CPU has it): 4 lanes, 32 registers. Tested under qemu-user, not yet run on hardware.
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <new>
 
 #include "../kernels.h"
@@ -42,6 +43,11 @@ static inline F f_load_as(const Bf16* p) {
 }
 static inline F f_load_as(const Half* p) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
+}
+static inline F f_load_as(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, sizeof four);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(static_cast<uint32_t>(four))))));
 }
 static inline void f_store_as(float* p, F x) { vst1q_f32(p, x); }
 static inline void f_store_as(Half* p, F x) {
@@ -113,6 +119,7 @@ static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
 #include "../vector_math-inl.h"
 #include "../tile_ops-inl.h"
 #include "../attention-inl.h"
+#include "../clustering-inl.h"
 #include "../elementwise-inl.h"
 // clang-format on
 

@@ -79,6 +79,7 @@ static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
 // clang-format off
 #include "../tile_ops-inl.h"
 #include "../attention-inl.h"
+#include "../clustering-inl.h"
 #include "../elementwise-inl.h"
 // clang-format on
 

@@ -14,14 +14,30 @@ from offload.policies.base import Policy
 if TYPE_CHECKING:
     from offload.policies.exact_topk import ExactTopK
     from offload.policies.full import Full
+    from offload.policies.lychee_decode import LycheeDecode
+    from offload.policies.quest import Quest
     from offload.policies.streaming_llm import StreamingLLM
+    from offload.policies.tidal_decode import TidalDecode
 
-__all__ = ["ExactTopK", "Full", "Policy", "StreamingLLM", "available_policies", "make_policy"]
+__all__ = [
+    "ExactTopK",
+    "Full",
+    "LycheeDecode",
+    "Policy",
+    "Quest",
+    "StreamingLLM",
+    "TidalDecode",
+    "available_policies",
+    "make_policy",
+]
 
 _CLASSES = {
     "exact_topk": "ExactTopK",
     "full": "Full",
+    "lychee_decode": "LycheeDecode",
+    "quest": "Quest",
     "streaming_llm": "StreamingLLM",
+    "tidal_decode": "TidalDecode",
 }
 
 

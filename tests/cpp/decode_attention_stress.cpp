@@ -36,18 +36,21 @@ void check_page_layout(const AttentionShape& shape) {
 }
 
 constexpr int kMaxTokens = 4096;
+constexpr int64_t kNumLayers = 3;
 
 // A sequence: its pages, and the arrays a policy keeps for it.
 struct Sequence {
   std::vector<Exact<uint16_t>> pages;
   std::vector<int64_t> addresses;
-  std::vector<float> attended;   // [units, kMaxTokens]
-  std::vector<int64_t> appends;  // [units]
+  std::vector<float> attended;    // [units, kMaxTokens]
+  std::vector<int64_t> appends;   // [units]
+  std::vector<int32_t> proposed;  // [units, kMaxTokens]
   void* arrays[kMaxPolicyArrays] = {};
 
   Sequence(const AttentionShape& shape, int64_t kv_len)
       : attended(static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0.0f),
-        appends(static_cast<size_t>(shape.num_qo_heads), 0) {
+        appends(static_cast<size_t>(shape.num_qo_heads), 0),
+        proposed(static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0) {
     const int64_t page_tokens = int64_t{1} << shape.page_shift;
     for (int64_t t = 0; t < kv_len; t += page_tokens) {
       pages.emplace_back(2 * shape.num_kv_heads * page_tokens * shape.head_dim);
@@ -59,6 +62,7 @@ struct Sequence {
   void point() {
     arrays[0] = attended.data();
     arrays[1] = appends.data();
+    arrays[2] = proposed.data();
   }
   void reset() {
     std::fill(attended.begin(), attended.end(), 0.0f);
@@ -97,6 +101,20 @@ void observe(PolicyContext* context) {
 
 void append(PolicyContext* context) { static_cast<int64_t*>(context->arrays[1])[context->unit] += context->kv_len; }
 
+// Every other token; the last unit of an odd length is answered instead.
+int64_t propose(PolicyContext* context) {
+  if (context->kv_len % 2 == 1 && context->kv_head > 0) {
+    std::fill_n(context->output, context->group_size * context->head_dim, 0.5f);
+    std::fill_n(context->lse, context->group_size, 1.0f);
+    return kAnswered;
+  }
+  int32_t* tokens = static_cast<int32_t*>(context->arrays[2]) + context->unit * kMaxTokens;
+  int64_t count = 0;
+  for (int64_t t = context->first; t < context->last; t += 2) tokens[count++] = static_cast<int32_t>(t);
+  context->candidates = tokens;
+  return count;
+}
+
 int64_t select_too_many(PolicyContext* context) { return context->budget_tokens + 1; }
 
 struct Results {
@@ -134,9 +152,12 @@ Results run(const Step& step, DecodeAttention& attention) {
   }
   attention.set_policy(step.policy);
   attention.set_units_per_row(step.policy.per_query_head);
-  attention.prepare(0, rows);
-  const std::string failure = attention.attend(0, rows, step.sparse);
-  CHECK(failure.empty(), "%s", failure.c_str());
+  const int64_t num_layers = step.policy.roles.empty() ? 1 : kNumLayers;
+  for (int64_t layer_idx = 0; layer_idx < num_layers; ++layer_idx) {  // all over the same pages
+    attention.prepare(layer_idx, rows);
+    const std::string failure = attention.attend(layer_idx, rows, step.sparse);
+    CHECK(failure.empty(), "%s", failure.c_str());
+  }
   for (const uint16_t bits : out) results.out.push_back(to_float(Bf16{bits}));
   results.selection = attention.last_selection();
   for (Sequence* sequence : step.sequences) {
@@ -157,6 +178,18 @@ void compare(const Results& actual, const Results& expected) {
     CHECK(actual.selection[u].size() == expected.selection[u].size(), "unit %zu", u);
     CHECK(std::is_sorted(actual.selection[u].begin(), actual.selection[u].end()), "unit %zu", u);
   }
+}
+
+// Units take turns at retrieving or selecting for the layers below.
+std::vector<uint8_t> make_roles(int64_t units, bool scans_keys) {
+  std::vector<uint8_t> roles;
+  for (int64_t layer_idx = 0; layer_idx < kNumLayers; ++layer_idx) {
+    for (int64_t u = 0; u < units; ++u) {
+      const Role asking = scans_keys && u % 2 == 0 ? Role::retrieve : Role::select;
+      roles.push_back(static_cast<uint8_t>(layer_idx == 0 || (layer_idx + u) % 3 == 0 ? asking : Role::reuse));
+    }
+  }
+  return roles;
 }
 
 PolicyFunctions make_policy(bool scans_keys, bool per_query_head) {
@@ -184,6 +217,13 @@ void stress(const AttentionShape& shape, int rounds) {
     DecodeAttention serial(shape, *scalar_table(), alone), parallel(shape, *scalar_table(), pool);
     for (int round = 0; round < rounds; ++round) {
       Step step{shape, make_policy(round % 2 == 0, round % 3 == 0), round % 5 != 0, {}, {}, {}};
+      if (round % 4 == 3) step.policy.propose = propose;  // chooses the heaviest itself
+      if (round % 4 == 3) step.policy.select = nullptr;
+      if (round % 3 == 1) {
+        const int64_t units = step.policy.per_query_head ? shape.num_qo_heads : shape.num_kv_heads;
+        step.policy.roles = make_roles(units, step.policy.scans_keys);
+      }
+      if (round % 2 == 1) parallel.start_profile();
       std::vector<size_t> order{0, 1, 2, 3, 4, 5, 6};
       std::shuffle(order.begin(), order.end(), generator());
       const auto n = static_cast<size_t>(round % 4 == 1 ? 1 : uniform(1, 5));

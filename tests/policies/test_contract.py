@@ -14,7 +14,12 @@ from offload.policies.base import SparsePolicy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 48, "sink_tokens": 4, "dense_layers": 0}
-SELECTING = [name for name in available_policies() if isinstance(make_policy(name), SparsePolicy)]
+# Policies that reuse selections between layers have tests of their own: one layer is not enough.
+SELECTING = [
+    name
+    for name in available_policies()
+    if make_policy(name).selects and make_policy(name).roles(2, 2) is None
+]
 GROUP_SIZE = 3
 
 
@@ -127,8 +132,9 @@ def test_rows_select_for_themselves(name, pool):
     out, _, selection = run(cache, small(name), pool, queries, kv_lens)
     for row, kv_len in enumerate(kv_lens):
         alone, _, one = run(cache, small(name), pool, queries[row : row + 1], [kv_len])
-        for ours, theirs in zip(selection[row], one[0], strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        if not small(name).has_state():  # else they run in turns, and only the last one's is known
+            for ours, theirs in zip(selection[row], one[0], strict=True):
+                np.testing.assert_array_equal(ours, theirs)
         np.testing.assert_allclose(out[row], alone[0], rtol=1e-5, atol=1e-6)
 
 

@@ -1,0 +1,123 @@
+"""Checked calls into the clustering kernels (`cpp/clustering.h`): chunk means, spherical k-means."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cpu_ops import _native
+from cpu_ops.native import WorkerPool, check_head_dim, dtype_code, isa_name
+
+Float32Array = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
+
+
+def chunk_means(
+    pool: WorkerPool, keys: Tensor, starts: npt.NDArray[np.int64], *, isa: str | None = None
+) -> Float32Array:
+    """Unit-length means of consecutive key rows: float32 [num_kv_heads, num_chunks, head_dim].
+
+    Args:
+        keys: [num_kv_heads, kv_len, head_dim] on the CPU, unit stride in the last dimension.
+        starts: int64 [num_chunks + 1], increasing: chunk i holds rows starts[i] to starts[i + 1].
+    """
+    code = dtype_code(keys.dtype)
+    if keys.dim() != 3 or keys.stride(2) != 1 or keys.device.type != "cpu":
+        raise ValueError(
+            "keys must be [num_kv_heads, kv_len, head_dim] on the CPU with unit stride in the last"
+            f" dimension, got {list(keys.shape)} on {keys.device} with strides {keys.stride()}"
+        )
+    num_heads, kv_len, head_dim = keys.shape
+    check_head_dim(head_dim)
+    if len(starts) < 1 or starts[0] < 0 or starts[-1] > kv_len or bool((np.diff(starts) < 1).any()):
+        raise ValueError(f"starts must increase within [0, {kv_len}]")
+    out = np.empty((num_heads, len(starts) - 1, head_dim), np.float32)
+    item = keys.element_size()
+    _native.chunk_means(
+        pool.native,
+        isa or isa_name(),
+        code,
+        keys.data_ptr(),
+        num_heads,
+        keys.stride(0) * item,
+        keys.stride(1) * item,
+        head_dim,
+        np.ascontiguousarray(starts, np.int64),
+        out.ctypes.data,
+    )
+    return out
+
+
+def spherical_kmeans(
+    pool: WorkerPool,
+    points: Float32Array,
+    num_clusters: int,
+    iterations: int = 10,
+    *,
+    isa: str | None = None,
+) -> tuple[Int32Array, Float32Array]:
+    """Cluster unit vectors by their dot product with unit centroids, for all heads at once.
+
+    Starts from points at equal distances; deterministic. No cluster is empty: one that loses all
+    its points gets the point that fits its own cluster worst.
+
+    Args:
+        points: float32 [num_heads, num_points, head_dim].
+        num_clusters: at most num_points.
+        iterations: fewer are made where labels stop changing.
+
+    Returns:
+        labels int32 [num_heads, num_points], and centroids float32
+        [num_heads, num_clusters, head_dim]: the normalised means of the labelled points.
+    """
+    if points.dtype != np.float32 or points.ndim != 3 or not points.flags.c_contiguous:
+        raise ValueError(
+            "points must be C-contiguous float32 [num_heads, num_points, head_dim],"
+            f" got {points.dtype} {list(points.shape)}"
+        )
+    num_heads, num_points, width = points.shape
+    if not 1 <= num_clusters <= num_points:
+        raise ValueError(
+            f"num_clusters must be in [1, {num_points}] (the points), got {num_clusters}"
+        )
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1, got {iterations}")
+    labels = np.empty((num_heads, num_points), np.int32)
+    centroids = np.empty((num_heads, num_clusters, width), np.float32)
+    _native.spherical_kmeans(
+        pool.native,
+        isa or isa_name(),
+        points.ctypes.data,
+        num_heads,
+        num_points,
+        width,
+        num_clusters,
+        iterations,
+        labels.ctypes.data,
+        centroids.ctypes.data,
+    )
+    return labels, centroids
+
+
+def score_int8(query: Float32Array, rows: npt.NDArray[np.int8], *, isa: str | None = None) -> Tensor:
+    """query float32 [group_size, head_dim] times int8 rows [n, head_dim]: f32 [group_size, n]."""
+    check_head_dim(query.shape[1])
+    if query.dtype != np.float32 or rows.dtype != np.int8 or query.shape[1] != rows.shape[1]:
+        raise ValueError(
+            f"expected float32 queries and int8 rows of one width, got {query.dtype}"
+            f" {list(query.shape)} and {rows.dtype} {list(rows.shape)}"
+        )
+    query, rows = np.ascontiguousarray(query), np.ascontiguousarray(rows)
+    scores = torch.empty(len(query), len(rows))
+    _native.score_int8(
+        isa or isa_name(),
+        query.ctypes.data,
+        len(query),
+        query.shape[1],
+        rows.ctypes.data,
+        len(rows),
+        scores.data_ptr(),
+    )
+    return scores

@@ -1,0 +1,214 @@
+"""Which KV heads look for tokens themselves, and the JSON file that says so.
+
+A retrieval head attends to the whole cache and publishes the tokens it found; every other head
+attends to the tokens that the nearest retrieval head above it, of the same index, has published
+(LycheeDecode, arXiv 2602.04541). In layer 0 all heads are retrieval heads. The file names the model
+it was made for; `offload calibrate` writes it (`head_calibration`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+BoolArray = npt.NDArray[np.bool_]
+
+_FORMAT = "offload-head-roles-1"
+_KEYS = ("format", "model_type", "num_layers", "num_kv_heads", "head_dim", "made_by", "retrieval")
+
+
+@dataclass(frozen=True)
+class HeadRoles:
+    """Roles of every KV head of one model.
+
+    Attributes:
+        model_type: transformers' name of the architecture, such as "llama"; "" fits any.
+        num_layers, num_kv_heads, head_dim: shape of the model.
+        retrieval: [num_layers][num_kv_heads], True for retrieval heads; layer 0 is all True.
+        made_by: how the roles were chosen, for people.
+        source: the file they were read from, for messages; "" if there is none.
+
+    Raises:
+        ValueError: a `retrieval` of another shape, or sparse heads in layer 0.
+    """
+
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    retrieval: tuple[tuple[bool, ...], ...]
+    made_by: str = ""
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(text, str) for text in (self.model_type, self.made_by)):
+            raise ValueError(f"{self._name}: model_type and made_by must be strings")
+        for name in ("num_layers", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(
+                    f"{self._name}: {name} must be an integer of at least 1, got {value!r}"
+                )
+        rows = self.retrieval
+        if not isinstance(rows, (tuple, list)) or len(rows) != self.num_layers:
+            got = f"{len(rows)} rows" if isinstance(rows, (tuple, list)) else repr(rows)
+            raise ValueError(
+                f"{self._name}: retrieval must have one row per layer, num_layers="
+                f"{self.num_layers}, got {got}"
+            )
+        for layer_idx, row in enumerate(rows):
+            if (
+                not isinstance(row, (tuple, list))
+                or len(row) != self.num_kv_heads
+                or not all(isinstance(role, bool) for role in row)
+            ):
+                raise ValueError(
+                    f"{self._name}: retrieval[{layer_idx}] must be one true or false per KV head, "
+                    f"num_kv_heads={self.num_kv_heads}, got {row!r}"
+                )
+        if not all(rows[0]):
+            sparse = [head for head, retrieves in enumerate(rows[0]) if not retrieves]
+            raise ValueError(
+                f"{self._name}: all heads of layer 0 must be retrieval heads, because there is "
+                f"nothing above them to reuse; sparse there: {sparse}"
+            )
+        object.__setattr__(self, "retrieval", tuple(tuple(row) for row in rows))
+
+    @classmethod
+    def of(
+        cls, retrieval: BoolArray, *, head_dim: int, model_type: str = "", made_by: str = ""
+    ) -> HeadRoles:
+        """Roles from bool [num_layers, num_kv_heads]."""
+        num_layers, num_kv_heads = retrieval.shape
+        rows = tuple(tuple(bool(role) for role in row) for row in retrieval)
+        return cls(model_type, num_layers, num_kv_heads, head_dim, rows, made_by)
+
+    @property
+    def array(self) -> BoolArray:
+        """bool [num_layers, num_kv_heads]."""
+        return np.array(self.retrieval, np.bool_)
+
+    @property
+    def num_retrieval_heads(self) -> int:
+        """Retrieval heads below layer 0, where every head is one."""
+        return int(self.array[1:].sum())
+
+    def check(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        model_type: str | None = None,
+    ) -> None:
+        """Refuse a model that these roles are not for; None leaves the model type unchecked.
+
+        Raises:
+            ValueError: names the file, what it is for, and what the model has.
+        """
+        wanted: dict[str, int | str] = {
+            "num_layers": num_layers,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        if model_type is not None and self.model_type:
+            wanted = {"model_type": model_type, **wanted}
+        if all(getattr(self, name) == value for name, value in wanted.items()):
+            return
+        ours = ", ".join(f"{name}={getattr(self, name)}" for name in wanted)
+        theirs = ", ".join(f"{name}={value}" for name, value in wanted.items())
+        raise ValueError(
+            f"{self._name} was made for another model: it says {ours}, this model has {theirs}; "
+            "make roles for it with `offload calibrate`"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the roles as JSON, a line per layer."""
+        head: dict[str, Any] = {"format": _FORMAT}
+        head |= {name: getattr(self, name) for name in _KEYS[1:-1]}
+        lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+        rows = ",\n".join(f"    {json.dumps(row)}" for row in self.retrieval)
+        text = "\n".join(["{", *lines, f'  "retrieval": [\n{rows}\n  ]', "}", ""])
+        Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> HeadRoles:
+        """Read a roles file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: not JSON, keys missing or unknown, or values that `HeadRoles` refuses; names
+                the file.
+        """
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"no roles file {path}; write one with `offload calibrate MODEL -o {path}`"
+            )
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:  # also what is not UTF-8
+            raise ValueError(f"roles file {path} is not JSON: {error}") from error
+        if not isinstance(document, dict):
+            raise ValueError(
+                f"roles file {path} must hold a JSON object, got a {type(document).__name__}"
+            )
+        missing = [key for key in _KEYS if key not in document]
+        unknown = sorted(set(document) - set(_KEYS))
+        if missing or unknown:
+            raise ValueError(
+                f"roles file {path} has "
+                + " and ".join(
+                    f"{what} keys {keys}"
+                    for what, keys in (("missing", missing), ("unknown", unknown))
+                    if keys
+                )
+                + f"; its keys: {', '.join(_KEYS)}"
+            )
+        if document.pop("format") != _FORMAT:
+            raise ValueError(f"roles file {path} has another format than {_FORMAT!r}")
+        return cls(**document, source=str(path))
+
+    @property
+    def _name(self) -> str:
+        return f"roles file {self.source}" if self.source else "head roles"
+
+
+def evenly_spaced_heads(num_layers: int, num_kv_heads: int, retrieval_heads: int) -> BoolArray:
+    """Retrieval heads at equal distances: what roles are worth is measured against these.
+
+    Returns:
+        bool [num_layers, num_kv_heads]: layer 0, and `retrieval_heads` more, shared out among the
+        KV heads; each KV head's are spread over its layers.
+    """
+    check_retrieval_heads(retrieval_heads, num_layers, num_kv_heads)
+    retrieval = np.zeros((num_layers, num_kv_heads), np.bool_)
+    retrieval[0] = True
+    for head in range(num_kv_heads):
+        count = retrieval_heads // num_kv_heads + (head < retrieval_heads % num_kv_heads)
+        if count:
+            step = (num_layers - 1) / count
+            retrieval[1 + ((np.arange(count) + 0.5) * step).astype(int), head] = True
+    return retrieval
+
+
+def default_retrieval_heads(num_layers: int, num_kv_heads: int) -> int:
+    """An eighth of all KV heads: the paper's 32 of Llama-3-8B's 256; beyond layer 0."""
+    return min(-(-num_layers * num_kv_heads // 8), (num_layers - 1) * num_kv_heads)
+
+
+def check_retrieval_heads(retrieval_heads: int, num_layers: int, num_kv_heads: int) -> None:
+    """Refuse a number of retrieval heads that the layers after layer 0 do not have."""
+    if not isinstance(retrieval_heads, int) or isinstance(retrieval_heads, bool):
+        raise ValueError(f"retrieval_heads must be an int, got {retrieval_heads!r}")
+    most = (num_layers - 1) * num_kv_heads
+    if not 0 <= retrieval_heads <= most:
+        raise ValueError(
+            f"retrieval_heads={retrieval_heads} must be in [0, {most}]: so many KV heads does this "
+            f"model have after layer 0, whose {num_kv_heads} are retrieval heads anyway"
+        )

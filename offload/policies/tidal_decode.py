@@ -1,0 +1,195 @@
+"""TidalDecode: a few layers select tokens, the layers between them reuse the selection.
+
+Source: Yang et al., TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse
+Attention (ICLR 2025). A token-selection layer computes full attention and publishes the top tokens
+of its exact weights; the layers after it attend to those only. Selections are per KV head, from the
+same-indexed head. With an inner policy that does not scan all keys (Quest, LFPS …) a selection
+layer attends to that policy's selection, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, BuildContext, Policy
+from offload.policies.exact_topk import ExactTopK
+
+# (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
+# SmolLM2-135M: measured (`head_calibration.choose_select_layers` on 4K tokens of prose). At 6-7K
+# tokens the reusing layers keep 0.934 of the attention mass with 1,024 tokens (Quest 0.931, and
+# (2, 14) 0.906), and 0.806 with 2 % (Quest 0.661).
+_SELECT_LAYERS = {(32, 8): (2, 13), (32, 32): (2, 7), (30, 3): (2, 3, 14, 23)}
+_MIDDLE = 13 / 32  # of the depth, where nothing is known: Llama-3's
+
+
+@dataclass(frozen=True)
+class TidalDecode(Policy):
+    """`inner` selects in `select_layers`; the layers below each of them reuse its selection.
+
+    Args:
+        inner: a policy that selects in every layer; its budget, sinks, recent window and dense
+            layers hold for all layers.
+        select_layers: ascending; None takes `default_select_layers` of the model.
+
+    Raises:
+        ValueError: a select layer that is negative, given twice or inside the dense layers; none at
+            all; an inner policy that has no selection of its own.
+    """
+
+    name: ClassVar[str] = "tidal_decode"
+
+    inner: Policy = field(default_factory=ExactTopK)
+    select_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        inner = self.inner
+        if not isinstance(inner, Policy) or not inner.selects or not _selects_everywhere(inner):
+            name = inner.name if isinstance(inner, Policy) else repr(inner)
+            raise ValueError(
+                f"tidal_decode needs an inner policy that selects in every layer, such as "
+                f"exact_topk or quest, got {name}"
+            )
+        if self.select_layers is not None:
+            object.__setattr__(self, "select_layers", self._checked(self.select_layers))
+        # What the runtime asks of a policy object is the inner policy's.
+        for name in ("scans_keys", "per_query_head", "observed_queries", "reads_text"):
+            object.__setattr__(self, name, getattr(inner, name))
+        for name in ("prepare", "propose", "select", "observe", "append"):
+            object.__setattr__(self, name, getattr(inner, name))
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """inner and select_layers, and the options of the default inner policy."""
+        return ["inner", "select_layers", *ExactTopK.option_names()]
+
+    @classmethod
+    def from_options(
+        cls,
+        inner: str | Policy = "exact_topk",
+        select_layers: str | int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> TidalDecode:
+        """From what a user writes: inner="quest", select_layers="2,13"; the rest is for `inner`."""
+        from offload.policies import make_policy
+
+        return cls(make_policy(inner, **options), parse_layers(select_layers))
+
+    @property
+    def budget_tokens(self) -> int:
+        """The inner policy's, as all that follow."""
+        return self.inner.budget_tokens
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.inner.sink_tokens
+
+    @property
+    def recent_tokens(self) -> int:
+        return self.inner.recent_tokens
+
+    @property
+    def dense_layers(self) -> int:
+        return self.inner.dense_layers
+
+    def check_model(
+        self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Refuse select layers that the model does not have."""
+        beyond = [layer for layer in self.select_layers or () if layer >= num_layers]
+        if beyond:
+            raise ValueError(
+                f"select_layers={self.select_layers} names layer {beyond[0]}, but this model has "
+                f"layers 0 to {num_layers - 1}"
+            )
+        self.inner.check_model(
+            num_layers=num_layers,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+
+    def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
+        """Dense layers, select layers (RETRIEVE if the inner policy scans keys), reuse between."""
+        layers = self.select_layers
+        if layers is None:
+            layers = default_select_layers(num_layers, num_units, self.dense_layers)
+        roles = np.full((num_layers, num_units), REUSE, np.uint8)
+        # Layers before the first that selects have nothing to reuse.
+        roles[: min((*layers, num_layers))] = DENSE
+        roles[list(layers)] = RETRIEVE if self.inner.scans_keys else SELECT
+        return roles
+
+    def parameters(self) -> tuple[float, ...]:
+        return self.inner.parameters()
+
+    def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
+        """The inner policy's arrays; only select layers are asked for them."""
+        return self.inner.build(context)
+
+    def grow(
+        self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
+    ) -> Sequence[npt.NDArray[Any]]:
+        return self.inner.grow(layer_idx, arrays, capacity_tokens)
+
+    def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        return self.inner.truncate(layer_idx, arrays, kv_len)
+
+    def has_state(self) -> bool:
+        return self.inner.has_state()
+
+    def _checked(self, layers: Sequence[int]) -> tuple[int, ...]:
+        if isinstance(layers, (str, int)) or not all(
+            isinstance(layer, int) and not isinstance(layer, bool) for layer in layers
+        ):
+            raise ValueError(f"select_layers must be layer numbers, got {layers!r}")
+        layers = tuple(layers)
+        if not layers:
+            raise ValueError(
+                "select_layers is empty: without a token-selection layer there is nothing to reuse"
+            )
+        twice = [layer for layer in layers if layers.count(layer) > 1]
+        if twice:
+            raise ValueError(f"select_layers={layers} names layer {twice[0]} twice")
+        inside = [layer for layer in layers if layer < self.dense_layers]
+        if inside:
+            raise ValueError(
+                f"select_layers={layers}: layer {inside[0]} is not after the first dense_layers="
+                f"{self.dense_layers} layers, which attend to everything and select nothing"
+            )
+        return tuple(sorted(layers))
+
+
+def default_select_layers(num_layers: int, num_kv_heads: int, dense_layers: int) -> tuple[int, ...]:
+    """The first layer after the dense ones and one at 13/32 of the depth, as in Llama-3-8B.
+
+    Models whose shape (num_layers, num_kv_heads) is known have layers of their own. There are no
+    select layers if all layers are dense.
+    """
+    middle = _SELECT_LAYERS.get((num_layers, num_kv_heads), (round(_MIDDLE * num_layers),))
+    layers = {dense_layers, *middle}
+    return tuple(sorted(layer for layer in layers if dense_layers <= layer < num_layers))
+
+
+def parse_layers(layers: str | int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """`"2,13"`, `2` or `[2, 13]` as a tuple; None stays None."""
+    if layers is None:
+        return None
+    if isinstance(layers, int):
+        return (layers,)
+    if not isinstance(layers, str):
+        return tuple(layers)
+    try:
+        return tuple(int(part) for part in layers.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(
+            f"select_layers must be layer numbers, separated by commas, got {layers!r}"
+        ) from None
+
+
+def _selects_everywhere(policy: Policy) -> bool:
+    return type(policy).roles is Policy.roles

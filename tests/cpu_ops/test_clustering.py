@@ -1,0 +1,141 @@
+"""Clustering kernels against float64 references, over ISA x dtype x shape."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import relative_error
+
+from cpu_ops import native, reference
+from cpu_ops.clustering import chunk_means, score_int8, spherical_kmeans
+from cpu_ops.native import WorkerPool
+
+ISAS = native.available_isas()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+def unit_points(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    points = rng.standard_normal(shape, dtype=np.float32)
+    return points / np.linalg.norm(points, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 128, 256])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8])
+def test_score_int8(isa, head_dim, group_size):
+    rng = np.random.default_rng()
+    query = rng.standard_normal((group_size, head_dim), dtype=np.float32)
+    for n in (1, 3, 4, 5, 16, 19):
+        rows = rng.integers(-127, 128, (n, head_dim), dtype=np.int8)
+        expected = query.astype(np.float64) @ rows.astype(np.float64).T
+        assert relative_error(score_int8(query, rows, isa=isa).numpy(), expected) < 3e-6
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_chunk_means(isa, dtype, head_dim, pool):
+    rng = np.random.default_rng()
+    lengths = rng.integers(1, 17, 150)
+    starts = np.concatenate([[16], 16 + np.cumsum(lengths)])
+    keys = torch.from_numpy(rng.standard_normal((3, int(starts[-1]) + 5, head_dim))).to(dtype)
+    expected = reference.chunk_means(keys.double().numpy(), starts)
+    assert relative_error(chunk_means(pool, keys, starts, isa=isa), expected) < 1e-6
+    # As the store's pages hold them: heads inside tokens.
+    strided = keys.transpose(0, 1).contiguous().transpose(0, 1)
+    assert relative_error(chunk_means(pool, strided, starts, isa=isa), expected) < 1e-6
+
+
+def test_a_mean_of_zero_stays_zero(pool):
+    keys = torch.ones(1, 8, 16)
+    keys[:, 1::2] = -1
+    assert not chunk_means(pool, keys, np.array([0, 4, 8])).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("n, k", [(1, 1), (5, 5), (97, 48), (130, 65), (300, 64), (193, 1)])
+def test_one_step_finds_the_nearest(isa, head_dim, n, k, pool):
+    """Labels are the nearest of the initial centroids; near-ties may go either way."""
+    rng = np.random.default_rng()
+    points = unit_points(rng, 3, n, head_dim)
+    labels, centroids = spherical_kmeans(pool, points, k, 1, isa=isa)
+    for head in range(3):
+        wide = points[head].astype(np.float64)
+        products = wide @ wide[np.arange(k) * n // k].T
+        chosen = products[np.arange(n), labels[head]]
+        np.testing.assert_allclose(chosen, products.max(axis=1), atol=1e-6)
+        assert (np.bincount(labels[head], minlength=k) > 0).all()
+        expected = reference.normalized_means(wide, labels[head], k)
+        assert relative_error(centroids[head], expected) < 1e-6
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_it_ends_where_every_point_has_its_nearest_centroid(isa, pool):
+    """And as good as the reference gets: near-ties on the way may lead to another optimum."""
+    rng = np.random.default_rng()
+    centers = unit_points(rng, 40, 64)
+    points = centers[rng.integers(0, 40, (2, 500))] + 0.5 * unit_points(rng, 2, 500, 64)
+    points /= np.linalg.norm(points, axis=-1, keepdims=True)
+    labels, centroids = spherical_kmeans(pool, points, 60, 200, isa=isa)
+    for head in range(2):
+        wide = points[head].astype(np.float64)
+        products = wide @ centroids[head].astype(np.float64).T
+        chosen = products[np.arange(500), labels[head]]
+        np.testing.assert_allclose(chosen, products.max(axis=1), atol=1e-5)
+        expected_labels, expected = reference.spherical_kmeans(wide, 60, 200)
+        best = (wide * expected[expected_labels]).sum()
+        assert abs(chosen.sum() / best - 1) < 0.01
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_no_cluster_is_empty(isa, pool):
+    """Many equal points empty the clusters that start on them."""
+    rng = np.random.default_rng()
+    points = np.repeat(unit_points(rng, 1, 12, 32), 8, axis=1)
+    for k in (12, 40, 96):
+        labels, centroids = spherical_kmeans(pool, points, k, 10, isa=isa)
+        assert sorted(set(labels[0])) == list(range(k))
+        np.testing.assert_allclose(np.linalg.norm(centroids, axis=-1), 1, rtol=1e-5)
+
+
+def test_iterations_improve_and_threads_change_nothing(pool):
+    rng = np.random.default_rng()
+    points = unit_points(rng, 2, 400, 32)
+
+    def fit(iterations: int) -> float:
+        labels, centroids = spherical_kmeans(pool, points, 50, iterations)
+        own = np.take_along_axis(centroids, labels[..., None].astype(np.int64), axis=1)
+        return float((own * points).sum())
+
+    assert fit(1) < fit(3) <= fit(10) * (1 + 1e-6)
+    alone = WorkerPool(1)
+    for ours, theirs in zip(
+        spherical_kmeans(pool, points, 50), spherical_kmeans(alone, points, 50), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    alone.close()
+
+
+def test_bad_arguments(pool):
+    points = np.zeros((1, 4, 16), np.float32)
+    with pytest.raises(ValueError, match=r"num_clusters must be in \[1, 4\]"):
+        spherical_kmeans(pool, points, 5)
+    with pytest.raises(ValueError, match="iterations must be at least 1"):
+        spherical_kmeans(pool, points, 2, 0)
+    with pytest.raises(ValueError, match="points must be C-contiguous float32"):
+        spherical_kmeans(pool, points.astype(np.float64), 2)
+    with pytest.raises(ValueError, match=r"starts must increase within \[0, 9\]"):
+        chunk_means(pool, torch.zeros(1, 9, 16), np.array([0, 8, 8]))
+    with pytest.raises(ValueError, match="keys must be"):
+        chunk_means(pool, torch.zeros(9, 16), np.array([0, 8]))
+    with pytest.raises(ValueError, match="expected float32 queries and int8 rows of one width"):
+        score_int8(np.zeros((1, 16), np.float32), np.zeros((2, 32), np.int8))

@@ -197,17 +197,14 @@ class TextReader:
 
     Args:
         name_or_path: what `OffloadedModel.from_pretrained` takes.
-        dtype: of weights and cache; None is the checkpoint's.
     """
 
-    def __init__(self, name_or_path: str | Path, dtype: torch.dtype | None) -> None:
+    def __init__(self, name_or_path: str | Path) -> None:
         from offload.demo_text import stdlib_docstrings
         from offload.loading import load_tokenizer
         from offload.model import OffloadedModel
 
-        model: Any = OffloadedModel.from_pretrained(
-            name_or_path, dtype="auto" if dtype is None else dtype
-        )
+        model: Any = OffloadedModel.from_pretrained(name_or_path)
         tokenizer = load_tokenizer(name_or_path)
         ids = tokenizer("\n\n".join(stdlib_docstrings()), verbose=False).input_ids
         self._tokens = torch.tensor(ids)

@@ -153,14 +153,32 @@ def structured_layer(
         values=torch.empty(num_kv_heads, num_tokens, head_dim, dtype=dtype),
         queries=torch.empty(num_qo_heads, num_queries, head_dim, dtype=dtype),
     )
+    # Heads differ evenly: few of them still cover what the model's many do.
+    of_all = _generator(seed, num_kv_heads, layer_idx + 1)
+    local = torch.special.ndtri(_even(num_kv_heads, of_all))
+    sinks = _even(num_qo_heads, of_all).view(num_kv_heads, group_size)
     for kv_head in range(num_kv_heads):
         of_sequence = _generator(seed, kv_head, 0)
         of_layer = _generator(seed, kv_head, layer_idx + 1)
-        keys, values, queries = maker.make_head(of_sequence, of_layer, group_size, dtype)
+        character = _Character(float(local[kv_head]), sinks[kv_head].tolist())
+        keys, values, queries = maker.make_head(of_sequence, of_layer, character, dtype)
         layer.keys[kv_head].copy_(keys)
         layer.values[kv_head].copy_(values)
         layer.queries[kv_head * group_size : (kv_head + 1) * group_size].copy_(queries)
     return layer
+
+
+@dataclass(frozen=True)
+class _Character:
+    """How one KV head differs from others.
+
+    Attributes:
+        local: how local it is, in standard deviations.
+        sinks: of each of its query heads, where it stands among all by its share of sink, in (0, 1).
+    """
+
+    local: float
+    sinks: list[float]
 
 
 class _LayerMaker:
@@ -204,7 +222,11 @@ class _LayerMaker:
         self._rotations *= self._unit
 
     def make_head(
-        self, of_sequence: Generator, of_layer: Generator, group_size: int, dtype: torch.dtype
+        self,
+        of_sequence: Generator,
+        of_layer: Generator,
+        character: _Character,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """keys float32 and values [num_tokens, head_dim], queries [group_size, n, head_dim]."""
         structure, n = self._structure, self._num_tokens
@@ -238,7 +260,7 @@ class _LayerMaker:
         values = value_of_token.to(dtype)[tokens]
         values[:_SINK_TOKENS] *= 0.1
         paths = self._topic_paths(topics, num_topics, of_sequence)
-        queries = self._queries(keys, directions, paths, group_size, of_sequence, of_layer)
+        queries = self._queries(keys, directions, paths, character, of_sequence, of_layer)
         return keys, values, queries
 
     def _strengths(self, rate: float, tail: float, generator: Generator) -> Tensor:
@@ -284,15 +306,14 @@ class _LayerMaker:
         keys: Tensor,
         directions: Tensor,
         paths: Tensor,
-        group_size: int,
+        character: _Character,
         of_sequence: Generator,
         of_layer: Generator,
     ) -> Tensor:
         structure, n = self._structure, self._num_queries
         group_parts = self._content_parts(of_sequence, of_layer)
-        group_local = _normal(of_layer)
-        queries = torch.empty(group_size, n, self._head_dim)
-        for query in queries:
+        queries = torch.empty(len(character.sinks), n, self._head_dim)
+        for query, sink in zip(queries, character.sinks, strict=True):
             own_parts = self._content_parts(of_sequence, of_layer)
             content = torch.zeros(n, self._content_dim)
             for group_part, own_part in zip(group_parts, own_parts, strict=True):
@@ -309,11 +330,11 @@ class _LayerMaker:
             hitters = structure.hitter * spreads * (1 + 0.2 * _drift(n, (_KINDS,), 0.95, of_layer))
             query[:, self._hitters] = hitters
             spread = structure.local_spread * math.sqrt(0.5)
-            local = structure.local * math.exp(spread * (group_local + _normal(of_layer)))
+            local = structure.local * math.exp(spread * (character.local + _normal(of_layer)))
             query[:, self._rotary] = self._rotary_part(local, of_layer)
             query *= self._sharpness * self._unit
             query[:, 0] = 0
-            query[:, 0] = -self._sink_advantage(query, keys, of_layer) * self._unit
+            query[:, 0] = -self._sink_advantage(query, keys, sink, of_layer) * self._unit
         return queries
 
     def _content_parts(self, of_sequence: Generator, of_layer: Generator) -> list[Tensor]:
@@ -350,11 +371,15 @@ class _LayerMaker:
             part[..., 1] += phases.sin() * amplitude
         return part.flatten(1).float()
 
-    def _sink_advantage(self, query: Tensor, keys: Tensor, generator: Generator) -> Tensor:
+    def _sink_advantage(
+        self, query: Tensor, keys: Tensor, place: float, generator: Generator
+    ) -> Tensor:
         """[num_queries]: how much less every other token scores, for the head's share of sink."""
         structure, n = self._structure, self._num_queries
-        ignored, place = torch.rand(2, generator=generator).tolist()
-        share = 5e-4 if ignored < structure.no_sink else 0.02 + structure.max_sink * place
+        ignores = structure.no_sink
+        share = 5e-4
+        if place >= ignores:
+            share = 0.02 + structure.max_sink * (place - ignores) / (1 - ignores)
         # The log-sum-exp of all tokens, estimated from every 8th and all recent ones.
         near = self._num_tokens - n - 128
         near_keys, far_keys = keys[near : self._num_tokens - n], keys[_SINK_TOKENS:near:8]
@@ -376,6 +401,11 @@ class _LayerMaker:
 
 def _generator(seed: int, kv_head: int, stream: int) -> Generator:
     return torch.Generator().manual_seed((seed * 1009 + kv_head) * 1009 + stream)
+
+
+def _even(n: int, generator: Generator) -> Tensor:
+    """A permutation of n numbers spread evenly over (0, 1)."""
+    return (torch.randperm(n, generator=generator) + 0.5) / n
 
 
 def _pieces(n: int, mean_tokens: float, min_tokens: int, generator: Generator) -> Tensor:

@@ -24,8 +24,21 @@ class Checkpoint:
     """A folder whose files are complete. Tied weights are stored, and counted, once."""
 
     folder: Path
+    config: dict[str, Any]
     num_parameters: int
     stored_bytes: int
+
+    @property
+    def attention_shape(self) -> dict[str, int]:
+        """num_layers, num_qo_heads, num_kv_heads and head_dim, as config.json has them."""
+        config = self.config
+        num_qo_heads = config["num_attention_heads"]
+        return {
+            "num_layers": config["num_hidden_layers"],
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": config.get("num_key_value_heads") or num_qo_heads,
+            "head_dim": config.get("head_dim") or config["hidden_size"] // num_qo_heads,
+        }
 
     def weight_bytes(self, dtype: torch.dtype | None) -> int:
         """Bytes of the weights in memory; None is the dtype they are stored in."""
@@ -40,13 +53,13 @@ def check_checkpoint(folder: Path) -> Checkpoint:
         ValueError: an unsupported model type, a truncated or damaged file.
         NotImplementedError: quantised weights.
     """
-    check_config_file(folder / "config.json")
+    config = check_config_file(folder / "config.json")
     sizes = [check_safetensors(path) for path in _weight_files(folder)]
-    return Checkpoint(folder, *(sum(numbers) for numbers in zip(*sizes, strict=True)))
+    return Checkpoint(folder, config, *(sum(numbers) for numbers in zip(*sizes, strict=True)))
 
 
-def check_config_file(path: Path) -> None:
-    """Refuse the config.json of a model that this runtime does not support.
+def check_config_file(path: Path) -> dict[str, Any]:
+    """The config.json of a model, if this runtime supports it.
 
     Raises: as `check_checkpoint`.
     """
@@ -62,6 +75,7 @@ def check_config_file(path: Path) -> None:
             f"{path.parent} holds weights quantised with {method!r}; available: plain safetensors "
             "in bfloat16, float16 or float32, and GGUF files, which are dequantised"
         )
+    return config
 
 
 def check_safetensors(path: Path) -> tuple[int, int]:

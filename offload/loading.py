@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from offload.checkpoint import Checkpoint, check_config_file
 from offload.gguf_conversion import EMBEDDED_MODEL, converted_folder, embedded_gguf
+
+logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Weights in other formats, and the original checkpoints that some repositories carry in folders.
@@ -88,6 +93,28 @@ def load_tokenizer(name_or_path: str | Path, hub: HubOptions | None = None) -> A
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(resolve_folder(name_or_path, hub))
+
+
+def load_vocabulary_marks(folder: Path, vocab_size: int) -> npt.NDArray[np.uint8] | None:
+    """uint8 [vocab_size]: `offload.text_marks` of a checkpoint's tokenizer; None without one."""
+    from transformers import AutoTokenizer
+
+    from offload.text_marks import vocabulary_marks
+
+    try:
+        known = vocabulary_marks(AutoTokenizer.from_pretrained(folder))
+    except (OSError, ValueError) as error:
+        known = None
+        logger.debug("%s", error)
+    if known is None:
+        logger.warning(
+            "%s has no tokenizer whose text can be read: the policy cuts chunks of fixed size",
+            folder,
+        )
+        return None
+    marks = np.zeros(vocab_size, np.uint8)
+    marks[: min(vocab_size, len(known))] = known[:vocab_size]
+    return marks
 
 
 def _download(name: str, hub: HubOptions) -> Path:

@@ -14,6 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -23,7 +25,12 @@ from offload.cache import OffloadedCache
 from offload.checkpoint import check_checkpoint
 from offload.config import RuntimeConfig, runtime_config
 from offload.inputs import check_mask, check_positions, keep_positions, rows_shape
-from offload.loading import HubOptions, load_stock_model, resolve_folder
+from offload.loading import (
+    HubOptions,
+    load_stock_model,
+    load_vocabulary_marks,
+    resolve_folder,
+)
 from offload.runtime import OffloadStats, Runtime, kv_budget_bytes
 from offload.weights import move_to_huge_pages
 
@@ -88,7 +95,12 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         )
         checkpoint = check_checkpoint(resolve_folder(name_or_path, HubOptions(**kwargs)))
         kv_budget_bytes(config, checkpoint.weight_bytes(config.dtype), loaded=False)
-        return offloaded(load_stock_model(checkpoint, config.dtype), config)
+        config.policy.check_model(**checkpoint.attention_shape)
+        stock = load_stock_model(checkpoint, config.dtype)
+        marks = None
+        if config.policy.reads_text:
+            marks = load_vocabulary_marks(checkpoint.folder, stock.config.vocab_size)
+        return offloaded(stock, config, marks)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -330,14 +342,19 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
     load_adapter = add_adapter
 
 
-def offloaded(stock: Any, config: RuntimeConfig) -> Any:
+def offloaded(
+    stock: Any, config: RuntimeConfig, vocabulary_marks: npt.NDArray[np.uint8] | None = None
+) -> Any:
     """Turn a loaded stock model into an offloaded one, in place.
+
+    Args:
+        vocabulary_marks: uint8 [vocab_size] for policies that read the text; None: they cannot.
 
     Raises:
         ValueError, NotImplementedError: if it cannot be.
     """
     move_to_huge_pages(stock)
-    runtime = Runtime(stock.eval(), config)
+    runtime = Runtime(stock.eval(), config, vocabulary_marks)
     stock_class: Any = type(stock)
     stock.__class__ = _offloaded_class(stock_class)
     stock._offload = runtime

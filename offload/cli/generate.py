@@ -299,7 +299,7 @@ def _print_result(
 
     table = Table(title=model, title_justify="left")
     table.add_column("policy")
-    for column in ("context", "KV on host", "KV on device", "prefill", "decode"):
+    for column in ("context", "KV on host", "KV on device", "index", "prefill", "decode"):
         table.add_column(column, justify="right")
     for run in runs:
         table.add_row(
@@ -307,7 +307,17 @@ def _print_result(
             f"{run.context_tokens:,}",
             format_bytes(run.kv_host_bytes),
             format_bytes(run.kv_device_bytes),
+            _index_cell(run),
             f"{run.prefill_tokens_per_second:,.0f} tok/s",
             f"{run.decode_tokens_per_second:,.1f} tok/s",
         )
     stdout().print(table)
+
+
+def _index_cell(run: Run) -> str:
+    """What the policy keeps beside the KV cache, and how long that took to build."""
+    from offload.memory import format_bytes
+
+    if not run.policy_host_bytes:
+        return "-"
+    return f"{format_bytes(run.policy_host_bytes)}, {run.index_seconds:.2f} s"

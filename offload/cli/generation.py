@@ -46,7 +46,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Run:
-    """One answer and what it cost. Rates are tokens per second, sizes bytes."""
+    """One answer and what it cost. Rates are tokens per second, sizes bytes.
+
+    The policy's own state beside the KV cache took policy_host_bytes and index_seconds to build.
+    """
 
     policy: str
     policy_options: dict[str, Scalar]
@@ -55,6 +58,8 @@ class Run:
     new_tokens: int
     kv_host_bytes: int
     kv_device_bytes: int
+    policy_host_bytes: int
+    index_seconds: float
     prefill_seconds: float
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
@@ -149,6 +154,8 @@ def answer(
         new_tokens=len(new_ids),
         kv_host_bytes=stats.kv_host_bytes,
         kv_device_bytes=stats.kv_device_bytes,
+        policy_host_bytes=stats.policy_host_bytes,
+        index_seconds=stats.index_seconds,
         prefill_seconds=stats.prefill_seconds,
         prefill_tokens_per_second=stats.prefill_tokens_per_second,
         decode_tokens_per_second=stats.decode_tokens_per_second,

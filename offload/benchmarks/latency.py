@@ -49,6 +49,7 @@ class LatencyMeasurement:
         candidate_share: of the context, whose keys were scored exactly.
         attended_tokens: per KV head (or query head, if the policy selects for each).
         top_overlap, mass_kept, answered: see `SelectionQuality`, means over layers and units.
+        dense_share: of the model's layers, that stay dense under the policy and are not measured.
         build_seconds: of the policy's state, per layer and sequence.
         state_share: bytes of that state, of the keys' and values' bytes.
         relative_error: L2, of the outputs against the reference on the same selection.
@@ -73,6 +74,7 @@ class LatencyMeasurement:
     top_overlap: float | None
     mass_kept: float
     answered: float
+    dense_share: float
     build_seconds: float
     state_share: float
     relative_error: float
@@ -354,6 +356,7 @@ class _Turns:
             top_overlap=quality.top_overlap,
             mass_kept=quality.mass_kept,
             answered=quality.answered,
+            dense_share=self.plan.dense_share,
             build_seconds=self._build_seconds / (workload.num_layers * workload.batch_size),
             state_share=self._attention.states.num_bytes / kv_bytes,
             relative_error=self._error,
@@ -370,5 +373,3 @@ class _Turns:
 def steps_needed(repeats: int) -> int:
     """Steps that a workload must have."""
     return WARMUP_STEPS + repeats
-
-

@@ -29,11 +29,13 @@ class LayerPlan:
         policy: with the roles of those layers.
         weights: float64 [num_layers], the share of the model's sparse layers that each physical
             layer stands for; sums to 1.
+        dense_share: of the model's layers, that are dense.
         asking: how many units of each layer scan or select; the others reuse.
     """
 
     policy: Policy
     weights: npt.NDArray[np.float64]
+    dense_share: float
     asking: tuple[int, ...]
 
 
@@ -45,23 +47,25 @@ def plan_layers(
     Raises:
         ValueError: too few physical layers for a policy that reuses selections.
     """
+    everywhere = (num_units,) * num_layers
     uniform = np.full(num_layers, 1 / num_layers)
     if not policy.selects:
-        return LayerPlan(policy, uniform, (num_units,) * num_layers)
+        return LayerPlan(policy, uniform, 0.0, everywhere)
     roles = policy.roles(num_model_layers, num_units)
-    if num_layers == num_model_layers:
-        sparse = np.ones(num_layers, bool)
-        if roles is None:
-            sparse[: policy.dense_layers] = False
-            roles = np.zeros((num_layers, num_units), np.uint8)
-        else:
-            sparse = (roles != DENSE).any(1)
-        weights = sparse / max(1, sparse.sum())
-        return LayerPlan(policy, weights, _asking(roles))
     if roles is None:
-        return LayerPlan(_without_dense_layers(policy), uniform, (num_units,) * num_layers)
-    chosen, weights = _choose_rows(roles[(roles != DENSE).any(1)], num_layers)
-    return LayerPlan(_with_roles(policy, chosen), weights, _asking(chosen))
+        dense = np.arange(num_model_layers) < policy.dense_layers
+    else:
+        dense = (roles == DENSE).all(1)
+    if dense.all():
+        raise ValueError(f"policy {policy.name!r} leaves all {num_model_layers} layers dense")
+    share = float(dense.mean())
+    if num_layers == num_model_layers:
+        asking = everywhere if roles is None else _asking(roles)
+        return LayerPlan(policy, ~dense / (~dense).sum(), share, asking)
+    if roles is None:
+        return LayerPlan(_without_dense_layers(policy), uniform, share, everywhere)
+    chosen, weights = _choose_rows(roles[~dense], num_layers)
+    return LayerPlan(_with_roles(policy, chosen), weights, share, _asking(chosen))
 
 
 def _choose_rows(
@@ -85,7 +89,8 @@ def _choose_rows(
         else:
             edges = np.linspace(0, len(others), num_layers)[1:-1].astype(int)
         bins += [part for part in np.split(others, edges) if part.size]
-    rows, weights = [], []
+    rows: list[int] = []
+    weights: list[float] = []
     for part in bins:
         typical = part[np.argmin(np.abs(asking[part] - asking[part].mean()))]
         rows.append(part[0] if part is bins[0] else typical)
@@ -111,7 +116,8 @@ def _without_dense_layers(policy: Policy) -> Policy:
     names = {field.name for field in dataclasses.fields(policy)}
     if "dense_layers" not in names:
         return policy
-    return dataclasses.replace(policy, **{"dense_layers": 0})
+    changes: dict[str, Any] = {"dense_layers": 0}
+    return dataclasses.replace(policy, **changes)
 
 
 def _with_roles(policy: Policy, roles: npt.NDArray[np.uint8]) -> Policy:

@@ -63,8 +63,8 @@ class ExactAttention:
         """Relative L2 error of `out` [num_qo_heads * head_dim] over the units that were attended.
 
         Args:
-            selection: tokens of each unit (KV head or query head); [] means all of them, None that the
-                unit is not checked.
+            selection: tokens of each unit (KV head or query head); [] means all of them, None
+                that the unit is not checked.
 
         Raises:
             ArithmeticError: more than rounding explains.
@@ -141,7 +141,9 @@ class ExactAttention:
         if not len(tokens):
             # In pieces: a float64 copy of all values of a head at 128K is 134 MB.
             pieces = range(0, self._kv_len, 16384)
-            parts = [weights[:, i : i + 16384].double() @ values[i : i + 16384].double() for i in pieces]
+            parts = [
+                weights[:, i : i + 16384].double() @ values[i : i + 16384].double() for i in pieces
+            ]
             return torch.stack(parts).sum(0)
         chosen = torch.as_tensor(tokens, dtype=torch.int64)
         part = weights[:, chosen].double()

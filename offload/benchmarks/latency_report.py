@@ -17,10 +17,11 @@ _TIMES = "\N{MULTIPLICATION SIGN}"
 def latency_rows(measurements: Sequence[LatencyMeasurement]) -> list[dict[str, Any]]:
     """Each measurement as plain values, with what follows from it and others of the same run.
 
-    Beside its fields: yardstick_share; speedup_over_full and _exact_topk at the same length and
-    threads; of the fewest threads measured, thread_speedup, and thread_efficiency: that speedup
-    over the ratio of the gather bandwidths; growth: of the time at the shortest context. None
-    where the other measurement is missing.
+    Beside its fields: yardstick_share; all_layers_microseconds, the mean over all layers of the
+    model, with its dense ones at the time of `full`; speedup_over_full and _exact_topk at the same
+    length and threads; over the fewest threads measured, thread_speedup, and thread_efficiency:
+    that speedup over the ratio of the gather bandwidths; growth of the time over the shortest
+    context. None where the other measurement is missing.
     """
     by_key = {(m.policy, m.kv_len, m.num_threads): m for m in measurements}
     fewest = min(m.num_threads for m in measurements)
@@ -32,6 +33,11 @@ def latency_rows(measurements: Sequence[LatencyMeasurement]) -> list[dict[str, A
             other = by_key.get((policy, kv_len, threads))
             return None if other is None else other.microseconds / ours
 
+        full = by_key.get(("full", m.kv_len, m.num_threads))
+        all_layers = None
+        if full is not None:
+            dense = m.dense_share
+            all_layers = dense * full.microseconds + (1 - dense) * m.microseconds
         speedup = ratio(m.policy, m.kv_len, fewest)
         base = by_key.get((m.policy, m.kv_len, fewest))
         bandwidths = None if base is None else m.gather_bandwidth / base.gather_bandwidth
@@ -40,6 +46,7 @@ def latency_rows(measurements: Sequence[LatencyMeasurement]) -> list[dict[str, A
             asdict(m)
             | {
                 "yardstick_share": m.yardstick_share,
+                "all_layers_microseconds": all_layers,
                 "speedup_over_full": ratio("full", m.kv_len, m.num_threads),
                 "speedup_over_exact_topk": ratio("exact_topk", m.kv_len, m.num_threads),
                 "thread_speedup": speedup,
@@ -109,11 +116,12 @@ def table_cells(rows: Sequence[dict[str, Any]], num_threads: int) -> list[list[s
 
 
 TABLE_CAPTION = (
-    "µs: median per token and layer, ± half of p10 to p90. of full, of top-k: how many times faster "
-    "than they. predict … other: where the time goes. MB, GB/s: read and written; memory: of the "
-    "bandwidth measured in this run (sequential for full and exact top-k, row gather for others). "
-    "scored: keys scored exactly. overlap: of the choice with the true top-k; mass: attention kept, "
-    "sinks left out. growth: over the shortest context. of memory's: speedup over that of gathers."
+    "µs: median per token and layer (of the layers that are not dense), ± half of p10 to p90. "
+    "of full, of top-k: how many times faster than they. predict … other: where the time goes. "
+    "MB, GB/s: read and written; memory: of the bandwidth measured in this run (sequential for "
+    "full and scanning policies, row gather for others). scored: keys scored exactly. overlap: of "
+    "the choice with the true top-k; mass: attention kept, sinks left out. growth: over the "
+    "shortest context. of memory's: speedup over that of gathers."
 )
 
 

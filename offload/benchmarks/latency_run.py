@@ -142,9 +142,7 @@ def run_latency(
     for depth in run.depths:
         making = advance(f"{depth:,} tokens: keys")
         if reader is not None:
-            workload = reader.workload(
-                kv_len=depth, num_steps=num_steps, batch_size=run.batch_size
-            )
+            workload = reader.workload(kv_len=depth, num_steps=num_steps, batch_size=run.batch_size)
             making()
         else:
             workload = structured_workload(

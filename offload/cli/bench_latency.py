@@ -74,9 +74,7 @@ def latency(
     ] = 12,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_NAMES)}.")] = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, help="Of the made keys and queries.")] = 0,
-    output: Annotated[
-        str, typer.Option("--output", "-o", help=f"{', '.join(OUTPUTS)}.")
-    ] = "table",
+    output: Annotated[str, typer.Option("--output", "-o", help=f"{', '.join(OUTPUTS)}.")] = "table",
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw time against context, a panel per thread count."),
@@ -193,12 +191,12 @@ def _options(pairs: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
 def _policies(
     names: list[str], options: dict[str, dict[str, Any]], budget_tokens: int
 ) -> dict[str, Policy]:
-    from offload.policies import make_policy, policy_option_names
+    from offload.policies import make_policy
 
     policies = {}
     for name in names:
         given: dict[str, Any] = {}
-        if "budget_tokens" in policy_option_names(name):
+        if "budget_tokens" in type(make_policy(name)).option_names():
             given["budget_tokens"] = budget_tokens
         policies[name] = make_policy(name, **(given | options.get(name, {})))
     return policies

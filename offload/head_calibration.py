@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from offload.batch import pack
-from offload.demo_text import stdlib_paragraphs
+from offload.demo_text import stdlib_docstrings
 from offload.head_roles import (
     BoolArray,
     HeadRoles,
@@ -203,13 +203,11 @@ def observe_heads(
 def calibration_tokens(tokenizer: Any, num_tokens: int, text: str | None = None) -> Tensor:
     """int64 [<= num_tokens]: the first tokens of `text`, or of the standard docstrings."""
     if text is None:
-        chars, paragraphs = 12 * num_tokens, []  # more than any tokenizer needs for prose
-        for paragraph in stdlib_paragraphs():
-            paragraphs.append(paragraph)
-            chars -= len(paragraph)
-            if chars < 0:
+        text = ""
+        for docstring in stdlib_docstrings():
+            text += docstring + "\n\n"
+            if len(text) > 12 * num_tokens:  # more than any tokenizer needs for prose
                 break
-        text = "\n\n".join(paragraphs)
     encoded = tokenizer(text, truncation=True, max_length=num_tokens, return_tensors="pt")
     tokens: Tensor = encoded["input_ids"][0]
     return tokens

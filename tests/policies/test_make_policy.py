@@ -12,7 +12,7 @@ from offload.policies import ExactTopK, Full, StreamingLLM, available_policies, 
 
 
 def test_names_make_their_policies():
-    assert available_policies() == ["exact_topk", "full", "streaming_llm"]
+    assert {"exact_topk", "full", "streaming_llm"} < set(available_policies())
     assert make_policy("full") == Full()
     assert make_policy("exact_topk", budget_tokens=256) == ExactTopK(budget_tokens=256)
     assert make_policy("streaming_llm", sink_tokens=8) == StreamingLLM(sink_tokens=8)

@@ -1,0 +1,295 @@
+"""Quest: its bounds hold, its selection is that of a float64 reference, and its state follows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+
+from cpu_ops.native import WorkerPool
+from offload.attention import DecodeAttention
+from offload.policies import Quest, make_policy
+from offload.policies.base import BuildContext
+from offload.policies.quest import expand_pages, page_bounds, split_query
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}
+GROUP_SIZE = 3
+ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of scores
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+def make_case(dtype=torch.float32, kv_len=600, **options) -> tuple[Cache, torch.Tensor]:
+    rng = np.random.default_rng()
+    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, **options)
+    return cache, random_queries(rng, 60, 2 * GROUP_SIZE, cache.store.head_dim, dtype)
+
+
+def built(policy: Quest, keys: torch.Tensor, capacity_tokens: int = 0) -> list[np.ndarray]:
+    """The policy's arrays for keys [num_kv_heads, kv_len, head_dim]."""
+    context = BuildContext(
+        layer_idx=0,
+        keys=keys,
+        values=keys,
+        queries=keys[:, :0],
+        sm_scale=1.0,
+        capacity_tokens=capacity_tokens or keys.shape[1] + 1,
+        text_marks=None,
+        pool=None,
+    )
+    return list(policy.build(context))
+
+
+def bounds_of(arrays: list[np.ndarray], dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """float64 maxima and minima [num_kv_heads, pages with bounds, head_dim]."""
+    bounds, _, _, header = arrays
+    raw = torch.from_numpy(bounds.view(np.int16) if dtype == torch.bfloat16 else bounds)
+    rows = raw.view(dtype).double().numpy().transpose(0, 2, 1, 3)
+    rows = rows.reshape(*rows.shape[:2], -1)[:, : header[5]]
+    head_dim = rows.shape[-1] // 2
+    return rows[..., :head_dim], rows[..., head_dim:]
+
+
+def reference_pages(query, keys, kv_len, policy) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds [pages] in float64 of query [group, head_dim] on keys, and each page's tokens."""
+    first, last, size = policy.sink_tokens, kv_len - policy.recent_tokens, policy.page_tokens
+    num_pages = min((kv_len - first) // size, -(-(last - first) // size))
+    pages = keys[first : first + num_pages * size].reshape(num_pages, size, -1)
+    products = query[:, None, None] * np.stack([pages.max(1), pages.min(1)])[None]
+    lengths = np.minimum(size, last - first - size * np.arange(num_pages))
+    return products.max(1).sum((0, 2)), lengths
+
+
+def check_selection(policy: Quest, tokens, query, keys, kv_len, rounding=1e-5) -> None:
+    """The pages of largest bound, all but one whole; only near-ties may swap."""
+    first, last, size = policy.sink_tokens, kv_len - policy.recent_tokens, policy.page_tokens
+    budget = policy.budget_tokens - first - policy.recent_tokens
+    bounds, lengths = reference_pages(query, keys, kv_len, policy)
+    tokens = np.array(tokens)
+    assert list(tokens[:first]) == list(range(first))
+    assert list(tokens[len(tokens) - policy.recent_tokens :]) == list(range(last, kv_len))
+    chosen = tokens[first : len(tokens) - policy.recent_tokens]
+    paged_end = first + int(lengths.sum())
+    loose = list(range(paged_end, last))
+    assert list(chosen[len(chosen) - len(loose) :]) == loose
+    chosen = chosen[: len(chosen) - len(loose)]
+    assert len(chosen) == min(budget - len(loose), paged_end - first)
+    numbers, counts = np.unique((chosen - first) // size, return_counts=True)
+    cut = counts < lengths[numbers]
+    assert cut.sum() <= 1
+    for page, count in zip(numbers, counts, strict=True):
+        begin = first + page * size
+        assert list(chosen[chosen >= begin][:count]) == list(range(begin, begin + count))
+    tolerance = rounding * np.abs(bounds).max()
+    others = np.setdiff1d(np.arange(len(bounds)), numbers)
+    if len(others):
+        assert bounds[others].max() <= bounds[numbers].min() + tolerance
+    if cut.any():
+        assert bounds[numbers[cut]][0] <= bounds[numbers].min() + tolerance
+
+
+def test_split_query_sums_the_signs_apart():
+    query = np.random.default_rng().standard_normal((3, 8)).astype(np.float32)
+    split = np.empty(16, np.float32)
+    split_query(query.reshape(-1), 3, 8, split)
+    np.testing.assert_allclose(split[:8], np.maximum(query, 0).sum(0), rtol=1e-6)
+    np.testing.assert_allclose(split[8:], np.minimum(query, 0).sum(0), rtol=1e-6)
+    query[1, 5] = np.nan
+    split_query(query.reshape(-1), 3, 8, split)
+    assert np.isnan(split).sum() == 1
+
+
+def test_page_bounds_are_the_extremes_of_each_element():
+    keys = np.random.default_rng().standard_normal((16, 8)).astype(np.float32)
+    bounds = np.empty(16, np.float32)
+    page_bounds(keys.reshape(-1), 16, 8, bounds)
+    np.testing.assert_array_equal(bounds, np.concatenate([keys.max(0), keys.min(0)]))
+
+
+@pytest.mark.parametrize(
+    ("pages", "budget", "last", "expected"),
+    [
+        ([0, 2], 8, 100, [*range(2, 6), *range(10, 14)]),
+        ([0, 2], 7, 100, [*range(2, 5), *range(10, 14)]),  # page 0 has the lower bound: it is cut
+        ([0, 2], 5, 100, [2, *range(10, 14)]),
+        ([0, 2], 6, 12, [*range(2, 6), 10, 11]),  # the recent window begins inside page 2
+        ([1], 1, 100, [6]),
+        ([], 3, 100, []),
+    ],
+)
+def test_expand_pages(pages, budget, last, expected):
+    scores = np.array([1.0, 5.0, 3.0], np.float32)
+    indices = np.full(8, -1, np.int32)
+    count = expand_pages(np.array(pages, np.int32), scores, 2, last, 4, budget, indices)
+    assert list(indices[:count]) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
+def test_no_key_beats_the_bound_of_its_page(dtype, head_dim):
+    """In exact arithmetic, for single query heads and for the sum over a group."""
+    rng = np.random.default_rng()
+    keys = torch.from_numpy(4 * rng.standard_normal((2, 331, head_dim))).to(dtype)
+    policy = Quest(**OPTIONS)
+    maxima, minima = bounds_of(built(policy, keys), dtype)
+    assert maxima.shape == (2, (331 - 4) // 16, head_dim)
+    pages = keys.double().numpy()[:, 4 : 4 + 16 * maxima.shape[1]].reshape(2, -1, 16, head_dim)
+    np.testing.assert_array_equal(maxima, pages.max(2))  # nothing is rounded
+    np.testing.assert_array_equal(minima, pages.min(2))
+    queries = rng.standard_normal((2, GROUP_SIZE, head_dim))
+    above, below = np.maximum(queries, 0), np.minimum(queries, 0)
+    bounds = np.einsum("hgd,hpd->hgp", above, maxima) + np.einsum("hgd,hpd->hgp", below, minima)
+    scores = np.einsum("hgd,hpid->hgpi", queries, pages)
+    slack = 1e-12 * np.abs(scores).max()
+    assert (scores.max(3) <= bounds + slack).all()
+    assert (scores.sum(1).max(2) <= bounds.sum(1) + slack).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_len", [97, 100, 116, 131, 132, 133, 600])
+def test_selection_is_the_reference(dtype, kv_len, pool):
+    policy = Quest(**OPTIONS)
+    cache, queries = make_case(dtype)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    for row in range(4):
+        query = queries[row : row + 1]
+        attend(attention, [cache.seq], [kv_len], query)
+        heads = query.double().numpy().reshape(2, GROUP_SIZE, -1)
+        for head, tokens in enumerate(attention.last_selection()):
+            check_selection(policy, tokens, heads[head], cache.keys[head], kv_len, ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wide_heads_take_two_products(head_dim, dtype, pool):
+    policy = Quest(**OPTIONS)
+    cache, queries = make_case(dtype, kv_len=300, head_dim=head_dim)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    out, _ = attend(attention, [cache.seq], [300], queries[:1])
+    heads = queries[0].double().numpy().reshape(2, GROUP_SIZE, -1)
+    selection = attention.last_selection()
+    for head, tokens in enumerate(selection):
+        check_selection(policy, tokens, heads[head], cache.keys[head], 300, ROUNDING[dtype])
+    expected, _, _ = cache.reference(queries[:1], 1, [np.array(tokens) for tokens in selection])
+    assert relative_error(out[0], expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("recent_tokens", [1, 5, 16, 31])
+@pytest.mark.parametrize("page_tokens", [1, 7, 16, 40])
+def test_pages_and_windows_of_any_size(recent_tokens, page_tokens, pool):
+    """Tokens of an incomplete page that the recent window does not reach are attended, too."""
+    policy = Quest(**{**OPTIONS, "recent_tokens": recent_tokens}, page_tokens=page_tokens)
+    cache, queries = make_case(kv_len=500)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    for i, kv_len in enumerate((200, 203, 215, 500)):
+        attend(attention, [cache.seq], [kv_len], queries[i : i + 1])
+        heads = queries[i].double().numpy().reshape(2, GROUP_SIZE, -1)
+        for head, tokens in enumerate(attention.last_selection()):
+            check_selection(policy, tokens, heads[head], cache.keys[head], kv_len)
+
+
+def test_a_budget_below_the_loose_tokens(pool):
+    """The newest of them are kept."""
+    policy = Quest(budget_tokens=12, sink_tokens=4, recent_tokens=5, dense_layers=0, page_tokens=64)
+    cache, queries = make_case(kv_len=100)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    attend(attention, [cache.seq], [67], queries[:1])
+    assert attention.last_selection() == [[0, 1, 2, 3, *range(59, 67)]] * 2
+
+
+def grow_by_one(cache: Cache, attention: DecodeAttention, query, key, value, seq=None):
+    """A decode step of one new token: its selection, after it has entered the store."""
+    seq = cache.seq if seq is None else seq
+    kv_len = cache.store.kv_len(seq) + 1
+    cache.store.reserve([seq], [1])
+    for layer_idx in range(2):
+        cache.store.append(seq, layer_idx, key[None], value[None])
+    attend(attention, [seq], [kv_len], query)
+    cache.store.commit([seq], [1])
+    return attention.last_selection()
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_appended_bounds_are_those_of_a_new_build(dtype, head_dim, pool):
+    policy = Quest(**OPTIONS)
+    cache, queries = make_case(dtype, kv_len=150, head_dim=head_dim)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    rng = np.random.default_rng()
+    for step in range(40):
+        key, value = (torch.from_numpy(rng.standard_normal((2, head_dim))).to(dtype) for _ in "kv")
+        grow_by_one(cache, attention, queries[step : step + 1], key, value)
+        arrays = attention.states.arrays_of(cache.seq).layers[1]
+        assert list(arrays[3][5:]) == [(151 + step - 4) // 16] * 2
+    keys, _ = cache.store.gather(cache.seq, 1)
+    fresh = built(policy, keys)
+    for ours, theirs in zip(bounds_of(arrays, dtype), bounds_of(fresh, dtype), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_state_grows_beyond_its_capacity():
+    policy = Quest(**OPTIONS)
+    keys = torch.randn(3, 200, 192)
+    small, large = built(policy, keys, 201), built(policy, keys, 5000)
+    grown = list(policy.grow(0, small, 5000))
+    for ours, theirs in zip(grown, large, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
+    np.testing.assert_array_equal(grown[0], large[0])
+    np.testing.assert_array_equal(grown[3], large[3])
+    assert small[3][1] == (201 - 4) // 16  # the old arrays are as they were
+
+
+def test_truncated_pages_are_bounded_anew(pool):
+    """After a cut into a page, other tokens complete it: the old bounds must not be used."""
+    policy = Quest(**OPTIONS)
+    cache, queries = make_case(kv_len=400)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    attend(attention, [cache.seq], [400], queries[:1])
+    attention.states.truncate(cache.seq, 300)
+    cache.store.truncate(cache.seq, 300)
+    arrays = attention.states.arrays_of(cache.seq).layers[1]
+    assert list(arrays[3][5:]) == [18, 18]
+    rng = np.random.default_rng()
+    for step in range(60):
+        key, value = (torch.from_numpy(9 * rng.standard_normal((2, 64))).float() for _ in "kv")
+        tokens = grow_by_one(cache, attention, queries[step % 8 : step % 8 + 1], key, value)
+    keys, _ = cache.store.gather(cache.seq, 1)
+    heads = queries[59 % 8].double().numpy().reshape(2, GROUP_SIZE, -1)
+    for head in range(2):
+        check_selection(policy, tokens[head], heads[head], keys[head].double().numpy(), 360)
+
+
+def test_forks_go_their_own_ways(pool):
+    policy = Quest(**OPTIONS)
+    cache, queries = make_case(kv_len=318)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    rng = np.random.default_rng()
+    draw = lambda: torch.from_numpy(9 * rng.standard_normal((2, 64))).float()  # noqa: E731
+    grow_by_one(cache, attention, queries[:1], draw(), draw())
+    child = cache.store.fork(cache.seq)
+    attention.states.fork(cache.seq, child)
+    for step in range(20):
+        for seq in (cache.seq, child):
+            query = queries[step : step + 1]
+            selection = grow_by_one(cache, attention, query, draw(), draw(), seq)
+            keys = cache.store.gather(seq, 1)[0].double().numpy()
+            heads = query[0].double().numpy().reshape(2, GROUP_SIZE, -1)
+            for head, tokens in enumerate(selection):
+                check_selection(policy, tokens, heads[head], keys[head], 320 + step)
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="page_tokens must be at least 1, got 0"):
+        make_policy("quest", page_tokens=0)
+    with pytest.raises(ValueError, match=r"page_tokens must be an int, got 2\.5"):
+        make_policy("quest", page_tokens=2.5)
+    with pytest.raises(ValueError, match="budget_tokens=60 cannot hold"):
+        make_policy("quest", budget_tokens=60)

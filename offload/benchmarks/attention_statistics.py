@@ -48,7 +48,7 @@ class AttentionStatistics:
     lfps_candidates: float
 
 
-# Context -> what the real model gave there (means of lengths 2,048, 4,096 to 4,700, 7,000 to 8,150).
+# Context -> what the real model gave there, at lengths 2,048, 4,096 to 4,700 and 7,000 to 8,150.
 MEASURED = {
     2048: AttentionStatistics(0.298, 0.849, 0.835, 0.620, 0.717, 0.523, 0.389, 0.563, 0.0813),
     4096: AttentionStatistics(0.260, 0.871, 0.851, 0.570, 0.656, 0.497, 0.358, 0.511, 0.0625),
@@ -148,8 +148,8 @@ def _threshold(table: Tensor) -> float:
     return float(table.mean() + LFPS_ALPHA * table.max() / max(kurtosis, 1.0) ** 0.5)
 
 
-# How far made layers may be from the real model's mean: less than a fifth of its heads' spread, but
-# for the candidates, whose share falls with the context and whose tolerance is relative.
+# How far made layers may be from the real model's mean. The share of candidates falls with the
+# context: its tolerance is relative.
 TOLERANCES = AttentionStatistics(
     sink_share=0.10,
     top_mass=0.05,

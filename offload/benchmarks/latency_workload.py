@@ -218,6 +218,10 @@ class TextReader:
         self.dtype: torch.dtype = model.dtype
         self.max_tokens = min(int(lean.max_context), len(ids))
 
+    def tokens(self, first: int, count: int) -> Tensor:
+        """int64 [count] of the text."""
+        return self._tokens[first : first + count]
+
     def workload(self, *, kv_len: int, num_steps: int, batch_size: int) -> LatencyWorkload:
         """Sequences that start at different places of the text.
 
@@ -238,8 +242,7 @@ class TextReader:
         )
         statistics, steps, seqs = [], [], []
         for row in range(batch_size):
-            first = row * (len(self._tokens) - num_tokens) // batch_size
-            tokens = self._tokens[first : first + num_tokens]
+            tokens = self.tokens(row * (len(self._tokens) - num_tokens) // batch_size, num_tokens)
             seq, queries = self._read(store, tokens, PROMPT_QUERIES + num_steps)
             of_sequence = []
             for layer_idx in range(store.num_layers):

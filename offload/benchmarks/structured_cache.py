@@ -40,6 +40,7 @@ from torch import Generator, Tensor
 
 _KINDS = 3  # directions of heavy hitters
 _VOCABULARY = 4096
+_MAX_PAIRS = 32
 _SINK_TOKENS = 4
 _FITTED_KV_LEN = 8192
 
@@ -136,8 +137,8 @@ def structured_layer(
     Raises:
         ValueError: numbers out of range.
     """
-    if head_dim < 32 or head_dim % 4:
-        raise ValueError(f"head_dim must be a multiple of 4 and at least 32, got {head_dim}")
+    if head_dim < 32 or head_dim % 8:
+        raise ValueError(f"head_dim must be a multiple of 8 and at least 32, got {head_dim}")
     if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
         raise ValueError(
             f"num_qo_heads must be a multiple of num_kv_heads={num_kv_heads}, got {num_qo_heads}"
@@ -203,7 +204,8 @@ class _LayerMaker:
         self._head_dim = head_dim
         self._num_tokens = num_tokens
         self._num_queries = num_queries
-        self._num_pairs = head_dim // 4
+        # With fewer, far tokens now and then score like near ones; the content needs room, too.
+        self._num_pairs = min(_MAX_PAIRS, 3 * head_dim // 8)
         self._hitters = slice(1, 1 + _KINDS)
         self._rotary = slice(1 + _KINDS, 1 + _KINDS + 2 * self._num_pairs)
         self._content = slice(self._rotary.stop, head_dim)

@@ -224,14 +224,25 @@ def with_calibrated_roles(
     Args:
         lean: the model that will run.
         load_tokenizer: called only if it is needed.
+
+    Raises:
+        ValueError: the policy has roles of another model.
     """
     if policy.name != "lychee_decode":
         return policy
     from offload.policies.lychee_decode import LycheeDecode
 
-    if not isinstance(policy, LycheeDecode) or policy.head_roles is not None:
+    if not isinstance(policy, LycheeDecode):
         return policy
     shape = lean.attention
+    if isinstance(policy.head_roles, HeadRoles):
+        policy.head_roles.check(
+            num_layers=len(lean.layers),
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            model_type=model_type,
+        )
+        return policy
     policy.check_model(
         num_layers=len(lean.layers),
         num_qo_heads=shape.num_qo_heads,

@@ -272,6 +272,9 @@ def test_other_policies_are_left_alone(offloaded_models, tokenizer):
         made, loads = calibrated(policy, model, tokenizer)
         assert made is policy
         assert loads == 0
+    other = HeadRoles.of(np.ones((3, 2), bool), head_dim=32, model_type="mistral")
+    with pytest.raises(ValueError, match="it says model_type=mistral, .* has model_type=llama"):
+        calibrated(LycheeDecode(head_roles=other), model, tokenizer)
     with pytest.raises(ValueError, match=r"retrieval_heads=9 must be in \[0, 4\]"):
         calibrated(LycheeDecode(retrieval_heads=9), model, tokenizer)
 

@@ -14,6 +14,7 @@ from offload.policies.base import Policy
 if TYPE_CHECKING:
     from offload.policies.exact_topk import ExactTopK
     from offload.policies.full import Full
+    from offload.policies.lychee_cluster import LycheeCluster
     from offload.policies.lychee_decode import LycheeDecode
     from offload.policies.quest import Quest
     from offload.policies.streaming_llm import StreamingLLM
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ExactTopK",
     "Full",
+    "LycheeCluster",
     "LycheeDecode",
     "Policy",
     "Quest",
@@ -34,6 +36,7 @@ __all__ = [
 _CLASSES = {
     "exact_topk": "ExactTopK",
     "full": "Full",
+    "lychee_cluster": "LycheeCluster",
     "lychee_decode": "LycheeDecode",
     "quest": "Quest",
     "streaming_llm": "StreamingLLM",

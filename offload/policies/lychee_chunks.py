@@ -44,7 +44,7 @@ def chunk_length(marks: Any, start: int, n: int, min_tokens: int, max_tokens: in
 @numba.njit(cache=True)
 def chunk_start(blocks: Any, offsets: Any, chunk: int) -> int:
     """First token of a chunk; of one past the last chunk: where the chunks end."""
-    return blocks[chunk // BLOCK] + offsets[chunk]
+    return int(blocks[chunk // BLOCK] + offsets[chunk])
 
 
 @numba.njit(cache=True)

@@ -62,7 +62,7 @@ def test_a_mean_of_zero_stays_zero(pool):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-@pytest.mark.parametrize("n, k", [(1, 1), (5, 5), (97, 48), (130, 65), (300, 64), (193, 1)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 5), (97, 48), (130, 65), (300, 64), (193, 1)])
 def test_one_step_finds_the_nearest(isa, head_dim, n, k, pool):
     """Labels are the nearest of the initial centroids; near-ties may go either way."""
     rng = np.random.default_rng()

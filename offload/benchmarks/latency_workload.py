@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -52,6 +54,8 @@ class LatencyWorkload:
         steps: of each sequence and layer.
         num_model_layers: of the model whose `num_layers` layers stand for all.
         statistics: of the keys and queries.
+        text_marks: uint8 [kv_len + num_steps] of each sequence (see `offload.text_marks`), for
+            policies that read text; made sequences have none.
 
     The store's handles are `seqs`. A step is: `advance`, whatever reads it, `commit`.
     """
@@ -65,6 +69,7 @@ class LatencyWorkload:
         num_model_layers: int,
         statistics: AttentionStatistics,
         sm_scale: float,
+        text_marks: list[npt.NDArray[np.uint8]] | None = None,
     ) -> None:
         self.store = store
         self.seqs = seqs
@@ -75,6 +80,7 @@ class LatencyWorkload:
         self.num_steps = int(steps[0][0].keys.shape[0])
         self.statistics = statistics
         self.sm_scale = sm_scale
+        self.text_marks = text_marks
         self._steps = steps
         self._rows = [
             torch.stack([of_layer[layer_idx].queries for of_layer in steps], 1)
@@ -203,13 +209,14 @@ class TextReader:
 
     def __init__(self, name_or_path: str | Path) -> None:
         from offload.demo_text import stdlib_docstrings
-        from offload.loading import load_tokenizer
+        from offload.loading import load_tokenizer, load_vocabulary_marks, resolve_folder
         from offload.model import OffloadedModel
 
         model: Any = OffloadedModel.from_pretrained(name_or_path)
         tokenizer = load_tokenizer(name_or_path)
         ids = tokenizer("\n\n".join(stdlib_docstrings()), verbose=False).input_ids
         self._tokens = torch.tensor(ids)
+        self._marks = load_vocabulary_marks(resolve_folder(name_or_path), model.config.vocab_size)
         self._lean = lean = model._offload.lean
         self.shape = AttentionShape(
             len(lean.layers),
@@ -242,7 +249,7 @@ class TextReader:
             head_dim=self.shape.head_dim,
             dtype=self.dtype,
         )
-        statistics, steps, seqs = [], [], []
+        statistics, steps, seqs, marks = [], [], [], []
         for row in range(batch_size):
             tokens = self.tokens(row * (len(self._tokens) - num_tokens) // batch_size, num_tokens)
             seq, queries = self._read(store, tokens, PROMPT_QUERIES + num_steps)
@@ -258,6 +265,8 @@ class TextReader:
             store.truncate(seq, kv_len)
             seqs.append(seq)
             steps.append(of_sequence)
+            if self._marks is not None:
+                marks.append(self._marks[tokens.numpy()])
         return LatencyWorkload(
             store,
             seqs,
@@ -265,6 +274,7 @@ class TextReader:
             num_model_layers=self.shape.num_layers,
             statistics=mean_statistics(statistics),
             sm_scale=self._lean.attention.sm_scale,
+            text_marks=None if self._marks is None else marks,
         )
 
     def _read(self, store: KVStore, tokens: Tensor, num_queries: int) -> tuple[int, list[Tensor]]:

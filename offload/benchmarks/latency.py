@@ -252,6 +252,9 @@ class _Turns:
             dense = self._policy.dense_layers if self._policy.selects else workload.num_layers
             roles[:dense] = DENSE
         self._attends_to_all = (roles == DENSE) | (roles == RETRIEVE)
+        if self._policy.reads_text and workload.text_marks is not None:
+            for seq, marks in zip(workload.seqs, workload.text_marks, strict=True):
+                self._attention.states.append_marks(seq, marks[: workload.kv_len])
         if self._policy.observed_queries:
             for row, seq in enumerate(workload.seqs):
                 for layer_idx in range(workload.num_layers):
@@ -269,6 +272,9 @@ class _Turns:
     def take(self, step: int, kv_lens: list[int], *, record: bool) -> None:
         """One decode step through all layers."""
         workload, attention = self._workload, self._attention
+        if self._policy.reads_text and workload.text_marks is not None:
+            for seq, marks, kv_len in zip(workload.seqs, workload.text_marks, kv_lens, strict=True):
+                attention.states.append_marks(seq, marks[kv_len - 1 : kv_len])
         begun = attention.begin_step(workload.seqs, kv_lens)
         self._outputs, self._selections = [], []
         for layer_idx, counts in enumerate(self._layers):

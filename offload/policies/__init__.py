@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offload.policies.exact_topk import ExactTopK
     from offload.policies.full import Full
     from offload.policies.lfps import LFPS
+    from offload.policies.lychee_cluster import LycheeCluster
     from offload.policies.lychee_decode import LycheeDecode
     from offload.policies.quest import Quest
     from offload.policies.streaming_llm import StreamingLLM
@@ -24,6 +25,7 @@ __all__ = [
     "LFPS",
     "ExactTopK",
     "Full",
+    "LycheeCluster",
     "LycheeDecode",
     "Policy",
     "Quest",
@@ -36,6 +38,7 @@ __all__ = [
 _CLASSES = {
     "exact_topk": "ExactTopK",
     "full": "Full",
+    "lychee_cluster": "LycheeCluster",
     "lfps": "LFPS",
     "lychee_decode": "LycheeDecode",
     "quest": "Quest",

@@ -208,14 +208,21 @@ def score_rows(
 
 @intrinsic
 def score_int8(
-    typingctx: Any, context: Any, function: Any, query: Any, rows: Any, n: Any, scores: Any
+    typingctx: Any,
+    context: Any,
+    function: Any,
+    query: Any,
+    num_queries: Any,
+    rows: Any,
+    n: Any,
+    scores: Any,
 ) -> Any:
-    """score_int8(pointer, ctx.score_int8, query, rows, n, scores): query · rows, not scaled.
+    """score_int8(pointer, ctx.score_int8, query, num_queries, rows, n, scores): raw query · rows.
 
-    `query` is the address of float32 [group_size, head_dim], `rows` of int8 [n, head_dim],
-    contiguous, `scores` of float32 [group_size, n].
+    `query` is the address of float32 [num_queries, head_dim], `rows` of int8 [n, head_dim],
+    contiguous, `scores` of float32 [num_queries, n]; the caller multiplies by the rows' scales.
     """
-    return types.void(context, *[types.int64] * 5), _call_primitive(types.void, 4)
+    return types.void(context, *[types.int64] * 6), _call_primitive(types.void, 5)
 
 
 @intrinsic

@@ -130,11 +130,40 @@ def test_evenly_spaced_heads_are_as_many_as_asked(num_layers, num_kv_heads):
         evenly_spaced_heads(num_layers, num_kv_heads, most + 1)
 
 
+def calibration_of(mass_kept, copy_mass=None) -> Calibration:
+    num_kv_heads, num_layers, _ = mass_kept.shape
+    if copy_mass is None:
+        copy_mass = np.zeros((num_layers, num_kv_heads))
+    return Calibration(mass_kept, copy_mass, 100, 10)
+
+
+def test_copying_heads_come_first():
+    """Those that copy most, as far as there is room; never layer 0, never heads that do not."""
+    mass = random_mass(2, 5)
+    copy_mass = np.array([[0.9, 0.9], [0.1, 0.3], [0.14, 0.0], [0.6, 0.0], [0.2, 0.0]])
+    calibration = calibration_of(mass, copy_mass)
+    for most, wanted in ((1, [(3, 0)]), (2, [(1, 1), (3, 0)]), (8, [(1, 1), (3, 0), (4, 0)])):
+        copying = calibration.copying_heads(most)
+        assert [tuple(head) for head in np.argwhere(copying)] == wanted
+        retrieval = choose_retrieval_heads(mass, most, copying)
+        assert retrieval[copying].all()
+        assert retrieval[1:].sum() == most
+    best = 0.0  # of those that include them
+    copying = calibration.copying_heads(3)
+    for heads in itertools.combinations(range(2, 10), 5):
+        retrieval = np.arange(10) < 2
+        retrieval[list(heads)] = True
+        grid = retrieval.reshape(5, 2)
+        best = max(best, calibration.kept_by(grid) if grid[copying].all() else 0.0)
+    chosen = choose_retrieval_heads(mass, 5, copying)
+    assert calibration.kept_by(chosen) == pytest.approx(best, abs=1e-12)
+
+
 @pytest.mark.parametrize("retrieval_heads", range(9))
 def test_no_other_choice_keeps_more(retrieval_heads):
     """Against all choices of so many of 2 x 4 heads."""
     mass = random_mass(2, 5)
-    calibration = Calibration(mass, 100, 10)
+    calibration = calibration_of(mass)
     chosen = choose_retrieval_heads(mass, retrieval_heads)
     assert chosen[0].all()
     assert chosen[1:].sum() == retrieval_heads
@@ -155,7 +184,7 @@ def test_no_other_select_layers_keep_more():
             retrieval[[2, *others]] = True
             kept = mass[:, 2:, 2:]
             grid = np.repeat(retrieval[2:, None], 3, 1)
-            best[(2, *others)] = Calibration(kept, 100, 10).kept_by(grid)
+            best[(2, *others)] = calibration_of(kept).kept_by(grid)
         assert best[tuple(choose_select_layers(mass, count, 2))] == max(best.values())
     with pytest.raises(ValueError, match=r"must be in \[1, 6\], .*dense_layers=2, got 7"):
         choose_select_layers(mass, 7, 2)
@@ -164,7 +193,7 @@ def test_no_other_select_layers_keep_more():
 def test_mass_kept_by_hand():
     mass = np.zeros((1, 4, 4))
     mass[0] = [[1, 0.5, 0.2, 0.1], [0, 1, 0.9, 0.3], [0, 0, 1, 0.4], [0, 0, 0, 1]]
-    calibration = Calibration(mass, 100, 10)
+    calibration = calibration_of(mass)
     for rows, kept in (
         ([1, 0, 0, 0], (0.5 + 0.2 + 0.1) / 3),
         ([1, 1, 0, 0], (1.0 + 0.9 + 0.3) / 3),
@@ -177,7 +206,8 @@ def test_mass_kept_by_hand():
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_measured_mass_is_that_of_the_stock_model(name, stock_models, offloaded_models):
     """Eager attention weights of transformers, summed over the tokens each layer finds."""
-    tokens = random_tokens(300)
+    tokens = random_tokens(300)  # of which the last 18 give way to a repetition
+    tokens[282:] = tokens[70:88]
     calibration = observe_heads(offloaded_models[name]._offload.lean, tokens)
     stock = stock_models[name]
     stock.set_attn_implementation("eager")
@@ -188,7 +218,7 @@ def test_measured_mass_is_that_of_the_stock_model(name, stock_models, offloaded_
     budget = calibration.tokens_per_head
     assert budget == 300 // 16
     expected = np.zeros_like(calibration.mass_kept)
-    positions = np.linspace(150, 299, 32).astype(int)
+    positions = np.linspace(141, 281, 32).astype(int)
     for position in positions:
         last = position + 1 - 64
         for head, above in itertools.product(range(2), range(3)):
@@ -198,6 +228,12 @@ def test_measured_mass_is_that_of_the_stock_model(name, stock_models, offloaded_
                 kept = weights[found].sum() + weights[last:].sum()
                 expected[head, above, below] += kept / weights[4:].sum() / len(positions)
     np.testing.assert_allclose(calibration.mass_kept, expected, atol=2e-3)
+    copied = np.zeros((3, 2))
+    for layer_idx, attention in enumerate(attentions):
+        per_head = attention[0].double().numpy().reshape(2, 3, 300, 300)[:, :, 282:, :282]
+        per_head = per_head / per_head.sum(-1, keepdims=True)
+        copied[layer_idx] = per_head[..., 70:88].sum(-1).mean(-1).max(1)
+    np.testing.assert_allclose(calibration.copy_mass, copied, atol=2e-3)
 
 
 def test_calibrated_roles_fit_their_model(offloaded_models):
@@ -273,7 +309,7 @@ def test_other_policies_are_left_alone(offloaded_models, tokenizer):
         assert made is policy
         assert loads == 0
     other = HeadRoles.of(np.ones((3, 2), bool), head_dim=32, model_type="mistral")
-    with pytest.raises(ValueError, match="it says model_type=mistral, .* has model_type=llama"):
+    with pytest.raises(ValueError, match=r"it says model_type=mistral, .* has model_type=llama"):
         calibrated(LycheeDecode(head_roles=other), model, tokenizer)
     with pytest.raises(ValueError, match=r"retrieval_heads=9 must be in \[0, 4\]"):
         calibrated(LycheeDecode(retrieval_heads=9), model, tokenizer)

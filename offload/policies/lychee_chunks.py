@@ -84,7 +84,8 @@ def cut_chunks(
     """
     if marks is None:
         marks = np.zeros(0, np.uint8)
-    starts = np.empty(max(0, last - first) // min_tokens + 2, np.int64)
+    room = np.empty(max(0, last - first) // min_tokens + 2, np.int64)
     n = max(last, len(marks))
-    count = _cut(marks, first, last, n, min_tokens, max_tokens, starts)
-    return starts[: count + 1].copy()
+    count: int = _cut(marks, first, last, n, min_tokens, max_tokens, room)
+    starts: npt.NDArray[np.int64] = room[: count + 1].copy()
+    return starts

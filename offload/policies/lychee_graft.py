@@ -140,9 +140,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     )
     point = view_float32(point_address, ctx.head_dim)
     _chunk_key(ctx, view_float32(key_address, length * ctx.head_dim), length, point)
-    score_int8(  # type: ignore[call-arg]
-        pointer, ctx.score_int8, point_address, 1, base, num_units, score_address
-    )
+    score_int8(pointer, ctx.score_int8, point_address, 1, base, num_units, score_address)
     rank_rows(scores, scales, 0, num_units, 0.0)
     near = view_int32(units_address, _GRAFT_UNITS)
     kept = min(_GRAFT_UNITS, num_units)
@@ -152,7 +150,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     for i in range(kept):
         first = ranges[near[i]]
         n = ranges[near[i] + 1] - first
-        score_int8(  # type: ignore[call-arg]
+        score_int8(
             pointer,
             ctx.score_int8,
             point_address,

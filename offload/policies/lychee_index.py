@@ -54,12 +54,14 @@ _LOW_LINKS = 1 << 16
 def bfloat16_up(x: Float32Array) -> npt.NDArray[np.uint16]:
     """Bits of the smallest bfloat16 >= x, for x >= 0."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
+    up: npt.NDArray[np.uint16] = ((bits + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
+    return up
 
 
 def bfloat16_value(bits: npt.NDArray[np.uint16]) -> Float32Array:
     """float32 of bfloat16 bits."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    value: Float32Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return value
 
 
 def quantize_rows(x: Float32Array) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint16]]:
@@ -153,7 +155,7 @@ def build_index(
         units = np.zeros((heads, 1), np.int32)
     # Clusters in the order of their units.
     order = np.argsort(units, axis=1, kind="stable")
-    position = np.empty_like(order)
+    position = np.empty_like(labels, shape=order.shape)
     np.put_along_axis(position, order, np.arange(num_clusters)[None], axis=1)
     labels = np.take_along_axis(position, labels, axis=1)
     units = np.take_along_axis(units, order, axis=1)

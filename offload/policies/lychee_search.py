@@ -85,7 +85,7 @@ def from_bfloat16(bits: Any) -> Any:
 @numba.njit(inline="always")
 def bfloat16_bits_up(x: Any) -> Any:
     """Bits of the smallest bfloat16 >= x, for x >= 0."""
-    bits = np.int64(_bits_of_float(np.float32(x)))  # type: ignore[call-arg]
+    bits = np.int64(_bits_of_float(np.float32(x)))
     return np.uint16((bits + 0xFFFF) >> 16)
 
 
@@ -206,7 +206,7 @@ def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, tokens: Any) 
             continue
         flags[word] = 0
         while bits != 0:
-            chunk = word * 64 + np.int64(trailing_zeros(bits))
+            chunk = word * 64 + np.int64(trailing_zeros(bits))  # type: ignore[call-arg]
             bits &= bits - np.uint64(1)
             start = chunk_start(blocks, offsets, chunk)
             if chunk == bounds[0]:
@@ -230,7 +230,7 @@ def _sum_queries(ctx: Any, address: int) -> float:
             x += query[g * ctx.head_dim + d]
         total[d] = x
         squares += x * x
-    return np.sqrt(squares)
+    return float(np.sqrt(squares))
 
 
 @numba.njit(inline="always")
@@ -278,7 +278,7 @@ def _visit_units(
     for i in range(kept):
         first = ranges[units[i]]
         n = ranges[units[i] + 1] - first
-        score_int8(  # type: ignore[call-arg]
+        score_int8(
             pointer,
             ctx.score_int8,
             query,
@@ -314,7 +314,7 @@ def _take_clusters(
     k = 0
     while (taken < needed or taken < 0.9 * wanted) and k < visited and taken < room:
         k = min(visited, k + 1 + int((wanted - taken) / cluster_tokens(ctx, header)))
-        count = top_k(  # type: ignore[call-arg]
+        count: int = top_k(  # type: ignore[call-arg]
             pointer, ctx.top_k, score_address, visited, k, picked_address
         )
         if count < 0:

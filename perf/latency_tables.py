@@ -57,7 +57,7 @@ def latency_table(result: dict[str, Any]) -> str:
         )
         header = ["policy", *(_tokens(context) for context in contexts)]
         at = f"at {_tokens(deepest)}"
-        header += [f"of full {at}", "of top-k", "scored", "mass kept", "of memory"]
+        header += [f"over full {at}", "over top-k", "scored", "mass kept", "of memory"]
         parts.append(_table(header, lines))
     return "\n\n".join([*parts, machine_line(result["machine"])])
 

@@ -82,7 +82,7 @@ RESULT: dict[str, Any] = {
 
 def test_latency_table() -> None:
     table = latency_table(RESULT)
-    assert "| policy | 8K | 128K | of full at 128K |" in table
+    assert "| policy | 8K | 128K | over full at 128K |" in table
     assert f"| `full` | 819 | 13,107 | 1.0{TIMES} |" in table
     assert "**one thread** (memory 12.0 GB/s in sequence, 10.0 by rows)" in table
     assert f"| `lfps` | 14 | 218 | 30.0{TIMES} | 15.0{TIMES} | 2.00% | 97.0% | 90% |" in table

@@ -414,6 +414,9 @@ class LFPS(SparsePolicy):
         num_units = num_qo_heads // group_size
         tables = np.zeros((num_units, 2, context.capacity_tokens), np.float32)
         bypass = np.zeros((num_units, _bypass_floats(head_dim, sinks, group_size)), np.float32)
+        scores, weights = torch.empty(
+            2, num_qo_heads // num_kv_heads, num_queries, kv_len - sinks, dtype=torch.float32
+        )
         for kv_head in range(num_kv_heads):
             heads = slice(
                 kv_head * num_qo_heads // num_kv_heads, (kv_head + 1) * num_qo_heads // num_kv_heads
@@ -421,9 +424,7 @@ class LFPS(SparsePolicy):
             keys = context.keys[kv_head].float()
             values = context.values[kv_head]
             queries = context.queries[heads].float()
-            scores, weights = _scores_and_weights(queries, keys, sinks, context.sm_scale)
-            variance = scores[:, -1].var(dim=-1, correction=0)
-            ratios = variance / queries[:, -1].square().sum(-1).clamp_min(1e-30)
+            ratios = _weights_of(queries, keys[sinks:], context.sm_scale, scores, weights)
             shared = torch.cat(
                 [keys[sinks:].mean(0), values[sinks:].float().mean(0), values[:sinks].flatten()]
             ).numpy()
@@ -445,8 +446,7 @@ class LFPS(SparsePolicy):
         _unlist(arrays)
         grown = np.zeros((len(tables), 2, capacity_tokens), np.float32)
         grown[:, :, : tables.shape[2]] = tables
-        result = self._arrays(grown, arrays[5], group_size, tables.shape[2], scale_of=states)
-        return result
+        return self._arrays(grown, arrays[5], group_size, tables.shape[2], scale_of=states)
 
     def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
         _unlist(arrays)
@@ -469,7 +469,7 @@ class LFPS(SparsePolicy):
         words, blocks = int(_num_words(capacity)), int(_num_blocks(capacity))
         states = np.zeros((num_units, _VOTES + group_size), np.float64)
         states[:, _SCALE] = 1.0 if scale_of is None else scale_of[:, _SCALE]
-        states[:, _STEP] = 0.0
+        states[:, _STEP] = np.inf  # prune before the first prediction
         states[:, _VOTES:] = 1.0
         arrays: list[npt.NDArray[Any]] = [
             tables,
@@ -485,25 +485,35 @@ class LFPS(SparsePolicy):
         return arrays
 
 
-def _scores_and_weights(
-    queries: torch.Tensor, keys: torch.Tensor, sinks: int, sm_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scaled scores and softmax weights of the last queries over the tokens but the sinks.
+def _weights_of(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    sm_scale: float,
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Softmax weights of the last queries over the tokens but the sinks.
 
     Args:
-        queries: float32 [heads, n, head_dim]; keys: float32 [kv_len, head_dim].
+        queries: float32 [heads, n, head_dim]; keys: float32 [num_tokens, head_dim], no sinks.
+        scores, weights: buffers [heads, n, num_tokens], reused because new memory costs more than
+            the arithmetic. `weights` receives the result, 0 after a query's own token.
 
     Returns:
-        both [heads, n, kv_len - sinks]; weights are 0 after a query's own token.
+        [heads], variance of the last query's scores over its squared norm.
     """
-    n, kv_len = queries.shape[1], len(keys)
-    scores = (queries.reshape(-1, queries.shape[-1]) @ keys[sinks:].T * sm_scale).view(
-        len(queries), n, -1
-    )
-    tokens = torch.arange(sinks, kv_len)
-    future = tokens > torch.arange(kv_len - n, kv_len)[:, None]
-    weights = scores.masked_fill(future, -math.inf).softmax(-1)
-    return scores, weights.nan_to_num(0.0)  # queries of sink tokens see nothing else
+    heads, n, head_dim = queries.shape
+    num_tokens = len(keys)
+    torch.mm(queries.reshape(-1, head_dim) * sm_scale, keys.T, out=scores.view(heads * n, -1))
+    last = queries[:, -1]
+    ratios = scores[:, -1].var(dim=-1, correction=0) / last.square().sum(-1).clamp_min(1e-30)
+    newest = min(n, num_tokens)  # the only tokens that any of the queries comes before
+    tokens = torch.arange(num_tokens - newest, num_tokens)
+    future = tokens > torch.arange(num_tokens - n, num_tokens)[:, None]
+    scores[:, :, num_tokens - newest :].masked_fill_(future, -math.inf)
+    torch.softmax(scores, -1, out=weights)
+    weights[:, : n - newest].zero_()  # queries of sink tokens see nothing else
+    return ratios
 
 
 def _fill_tables(

@@ -277,7 +277,7 @@ def take_candidates(
     for block in range(len(touched)):
         words = touched[block]
         while words != _ZERO:
-            word = block * 64 + _trailing_zeros(words)
+            word = block * 64 + _trailing_zeros(words)  # type: ignore[call-arg]
             words &= words - _ONE
             if word * 64 >= last:
                 break
@@ -310,6 +310,6 @@ def take_candidates(
         words = touched[block]
         touched[block] = _ZERO
         while words != _ZERO:
-            marks[block * 64 + _trailing_zeros(words)] = _ZERO
+            marks[block * 64 + _trailing_zeros(words)] = _ZERO  # type: ignore[call-arg]
             words &= words - _ONE
     return count

@@ -53,13 +53,27 @@ from offload.policies.callback import (
     view_uint64,
 )
 from offload.policies.lfps_bypass import answer_from_sinks, log_odds_of_sinks
+from offload.policies.lfps_layout import (
+    ATTEMPT,
+    CANDIDATES,
+    CAPACITY,
+    LISTED,
+    SCALE,
+    STEP,
+    VOTES,
+    list_all,
+    make_arrays,
+    num_blocks,
+    num_words,
+    top_bit,
+    unlist_all,
+)
 from offload.policies.lfps_prompt import fill_tables, weights_of
 from offload.policies.lfps_tables import (
     COUNT,
     FULL,
     TABLE_STATE,
     add_scores,
-    list_scores,
     lowered_threshold,
     mark_above,
     mark_tokens,
@@ -68,38 +82,11 @@ from offload.policies.lfps_tables import (
     rescale,
     take_candidates,
     threshold_of,
-    unlist_scores,
 )
 
 GRANULARITIES = ("kv_head", "query_head")
 _LOCAL_TOKENS = 5  # of L
 _LARGEST_SCALE = 1e15  # 1 / gamma^steps of a unit, before its tables are rescaled
-_MIN_LISTED = 4096  # a list holds this many scores or a quarter of its table
-
-# Arrays, 0 to 6 with a row per unit: 0 tables float32 [2, capacity]; 1 listed values float32 and
-# 2 their indices int32 [2, listed]; 3 bitmaps uint64 [vertical | slash | marks | touched]; 4 state
-# float64 [two table states | scale | step | attempt | votes of the group's heads]; 5 what bypasses
-# need, float32 [mean key | mean value | sink values | variance ratios | scores]; 6 int32 scratch
-# [candidates | hits]; 7 int32 [capacity, listed, longest list of candidates | candidates of units].
-_SCALE, _STEP, _ATTEMPT, _VOTES = (2 * TABLE_STATE + i for i in range(4))
-_CAPACITY, _LISTED, _CANDIDATES = 0, 1, 2
-
-
-@numba.njit(inline="always")
-def _num_words(capacity: Any) -> Any:
-    """Words of a bitmap over tokens and what an expansion may reach beyond them."""
-    return (capacity + 2) // 64 + 2
-
-
-@numba.njit(inline="always")
-def _num_blocks(capacity: Any) -> Any:
-    return _num_words(capacity) // 64 + 1
-
-
-@numba.njit(inline="always")
-def _top(capacity: Any) -> Any:
-    """The slash table's bit of distance 0."""
-    return 64 * (_num_words(capacity) - 1) - 1
 
 
 @numba.njit(inline="always")
@@ -141,17 +128,17 @@ def group_weights(
 def prepare(pointer: Any) -> None:
     ctx = read_context(pointer)
     sizes = view_int32(ctx.arrays[7], 3)
-    capacity, listed, longest = sizes[_CAPACITY], sizes[_LISTED], sizes[_CANDIDATES]
-    words, blocks, top = _num_words(capacity), _num_blocks(capacity), _top(capacity)
+    capacity, listed, longest = sizes[CAPACITY], sizes[LISTED], sizes[CANDIDATES]
+    words, blocks, top = num_words(capacity), num_blocks(capacity), top_bit(capacity)
     bitmaps = ctx.arrays[3] + 8 * ctx.unit * (3 * words + blocks)
     bits_v = view_uint64(bitmaps, words)
     bits_s = view_uint64(bitmaps + 8 * words, words)
     marks = view_uint64(bitmaps + 16 * words, words)
     touched = view_uint64(bitmaps + 24 * words, blocks)
-    states = ctx.arrays[4] + 8 * ctx.unit * (_VOTES + ctx.group_size)
+    states = ctx.arrays[4] + 8 * ctx.unit * (VOTES + ctx.group_size)
     state_v = view_float64(states, TABLE_STATE)
     state_s = view_float64(states + 8 * TABLE_STATE, TABLE_STATE)
-    unit = view_float64(states, _VOTES)
+    unit = view_float64(states, VOTES)
     at = ctx.unit * 2 * capacity
     table_v = view_float32(offset_floats(ctx.arrays[0], at), capacity)
     table_s = view_float32(offset_floats(ctx.arrays[0], at + capacity), capacity)
@@ -167,9 +154,9 @@ def prepare(pointer: Any) -> None:
     newest = ctx.kv_len - 1
     n = newest - ctx.first
     alpha, prune_every = ctx.parameters[0], ctx.parameters[3]
-    due = unit[_STEP] >= prune_every
+    due = unit[STEP] >= prune_every
     if due:
-        unit[_STEP] = 0.0
+        unit[STEP] = 0.0
     if due or state_v[FULL] > 0.0:
         prune(table_v, values_v, indices_v, bits_v, -1, state_v, mean_of(state_v, n))
     if due or state_s[FULL] > 0.0:
@@ -181,8 +168,8 @@ def prepare(pointer: Any) -> None:
     marked = count = 0
     # Thresholds of the rule, lower ones, all that is listed, recent tokens: what sufficed in the
     # step before is near what suffices now.
-    for attempt in range(max(np.int64(unit[_ATTEMPT]) - 1, 0), 5):
-        unit[_ATTEMPT] = attempt
+    for attempt in range(max(np.int64(unit[ATTEMPT]) - 1, 0), 5):
+        unit[ATTEMPT] = attempt
         share = 0.5**attempt if attempt < 3 else 0.0
         lowered = lowered_threshold(theta_v, mean_v, share)
         marked += mark_above(
@@ -199,7 +186,7 @@ def prepare(pointer: Any) -> None:
         )
         if count >= wanted:
             break
-    unit[_STEP] += 1.0
+    unit[STEP] += 1.0
     view_int32(ctx.arrays[7], 3 + ctx.unit + 1)[3 + ctx.unit] = count
     ctx.bytes_touched += np.int64(8 * (state_v[COUNT] + state_s[COUNT])) + 32 * marked + 4 * count
 
@@ -208,14 +195,14 @@ def prepare(pointer: Any) -> None:
 def propose(pointer: Any) -> int:
     ctx = read_context(pointer)
     sizes = view_int32(ctx.arrays[7], 3 + ctx.unit + 1)
-    listed, longest = sizes[_LISTED], sizes[_CANDIDATES]
+    listed, longest = sizes[LISTED], sizes[CANDIDATES]
     candidates_at = offset_floats(ctx.arrays[6], ctx.unit * (longest + listed))
     group_size, head_dim, num_sinks = ctx.group_size, ctx.head_dim, ctx.first
-    states = ctx.arrays[4] + 8 * ctx.unit * (_VOTES + group_size)
-    votes = view_float64(states + 8 * _VOTES, group_size)
+    states = ctx.arrays[4] + 8 * ctx.unit * (VOTES + group_size)
+    votes = view_float64(states + 8 * VOTES, group_size)
     threshold = ctx.parameters[2]
     attending = group_size
-    if threshold < 1.0 and num_sinks > 0:
+    if threshold < 1.0 and 0 < num_sinks <= listed - _LOCAL_TOKENS:
         attending = 0
         width = _bypass_floats(head_dim, num_sinks, group_size)
         bypass_at = offset_floats(ctx.arrays[5], ctx.unit * width)
@@ -273,12 +260,12 @@ def propose(pointer: Any) -> int:
 def observe(pointer: Any) -> None:
     ctx = read_context(pointer)
     sizes = view_int32(ctx.arrays[7], 3)
-    capacity, listed, longest = sizes[_CAPACITY], sizes[_LISTED], sizes[_CANDIDATES]
-    words, blocks = _num_words(capacity), _num_blocks(capacity)
+    capacity, listed, longest = sizes[CAPACITY], sizes[LISTED], sizes[CANDIDATES]
+    words, blocks = num_words(capacity), num_blocks(capacity)
     bitmaps = ctx.arrays[3] + 8 * ctx.unit * (3 * words + blocks)
-    states = ctx.arrays[4] + 8 * ctx.unit * (_VOTES + ctx.group_size)
-    unit = view_float64(states, _VOTES)
-    votes = view_float64(states + 8 * _VOTES, ctx.group_size)
+    states = ctx.arrays[4] + 8 * ctx.unit * (VOTES + ctx.group_size)
+    unit = view_float64(states, VOTES)
+    votes = view_float64(states + 8 * VOTES, ctx.group_size)
     first, num = ctx.first, ctx.num_indices
     # Candidates are the runtime's by now: their place takes the weights.
     combined = view_float32(
@@ -288,11 +275,11 @@ def observe(pointer: Any) -> None:
     if not group_weights(weights, num, first, ctx.group_size, votes, combined):
         return
     tokens = view_int32(offset_floats(ctx.indices, first), num - first)
-    unit[_SCALE] /= ctx.parameters[1]
-    overflows = unit[_SCALE] > _LARGEST_SCALE
-    factor = 1.0 / unit[_SCALE]
+    unit[SCALE] /= ctx.parameters[1]
+    overflows = unit[SCALE] > _LARGEST_SCALE
+    factor = 1.0 / unit[SCALE]
     if overflows:
-        unit[_SCALE] = 1.0
+        unit[SCALE] = 1.0
     for k in range(2):
         table = view_float32(offset_floats(ctx.arrays[0], (ctx.unit * 2 + k) * capacity), capacity)
         at = (ctx.unit * 2 + k) * listed
@@ -307,12 +294,12 @@ def observe(pointer: Any) -> None:
             values,
             indices,
             bits,
-            -1 if k == 0 else _top(capacity),
+            -1 if k == 0 else top_bit(capacity),
             state,
             tokens,
             combined,
             ctx.kv_len - 1,
-            np.float32(unit[_SCALE]),
+            np.float32(unit[SCALE]),
         )
     ctx.bytes_touched += (num - first) * 24 + 4 * num * ctx.group_size
 
@@ -421,82 +408,28 @@ class LFPS(SparsePolicy):
                 bypass[unit, : len(shared)] = shared
                 bypass[unit, len(shared) : len(shared) + group_size] = ratios[mine].numpy()
                 fill_tables(tables[unit], weights[mine].mean(0).numpy(), sinks, self.gamma)
-        return self._arrays(tables, bypass, group_size, kv_len)
+        return make_arrays(tables, bypass, group_size, max(kv_len - sinks, 1), self.budget_tokens)
 
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
     ) -> Sequence[npt.NDArray[Any]]:
         tables, states = arrays[0], arrays[4]
-        group_size = states.shape[1] - _VOTES
-        _unlist(arrays)
+        group_size = states.shape[1] - VOTES
+        unlist_all(arrays)
         grown = np.zeros((len(tables), 2, capacity_tokens), np.float32)
         grown[:, :, : tables.shape[2]] = tables
-        return self._arrays(grown, arrays[5], group_size, tables.shape[2], unit_states=states)
+        return make_arrays(
+            grown,
+            arrays[5],
+            group_size,
+            tables.shape[2] - self.sink_tokens,
+            self.budget_tokens,
+            unit_states=states,
+        )
 
     def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
-        _unlist(arrays)
+        unlist_all(arrays)
         arrays[0][:, 0, kv_len:] = 0.0
         arrays[0][:, 1, max(kv_len - self.sink_tokens, 0) :] = 0.0
-        _list(arrays, max(kv_len - self.sink_tokens, 1))
+        list_all(arrays, max(kv_len - self.sink_tokens, 1))
         return True
-
-    def _arrays(
-        self,
-        tables: npt.NDArray[np.float32],
-        bypass: npt.NDArray[np.float32],
-        group_size: int,
-        kv_len: int,
-        unit_states: npt.NDArray[np.float64] | None = None,
-    ) -> list[npt.NDArray[Any]]:
-        num_units, _, capacity = tables.shape
-        listed = min(capacity, max(_MIN_LISTED, capacity // 4))
-        longest = min(capacity, max(_MIN_LISTED, capacity // 2, self.budget_tokens))
-        words, blocks = int(_num_words(capacity)), int(_num_blocks(capacity))
-        states = np.zeros((num_units, _VOTES + group_size), np.float64)
-        states[:, _SCALE] = 1.0 if unit_states is None else unit_states[:, _SCALE]
-        states[:, _ATTEMPT] = 0.0 if unit_states is None else unit_states[:, _ATTEMPT]
-        states[:, _STEP] = np.inf  # prune before the first prediction
-        states[:, _VOTES:] = 1.0
-        arrays: list[npt.NDArray[Any]] = [
-            tables,
-            np.zeros((num_units, 2, listed), np.float32),
-            np.zeros((num_units, 2, listed), np.int32),
-            np.zeros((num_units, 3 * words + blocks), np.uint64),
-            states,
-            bypass,
-            np.zeros((num_units, longest + listed), np.int32),
-            np.array([capacity, listed, longest] + [0] * num_units, np.int32),
-        ]
-        _list(arrays, max(kv_len - self.sink_tokens, 1))
-        return arrays
-
-
-def _list(arrays: Sequence[npt.NDArray[Any]], num_tokens: int) -> None:
-    """Make lists, bits and sums of tables that hold scores only; `num_tokens`: without sinks."""
-    tables, values, indices, bitmaps, states = arrays[:5]
-    capacity = tables.shape[2]
-    words = int(_num_words(capacity))
-    for unit in range(len(tables)):
-        for k in range(2):
-            list_scores(
-                tables[unit, k],
-                values[unit, k],
-                indices[unit, k],
-                bitmaps[unit, k * words : (k + 1) * words],
-                -1 if k == 0 else int(_top(capacity)),
-                states[unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
-                float(tables[unit, k].sum(dtype=np.float64)) / num_tokens,
-            )
-
-
-def _unlist(arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Tables that hold scores only."""
-    tables, values, indices, _, states = arrays[:5]
-    for unit in range(len(tables)):
-        for k in range(2):
-            unlist_scores(
-                tables[unit, k],
-                values[unit, k],
-                indices[unit, k],
-                states[unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
-            )

@@ -71,6 +71,8 @@ class Unit:
         vertical, slash = self.vertical[sinks:t], self.slash[: t - sinks]
         theta_v, theta_s = threshold(vertical, policy.alpha), threshold(slash, policy.alpha)
         wanted = min(int(policy.candidates_per_budget * self.budget), last - sinks)
+        if kv_len > policy.short_context_budgets * self.budget:
+            wanted = 0
         chosen: set[int] = set()
         for attempt in range(max(self.attempt - 1, 0), 5):
             share = 0.5**attempt if attempt < 3 else 0.0

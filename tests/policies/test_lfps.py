@@ -252,8 +252,8 @@ def test_bypassed_units_answer_and_leave_their_tables_alone(pool):
 
 
 def test_lazy_decay_rescales(pool):
-    """gamma 0.5 passes the largest scale every 50 steps."""
-    run = Run(policy_of(gamma=0.5, bypass_threshold=1.0), pool, Text(600), 300)
+    """gamma 0.5 passes the largest scale every 50 steps; candidates are the rule's alone."""
+    run = Run(policy_of(gamma=0.5, bypass_threshold=1.0, budget_tokens=36), pool, Text(600), 300)
     for _ in range(170):
         run.step()
     assert run.arrays()[4][:, SCALE].max() < 1e16

@@ -45,6 +45,7 @@ class TidalDecode(Policy):
     """
 
     name: ClassVar[str] = "tidal_decode"
+    shares_selection: ClassVar[bool] = True
 
     inner: Policy = field(default_factory=ExactTopK)
     select_layers: tuple[int, ...] | None = None

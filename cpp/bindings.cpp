@@ -265,8 +265,9 @@ PYBIND11_MODULE(_native, m) {
   });
   m.def("chunk_means", [](WorkerPool& pool, const std::string& isa, int dtype, int64_t keys, int64_t num_heads,
                           int64_t head_bytes, int64_t row_bytes, int64_t width, const Int64s& starts, int64_t out) {
-    const ChunkMeanArgs args{pointer<const void>(keys), static_cast<DType>(dtype), num_heads,     head_bytes, row_bytes,
-                             width,                     starts.data(),             starts.size() - 1, pointer<float>(out)};
+    const ChunkMeanArgs args{
+        pointer<const void>(keys), static_cast<DType>(dtype), num_heads, head_bytes, row_bytes, width, starts.data(),
+        starts.size() - 1,         pointer<float>(out)};
     const KernelTable& kernels = kernels_for(isa);
     const py::gil_scoped_release release;
     chunk_means(kernels, pool, args);
@@ -274,9 +275,9 @@ PYBIND11_MODULE(_native, m) {
   m.def("spherical_kmeans", [](WorkerPool& pool, const std::string& isa, int64_t points, int64_t num_heads,
                                int64_t num_points, int64_t width, int64_t num_clusters, int64_t iterations,
                                int64_t labels, int64_t centroids) {
-    const KMeansArgs args{pointer<const float>(points), num_heads,  num_points,
-                          width,                        num_clusters, iterations,
-                          pointer<int32_t>(labels),     pointer<float>(centroids)};
+    const KMeansArgs args{
+        pointer<const float>(points), num_heads, num_points, width, num_clusters, iterations, pointer<int32_t>(labels),
+        pointer<float>(centroids)};
     const KernelTable& kernels = kernels_for(isa);
     const py::gil_scoped_release release;
     spherical_kmeans(kernels, pool, args);

@@ -26,7 +26,7 @@ struct Head {
   int32_t* labels;
   float* centroids;
   std::vector<float> packed;
-  std::vector<float> products;     // of each point with its centroid
+  std::vector<float> products;  // of each point with its centroid
   std::vector<int32_t> old_labels;
   std::vector<int64_t> counts;
   std::vector<int32_t> worst;  // points, the worst-fitting first
@@ -122,8 +122,8 @@ void spherical_kmeans(const KernelTable& kernels, WorkerPool& pool, const KMeans
       Head& head = heads[static_cast<size_t>(task / tiles)];
       if (head.converged) return;
       const int64_t first = task % tiles * kPointTile;
-      kernels.nearest_centroids(head.points + first * width, std::min(kPointTile, n - first), width,
-                                head.packed.data(), k, head.labels + first, head.products.data() + first);
+      kernels.nearest_centroids(head.points + first * width, std::min(kPointTile, n - first), width, head.packed.data(),
+                                k, head.labels + first, head.products.data() + first);
     });
     pool.parallel_for(args.num_heads, [&](int64_t h, int) {
       Head& head = heads[static_cast<size_t>(h)];

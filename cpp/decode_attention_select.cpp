@@ -50,6 +50,13 @@ void score_rows(const PolicyContext* context, const float* query, const void* ro
                                              n});
 }
 
+void score_int8(const PolicyContext* context, const float* query, int64_t num_queries, const int8_t* rows, int64_t n,
+                float* scores) {
+  if (context->profile != nullptr) context->profile->bytes += n * context->head_dim;
+  kernels_of(context).score_int8(query, static_cast<int>(num_queries), static_cast<int>(context->head_dim), rows, n,
+                                 scores);
+}
+
 void load_keys(const PolicyContext* context, int64_t first, int64_t n, float* out) {
   for (int64_t t = first; t < first + n; ++t, out += context->head_dim) {
     kernels_of(context).to_float[context->dtype](context->keys.row(t), context->head_dim, out);
@@ -84,6 +91,7 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.score_tokens = score_tokens;
   context.top_k = top_k_for_policy;
   context.score_rows = score_rows;
+  context.score_int8 = score_int8;
   context.load_keys = load_keys;
   context.store_rows = store_rows;
   context.kernels = &kernels_;

@@ -47,7 +47,8 @@ struct PolicyContext {
   int64_t (*top_k)(const PolicyContext*, const float* x, int64_t n, int64_t k, int32_t* positions);
   void (*score_rows)(const PolicyContext*, const float* query, const void* rows, int64_t n, int64_t width,
                      float* scores);
-  void (*score_int8)(const PolicyContext*, const float* query, const int8_t* rows, int64_t n, float* scores);
+  void (*score_int8)(const PolicyContext*, const float* query, int64_t num_queries, const int8_t* rows, int64_t n,
+                     float* scores);
   void (*load_keys)(const PolicyContext*, int64_t first, int64_t n, float* out);
   void (*store_rows)(const PolicyContext*, const float* x, int64_t n, void* out);
   // For the primitives only.

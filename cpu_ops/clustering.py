@@ -1,4 +1,4 @@
-"""Checked calls into the clustering kernels (`cpp/clustering.h`): chunk means, spherical k-means."""
+"""Checked calls into the clustering kernels (`cpp/clustering.h`)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def spherical_kmeans(
     return labels, centroids
 
 
-def score_int8(query: Float32Array, rows: npt.NDArray[np.int8], *, isa: str | None = None) -> Tensor:
+def score_int8(
+    query: Float32Array, rows: npt.NDArray[np.int8], *, isa: str | None = None
+) -> Tensor:
     """query float32 [group_size, head_dim] times int8 rows [n, head_dim]: f32 [group_size, n]."""
     check_head_dim(query.shape[1])
     if query.dtype != np.float32 or rows.dtype != np.int8 or query.shape[1] != rows.shape[1]:

@@ -103,7 +103,9 @@ def normalized_means(points: Float64s, labels: Int64s, num_clusters: int) -> Flo
     return np.asarray(np.where(norms > 0, sums / np.where(norms > 0, norms, 1), 0))
 
 
-def spherical_kmeans(points: Float64s, num_clusters: int, iterations: int) -> tuple[Int64s, Float64s]:
+def spherical_kmeans(
+    points: Float64s, num_clusters: int, iterations: int
+) -> tuple[Int64s, Float64s]:
     """Labels [n] and centroids of one head's points [n, width]."""
     n = len(points)
     centroids = points[np.arange(num_clusters) * n // num_clusters]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 
 from offload.checkpoint import Checkpoint, check_config_file
+from offload.config import RuntimeConfig
 from offload.gguf_conversion import EMBEDDED_MODEL, converted_folder, embedded_gguf
+from offload.models import lean_model_maker
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,23 @@ def load_tokenizer(name_or_path: str | Path, hub: HubOptions | None = None) -> A
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(resolve_folder(name_or_path, hub))
+
+
+def with_calibrated_policy(stock: Any, config: RuntimeConfig, folder: Path) -> RuntimeConfig:
+    """The config, its policy with what it needs to learn from the model's attention first."""
+    from transformers import AutoTokenizer
+
+    if config.policy.name != "lychee_decode":
+        return config
+    from offload.head_calibration import with_calibrated_roles
+
+    policy = with_calibrated_roles(
+        config.policy,
+        lean_model_maker(stock.config.model_type)(stock),
+        model_type=stock.config.model_type,
+        load_tokenizer=lambda: AutoTokenizer.from_pretrained(folder),
+    )
+    return replace(config, policy=policy)
 
 
 def load_vocabulary_marks(folder: Path, vocab_size: int) -> npt.NDArray[np.uint8] | None:

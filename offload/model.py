@@ -30,6 +30,7 @@ from offload.loading import (
     load_stock_model,
     load_vocabulary_marks,
     resolve_folder,
+    with_calibrated_policy,
 )
 from offload.runtime import OffloadStats, Runtime, kv_budget_bytes
 from offload.weights import move_to_huge_pages
@@ -97,6 +98,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         kv_budget_bytes(config, checkpoint.weight_bytes(config.dtype), loaded=False)
         config.policy.check_model(**checkpoint.attention_shape)
         stock = load_stock_model(checkpoint, config.dtype)
+        config = with_calibrated_policy(stock, config, checkpoint.folder)
         marks = None
         if config.policy.reads_text:
             marks = load_vocabulary_marks(checkpoint.folder, stock.config.vocab_size)

@@ -165,7 +165,7 @@ _CORE_END = _BLANK  # of a token of nothing but whitespace
 
 def _closes_tag(string: str, position: int) -> bool:
     """Whether this `>` may close a tag: not in `->`, `=>`, `>>`, `a > b`."""
-    return position > 0 and string[position - 1] not in "-=> \t\n" or string == ">"
+    return string == ">" or (position > 0 and string[position - 1] not in "-=> \t\n")
 
 
 def _run_of(core: str) -> tuple[int, int]:
@@ -180,7 +180,7 @@ def _run_of(core: str) -> tuple[int, int]:
 @numba.njit(cache=True)
 def _is_newline(mark: int) -> bool:
     kind = mark & _KIND
-    return kind == _NEWLINE or kind == _PARAGRAPH
+    return kind in (_NEWLINE, _PARAGRAPH)
 
 
 @numba.njit(cache=True)
@@ -200,7 +200,7 @@ def _is_fence(marks: Any, i: int) -> bool:
         if before & ~1 != character:
             return False
         length += 1 + (before & 1)
-    return length >= 3
+    return bool(length >= 3)
 
 
 @numba.njit(cache=True)
@@ -212,15 +212,15 @@ def _wide_level(marks: Any, i: int) -> int:
     before = marks[i - 1] & _KIND
     if kind >= _LAST_TWO_BYTES:
         opens = _E3 if kind - _LAST_TWO_BYTES < 2 else _EF
-        return _WIDE_LEVEL[kind - _LAST_TWO_BYTES] if before == opens else 0
+        return int(_WIDE_LEVEL[kind - _LAST_TWO_BYTES]) if before == opens else 0
     if i > 1 and before == _BYTE_80 and marks[i - 2] & _KIND == _E3:
         before = _E3_80
     if i > 1 and before == _BYTE_BC and marks[i - 2] & _KIND == _EF:
         before = _EF_BC
     if before == _E3_80:
-        return _AFTER_E3_80[kind - _LAST_BYTES]
+        return int(_AFTER_E3_80[kind - _LAST_BYTES])
     if before == _EF_BC:
-        return _AFTER_EF_BC[kind - _LAST_BYTES]
+        return int(_AFTER_EF_BC[kind - _LAST_BYTES])
     return 0
 
 
@@ -236,7 +236,7 @@ def _own_level(marks: Any, i: int, n: int) -> int:
     if kind == _FENCE or _BACKTICK <= kind <= _STAR + 1:
         # Followed by more on its line it opens a code block, or is a dash or emphasis.
         return 1 if _is_fence(marks, i) and (i + 1 >= n or _is_newline(marks[i + 1])) else 0
-    return _LEVEL[kind]
+    return int(_LEVEL[kind])
 
 
 @numba.njit(cache=True)
@@ -257,7 +257,7 @@ def cut_level(marks: Any, i: int, n: int) -> int:
         if _is_newline(mark) and _is_newline(before):
             return 1
         kind = mark & _KIND
-        if kind == _CLOSER or kind == _PHRASE or kind == _NEWLINE:
+        if kind in (_CLOSER, _PHRASE, _NEWLINE):
             inherited = _own_level(marks, i - 1, n)
             if marks[i - 1] & _KIND == _SENTENCE and i + 1 < n:
                 inherited = 2 if marks[i + 1] & _STARTS_BLANK else 0
@@ -265,9 +265,9 @@ def cut_level(marks: Any, i: int, n: int) -> int:
                 level = inherited
     if i + 1 < n:
         after = marks[i + 1]
-        if _is_newline(mark) and after & _KIND == _FENCE and after & _WHOLE:
-            if i + 2 < n and not _is_newline(marks[i + 2]):
-                return 1  # a code block opens
+        fence = _is_newline(mark) and after & _KIND == _FENCE and after & _WHOLE
+        if fence and i + 2 < n and not _is_newline(marks[i + 2]):
+            return 1  # a code block opens
         if level == 0 and after & _STARTS_BLANK:
             return 4
     return level

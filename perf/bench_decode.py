@@ -20,6 +20,7 @@ from offload.demo_text import stdlib_paragraphs
 from offload.gguf_conversion import EMBEDDED_MODEL, embedded_gguf
 from offload.loading import load_tokenizer, resolve_folder
 from offload.memory import available_cpus
+from offload.policies import available_policies
 from perf.engines import PEERS_PYTHON, EngineProcess
 from perf.results_file import start_machine, write_results
 
@@ -59,10 +60,10 @@ def contestants(threads: int) -> list[Contestant]:
     static = (folder, *ours, "--cache", "static")
     llama = (str(embedded_gguf()), *ours, "--context", str(MAX_CONTEXT))
     return [
-        Contestant(
-            "offload exact_topk", "perf.offload_engine", (folder, *ours, "--policy", "exact_topk")
+        *(
+            Contestant(f"offload {name}", "perf.offload_engine", (folder, *ours, "--policy", name))
+            for name in available_policies()
         ),
-        Contestant("offload full", "perf.offload_engine", (folder, *ours, "--policy", "full")),
         Contestant(REFERENCE, stock, (folder, *ours)),
         Contestant("transformers, static cache", stock, static),
         Contestant("transformers, static cache, eager", stock, (*static, "--attention", "eager")),
@@ -126,15 +127,14 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", help="names; default: all")
     parser.add_argument("--dry-run", action="store_true", help="print, do not write the results")
     arguments = parser.parse_args()
-    if not PEERS_PYTHON.exists():
-        parser.error("the peers are not installed; run: make peers")
-
     threads = available_cpus()
     chosen = [
         contestant
         for contestant in contestants(threads)
         if arguments.engines is None or contestant.name in (*arguments.engines, REFERENCE)
     ]
+    if any(contestant.python and not contestant.python.exists() for contestant in chosen):
+        parser.error("the peers are not installed; run: make peers")
     machine = start_machine()
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
     text = tokenizer("\n\n".join(stdlib_paragraphs())[: MAX_CONTEXT * 8])["input_ids"]

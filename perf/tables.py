@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from perf.markdown import mark as _mark
+from perf.markdown import markdown_table as _table
+
 # What issue 2 asks for; shown beside what was measured.
 DENSE_BANDWIDTH_SHARE = 0.85
 SPARSE_BANDWIDTH_SHARE = 0.80
@@ -169,11 +172,6 @@ def machine_line(machine: dict[str, Any]) -> str:
     )
 
 
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
-
-
 def _microseconds(row: dict[str, Any]) -> str:
     spread = (row["microseconds_p90"] - row["microseconds_p10"]) / 2
     return f"{row['microseconds']:,.0f} ± {spread:,.0f}"
@@ -181,7 +179,3 @@ def _microseconds(row: dict[str, Any]) -> str:
 
 def _verdict(share: float, wanted: str, met: bool) -> str:
     return f"{share:.0%} of it ({wanted} {_mark(met)})"
-
-
-def _mark(met: bool) -> str:
-    return "met" if met else "**missed**"

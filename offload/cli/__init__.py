@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from offload import __version__
-from offload.cli import bench
+from offload.cli import bench, calibrate
 from offload.cli.env import env
 from offload.cli.generate import generate
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(env)
+calibrate.register(app)
 app.add_typer(bench.app, name="bench")
 
 

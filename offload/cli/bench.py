@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offload.cli import bench_latency, bench_selection
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import comma_separated, counts
 
@@ -30,6 +31,9 @@ DTYPE_NAMES = ("bfloat16", "float16", "float32")
 @app.callback()
 def bench() -> None:
     """Measure kernels on this machine. perf/ has the benchmarks of whole models."""
+
+
+bench_selection.register(app)
 
 
 @app.command()
@@ -153,3 +157,7 @@ def _print_table(title: str, measurements: list[AttentionMeasurement]) -> None:
     )
     table.caption_justify = "left"
     stdout().print(table)
+
+
+bench_latency.register(app)
+bench_selection.register(app)

@@ -25,7 +25,7 @@ def key_values(pairs: list[str], *, option: str) -> dict[str, str]:
 def policy_options(pairs: list[str]) -> dict[str, Scalar]:
     """`["budget_tokens=512"]` -> `{"budget_tokens": 512}`: numbers and booleans, else text."""
     values = key_values(pairs, option="--policy-option")
-    return {key: _scalar(value) for key, value in values.items()}
+    return {key: scalar(value) for key, value in values.items()}
 
 
 def memory_budgets(pairs: list[str]) -> dict[int | str, int | str] | None:
@@ -64,7 +64,8 @@ def counts(text: str, *, option: str) -> list[int]:
     return numbers
 
 
-def _scalar(text: str) -> Scalar:
+def scalar(text: str) -> Scalar:
+    """A number or a boolean if it looks like one, else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

@@ -109,6 +109,8 @@ def _cast(numba_type: Any) -> Any:
 _as_float32 = _cast(types.float32)
 _as_int32 = _cast(types.int32)
 _as_uint8 = _cast(types.uint8)
+_as_float64 = _cast(types.float64)
+_as_uint64 = _cast(types.uint64)
 
 
 @numba.njit(inline="always")
@@ -127,6 +129,18 @@ def view_int32(address: Any, length: Any) -> Any:
 def view_uint8(address: Any, length: Any) -> Any:
     """uint8 array [length] at an address."""
     return carray(_as_uint8(address), length)
+
+
+@numba.njit(inline="always")
+def view_float64(address: Any, length: Any) -> Any:
+    """float64 array [length] at an address."""
+    return carray(_as_float64(address), length)
+
+
+@numba.njit(inline="always")
+def view_uint64(address: Any, length: Any) -> Any:
+    """uint64 array [length] at an address."""
+    return carray(_as_uint64(address), length)
 
 
 @numba.njit(inline="always")
@@ -194,14 +208,21 @@ def score_rows(
 
 @intrinsic
 def score_int8(
-    typingctx: Any, context: Any, function: Any, query: Any, rows: Any, n: Any, scores: Any
+    typingctx: Any,
+    context: Any,
+    function: Any,
+    query: Any,
+    num_queries: Any,
+    rows: Any,
+    n: Any,
+    scores: Any,
 ) -> Any:
-    """score_int8(pointer, ctx.score_int8, query, rows, n, scores): query · rows, not scaled.
+    """score_int8(pointer, ctx.score_int8, query, num_queries, rows, n, scores): raw query · rows.
 
-    `query` is the address of float32 [group_size, head_dim], `rows` of int8 [n, head_dim],
-    contiguous, `scores` of float32 [group_size, n].
+    `query` is the address of float32 [num_queries, head_dim], `rows` of int8 [n, head_dim],
+    contiguous, `scores` of float32 [num_queries, n]; the caller multiplies by the rows' scales.
     """
-    return types.void(context, *[types.int64] * 5), _call_primitive(types.void, 4)
+    return types.void(context, *[types.int64] * 6), _call_primitive(types.void, 5)
 
 
 @intrinsic

@@ -44,7 +44,7 @@ def chunk_length(marks: Any, start: int, n: int, min_tokens: int, max_tokens: in
 @numba.njit(cache=True)
 def chunk_start(blocks: Any, offsets: Any, chunk: int) -> int:
     """First token of a chunk; of one past the last chunk: where the chunks end."""
-    return blocks[chunk // BLOCK] + offsets[chunk]
+    return int(blocks[chunk // BLOCK] + offsets[chunk])
 
 
 @numba.njit(cache=True)
@@ -84,7 +84,8 @@ def cut_chunks(
     """
     if marks is None:
         marks = np.zeros(0, np.uint8)
-    starts = np.empty(max(0, last - first) // min_tokens + 2, np.int64)
+    room = np.empty(max(0, last - first) // min_tokens + 2, np.int64)
     n = max(last, len(marks))
-    count = _cut(marks, first, last, n, min_tokens, max_tokens, starts)
-    return starts[: count + 1].copy()
+    count: int = _cut(marks, first, last, n, min_tokens, max_tokens, room)
+    starts: npt.NDArray[np.int64] = room[: count + 1].copy()
+    return starts

@@ -341,6 +341,56 @@ void check_reads(const KernelTable& table) {
 }
 
 template <class T>
+void check_sum_rows(const KernelTable& table, int64_t width, int64_t num_rows) {
+  constexpr int type = static_cast<int>(kTypeOf<T>);
+  Exact<T> rows(num_rows * width, 1);
+  rows.fill(random_value<T>);
+  Exact<float> actual(width, 1), expected(width);
+  const auto row_bytes = width * static_cast<int64_t>(sizeof(T));
+  table.sum_rows[type](rows.data(), num_rows, row_bytes, width, actual.data());
+  scalar_table()->sum_rows[type](rows.data(), num_rows, row_bytes, width, expected.data());
+  CHECK(relative_error(actual, expected) < 1e-6, "%s, dtype %d, width %lld", table.name, type,
+        static_cast<long long>(width));
+}
+
+void check_int8(const KernelTable& table, int group, int head_dim, int64_t n) {
+  Exact<float> query(group * head_dim, 1), actual(group * n), expected(group * n);
+  query.fill(normal);
+  Exact<int8_t> rows(n * head_dim, 1);
+  rows.fill([] { return static_cast<int8_t>(uniform(-127, 127)); });
+  table.score_int8(query.data(), group, head_dim, rows.data(), n, actual.data());
+  scalar_table()->score_int8(query.data(), group, head_dim, rows.data(), n, expected.data());
+  for (int64_t i = 0; i < group * n; ++i) {
+    CHECK(std::fabs(actual[i] - expected[i]) < 1e-6 * 127 * head_dim, "%s, head_dim %d, score %lld: %g instead of %g",
+          table.name, head_dim, static_cast<long long>(i), static_cast<double>(actual[i]),
+          static_cast<double>(expected[i]));
+  }
+}
+
+// Small whole numbers: products are exact in every order of summation, and there are ties.
+void check_nearest(const KernelTable& table, int64_t num_points, int64_t num_centroids, int64_t width) {
+  Exact<float> points(num_points * width, 1), centroids(num_centroids * width, 1);
+  const auto small = [] { return static_cast<float>(uniform(-2, 2)); };
+  points.fill(small);
+  centroids.fill(small);
+  const auto run = [&](const KernelTable& kernels, Exact<int32_t>& labels, Exact<float>& products) {
+    const int64_t blocks = (num_centroids + kernels.centroid_block - 1) / kernels.centroid_block;
+    Exact<float> packed(blocks * kernels.centroid_block * width);
+    kernels.pack_centroids(centroids.data(), num_centroids, width, packed.data());
+    kernels.nearest_centroids(points.data(), num_points, width, packed.data(), num_centroids, labels.data(),
+                              products.data());
+  };
+  Exact<int32_t> actual(num_points), expected(num_points);
+  Exact<float> products(num_points), expected_products(num_points);
+  run(table, actual, products);
+  run(*scalar_table(), expected, expected_products);
+  for (int64_t i = 0; i < num_points; ++i) {
+    CHECK(actual[i] == expected[i] && products[i] == expected_products[i], "%s, point %lld: centroid %d instead of %d",
+          table.name, static_cast<long long>(i), actual[i], expected[i]);
+  }
+}
+
+template <class T>
 void check_dtype(const KernelTable& table) {
   const std::vector<int64_t> lengths{1, 2, 31, 32, 33, 255, 257, 515};
   int i = 0;
@@ -358,6 +408,7 @@ void check_dtype(const KernelTable& table) {
       check_linear<T>(table, rows, width, 1 + uniform(0, 12));
   }
   for (const int64_t n : {1, 7, 8, 15, 16, 17, 31, 32, 48, 64, 80, 100, 256, 300}) check_elementwise<T>(table, n);
+  for (const int64_t width : {16, 48, 64, 128}) check_sum_rows<T>(table, width, uniform(1, 16));
 }
 
 void check_isa(const KernelTable& table) {
@@ -368,6 +419,12 @@ void check_isa(const KernelTable& table) {
   check_conversions<Bf16>(table);
   for (const int64_t n : {1, 7, 8, 15, 16, 17, 63, 64, 65, 100, 16385, 20000}) check_selection(table, n);
   check_reads(table);
+  for (const int head_dim : {16, 48, 64, 128}) {
+    for (const int64_t n : {1, 3, 4, 5, 33}) check_int8(table, static_cast<int>(uniform(1, 8)), head_dim, n);
+  }
+  for (const int64_t n : {1, 5, 6, 7, 100}) {
+    for (const int64_t k : {1, 3, 4, 15, 16, 17, 63, 64, 65, 130}) check_nearest(table, n, k, uniform(1, 3) * 16);
+  }
   std::printf("%s: ok\n", table.name);
 }
 

@@ -1,0 +1,136 @@
+"""Which roles of a model's layers a few physical layers play.
+
+A policy that reuses selections across layers (TidalDecode, LycheeDecode) gives every layer a role,
+or every head of every layer one. A benchmark at 128K tokens holds only a few layers, so it runs
+one layer of each kind in the model's order and weights its time by how many layers of the model
+are of that kind. Layers are of one kind if the same number of their units scan all keys or select;
+where there are more kinds than physical layers, neighbouring ones share one. Dense layers are left
+out: they cost the same under every policy, namely what `full` does.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.policies.base import DENSE, REUSE, Policy
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A policy made to run on physical layers.
+
+    Attributes:
+        policy: with the roles of those layers.
+        weights: float64 [num_layers], the share of the model's sparse layers that each physical
+            layer stands for; sums to 1.
+        dense_share: of the model's layers, that are dense.
+        asking: how many units of each layer scan or select; the others reuse.
+    """
+
+    policy: Policy
+    weights: npt.NDArray[np.float64]
+    dense_share: float
+    asking: tuple[int, ...]
+
+
+def plan_layers(
+    policy: Policy, *, num_model_layers: int, num_layers: int, num_units: int
+) -> LayerPlan:
+    """How `policy` runs on `num_layers` layers that stand for `num_model_layers`.
+
+    Raises:
+        ValueError: too few physical layers for a policy that reuses selections.
+    """
+    everywhere = (num_units,) * num_layers
+    uniform = np.full(num_layers, 1 / num_layers)
+    if not policy.selects:
+        return LayerPlan(policy, uniform, 0.0, everywhere)
+    roles = policy.roles(num_model_layers, num_units)
+    if roles is None:
+        dense = np.arange(num_model_layers) < policy.dense_layers
+    else:
+        dense = (roles == DENSE).all(1)
+    if dense.all():
+        raise ValueError(f"policy {policy.name!r} leaves all {num_model_layers} layers dense")
+    share = float(dense.mean())
+    if num_layers == num_model_layers:
+        asking = everywhere if roles is None else _asking(roles)
+        return LayerPlan(policy, ~dense / (~dense).sum(), share, asking)
+    if roles is None:
+        return LayerPlan(_without_dense_layers(policy), uniform, share, everywhere)
+    chosen, weights = _choose_rows(roles[~dense], num_layers)
+    return LayerPlan(_with_roles(policy, chosen), weights, share, _asking(chosen))
+
+
+def _choose_rows(
+    roles: npt.NDArray[np.uint8], num_layers: int
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
+    """`num_layers` rows of sparse `roles`, the first one first, and the share of each."""
+    asking = (roles != REUSE).sum(1)
+    # The first publishes for all units: it has a physical layer of its own, with its like.
+    bins = [np.flatnonzero(asking == asking[0])]
+    others = np.flatnonzero(asking != asking[0])
+    others = others[np.argsort(asking[others], kind="stable")]
+    if others.size and num_layers == 1:
+        raise ValueError(
+            "a policy that reuses selections needs at least 2 physical layers; "
+            "lower the depth or the batch size"
+        )
+    if others.size:
+        values, counts = np.unique(asking[others], return_counts=True)
+        if len(values) <= num_layers - 1:
+            edges = np.cumsum(counts)[:-1]
+        else:
+            edges = np.linspace(0, len(others), num_layers)[1:-1].astype(int)
+        bins += [part for part in np.split(others, edges) if part.size]
+    rows: list[int] = []
+    weights: list[float] = []
+    for part in bins:
+        typical = part[np.argmin(np.abs(asking[part] - asking[part].mean()))]
+        rows.append(part[0] if part is bins[0] else typical)
+        weights.append(len(part))
+    # Layers that are left repeat the most frequent kind: more samples of it.
+    while len(rows) < num_layers:
+        most = int(np.argmax(weights))
+        copies = rows.count(rows[most]) + 1
+        share = sum(w for w, r in zip(weights, rows, strict=True) if r == rows[most]) / copies
+        rows.append(rows[most])
+        weights = [
+            share if r == rows[most] else w for w, r in zip([*weights, 0], rows, strict=True)
+        ]
+    shares = np.asarray(weights, float)
+    return roles[rows], shares / shares.sum()
+
+
+def _asking(roles: npt.NDArray[np.uint8]) -> tuple[int, ...]:
+    return tuple(int(n) for n in ((roles != REUSE) & (roles != DENSE)).sum(1))
+
+
+def _without_dense_layers(policy: Policy) -> Policy:
+    names = {field.name for field in dataclasses.fields(policy)}
+    if "dense_layers" not in names:
+        return policy
+    changes: dict[str, Any] = {"dense_layers": 0}
+    return dataclasses.replace(policy, **changes)
+
+
+def _with_roles(policy: Policy, roles: npt.NDArray[np.uint8]) -> Policy:
+    """The same policy, but for its roles and its demands on the model's depth."""
+    cls: type[Any] = type(policy)
+
+    class Planned(cls):  # type: ignore[misc]
+        def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
+            return roles
+
+        def check_model(self, **shape: int) -> None:
+            """The whole model was checked before its layers were chosen."""
+
+    planned = copy.copy(policy)
+    object.__setattr__(planned, "__class__", Planned)
+    return planned

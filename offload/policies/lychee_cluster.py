@@ -1,0 +1,136 @@
+"""LycheeCluster: structure-aware chunks under a two-level index of clusters.
+
+Source: Li et al., LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and
+Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `lychee_chunks`; index: `lychee_index`; search:
+`lychee_search`; updates: `lychee_graft`.
+
+Two things differ from the paper, both for what they measured on real text. The clusters found hold
+`candidate_ratio` times the tokens that are attended, and exact attention weights choose among them:
+a chunk's mean key tells where the attention is, not which tokens have it. And the radius counts
+with `radius_weight` in the ranking: at 1 wide clusters are preferred whatever their centroids.
+candidate_ratio=1, radius_weight=1 is the paper's search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy.typing as npt
+
+from offload.policies.base import BuildContext, SparsePolicy
+from offload.policies.callback import Callback
+from offload.policies.lychee_chunks import MAX_CHUNK_TOKENS, cut_chunks
+from offload.policies.lychee_graft import append
+from offload.policies.lychee_index import LycheeIndex, build_index, grow_index
+from offload.policies.lychee_search import propose, select
+
+_MAX_UNITS = 64
+
+
+@dataclass(frozen=True)
+class LycheeCluster(SparsePolicy):
+    """The chunks of the best clusters, a buffer of the newest tokens, sinks.
+
+    Args:
+        buffer_tokens: newest tokens kept out of the index, the recent window included; attended in
+            full. At small budgets less, so that the buffer takes at most a quarter.
+        min_chunk_tokens, max_chunk_tokens: a chunk ends at the best delimiter in between.
+        chunks_per_cluster: mean size of a fine cluster when the index is built.
+        max_units: coarse units, at most 64; about the square root of the number of clusters.
+        kept_units: coarse units whose clusters a search looks at (more where they are small).
+        candidate_ratio: tokens whose keys are scored exactly, for each one attended.
+        radius_weight: of a cluster's radius in its rank: 1 is the upper bound of eq. 2, 0 ranks by
+            centroids alone.
+        iterations: of spherical k-means.
+    """
+
+    name: ClassVar[str] = "lychee_cluster"
+    reads_text: ClassVar[bool] = True
+    propose: ClassVar[Callback | None] = propose
+    select: ClassVar[Callback | None] = select
+    append: ClassVar[Callback | None] = append
+
+    sink_tokens: int = 16
+    buffer_tokens: int = 128
+    min_chunk_tokens: int = 8
+    max_chunk_tokens: int = 16
+    chunks_per_cluster: int = 2
+    max_units: int = _MAX_UNITS
+    kept_units: int = 6
+    candidate_ratio: float = 2.0
+    radius_weight: float = 0.35
+    iterations: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limits = {
+            "buffer_tokens": (0, 1 << 20),
+            "min_chunk_tokens": (1, self.max_chunk_tokens),
+            "max_chunk_tokens": (1, MAX_CHUNK_TOKENS),
+            "chunks_per_cluster": (1, 1 << 20),
+            "max_units": (1, _MAX_UNITS),
+            "kept_units": (1, _MAX_UNITS),
+            "iterations": (1, 1000),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
+        if not 1 <= self.candidate_ratio <= 64:
+            raise ValueError(f"candidate_ratio must be in [1, 64], got {self.candidate_ratio}")
+        if not 0 <= self.radius_weight <= 1:
+            raise ValueError(f"radius_weight must be in [0, 1], got {self.radius_weight}")
+
+    @property
+    def _chosen_tokens(self) -> int:
+        """What is left of the budget beside sinks and the recent window."""
+        return self.budget_tokens - self.sink_tokens - self.recent_tokens
+
+    @property
+    def unindexed_limit(self) -> int:
+        """Newest tokens that may be in no chunk; beyond it the oldest are grafted."""
+        beside_recent = min(self.buffer_tokens - self.recent_tokens, self._chosen_tokens // 4)
+        return self.recent_tokens + max(self.max_chunk_tokens, beside_recent)
+
+    def parameters(self) -> tuple[float, ...]:
+        """What the callbacks need; see `lychee_search`."""
+        return (
+            self.candidate_ratio,
+            self.kept_units,
+            self.radius_weight,
+            self.unindexed_limit,
+            self.min_chunk_tokens,
+            self.max_chunk_tokens,
+        )
+
+    def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
+        """Cut the text before the recent window into chunks and cluster their keys."""
+        last = context.keys.shape[1] - self.recent_tokens
+        starts = cut_chunks(
+            context.text_marks,
+            self.sink_tokens,
+            max(last, self.sink_tokens),
+            self.min_chunk_tokens,
+            self.max_chunk_tokens,
+        )
+        return build_index(
+            context,
+            starts,
+            chunks_per_cluster=self.chunks_per_cluster,
+            max_units=self.max_units,
+            iterations=self.iterations,
+            min_chunk_tokens=self.min_chunk_tokens,
+            candidate_capacity=int(1.25 * self.candidate_ratio * self._chosen_tokens) + 256,
+        )
+
+    def grow(
+        self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
+    ) -> Sequence[npt.NDArray[Any]]:
+        """Make room for more chunks."""
+        return grow_index(arrays, capacity_tokens, self.min_chunk_tokens)
+
+    def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        """True while only tokens go that are in no chunk."""
+        return kv_len >= LycheeIndex(arrays).indexed_end

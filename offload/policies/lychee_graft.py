@@ -1,0 +1,184 @@
+"""Grafting: LycheeCluster takes the oldest tokens of its buffer into the index, chunk by chunk.
+
+Source: arXiv 2603.08453, section 4.4 (lazy update). A chunk goes to the nearest fine cluster, found
+through the coarse units; centroids are moving averages, radii only grow, by what the new chunk and
+the move of the centroid ask for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from offload.policies.callback import (
+    callback,
+    load_keys,
+    read_context,
+    score_int8,
+    view_float32,
+    view_int32,
+    view_uint8,
+)
+from offload.policies.lychee_chunks import chunk_length, set_chunk_start
+from offload.policies.lychee_index import (
+    CAPACITY_CHUNKS,
+    INDEXED_END,
+    NUM_CHUNKS,
+    NUM_CLUSTERS,
+    NUM_UNITS,
+    ROWS,
+)
+from offload.policies.lychee_search import (
+    MAX_CHUNK,
+    MIN_CHUNK,
+    UNINDEXED_LIMIT,
+    bfloat16_bits_up,
+    from_bfloat16,
+    header_of,
+    index_of,
+    link_of,
+    rank_rows,
+    scratch_of,
+    set_link,
+    take_best,
+)
+
+_GRAFT_UNITS = 3  # coarse units in which a new chunk looks for its cluster
+_MAX_COUNT = 255  # members that weigh in a moving average
+
+
+@numba.njit(cache=True)
+def _move_centroid(row: Any, scale: Any, count: int, point: Any, old: Any, new: Any) -> None:
+    """Moving average of a centroid of `count` points and one more; its radius covers all of them.
+
+    The old points are within the old radius and the way that the centroid moved.
+    """
+    width = len(row)
+    step = from_bfloat16(scale[0])
+    radius = from_bfloat16(scale[1])
+    squares = 0.0
+    for d in range(width):
+        old[d] = np.float32(row[d]) * step
+        new[d] = old[d] * np.float32(count) + point[d]
+        squares += new[d] * new[d]
+    if squares > 0:
+        inverse = np.float32(1 / np.sqrt(squares))
+        largest = np.float32(0)
+        for d in range(width):
+            new[d] *= inverse
+            largest = max(largest, abs(new[d]))
+        if not (126 * step < largest <= 127 * step):  # else the old scale does
+            scale[0] = bfloat16_bits_up(largest / np.float32(127))
+            step = from_bfloat16(scale[0])
+        for d in range(width):
+            row[d] = np.int8(np.rint(new[d] / step))
+    moved = 0.0
+    distance = 0.0
+    for d in range(width):
+        now = np.float32(row[d]) * step
+        moved += (now - old[d]) * (now - old[d])
+        distance += (point[d] - now) * (point[d] - now)
+    needed = np.sqrt(distance)
+    if count > 0:
+        needed = max(needed, radius + np.sqrt(moved))
+    if needed > radius or count == 0:
+        # Padded as lychee_index.padded_radius.
+        scale[1] = bfloat16_bits_up(np.float32(needed * (1 + 1e-5) + 1e-6))
+
+
+@callback
+def append(pointer: Any) -> None:
+    ctx = read_context(pointer)
+    header = header_of(ctx)
+    limit = int(ctx.parameters[UNINDEXED_LIMIT])
+    while (
+        ctx.kv_len - header[INDEXED_END] > limit
+        and header[NUM_CHUNKS] + 1 <= header[CAPACITY_CHUNKS]
+    ):
+        known = ctx.kv_len if ctx.text_marks != 0 else 0
+        length = chunk_length(
+            view_uint8(ctx.text_marks, known),
+            header[INDEXED_END],
+            ctx.kv_len,
+            int(ctx.parameters[MIN_CHUNK]),
+            int(ctx.parameters[MAX_CHUNK]),
+        )
+        _graft(pointer, ctx, length)
+
+
+@numba.njit(cache=True)
+def _chunk_key(ctx: Any, keys: Any, length: int, out: Any) -> None:
+    """Unit-length mean of `length` keys."""
+    squares = 0.0
+    for d in range(ctx.head_dim):
+        total = np.float32(0)
+        for i in range(length):
+            total += keys[i * ctx.head_dim + d]
+        out[d] = total
+        squares += total * total
+    if squares > 0:
+        inverse = np.float32(1 / np.sqrt(squares))
+        for d in range(ctx.head_dim):
+            out[d] *= inverse
+
+
+@numba.njit
+def _graft(pointer: Any, ctx: Any, length: int) -> None:
+    """Put the next `length` tokens into the index: a chunk of the nearest cluster."""
+    index = index_of(ctx)
+    header, rows, scales, ranges, blocks, offsets, links, high = index
+    _, point_address, key_address, centroids, score_address, _, _, units_address = scratch_of(
+        ctx, header
+    )
+    num_units = header[NUM_UNITS]
+    base = ctx.arrays[ROWS] + ctx.unit * len(rows) * ctx.head_dim
+    scores = view_float32(score_address, max(header[NUM_CLUSTERS], num_units))
+    load_keys(  # type: ignore[call-arg]
+        pointer, ctx.load_keys, header[INDEXED_END], length, key_address
+    )
+    point = view_float32(point_address, ctx.head_dim)
+    _chunk_key(ctx, view_float32(key_address, length * ctx.head_dim), length, point)
+    score_int8(pointer, ctx.score_int8, point_address, 1, base, num_units, score_address)
+    rank_rows(scores, scales, 0, num_units, 0.0)
+    near = view_int32(units_address, _GRAFT_UNITS)
+    kept = min(_GRAFT_UNITS, num_units)
+    for i in range(kept):
+        near[i] = max(0, take_best(scores, num_units))
+    unit, cluster, largest = 0, 0, -np.inf
+    for i in range(kept):
+        first = ranges[near[i]]
+        n = ranges[near[i] + 1] - first
+        score_int8(
+            pointer,
+            ctx.score_int8,
+            point_address,
+            1,
+            base + (num_units + first) * ctx.head_dim,
+            n,
+            score_address,
+        )
+        rank_rows(scores, scales, num_units + first, n, 0.0)
+        for j in range(n):
+            if scores[j] > largest:
+                unit, cluster, largest = near[i], first + j, scores[j]
+    count = 0
+    link = link_of(links, high, cluster)
+    while link > 0 and count < _MAX_COUNT:
+        count += 1
+        link = link_of(links, high, header[NUM_CLUSTERS] + link - 1)
+    old = view_float32(centroids, ctx.head_dim)
+    new = view_float32(centroids + 4 * ctx.head_dim, ctx.head_dim)
+    row = num_units + cluster
+    _move_centroid(rows[row], scales[row], count, point, old, new)
+    _move_centroid(rows[unit], scales[unit], ranges[num_units + 1 + unit], point, old, new)
+    chunk = header[NUM_CHUNKS]
+    set_link(links, high, header[NUM_CLUSTERS] + chunk, link_of(links, high, cluster))
+    set_link(links, high, cluster, chunk + 1)
+    ranges[num_units + 1 + unit] += 1
+    header[NUM_CHUNKS] += 1
+    header[INDEXED_END] += length
+    if ctx.unit == 0:  # the heads share the starts, and nobody reads them while tokens are appended
+        set_chunk_start(blocks, offsets, chunk + 1, header[INDEXED_END])
+    ctx.bytes_touched += length * ctx.head_dim * 2 + 8 * ctx.head_dim

@@ -1,0 +1,379 @@
+"""Search of LycheeCluster's index, and the views of its arrays that callbacks work on.
+
+Search (arXiv 2603.08453, section 4.4) ranks centroids by q·mu + w |q| r, where q is the sum of the
+group's query heads: the sum of their scores is the score of their sum, so one vector bounds the
+group's total as well as eq. 2 bounds each head's. With w = 1 that is the bound itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import carray  # type: ignore[attr-defined]
+from numba.core import types
+from numba.cpython.unsafe.numbers import trailing_zeros
+from numba.extending import intrinsic
+
+from offload.policies.callback import (
+    _cast,
+    callback,
+    read_context,
+    score_int8,
+    top_k,
+    view_float32,
+    view_int32,
+    view_uint8,
+)
+from offload.policies.lychee_chunks import (
+    BLOCK,
+    MAX_CHUNK_TOKENS,
+    chunk_start,
+)
+from offload.policies.lychee_index import (
+    CANDIDATE_CAPACITY,
+    CAPACITY_CHUNKS,
+    HAS_HIGH_LINKS,
+    HEADER,
+    HEADER_COLUMNS,
+    INDEXED_END,
+    LINKS,
+    LINKS_HIGH,
+    NUM_CHUNKS,
+    NUM_CLUSTERS,
+    NUM_UNITS,
+    RANGES,
+    ROWS,
+    SCALES,
+    SCRATCH,
+    SCRATCH_BYTES,
+    STARTS,
+)
+
+# ctx.parameters
+CANDIDATE_RATIO, KEPT_UNITS, RADIUS_WEIGHT, UNINDEXED_LIMIT, MIN_CHUNK, MAX_CHUNK = range(6)
+_MAX_UNITS = 64
+
+_as_int8 = _cast(types.int8)
+_as_int64 = _cast(types.int64)
+_as_uint16 = _cast(types.uint16)
+_as_uint64 = _cast(types.uint64)
+
+
+def _bitcast(source: Any, target: Any, llvm_type: Any) -> Any:
+    @intrinsic
+    def cast(typingctx: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], llvm_type)
+
+        return target(source), codegen
+
+    return cast
+
+
+_float_of_bits = _bitcast(types.uint32, types.float32, ir.FloatType())
+_bits_of_float = _bitcast(types.float32, types.uint32, ir.IntType(32))
+
+
+@numba.njit(inline="always")
+def from_bfloat16(bits: Any) -> Any:
+    return _float_of_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
+
+
+@numba.njit(inline="always")
+def bfloat16_bits_up(x: Any) -> Any:
+    """Bits of the smallest bfloat16 >= x, for x >= 0."""
+    bits = np.int64(_bits_of_float(np.float32(x)))
+    return np.uint16((bits + 0xFFFF) >> 16)
+
+
+@numba.njit(inline="always")
+def header_of(ctx: Any) -> Any:
+    address = ctx.arrays[HEADER] + 8 * HEADER_COLUMNS * ctx.unit
+    return carray(_as_int64(address), HEADER_COLUMNS)
+
+
+@numba.njit(cache=True)
+def index_of(ctx: Any) -> Any:
+    """header, rows, scales, ranges, block starts, offsets, links, high links of ctx.unit."""
+    header = header_of(ctx)
+    num_rows = header[NUM_UNITS] + header[NUM_CLUSTERS]
+    capacity = header[CAPACITY_CHUNKS]
+    num_links = header[NUM_CLUSTERS] + capacity
+    num_ranges = 2 * header[NUM_UNITS] + 1
+    num_blocks = capacity // BLOCK + 1
+    rows = carray(
+        _as_int8(ctx.arrays[ROWS] + ctx.unit * num_rows * ctx.head_dim), (num_rows, ctx.head_dim)
+    )
+    scales = carray(_as_uint16(ctx.arrays[SCALES] + ctx.unit * num_rows * 4), (num_rows, 2))
+    ranges = view_int32(ctx.arrays[RANGES] + ctx.unit * num_ranges * 4, num_ranges)
+    blocks = view_int32(ctx.arrays[STARTS], num_blocks)
+    offsets = view_uint8(ctx.arrays[STARTS] + 4 * num_blocks, capacity + 1)
+    links = carray(_as_uint16(ctx.arrays[LINKS] + ctx.unit * num_links * 2), num_links)
+    high = view_uint8(
+        ctx.arrays[LINKS_HIGH] + ctx.unit * num_links * header[HAS_HIGH_LINKS],
+        num_links * header[HAS_HIGH_LINKS],
+    )
+    return header, rows, scales, ranges, blocks, offsets, links, high
+
+
+@numba.njit(cache=True)
+def scratch_of(ctx: Any, header: Any) -> Any:
+    """flags uint64, and addresses: query, keys, centroids, scores, candidates, picked, units."""
+    base = ctx.arrays[SCRATCH] + ctx.unit * header[SCRATCH_BYTES]
+    num_words = header[CAPACITY_CHUNKS] // 64 + 1
+    query = base + 8 * num_words
+    keys = query + 4 * ctx.head_dim
+    centroids = keys + 4 * ctx.head_dim * MAX_CHUNK_TOKENS
+    scores = centroids + 8 * ctx.head_dim
+    candidates = scores + 4 * max(header[NUM_CLUSTERS], _MAX_UNITS)
+    picked = candidates + 4 * header[CANDIDATE_CAPACITY]
+    units = picked + 4 * header[NUM_CLUSTERS]
+    flags = carray(_as_uint64(base), num_words)
+    return flags, query, keys, centroids, scores, candidates, picked, units
+
+
+@numba.njit(inline="always")
+def link_of(links: Any, high: Any, i: Any) -> Any:
+    if len(high) > 0:
+        return np.int64(links[i]) | np.int64(high[i]) << 16
+    return np.int64(links[i])
+
+
+@numba.njit(inline="always")
+def set_link(links: Any, high: Any, i: Any, link: Any) -> None:
+    links[i] = link & 0xFFFF
+    if len(high) > 0:
+        high[i] = link >> 16
+
+
+@numba.njit(cache=True)
+def rank_rows(scores: Any, scales: Any, first: int, n: int, slack: float) -> None:
+    """Raw sums of rows `first` on -> q·mu + slack * radius, in place."""
+    for i in range(n):
+        scale = from_bfloat16(scales[first + i, 0])
+        radius = from_bfloat16(scales[first + i, 1])
+        scores[i] = scores[i] * scale + np.float32(slack) * radius
+
+
+@numba.njit(cache=True)
+def take_best(scores: Any, n: int) -> int:
+    """Position of the largest score, which is then taken out; -1 if no number is left."""
+    best = -1
+    largest = -np.inf
+    for i in range(n):
+        if scores[i] > largest:
+            best, largest = i, scores[i]
+    if best >= 0:
+        scores[best] = -np.inf
+    return best
+
+
+@numba.njit(cache=True)
+def _flag_cluster(index: Any, cluster: int, flags: Any, room: int, bounds: Any) -> int:
+    """Flag the chunks of a cluster, the newest first, while `room` tokens last; tokens flagged.
+
+    A chunk that fits in part only is noted in `bounds` (chunk, first token).
+    """
+    header, _, _, _, blocks, offsets, links, high = index
+    taken = 0
+    link = link_of(links, high, cluster)
+    while link > 0 and taken < room:
+        chunk = link - 1
+        word, bit = chunk >> 6, np.uint64(1) << np.uint64(chunk & 63)
+        if flags[word] & bit:
+            break  # the cluster was taken in an earlier round
+        start, end = chunk_start(blocks, offsets, chunk), chunk_start(blocks, offsets, chunk + 1)
+        if taken + end - start > room:
+            bounds[0], bounds[1] = chunk, end - (room - taken)
+            start = bounds[1]
+        flags[word] |= bit
+        taken += end - start
+        link = link_of(links, high, header[NUM_CLUSTERS] + chunk)
+    return taken
+
+
+@numba.njit(cache=True)
+def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, tokens: Any) -> int:
+    """Tokens below `last` of the flagged chunks, ascending; clears the flags."""
+    _, _, _, _, blocks, offsets, _, _ = index
+    count = 0
+    for word in range(len(flags)):
+        bits = flags[word]
+        if bits == 0:
+            continue
+        flags[word] = 0
+        while bits != 0:
+            chunk = word * 64 + np.int64(trailing_zeros(bits))  # type: ignore[call-arg]
+            bits &= bits - np.uint64(1)
+            start = chunk_start(blocks, offsets, chunk)
+            if chunk == bounds[0]:
+                start = bounds[1]
+            end = min(chunk_start(blocks, offsets, chunk + 1), last)
+            for token in range(start, end):
+                tokens[count] = token
+                count += 1
+    return count
+
+
+@numba.njit(cache=True)
+def _sum_queries(ctx: Any, address: int) -> float:
+    """Write the sum of the group's queries; its norm."""
+    query = view_float32(ctx.query, ctx.group_size * ctx.head_dim)
+    total = view_float32(address, ctx.head_dim)
+    squares = 0.0
+    for d in range(ctx.head_dim):
+        x = np.float32(0)
+        for g in range(ctx.group_size):
+            x += query[g * ctx.head_dim + d]
+        total[d] = x
+        squares += x * x
+    return float(np.sqrt(squares))
+
+
+@numba.njit(inline="always")
+def cluster_tokens(ctx: Any, header: Any) -> Any:
+    """Mean tokens of a fine cluster."""
+    return max(1, header[INDEXED_END] - ctx.first) / header[NUM_CLUSTERS]
+
+
+@numba.njit(inline="always")
+def _buffered(ctx: Any, header: Any) -> Any:
+    """How many tokens before the recent window are in no chunk, as far as the budget goes."""
+    return max(0, min(ctx.last - max(header[INDEXED_END], ctx.first), ctx.budget_tokens))
+
+
+@numba.njit
+def _visit_units(
+    pointer: Any, ctx: Any, index: Any, scratch: Any, slack: float, wanted: int
+) -> int:
+    """Rank the fine clusters of the best coarse units; how many clusters that are, -1 for NaN.
+
+    Their ranks are in the scores, unit by unit; `units` holds the units and, _MAX_UNITS further on,
+    where the clusters of each end. Units: so many as asked for, and enough to choose from.
+    """
+    header, _, scales, ranges, _, _, _, _ = index
+    _, query, _, _, score_address, _, _, units_address = scratch
+    num_units, num_clusters = header[NUM_UNITS], header[NUM_CLUSTERS]
+    scores = view_float32(score_address, max(num_clusters, _MAX_UNITS))
+    units = view_int32(units_address, 2 * _MAX_UNITS)
+    base = ctx.arrays[ROWS] + ctx.unit * (num_units + num_clusters) * ctx.head_dim
+    enough = 1.5 * wanted / cluster_tokens(ctx, header)
+    score_int8(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
+        pointer, ctx.score_int8, query, 1, base, num_units, score_address
+    )
+    rank_rows(scores, scales, 0, num_units, slack)
+    kept = 0
+    visited = 0
+    while kept < num_units and (kept < ctx.parameters[KEPT_UNITS] or visited < enough):
+        unit = take_best(scores, num_units)
+        if unit < 0:
+            return -1
+        units[kept] = unit
+        kept += 1
+        visited += ranges[unit + 1] - ranges[unit]
+    visited = 0
+    for i in range(kept):
+        first = ranges[units[i]]
+        n = ranges[units[i] + 1] - first
+        score_int8(
+            pointer,
+            ctx.score_int8,
+            query,
+            1,
+            base + (num_units + first) * ctx.head_dim,
+            n,
+            score_address + 4 * visited,
+        )
+        rank_rows(scores[visited:], scales, num_units + first, n, slack)
+        visited += n
+        units[_MAX_UNITS + i] = visited
+    ctx.bytes_touched += 4 * (num_units + visited)
+    return visited
+
+
+@numba.njit
+def _take_clusters(
+    pointer: Any, ctx: Any, index: Any, scratch: Any, visited: int, needed: int, wanted: int
+) -> bool:
+    """Flag the chunks of the best of the visited clusters, about `wanted` tokens; False for NaN.
+
+    The sizes of clusters are not known before they are walked: as many as hold `wanted` tokens on
+    average are taken, and more while that was too few.
+    """
+    header, _, _, ranges, _, _, _, _ = index
+    flags, _, _, _, score_address, _, picked_address, units_address = scratch
+    picked = view_int32(picked_address, header[NUM_CLUSTERS])
+    units = view_int32(units_address, 2 * _MAX_UNITS)
+    partial = view_int32(units_address + 8 * _MAX_UNITS, 2)
+    partial[0] = -1
+    room = header[CANDIDATE_CAPACITY] - (ctx.budget_tokens - needed)  # beside the buffer
+    taken = 0
+    k = 0
+    while (taken < needed or taken < 0.9 * wanted) and k < visited and taken < room:
+        k = min(visited, k + 1 + int((wanted - taken) / cluster_tokens(ctx, header)))
+        count: int = top_k(  # type: ignore[call-arg]
+            pointer, ctx.top_k, score_address, visited, k, picked_address
+        )
+        if count < 0:
+            flags[:] = 0
+            return False
+        i = 0
+        for p in range(count):
+            while picked[p] >= units[_MAX_UNITS + i]:
+                i += 1
+            cluster = ranges[units[i] + 1] - (units[_MAX_UNITS + i] - picked[p])
+            taken += _flag_cluster(index, cluster, flags, room - taken, partial)
+    return True
+
+
+@callback
+def propose(pointer: Any) -> int:
+    """The tokens of the best clusters, and those of the buffer."""
+    ctx = read_context(pointer)
+    index = index_of(ctx)
+    header = index[0]
+    scratch = scratch_of(ctx, header)
+    ctx.candidates = scratch[5]
+    tokens = view_int32(ctx.candidates, header[CANDIDATE_CAPACITY])
+    buffered = _buffered(ctx, header)
+    needed = ctx.budget_tokens - buffered
+    count = 0
+    if needed > 0 and header[NUM_CHUNKS] > 0:
+        slack = ctx.parameters[RADIUS_WEIGHT] * _sum_queries(ctx, scratch[1])
+        wanted = int(needed * ctx.parameters[CANDIDATE_RATIO])
+        visited = _visit_units(pointer, ctx, index, scratch, slack, wanted)
+        if visited < 0:
+            return -1
+        if not _take_clusters(pointer, ctx, index, scratch, visited, needed, wanted):
+            return -1
+        partial = view_int32(scratch[7] + 8 * _MAX_UNITS, 2)
+        count = _write_flagged(index, scratch[0], partial, ctx.last, tokens)
+        ctx.bytes_touched += 4 * count
+    for token in range(ctx.last - buffered, ctx.last):
+        tokens[count] = token
+        count += 1
+    return count
+
+
+@callback
+def select(pointer: Any) -> int:
+    """The heaviest candidates; those of the buffer stay, whatever they weigh."""
+    ctx = read_context(pointer)
+    header = header_of(ctx)
+    buffered = min(_buffered(ctx, header), ctx.num_candidates)
+    indexed = ctx.num_candidates - buffered
+    count = 0
+    if indexed > 0 and ctx.budget_tokens > buffered:
+        count = top_k(  # type: ignore[call-arg]
+            pointer, ctx.top_k, ctx.importance, indexed, ctx.budget_tokens - buffered, ctx.indices
+        )
+        if count < 0:
+            return -1
+    positions = view_int32(ctx.indices, ctx.budget_tokens)
+    for i in range(indexed, ctx.num_candidates):
+        positions[count] = i
+        count += 1
+    return count

@@ -1,0 +1,118 @@
+"""How well the policies select on SmolLM2 and real text: `python -m perf.bench_selection`.
+
+Two parts: every policy at 6,144 tokens with budgets of 1,024 tokens and of 2 % of the context, over
+1,000 decode steps; and the share of the keys that LFPS scores, by alpha and context length.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
+
+from offload import OffloadedModel, load_tokenizer
+from offload.benchmarks.selection import SelectionSettings, measure_selection
+from offload.demo_text import stdlib_paragraphs
+from offload.gguf_conversion import EMBEDDED_MODEL
+from offload.memory import available_cpus
+from offload.policies import Policy, available_policies, make_policy
+from perf.results_file import start_machine, write_results
+
+CONTEXT = 6144
+BUDGETS = (1024, round(0.02 * CONTEXT))
+# A budget of 2 % holds no 16 sinks and 128 recent tokens: as many as the others have.
+SMALL_BUDGET_OPTIONS: dict[str, dict[str, Any]] = {
+    "lychee_cluster": {"sink_tokens": 4, "recent_tokens": 64},
+}
+ALPHAS = (0.1, 0.2, 0.3, 0.4)
+# Half the steps before the length that is meant; the model has 8,192 positions.
+CANDIDATE_STEPS = 64
+CANDIDATE_CONTEXTS = (4096 - CANDIDATE_STEPS // 2, 7900)
+
+
+def policies_of_quality(names: Sequence[str]) -> list[Policy]:
+    """Each policy with each budget."""
+    return [
+        make_policy(
+            name,
+            budget_tokens=budget,
+            **(SMALL_BUDGET_OPTIONS.get(name, {}) if budget == min(BUDGETS) else {}),
+        )
+        for name in names
+        for budget in BUDGETS
+        if name != "full"
+    ]
+
+
+def measure(
+    policies: Sequence[Policy],
+    tokens: Sequence[int],
+    settings: SelectionSettings,
+    threads: int,
+    part: str,
+) -> list[dict[str, Any]]:
+    """Rows of the results, full attention first."""
+    bar = tqdm(total=(1 + len(policies)) * settings.decode_steps, desc=part, unit="step")
+    with bar:
+        measurements = measure_selection(
+            lambda policy: OffloadedModel.from_pretrained(
+                EMBEDDED_MODEL, policy=policy, dtype="bfloat16", num_threads=threads
+            ),
+            policies,
+            tokens,
+            settings,
+            on_policy=bar.set_postfix_str,
+            on_progress=bar.update,
+        )
+    return [{"part": part} | asdict(measurement) for measurement in measurements]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policies", nargs="+", default=available_policies())
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--sample-every", type=int, default=20)
+    parser.add_argument("--parts", nargs="+", default=["quality", "candidates"])
+    parser.add_argument("--dry-run", action="store_true", help="print, do not write the results")
+    arguments = parser.parse_args()
+
+    disable_progress_bar()  # of every model that is loaded
+    machine = start_machine()
+    threads = available_cpus()
+    text = "\n\n".join(stdlib_paragraphs())
+    tokens = load_tokenizer(EMBEDDED_MODEL)(text, verbose=False)["input_ids"]
+    rows: list[dict[str, Any]] = []
+    if "quality" in arguments.parts:
+        settings = SelectionSettings(
+            context=CONTEXT, steps=arguments.steps, sample_every=arguments.sample_every
+        )
+        rows += measure(
+            policies_of_quality(arguments.policies), tokens, settings, threads, "quality"
+        )
+    if "candidates" in arguments.parts and "lfps" in available_policies():
+        policies = [make_policy("lfps", alpha=alpha) for alpha in ALPHAS]
+        for context in CANDIDATE_CONTEXTS:
+            settings = SelectionSettings(context=context, steps=CANDIDATE_STEPS, sample_every=8)
+            rows += measure(policies, tokens, settings, threads, "candidates")
+    if arguments.dry_run:
+        from offload.benchmarks.selection_output import markdown_table
+
+        print(markdown_table(rows))
+        return
+    settings_of_all = {
+        "model": EMBEDDED_MODEL,
+        "text": "docstrings of the standard library",
+        "threads": threads,
+        "context": CONTEXT,
+        "steps": arguments.steps,
+        "sample_every": arguments.sample_every,
+    }
+    print(write_results("selection", machine=machine, settings=settings_of_all, rows=rows))
+
+
+if __name__ == "__main__":
+    main()

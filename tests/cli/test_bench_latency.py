@@ -1,0 +1,143 @@
+"""`offload bench latency` on small caches."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from offload.benchmarks.attention import SHAPES
+from offload.cli.bench_latency import DTYPE_NAMES, SHAPE_NAMES, register
+from offload.config import DTYPES
+from offload.memory import available_cpus
+
+app = typer.Typer()
+register(app)
+
+
+@app.callback()
+def bench() -> None:
+    """A group, as `offload bench` is."""
+
+
+runner = CliRunner(env={"COLUMNS": "240", "TERM": "dumb"})
+SMALL = ["latency", "--shape", "smollm2-135m", "-d", "600,1100", "--budget-tokens", "256"]
+SMALL += ["-r", "2", "--threads", "1", "--policy", "full,exact_topk,quest"]
+
+
+@pytest.fixture(autouse=True)
+def _small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The yardstick outgrows the CPU's caches; a test need not."""
+    monkeypatch.setattr("offload.benchmarks.latency_yardstick.last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr("offload.benchmarks.latency_yardstick._MIN_BYTES", 2**21)
+
+
+def test_json() -> None:
+    arguments = [*SMALL, "--option", "exact_topk.sink_tokens=8", "-o", "json", "--batch-size", "2"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["shape"] == "smollm2-135m"
+    assert document["machine"]["isa"]
+    assert document["layers"] == {"600": 4, "1100": 4}
+    assert 0 < document["statistics"]["1100"]["near_share"] < 1
+    rows = {(row["policy"], row["kv_len"]): row for row in document["rows"]}
+    assert list(rows) == [(p, d) for d in (600, 1100) for p in ("full", "exact_topk", "quest")]
+    assert rows["exact_topk", 1100]["options"] == {"sink_tokens": 8}
+    assert rows["exact_topk", 1100]["attended_tokens"] == 256
+    assert rows["full", 1100]["growth"] > 0
+    assert rows["quest", 600]["speedup_over_full"] > 0
+    assert rows["quest", 600]["batch_size"] == 2
+
+
+def test_table() -> None:
+    result = runner.invoke(app, SMALL)
+    assert result.exit_code == 0, result.output
+    assert "smollm2-135m, bfloat16, batch 1, budget 256 tokens" in result.stdout
+    assert "1 thread: memory" in result.stdout
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[1] for line in lines if line and line[0] == "quest"] == ["600", "1,100"]
+    assert "keys and queries at 600: sink" in result.stdout
+
+
+def test_csv_and_markdown() -> None:
+    result = runner.invoke(app, [*SMALL, "-o", "csv"])
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [row["policy"] for row in rows] == ["full", "exact_topk", "quest"] * 2
+    assert float(rows[1]["score_microseconds"]) > 0
+    result = runner.invoke(app, [*SMALL, "-o", "md"])
+    assert result.exit_code == 0, result.output
+    assert "| policy | context | µs |" in result.stdout
+
+
+def test_threads_and_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra perf is not installed")
+    if available_cpus() < 2:
+        pytest.skip("this process may use one CPU only")
+    path = tmp_path / "latency.svg"
+    result = runner.invoke(app, [*SMALL, "--threads", "1,2", "--plot", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "2 threads: memory" in result.stdout
+    assert "vs 1 thread" in result.stdout
+    assert "<svg" in path.read_text()
+
+
+def test_a_model(tiny_folders: dict[str, Path]) -> None:
+    arguments = ["latency", "--model", str(tiny_folders["qwen2"]), "-d", "400", "--threads", "1"]
+    arguments += ["--policy", "full,exact_topk", "--budget-tokens", "128", "-r", "1", "-o", "json"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["shape"] is None
+    assert document["dtype"] == "float32"
+    assert document["layers"] == {"400": 3}
+    assert [row["dense_share"] for row in document["rows"]] == [0, pytest.approx(2 / 3)]
+
+
+def test_keys_unlike_real_attention_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "offload.benchmarks.latency_run.statistics_outside_range",
+        lambda statistics, kv_len: ["near_share is 0.9, not 0.5"],
+    )
+    result = runner.invoke(app, [*SMALL, "-o", "csv"])
+    assert result.exit_code == 0, result.output
+    assert "warning: at 600 tokens near_share is 0.9" in result.stderr
+    assert "warning" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--shape", "gpt-2"], 2, "unknown 'gpt-2'; available: llama-3.1-8b"),
+        (["--policy", "qest"], 2, "unknown 'qest'; available: exact_topk, full"),
+        (["--output", "xml"], 2, "unknown 'xml'; available: table, json, csv, md"),
+        (["--dtype", "int8"], 2, "unknown 'int8'; available: bfloat16"),
+        (["-d", "4096,x"], 2, "integers of at least 1"),
+        (["--model", "some"], 2, "give one of --shape and --model"),
+        (["--option", "lfps.alpha"], 2, "expected key=value"),
+        (["--option", "alpha=1"], 2, "expected POLICY.NAME=VALUE, got alpha=1"),
+        (["--option", "streaming_llm.sink_tokens=4"], 2, "'streaming_llm' is not measured"),
+        (["--option", "quest.pages=4"], 1, "policy 'quest' has no option 'pages'"),
+        (["--option", "quest.sink_tokens=300"], 1, "budget_tokens=256 cannot hold"),
+        (["--threads", "4096"], 1, "--threads 4096: this process may use"),
+        (["-d", "200"], 1, "a depth of 200 tokens is within the budget of 256 tokens"),
+        (["-d", "900000000"], 1, "lower the batch size or the depth"),
+        (["--plot", "no/such/folder/x.png"], 1, "--plot"),
+    ],
+)
+def test_bad_options(arguments: list[str], code: int, message: str) -> None:
+    result = runner.invoke(app, [*SMALL, *arguments])
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_names_are_those_of_the_library() -> None:
+    assert tuple(SHAPES) == SHAPE_NAMES
+    assert tuple(DTYPES) == DTYPE_NAMES

@@ -1,0 +1,108 @@
+"""Tables of the selection and needle benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offload.policies import available_policies
+from perf.bench_selection import BUDGETS, policies_of_quality
+from perf.selection_tables import lfps_candidates_table, niah_table, selection_table
+
+MACHINE: dict[str, Any] = {
+    "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0"},
+    "cpu": "A CPU",
+    "cpus_present": 4,
+    "cpus_usable": 2,
+    "memory_bytes": 24 * 2**30,
+    "isa": "avx2",
+    "gpus": [],
+    "commit": "0123456789abcdef",
+    "uncommitted_changes": False,
+    "date": "2026-01-01",
+    "load_average": 0.1,
+}
+
+
+def row(policy: str, budget: int | None, **measured: Any) -> dict[str, Any]:
+    unknown = dict.fromkeys(
+        ("attended_tokens", "candidate_share", "overlap", "mass_kept", "mass_of_topk")
+    )
+    unknown |= dict.fromkeys(("output_error", "jaccard", "window_hit"))
+    known = {"kl": 0.01, "perplexity": 17.0, "perplexity_change": 0.0, "tokens_per_second": 50.0}
+    names = {"part": "quality", "policy": policy, "label": policy, "budget_tokens": budget}
+    return unknown | known | names | measured
+
+
+def lfps_row(alpha: float, context: int, share: float) -> dict[str, Any]:
+    options = {"alpha": alpha, "sink_tokens": 4, "recent_tokens": 64}
+    return row("lfps", 1024, part="candidates", context=context, steps=64, options=options) | {
+        "candidate_share": share
+    }
+
+
+SELECTION = {
+    "machine": MACHINE,
+    "settings": {
+        "model": "smollm2-135m-instruct",
+        "text": "docstrings",
+        "context": 6144,
+        "steps": 1000,
+        "sample_every": 20,
+    },
+    "rows": [
+        row("full", None, mass_kept=1.0),
+        row("quest", 1024, mass_kept=0.93),
+        row("tidal_decode", 1024, mass_kept=0.94),
+        row("lychee_cluster", 1024, mass_kept=0.92, perplexity_change=0.011),
+        row("lfps", 1024, mass_kept=0.96, perplexity_change=0.009),
+        row("lfps", 123, mass_kept=0.8, mass_of_topk=0.985, perplexity_change=0.05),
+        row("quest", 123, mass_kept=0.6),
+        lfps_row(0.1, 4064, 0.080),
+        lfps_row(0.4, 7900, 0.050),
+    ],
+}
+
+
+def test_selection_targets() -> None:
+    lines = selection_table(SELECTION).splitlines()
+    table = {tuple(line.split(" | ")[:2]): line for line in lines if line.startswith("| ")}
+    assert table["| tidal_decode", "1,024"].endswith("| mass above Quest's met |")
+    assert table["| lychee_cluster", "1,024"].endswith(
+        "| mass above Quest's **missed**, perplexity ≤ +1% **missed** |"
+    )
+    assert table["| lfps", "1,024"].endswith("| perplexity ≤ +1% met |")
+    assert table["| lfps", "123"].endswith("| ≥ 0.98 of top-k met |")
+    assert table["| quest", "123"].endswith("|  |")
+    assert len({line.count("|") for line in table.values()}) == 1
+
+
+def test_candidates_beside_the_paper() -> None:
+    table = lfps_candidates_table(SELECTION)
+    assert "| 0.1 | 4,096 | 8.0% | 6.3% | 8.0% | 1.00 of the paper's" in table
+    assert "| 0.4 | 7,932 | 5.0% | 4.1% | 3.6% | 1.39 of the paper's" in table
+    assert table.count("**missed**") == 1
+
+
+def test_needle_scores() -> None:
+    settings = {"model": "m", "task": "niah_single_1", "length": 7168, "samples": 4}
+    rows = [
+        {"label": "full", "budget_tokens": None, "score": 1.0},
+        {"label": "quest", "budget_tokens": 1024, "score": 0.75},
+    ]
+    table = niah_table({"machine": MACHINE, "settings": settings, "rows": rows})
+    assert "| full |  | 1.00 | 1.0 met |" in table
+    assert "| quest | 1,024 | 0.75 | 1.0 **missed** |" in table
+
+
+@pytest.mark.parametrize("table", [selection_table, lfps_candidates_table])
+def test_the_machine_is_named(table: Any) -> None:
+    assert "A CPU, 2 of 4 CPUs, 24 GiB, ISA avx2" in table(SELECTION)
+
+
+def test_every_policy_has_both_budgets() -> None:
+    policies = policies_of_quality(available_policies())
+    for name in available_policies():
+        budgets = [policy.budget_tokens for policy in policies if policy.name == name]
+        assert budgets == ([] if name == "full" else list(BUDGETS))

@@ -13,7 +13,7 @@ needle while the model answers (with 1,024 tokens, retrieving layers included):
 
     select layers        shared                   per KV head
     2, 14                0.948 (0.773)   0.94     0.914 (0.723)   0.81
-    2, 7, 14, 21         0.952 (0.791)   0.99     0.931 (0.758)   0.91
+    2, 7, 14, 21         0.952 (0.791)   0.99     0.928 (0.755)   0.91
     2, 3, 14, 23         0.955 (0.810)   0.91     0.940 (0.798)   0.84
 
 Quest keeps 0.937 (0.661) of the mass of prose, exact top-k in every layer 0.987 (0.882).

@@ -39,7 +39,8 @@ class LatencyMeasurement:
     """One policy at one context length on one number of threads. Times are per token and layer.
 
     Attributes:
-        microseconds: median over the steps; _p10 and _p90 are percentiles.
+        microseconds: median over the steps; _p10 and _p90 are percentiles, _mean the mean, which
+            shows what a policy does in some steps only, and what disturbed the machine.
         phases: microseconds of each of PHASES, the mean over the workers' clocks; `other` is the
             rest of the median: calls, waiting for the slowest worker.
         bytes_touched: keys, values and the policy's arrays, read or written.
@@ -63,6 +64,7 @@ class LatencyMeasurement:
     microseconds: float
     microseconds_p10: float
     microseconds_p90: float
+    microseconds_mean: float
     phases: Mapping[str, float]
     bytes_touched: float
     bandwidth: float
@@ -351,6 +353,7 @@ class _Turns:
             microseconds=median,
             microseconds_p10=p10,
             microseconds_p90=p90,
+            microseconds_mean=float(np.mean(steps)),
             phases=phases,
             bytes_touched=bytes_touched,
             bandwidth=bytes_touched / (median * 1e-6),

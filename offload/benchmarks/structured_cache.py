@@ -446,6 +446,5 @@ def _normal(generator: Generator) -> float:
     return float(torch.randn((), generator=generator))
 
 
-def _lognormal(sigma: float, generator: Generator) -> float:
-    """Of mean 1."""
+def _lognormal(sigma: float, generator: Generator) -> float:  # of mean 1
     return math.exp(sigma * _normal(generator) - sigma * sigma / 2)

@@ -54,7 +54,9 @@ from offload.policies.lfps_tables import (
     TABLE_STATE,
     add_scores,
     list_scores,
+    lowered_threshold,
     mark_above,
+    mark_tokens,
     mean_of,
     prune,
     rescale,
@@ -215,14 +217,28 @@ def prepare(pointer: Any) -> None:
         prune(table_v, values_v, indices_v, bits_v, -1, state_v, mean_of(state_v, n))
     if due or state_s[FULL] > 0.0:
         prune(table_s, values_s, indices_s, bits_s, top, state_s, mean_of(state_s, n))
+    mean_v, mean_s = mean_of(state_v, n), mean_of(state_s, n)
     theta_v = threshold_of(state_v, n, alpha)
     theta_s = threshold_of(state_s, n, alpha)
-    marked = mark_above(
-        values_v, indices_v, state_v, theta_v, -1, ctx.first, hits, marks, touched
-    ) + mark_above(values_s, indices_s, state_s, theta_s, newest, ctx.first, hits, marks, touched)
-    count = take_candidates(
-        marks, touched, bits_v, bits_s, top - newest, ctx.first, ctx.last, candidates
-    )
+    wanted = min(np.int64(ctx.parameters[4] * ctx.budget_tokens), ctx.last - ctx.first)
+    marked = count = 0
+    for attempt in range(5):  # the rule's thresholds, lower ones, all that is listed, recent ones
+        share = 0.5**attempt if attempt < 3 else 0.0
+        lowered = lowered_threshold(theta_v, mean_v, share)
+        marked += mark_above(
+            values_v, indices_v, state_v, lowered, -1, ctx.first, hits, marks, touched
+        )
+        lowered = lowered_threshold(theta_s, mean_s, share)
+        marked += mark_above(
+            values_s, indices_s, state_s, lowered, newest, ctx.first, hits, marks, touched
+        )
+        if attempt == 4:
+            mark_tokens(max(ctx.first, ctx.last - (wanted - count)), ctx.last, marks, touched)
+        count = take_candidates(
+            marks, touched, bits_v, bits_s, top - newest, ctx.first, ctx.last, candidates
+        )
+        if count >= wanted:
+            break
     unit[_STEP] += 1.0
     view_int32(ctx.arrays[7], 3 + ctx.unit + 1)[3 + ctx.unit] = count
     ctx.bytes_touched += np.int64(8 * (state_v[COUNT] + state_s[COUNT])) + 32 * marked + 4 * count
@@ -362,6 +378,9 @@ class LFPS(SparsePolicy):
     # Steps between prunings of the lists. In between, neighbours that fell below the mean since
     # the last one are still added to candidates; 1 is the paper's rule to the letter.
     prune_every: ClassVar[int] = 8
+    # Where the rule names fewer candidates than this times the budget, thresholds are lowered
+    # towards the means, and recent tokens fill up what is then still missing.
+    candidates_per_budget: ClassVar[float] = 1.0
 
     alpha: float = 0.2
     gamma: float = 0.95
@@ -393,7 +412,13 @@ class LFPS(SparsePolicy):
         return self.granularity == "query_head"
 
     def parameters(self) -> tuple[float, ...]:
-        return (self.alpha, self.gamma, self.bypass_threshold, float(self.prune_every))
+        return (
+            self.alpha,
+            self.gamma,
+            self.bypass_threshold,
+            float(self.prune_every),
+            self.candidates_per_budget,
+        )
 
     def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
         """Tables of the last queries, and the means and sink values that bypasses answer with.

@@ -80,6 +80,12 @@ def threshold_of(state: Any, n: Any, alpha: Any) -> Any:
 
 
 @numba.njit(cache=True)
+def lowered_threshold(theta: Any, mean: Any, share: Any) -> Any:
+    """The threshold at a share of its height above the mean; -1, below every score, for 0."""
+    return mean + share * (theta - mean) if share > 0.0 else -1.0
+
+
+@numba.njit(cache=True)
 def list_scores(
     table: Any, values: Any, indices: Any, bits: Any, top: Any, state: Any, floor: Any
 ) -> None:
@@ -248,6 +254,15 @@ def mark_above(
         _set_bit(touched, max(token - 1, 0) >> 6)
         _set_bit(touched, (token + 2) >> 6)
     return marked
+
+
+@numba.njit(cache=True)
+def mark_tokens(begin: Any, end: Any, marks: Any, touched: Any) -> None:
+    """Mark the tokens [begin, end)."""
+    for token in range(begin, end):
+        _set_bit(marks, token)
+        _set_bit(touched, max(token - 1, 0) >> 6)
+        _set_bit(touched, (token + 2) >> 6)
 
 
 @numba.njit(cache=True)

@@ -18,6 +18,12 @@ def threshold(table: np.ndarray, alpha: float) -> float:
     return table.mean() + alpha * table.max() / np.sqrt(kurtosis)
 
 
+def above(table: np.ndarray, theta: float, share: float) -> np.ndarray:
+    """Indices above the threshold, lowered to a share of its height above the mean."""
+    mean = table.mean()
+    return np.flatnonzero(table > (mean + share * (theta - mean) if share > 0 else mean))
+
+
 def softmax(x: np.ndarray) -> np.ndarray:
     exp = np.exp(x - x.max(-1, keepdims=True))
     return exp / exp.sum(-1, keepdims=True)
@@ -32,6 +38,7 @@ class Unit:
 
     def __init__(self, policy: LFPS, queries, keys, values) -> None:
         self.policy, self.scale = policy, keys.shape[1] ** -0.5
+        self.budget = policy.budget_tokens - policy.sink_tokens - policy.recent_tokens
         self.vertical = np.zeros(len(keys))
         self.slash = np.zeros(len(keys))
         sinks, n = policy.sink_tokens, queries.shape[1]
@@ -62,15 +69,25 @@ class Unit:
         sinks, last = policy.sink_tokens, kv_len - policy.recent_tokens
         vertical, slash = self.vertical[sinks:t], self.slash[: t - sinks]
         theta_v, theta_s = threshold(vertical, policy.alpha), threshold(slash, policy.alpha)
-        initial = {sinks + i for i in np.flatnonzero(vertical > theta_v)}
-        initial |= {t - j for j in np.flatnonzero(slash > theta_s)}
-        chosen = set()
-        for i in initial:
-            for p in (i + d for d in OFFSETS):
-                if not sinks <= p < last:
-                    continue
-                if p == i or self.vertical[p] > vertical.mean() or self.slash[t - p] > slash.mean():
-                    chosen.add(p)
+        wanted = min(int(policy.candidates_per_budget * self.budget), last - sinks)
+        chosen: set[int] = set()
+        for attempt in range(5):
+            share = 0.5**attempt if attempt < 3 else 0.0
+            initial = {sinks + i for i in above(vertical, theta_v, share)}
+            initial |= {t - j for j in above(slash, theta_s, share)}
+            if attempt == 4:
+                initial |= set(range(max(sinks, last - (wanted - len(chosen))), last))
+            chosen = set()
+            for i in initial:
+                for p in (i + d for d in OFFSETS):
+                    if sinks <= p < last and (
+                        p == i
+                        or self.vertical[p] > vertical.mean()
+                        or self.slash[t - p] > slash.mean()
+                    ):
+                        chosen.add(p)
+            if len(chosen) >= wanted:
+                break
         return np.array(sorted(chosen), np.int64)
 
     def bypassed(self, queries, keys, values) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -62,7 +62,7 @@ class PyDecodeAttention {
   // empty.
   void set_policy(int64_t budget_tokens, int64_t sink_tokens, int64_t recent_tokens, bool per_query_head,
                   bool scans_keys, const std::vector<int64_t>& functions, const std::vector<double>& parameters,
-                  const std::vector<uint8_t>& roles) {
+                  const std::vector<uint8_t>& roles, bool shares_selection) {
     PolicyFunctions policy;
     policy.budget_tokens = budget_tokens;
     policy.sink_tokens = sink_tokens;
@@ -70,6 +70,7 @@ class PyDecodeAttention {
     policy.per_query_head = per_query_head;
     policy.scans_keys = scans_keys;
     policy.roles = roles;
+    policy.shares_selection = shares_selection;
     for (size_t i = 0; i < parameters.size() && i < kMaxPolicyParameters; ++i) policy.parameters[i] = parameters[i];
     policy.prepare = pointer<void(PolicyContext*)>(functions.at(0));
     policy.propose = pointer<int64_t(PolicyContext*)>(functions.at(1));

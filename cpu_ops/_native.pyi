@@ -101,6 +101,7 @@ class DecodeAttention:
         functions: Sequence[int],
         parameters: Sequence[float],
         roles: Sequence[int],
+        shares_selection: bool,
     ) -> None: ...
     def attend(
         self,

@@ -380,7 +380,7 @@ class LFPS(SparsePolicy):
     prune_every: ClassVar[int] = 8
     # Where the rule names fewer candidates than this times the budget, thresholds are lowered
     # towards the means, and recent tokens fill up what is then still missing.
-    candidates_per_budget: ClassVar[float] = 1.0
+    candidates_per_budget: ClassVar[float] = 2.0
 
     alpha: float = 0.2
     gamma: float = 0.95

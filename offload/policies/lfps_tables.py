@@ -20,13 +20,16 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core import types
+from llvmlite import ir
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 # Of a table's float64 state: power sums, then these.
 MAX, FLOOR, COUNT, FULL = 4, 5, 6, 7
 TABLE_STATE = 8
 _VANISHED = np.float32(1e-30)  # of the largest stored score's scale, 1; smaller ones become 0
+
+_AHEAD = 32  # tokens whose scores are fetched before they are needed
 
 _ZERO, _ONE, _TWO = np.uint64(0), np.uint64(1), np.uint64(2)
 _62, _63, _64 = np.uint64(62), np.uint64(63), np.uint64(64)
@@ -39,6 +42,22 @@ def _trailing_zeros(typingctx: Any, word: Any) -> Any:
         return builder.cttz(args[0], ctx.get_constant(types.boolean, True))
 
     return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def _prefetch(typingctx: Any, array: Any, index: Any) -> Any:
+    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = ctx.make_array(signature.args[0])(ctx, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
+        number = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t] + [number] * 3)
+        function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+            builder.module, function_type, "llvm.prefetch.p0i8"
+        )
+        builder.call(function, [address, number(1), number(2), number(1)])  # to write, into L2
+        return ctx.get_dummy_value()
+
+    return types.void(array, types.int64), codegen
 
 
 @numba.njit(inline="always")
@@ -169,6 +188,10 @@ def add_scores(
     highest, floor = state[MAX], state[FLOOR]
     count = np.int64(state[COUNT])
     for i in range(len(tokens)):
+        # Whether a score is listed is a branch on a cache miss: without help misses would queue up.
+        ahead = np.int64(tokens[min(i + _AHEAD, len(tokens) - 1)])
+        ahead = newest - ahead if top >= 0 else ahead
+        _prefetch(table, ahead)  # type: ignore[call-arg]
         index = newest - tokens[i] if top >= 0 else np.int64(tokens[i])
         before = table[index]
         slot = -1

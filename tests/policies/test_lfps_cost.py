@@ -1,0 +1,129 @@
+"""What a step of LFPS costs does not grow with the context, only with candidates.
+
+Two contexts, the same attended tokens and distances, so the same candidates: prediction and update
+at 128K tokens take at most twice as long as at 8K.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numba
+import numpy as np
+
+from offload.policies import lfps_tables as tables
+from offload.policies.lfps import _num_blocks, _num_words, _top
+
+SHORT, LONG = 8_192, 131_072
+ATTENDED, UNITS, STEPS = 1_024, 8, 40
+
+
+@numba.njit
+def predict(scores, values, indices, bits, state, tops, newest, alpha, prune, scratch):
+    hits, marks, touched, candidates = scratch
+    for k in range(2):
+        if prune:
+            mean = tables.mean_of(state[k], newest - 4)
+            tables.prune(scores[k], values[k], indices[k], bits[k], tops[k], state[k], mean)
+        theta = tables.threshold_of(state[k], newest - 4, alpha)
+        tables.mark_above(
+            values[k],
+            indices[k],
+            state[k],
+            theta,
+            newest if k == 1 else -1,
+            4,
+            hits,
+            marks,
+            touched,
+        )
+    return tables.take_candidates(
+        marks, touched, bits[0], bits[1], tops[1] - newest, 4, newest - 63, candidates
+    )
+
+
+@numba.njit
+def update(scores, values, indices, bits, state, tops, tokens, weights, newest, scale):
+    for k in range(2):
+        tables.add_scores(
+            scores[k],
+            values[k],
+            indices[k],
+            bits[k],
+            tops[k],
+            state[k],
+            tokens,
+            weights,
+            newest,
+            scale,
+        )
+
+
+class Layer:
+    """Units that attend to the same heavy tokens in steps of any context length."""
+
+    def __init__(self, kv_len: int) -> None:
+        self.rng = np.random.default_rng()
+        self.kv_len, capacity = kv_len, kv_len + STEPS + 8
+        words = int(_num_words(capacity))
+        self.tops = np.array([-1, int(_top(capacity))])
+        listed = max(4096, capacity // 4)
+        self.units = [
+            (
+                np.zeros((2, capacity), np.float32),
+                np.zeros((2, listed), np.float32),
+                np.zeros((2, listed), np.int32),
+                np.zeros((2, words), np.uint64),
+                np.zeros((2, tables.TABLE_STATE)),
+            )
+            for _ in range(UNITS)
+        ]
+        self.scratch = (
+            np.zeros(listed, np.int32),
+            np.zeros(words, np.uint64),
+            np.zeros(int(_num_blocks(capacity)), np.uint64),
+            np.zeros(capacity // 2, np.int32),
+        )
+        weights = self.rng.pareto(1.5, ATTENDED) + 0.05
+        self.weights = (0.5 * weights / weights.sum()).astype(np.float32)
+        half = ATTENDED // 2
+        self.positions = self.rng.choice(np.arange(4, kv_len // 2), half, False)
+        self.distances = self.rng.choice(np.arange(64, kv_len // 2 - 1), half, False)
+        self.scale, self.newest = 1.0, kv_len
+        # max / sqrt(kurtosis) of the same scores among n falls with sqrt(n).
+        self.alpha = 0.2 * (kv_len / SHORT) ** 0.5
+
+    def step(self, number: int) -> tuple[float, int]:
+        """Seconds of all units' prediction and update, and candidates of a unit."""
+        start = time.perf_counter()
+        count = 0
+        for unit in self.units:
+            count = predict(
+                *unit, self.tops, self.newest, self.alpha, number % 8 == 0, self.scratch
+            )
+        seconds = time.perf_counter() - start
+        self.scale /= 0.95
+        self.positions[self.rng.integers(0, len(self.positions), 20)] += 1
+        attended = np.concatenate([self.positions, self.newest - self.distances])
+        tokens = np.sort(attended).astype(np.int32)
+        weights = self.weights[np.argsort(attended)]
+        start = time.perf_counter()
+        for unit in self.units:
+            update(*unit, self.tops, tokens, weights, self.newest, np.float32(self.scale))
+        self.newest += 1
+        return seconds + time.perf_counter() - start, count
+
+
+def test_a_step_at_128k_costs_at_most_twice_one_at_8k():
+    layers = {kv_len: Layer(kv_len) for kv_len in (SHORT, LONG)}
+    seconds: dict[int, list[float]] = {kv_len: [] for kv_len in layers}
+    counts = dict.fromkeys(layers, 0)
+    for number in range(STEPS):
+        for kv_len, layer in layers.items():
+            taken, counts[kv_len] = layer.step(number)
+            if number >= 8:  # compiled, and listed
+                seconds[kv_len].append(taken)
+    assert counts[SHORT] > 300
+    assert 0.7 < counts[LONG] / counts[SHORT] < 1.4
+    print({k: (1e6 * min(v) / UNITS, counts[k]) for k, v in seconds.items()}, "us, candidates")
+    assert min(seconds[LONG]) <= 2.0 * min(seconds[SHORT])

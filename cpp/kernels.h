@@ -22,6 +22,15 @@ struct Bf16 {
   uint16_t bits;
 };
 
+// How far ahead of a contiguous stream bf16 kernels prefetch into L2; 0 leaves it to the hardware. Intel's (Sapphire
+// Rapids) does not keep up: dense attention reaches 50 % of a sequential read on one core and 57 % on fifteen; with
+// this 74 and 79 %. On Zen 4, whose prefetchers do, every software prefetch of a stream costs bandwidth.
+#if defined(__x86_64__)
+inline const int64_t stream_ahead_bytes = (__builtin_cpu_init(), __builtin_cpu_is("intel")) ? 4096 : 0;
+#else
+inline constexpr int64_t stream_ahead_bytes = 0;
+#endif
+
 inline int64_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // Row t lies at pages[t >> page_shift] + offset + (t & page_mask) * row_bytes.

@@ -90,7 +90,7 @@ struct TileOps<Bf16> {
         break;
     }
     for (int64_t d = 0; d < head_dim; d += 32) {
-      accumulate_block<G, 1>(pairs, rows, num_rows, d == 0 ? ahead : Prefetch<Bf16>(), d, acc, acc_stride);
+      accumulate_block<G, 1, true>(pairs, rows, num_rows, d == 0 ? ahead : Prefetch<Bf16>(), d, acc, acc_stride);
     }
   }
 
@@ -113,6 +113,13 @@ struct TileOps<Bf16> {
     asm volatile("" : "+v"(x));
     return x;
   }
+  // A stream's line to come, where the CPU's own prefetchers need help (see stream_ahead_bytes).
+  template <class Rows>
+  [[gnu::always_inline]] static void prefetch_stream(const Bf16* p) {
+    if constexpr (std::is_same_v<Rows, ContiguousRows<Bf16>>) {
+      if (stream_ahead_bytes != 0) prefetch_l2(reinterpret_cast<const char*>(p) + stream_ahead_bytes);
+    }
+  }
   static __m512bh load_32(const Bf16* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
 
   // C vectors of 32 columns a row, or head_dim / 32 of them if C is 0. Rows are read strictly one after the other.
@@ -130,6 +137,7 @@ struct TileOps<Bf16> {
         F sums[4];
         for (int g = 0; g < 4; ++g) sums[g] = f_zero();
         for (int c = 0; c < chunks; ++c) {
+          prefetch_stream<Rows>(rows[at] + c * 32);
           const auto key = reinterpret_cast<__m512bh>(load_in_order(rows[at] + c * 32));
           for (int g = 0; g < G; ++g) {
             const __m512bh q = C != 0 ? held[g * C + c] : load_32(query + g * head_dim + c * 32);
@@ -160,22 +168,22 @@ struct TileOps<Bf16> {
     if constexpr (G > 3) _mm_mask_storeu_ps(out + 3 * stride, live, _mm512_extractf32x4_ps(by_head, 3));
   }
 
-  // Whole rows of V * 32 columns, as many heads at a time as the registers hold. Every pass reads its rows in memory
-  // order: by column blocks instead, a stream from DRAM runs at half the speed.
-  template <int G, int V, class Rows>
+  // Whole rows of V * 32 columns, kFirst in the first pass over them, as many heads at a time as the registers hold.
+  // Every pass reads its rows in memory order: by column blocks instead, a stream from DRAM runs at half the speed.
+  template <int G, int V, bool kFirst = true, class Rows>
   static void accumulate_rows(const uint32_t (*pairs)[kSubTile / 2], const Rows& rows, int num_rows,
                               const Prefetch<Bf16>& ahead, float* acc, int64_t acc_stride) {
     constexpr int kHeads = V >= 8 ? 1 : V >= 3 ? 2 : 4;
     if constexpr (G <= kHeads) {
-      accumulate_block<G, V>(pairs, rows, num_rows, ahead, 0, acc, acc_stride);
+      accumulate_block<G, V, kFirst>(pairs, rows, num_rows, ahead, 0, acc, acc_stride);
     } else {
-      accumulate_block<kHeads, V>(pairs, rows, num_rows, ahead, 0, acc, acc_stride);
-      accumulate_rows<G - kHeads, V>(pairs + kHeads, rows, num_rows, Prefetch<Bf16>(), acc + kHeads * acc_stride,
-                                     acc_stride);
+      accumulate_block<kHeads, V, kFirst>(pairs, rows, num_rows, ahead, 0, acc, acc_stride);
+      accumulate_rows<G - kHeads, V, false>(pairs + kHeads, rows, num_rows, Prefetch<Bf16>(), acc + kHeads * acc_stride,
+                                            acc_stride);
     }
   }
 
-  template <int G, int V, class Rows>
+  template <int G, int V, bool kFirst, class Rows>
   static void accumulate_block(const uint32_t (*pairs)[kSubTile / 2], const Rows& rows, int num_rows,
                                const Prefetch<Bf16>& ahead, int64_t d, float* acc, int64_t acc_stride) {
     F sums[G * V * 2];
@@ -186,6 +194,8 @@ struct TileOps<Bf16> {
       const int odd = r + 1 < num_rows ? r + 1 : r;  // an odd last row pairs with itself at weight zero
       ahead.row(r, V * 64);
       ahead.row(odd, V * 64);
+      for (int v = 0; kFirst && v < V; ++v) prefetch_stream<Rows>(rows[r] + d + v * 32);
+      for (int v = 0; kFirst && v < V; ++v) prefetch_stream<Rows>(rows[odd] + d + v * 32);
       __m512i even_row[V], odd_row[V];
       for (int v = 0; v < V; ++v) even_row[v] = load_in_order(rows[r] + d + v * 32);
       for (int v = 0; v < V; ++v) odd_row[v] = load_in_order(rows[odd] + d + v * 32);

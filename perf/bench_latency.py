@@ -1,29 +1,31 @@
 """Decode attention of every policy by context and threads: `python -m perf.bench_latency`.
 
-Structured keys of Llama-3.1-8B shapes; see `offload bench latency`. LFPS also runs with larger
-alphas, which leave about as many candidates at 128K as 0.2 does at 8K, for the row that compares
-its bookkeeping at equal candidate counts.
+Structured keys of Llama-3.1-8B shapes; see `offload bench latency`. A second, small run compares
+LFPS's bookkeeping at 8K and at 128K, there with larger alphas, which leave about as many candidates
+as 0.2 does at 8K.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from offload.benchmarks.latency_run import LatencyRun, run_latency
+from offload.benchmarks.latency_run import LatencyResult, LatencyRun, run_latency
 from offload.memory import available_cpus
-from offload.policies import Policy, available_policies, make_policy
+from offload.policies import available_policies, make_policy
 from perf.results_file import start_machine, write_results
 
 SHAPE = "llama-3.1-8b"
 BUDGET_TOKENS = 1024
 DEPTHS = (4096, 8192, 16384, 32768, 65536, 131072)
-# LFPS's candidates at 128K for alpha 0.2 are several times those at 8K: larger alphas leave fewer.
-SELECTIVE_ALPHAS = (0.6, 1.5)
+LFPS_ALPHA = 0.2
+SELECTIVE_ALPHAS = (1.5, 4.0)  # at 128K: some more, and some fewer candidates than 0.2 at 8K
+SHORT_DEPTH = 8192
 
 
 def main() -> None:
@@ -34,50 +36,64 @@ def main() -> None:
     arguments = parser.parse_args()
 
     machine = start_machine()
-    policies: dict[str, Policy] = {}
-    options: dict[str, dict[str, Any]] = {}
-    for name in available_policies():
-        options[name] = {"budget_tokens": BUDGET_TOKENS}
-        if name == "full":
-            options[name] = {}
-        if name == "lfps":
-            options[name]["alpha"] = 0.2
-        policies[name] = make_policy(name, **options[name])
-    if "lfps" in policies:
-        for alpha in SELECTIVE_ALPHAS:
-            name = f"lfps, alpha {alpha}"
-            options[name] = {"budget_tokens": BUDGET_TOKENS, "alpha": alpha}
-            policies[name] = make_policy("lfps", **options[name])
     start = time.monotonic()
-    with tqdm(desc="latency", unit="step") as progress:
-
-        def on_progress(what: str, done: int, total: int) -> None:
-            progress.total = total
-            progress.set_postfix_str(what, refresh=False)
-            progress.update(done - progress.n)
-
-        result = run_latency(
-            LatencyRun(
-                shape=SHAPE,
-                model=None,
-                depths=tuple(sorted(arguments.depths)),
-                threads=tuple(sorted(arguments.threads)),
-                policies=policies,
-                options=options,
-                batch_size=1,
-                repeats=arguments.repeats,
-                dtype=torch.bfloat16,
-                seed=0,
-            ),
-            on_progress=on_progress,
+    names = available_policies()
+    options: dict[str, dict[str, Any]] = {
+        name: {} if name == "full" else {"budget_tokens": BUDGET_TOKENS} for name in names
+    }
+    if "lfps" in names:
+        options["lfps"]["alpha"] = LFPS_ALPHA
+    policies = {name: make_policy(name, **options[name]) for name in names}
+    depths = tuple(sorted(arguments.depths))
+    main_run = LatencyRun(
+        shape=SHAPE,
+        model=None,
+        depths=depths,
+        threads=tuple(sorted(arguments.threads)),
+        policies=policies,
+        options=options,
+        batch_size=1,
+        repeats=arguments.repeats,
+        dtype=torch.bfloat16,
+        seed=0,
+        max_layers=2,
+    )
+    result = measured(main_run, "latency")
+    rows = result.rows()
+    if "lfps" in names and SHORT_DEPTH in depths and depths[-1] > SHORT_DEPTH:
+        alphas = {f"lfps, alpha {alpha}": alpha for alpha in (LFPS_ALPHA, *SELECTIVE_ALPHAS)}
+        options = {
+            name: {"budget_tokens": BUDGET_TOKENS, "alpha": alpha} for name, alpha in alphas.items()
+        }
+        bookkeeping = replace(
+            main_run,
+            depths=(SHORT_DEPTH, depths[-1]),
+            threads=(min(arguments.threads),),
+            policies={name: make_policy("lfps", **options[name]) for name in options},
+            options=options,
+            max_layers=1,
         )
-    for line in result.warnings:
-        print(f"warning: {line}")
+        rows += measured(bookkeeping, "bookkeeping").rows()
     settings = result.settings() | {
         "budget_tokens": BUDGET_TOKENS,
         "seconds": round(time.monotonic() - start),
     }
-    print(write_results("latency", machine=machine, settings=settings, rows=result.rows()))
+    print(write_results("latency", machine=machine, settings=settings, rows=rows))
+
+
+def measured(run: LatencyRun, what: str) -> LatencyResult:
+    """The run's result; shows how far it is."""
+    with tqdm(desc=what, unit="part") as progress:
+
+        def on_progress(part: str, done: int, total: int) -> None:
+            progress.total = total
+            progress.set_postfix_str(part, refresh=False)
+            progress.update(done - progress.n)
+
+        result = run_latency(run, on_progress=on_progress)
+    for line in result.warnings:
+        print(f"warning: {line}")
+    return result
 
 
 if __name__ == "__main__":

@@ -24,10 +24,6 @@ from perf.results_file import start_machine, write_results
 
 CONTEXT = 6144
 BUDGETS = (1024, round(0.02 * CONTEXT))
-# A budget of 2 % holds no 16 sinks and 128 recent tokens: as many as the others have.
-SMALL_BUDGET_OPTIONS: dict[str, dict[str, Any]] = {
-    "lychee_cluster": {"sink_tokens": 4, "recent_tokens": 64},
-}
 ALPHAS = (0.1, 0.2, 0.3, 0.4)
 # Half the steps before the length that is meant; the model has 8,192 positions.
 CANDIDATE_STEPS = 64
@@ -37,11 +33,7 @@ CANDIDATE_CONTEXTS = (4096 - CANDIDATE_STEPS // 2, 7900)
 def policies_of_quality(names: Sequence[str]) -> list[Policy]:
     """Each policy with each budget."""
     return [
-        make_policy(
-            name,
-            budget_tokens=budget,
-            **(SMALL_BUDGET_OPTIONS.get(name, {}) if budget == min(BUDGETS) else {}),
-        )
+        make_policy(name, budget_tokens=budget)
         for name in names
         for budget in BUDGETS
         if name != "full"

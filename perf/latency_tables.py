@@ -57,7 +57,7 @@ def latency_table(result: dict[str, Any]) -> str:
         )
         header = ["policy", *(_tokens(context) for context in contexts)]
         at = f"at {_tokens(deepest)}"
-        header += [f"of full {at}", "of top-k", "scored", "mass kept", "of memory"]
+        header += [f"over full {at}", "over top-k", "scored", "mass kept", "of memory"]
         parts.append(_table(header, lines))
     return "\n\n".join([*parts, machine_line(result["machine"])])
 
@@ -179,9 +179,9 @@ def lfps_bookkeeping(rows: Sequence[Row]) -> float | None:
     short: Row | None = None
     points = []
     for row in rows:
-        if row["num_threads"] != fewest or not row["policy"].startswith("lfps"):
+        if row["num_threads"] != fewest or not row["policy"].startswith("lfps, alpha"):
             continue
-        if row["policy"] == "lfps" and row["kv_len"] == 8192:
+        if row["policy"] == "lfps, alpha 0.2" and row["kv_len"] == 8192:
             short = row
         if row["kv_len"] == deepest:
             points.append((_candidates(row), _kept_books(row)))

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstdint>
 #include <new>
+#include <type_traits>
 
 #include "../kernels.h"
 #include "../number_formats.h"

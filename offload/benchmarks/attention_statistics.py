@@ -181,13 +181,16 @@ def expected_statistics(kv_len: int) -> AttentionStatistics:
 
 
 def statistics_outside_range(statistics: AttentionStatistics, kv_len: int) -> list[str]:
-    """Which numbers differ from `expected_statistics` by more than TOLERANCES, in words."""
+    """Which numbers differ from `expected_statistics` by more than TOLERANCES, in words.
+
+    Beyond 8K, where nothing was measured, the tolerances widen: twice as wide at 128K.
+    """
     expected = asdict(expected_statistics(kv_len))
+    widening = 1 + max(0.0, math.log2(kv_len / 8192)) / 4
     lines = []
     for name, value in asdict(statistics).items():
         tolerance = getattr(TOLERANCES, name)
-        if name == "lfps_candidates":
-            tolerance *= expected[name]
+        tolerance *= expected[name] if name == "lfps_candidates" else widening
         if not abs(value - expected[name]) <= tolerance:
             lines.append(
                 f"{name} of the keys and queries is {value:.3f}, not "

@@ -39,7 +39,8 @@ class LatencyMeasurement:
     """One policy at one context length on one number of threads. Times are per token and layer.
 
     Attributes:
-        microseconds: median over the steps; _p10 and _p90 are percentiles.
+        microseconds: median over the steps; _p10 and _p90 are percentiles, _mean the mean, which
+            shows what a policy does in some steps only, and what disturbed the machine.
         phases: microseconds of each of PHASES, the mean over the workers' clocks; `other` is the
             rest of the median: calls, waiting for the slowest worker.
         bytes_touched: keys, values and the policy's arrays, read or written.
@@ -63,6 +64,7 @@ class LatencyMeasurement:
     microseconds: float
     microseconds_p10: float
     microseconds_p90: float
+    microseconds_mean: float
     phases: Mapping[str, float]
     bytes_touched: float
     bandwidth: float
@@ -252,6 +254,9 @@ class _Turns:
             dense = self._policy.dense_layers if self._policy.selects else workload.num_layers
             roles[:dense] = DENSE
         self._attends_to_all = (roles == DENSE) | (roles == RETRIEVE)
+        if self._policy.reads_text and workload.text_marks is not None:
+            for seq, marks in zip(workload.seqs, workload.text_marks, strict=True):
+                self._attention.states.append_marks(seq, marks[: workload.kv_len])
         if self._policy.observed_queries:
             for row, seq in enumerate(workload.seqs):
                 for layer_idx in range(workload.num_layers):
@@ -269,6 +274,9 @@ class _Turns:
     def take(self, step: int, kv_lens: list[int], *, record: bool) -> None:
         """One decode step through all layers."""
         workload, attention = self._workload, self._attention
+        if self._policy.reads_text and workload.text_marks is not None:
+            for seq, marks, kv_len in zip(workload.seqs, workload.text_marks, kv_lens, strict=True):
+                attention.states.append_marks(seq, marks[kv_len - 1 : kv_len])
         begun = attention.begin_step(workload.seqs, kv_lens)
         self._outputs, self._selections = [], []
         for layer_idx, counts in enumerate(self._layers):
@@ -345,6 +353,7 @@ class _Turns:
             microseconds=median,
             microseconds_p10=p10,
             microseconds_p90=p90,
+            microseconds_mean=float(np.mean(steps)),
             phases=phases,
             bytes_touched=bytes_touched,
             bandwidth=bytes_touched / (median * 1e-6),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload.benchmarks.attention_statistics import SINK_TOKENS
 from offload.kv_store import KVStore
 
 # The output is rounded to the cache's dtype, and so are the softmax weights inside some kernels.
@@ -17,12 +18,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class SelectionQuality:
-    """How a step's selections compare with the best of their size, sinks left out.
+    """How a step's selections compare with the best of their size.
 
     Attributes:
         top_overlap: share of the chosen tokens (sinks and recent ones left out) that are among as
             many of largest weight; None if none were to choose.
-        mass_kept: of the attention beside the sinks, what the attended tokens hold.
+        mass_kept: of the attention beside the first SINK_TOKENS, what the attended tokens hold.
         answered: share of units that the policy answered without attending.
     """
 
@@ -102,6 +103,7 @@ class ExactAttention:
 
         Args:
             attends_to_all: of each unit; others with an empty selection were answered.
+            sink_tokens, recent_tokens: what is attended anyway, and not chosen.
         """
         num_kv_heads, group_size, _ = self._queries.shape
         per_head = len(selection) > num_kv_heads
@@ -122,10 +124,10 @@ class ExactAttention:
             else:
                 importance = self.weights[unit].sum(0)
             chosen = torch.as_tensor(tokens, dtype=torch.int64)
-            beside_sinks = chosen[chosen >= sink_tokens]
-            rest = float(importance[sink_tokens:].double().sum())
+            beside_sinks = chosen[chosen >= SINK_TOKENS]
+            rest = float(importance[SINK_TOKENS:].double().sum())
             masses.append(float(importance[beside_sinks].double().sum()) / max(rest, 1e-30))
-            middle = beside_sinks[beside_sinks < last]
+            middle = chosen[(chosen >= sink_tokens) & (chosen < last)]
             if middle.numel():
                 best = importance[sink_tokens:last].topk(middle.numel()).indices + sink_tokens
                 common = torch.isin(middle, best, assume_unique=True).sum()

@@ -86,7 +86,7 @@ def threads_title(num_threads: int) -> str:
 def table_cells(rows: Sequence[dict[str, Any]], num_threads: int) -> list[list[str]]:
     """Header and lines of one number of threads, sorted by context; times in microseconds."""
     fewest = min(row["num_threads"] for row in rows)
-    header = ["policy", "context", "µs", "of full", "of top-k", *PHASES, "other", "MB", "GB/s"]
+    header = ["policy", "context", "µs", "over full", "over top-k", *PHASES, "other", "MB", "GB/s"]
     header += ["memory", "scored", "overlap", "mass", "growth"]
     if num_threads != fewest:
         header += [f"vs {threads_title(fewest)}", "of memory's"]
@@ -117,7 +117,7 @@ def table_cells(rows: Sequence[dict[str, Any]], num_threads: int) -> list[list[s
 
 TABLE_CAPTION = (
     "µs: median per token and layer (of the layers that are not dense), ± half of p10 to p90. "
-    "of full, of top-k: how many times faster than they. predict … other: where the time goes. "
+    "over full, over top-k: how many times faster than they. predict … other: where the time goes. "
     "MB, GB/s: read and written; memory: of the bandwidth measured in this run (sequential for "
     "full and scanning policies, row gather for others). scored: keys scored exactly. overlap: of "
     "the choice with the true top-k; mass: attention kept, sinks left out. growth: over the "

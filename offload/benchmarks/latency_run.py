@@ -23,7 +23,6 @@ from offload.benchmarks.latency_workload import (
 from offload.memory import host_memory_limit_bytes
 from offload.policies import Policy
 
-MAX_LAYERS = 4
 _MEMORY_SHARE = 0.3  # of the memory left, that the cache may take
 
 
@@ -34,6 +33,7 @@ class LatencyRun:
     Attributes:
         options: of each policy, as they were given.
         dtype: of a shape's cache; a model has its own.
+        max_layers: physical layers of a shape; 2 at least for policies that reuse selections.
     """
 
     shape: str | None
@@ -46,6 +46,7 @@ class LatencyRun:
     repeats: int
     dtype: torch.dtype
     seed: int
+    max_layers: int = 4
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def _layers(shape: AttentionShape, run: LatencyRun, depth: int) -> int:
     """Physical layers: enough for every role, within the memory, one at least."""
     layer_bytes = 2 * shape.num_kv_heads * depth * shape.head_dim * run.dtype.itemsize
     fit = int(_MEMORY_SHARE * host_memory_limit_bytes()) // (layer_bytes * run.batch_size)
-    return max(1, min(MAX_LAYERS, shape.num_layers, fit))
+    return max(1, min(run.max_layers, shape.num_layers, fit))
 
 
 def _warnings(workload: LatencyWorkload) -> list[str]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +28,8 @@ from offload.kv_store import HostBudgetError, KVStore
 from offload.memory import format_bytes, host_memory_limit_bytes
 
 PROMPT_QUERIES = LFPS_STEPS  # queries of the prompt's end that are kept for policies and statistics
+# Above this they cost as much as the keys themselves: one layer has to do.
+_STATISTICS_KV_LEN = 32768
 _DENSE_LAYERS = 2  # of a real model, which every policy leaves dense and statistics leave out
 
 
@@ -50,6 +54,8 @@ class LatencyWorkload:
         steps: of each sequence and layer.
         num_model_layers: of the model whose `num_layers` layers stand for all.
         statistics: of the keys and queries.
+        text_marks: uint8 [kv_len + num_steps] of each sequence (see `offload.text_marks`), for
+            policies that read text; made sequences have none.
 
     The store's handles are `seqs`. A step is: `advance`, whatever reads it, `commit`.
     """
@@ -63,6 +69,7 @@ class LatencyWorkload:
         num_model_layers: int,
         statistics: AttentionStatistics,
         sm_scale: float,
+        text_marks: list[npt.NDArray[np.uint8]] | None = None,
     ) -> None:
         self.store = store
         self.seqs = seqs
@@ -73,6 +80,7 @@ class LatencyWorkload:
         self.num_steps = int(steps[0][0].keys.shape[0])
         self.statistics = statistics
         self.sm_scale = sm_scale
+        self.text_marks = text_marks
         self._steps = steps
         self._rows = [
             torch.stack([of_layer[layer_idx].queries for of_layer in steps], 1)
@@ -173,7 +181,7 @@ def structured_workload(
             )
             keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
             store.append(seq, layer_idx, keys[:kv_len], values[:kv_len])
-            if row == 0:
+            if row == 0 and (layer_idx == 0 or kv_len <= _STATISTICS_KV_LEN):
                 statistics.append(attention_statistics(layer.queries, layer.keys))
             of_sequence.append(
                 LayerSteps(keys[kv_len:].clone(), values[kv_len:].clone(), layer.queries)
@@ -201,13 +209,14 @@ class TextReader:
 
     def __init__(self, name_or_path: str | Path) -> None:
         from offload.demo_text import stdlib_docstrings
-        from offload.loading import load_tokenizer
+        from offload.loading import load_tokenizer, load_vocabulary_marks, resolve_folder
         from offload.model import OffloadedModel
 
         model: Any = OffloadedModel.from_pretrained(name_or_path)
         tokenizer = load_tokenizer(name_or_path)
         ids = tokenizer("\n\n".join(stdlib_docstrings()), verbose=False).input_ids
         self._tokens = torch.tensor(ids)
+        self._marks = load_vocabulary_marks(resolve_folder(name_or_path), model.config.vocab_size)
         self._lean = lean = model._offload.lean
         self.shape = AttentionShape(
             len(lean.layers),
@@ -240,7 +249,7 @@ class TextReader:
             head_dim=self.shape.head_dim,
             dtype=self.dtype,
         )
-        statistics, steps, seqs = [], [], []
+        statistics, steps, seqs, marks = [], [], [], []
         for row in range(batch_size):
             tokens = self.tokens(row * (len(self._tokens) - num_tokens) // batch_size, num_tokens)
             seq, queries = self._read(store, tokens, PROMPT_QUERIES + num_steps)
@@ -256,6 +265,8 @@ class TextReader:
             store.truncate(seq, kv_len)
             seqs.append(seq)
             steps.append(of_sequence)
+            if self._marks is not None:
+                marks.append(self._marks[tokens.numpy()])
         return LatencyWorkload(
             store,
             seqs,
@@ -263,6 +274,7 @@ class TextReader:
             num_model_layers=self.shape.num_layers,
             statistics=mean_statistics(statistics),
             sm_scale=self._lean.attention.sm_scale,
+            text_marks=None if self._marks is None else marks,
         )
 
     def _read(self, store: KVStore, tokens: Tensor, num_queries: int) -> tuple[int, list[Tensor]]:

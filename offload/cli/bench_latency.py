@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.console import print_json, running, stderr, stdout
+from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
 from offload.cli.options import comma_separated, counts, key_values, policy_options
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ def latency(
             dtype=DTYPES[dtype],
             seed=seed,
         )
-        result = _with_progress(run_latency, run)
+        with quiet_transformers(verbose=False) if model else contextlib.nullcontext():
+            result = _with_progress(run_latency, run)
     title = (
         f"{model or shape}, {result.dtype}, batch {batch_size}, budget {budget_tokens:,} tokens, "
         f"{machine['isa']}"

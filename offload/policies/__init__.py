@@ -14,6 +14,7 @@ from offload.policies.base import Policy
 if TYPE_CHECKING:
     from offload.policies.exact_topk import ExactTopK
     from offload.policies.full import Full
+    from offload.policies.lfps import LFPS
     from offload.policies.lychee_cluster import LycheeCluster
     from offload.policies.lychee_decode import LycheeDecode
     from offload.policies.quest import Quest
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from offload.policies.tidal_decode import TidalDecode
 
 __all__ = [
+    "LFPS",
     "ExactTopK",
     "Full",
     "LycheeCluster",
@@ -37,6 +39,7 @@ _CLASSES = {
     "exact_topk": "ExactTopK",
     "full": "Full",
     "lychee_cluster": "LycheeCluster",
+    "lfps": "LFPS",
     "lychee_decode": "LycheeDecode",
     "quest": "Quest",
     "streaming_llm": "StreamingLLM",

@@ -109,6 +109,8 @@ def _cast(numba_type: Any) -> Any:
 _as_float32 = _cast(types.float32)
 _as_int32 = _cast(types.int32)
 _as_uint8 = _cast(types.uint8)
+_as_float64 = _cast(types.float64)
+_as_uint64 = _cast(types.uint64)
 
 
 @numba.njit(inline="always")
@@ -127,6 +129,18 @@ def view_int32(address: Any, length: Any) -> Any:
 def view_uint8(address: Any, length: Any) -> Any:
     """uint8 array [length] at an address."""
     return carray(_as_uint8(address), length)
+
+
+@numba.njit(inline="always")
+def view_float64(address: Any, length: Any) -> Any:
+    """float64 array [length] at an address."""
+    return carray(_as_float64(address), length)
+
+
+@numba.njit(inline="always")
+def view_uint64(address: Any, length: Any) -> Any:
+    """uint64 array [length] at an address."""
+    return carray(_as_uint64(address), length)
 
 
 @numba.njit(inline="always")

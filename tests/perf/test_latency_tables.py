@@ -82,7 +82,7 @@ RESULT: dict[str, Any] = {
 
 def test_latency_table() -> None:
     table = latency_table(RESULT)
-    assert "| policy | 8K | 128K | of full at 128K |" in table
+    assert "| policy | 8K | 128K | over full at 128K |" in table
     assert f"| `full` | 819 | 13,107 | 1.0{TIMES} |" in table
     assert "**one thread** (memory 12.0 GB/s in sequence, 10.0 by rows)" in table
     assert f"| `lfps` | 14 | 218 | 30.0{TIMES} | 15.0{TIMES} | 2.00% | 97.0% | 90% |" in table
@@ -108,12 +108,12 @@ def test_targets() -> None:
 
 
 def test_bookkeeping_at_equal_candidate_counts() -> None:
-    short = bookkept("lfps", 8192, 0.04, 10, 10)  # 328 candidates, 20 µs
+    short = bookkept("lfps, alpha 0.2", 8192, 0.04, 10, 10)  # 328 candidates, 20 µs
     rows = [
         short,
-        bookkept("lfps", 131072, 0.02, 100, 100),  # 2,621 candidates
-        bookkept("lfps, alpha 1.5", 131072, 328 / 131072 / 2, 10, 5),
-        bookkept("lfps, alpha 0.6", 131072, 328 / 131072 * 2, 20, 20),
+        bookkept("lfps, alpha 0.2", 131072, 0.02, 100, 100),  # 2,621 candidates
+        bookkept("lfps, alpha 4.0", 131072, 328 / 131072 / 2, 10, 5),
+        bookkept("lfps, alpha 1.5", 131072, 328 / 131072 * 2, 20, 20),
     ]
     # A third of the way from 15 µs at half the count to 40 µs at twice the count.
     assert lfps_bookkeeping(rows) == pytest.approx((15 + 25 / 3) / 20, rel=0.01)

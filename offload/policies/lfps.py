@@ -1,0 +1,584 @@
+"""LFPS: candidates from where attention went before, by position and by distance.
+
+Source: Learn from the Past: Fast Sparse Indexing for Large Language Model Decoding. Per unit, a
+vertical table A_v[i] scores token i and a slash table A_s[j] the distance j = t - i; sink tokens
+are in neither. Before the query of step t is known,
+
+    candidates = {i: A_v[i] > theta_v} U {t - j: A_s[j] > theta_s},
+    theta = mean + alpha * max / sqrt(kurtosis) of each table,
+
+and of a candidate's neighbours {-1, 1, 2} those that are above the mean of a table (equations 7 to
+9). The runtime scores the candidates exactly and attends to the best of them; what is attended
+enters both tables, A <- gamma A + weight / 2 (equation 10), with weights that leave the sinks out.
+The tables begin as those of the last 32 queries of the prompt (equation 4).
+
+A highly sparse head (equations 5 and 6, appendix B.1) has s = S / (S + max(G, L)) above
+`bypass_threshold`, where S is the sinks' sum of exp(q.k), L that of the last five tokens, and G a
+log-normal estimate of everything but the sinks. It does not vote in the tables; a unit all of whose
+heads are such is not attended: it answers s * (sinks' values) + (1 - s) * (mean value).
+
+A unit is a KV head with its group (`granularity="kv_head"`) or one query head. With SmolLM2 at 8K
+tokens and alpha 0.2 both keep 0.94 of the attention mass that exact top-k keeps in 2 % of the
+tokens, from 6 % of candidates, while single query heads read the keys and values of each head of a
+group again: the group is the default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.policies.base import BuildContext, SparsePolicy
+from offload.policies.callback import (
+    ANSWERED,
+    Callback,
+    callback,
+    offset_floats,
+    read_context,
+    score_tokens,
+    view_float32,
+    view_float64,
+    view_int32,
+    view_uint64,
+)
+from offload.policies.lfps_tables import (
+    COUNT,
+    FULL,
+    TABLE_STATE,
+    add_scores,
+    list_scores,
+    lowered_threshold,
+    mark_above,
+    mark_tokens,
+    mean_of,
+    prune,
+    rescale,
+    take_candidates,
+    threshold_of,
+    unlist_scores,
+)
+
+GRANULARITIES = ("kv_head", "query_head")
+_LOCAL_TOKENS = 5  # of L
+_LARGEST_SCALE = 1e15  # 1 / gamma^steps of a unit, before its tables are rescaled
+_MIN_LISTED = 4096  # a list holds this many scores or a quarter of its table
+
+# Arrays, all with a row per unit: 0 tables float32 [2, capacity]; 1 listed values float32 and
+# 2 their indices int32 [2, listed]; 3 bitmaps uint64 [vertical | slash | marks | touched]; 4 state
+# float64 [two table states | scale | step | votes of the group's heads]; 5 what bypasses need,
+# float32 [mean key | mean value | sink values | variance ratios | scores]; 6 int32 scratch
+# [candidates | hits]. 7 int32 [capacity, listed, longest list of candidates].
+_SCALE, _STEP, _VOTES = 2 * TABLE_STATE, 2 * TABLE_STATE + 1, 2 * TABLE_STATE + 2
+_CAPACITY, _LISTED, _CANDIDATES = 0, 1, 2
+
+
+@numba.njit(inline="always")
+def _num_words(capacity: Any) -> Any:
+    """Words of a bitmap over tokens and what an expansion may reach beyond them."""
+    return (capacity + 2) // 64 + 2
+
+
+@numba.njit(inline="always")
+def _num_blocks(capacity: Any) -> Any:
+    return _num_words(capacity) // 64 + 1
+
+
+@numba.njit(inline="always")
+def _top(capacity: Any) -> Any:
+    """The slash table's bit of distance 0."""
+    return 64 * (_num_words(capacity) - 1) - 1
+
+
+@numba.njit(inline="always")
+def _bypass_floats(head_dim: Any, sink_tokens: Any, group_size: Any) -> Any:
+    return (2 + sink_tokens) * head_dim + group_size * (1 + sink_tokens + _LOCAL_TOKENS)
+
+
+@numba.njit(cache=True)
+def log_odds_of_sinks(
+    scores: Any, num_sinks: Any, query: Any, mean_key: Any, ratio: Any, sm_scale: Any, kv_len: Any
+) -> Any:
+    """log(S / max(G, L)) and log(S + max(G, L)) of one head.
+
+    Args:
+        scores: scaled q.k of the sinks, then of the last tokens.
+        ratio: variance of the scores over the squared norm of the query.
+    """
+    sinks = _log_sum_exp(scores[:num_sinks])
+    local = _log_sum_exp(scores[num_sinks:])
+    mean = 0.0
+    norm = 0.0
+    for d in range(len(query)):
+        mean += query[d] * mean_key[d]
+        norm += query[d] * query[d]
+    spread = np.log(kv_len - num_sinks) + mean * sm_scale + 0.5 * ratio * norm
+    rest = max(spread, local)
+    if not np.isfinite(rest + sinks):
+        return -np.inf, rest + sinks
+    return sinks - rest, max(sinks, rest) + np.log1p(np.exp(-abs(sinks - rest)))
+
+
+@numba.njit(cache=True)
+def _log_sum_exp(x: Any) -> Any:
+    highest = x[0]
+    for i in range(1, len(x)):
+        highest = max(highest, x[i])
+    total = 0.0
+    for i in range(len(x)):
+        total += np.exp(x[i] - highest)
+    return highest + np.log(total)
+
+
+@numba.njit(cache=True)
+def answer_from_sinks(
+    scores: Any, sink_values: Any, mean_value: Any, share: Any, output: Any
+) -> None:
+    """output = share * sinks' values by softmax + (1 - share) * mean value, all [head_dim]."""
+    head_dim = len(output)
+    log_total = _log_sum_exp(scores)
+    for d in range(head_dim):
+        total = (1.0 - share) * mean_value[d]
+        for i in range(len(scores)):
+            total += share * np.exp(scores[i] - log_total) * sink_values[i * head_dim + d]
+        output[d] = total
+
+
+@numba.njit(cache=True)
+def group_weights(
+    weights: Any, num: Any, first: Any, group_size: Any, votes: Any, combined: Any
+) -> Any:
+    """Half the voting heads' mean weight of each attended token but the sinks.
+
+    Args:
+        weights: [group_size * num] normalised weights; the first `first` of each head are sinks'.
+        combined: receives [num - first].
+
+    Returns:
+        whether anybody voted.
+    """
+    voters = 0
+    for g in range(group_size):
+        voters += np.int64(votes[g] > 0.0)
+    combined[:] = np.float32(0.0)
+    voted = False
+    for g in range(group_size):
+        total = np.float32(0.0)
+        for i in range(first, num):
+            total += weights[g * num + i]
+        if votes[g] > 0.0 and total > 1e-20:
+            factor = np.float32(0.5 / (total * voters))
+            for i in range(first, num):
+                combined[i - first] += factor * weights[g * num + i]
+            voted = True
+    return voted
+
+
+@callback
+def prepare(pointer: Any) -> None:
+    ctx = read_context(pointer)
+    sizes = view_int32(ctx.arrays[7], 3)
+    capacity, listed, longest = sizes[_CAPACITY], sizes[_LISTED], sizes[_CANDIDATES]
+    words, blocks, top = _num_words(capacity), _num_blocks(capacity), _top(capacity)
+    bitmaps = ctx.arrays[3] + 8 * ctx.unit * (3 * words + blocks)
+    bits_v = view_uint64(bitmaps, words)
+    bits_s = view_uint64(bitmaps + 8 * words, words)
+    marks = view_uint64(bitmaps + 16 * words, words)
+    touched = view_uint64(bitmaps + 24 * words, blocks)
+    states = ctx.arrays[4] + 8 * ctx.unit * (_VOTES + ctx.group_size)
+    state_v = view_float64(states, TABLE_STATE)
+    state_s = view_float64(states + 8 * TABLE_STATE, TABLE_STATE)
+    unit = view_float64(states, _VOTES)
+    at = ctx.unit * 2 * capacity
+    table_v = view_float32(offset_floats(ctx.arrays[0], at), capacity)
+    table_s = view_float32(offset_floats(ctx.arrays[0], at + capacity), capacity)
+    at = ctx.unit * 2 * listed
+    values_v = view_float32(offset_floats(ctx.arrays[1], at), listed)
+    values_s = view_float32(offset_floats(ctx.arrays[1], at + listed), listed)
+    indices_v = view_int32(offset_floats(ctx.arrays[2], at), listed)
+    indices_s = view_int32(offset_floats(ctx.arrays[2], at + listed), listed)
+    at = ctx.unit * (longest + listed)
+    candidates = view_int32(offset_floats(ctx.arrays[6], at), longest)
+    hits = view_int32(offset_floats(ctx.arrays[6], at + longest), listed)
+
+    newest = ctx.kv_len - 1
+    n = newest - ctx.first
+    alpha, prune_every = ctx.parameters[0], ctx.parameters[3]
+    due = unit[_STEP] >= prune_every
+    if due:
+        unit[_STEP] = 0.0
+    if due or state_v[FULL] > 0.0:
+        prune(table_v, values_v, indices_v, bits_v, -1, state_v, mean_of(state_v, n))
+    if due or state_s[FULL] > 0.0:
+        prune(table_s, values_s, indices_s, bits_s, top, state_s, mean_of(state_s, n))
+    mean_v, mean_s = mean_of(state_v, n), mean_of(state_s, n)
+    theta_v = threshold_of(state_v, n, alpha)
+    theta_s = threshold_of(state_s, n, alpha)
+    wanted = min(np.int64(ctx.parameters[4] * ctx.budget_tokens), ctx.last - ctx.first)
+    marked = count = 0
+    for attempt in range(5):  # the rule's thresholds, lower ones, all that is listed, recent ones
+        share = 0.5**attempt if attempt < 3 else 0.0
+        lowered = lowered_threshold(theta_v, mean_v, share)
+        marked += mark_above(
+            values_v, indices_v, state_v, lowered, -1, ctx.first, hits, marks, touched
+        )
+        lowered = lowered_threshold(theta_s, mean_s, share)
+        marked += mark_above(
+            values_s, indices_s, state_s, lowered, newest, ctx.first, hits, marks, touched
+        )
+        if attempt == 4:
+            mark_tokens(max(ctx.first, ctx.last - (wanted - count)), ctx.last, marks, touched)
+        count = take_candidates(
+            marks, touched, bits_v, bits_s, top - newest, ctx.first, ctx.last, candidates
+        )
+        if count >= wanted:
+            break
+    unit[_STEP] += 1.0
+    view_int32(ctx.arrays[7], 3 + ctx.unit + 1)[3 + ctx.unit] = count
+    ctx.bytes_touched += np.int64(8 * (state_v[COUNT] + state_s[COUNT])) + 32 * marked + 4 * count
+
+
+@callback
+def propose(pointer: Any) -> int:
+    ctx = read_context(pointer)
+    sizes = view_int32(ctx.arrays[7], 3 + ctx.unit + 1)
+    listed, longest = sizes[_LISTED], sizes[_CANDIDATES]
+    candidates_at = offset_floats(ctx.arrays[6], ctx.unit * (longest + listed))
+    group_size, head_dim, num_sinks = ctx.group_size, ctx.head_dim, ctx.first
+    states = ctx.arrays[4] + 8 * ctx.unit * (_VOTES + group_size)
+    votes = view_float64(states + 8 * _VOTES, group_size)
+    threshold = ctx.parameters[2]
+    attending = group_size
+    if threshold < 1.0 and num_sinks > 0:
+        attending = 0
+        width = _bypass_floats(head_dim, num_sinks, group_size)
+        bypass_at = offset_floats(ctx.arrays[5], ctx.unit * width)
+        bypass = view_float32(bypass_at, width)
+        ratios = (2 + num_sinks) * head_dim
+        local = min(_LOCAL_TOKENS, ctx.kv_len - num_sinks)
+        num = num_sinks + local
+        tokens_at = offset_floats(candidates_at, longest)  # the hits' place
+        tokens = view_int32(tokens_at, num)
+        for i in range(num_sinks):
+            tokens[i] = i
+        for i in range(local):
+            tokens[num_sinks + i] = ctx.kv_len - local + i
+        scores_at = ratios + group_size
+        score_tokens(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
+            pointer, ctx.score_tokens, tokens_at, num, offset_floats(bypass_at, scores_at)
+        )
+        query = view_float32(ctx.query, group_size * head_dim)
+        output = view_float32(ctx.output, group_size * head_dim)
+        lse = view_float32(ctx.lse, group_size)
+        log_odds = np.log(threshold / (1.0 - threshold))
+        for g in range(group_size):
+            scores = bypass[scores_at + g * num : scores_at + (g + 1) * num]
+            odds, log_total = log_odds_of_sinks(
+                scores,
+                num_sinks,
+                query[g * head_dim : (g + 1) * head_dim],
+                bypass[:head_dim],
+                bypass[ratios + g],
+                ctx.sm_scale,
+                ctx.kv_len,
+            )
+            votes[g] = 1.0
+            attending += 1
+            if odds > log_odds:
+                votes[g] = 0.0
+                attending -= 1
+                answer_from_sinks(
+                    scores[:num_sinks],
+                    bypass[2 * head_dim : ratios],
+                    bypass[head_dim : 2 * head_dim],
+                    1.0 / (1.0 + np.exp(-odds)),
+                    output[g * head_dim : (g + 1) * head_dim],
+                )
+                lse[g] = log_total
+        ctx.bytes_touched += 4 * width
+    if attending == 0:
+        return ANSWERED
+    ctx.candidates = candidates_at
+    count: int = sizes[3 + ctx.unit]
+    return count
+
+
+@callback
+def observe(pointer: Any) -> None:
+    ctx = read_context(pointer)
+    sizes = view_int32(ctx.arrays[7], 3)
+    capacity, listed, longest = sizes[_CAPACITY], sizes[_LISTED], sizes[_CANDIDATES]
+    words, blocks = _num_words(capacity), _num_blocks(capacity)
+    bitmaps = ctx.arrays[3] + 8 * ctx.unit * (3 * words + blocks)
+    states = ctx.arrays[4] + 8 * ctx.unit * (_VOTES + ctx.group_size)
+    unit = view_float64(states, _VOTES)
+    votes = view_float64(states + 8 * _VOTES, ctx.group_size)
+    first, num = ctx.first, ctx.num_indices
+    # Candidates are the runtime's by now: their place takes the weights.
+    combined = view_float32(
+        offset_floats(ctx.arrays[6], ctx.unit * (longest + listed)), num - first
+    )
+    weights = view_float32(ctx.weights, ctx.group_size * num)
+    if not group_weights(weights, num, first, ctx.group_size, votes, combined):
+        return
+    tokens = view_int32(offset_floats(ctx.indices, first), num - first)
+    unit[_SCALE] /= ctx.parameters[1]
+    overflows = unit[_SCALE] > _LARGEST_SCALE
+    factor = 1.0 / unit[_SCALE]
+    if overflows:
+        unit[_SCALE] = 1.0
+    for k in range(2):
+        table = view_float32(offset_floats(ctx.arrays[0], (ctx.unit * 2 + k) * capacity), capacity)
+        at = (ctx.unit * 2 + k) * listed
+        values = view_float32(offset_floats(ctx.arrays[1], at), listed)
+        indices = view_int32(offset_floats(ctx.arrays[2], at), listed)
+        bits = view_uint64(bitmaps + 8 * words * k, words)
+        state = view_float64(states + 8 * TABLE_STATE * k, TABLE_STATE)
+        if overflows:
+            rescale(table, values, state, factor)
+        add_scores(
+            table,
+            values,
+            indices,
+            bits,
+            -1 if k == 0 else _top(capacity),
+            state,
+            tokens,
+            combined,
+            ctx.kv_len - 1,
+            np.float32(unit[_SCALE]),
+        )
+    ctx.bytes_touched += (num - first) * 24 + 4 * num * ctx.group_size
+
+
+@dataclass(frozen=True)
+class LFPS(SparsePolicy):
+    """Exact top-k among candidates that earlier steps point to.
+
+    Args:
+        alpha: how far above the mean a score must be, in units of maximum / sqrt(kurtosis); larger
+            means fewer candidates.
+        gamma: decay of the scores per step.
+        bypass_threshold: heads that attend to the sinks this much are answered from them; 1.0:
+            none.
+        granularity: "kv_head": a KV head's group shares tables and selection; "query_head".
+    """
+
+    name: ClassVar[str] = "lfps"
+    observed_queries: ClassVar[int] = 32
+    prepare: ClassVar[Callback | None] = prepare
+    propose: ClassVar[Callback | None] = propose
+    observe: ClassVar[Callback | None] = observe
+    # Steps between prunings of the lists. In between, neighbours that fell below the mean since
+    # the last one are still added to candidates; 1 is the paper's rule to the letter.
+    prune_every: ClassVar[int] = 8
+    # Where the rule names fewer candidates than this times the budget, thresholds are lowered
+    # towards the means, and recent tokens fill up what is then still missing.
+    candidates_per_budget: ClassVar[float] = 1.0
+
+    alpha: float = 0.2
+    gamma: float = 0.95
+    bypass_threshold: float = 0.85
+    granularity: str = "kv_head"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("alpha", "gamma", "bypass_threshold"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+        if not 0.0 < self.alpha < math.inf:
+            raise ValueError(f"alpha must be above 0 and finite, got {self.alpha}")
+        if not 0.0 < self.gamma < 1.0:
+            raise ValueError(f"gamma must be between 0 and 1, both excluded, got {self.gamma}")
+        if not 0.0 < self.bypass_threshold <= 1.0:
+            raise ValueError(
+                "bypass_threshold must be above 0 and at most 1 (1: no head is bypassed),"
+                f" got {self.bypass_threshold}"
+            )
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(
+                f"granularity must be one of {', '.join(GRANULARITIES)}, got {self.granularity!r}"
+            )
+
+    @property
+    def per_query_head(self) -> bool:  # type: ignore[override]
+        return self.granularity == "query_head"
+
+    def parameters(self) -> tuple[float, ...]:
+        return (
+            self.alpha,
+            self.gamma,
+            self.bypass_threshold,
+            float(self.prune_every),
+            self.candidates_per_budget,
+        )
+
+    def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
+        """Tables of the last queries, and the means and sink values that bypasses answer with.
+
+        Raises:
+            ValueError: no queries were kept (`DecodeAttention.record_queries` takes them).
+        """
+        num_kv_heads, kv_len, head_dim = context.keys.shape
+        num_qo_heads, num_queries, _ = context.queries.shape
+        if num_queries == 0:
+            raise ValueError(
+                "lfps builds its score tables from the last queries of the prompt, but 0 of"
+                f" {self.observed_queries} were recorded for layer {context.layer_idx};"
+                " show them to DecodeAttention.record_queries"
+            )
+        sinks = self.sink_tokens
+        group_size = 1 if self.per_query_head else num_qo_heads // num_kv_heads
+        num_units = num_qo_heads // group_size
+        tables = np.zeros((num_units, 2, context.capacity_tokens), np.float32)
+        bypass = np.zeros((num_units, _bypass_floats(head_dim, sinks, group_size)), np.float32)
+        scores, weights = torch.empty(
+            2, num_qo_heads // num_kv_heads, num_queries, kv_len - sinks, dtype=torch.float32
+        )
+        for kv_head in range(num_kv_heads):
+            heads = slice(
+                kv_head * num_qo_heads // num_kv_heads, (kv_head + 1) * num_qo_heads // num_kv_heads
+            )
+            keys = context.keys[kv_head].float()
+            values = context.values[kv_head]
+            queries = context.queries[heads].float()
+            ratios = _weights_of(queries, keys[sinks:], context.sm_scale, scores, weights)
+            shared = torch.cat(
+                [keys[sinks:].mean(0), values[sinks:].float().mean(0), values[:sinks].flatten()]
+            ).numpy()
+            of_head = range(
+                kv_head * num_units // num_kv_heads, (kv_head + 1) * num_units // num_kv_heads
+            )
+            for k, unit in enumerate(of_head):
+                mine = slice(k * group_size, (k + 1) * group_size)
+                bypass[unit, : len(shared)] = shared
+                bypass[unit, len(shared) : len(shared) + group_size] = ratios[mine].numpy()
+                _fill_tables(tables[unit], weights[mine].mean(0).numpy(), sinks, self.gamma)
+        return self._arrays(tables, bypass, group_size, kv_len)
+
+    def grow(
+        self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
+    ) -> Sequence[npt.NDArray[Any]]:
+        tables, states = arrays[0], arrays[4]
+        group_size = states.shape[1] - _VOTES
+        _unlist(arrays)
+        grown = np.zeros((len(tables), 2, capacity_tokens), np.float32)
+        grown[:, :, : tables.shape[2]] = tables
+        return self._arrays(grown, arrays[5], group_size, tables.shape[2], scale_of=states)
+
+    def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        _unlist(arrays)
+        arrays[0][:, 0, kv_len:] = 0.0
+        arrays[0][:, 1, max(kv_len - self.sink_tokens, 0) :] = 0.0
+        _list(arrays, max(kv_len - self.sink_tokens, 1))
+        return True
+
+    def _arrays(
+        self,
+        tables: npt.NDArray[np.float32],
+        bypass: npt.NDArray[np.float32],
+        group_size: int,
+        kv_len: int,
+        scale_of: npt.NDArray[np.float64] | None = None,
+    ) -> list[npt.NDArray[Any]]:
+        num_units, _, capacity = tables.shape
+        listed = min(capacity, max(_MIN_LISTED, capacity // 4))
+        longest = min(capacity, max(_MIN_LISTED, capacity // 2, self.budget_tokens))
+        words, blocks = int(_num_words(capacity)), int(_num_blocks(capacity))
+        states = np.zeros((num_units, _VOTES + group_size), np.float64)
+        states[:, _SCALE] = 1.0 if scale_of is None else scale_of[:, _SCALE]
+        states[:, _STEP] = np.inf  # prune before the first prediction
+        states[:, _VOTES:] = 1.0
+        arrays: list[npt.NDArray[Any]] = [
+            tables,
+            np.zeros((num_units, 2, listed), np.float32),
+            np.zeros((num_units, 2, listed), np.int32),
+            np.zeros((num_units, 3 * words + blocks), np.uint64),
+            states,
+            bypass,
+            np.zeros((num_units, longest + listed), np.int32),
+            np.array([capacity, listed, longest] + [0] * num_units, np.int32),
+        ]
+        _list(arrays, max(kv_len - self.sink_tokens, 1))
+        return arrays
+
+
+def _weights_of(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    sm_scale: float,
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Softmax weights of the last queries over the tokens but the sinks.
+
+    Args:
+        queries: float32 [heads, n, head_dim]; keys: float32 [num_tokens, head_dim], no sinks.
+        scores, weights: buffers [heads, n, num_tokens], reused because new memory costs more than
+            the arithmetic. `weights` receives the result, 0 after a query's own token.
+
+    Returns:
+        [heads], variance of the last query's scores over its squared norm.
+    """
+    heads, n, head_dim = queries.shape
+    num_tokens = len(keys)
+    torch.mm(queries.reshape(-1, head_dim) * sm_scale, keys.T, out=scores.view(heads * n, -1))
+    last = queries[:, -1]
+    ratios = scores[:, -1].var(dim=-1, correction=0) / last.square().sum(-1).clamp_min(1e-30)
+    newest = min(n, num_tokens)  # the only tokens that any of the queries comes before
+    tokens = torch.arange(num_tokens - newest, num_tokens)
+    future = tokens > torch.arange(num_tokens - n, num_tokens)[:, None]
+    scores[:, :, num_tokens - newest :].masked_fill_(future, -math.inf)
+    torch.softmax(scores, -1, out=weights)
+    weights[:, : n - newest].zero_()  # queries of sink tokens see nothing else
+    return ratios
+
+
+def _fill_tables(
+    tables: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], sinks: int, gamma: float
+) -> None:
+    """Equation 4 for one unit: tables [2, capacity] from weights [n, kv_len - sinks]."""
+    n, num_tokens = weights.shape
+    weights = weights * np.float32(0.5 / ((1.0 - gamma) * n))
+    tables[0, sinks : sinks + num_tokens] = weights.sum(0)
+    for row, of_query in enumerate(weights):
+        length = num_tokens - (n - 1 - row)  # tokens up to the query's own
+        tables[1, : max(length, 0)] += of_query[: max(length, 0)][::-1]
+
+
+def _list(arrays: Sequence[npt.NDArray[Any]], num_tokens: int) -> None:
+    """Make lists, bits and sums of tables that hold scores only; `num_tokens`: without sinks."""
+    tables, values, indices, bitmaps, states = arrays[:5]
+    capacity = tables.shape[2]
+    words = int(_num_words(capacity))
+    for unit in range(len(tables)):
+        for k in range(2):
+            list_scores(
+                tables[unit, k],
+                values[unit, k],
+                indices[unit, k],
+                bitmaps[unit, k * words : (k + 1) * words],
+                -1 if k == 0 else int(_top(capacity)),
+                states[unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
+                float(tables[unit, k].sum(dtype=np.float64)) / num_tokens,
+            )
+
+
+def _unlist(arrays: Sequence[npt.NDArray[Any]]) -> None:
+    """Tables that hold scores only."""
+    tables, values, indices, _, states = arrays[:5]
+    for unit in range(len(tables)):
+        for k in range(2):
+            unlist_scores(
+                tables[unit, k],
+                values[unit, k],
+                indices[unit, k],
+                states[unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
+            )

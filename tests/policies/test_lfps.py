@@ -1,0 +1,348 @@
+"""LFPS through DecodeAttention, against its simulation in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import relative_error
+from lfps_reference import Unit
+
+from cpu_ops import reference
+from cpu_ops.native import WorkerPool
+from offload import policy_state
+from offload.attention import DecodeAttention
+from offload.kv_store import KVStore
+from offload.policies import make_policy
+from offload.policies.lfps import _SCALE, LFPS
+from offload.policies.lfps_tables import TABLE_STATE
+
+KV_HEADS, GROUP, HEAD_DIM = 2, 3, 32
+HEADS = KV_HEADS * GROUP
+OPTIONS = {"budget_tokens": 60, "sink_tokens": 4, "recent_tokens": 16, "dense_layers": 0}
+
+
+@dataclass(frozen=True)
+class Exact(LFPS):
+    """Lists hold exactly what is above the mean, as in the simulation."""
+
+    prune_every: ClassVar[int] = 1
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def pool(request):
+    pool = WorkerPool(request.param)
+    yield pool
+    pool.close()
+
+
+class Text:
+    """Keys and queries whose attention has vertical and slash patterns, and sinks.
+
+    Some keys are near a direction that queries drift around; keys repeat with a period, and
+    queries ask for their own phase; sinks are near a direction of every query.
+    """
+
+    def __init__(self, n: int, sink_strength: float = 2.0) -> None:
+        rng = np.random.default_rng()
+        keys = rng.standard_normal((n, KV_HEADS, HEAD_DIM))
+        queries = 0.7 * rng.standard_normal((n, HEADS, HEAD_DIM))
+        topic = rng.standard_normal((KV_HEADS, HEAD_DIM))
+        phase = 2 * np.pi * np.arange(n) / 37.0
+        wave = 2.5 * np.stack([np.cos(phase), np.sin(phase)], -1)
+        keys[rng.random(n) < 0.05] += topic
+        queries += np.repeat(topic, GROUP, 0)
+        keys[:, :, :2] += wave[:, None]
+        queries[:, :, :2] += wave[:, None]
+        keys[:4, :, 2] += 6.0
+        queries[:, :, 2] += sink_strength
+        values = rng.standard_normal((n, KV_HEADS, HEAD_DIM))
+        self.keys, self.queries, self.values = (
+            torch.from_numpy(x.astype(np.float32)) for x in (keys, queries, values)
+        )
+
+
+class Run:
+    """One layer of one sequence, decoded step by step beside the simulation."""
+
+    def __init__(self, policy: LFPS, pool, text: Text, prompt: int, observed: int = 32) -> None:
+        self.policy, self.text, self.kv_len = policy, text, prompt
+        self.store = KVStore(
+            num_layers=1,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            dtype=torch.float32,
+            page_tokens=16,
+        )
+        self.attention = DecodeAttention(policy, self.store, num_qo_heads=HEADS, pool=pool)
+        self.seq = self.store.new_sequence()
+        self._append(0, prompt)
+        first = max(0, prompt - observed)
+        observed_queries = text.queries[first:prompt].transpose(0, 1).contiguous()
+        self.attention.record_queries(self.seq, 0, observed_queries, prompt)
+        self.group = 1 if policy.per_query_head else GROUP
+        self.units = [
+            Unit(
+                policy,
+                observed_queries[heads].double().numpy()[:, -policy.observed_queries :],
+                self.keys_of(unit),
+                self.values_of(unit),
+            )
+            for unit, heads in enumerate(self.heads_of_units())
+        ]
+        self.differing = self.proposed = self.answered = 0
+
+    def heads_of_units(self) -> list[slice]:
+        return [slice(i, i + self.group) for i in range(0, HEADS, self.group)]
+
+    def keys_of(self, unit: int) -> np.ndarray:
+        return self.text.keys[: self.kv_len, unit * self.group // GROUP].double().numpy()
+
+    def values_of(self, unit: int) -> np.ndarray:
+        return self.text.values[: self.kv_len, unit * self.group // GROUP].double().numpy()
+
+    def _append(self, begin: int, end: int) -> None:
+        self.store.reserve([self.seq], [end - begin])
+        self.store.append(self.seq, 0, self.text.keys[begin:end], self.text.values[begin:end])
+        self.store.commit([self.seq], [end - begin])
+
+    def arrays(self, seq: int | None = None) -> list[np.ndarray]:
+        built = self.attention.states.arrays_of(self.seq if seq is None else seq)
+        assert built is not None
+        return built.layers[0]
+
+    def candidates(self, unit: int) -> np.ndarray:
+        arrays = self.arrays()
+        return arrays[6][unit, : arrays[7][3 + unit]].astype(np.int64)
+
+    def tables(self, unit: int) -> np.ndarray:
+        """float64 [2, capacity] scores."""
+        table, values, indices, _, state = (x[unit].astype(np.float64) for x in self.arrays()[:5])
+        for k in range(2):
+            count = int(state[k * TABLE_STATE + 6])
+            table[k, indices[k, :count].astype(np.int64)] = values[k, :count]
+        return table / state[_SCALE]
+
+    def step(self) -> None:
+        """Decode one token; the simulation observes what was really attended."""
+        t = self.kv_len
+        self.store.reserve([self.seq], [1])
+        step = self.attention.begin_step([self.seq], [t + 1])
+        self.attention.prepare(0, step)
+        candidates = [self.candidates(unit) for unit in range(len(self.units))]
+        self._append(t, t + 1)
+        self.kv_len = t + 1
+        queries = self.text.queries[t : t + 1].reshape(1, -1)
+        out, lse = torch.full_like(queries, float("nan")), torch.full((1, HEADS), float("nan"))
+        self.attention.attend(0, step, queries, out, lse)
+        out = out.double().numpy().reshape(HEADS, HEAD_DIM)
+        selection = self.attention.last_selection()
+        for unit, (model, heads) in enumerate(zip(self.units, self.heads_of_units(), strict=True)):
+            query = self.text.queries[t, heads].double().numpy()
+            keys, values = self.keys_of(unit), self.values_of(unit)
+            expected = model.candidates(t + 1)
+            found = candidates[unit]
+            self.differing += len(np.setxor1d(found, expected))
+            self.proposed += len(expected)
+            bypassed, answer, answer_lse = model.bypassed(query, keys, values)
+            if self.policy.bypass_threshold == 1.0:
+                bypassed[:] = False
+            attended = np.array(selection[unit], np.int64)
+            if bypassed.all():
+                self.answered += 1
+                assert attended.size == 0
+                assert relative_error(out[heads], answer) < 1e-5
+                np.testing.assert_allclose(lse[0, heads], answer_lse, atol=1e-4)
+            else:
+                self.check_selection(found, attended, query, keys)
+                exact, exact_lse, _ = reference.attention(
+                    query, keys[None], values[None], sm_scale=HEAD_DIM**-0.5, selection=[attended]
+                )
+                assert relative_error(out[heads], exact) < 1e-5
+                np.testing.assert_allclose(lse[0, heads], exact_lse, atol=1e-4)
+            model.observe(query, keys, attended, ~bypassed)
+
+    def check_selection(self, candidates, attended, query, keys) -> None:
+        """Sinks, recent tokens, and the best of the candidates."""
+        policy = self.policy
+        recent = np.arange(self.kv_len - policy.recent_tokens, self.kv_len)
+        sinks = np.arange(policy.sink_tokens)
+        considered = np.concatenate([sinks, candidates, recent])
+        _, _, weights = reference.attention(
+            query,
+            keys[None],
+            np.zeros((1, *keys.shape)),
+            sm_scale=HEAD_DIM**-0.5,
+            selection=[considered],
+        )
+        importance = sum(weights)[len(sinks) : len(considered) - len(recent)]
+        budget = policy.budget_tokens - len(sinks) - len(recent)
+        best = reference.top_k(importance, min(budget, len(candidates)))
+        own = attended[len(sinks) : len(attended) - len(recent)]
+        np.testing.assert_array_equal(attended[: len(sinks)], sinks)
+        np.testing.assert_array_equal(attended[len(attended) - len(recent) :], recent)
+        kept = np.searchsorted(candidates, own)
+        np.testing.assert_array_equal(candidates[kept], own)
+        np.testing.assert_allclose(np.sort(importance[kept]), np.sort(importance[best]), rtol=1e-3)
+
+    def check_tables(self) -> None:
+        for unit, model in enumerate(self.units):
+            tables = self.tables(unit)
+            for ours, exact in ((tables[0], model.vertical), (tables[1], model.slash)):
+                np.testing.assert_allclose(
+                    ours[: len(exact)], exact, rtol=1e-4, atol=1e-6 * exact.max()
+                )
+                assert not ours[len(exact) :].any()
+
+    def check_candidates(self) -> None:
+        """Float rounding may move what is at a threshold, nothing else."""
+        assert self.proposed > 5 * len(self.units)
+        assert self.differing <= max(2, 0.002 * self.proposed)
+
+
+def policy_of(cls: type[LFPS] = Exact, **options) -> LFPS:
+    return cls(**{**OPTIONS, **options})
+
+
+@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
+@pytest.mark.parametrize("bypass_threshold", [1.0, 0.85])
+@pytest.mark.parametrize("alpha", [0.1, 0.4])
+def test_against_the_simulation(granularity, bypass_threshold, alpha, pool):
+    policy = policy_of(granularity=granularity, bypass_threshold=bypass_threshold, alpha=alpha)
+    run = Run(policy, pool, Text(600), 400)
+    for _ in range(150):
+        run.step()
+    run.check_candidates()
+    run.check_tables()
+
+
+@pytest.mark.parametrize("observed", [1, 5, 32, 50])
+def test_few_queries(observed, pool):
+    """What was observed is used; never more than 32."""
+    run = Run(policy_of(), pool, Text(400), 300, observed)
+    for _ in range(20):
+        run.step()
+    run.check_candidates()
+    run.check_tables()
+
+
+def test_a_prompt_as_short_as_the_budget(pool):
+    """The budget's last token, then the first step that selects; sinks are among the queries."""
+    run = Run(policy_of(budget_tokens=24, recent_tokens=4), pool, Text(120), 24)
+    for _ in range(60):
+        run.step()
+    assert run.differing <= max(2, 0.002 * run.proposed)
+    run.check_tables()
+
+
+def test_bypassed_units_answer_and_leave_their_tables_alone(pool):
+    run = Run(policy_of(), pool, Text(500, sink_strength=9.0), 400)
+    for _ in range(40):
+        run.step()
+    assert run.answered > 10
+    run.check_tables()
+    off = Run(policy_of(bypass_threshold=1.0), pool, Text(500, sink_strength=9.0), 400)
+    for _ in range(10):
+        off.step()
+    assert off.answered == 0
+
+
+def test_lazy_decay_rescales(pool):
+    """gamma 0.5 passes the largest scale every 50 steps."""
+    run = Run(policy_of(gamma=0.5, bypass_threshold=1.0), pool, Text(600), 300)
+    for _ in range(170):
+        run.step()
+    assert run.arrays()[4][:, _SCALE].max() < 1e16
+    run.check_candidates()
+    run.check_tables()
+
+
+def test_growth_over_the_capacity(pool, monkeypatch):
+    monkeypatch.setattr(policy_state, "_CAPACITY_STEP", 16)
+    run = Run(policy_of(), pool, Text(500), 300)
+    capacities = set()
+    for _ in range(120):
+        run.step()
+        capacities.add(run.arrays()[0].shape[2])
+    assert len(capacities) > 2
+    run.check_candidates()
+    run.check_tables()
+
+
+@pytest.mark.parametrize("kv_len", [330, 401, 439])
+def test_truncation(kv_len, pool):
+    run = Run(policy_of(), pool, Text(500), 400)
+    for _ in range(40):
+        run.step()
+    assert run.policy.truncate(0, run.arrays(), kv_len)
+    run.store.truncate(run.seq, kv_len)
+    run.kv_len = kv_len
+    for unit in run.units:
+        unit.truncate(kv_len)
+    run.check_tables()
+    for _ in range(30):
+        run.step()
+    run.check_candidates()
+    run.check_tables()
+
+
+def test_forks_go_their_own_ways(pool):
+    run = Run(policy_of(), pool, Text(500), 400)
+    for _ in range(10):
+        run.step()
+    child = run.store.fork(run.seq)
+    run.attention.states.fork(run.seq, child)
+    before = [array.copy() for array in run.arrays(child)]
+    for _ in range(10):
+        run.step()
+    for ours, theirs in zip(before, run.arrays(child), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    run.check_tables()
+
+
+def test_pruning_rarely_moves_little(pool):
+    """Lists pruned every 8 steps name every candidate of the rule, and few neighbours besides."""
+    run = Run(policy_of(LFPS, bypass_threshold=1.0), pool, Text(600), 400)
+    assert run.policy.prune_every == 8
+    for _ in range(100):
+        run.step()
+    assert run.differing <= 0.15 * run.proposed
+    run.check_tables()
+
+
+def test_no_recorded_queries_is_an_error(pool):
+    run = Run(policy_of(), pool, Text(300), 200)
+    run.attention.states.forget(run.seq)
+    with pytest.raises(ValueError, match="0 of 32 were recorded for layer 0"):
+        run.step()
+
+
+def test_nan_in_the_query_is_an_error(pool):
+    text = Text(300)
+    text.queries[250, 4, 3] = float("nan")
+    run = Run(policy_of(), pool, text, 250)
+    with pytest.raises(RuntimeError, match="non-finite attention in layer 0, query row 0"):
+        run.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": 0}, "alpha must be above 0 and finite, got 0"),
+        ({"alpha": -0.2}, "alpha must be above 0 and finite, got -0.2"),
+        ({"alpha": float("nan")}, "alpha must be above 0 and finite, got nan"),
+        ({"alpha": "big"}, "alpha must be a number, got 'big'"),
+        ({"gamma": 1.0}, "gamma must be between 0 and 1, both excluded, got 1.0"),
+        ({"gamma": 0.0}, "gamma must be between 0 and 1, both excluded, got 0.0"),
+        ({"bypass_threshold": 0.0}, "bypass_threshold must be above 0 and at most 1"),
+        ({"bypass_threshold": 1.1}, "bypass_threshold must be above 0 and at most 1"),
+        ({"granularity": "head"}, "granularity must be one of kv_head, query_head, got 'head'"),
+        ({"budget_tokens": 60}, "budget_tokens=60 cannot hold sink_tokens=4"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy("lfps", **options)

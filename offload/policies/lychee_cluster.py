@@ -60,7 +60,7 @@ class LycheeCluster(SparsePolicy):
     chunks_per_cluster: int = 2
     max_units: int = _MAX_UNITS
     kept_units: int = 6
-    candidate_ratio: float = 1.5
+    candidate_ratio: float = 1.75
     radius_weight: float = 0.35
     iterations: int = 10
 

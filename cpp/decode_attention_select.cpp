@@ -214,6 +214,7 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
   if (count == kAnswered) {
     unit.answered = true;
     unit.n = 0;
+    // Nothing was chosen: that is what the layers below inherit.
     if (!policy_.roles.empty()) add_own(published_of(row_idx, unit_idx), nullptr, 0);
     float check = 0.0f;  // stays 0 unless some output is NaN or inf
     for (int i = 0; i < group * shape_.head_dim; ++i) check += output[i] * 0.0f;
@@ -224,12 +225,6 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
     kernels_.from_float[static_cast<int>(shape_.dtype)](output, int64_t{group} * shape_.head_dim,
                                                         static_cast<char*>(row.output) + offset);
     for (int g = 0; g < group && row.lse != nullptr; ++g) row.lse[first_head + g] = lse[g];
-    if (!policy_.roles.empty()) {  // nothing was chosen: that is what the layers below inherit
-      std::vector<int32_t>& published = published_of(row_idx, unit_idx);
-      published.clear();
-      for (int64_t t = 0; t < ctx.first; ++t) published.push_back(static_cast<int32_t>(t));
-      for (int64_t t = ctx.last; t < row.kv_len; ++t) published.push_back(static_cast<int32_t>(t));
-    }
     return update_policy(layer_idx, row, row_idx, unit_idx, nullptr, worker);
   }
   if (count < 0 || (count > 0 && ctx.candidates == nullptr)) return report_non_finite(layer_idx, row_idx, unit_idx);

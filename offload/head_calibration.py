@@ -336,7 +336,7 @@ def calibrate_roles(
     Args:
         input_ids: int64 [num_tokens] or [1, num_tokens]; a few thousand tokens like those that the
             model will read.
-        retrieval_heads: beyond layer 0; None takes an eighth of the model's KV heads.
+        retrieval_heads: beyond layer 0; None takes a sixth of the model's KV heads.
 
     Raises:
         ValueError: too short or too long a text, or more retrieval heads than there are heads.
@@ -358,7 +358,7 @@ def roles_from(
     retrieval_heads: int | None = None,
     text: str = "a text",
 ) -> HeadRoles:
-    """The best `retrieval_heads` (default: an eighth of the KV heads) for what was measured."""
+    """The best `retrieval_heads` (default: a sixth of the KV heads) for what was measured."""
     num_kv_heads, num_layers, _ = calibration.mass_kept.shape
     if retrieval_heads is None:
         retrieval_heads = default_retrieval_heads(num_layers, num_kv_heads)

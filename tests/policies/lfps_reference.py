@@ -38,6 +38,7 @@ class Unit:
 
     def __init__(self, policy: LFPS, queries, keys, values) -> None:
         self.policy, self.scale = policy, keys.shape[1] ** -0.5
+        self.attempt = 0  # that sufficed in the step before
         self.budget = policy.budget_tokens - policy.sink_tokens - policy.recent_tokens
         self.vertical = np.zeros(len(keys))
         self.slash = np.zeros(len(keys))
@@ -71,7 +72,7 @@ class Unit:
         theta_v, theta_s = threshold(vertical, policy.alpha), threshold(slash, policy.alpha)
         wanted = min(int(policy.candidates_per_budget * self.budget), last - sinks)
         chosen: set[int] = set()
-        for attempt in range(5):
+        for attempt in range(max(self.attempt - 1, 0), 5):
             share = 0.5**attempt if attempt < 3 else 0.0
             initial = {sinks + i for i in above(vertical, theta_v, share)}
             initial |= {t - j for j in above(slash, theta_s, share)}
@@ -86,6 +87,7 @@ class Unit:
                         or self.slash[t - p] > slash.mean()
                     ):
                         chosen.add(p)
+            self.attempt = attempt
             if len(chosen) >= wanted:
                 break
         return np.array(sorted(chosen), np.int64)

@@ -17,7 +17,8 @@ from offload import policy_state
 from offload.attention import DecodeAttention
 from offload.kv_store import KVStore
 from offload.policies import make_policy
-from offload.policies.lfps import _SCALE, LFPS
+from offload.policies.lfps import LFPS
+from offload.policies.lfps_layout import SCALE
 from offload.policies.lfps_tables import TABLE_STATE
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 32
@@ -124,7 +125,7 @@ class Run:
         for k in range(2):
             count = int(state[k * TABLE_STATE + 6])
             table[k, indices[k, :count].astype(np.int64)] = values[k, :count]
-        return table / state[_SCALE]
+        return table / state[SCALE]
 
     def step(self) -> None:
         """Decode one token; the simulation observes what was really attended."""
@@ -255,7 +256,7 @@ def test_lazy_decay_rescales(pool):
     run = Run(policy_of(gamma=0.5, bypass_threshold=1.0), pool, Text(600), 300)
     for _ in range(170):
         run.step()
-    assert run.arrays()[4][:, _SCALE].max() < 1e16
+    assert run.arrays()[4][:, SCALE].max() < 1e16
     run.check_candidates()
     run.check_tables()
 

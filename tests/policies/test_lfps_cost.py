@@ -1,7 +1,7 @@
 """What a step of LFPS costs does not grow with the context, only with candidates.
 
-Two contexts, the same attended tokens and distances, so the same candidates: prediction and update
-at 128K tokens take at most twice as long as at 8K.
+Two contexts, as many attended tokens and distances, so about as many candidates: prediction and
+update take at most twice as long at 128K tokens as at 8K.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numba
 import numpy as np
 
 from offload.policies import lfps_tables as tables
-from offload.policies.lfps import _num_blocks, _num_words, _top
+from offload.policies.lfps_layout import num_blocks, num_words, top_bit
 
 SHORT, LONG = 8_192, 131_072
 ATTENDED, UNITS, STEPS = 1_024, 8, 40
@@ -65,8 +65,8 @@ class Layer:
     def __init__(self, kv_len: int) -> None:
         self.rng = np.random.default_rng()
         self.kv_len, capacity = kv_len, kv_len + STEPS + 8
-        words = int(_num_words(capacity))
-        self.tops = np.array([-1, int(_top(capacity))])
+        words = int(num_words(capacity))
+        self.tops = np.array([-1, int(top_bit(capacity))])
         listed = max(4096, capacity // 4)
         self.units = [
             (
@@ -81,37 +81,37 @@ class Layer:
         self.scratch = (
             np.zeros(listed, np.int32),
             np.zeros(words, np.uint64),
-            np.zeros(int(_num_blocks(capacity)), np.uint64),
+            np.zeros(int(num_blocks(capacity)), np.uint64),
             np.zeros(capacity // 2, np.int32),
         )
-        weights = self.rng.pareto(1.5, ATTENDED) + 0.05
+        weights = self.rng.permutation(((np.arange(ATTENDED) + 0.5) / ATTENDED) ** (-2 / 3))
         self.weights = (0.5 * weights / weights.sum()).astype(np.float32)
         half = ATTENDED // 2
         self.positions = self.rng.choice(np.arange(4, kv_len // 2), half, False)
         self.distances = self.rng.choice(np.arange(64, kv_len // 2 - 1), half, False)
         self.scale, self.newest = 1.0, kv_len
-        # max / sqrt(kurtosis) of the same scores among n falls with sqrt(n).
-        self.alpha = 0.2 * (kv_len / SHORT) ** 0.5
+        # max / sqrt(kurtosis) of the same scores among n falls with about sqrt(n).
+        self.alpha = 0.2 * (kv_len / SHORT) ** 0.57
 
     def step(self, number: int) -> tuple[float, int]:
         """Seconds of all units' prediction and update, and candidates of a unit."""
-        start = time.perf_counter()
+        start = time.thread_time()
         count = 0
         for unit in self.units:
             count = predict(
                 *unit, self.tops, self.newest, self.alpha, number % 8 == 0, self.scratch
             )
-        seconds = time.perf_counter() - start
+        seconds = time.thread_time() - start
         self.scale /= 0.95
         self.positions[self.rng.integers(0, len(self.positions), 20)] += 1
         attended = np.concatenate([self.positions, self.newest - self.distances])
         tokens = np.sort(attended).astype(np.int32)
         weights = self.weights[np.argsort(attended)]
-        start = time.perf_counter()
+        start = time.thread_time()
         for unit in self.units:
             update(*unit, self.tops, tokens, weights, self.newest, np.float32(self.scale))
         self.newest += 1
-        return seconds + time.perf_counter() - start, count
+        return seconds + time.thread_time() - start, count
 
 
 def test_a_step_at_128k_costs_at_most_twice_one_at_8k():
@@ -125,5 +125,4 @@ def test_a_step_at_128k_costs_at_most_twice_one_at_8k():
                 seconds[kv_len].append(taken)
     assert counts[SHORT] > 300
     assert 0.7 < counts[LONG] / counts[SHORT] < 1.4
-    print({k: (1e6 * min(v) / UNITS, counts[k]) for k, v in seconds.items()}, "us, candidates")
-    assert min(seconds[LONG]) <= 2.0 * min(seconds[SHORT])
+    assert min(seconds[LONG]) <= 2.0 * min(seconds[SHORT]), (seconds, counts)

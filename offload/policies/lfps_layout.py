@@ -1,0 +1,106 @@
+"""Where LFPS keeps what in a policy's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from offload.policies.lfps_tables import TABLE_STATE, list_scores, unlist_scores
+
+_MIN_LISTED = 4096  # a list holds this many scores or a quarter of its table
+# Arrays, 0 to 6 with a row per unit: 0 tables float32 [2, capacity]; 1 listed values float32 and
+# 2 their indices int32 [2, listed]; 3 bitmaps uint64 [vertical | slash | marks | touched]; 4 state
+# float64 [two table states | scale | step | attempt | votes of the group's heads]; 5 what bypasses
+# need, float32 [mean key | mean value | sink values | variance ratios | scores]; 6 int32 scratch
+# [candidates | hits]; 7 int32 [capacity, listed, longest list of candidates | candidates of units].
+SCALE, STEP, ATTEMPT, VOTES = (2 * TABLE_STATE + i for i in range(4))
+CAPACITY, LISTED, CANDIDATES = 0, 1, 2
+
+
+@numba.njit(inline="always")
+def num_words(capacity: Any) -> Any:
+    """Words of a bitmap over tokens and what an expansion may reach beyond them."""
+    return (capacity + 2) // 64 + 2
+
+
+@numba.njit(inline="always")
+def num_blocks(capacity: Any) -> Any:
+    return num_words(capacity) // 64 + 1
+
+
+@numba.njit(inline="always")
+def top_bit(capacity: Any) -> Any:
+    """The slash table's bit of distance 0."""
+    return 64 * (num_words(capacity) - 1) - 1
+
+
+def make_arrays(
+    tables: npt.NDArray[np.float32],
+    bypass: npt.NDArray[np.float32],
+    group_size: int,
+    num_tokens: int,
+    budget_tokens: int,
+    unit_states: npt.NDArray[np.float64] | None = None,
+) -> list[npt.NDArray[Any]]:
+    """All arrays, for tables that hold scores only.
+
+    Args:
+        bypass: array 5; num_tokens: in the tables, so without sinks.
+        unit_states: array 4 of before, where the tables are older.
+    """
+    num_units, _, capacity = tables.shape
+    listed = min(capacity, max(_MIN_LISTED, capacity // 4))
+    longest = min(capacity, max(_MIN_LISTED, capacity // 2, budget_tokens))
+    words, blocks = int(num_words(capacity)), int(num_blocks(capacity))
+    states = np.zeros((num_units, VOTES + group_size), np.float64)
+    states[:, SCALE] = 1.0 if unit_states is None else unit_states[:, SCALE]
+    states[:, ATTEMPT] = 0.0 if unit_states is None else unit_states[:, ATTEMPT]
+    states[:, STEP] = np.inf  # prune before the first prediction
+    states[:, VOTES:] = 1.0
+    arrays: list[npt.NDArray[Any]] = [
+        tables,
+        np.zeros((num_units, 2, listed), np.float32),
+        np.zeros((num_units, 2, listed), np.int32),
+        np.zeros((num_units, 3 * words + blocks), np.uint64),
+        states,
+        bypass,
+        np.zeros((num_units, longest + listed), np.int32),
+        np.array([capacity, listed, longest] + [0] * num_units, np.int32),
+    ]
+    list_all(arrays, num_tokens)
+    return arrays
+
+
+def list_all(arrays: Sequence[npt.NDArray[Any]], num_tokens: int) -> None:
+    """Make lists, bits and sums of tables that hold scores only; `num_tokens`: without sinks."""
+    tables, values, indices, bitmaps, states = arrays[:5]
+    capacity = tables.shape[2]
+    words = int(num_words(capacity))
+    for unit in range(len(tables)):
+        for k in range(2):
+            list_scores(
+                tables[unit, k],
+                values[unit, k],
+                indices[unit, k],
+                bitmaps[unit, k * words : (k + 1) * words],
+                -1 if k == 0 else int(top_bit(capacity)),
+                states[unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
+                float(tables[unit, k].sum(dtype=np.float64)) / num_tokens,
+            )
+
+
+def unlist_all(arrays: Sequence[npt.NDArray[Any]]) -> None:
+    """Tables that hold scores only."""
+    tables, values, indices, _, states = arrays[:5]
+    for unit in range(len(tables)):
+        for k in range(2):
+            unlist_scores(
+                tables[unit, k],
+                values[unit, k],
+                indices[unit, k],
+                states[unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
+            )

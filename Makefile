@@ -53,6 +53,9 @@ bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and wr
 	$(BIN)/python -m perf.bench_startup
 	$(BIN)/python -m perf.bench_attention
 	$(BIN)/python -m perf.bench_decode
+	$(BIN)/python -m perf.bench_latency
+	$(BIN)/python -m perf.bench_selection
+	$(BIN)/python -m perf.bench_niah
 	$(BIN)/python -m perf.report
 
 report: $(PERF_STAMP)  ## Write the tables and plots of README and docs from perf/results.

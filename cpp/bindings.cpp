@@ -62,7 +62,7 @@ class PyDecodeAttention {
   // empty.
   void set_policy(int64_t budget_tokens, int64_t sink_tokens, int64_t recent_tokens, bool per_query_head,
                   bool scans_keys, const std::vector<int64_t>& functions, const std::vector<double>& parameters,
-                  const std::vector<uint8_t>& roles) {
+                  const std::vector<uint8_t>& roles, bool shares_selection) {
     PolicyFunctions policy;
     policy.budget_tokens = budget_tokens;
     policy.sink_tokens = sink_tokens;
@@ -70,6 +70,7 @@ class PyDecodeAttention {
     policy.per_query_head = per_query_head;
     policy.scans_keys = scans_keys;
     policy.roles = roles;
+    policy.shares_selection = shares_selection;
     for (size_t i = 0; i < parameters.size() && i < kMaxPolicyParameters; ++i) policy.parameters[i] = parameters[i];
     policy.prepare = pointer<void(PolicyContext*)>(functions.at(0));
     policy.propose = pointer<int64_t(PolicyContext*)>(functions.at(1));
@@ -262,15 +263,25 @@ PYBIND11_MODULE(_native, m) {
     kernels_for(isa).score_int8(pointer<const float>(query), group_size, head_dim, pointer<const int8_t>(rows), n,
                                 pointer<float>(scores));
   });
-  m.def("chunk_means", [](WorkerPool& pool, const std::string& isa, int dtype, int64_t keys, int64_t num_heads,
-                          int64_t head_bytes, int64_t row_bytes, int64_t width, const Int64s& starts, int64_t out) {
-    const ChunkMeanArgs args{
-        pointer<const void>(keys), static_cast<DType>(dtype), num_heads, head_bytes, row_bytes, width, starts.data(),
-        starts.size() - 1,         pointer<float>(out)};
-    const KernelTable& kernels = kernels_for(isa);
-    const py::gil_scoped_release release;
-    chunk_means(kernels, pool, args);
-  });
+  m.def("chunk_means",
+        [](WorkerPool& pool, const std::string& isa, int dtype, int64_t keys, int64_t num_heads, int64_t head_bytes,
+           int64_t row_bytes, int64_t width, const Int64s& starts, int64_t means, int64_t norms, int64_t spreads) {
+          ChunkMeanArgs args{};
+          args.keys = pointer<const void>(keys);
+          args.dtype = static_cast<DType>(dtype);
+          args.num_heads = num_heads;
+          args.head_bytes = head_bytes;
+          args.row_bytes = row_bytes;
+          args.width = width;
+          args.starts = starts.data();
+          args.num_chunks = starts.size() - 1;
+          args.means = pointer<float>(means);
+          args.norms = pointer<float>(norms);
+          args.spreads = pointer<float>(spreads);
+          const KernelTable& kernels = kernels_for(isa);
+          const py::gil_scoped_release release;
+          chunk_means(kernels, pool, args);
+        });
   m.def("spherical_kmeans", [](WorkerPool& pool, const std::string& isa, int64_t points, int64_t num_heads,
                                int64_t num_points, int64_t width, int64_t num_clusters, int64_t iterations,
                                int64_t labels, int64_t centroids) {

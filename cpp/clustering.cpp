@@ -79,9 +79,27 @@ void chunk_means(const KernelTable& kernels, WorkerPool& pool, const ChunkMeanAr
     const int64_t first = task % tiles * kChunkTile;
     const char* keys = static_cast<const char*>(args.keys) + head * args.head_bytes;
     for (int64_t i = first; i < std::min(first + kChunkTile, args.num_chunks); ++i) {
-      float* mean = args.out + (head * args.num_chunks + i) * args.width;
+      const int64_t at = head * args.num_chunks + i;
+      float* mean = args.means + at * args.width;
       const int64_t begin = args.starts[i];
-      sum_rows(keys + begin * args.row_bytes, args.starts[i + 1] - begin, args.row_bytes, args.width, mean);
+      const int64_t n = args.starts[i + 1] - begin;
+      const char* rows = keys + begin * args.row_bytes;
+      sum_rows(rows, n, args.row_bytes, args.width, mean);
+      double squares = 0.0;
+      for (int64_t d = 0; d < args.width; ++d) {
+        mean[d] /= static_cast<float>(n);
+        squares += double{mean[d]} * mean[d];
+      }
+      args.norms[at] = static_cast<float>(std::sqrt(squares));
+      float furthest = 0.0f;
+      float row[kMaxHeadDim];
+      for (int64_t r = 0; r < n; ++r) {
+        kernels.to_float[static_cast<int>(args.dtype)](rows + r * args.row_bytes, args.width, row);
+        float distance = 0.0f;
+        for (int64_t d = 0; d < args.width; ++d) distance += (row[d] - mean[d]) * (row[d] - mean[d]);
+        furthest = std::max(furthest, distance);
+      }
+      args.spreads[at] = std::sqrt(furthest);
       normalize(mean, args.width);
     }
   });

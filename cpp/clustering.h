@@ -8,8 +8,8 @@
 
 namespace offload {
 
-// The normalised mean of each chunk's rows: out f32 [num_heads, num_chunks, width]. Chunk i holds rows
-// [starts[i], starts[i + 1]) of a head; a mean of zero stays zero.
+// The normalised mean of each chunk's rows, its length before that, and how far from it the furthest row is. Chunk i
+// holds rows [starts[i], starts[i + 1]) of a head; a mean of zero stays zero.
 struct ChunkMeanArgs {
   const void* keys;
   DType dtype;
@@ -19,7 +19,9 @@ struct ChunkMeanArgs {
   int64_t width;
   const int64_t* starts;  // [num_chunks + 1]
   int64_t num_chunks;
-  float* out;
+  float* means;    // out [num_heads, num_chunks, width]
+  float* norms;    // out [num_heads, num_chunks]
+  float* spreads;  // out [num_heads, num_chunks]
 };
 void chunk_means(const KernelTable& kernels, WorkerPool& pool, const ChunkMeanArgs& args);
 

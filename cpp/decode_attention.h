@@ -149,6 +149,7 @@ class DecodeAttention {
 
   // decode_attention_scan.cpp: exact weights of all keys
   void scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows, const std::vector<int>& sparse_rows);
+  void select_for_all(int64_t layer_idx, const QueryRow& row, int row_idx, int worker);
   void scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks, ScanSlot& slot,
                    int worker);
   void finish_scan(int64_t layer_idx, const QueryRow& row, const Wave& wave, int head_of_wave, ScanSlot& slot,

@@ -41,6 +41,9 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
   };
   for (int r : sparse_rows) {
     const int64_t kv_len = rows[static_cast<size_t>(r)].kv_len;
+    int retrieving = 0;
+    for (int u = 0; u < units(); ++u) retrieving += unit_of(r, u).role == Role::retrieve;
+    unit_of(r, 0).scores_left.store(retrieving, std::memory_order_relaxed);
     longest = std::max(longest, kv_len);
     for (int h = 0; h < shape_.num_kv_heads; ++h) all_chunks += scans(r, h) ? ceil_div(kv_len, kChunkTokens) : 0;
     const int64_t fitting = kScanScratchBytes / (kv_len * group * static_cast<int64_t>(sizeof(float)));
@@ -103,6 +106,25 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
       wave.heads_left.fetch_sub(1, std::memory_order_acq_rel);
     }
   });
+}
+
+// All units of a row that retrieve know their importance: they publish what is best for their sum, taken in the order
+// of units so that it does not depend on threads.
+void DecodeAttention::select_for_all(int64_t layer_idx, const QueryRow& row, int row_idx, int worker) {
+  int first = -1;
+  for (int u = 0; u < units(); ++u) {
+    if (unit_of(row_idx, u).role != Role::retrieve) continue;
+    if (first < 0) {
+      first = u;
+    } else {
+      kernels_.scale_add(unit_of(row_idx, u).importance.data(), 1.0f, row.kv_len, true,
+                         unit_of(row_idx, first).importance.data());
+    }
+  }
+  select_unit(layer_idx, row, row_idx, first, unit_of(row_idx, first).importance.data(), worker);
+  for (int u = first + 1; u < units(); ++u) {
+    if (unit_of(row_idx, u).role == Role::retrieve) published_of(row_idx, u) = published_of(row_idx, first);
+  }
 }
 
 void DecodeAttention::scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks,
@@ -174,7 +196,13 @@ void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const 
                            importance + first);
       }
     }
-    select_unit(layer_idx, row, wave.row, unit, importance, worker);
+    if (policy_.shares_selection && state.role == Role::retrieve) {
+      state.importance.assign(importance, importance + row.kv_len);
+      if (unit_of(wave.row, 0).scores_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+        select_for_all(layer_idx, row, wave.row, worker);
+    } else {
+      select_unit(layer_idx, row, wave.row, unit, importance, worker);
+    }
     if (failed_.load(std::memory_order_relaxed)) return;
     state.weights.resize(static_cast<size_t>(per_unit * state.n));
     for (int g = 0; g < per_unit; ++g) {

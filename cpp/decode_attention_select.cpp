@@ -214,6 +214,7 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
   if (count == kAnswered) {
     unit.answered = true;
     unit.n = 0;
+    // Nothing was chosen: that is what the layers below inherit.
     if (!policy_.roles.empty()) add_own(published_of(row_idx, unit_idx), nullptr, 0);
     float check = 0.0f;  // stays 0 unless some output is NaN or inf
     for (int i = 0; i < group * shape_.head_dim; ++i) check += output[i] * 0.0f;

@@ -72,7 +72,8 @@ struct PolicyFunctions {
   int64_t recent_tokens = 0;
   bool per_query_head = false;
   bool scans_keys = false;     // the runtime scores every key first and hands over `importance`
-  std::vector<uint8_t> roles;  // Role of each [layer, unit]
+  bool shares_selection = false;  // units of a row that retrieve publish one selection, by their summed importance
+  std::vector<uint8_t> roles;     // Role of each [layer, unit]
   double parameters[kMaxPolicyParameters] = {};
   void (*prepare)(PolicyContext*) = nullptr;     // before the query is known
   int64_t (*propose)(PolicyContext*) = nullptr;  // sets candidates, returns how many; or answers

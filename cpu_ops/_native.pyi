@@ -36,7 +36,9 @@ def chunk_means(
     row_bytes: int,
     width: int,
     starts: _Int64s,
-    out: int,
+    means: int,
+    norms: int,
+    spreads: int,
 ) -> None: ...
 def spherical_kmeans(
     pool: WorkerPool,
@@ -101,6 +103,7 @@ class DecodeAttention:
         functions: Sequence[int],
         parameters: Sequence[float],
         roles: Sequence[int],
+        shares_selection: bool,
     ) -> None: ...
     def attend(
         self,

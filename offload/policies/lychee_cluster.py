@@ -4,11 +4,12 @@ Source: Li et al., LycheeCluster: Efficient Long-Context Inference with Structur
 Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `lychee_chunks`; index: `lychee_index`; search:
 `lychee_search`; updates: `lychee_graft`.
 
-Two things differ from the paper, both for what they measured on real text. The clusters found hold
-`candidate_ratio` times the tokens that are attended, and exact attention weights choose among them:
-a chunk's mean key tells where the attention is, not which tokens have it. And the radius counts
-with `radius_weight` in the ranking: at 1 wide clusters are preferred whatever their centroids.
-candidate_ratio=1, radius_weight=1 is the paper's search.
+Two things differ from the paper, both for the attention mass they keep on real text. The clusters
+found hold `candidate_ratio` times the tokens that are attended, and exact attention weights choose
+among them: a chunk's mean key tells where the attention is, not which tokens have it. And clusters
+are ranked by an upper bound for their tokens' keys, not for their chunks' means (`lychee_search`),
+in which radius and spread count with `radius_weight`: at 1 wide clusters win whatever their
+centroids.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class LycheeCluster(SparsePolicy):
         max_units: coarse units, at most 64; about the square root of the number of clusters.
         kept_units: coarse units whose clusters a search looks at (more where they are small).
         candidate_ratio: tokens whose keys are scored exactly, for each one attended.
-        radius_weight: of a cluster's radius in its rank: 1 is the upper bound of eq. 2, 0 ranks by
-            centroids alone.
+        radius_weight: of a cluster's radius and spread in its rank: 1 is the upper bound, 0 ranks
+            by centroids alone.
         iterations: of spherical k-means.
     """
 
@@ -59,7 +60,7 @@ class LycheeCluster(SparsePolicy):
     chunks_per_cluster: int = 2
     max_units: int = _MAX_UNITS
     kept_units: int = 6
-    candidate_ratio: float = 2.0
+    candidate_ratio: float = 1.75
     radius_weight: float = 0.35
     iterations: int = 10
 

@@ -133,7 +133,7 @@ class LycheeDecode(SparsePolicy):
         head_roles: a roles file or `HeadRoles`. None: `OffloadedModel` calibrates when it loads;
             without a model the retrieval heads are evenly spaced.
         retrieval_heads: how many KV heads after layer 0 a calibration makes retrieval heads; None
-            is an eighth of all, the paper's share. Not beside `head_roles`.
+            is a sixth of all (the paper's share is an eighth). Not beside `head_roles`.
         rule: which tokens a retrieval head publishes, all by weights averaged over its query heads
             and never more than budget_tokens (sinks and recent window included):
             "top_k": the budget_tokens of largest weight;

@@ -25,23 +25,26 @@ from offload.policies.lychee_chunks import chunk_length, set_chunk_start
 from offload.policies.lychee_index import (
     CAPACITY_CHUNKS,
     INDEXED_END,
+    NORM_STEP,
     NUM_CHUNKS,
     NUM_CLUSTERS,
     NUM_UNITS,
     ROWS,
+    SPREAD_STEP,
 )
 from offload.policies.lychee_search import (
     MAX_CHUNK,
     MIN_CHUNK,
     UNINDEXED_LIMIT,
     bfloat16_bits_up,
+    bits_of_float,
     from_bfloat16,
     header_of,
     index_of,
     link_of,
-    rank_rows,
     scratch_of,
     set_link,
+    step_of,
     take_best,
 )
 
@@ -109,19 +112,50 @@ def append(pointer: Any) -> None:
 
 
 @numba.njit(cache=True)
-def _chunk_key(ctx: Any, keys: Any, length: int, out: Any) -> None:
-    """Unit-length mean of `length` keys."""
+def _scale_rows(scores: Any, scales: Any, first: int, n: int) -> None:
+    for i in range(n):
+        scores[i] *= from_bfloat16(scales[first + i, 0])
+
+
+@numba.njit(cache=True)
+def _note_norm_and_spread(header: Any, scale: Any, count: int, norm: float, spread: float) -> None:
+    """Mean norm of `count` chunks and one more, and the largest spread, in whole steps."""
+    if header[NORM_STEP] == 0:  # the first chunk of an index that was built empty
+        header[NORM_STEP] = bits_of_float(np.float32(1.5 / 255 * norm))
+        header[SPREAD_STEP] = bits_of_float(np.float32(1.5 / 255 * spread))
+    norm_step, spread_step = step_of(header, NORM_STEP), step_of(header, SPREAD_STEP)
+    code = np.int64(scale[2])
+    mean = np.float64(code & 0xFF)
+    if norm_step > 0:
+        mean += (norm / norm_step - mean) / (count + 1)
+    largest = code >> 8
+    if spread_step > 0:
+        largest = max(largest, np.int64(np.ceil(spread / spread_step)))
+    scale[2] = min(255, np.int64(np.rint(mean))) | min(255, largest) << 8
+
+
+@numba.njit(cache=True)
+def _chunk_key(ctx: Any, keys: Any, length: int, out: Any) -> Any:
+    """Writes the unit-length mean of `length` keys; its norm before, and their spread around it."""
     squares = 0.0
     for d in range(ctx.head_dim):
         total = np.float32(0)
         for i in range(length):
             total += keys[i * ctx.head_dim + d]
-        out[d] = total
-        squares += total * total
+        out[d] = total / np.float32(length)
+        squares += out[d] * out[d]
+    furthest = 0.0
+    for i in range(length):
+        distance = 0.0
+        for d in range(ctx.head_dim):
+            off = keys[i * ctx.head_dim + d] - out[d]
+            distance += off * off
+        furthest = max(furthest, distance)
     if squares > 0:
         inverse = np.float32(1 / np.sqrt(squares))
         for d in range(ctx.head_dim):
             out[d] *= inverse
+    return np.sqrt(squares), np.sqrt(furthest)
 
 
 @numba.njit
@@ -139,9 +173,10 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
         pointer, ctx.load_keys, header[INDEXED_END], length, key_address
     )
     point = view_float32(point_address, ctx.head_dim)
-    _chunk_key(ctx, view_float32(key_address, length * ctx.head_dim), length, point)
+    keys = view_float32(key_address, length * ctx.head_dim)
+    norm, spread = _chunk_key(ctx, keys, length, point)
     score_int8(pointer, ctx.score_int8, point_address, 1, base, num_units, score_address)
-    rank_rows(scores, scales, 0, num_units, 0.0)
+    _scale_rows(scores, scales, 0, num_units)
     near = view_int32(units_address, _GRAFT_UNITS)
     kept = min(_GRAFT_UNITS, num_units)
     for i in range(kept):
@@ -159,7 +194,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
             n,
             score_address,
         )
-        rank_rows(scores, scales, num_units + first, n, 0.0)
+        _scale_rows(scores, scales, num_units + first, n)
         for j in range(n):
             if scores[j] > largest:
                 unit, cluster, largest = near[i], first + j, scores[j]
@@ -171,8 +206,11 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     old = view_float32(centroids, ctx.head_dim)
     new = view_float32(centroids + 4 * ctx.head_dim, ctx.head_dim)
     row = num_units + cluster
+    below_unit = ranges[num_units + 1 + unit]
     _move_centroid(rows[row], scales[row], count, point, old, new)
-    _move_centroid(rows[unit], scales[unit], ranges[num_units + 1 + unit], point, old, new)
+    _note_norm_and_spread(header, scales[row], count, norm, spread)
+    _move_centroid(rows[unit], scales[unit], below_unit, point, old, new)
+    _note_norm_and_spread(header, scales[unit], below_unit, norm, spread)
     chunk = header[NUM_CHUNKS]
     set_link(links, high, header[NUM_CLUSTERS] + chunk, link_of(links, high, cluster))
     set_link(links, high, cluster, chunk + 1)

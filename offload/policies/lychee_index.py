@@ -11,7 +11,9 @@ holds for the numbers stored. Arrays, as callbacks find them in `ctx.arrays`:
     HEADER   int64 [num_kv_heads, HEADER_COLUMNS]: sizes
     ROWS     int8 [num_kv_heads, num_units + num_clusters, head_dim]: units first, then the
              clusters, those of a unit one after the other
-    SCALES   uint16 [num_kv_heads, num_units + num_clusters, 2]: bits of scale and radius
+    SCALES   uint16 [num_kv_heads, num_units + num_clusters, 3]: bits of scale and radius, and in
+             two bytes the mean norm of the chunks' mean keys before they were scaled to unit
+             length (low) and their largest spread (high), in steps of the KV head
     RANGES   int32 [num_kv_heads, 2 num_units + 1]: first cluster of each unit, then the end; and
              the number of chunks below each unit
     STARTS   uint8: where the layer's chunks start, shared by its heads (lychee_chunks)
@@ -45,7 +47,9 @@ CAPACITY_CHUNKS = 4
 HAS_HIGH_LINKS = 5
 CANDIDATE_CAPACITY = 6
 SCRATCH_BYTES = 7  # of one KV head
-HEADER_COLUMNS = 8
+NORM_STEP = 8  # bits of a float32: what a norm byte counts
+SPREAD_STEP = 9
+HEADER_COLUMNS = 10
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
 _LOW_LINKS = 1 << 16
@@ -70,6 +74,13 @@ def quantize_rows(x: Float32Array) -> tuple[npt.NDArray[np.int8], npt.NDArray[np
     steps = bfloat16_value(scales)[..., None]
     rows = np.rint(np.divide(x, steps, out=np.zeros_like(x), where=steps > 0))
     return rows.astype(np.int8), scales
+
+
+def encode_bytes(x: Float32Array, steps: Float32Array) -> npt.NDArray[np.uint16]:
+    """x [heads, n] in whole steps [heads] of at most 255, rounded up."""
+    steps = np.where(steps > 0, steps, 1)[:, None]
+    codes: npt.NDArray[np.uint16] = np.clip(np.ceil(x / steps), 0, 255).astype(np.uint16)
+    return codes
 
 
 def starts_bytes(capacity_chunks: int) -> int:
@@ -145,11 +156,12 @@ def build_index(
     num_units = min(max_units, max(1, round(num_clusters**0.5)))
     capacity = num_chunks + _room(int(starts[-1]), context.capacity_tokens, min_chunk_tokens)
     if num_chunks:
-        points = chunk_means(context.pool, context.keys, starts)
+        points, norms, spreads = chunk_means(context.pool, context.keys, starts)
         labels, fine = spherical_kmeans(context.pool, points, num_clusters, iterations)
         units, coarse = spherical_kmeans(context.pool, fine, num_units, iterations)
     else:  # one empty cluster, which the first chunk will fill
         points = np.zeros((heads, 0, head_dim), np.float32)
+        norms = spreads = np.zeros((heads, 0), np.float32)
         labels = np.zeros((heads, 0), np.int32)
         fine = coarse = np.zeros((heads, 1, head_dim), np.float32)
         units = np.zeros((heads, 1), np.int32)
@@ -173,6 +185,14 @@ def build_index(
         ranges[h, num_units + 1 :] = np.bincount(of_unit[h], minlength=num_units)
 
     header = np.zeros((heads, HEADER_COLUMNS), np.int64)
+    mean_norms, max_spreads = _norms_and_spreads(norms, spreads, labels, of_unit, rows.shape[:2])
+    # Half as much again as the largest there is, for what is to come.
+    norm_steps, spread_steps = (
+        1.5 / 255 * x.max(axis=1, initial=0).astype(np.float32) for x in (norms, spreads)
+    )
+    header[:, NORM_STEP] = norm_steps.view(np.int32)
+    header[:, SPREAD_STEP] = spread_steps.view(np.int32)
+    codes = encode_bytes(mean_norms, norm_steps) | encode_bytes(max_spreads, spread_steps) << 8
     header[:, NUM_CHUNKS] = num_chunks
     header[:, INDEXED_END] = starts[-1]
     header[:, NUM_UNITS] = num_units
@@ -185,7 +205,7 @@ def build_index(
     arrays: list[Array] = [
         header,
         rows,
-        np.stack([scales, padded_radius(radii)], axis=-1),
+        np.stack([scales, padded_radius(radii), codes], axis=-1),
         ranges,
         packed,
         links,
@@ -193,6 +213,24 @@ def build_index(
         links,
     ]
     return _with_links(arrays, links, capacity)
+
+
+def _norms_and_spreads(
+    norms: Float32Array,
+    spreads: Float32Array,
+    labels: Array,
+    of_unit: Array,
+    shape: tuple[int, ...],
+) -> tuple[Float32Array, Float32Array]:
+    """Mean norm and largest spread of the chunks below each row, [heads, units + clusters]."""
+    means, largest = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    num_units = shape[1] - max(1, int(labels.max(initial=0)) + 1)
+    for h in range(shape[0]):
+        for rows in (of_unit[h], labels[h] + num_units):
+            counts = np.bincount(rows, minlength=shape[1])
+            means[h] += np.bincount(rows, norms[h], shape[1]) / np.maximum(counts, 1)
+            np.maximum.at(largest[h], rows, spreads[h])
+    return means, largest
 
 
 def _room(indexed_end: int, capacity_tokens: int, min_chunk_tokens: int) -> int:
@@ -306,6 +344,15 @@ class LycheeIndex:
             bfloat16_value(self.arrays[SCALES][..., i]).astype(np.float64) for i in (0, 1)
         )
         return self.arrays[ROWS] * scales[..., None], radii
+
+    def norms_and_spreads(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Mean norm and largest spread of the chunks below each row of `centroids`."""
+        codes = self.arrays[SCALES][..., 2].astype(np.int64)
+        norm_steps, spread_steps = (
+            self.arrays[HEADER][:, column].astype(np.int32).view(np.float32).astype(np.float64)
+            for column in (NORM_STEP, SPREAD_STEP)
+        )
+        return (codes & 0xFF) * norm_steps[:, None], (codes >> 8) * spread_steps[:, None]
 
     def unit_of_cluster(self, head: int) -> npt.NDArray[np.int64]:
         """Coarse unit of each cluster of a KV head."""

@@ -1,8 +1,14 @@
 """Search of LycheeCluster's index, and the views of its arrays that callbacks work on.
 
-Search (arXiv 2603.08453, section 4.4) ranks centroids by q·mu + w |q| r, where q is the sum of the
+Search (arXiv 2603.08453, section 4.4) ranks centroids by an upper bound, where q is the sum of the
 group's query heads: the sum of their scores is the score of their sum, so one vector bounds the
-group's total as well as eq. 2 bounds each head's. With w = 1 that is the bound itself.
+group's total as well as eq. 2 bounds each head's. Eq. 2 bounds what a chunk's unit-length mean
+scores, q·mu + |q| r; a token's key k is within the spread s of its chunk's mean, which is n long:
+
+    q·k <= n (q·mu + |q| r) + |q| s
+
+Clusters are ranked by this with |q| weighed by `radius_weight`, n the mean of the cluster's chunks
+and s the largest: without n and s, chunks of one heavy token among light ones are missed.
 """
 
 from __future__ import annotations
@@ -41,6 +47,7 @@ from offload.policies.lychee_index import (
     INDEXED_END,
     LINKS,
     LINKS_HIGH,
+    NORM_STEP,
     NUM_CHUNKS,
     NUM_CLUSTERS,
     NUM_UNITS,
@@ -49,12 +56,14 @@ from offload.policies.lychee_index import (
     SCALES,
     SCRATCH,
     SCRATCH_BYTES,
+    SPREAD_STEP,
     STARTS,
 )
 
 # ctx.parameters
 CANDIDATE_RATIO, KEPT_UNITS, RADIUS_WEIGHT, UNINDEXED_LIMIT, MIN_CHUNK, MAX_CHUNK = range(6)
 _MAX_UNITS = 64
+_CHOICE = 2.5  # clusters to rank, for each that will be taken
 
 _as_int8 = _cast(types.int8)
 _as_int64 = _cast(types.int64)
@@ -74,7 +83,7 @@ def _bitcast(source: Any, target: Any, llvm_type: Any) -> Any:
 
 
 _float_of_bits = _bitcast(types.uint32, types.float32, ir.FloatType())
-_bits_of_float = _bitcast(types.float32, types.uint32, ir.IntType(32))
+bits_of_float = _bitcast(types.float32, types.uint32, ir.IntType(32))
 
 
 @numba.njit(inline="always")
@@ -85,7 +94,7 @@ def from_bfloat16(bits: Any) -> Any:
 @numba.njit(inline="always")
 def bfloat16_bits_up(x: Any) -> Any:
     """Bits of the smallest bfloat16 >= x, for x >= 0."""
-    bits = np.int64(_bits_of_float(np.float32(x)))
+    bits = np.int64(bits_of_float(np.float32(x)))
     return np.uint16((bits + 0xFFFF) >> 16)
 
 
@@ -107,7 +116,7 @@ def index_of(ctx: Any) -> Any:
     rows = carray(
         _as_int8(ctx.arrays[ROWS] + ctx.unit * num_rows * ctx.head_dim), (num_rows, ctx.head_dim)
     )
-    scales = carray(_as_uint16(ctx.arrays[SCALES] + ctx.unit * num_rows * 4), (num_rows, 2))
+    scales = carray(_as_uint16(ctx.arrays[SCALES] + ctx.unit * num_rows * 6), (num_rows, 3))
     ranges = view_int32(ctx.arrays[RANGES] + ctx.unit * num_ranges * 4, num_ranges)
     blocks = view_int32(ctx.arrays[STARTS], num_blocks)
     offsets = view_uint8(ctx.arrays[STARTS] + 4 * num_blocks, capacity + 1)
@@ -149,13 +158,23 @@ def set_link(links: Any, high: Any, i: Any, link: Any) -> None:
         high[i] = link >> 16
 
 
+@numba.njit(inline="always")
+def step_of(header: Any, column: Any) -> Any:
+    return _float_of_bits(np.uint32(header[column]))
+
+
 @numba.njit(cache=True)
-def rank_rows(scores: Any, scales: Any, first: int, n: int, slack: float) -> None:
-    """Raw sums of rows `first` on -> q·mu + slack * radius, in place."""
+def _rank_rows(header: Any, scores: Any, scales: Any, first: int, n: int, slack: float) -> None:
+    """Raw sums of rows `first` on -> norm (q·mu + slack radius) + slack spread, in place."""
+    norm_step, spread_step = step_of(header, NORM_STEP), step_of(header, SPREAD_STEP)
+    weight = np.float32(slack)
     for i in range(n):
         scale = from_bfloat16(scales[first + i, 0])
         radius = from_bfloat16(scales[first + i, 1])
-        scores[i] = scores[i] * scale + np.float32(slack) * radius
+        code = scales[first + i, 2]
+        norm = np.float32(code & 0xFF) * norm_step
+        spread = np.float32(code >> 8) * spread_step
+        scores[i] = norm * (scores[i] * scale + weight * radius) + weight * spread
 
 
 @numba.njit(cache=True)
@@ -260,11 +279,11 @@ def _visit_units(
     scores = view_float32(score_address, max(num_clusters, _MAX_UNITS))
     units = view_int32(units_address, 2 * _MAX_UNITS)
     base = ctx.arrays[ROWS] + ctx.unit * (num_units + num_clusters) * ctx.head_dim
-    enough = 1.5 * wanted / cluster_tokens(ctx, header)
+    enough = _CHOICE * wanted / cluster_tokens(ctx, header)
     score_int8(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
         pointer, ctx.score_int8, query, 1, base, num_units, score_address
     )
-    rank_rows(scores, scales, 0, num_units, slack)
+    _rank_rows(header, scores, scales, 0, num_units, slack)
     kept = 0
     visited = 0
     while kept < num_units and (kept < ctx.parameters[KEPT_UNITS] or visited < enough):
@@ -287,7 +306,7 @@ def _visit_units(
             n,
             score_address + 4 * visited,
         )
-        rank_rows(scores[visited:], scales, num_units + first, n, slack)
+        _rank_rows(header, scores[visited:], scales, num_units + first, n, slack)
         visited += n
         units[_MAX_UNITS + i] = visited
     ctx.bytes_touched += 4 * (num_units + visited)

@@ -2,9 +2,21 @@
 
 Source: Yang et al., TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse
 Attention (ICLR 2025). A token-selection layer computes full attention and publishes the top tokens
-of its exact weights; the layers after it attend to those only. Selections are per KV head, from the
-same-indexed head. With an inner policy that does not scan all keys (Quest, LFPS …) a selection
-layer attends to that policy's selection, too.
+of its exact weights, summed over all heads; the layers after it attend to those only. With an inner
+policy that does not scan all keys (Quest, LFPS …) a selection layer attends to that policy's
+selection, too, and each KV head hands its own to the same-indexed heads below.
+
+One selection for all KV heads of a layer beats one for each, although the select layer's own heads
+lose by it: what a head finds, others need further down. SmolLM2-135M, mean attention mass kept by
+the reusing layers at 6-7K tokens of prose with 1,024 tokens (with 2 %), and the mass kept on a
+needle while the model answers (with 1,024 tokens, retrieving layers included):
+
+    select layers        shared                   per KV head
+    2, 14                0.948 (0.773)   0.94     0.914 (0.723)   0.81
+    2, 7, 14, 21         0.952 (0.791)   0.99     0.928 (0.755)   0.91
+    2, 3, 14, 23         0.955 (0.810)   0.91     0.940 (0.798)   0.84
+
+Quest keeps 0.937 (0.661) of the mass of prose, exact top-k in every layer 0.987 (0.882).
 """
 
 from __future__ import annotations
@@ -20,13 +32,9 @@ from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, BuildContext, 
 from offload.policies.exact_topk import ExactTopK
 
 # (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
-# SmolLM2-135M: the layers of the heads that copy (`head_calibration`), and the first two. Layers
-# chosen for attention mass alone, (2, 3, 14, 23), lose every needle in a haystack.
-_SELECT_LAYERS = {
-    (32, 8): (2, 13),
-    (32, 32): (2, 7),
-    (30, 3): (2, 3, 7, 14, 17, 18, 20, 23),
-}
+# SmolLM2-135M: layers of heads that copy (`head_calibration`), by what the table above measures.
+# Layers chosen for the attention mass of prose alone, (2, 3, 14, 23), lose needles in a haystack.
+_SELECT_LAYERS = {(32, 8): (2, 13), (32, 32): (2, 7), (30, 3): (2, 7, 14, 21)}
 _MIDDLE = 13 / 32  # of the depth, where nothing is known: Llama-3's
 
 
@@ -45,6 +53,7 @@ class TidalDecode(Policy):
     """
 
     name: ClassVar[str] = "tidal_decode"
+    shares_selection: ClassVar[bool] = True
 
     inner: Policy = field(default_factory=ExactTopK)
     select_layers: tuple[int, ...] | None = None

@@ -222,6 +222,7 @@ void stress(const AttentionShape& shape, int rounds) {
       if (round % 3 == 1) {
         const int64_t units = step.policy.per_query_head ? shape.num_qo_heads : shape.num_kv_heads;
         step.policy.roles = make_roles(units, step.policy.scans_keys);
+        step.policy.shares_selection = round % 4 != 1;
       }
       if (round % 2 == 1) parallel.start_profile();
       std::vector<size_t> order{0, 1, 2, 3, 4, 5, 6};

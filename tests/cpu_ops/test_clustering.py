@@ -48,17 +48,27 @@ def test_chunk_means(isa, dtype, head_dim, pool):
     lengths = rng.integers(1, 17, 150)
     starts = np.concatenate([[16], 16 + np.cumsum(lengths)])
     keys = torch.from_numpy(rng.standard_normal((3, int(starts[-1]) + 5, head_dim))).to(dtype)
-    expected = reference.chunk_means(keys.double().numpy(), starts)
-    assert relative_error(chunk_means(pool, keys, starts, isa=isa), expected) < 1e-6
-    # As the store's pages hold them: heads inside tokens.
-    strided = keys.transpose(0, 1).contiguous().transpose(0, 1)
-    assert relative_error(chunk_means(pool, strided, starts, isa=isa), expected) < 1e-6
+    wide = keys.double().numpy()
+    expected = reference.chunk_means(wide, starts)
+    # As the store's pages hold them too: heads inside tokens.
+    for given in (keys, keys.transpose(0, 1).contiguous().transpose(0, 1)):
+        means, norms, spreads = chunk_means(pool, given, starts, isa=isa)
+        assert relative_error(means, expected) < 1e-6
+        for i in range(len(starts) - 1):
+            chunk = wide[:, starts[i] : starts[i + 1]]
+            mean = chunk.mean(axis=1, keepdims=True)
+            np.testing.assert_allclose(norms[:, i], np.linalg.norm(mean[:, 0], axis=1), rtol=1e-5)
+            furthest = np.linalg.norm(chunk - mean, axis=2).max(axis=1)
+            np.testing.assert_allclose(spreads[:, i], furthest, rtol=1e-5, atol=1e-5)
 
 
 def test_a_mean_of_zero_stays_zero(pool):
     keys = torch.ones(1, 8, 16)
     keys[:, 1::2] = -1
-    assert not chunk_means(pool, keys, np.array([0, 4, 8])).any()
+    means, norms, spreads = chunk_means(pool, keys, np.array([0, 4, 8]))
+    assert not means.any()
+    assert not norms.any()
+    assert (spreads == 4).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -242,7 +242,7 @@ def test_calibrated_roles_fit_their_model(offloaded_models):
     made.check(num_layers=3, num_kv_heads=2, head_dim=32, model_type="qwen2")
     assert made.num_retrieval_heads == 2
     assert made.made_by.startswith("calibration on 300 tokens of a text: 2 retrieval heads after")
-    assert calibrate_roles(model, random_tokens(300)).num_retrieval_heads == 1  # an eighth of 6
+    assert calibrate_roles(model, random_tokens(300)).num_retrieval_heads == 1  # a sixth of 6
     assert model.kv_store.num_sequences == 0
 
 

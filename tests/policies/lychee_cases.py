@@ -105,7 +105,9 @@ def check_index(stream: Stream) -> None:
         assert list(index.arrays[0][head, :2]) == [index.num_chunks, index.indexed_end]
     if index.num_chunks == 0:
         return
-    points = reference.chunk_means(stream.keys(), starts)
+    keys = stream.keys()
+    points = reference.chunk_means(keys, starts)
+    chunk_norms, spreads = index.norms_and_spreads()
     centroids, radii = index.centroids()
     for head in range(KV_HEADS):
         members = index.members(head)
@@ -122,3 +124,14 @@ def check_index(stream: Stream) -> None:
                 assert (away <= radii[head, row]).all()
                 bounds = queries @ centroids[head, row] + norms * radii[head, row]
                 assert (queries @ points[head, chunks].T <= bounds[:, None] + 1e-12).all()
+            row = index.num_units + cluster
+            tokens = [keys[head, starts[c] : starts[c + 1]] for c in chunks]
+            means = [chunk.mean(axis=0) for chunk in tokens]
+            away = [
+                np.linalg.norm(chunk - mean, axis=1).max()
+                for chunk, mean in zip(tokens, means, strict=True)
+            ]
+            steps = spreads[head].max() / 255
+            assert max(away) <= spreads[head, row] + 1e-5 or spreads[head, row] >= 254 * steps
+            mean_norm = np.mean([np.linalg.norm(mean) for mean in means])
+            assert abs(chunk_norms[head, row] / mean_norm - 1) < 0.15  # a moving average of bytes

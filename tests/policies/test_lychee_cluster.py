@@ -75,8 +75,9 @@ def upper_bounds(stream: Stream, index: LycheeIndex, query: torch.Tensor, head: 
     centroids, radii = index.centroids()
     heads = query.double().numpy().reshape(KV_HEADS, GROUP, HEAD_DIM)
     total = heads[head].sum(axis=0)
-    ranks = centroids[head] @ total
-    ranks += stream.policy.radius_weight * np.linalg.norm(total) * radii[head]
+    norms, spreads = index.norms_and_spreads()
+    slack = stream.policy.radius_weight * np.linalg.norm(total)
+    ranks = norms[head] * (centroids[head] @ total + slack * radii[head]) + slack * spreads[head]
     return ranks[index.num_units :]
 
 

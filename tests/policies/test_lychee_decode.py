@@ -58,12 +58,12 @@ def test_roles_are_those_of_the_file(tmp_path):
     np.testing.assert_array_equal(dense.roles(NUM_LAYERS, NUM_KV_HEADS), expected)
 
 
-def test_without_roles_an_eighth_of_the_heads_retrieve_evenly_spaced():
-    assert default_retrieval_heads(32, 8) == 32  # the paper's number for Llama-3-8B
+def test_without_roles_a_sixth_of_the_heads_retrieve_evenly_spaced():
+    assert default_retrieval_heads(32, 8) == 43
     roles = LycheeDecode().roles(32, 8)
     assert (roles[0] == RETRIEVE).all()
-    assert (roles[1:] == RETRIEVE).sum() == 32
-    assert ((roles[1:] == RETRIEVE).sum(0) == 4).all()
+    assert (roles[1:] == RETRIEVE).sum() == 43
+    assert set((roles[1:] == RETRIEVE).sum(0)) == {5, 6}
     roles = LycheeDecode(retrieval_heads=5).roles(10, 3)
     assert (roles[1:] == RETRIEVE).sum() == 5
     assert LycheeDecode().roles(1, 4).tolist() == [[RETRIEVE] * 4]
@@ -136,9 +136,9 @@ def test_top_p_is_capped_by_the_budget(pool):
         check_top_k(tokens, importance, policy, 36)
 
 
-@pytest.mark.parametrize("threshold", [1e-4, 2e-3, 0.01, 0.5])
+@pytest.mark.parametrize("threshold", [1e-3, 2e-3, 0.01, 0.5])
 def test_threshold(threshold, pool):
-    options = {"budget_tokens": 390, "sink_tokens": 4, "recent_tokens": 8}
+    options = {"budget_tokens": 399, "sink_tokens": 4, "recent_tokens": 8}
     policy = LycheeDecode(
         **options, head_roles=only_layer_0(), rule="threshold", threshold=threshold
     )

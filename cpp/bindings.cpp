@@ -84,13 +84,13 @@ class PyDecodeAttention {
 
   void attend(int64_t layer_idx, int64_t query, int64_t query_stride_bytes, int64_t output, int64_t output_stride_bytes,
               int64_t lse, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
-              const Int64s& arrays, const Int64s& text_marks, bool sparse, int first_row) {
+              const Int64s& arrays, const Int64s& text_marks, bool sparse, int first_row, bool prepares) {
     const auto rows = query_rows(shape_, layer_idx, query, query_stride_bytes, output, output_stride_bytes, lse,
                                  page_tables, table_strides, kv_lens, arrays, text_marks);
     std::string failure;
     {
       const py::gil_scoped_release release;
-      failure = attention_.attend(layer_idx, rows, sparse, first_row);
+      failure = attention_.attend(layer_idx, rows, sparse, first_row, prepares);
     }
     if (!failure.empty()) throw std::runtime_error(failure);
   }

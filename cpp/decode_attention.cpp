@@ -256,7 +256,8 @@ WorkerProfile DecodeAttention::profile() const {
   return sum;
 }
 
-std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row) {
+std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row,
+                                    bool prepares) {
   failed_.store(false);
   load_queries(rows);
   const size_t count = rows.size() * static_cast<size_t>(units());
@@ -294,9 +295,10 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
   }
   if (!sparse_rows.empty()) {
     if (policy_.scans_keys) {
+      if (prepares) prepare(layer_idx, rows);
       scan_and_select(layer_idx, rows, sparse_rows);
     } else {
-      propose_and_score(layer_idx, rows, sparse_rows);
+      propose_and_score(layer_idx, rows, sparse_rows, prepares);
     }
     if (failed_.load()) return failure_;
   }

@@ -61,7 +61,9 @@ class DecodeAttention {
   // Attends all rows; dense when `sparse` is false or kv_len <= the policy's budget, else each unit by its role.
   // Returns an empty string, or what was wrong with the numbers ("non-finite …"); outputs are then unusable.
   // `first_row` numbers rows[0] in its step: where rows are attended in several calls, each finds what it published.
-  std::string attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row = 0);
+  // With `prepares`, the policy's prepare() runs first, for callers that have nothing to overlap it with.
+  std::string attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row = 0,
+                     bool prepares = false);
   // The policy's prepare() for rows that will be attended sparsely.
   void prepare(int64_t layer_idx, const std::vector<QueryRow>& rows);
 
@@ -139,7 +141,9 @@ class DecodeAttention {
   // decode_attention_select.cpp: what to attend to
   PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void finish_context(const PolicyContext& context);
-  void propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows, const std::vector<int>& sparse_rows);
+  void prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows, const std::vector<int>& sparse_rows,
+                         bool prepares);
   void propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance, int worker);

@@ -83,7 +83,7 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.budget_tokens = policy_.budget_tokens - policy_.sink_tokens - policy_.recent_tokens;
   context.sm_scale = shape_.sm_scale;
   std::copy_n(policy_.parameters, kMaxPolicyParameters, context.parameters);
-  if (!queries_.empty()) {
+  if (static_cast<size_t>(row_idx) < queries_.size() / (static_cast<size_t>(shape_.num_qo_heads) * shape_.head_dim)) {
     context.query = queries_of(row_idx, unit * unit_group());
   }
   context.text_marks = row.text_marks;
@@ -107,27 +107,34 @@ void DecodeAttention::finish_context(const PolicyContext& context) {
 
 void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   if (policy_.prepare == nullptr) return;
-  queries_.clear();
   pool_.parallel_for(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int worker) {
     const int r = static_cast<int>(task / units());
     const int unit = static_cast<int>(task % units());
     const QueryRow& row = rows[static_cast<size_t>(r)];
     if (row.kv_len <= policy_.budget_tokens || !asks_policy(role_of(layer_idx, unit))) return;
-    const PhaseTimer timer(profile_of(worker), Phase::predict);
-    PolicyContext ctx = context(layer_idx, row, r, unit, worker);
-    policy_.prepare(&ctx);
-    finish_context(ctx);
+    prepare_unit(layer_idx, row, r, unit, worker);
   });
+}
+
+void DecodeAttention::prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::predict);
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit, worker);
+  ctx.query = nullptr;  // whether it is known or not: predictions come before the query
+  policy_.prepare(&ctx);
+  finish_context(ctx);
 }
 
 // For policies that do not scan all keys: select() alone, or propose() -> scores of the candidates -> select().
 void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows,
-                                        const std::vector<int>& sparse_rows) {
+                                        const std::vector<int>& sparse_rows, bool prepares) {
   const bool proposes = policy_.propose != nullptr;
   pool_.parallel_for(static_cast<int64_t>(sparse_rows.size()) * units(), [&](int64_t task, int worker) {
     const int r = sparse_rows[static_cast<size_t>(task / units())];
     const int unit = static_cast<int>(task % units());
     if (!asks_policy(unit_of(r, unit).role)) return;
+    if (prepares && policy_.prepare != nullptr) {
+      prepare_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
+    }
     if (proposes) {
       propose_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
     } else {

@@ -71,7 +71,7 @@ struct PolicyFunctions {
   int64_t sink_tokens = 0;
   int64_t recent_tokens = 0;
   bool per_query_head = false;
-  bool scans_keys = false;     // the runtime scores every key first and hands over `importance`
+  bool scans_keys = false;        // the runtime scores every key first and hands over `importance`
   bool shares_selection = false;  // units of a row that retrieve publish one selection, by their summed importance
   std::vector<uint8_t> roles;     // Role of each [layer, unit]
   double parameters[kMaxPolicyParameters] = {};

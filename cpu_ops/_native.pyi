@@ -120,6 +120,7 @@ class DecodeAttention:
         text_marks: _Int64s,
         sparse: bool,
         first_row: int,
+        prepares: bool,
     ) -> None: ...
     def prepare(
         self,

@@ -45,6 +45,9 @@ class DecodeStep:
         page_tables, table_strides: int64 [n], address of and pages per layer in the page table.
         arrays: int64 [n], address of the policy's pointer table [num_layers, 8], or empty.
         text_marks: int64 [n], address of the text marks of the row's sequence, or empty.
+        in_turns: rows must run one after the other, as they share their sequence's policy state.
+        has_short_rows: some row is no longer than the policy's budget.
+        prepared: layers whose `prepare` has run.
     """
 
     seqs: Sequence[int]
@@ -54,6 +57,9 @@ class DecodeStep:
     table_strides: Int64Array
     arrays: Int64Array
     text_marks: Int64Array
+    in_turns: bool
+    has_short_rows: bool
+    prepared: set[int]
 
     def of(self, rows: slice) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]:
         """page_tables, table_strides, kv_lens, arrays, text_marks of some rows."""
@@ -222,13 +228,20 @@ class DecodeAttention:
             table_strides=np.array([table.shape[1] for table in tables], np.int64),
             arrays=arrays,
             text_marks=text_marks,
+            in_turns=self._has_state and len(set(seqs)) < len(seqs),
+            has_short_rows=int(lens.min()) <= self._budget_tokens,
+            prepared=set(),
         )
 
     def prepare(self, layer_idx: int, step: DecodeStep) -> None:
-        """Run the policy's `prepare` for a layer; may overlap whatever computes its queries."""
-        if self.policy.prepare is None or not self._sparse[layer_idx] or self._in_turns(step):
+        """Run the policy's `prepare` for a layer; may overlap whatever computes its queries.
+
+        `attend` does it first where it was not called.
+        """
+        if self.policy.prepare is None or not self._sparse[layer_idx] or step.in_turns:
             return
         self._native.prepare(layer_idx, *step.of(slice(None)))
+        step.prepared.add(layer_idx)
 
     def attend(
         self,
@@ -271,10 +284,8 @@ class DecodeAttention:
             raise ValueError(f"lse must be float32 [{n}, {self.num_qo_heads}], contiguous")
         item = query.element_size()
         sparse = bool(self._sparse[layer_idx])
-        in_turns = sparse and self._in_turns(step)
+        in_turns = sparse and step.in_turns
         for rows in [slice(i, i + 1) for i in range(n)] if in_turns else [slice(0, n)]:
-            if in_turns and self.policy.prepare is not None:
-                self._native.prepare(layer_idx, *step.of(rows))
             first: int = rows.start
             self._native.attend(
                 layer_idx,
@@ -286,8 +297,9 @@ class DecodeAttention:
                 *step.of(rows),
                 sparse,
                 first,
+                layer_idx not in step.prepared,
             )
-        if self._observes_queries and sparse:
+        if self._observes_queries and sparse and step.has_short_rows:
             self._record_dense_queries(layer_idx, step, query)
         if self.on_attended is not None:
             self.on_attended(layer_idx, step, query, out)
@@ -336,10 +348,6 @@ class DecodeAttention:
     def last_selection(self) -> list[list[int]]:
         """Tokens of each (row, unit) of the last `attend` that was sparse; [] where dense."""
         return self._native.last_selection()
-
-    def _in_turns(self, step: DecodeStep) -> bool:
-        """Whether rows must run one after the other: those of a sequence share its state."""
-        return self._has_state and len(set(step.seqs)) < len(step.seqs)
 
     def _record_dense_queries(self, layer_idx: int, step: DecodeStep, query: Tensor) -> None:
         heads = query[:, : self._row_elements].view(len(query), self.num_qo_heads, -1)

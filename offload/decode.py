@@ -101,7 +101,7 @@ class Decoder:
         """x [n, hidden_size] through one layer, in place; rope = cos, sin: [n, head_dim]."""
         shape, pool = self.model.attention, self.pool
 
-        self.attention.prepare(layer_idx, step)
+        # The policy's `prepare` runs inside `attend`: on a CPU there is nothing to overlap it with.
         qkv = layer.qkv(pool, x, norm=layer.input_norm)
         rope_append(
             qkv,

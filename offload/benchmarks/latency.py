@@ -1,7 +1,7 @@
 """Decode-step latency of the policies by context length and number of threads.
 
 Every policy runs the same decode steps over the same sequences: the new token's keys and values
-enter the store, and each layer prepares and attends. Policies take turns within a step, so that a
+enter the store, and each layer attends, predictions included. Policies take turns within a step, so that a
 slow minute of a shared machine slows all of them. Before every turn the worker pool reads a buffer
 larger than the last level cache: in a real model a token's weights and its other layers pass
 through the cache between two visits of a layer, and rows left there by the step before would time
@@ -283,7 +283,6 @@ class _Turns:
             query = workload.queries(layer_idx, step)
             attention.start_profile()
             start = time.perf_counter()
-            attention.prepare(layer_idx, begun)
             attention.attend(layer_idx, begun, query, self._out)
             seconds = time.perf_counter() - start
             if record:

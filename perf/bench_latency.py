@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, available_cpus()}))
+    parser.add_argument("--name", default="latency", help="of the results file, without .json")
     parser.add_argument("--repeats", type=int, default=12)
     arguments = parser.parse_args()
 
@@ -78,7 +79,7 @@ def main() -> None:
         "budget_tokens": BUDGET_TOKENS,
         "seconds": round(time.monotonic() - start),
     }
-    print(write_results("latency", machine=machine, settings=settings, rows=rows))
+    print(write_results(arguments.name, machine=machine, settings=settings, rows=rows))
 
 
 def measured(run: LatencyRun, what: str) -> LatencyResult:

@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens-per-round", type=int, default=8)
     parser.add_argument("--engines", nargs="+", help="names; default: all")
+    parser.add_argument("--name", default="decode", help="of the results file, without .json")
     parser.add_argument("--dry-run", action="store_true", help="print, do not write the results")
     arguments = parser.parse_args()
     threads = available_cpus()
@@ -172,7 +173,7 @@ def main() -> None:
         "tokens_per_round": arguments.tokens_per_round,
         "engines": descriptions,
     }
-    print(write_results("decode", machine=machine, settings=settings, rows=rows))
+    print(write_results(arguments.name, machine=machine, settings=settings, rows=rows))
 
 
 if __name__ == "__main__":

@@ -86,8 +86,10 @@ def main() -> None:
             policies_of_quality(arguments.policies), tokens, settings, threads, "quality"
         )
     if "candidates" in arguments.parts and "lfps" in available_policies():
-        policies = [make_policy("lfps", alpha=alpha) for alpha in ALPHAS]
         for context in CANDIDATE_CONTEXTS:
+            # As in the paper: with larger budgets LFPS takes more candidates in short contexts.
+            budget = round(0.02 * context)
+            policies = [make_policy("lfps", alpha=a, budget_tokens=budget) for a in ALPHAS]
             settings = SelectionSettings(context=context, steps=CANDIDATE_STEPS, sample_every=8)
             rows += measure(policies, tokens, settings, threads, "candidates")
     if arguments.dry_run:

@@ -1,9 +1,9 @@
 """Decode-step latency of the policies by context length and number of threads.
 
 Every policy runs the same decode steps over the same sequences: the new token's keys and values
-enter the store, and each layer attends, predictions included. Policies take turns within a step, so that a
-slow minute of a shared machine slows all of them. Before every turn the worker pool reads a buffer
-larger than the last level cache: in a real model a token's weights and its other layers pass
+enter the store, and each layer attends, predictions included. Policies take turns within a step, so
+that a slow minute of a shared machine slows all of them. Before every turn the worker pool reads a
+buffer larger than the last level cache: in a real model a token's weights and its other layers pass
 through the cache between two visits of a layer, and rows left there by the step before would time
 the cache. These reads are the yardstick "sequential read"; "row gather" reads as many rows as a
 budget of tokens has, at random sorted places of the same buffer. Outputs are compared with an exact

@@ -62,6 +62,8 @@ from offload.policies.lychee_index import (
 
 # ctx.parameters
 CANDIDATE_RATIO, KEPT_UNITS, RADIUS_WEIGHT, UNINDEXED_LIMIT, MIN_CHUNK, MAX_CHUNK = range(6)
+SHORT_CONTEXT_RATIO = 6
+SHORT_CONTEXT_BUDGETS = 16  # a context is short up to so many of the policy's budgets
 _MAX_UNITS = 64
 _CHOICE = 2.5  # clusters to rank, for each that will be taken
 
@@ -362,7 +364,10 @@ def propose(pointer: Any) -> int:
     count = 0
     if needed > 0 and header[NUM_CHUNKS] > 0:
         slack = ctx.parameters[RADIUS_WEIGHT] * _sum_queries(ctx, scratch[1])
-        wanted = int(needed * ctx.parameters[CANDIDATE_RATIO])
+        ratio = ctx.parameters[CANDIDATE_RATIO]
+        if ctx.kv_len <= SHORT_CONTEXT_BUDGETS * ctx.budget_tokens:
+            ratio = max(ratio, ctx.parameters[SHORT_CONTEXT_RATIO])
+        wanted = int(needed * ratio)
         visited = _visit_units(pointer, ctx, index, scratch, slack, wanted)
         if visited < 0:
             return -1

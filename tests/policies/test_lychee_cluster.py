@@ -84,7 +84,13 @@ def upper_bounds(stream: Stream, index: LycheeIndex, query: torch.Tensor, head: 
 @pytest.mark.parametrize("radius_weight", [0.0, 0.35, 1.0])
 def test_search_takes_the_clusters_of_largest_bound(radius_weight, pool):
     """With all units kept, nothing outside the best clusters is attended."""
-    policy = replace(SMALL, kept_units=64, candidate_ratio=1.0, radius_weight=radius_weight)
+    policy = replace(
+        SMALL,
+        kept_units=64,
+        candidate_ratio=1.0,
+        short_context_ratio=1.0,
+        radius_weight=radius_weight,
+    )
     stream = Stream(policy, pool)
     stream.prefill(3000)
     stream.step()
@@ -114,7 +120,9 @@ def test_search_takes_the_clusters_of_largest_bound(radius_weight, pool):
 
 def test_pruned_units_lose_little(pool):
     """Fewer units make a cheaper search; the best cluster is nearly always still found."""
-    stream = Stream(replace(SMALL, kept_units=2, candidate_ratio=1.0), pool)
+    stream = Stream(
+        replace(SMALL, kept_units=2, candidate_ratio=1.0, short_context_ratio=1.0), pool
+    )
     stream.prefill(3000)
     stream.step()
     found = 0
@@ -264,6 +272,7 @@ def test_index_bytes(head_dim, pool):
         ({"max_units": 65}, r"max_units must be an int in \[1, 64\], got 65"),
         ({"kept_units": 0}, "kept_units must be an int in"),
         ({"iterations": True}, "iterations must be an int in"),
+        ({"short_context_ratio": 65}, r"short_context_ratio must be in \[1, 64\], got 65"),
         ({"candidate_ratio": 0.5}, r"candidate_ratio must be in \[1, 64\], got 0.5"),
         ({"radius_weight": 1.5}, r"radius_weight must be in \[0, 1\], got 1.5"),
         ({"budget_tokens": 79}, "budget_tokens=79 cannot hold"),

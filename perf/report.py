@@ -15,7 +15,12 @@ from typing import Any
 
 from perf.latency_tables import latency_phases_table, latency_table, latency_targets_table
 from perf.results_file import ROOT, read_results
-from perf.selection_tables import lfps_candidates_table, niah_table, selection_table
+from perf.selection_tables import (
+    lfps_candidates_table,
+    niah_table,
+    policy_speed_table,
+    selection_table,
+)
 from perf.tables import attention_table, decode_plot, decode_table, prefill_table, startup_table
 
 # Section name -> (results file, what makes its Markdown).
@@ -23,6 +28,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "attention": ("attention", attention_table),
     "decode": ("decode", decode_table),
     "decode-plot": ("decode", decode_plot),
+    "policy-speed": ("decode-policies", policy_speed_table),
     "prefill": ("decode", prefill_table),
     "latency": ("latency", latency_table),
     "latency-phases": ("latency", latency_phases_table),

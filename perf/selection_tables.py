@@ -101,3 +101,23 @@ def niah_table(result: dict[str, Any]) -> str:
     )
     table = markdown_table(["policy", "budget", "score", "target"], lines)
     return "\n\n".join([title, table, machine_line(result["machine"])])
+
+
+def policy_speed_table(result: dict[str, Any]) -> str:
+    """Decode tokens/s of a whole model under each policy, beside exact top-k."""
+    rows = {row["engine"].removeprefix("offload "): row for row in result["rows"]}
+    rows = {name: row for name, row in rows.items() if row["engine"].startswith("offload ")}
+    exact = rows["exact_topk"]["decode_tokens_per_second"]
+    lines = []
+    for name, row in sorted(rows.items(), key=lambda item: -item[1]["decode_tokens_per_second"]):
+        speed = row["decode_tokens_per_second"]
+        met = "" if name in ("exact_topk", "full") else f" {mark(speed >= exact)}"
+        lines.append([f"`{name}`", f"{speed:.1f}", f"{speed / exact:.2f}×{met}"])
+    contexts = ", ".join(f"{c:,}" for c in sorted({row["context"] for row in rows.values()}))
+    return (
+        f"{result['settings']['model']} at {contexts} tokens, all engines in turns on the same "
+        "text, default options; target: at least exact_topk's speed.\n\n"
+        + markdown_table(["policy", "tokens/s", "of exact_topk"], lines)
+        + "\n\n"
+        + machine_line(result["machine"])
+    )

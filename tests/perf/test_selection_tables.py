@@ -8,7 +8,12 @@ import pytest
 
 from offload.policies import available_policies
 from perf.bench_selection import BUDGETS, policies_of_quality
-from perf.selection_tables import lfps_candidates_table, niah_table, selection_table
+from perf.selection_tables import (
+    lfps_candidates_table,
+    niah_table,
+    policy_speed_table,
+    selection_table,
+)
 
 MACHINE: dict[str, Any] = {
     "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0"},
@@ -106,3 +111,17 @@ def test_every_policy_has_both_budgets() -> None:
     for name in available_policies():
         budgets = [policy.budget_tokens for policy in policies if policy.name == name]
         assert budgets == ([] if name == "full" else list(BUDGETS))
+
+
+def test_policy_speed_is_held_against_exact_topk() -> None:
+    def line(engine: str, speed: float) -> dict[str, object]:
+        return {"engine": engine, "context": 7168, "decode_tokens_per_second": speed}
+
+    engines = {"offload exact_topk": 40.0, "offload lfps": 50.0, "offload quest": 30.0}
+    rows = [line(name, speed) for name, speed in {**engines, "transformers": 5.0}.items()]
+    result = {"machine": SELECTION["machine"], "settings": {"model": "m"}, "rows": rows}
+    text = policy_speed_table(result)
+    assert "| `lfps` | 50.0 | 1.25× met |" in text
+    assert "| `exact_topk` | 40.0 | 1.00× |" in text
+    assert "| `quest` | 30.0 | 0.75× **missed** |" in text
+    assert "transformers" not in text.splitlines()[4]

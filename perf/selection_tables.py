@@ -112,7 +112,7 @@ def policy_speed_table(result: dict[str, Any]) -> str:
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["decode_tokens_per_second"]):
         speed = row["decode_tokens_per_second"]
         met = "" if name in ("exact_topk", "full") else f" {mark(speed >= exact)}"
-        lines.append([f"`{name}`", f"{speed:.1f}", f"{speed / exact:.2f}×{met}"])
+        lines.append([f"`{name}`", f"{speed:.1f}", f"{speed / exact:.0%}{met}"])
     contexts = ", ".join(f"{c:,}" for c in sorted({row["context"] for row in rows.values()}))
     return (
         f"{result['settings']['model']} at {contexts} tokens, all engines in turns on the same "

@@ -121,7 +121,7 @@ def calibrate(
 def _summary(
     model: str, output: Path, roles: HeadRoles, calibration: Calibration
 ) -> dict[str, Any]:
-    from offload.head_calibration import choose_select_layers
+    from offload.head_choice import choose_select_layers
     from offload.head_roles import evenly_spaced_heads
 
     spaced = evenly_spaced_heads(roles.num_layers, roles.num_kv_heads, roles.num_retrieval_heads)
@@ -137,7 +137,9 @@ def _summary(
         "retrieval_heads": roles.num_retrieval_heads,
         "mass_kept": calibration.kept_by(roles.array),
         "mass_kept_evenly_spaced": calibration.kept_by(spaced),
-        "select_layers": choose_select_layers(calibration.mass_kept, count, _DENSE_LAYERS)
+        "select_layers": choose_select_layers(
+            calibration.mass_kept, count, _DENSE_LAYERS, calibration.copying_layers
+        )
         if count > 0
         else [],
     }

@@ -16,12 +16,11 @@ from offload.head_calibration import (
     Calibration,
     calibrate_roles,
     calibration_tokens,
-    choose_retrieval_heads,
-    choose_select_layers,
     observe_heads,
     roles_from,
     with_calibrated_roles,
 )
+from offload.head_choice import choose_retrieval_heads, choose_select_layers
 from offload.head_roles import HeadRoles, default_retrieval_heads, evenly_spaced_heads
 from offload.policies import ExactTopK, LycheeDecode
 
@@ -186,6 +185,10 @@ def test_no_other_select_layers_keep_more():
             grid = np.repeat(retrieval[2:, None], 3, 1)
             best[(2, *others)] = calibration_of(kept).kept_by(grid)
         assert best[tuple(choose_select_layers(mass, count, 2))] == max(best.values())
+    wanted = np.zeros(8, bool)
+    wanted[[1, 4, 7]] = True
+    assert choose_select_layers(mass, 3, 2, wanted) == [2, 4, 7]
+    assert choose_select_layers(mass, 2, 2, wanted)[1] in (4, 7)
     with pytest.raises(ValueError, match=r"must be in \[1, 6\], .*dense_layers=2, got 7"):
         choose_select_layers(mass, 7, 2)
 

@@ -121,7 +121,7 @@ def test_policy_speed_is_held_against_exact_topk() -> None:
     rows = [line(name, speed) for name, speed in {**engines, "transformers": 5.0}.items()]
     result = {"machine": SELECTION["machine"], "settings": {"model": "m"}, "rows": rows}
     text = policy_speed_table(result)
-    assert "| `lfps` | 50.0 | 1.25× met |" in text
-    assert "| `exact_topk` | 40.0 | 1.00× |" in text
-    assert "| `quest` | 30.0 | 0.75× **missed** |" in text
+    assert "| `lfps` | 50.0 | 125% met |" in text
+    assert "| `exact_topk` | 40.0 | 100% |" in text
+    assert "| `quest` | 30.0 | 75% **missed** |" in text
     assert "transformers" not in text.splitlines()[4]

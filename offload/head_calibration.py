@@ -9,7 +9,7 @@ a head keeps depends only on the retrieval head above it.
 Mass over prose is not all: the few heads that fetch a fact from far away have nothing to do there.
 So a passage of the text is repeated at its end, and the heads that look back at its first
 appearance while the model reads it again are retrieval heads first. On SmolLM2-135M these are the
-very heads that attend to a needle in a haystack; chosen by mass alone, the needle is lost.
+very heads that attend to a needle in a haystack; chosen by mass alone, needles got lost.
 
 SmolLM2-135M, calibrated on 2,048 tokens of prose, queries at 6-7K tokens of it, 1,024 tokens
 attended, mean mass without sinks (and in the heads that reuse): 0.943 (0.934) with 12 retrieval

@@ -298,7 +298,7 @@ def _print_result(
     from offload.memory import format_bytes
 
     table = Table(title=model, title_justify="left")
-    table.add_column("policy")
+    table.add_column("policy", min_width=max(len(run.policy) for run in runs))
     for column in ("context", "KV on host", "KV on device", "index", "prefill", "decode"):
         table.add_column(column, justify="right")
     for run in runs:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from seeded import new_rng
 
 from cpu_ops import native, reference
 from cpu_ops.native import WorkerPool
@@ -46,7 +47,7 @@ def reference_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=Non
 @pytest.mark.parametrize("head_dim", [32, 48, 64, 96, 128, 256])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7])
 def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
-    rng = np.random.default_rng()
+    rng = new_rng()
     for kv_len in LENGTHS:
         cache = Cache.random(rng, kv_len=kv_len, head_dim=head_dim, dtype=dtype)
         queries = queries_of(cache, rng, group_size)
@@ -64,7 +65,7 @@ def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
 @pytest.mark.parametrize("group_size", [1, 3, 4, 5])
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_csr_matches_reference(isa, dtype, head_dim, group_size, per_query_head, pool):
-    rng = np.random.default_rng()
+    rng = new_rng()
     kv_len = 1500
     cache = Cache.random(rng, kv_len=kv_len, head_dim=head_dim, dtype=dtype, page_tokens=64)
     num_rows = cache.store.num_kv_heads * (group_size if per_query_head else 1)
@@ -91,7 +92,7 @@ def test_csr_matches_reference(isa, dtype, head_dim, group_size, per_query_head,
 @pytest.mark.parametrize("page_tokens", [4, 256])
 def test_batch_of_ragged_rows(threads, page_tokens):
     """Several sequences and several rows of one sequence, split over any number of threads."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     pool = WorkerPool(threads)
     cache = Cache.random(rng, kv_len=900, page_tokens=page_tokens, dtype=torch.float32)
     fork = cache.store.fork(cache.seq)
@@ -109,7 +110,7 @@ def test_batch_of_ragged_rows(threads, page_tokens):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_lengths_that_split_unevenly(threads):
     """A page and a bit: no piece may be empty, whatever earlier calls left in the scratch."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     pool = WorkerPool(threads)
     cache = Cache.random(rng, kv_len=1300, num_kv_heads=4)
     attention = cache.attention(pool, 1)
@@ -124,7 +125,7 @@ def test_lengths_that_split_unevenly(threads):
 @pytest.mark.parametrize("isa", ISAS)
 def test_partial_results_merge_exactly(isa, pool):
     """Attention over two halves, merged by (o, lse), is attention over the whole."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     kv_len, group_size = 700, 4
     cache = Cache.random(rng, kv_len=kv_len)
     queries = queries_of(cache, rng, group_size)
@@ -148,7 +149,7 @@ def test_partial_results_merge_exactly(isa, pool):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_huge_and_tiny_scores(isa, dtype, pool):
     """Scores far apart neither overflow nor lose the winner."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     cache = Cache.random(rng, kv_len=600, dtype=dtype)
     queries = (queries_of(cache, rng, 4).float() * 100).to(dtype)
     out, lse = attend(cache.attention(pool, 4, isa=isa), [cache.seq], [600], queries)
@@ -163,7 +164,7 @@ def test_huge_and_tiny_scores(isa, dtype, pool):
 @pytest.mark.parametrize("poisoned", ["keys", "values"])
 @pytest.mark.parametrize("token", [0, 100, 299])
 def test_nan_in_the_cache_is_reported(isa, dtype, poisoned, token, pool):
-    rng = np.random.default_rng()
+    rng = new_rng()
     cache = Cache.random(rng, kv_len=300, dtype=dtype)
     raw = cache.store.page_table(cache.seq)[1, token // 256]
     row = raw + ((poisoned == "values") * 2 * 256 + token % 256) * 64 * dtype.itemsize

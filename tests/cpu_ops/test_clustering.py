@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import relative_error
+from seeded import new_rng
 
 from cpu_ops import native, reference
 from cpu_ops.clustering import chunk_means, score_int8, spherical_kmeans
@@ -31,7 +32,7 @@ def unit_points(rng: np.random.Generator, *shape: int) -> np.ndarray:
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 128, 256])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8])
 def test_score_int8(isa, head_dim, group_size):
-    rng = np.random.default_rng()
+    rng = new_rng()
     query = rng.standard_normal((group_size, head_dim), dtype=np.float32)
     for n in (1, 3, 4, 5, 16, 19):
         rows = rng.integers(-127, 128, (n, head_dim), dtype=np.int8)
@@ -44,7 +45,7 @@ def test_score_int8(isa, head_dim, group_size):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_chunk_means(isa, dtype, head_dim, pool):
-    rng = np.random.default_rng()
+    rng = new_rng()
     lengths = rng.integers(1, 17, 150)
     starts = np.concatenate([[16], 16 + np.cumsum(lengths)])
     keys = torch.from_numpy(rng.standard_normal((3, int(starts[-1]) + 5, head_dim))).to(dtype)
@@ -76,7 +77,7 @@ def test_a_mean_of_zero_stays_zero(pool):
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 5), (97, 48), (130, 65), (300, 64), (193, 1)])
 def test_one_step_finds_the_nearest(isa, head_dim, n, k, pool):
     """Labels are the nearest of the initial centroids; near-ties may go either way."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     points = unit_points(rng, 3, n, head_dim)
     labels, centroids = spherical_kmeans(pool, points, k, 1, isa=isa)
     for head in range(3):
@@ -92,7 +93,7 @@ def test_one_step_finds_the_nearest(isa, head_dim, n, k, pool):
 @pytest.mark.parametrize("isa", ISAS)
 def test_it_ends_where_every_point_has_its_nearest_centroid(isa, pool):
     """And as good as the reference gets: near-ties on the way may lead to another optimum."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     centers = unit_points(rng, 40, 64)
     points = centers[rng.integers(0, 40, (2, 500))] + 0.5 * unit_points(rng, 2, 500, 64)
     points /= np.linalg.norm(points, axis=-1, keepdims=True)
@@ -110,7 +111,7 @@ def test_it_ends_where_every_point_has_its_nearest_centroid(isa, pool):
 @pytest.mark.parametrize("isa", ISAS)
 def test_no_cluster_is_empty(isa, pool):
     """Many equal points empty the clusters that start on them."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     points = np.repeat(unit_points(rng, 1, 12, 32), 8, axis=1)
     for k in (12, 40, 96):
         labels, centroids = spherical_kmeans(pool, points, k, 10, isa=isa)
@@ -119,7 +120,7 @@ def test_no_cluster_is_empty(isa, pool):
 
 
 def test_iterations_improve_and_threads_change_nothing(pool):
-    rng = np.random.default_rng()
+    rng = new_rng()
     points = unit_points(rng, 2, 400, 32)
 
     def fit(iterations: int) -> float:

@@ -19,9 +19,10 @@ MISSING = [isa for isa in native.known_isas() if isa not in AVAILABLE]
 SCRIPT = """
 import numpy as np, torch
 from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from seeded import new_rng
 from cpu_ops import native, reference
 
-rng = np.random.default_rng()
+rng = new_rng()
 pool = native.WorkerPool(2)
 for dtype, tolerance in TOLERANCE.items():
     cache = Cache.random(rng, kv_len=300, dtype=dtype)

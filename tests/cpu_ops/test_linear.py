@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import relative_error
+from seeded import new_rng
 
 from cpu_ops import native, reference
 from cpu_ops.native import Linear, WorkerPool
@@ -60,7 +61,7 @@ def expected_output(x, weights, biases, dtype, *, norm=None, silu_mul=False, res
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", ["plain", "bias", "norm", "silu_mul", "residual"])
 def test_matches_reference(isa, dtype, width, kind, pool):
-    rng = np.random.default_rng()
+    rng = new_rng()
     weights = [random(rng, dtype, n, width, scale=width**-0.5) for n in OUT_FEATURES]
     biases = [
         random(rng, dtype, n) if kind == "bias" and i != 1 else None
@@ -88,7 +89,7 @@ def test_matches_reference(isa, dtype, width, kind, pool):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_out_may_be_the_residual(isa, dtype, pool):
     """The decoder adds to its residual stream in place, also under SwiGLU."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     weight = random(rng, dtype, 96, 160, scale=0.1)
     linear = Linear([weight], isa=isa)
     x, residual = random(rng, dtype, 3, 320), random(rng, dtype, 3, 96)
@@ -101,7 +102,7 @@ def test_out_may_be_the_residual(isa, dtype, pool):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_do_not_depend_on_their_neighbours(isa, dtype, pool):
     """A row alone and the same row in a batch agree to rounding; threads change nothing at all."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     linear = Linear([random(rng, dtype, 200, 577, scale=0.05)], isa=isa)
     x = random(rng, dtype, 7, 577)
     together = linear(pool, x)

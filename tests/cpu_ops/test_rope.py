@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import relative_error
+from seeded import new_rng
 
 from cpu_ops import native, reference
 from cpu_ops.native import rope_append
@@ -13,8 +14,10 @@ from offload.kv_store import KVStore
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = native.available_isas()
-# Relative L2; the reference rounds after the norm, each product and the sum, as transformers does.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 3e-4, torch.bfloat16: 2e-3}
+# Relative L2; the reference rounds after the norm, each product and the sum, as transformers does:
+# the 16-bit kernels give the same bits, unless a norm's sum falls on the other side of a rounding.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
+NORM_TOLERANCE = {dtype: max(1e-6, torch.finfo(dtype).eps) for dtype in DTYPES}
 NUM_QO_HEADS, NUM_KV_HEADS, PAGE_TOKENS = 6, 2, 4
 EPS = 1e-6
 
@@ -76,7 +79,7 @@ def expected_rotation(x, cos, sin, dtype, norm_weight=None):
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm):
     """Rows land at their positions, across page boundaries, and leave everything else alone."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     store = make_store(head_dim, dtype)
     seqs = [store.new_sequence() for _ in range(3)]
     rows = [seqs[i] for i in (0, 1, 1, 1, 2, 0)]
@@ -85,6 +88,7 @@ def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm):
     angles = rng.uniform(0, 2 * np.pi, (len(rows), head_dim))
     cos, sin = (torch.from_numpy(f(angles)).to(dtype) for f in (np.cos, np.sin))
     norms = {}
+    tolerance = NORM_TOLERANCE[dtype] if with_norm else TOLERANCE[dtype]
     if with_norm:
         norms = {"q_norm": random(rng, dtype, head_dim), "k_norm": random(rng, dtype, head_dim)}
     heads = qkv.double().numpy().reshape(len(rows), -1, head_dim)
@@ -98,16 +102,16 @@ def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm):
     for row, (seq, position) in enumerate(zip(rows, positions, strict=True)):
         q, k, v = np.split(heads[row], [NUM_QO_HEADS, NUM_QO_HEADS + NUM_KV_HEADS])
         expected = expected_rotation(q, cos[row], sin[row], dtype, norms.get("q_norm"))
-        assert relative_error(rotated[row, :NUM_QO_HEADS], expected) < TOLERANCE[dtype]
+        assert relative_error(rotated[row, :NUM_QO_HEADS], expected) <= tolerance
         keys, values = store.gather(seq, 1, position, position + 1)
         expected = expected_rotation(k, cos[row], sin[row], dtype, norms.get("k_norm"))
-        assert relative_error(keys[:, 0].double().numpy(), expected) < TOLERANCE[dtype]
+        assert relative_error(keys[:, 0].double().numpy(), expected) <= tolerance
         assert np.array_equal(values[:, 0].double().numpy(), v)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_other_rows_and_layers_keep_their_bytes(isa):
-    rng = np.random.default_rng()
+    rng = new_rng()
     store = make_store(64, torch.float32)
     seq = store.new_sequence()
     store.reserve([seq], [10])
@@ -141,7 +145,7 @@ def test_agrees_with_transformers(isa, dtype):
         hidden_size=NUM_QO_HEADS * head_dim, num_attention_heads=NUM_QO_HEADS, head_dim=head_dim
     )
     rotary = LlamaRotaryEmbedding(config)
-    rng = np.random.default_rng()
+    rng = new_rng()
     qkv = random(rng, dtype, len(positions), (NUM_QO_HEADS + 2 * NUM_KV_HEADS) * head_dim)
     cos, sin = rotary(qkv, torch.tensor([positions]))
     heads = qkv.clone().view(1, len(positions), -1, head_dim).transpose(1, 2)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from seeded import new_rng
 
 from cpu_ops import native
 from cpu_ops.native import Linear, WorkerPool
@@ -130,7 +131,7 @@ def test_a_forked_child_works_on_its_own():
 def test_bandwidth_is_of_this_world(isa):
     pool = WorkerPool(2)
     buffer = torch.ones(1 << 20, dtype=torch.int64)
-    rows = np.sort(np.random.default_rng().choice(1 << 15, 4000, replace=False)).astype(np.int32)
+    rows = np.sort(new_rng().choice(1 << 15, 4000, replace=False)).astype(np.int32)
     sequential = native.measure_read_bandwidth(pool, buffer, isa=isa)
     gathered = native.measure_gather_bandwidth(pool, buffer, rows, isa=isa)
     assert 1e7 < sequential < 1e13

@@ -10,6 +10,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from seeded import new_rng
 from tiny_models import make_tiny_model, random_tokens
 
 from offload.head_calibration import (
@@ -41,7 +42,7 @@ def document(tmp_path):
 
 
 def random_mass(num_kv_heads: int, num_layers: int) -> np.ndarray:
-    return np.triu(np.random.default_rng().random((num_kv_heads, num_layers, num_layers)))
+    return np.triu(new_rng().random((num_kv_heads, num_layers, num_layers)))
 
 
 def test_a_file_says_what_was_saved(document):

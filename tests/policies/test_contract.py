@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from seeded import new_rng
 
 from cpu_ops import reference
 from cpu_ops.native import WorkerPool
@@ -62,7 +63,7 @@ def reference_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=Non
 
 
 def make_case(dtype: torch.dtype, kv_len: int, rows: int = 1) -> tuple[Cache, torch.Tensor]:
-    rng = np.random.default_rng()
+    rng = new_rng()
     cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16)
     return cache, random_queries(rng, rows, 2 * GROUP_SIZE, 64, dtype)
 

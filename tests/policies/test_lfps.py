@@ -10,6 +10,7 @@ import pytest
 import torch
 from attention_cases import relative_error
 from lfps_reference import Unit
+from seeded import new_rng
 
 from cpu_ops import reference
 from cpu_ops.native import WorkerPool
@@ -48,7 +49,7 @@ class Text:
     """
 
     def __init__(self, n: int, sink_strength: float = 2.0) -> None:
-        rng = np.random.default_rng()
+        rng = new_rng()
         keys = rng.standard_normal((n, KV_HEADS, HEAD_DIM))
         queries = 0.7 * rng.standard_normal((n, HEADS, HEAD_DIM))
         topic = rng.standard_normal((KV_HEADS, HEAD_DIM))

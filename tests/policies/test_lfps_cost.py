@@ -10,6 +10,7 @@ import time
 
 import numba
 import numpy as np
+from seeded import new_rng
 
 from offload.policies import lfps_tables as tables
 from offload.policies.lfps_layout import num_blocks, num_words, top_bit
@@ -63,7 +64,7 @@ class Layer:
     """Units that attend to the same heavy tokens in steps of any context length."""
 
     def __init__(self, kv_len: int) -> None:
-        self.rng = np.random.default_rng()
+        self.rng = new_rng()
         self.kv_len, capacity = kv_len, kv_len + STEPS + 8
         words = int(num_words(capacity))
         self.tops = np.array([-1, int(top_bit(capacity))])

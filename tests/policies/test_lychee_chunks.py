@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from seeded import new_rng
 
 from offload.policies.lychee_chunks import (
     BLOCK,
@@ -60,7 +61,7 @@ def test_without_marks_chunks_have_one_size():
 
 @pytest.mark.parametrize("last", [16, 17, 31, 32, 33, 500])
 def test_chunks_cover_what_they_can(last):
-    marks = np.random.default_rng().choice([WORD, SPACED, COMMA, STOP, LINE], 600).astype(np.uint8)
+    marks = new_rng().choice([WORD, SPACED, COMMA, STOP, LINE], 600).astype(np.uint8)
     starts = cut_chunks(marks, 16, last)
     lengths = np.diff(starts)
     assert starts[0] == 16
@@ -72,14 +73,14 @@ def test_chunks_cover_what_they_can(last):
 
 def test_a_prefix_has_the_same_chunks():
     """What comes later does not change earlier cuts: streaming cuts as prefill does."""
-    marks = np.random.default_rng().choice([WORD, SPACED, COMMA, STOP, LINE], 900).astype(np.uint8)
+    marks = new_rng().choice([WORD, SPACED, COMMA, STOP, LINE], 900).astype(np.uint8)
     whole = cut_chunks(marks, 4, 900)
     part = cut_chunks(marks[:500], 4, 460)
     assert list(part) == list(whole[: len(part)])
 
 
 def test_cuts_are_at_the_best_level_in_reach():
-    marks = np.random.default_rng().choice([WORD, SPACED, COMMA, STOP, LINE], 900).astype(np.uint8)
+    marks = new_rng().choice([WORD, SPACED, COMMA, STOP, LINE], 900).astype(np.uint8)
     starts = cut_chunks(marks, 0, 880)
     for start, end in pairwise(starts):
         reach = {n: cut_level(marks, start + n - 1, 900) or 9 for n in range(8, 17)}
@@ -89,7 +90,7 @@ def test_cuts_are_at_the_best_level_in_reach():
 
 
 def test_starts_are_kept_in_few_bytes():
-    rng = np.random.default_rng()
+    rng = new_rng()
     starts = 70000 + np.concatenate([[0], np.cumsum(rng.integers(1, MAX_CHUNK_TOKENS + 1, 300))])
     blocks, offsets = np.zeros(300 // BLOCK + 1, np.int32), np.zeros(301, np.uint8)
     for i, start in enumerate(starts):

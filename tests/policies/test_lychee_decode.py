@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_cases import Cache, random_queries
 from reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
+from seeded import new_rng
 
 from cpu_ops.native import WorkerPool
 from offload.head_roles import HeadRoles, default_retrieval_heads
@@ -29,7 +30,7 @@ def pool():
 
 
 def make_case(dtype=torch.float32, kv_len=400, rows=1) -> tuple[Cache, list[torch.Tensor]]:
-    rng = np.random.default_rng()
+    rng = new_rng()
     cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, num_layers=NUM_LAYERS)
     return cache, [random_queries(rng, rows, 2 * GROUP_SIZE, 64, dtype) for _ in range(NUM_LAYERS)]
 
@@ -166,7 +167,7 @@ def test_ratio_counts_sinks_and_recent_tokens(ratio, pool):
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.999, 1.1])
 def test_enough_for_share_against_sorting(share):
-    rng = np.random.default_rng()
+    rng = new_rng()
     importance = (rng.random(300) ** 8).astype(np.float32)
     importance[rng.integers(0, 300, 60)] = 0.25  # ties
     importance[rng.integers(0, 300, 20)] = 0.0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from seeded import new_rng
 
 from cpu_ops import reference
 from cpu_ops.native import WorkerPool
@@ -99,7 +100,7 @@ def pool(request):
 
 
 def make_case(kv_len: int, dtype: torch.dtype = torch.float32, rows: int = 1):
-    rng = np.random.default_rng()
+    rng = new_rng()
     cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16)
     return cache, random_queries(rng, rows, 2 * GROUP_SIZE, HEAD_DIM, dtype)
 
@@ -199,7 +200,7 @@ class Reusing(ExactTopK):
 @pytest.mark.parametrize("first_role", [RETRIEVE, SELECT])
 @pytest.mark.parametrize("kv_len", [41, 700, 1500])
 def test_roles(first_role, kv_len, pool):
-    rng = np.random.default_rng()
+    rng = new_rng()
     cache = Cache.random(rng, kv_len=kv_len, dtype=torch.float32, page_tokens=16, num_layers=4)
     queries = random_queries(rng, 1, 2 * GROUP_SIZE, HEAD_DIM, torch.float32)
     attention = cache.attention(pool, GROUP_SIZE, Reusing(**OPTIONS, first_role=first_role))
@@ -227,7 +228,7 @@ def test_roles(first_role, kv_len, pool):
 
 
 def test_rows_of_a_step_reuse_their_own(pool):
-    rng = np.random.default_rng()
+    rng = new_rng()
     cache = Cache.random(rng, kv_len=400, dtype=torch.float32, page_tokens=16, num_layers=4)
     queries = random_queries(rng, 3, 2 * GROUP_SIZE, HEAD_DIM, torch.float32)
     kv_lens = [400, 39, 380]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from seeded import new_rng
 
 from cpu_ops.native import WorkerPool
 from offload.attention import DecodeAttention
@@ -27,7 +28,7 @@ def pool():
 
 
 def make_case(dtype=torch.float32, kv_len=600, **options) -> tuple[Cache, torch.Tensor]:
-    rng = np.random.default_rng()
+    rng = new_rng()
     cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, **options)
     return cache, random_queries(rng, 60, 2 * GROUP_SIZE, cache.store.head_dim, dtype)
 
@@ -96,7 +97,7 @@ def check_selection(policy: Quest, tokens, query, keys, kv_len, rounding=1e-5) -
 
 
 def test_split_query_sums_the_signs_apart():
-    query = np.random.default_rng().standard_normal((3, 8)).astype(np.float32)
+    query = new_rng().standard_normal((3, 8)).astype(np.float32)
     split = np.empty(16, np.float32)
     split_query(query.reshape(-1), 3, 8, split)
     np.testing.assert_allclose(split[:8], np.maximum(query, 0).sum(0), rtol=1e-6)
@@ -107,7 +108,7 @@ def test_split_query_sums_the_signs_apart():
 
 
 def test_page_bounds_are_the_extremes_of_each_element():
-    keys = np.random.default_rng().standard_normal((16, 8)).astype(np.float32)
+    keys = new_rng().standard_normal((16, 8)).astype(np.float32)
     bounds = np.empty(16, np.float32)
     page_bounds(keys.reshape(-1), 16, 8, bounds)
     np.testing.assert_array_equal(bounds, np.concatenate([keys.max(0), keys.min(0)]))
@@ -135,7 +136,7 @@ def test_expand_pages(pages, budget, last, expected):
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
 def test_no_key_beats_the_bound_of_its_page(dtype, head_dim):
     """In exact arithmetic, for single query heads and for the sum over a group."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     keys = torch.from_numpy(4 * rng.standard_normal((2, 331, head_dim))).to(dtype)
     policy = Quest(**OPTIONS)
     maxima, minima = bounds_of(built(policy, keys), dtype)
@@ -222,7 +223,7 @@ def test_appended_bounds_are_those_of_a_new_build(dtype, head_dim, pool):
     policy = Quest(**OPTIONS)
     cache, queries = make_case(dtype, kv_len=150, head_dim=head_dim)
     attention = cache.attention(pool, GROUP_SIZE, policy)
-    rng = np.random.default_rng()
+    rng = new_rng()
     for step in range(40):
         key, value = (torch.from_numpy(rng.standard_normal((2, head_dim))).to(dtype) for _ in "kv")
         grow_by_one(cache, attention, queries[step : step + 1], key, value)
@@ -257,7 +258,7 @@ def test_truncated_pages_are_bounded_anew(pool):
     cache.store.truncate(cache.seq, 300)
     arrays = attention.states.arrays_of(cache.seq).layers[1]
     assert list(arrays[3][5:]) == [18, 18]
-    rng = np.random.default_rng()
+    rng = new_rng()
     for step in range(60):
         key, value = (torch.from_numpy(9 * rng.standard_normal((2, 64))).float() for _ in "kv")
         tokens = grow_by_one(cache, attention, queries[step % 8 : step % 8 + 1], key, value)
@@ -271,7 +272,7 @@ def test_forks_go_their_own_ways(pool):
     policy = Quest(**OPTIONS)
     cache, queries = make_case(kv_len=318)
     attention = cache.attention(pool, GROUP_SIZE, policy)
-    rng = np.random.default_rng()
+    rng = new_rng()
     draw = lambda: torch.from_numpy(9 * rng.standard_normal((2, 64))).float()  # noqa: E731
     grow_by_one(cache, attention, queries[:1], draw(), draw())
     child = cache.store.fork(cache.seq)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from attention_cases import Cache, random_queries
 from reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
+from seeded import new_rng
 
 from cpu_ops.native import WorkerPool
 from offload.policies import (
@@ -37,7 +38,7 @@ def pool():
 
 
 def make_case(dtype=torch.float32, kv_len=400, rows=1) -> tuple[Cache, list[torch.Tensor]]:
-    rng = np.random.default_rng()
+    rng = new_rng()
     cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, num_layers=NUM_LAYERS)
     return cache, [random_queries(rng, rows, 2 * GROUP_SIZE, 64, dtype) for _ in range(NUM_LAYERS)]
 

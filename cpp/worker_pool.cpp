@@ -2,25 +2,9 @@
 
 #include <unistd.h>
 
-#include <chrono>
+#include "spin.h"
 
 namespace offload {
-namespace {
-
-inline void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-}  // namespace
 
 WorkerPool::WorkerPool(int num_threads, int64_t spin_us)
     : num_threads_(num_threads), spin_ns_(spin_us * 1000), owner_(getpid()) {

@@ -14,6 +14,7 @@ MAX_HEAD_DIM: int
 HEAD_DIM_MULTIPLE: int
 MAX_LINEAR_ROWS: int
 MAX_POLICY_ARRAYS: int
+FLAG_STRIDE: int
 
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
@@ -145,6 +146,34 @@ class DecodeAttention:
     def start_profile(self) -> None: ...
     def profile(self) -> dict[str, Any]: ...
     def last_selection(self) -> list[list[int]]: ...
+
+class Coprocessor:
+    def __init__(
+        self,
+        attention: DecodeAttention,
+        mailbox: list[int],
+        max_rows: int,
+        requests: list[list[int]],
+        sparse_layers: list[bool],
+        sink_tokens: int,
+        recent_tokens: int,
+        keep: object,
+    ) -> None: ...
+    def begin_step(
+        self,
+        slots: _Int64s,
+        page_tables: _Int64s,
+        table_strides: _Int64s,
+        kv_lens: _Int64s,
+        arrays: _Int64s,
+        text_marks: _Int64s,
+        queries: int,
+        keep: object,
+    ) -> None: ...
+    def serve(self, request: int) -> None: ...
+    def end_step(self) -> None: ...
+    def record(self, on: bool) -> None: ...
+    def drain(self) -> tuple[list[tuple[str, int, int, int, int]], int]: ...
 
 class Linear:
     def __init__(

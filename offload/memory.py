@@ -23,7 +23,7 @@ _SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 class DeviceMemoryError(MemoryError):
-    """The GPU has not the memory that something needs; names what and the option to change."""
+    """The memory of a device does not suffice; the message names the sizes and the option."""
 
 
 def parse_size(size: int | str, *, name: str = "size") -> int:

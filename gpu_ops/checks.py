@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIM_MULTIPLE = 16
+MIN_PAGE_TOKENS = 16  # tensor cores multiply tiles of 16 keys
 
 
 def check_dtype(name: str, x: Tensor) -> None:
@@ -35,10 +37,28 @@ def check_reachable(
     _check_layout(name, x, shape, dtype)
 
 
-def check_heads(name: str, x: Tensor, num_heads: int, multiple: int) -> None:
-    """ValueError unless the query heads of `x` share their KV heads evenly."""
-    if multiple < 1 or num_heads % multiple:
-        raise ValueError(f"{name} has {num_heads} heads, not a multiple of {multiple} KV heads")
+def check_group(num_qo_heads: int, num_kv_heads: int) -> int:
+    """The query heads that share a KV head; ValueError unless all KV heads have as many."""
+    if num_kv_heads < 1 or num_qo_heads < 1 or num_qo_heads % num_kv_heads:
+        raise ValueError(
+            f"num_qo_heads must be a multiple of num_kv_heads,"
+            f" got {num_qo_heads} and {num_kv_heads}"
+        )
+    return num_qo_heads // num_kv_heads
+
+
+def check_head_dim(head_dim: int) -> None:
+    """ValueError unless a kernel's row of head_dim elements can be loaded in whole vectors."""
+    if head_dim < HEAD_DIM_MULTIPLE or head_dim % HEAD_DIM_MULTIPLE:
+        raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_MULTIPLE}, got {head_dim}")
+
+
+def check_page_tokens(page_tokens: int) -> None:
+    """ValueError unless pages are powers of two that the kernels' tiles of tokens fit in."""
+    if page_tokens < MIN_PAGE_TOKENS or page_tokens & (page_tokens - 1):
+        raise ValueError(
+            f"page_tokens must be a power of two of at least {MIN_PAGE_TOKENS}, got {page_tokens}"
+        )
 
 
 def _check_layout(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,11 +11,11 @@ from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 
 @jit
 def add_rms_norm_kernel(
-    residual: Any,
-    delta: Any,  # None: nothing to add
-    weight: Any,
-    out: Any,
-    eps: Any,
+    residual: tl.tensor,
+    delta: tl.tensor,  # None: nothing to add
+    weight: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
     HIDDEN_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

@@ -9,7 +9,6 @@ directly, as a copy node of a few KB costs more than all of this kernel.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,19 +26,19 @@ from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
 
 @jit
 def rope_publish_kernel(
-    qkv: Any,
-    cos: Any,
-    sin: Any,
-    positions: Any,
-    q_norm: Any,  # None, as k_norm: no norm per head
-    k_norm: Any,
-    norm_eps: Any,
-    query: Any,
-    host_query: Any,  # None, as the others below: not written
-    host_kv: Any,
-    window: Any,
-    page_table: Any,
-    max_pages: Any,
+    qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    positions: tl.tensor,
+    q_norm: tl.tensor,  # None, as k_norm: no norm per head
+    k_norm: tl.tensor,
+    norm_eps: tl.tensor,
+    query: tl.tensor,
+    host_query: tl.tensor,  # None, as the others below: not written
+    host_kv: tl.tensor,
+    window: tl.tensor,
+    page_table: tl.tensor,
+    max_pages: tl.tensor,
     NUM_QO_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -109,10 +108,11 @@ def rope_publish_kernel(
                 tl.store(window + slot + HALF, high, mask=inside)
         if page_table is not None:
             address = tl.load(page_table + row * max_pages + position // PAGE_TOKENS)
-            page = tl.multiple_of(address, 16).to(tl.pointer_type(dtype))
             slot = (kv_head * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM + d
-            tl.store(page + slot, low, mask=inside)
-            tl.store(page + slot + HALF, high, mask=inside)
+            # The compiler knows nothing of the address; half a row is whole 16-byte vectors.
+            page = tl.multiple_of(address.to(tl.pointer_type(dtype)) + slot, 16)
+            tl.store(page, low, mask=inside)
+            tl.store(page + HALF, high, mask=inside)
 
 
 def rope_publish(

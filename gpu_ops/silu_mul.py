@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,7 +13,9 @@ _THREADS = 128
 
 
 @jit
-def silu_mul_kernel(gate_up: Any, out: Any, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def silu_mul_kernel(
+    gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -22,20 +22,22 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         pytest.skip("triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU here")
-    correct_bfloat16(monkeypatch)
+    correct_interpreter(monkeypatch)
     # What overflows to infinity on a GPU in silence is a warning of NumPy, and so an error here.
     with interpreted(), np.errstate(over="ignore"):
         yield "cpu"
 
 
-def correct_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter (3.6) cuts off float32 to bf16 and multiplies matrices of bf16 by their bits.
+def correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter (triton 3.6) does otherwise than a GPU.
 
-    A GPU does neither; with this, the interpreter rounds to nearest even and multiplies values.
+    It cuts off float32 to bf16 instead of rounding, multiplies matrices of bf16 by their bits, and
+    with NumPy 2.4 cannot take a loop's bounds from device values.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
+    patch_tensor = interpreter._patch_lang_tensor
     convert, create_dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
     def convert_float(
@@ -54,5 +56,10 @@ def correct_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
             a, b = (interpreter.interpreter_builder.cast_impl(x, tl.float32) for x in (a, b))
         return create_dot(self, a, b, *args)
 
+    def patch_lang_tensor(tensor: object, scope: object) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

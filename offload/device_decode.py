@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from cpu_ops.coprocessor import Coprocessor
 from gpu_ops.merge_state import merge_state
-from gpu_ops.paged_attention import PagedAttentionScratch, paged_decode_attention
+from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.silu_mul import silu_mul
@@ -83,9 +83,9 @@ class StepBuffers:
         self.window_lse = rows(shape.num_qo_heads, torch.float32)
         self.attended = rows(heads)
         self.gated = rows(layer.down_proj.in_features)
-        self.scratch = PagedAttentionScratch(
-            num_rows, shape.num_qo_heads, shape.head_dim, device=device
-        )
+        num_splits = num_kv_splits(shape.num_kv_heads, _num_multiprocessors(device))
+        self.partial_lse = torch.zeros(num_rows, shape.num_qo_heads, num_splits, device=device)
+        self.partial_out = torch.zeros(*self.partial_lse.shape, shape.head_dim, device=device)
 
 
 class DeviceDecoder:
@@ -300,6 +300,7 @@ class DeviceDecoder:
             qkv,
             *rope,
             positions,
+            num_kv_heads=shape.num_kv_heads,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             norm_eps=layer.qk_norm_eps,
@@ -319,7 +320,8 @@ class DeviceDecoder:
                 num_kv_heads=shape.num_kv_heads,
                 page_tokens=store.page_tokens,
                 sm_scale=shape.sm_scale,
-                scratch=b.scratch,
+                partial_out=b.partial_out[:n],
+                partial_lse=b.partial_lse[:n],
                 out=attended,
             )
         else:
@@ -331,7 +333,6 @@ class DeviceDecoder:
                 query,
                 window[:n],
                 positions,
-                sink_tokens=self.sink_tokens,
                 sm_scale=shape.sm_scale,
                 out=window_out,
                 lse=window_lse,
@@ -383,7 +384,6 @@ class DeviceDecoder:
             requests,
             sink_tokens=self.sink_tokens,
             recent_tokens=self.recent_tokens,
-            deadline_seconds=self._deadline_seconds,
         )
         self._handshake = make_handshake(
             self._backend,
@@ -391,6 +391,12 @@ class DeviceDecoder:
             self.mailbox,
             deadline_seconds=self._deadline_seconds,
         )
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _bucket(num_rows: int) -> int:

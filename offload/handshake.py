@@ -86,8 +86,12 @@ class InlineHandshake:
         """Nothing to prepare."""
 
     def run(self, key: Hashable, step: Step) -> None:
-        step()
-        self._coprocessor.end_step()
+        try:
+            step()
+            self._coprocessor.end_step()
+        except BaseException:
+            self._coprocessor.abort()
+            raise
 
     def close(self) -> None:
         self._coprocessor.close()
@@ -113,9 +117,14 @@ class StreamHandshake:
         """Nothing to prepare."""
 
     def run(self, key: Hashable, step: Step) -> None:
-        step()
-        torch.cuda.current_stream().synchronize()
-        self._coprocessor.end_step()
+        try:
+            step()
+            torch.cuda.current_stream().synchronize()
+            self._coprocessor.end_step()
+        except BaseException:
+            torch.cuda.current_stream().synchronize()
+            self._coprocessor.abort()
+            raise
 
     def close(self) -> None:
         self._coprocessor.close()

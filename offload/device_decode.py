@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+
 from cpu_ops.coprocessor import Coprocessor
+from cpu_ops.native import WorkerPool
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.silu_mul import silu_mul
 from gpu_ops.window_attention import window_attention
-from torch import Tensor
-from torch.nn import functional
-
-from cpu_ops.native import WorkerPool
 from offload.attention import DecodeAttention
 from offload.batch import RaggedBatch
 from offload.handshake import Handshake, make_handshake

@@ -22,8 +22,8 @@ from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
-from cpu_ops.coprocessor import Coprocessor
 
+from cpu_ops.coprocessor import Coprocessor
 from offload.config import check_backend
 from offload.mailbox import Mailbox
 
@@ -104,7 +104,7 @@ class StreamHandshake:
 
     def __init__(self, coprocessor: Coprocessor) -> None:
         self._coprocessor = coprocessor
-        self._published = torch.cuda.Event()
+        self._published = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def publish(self, request: int) -> None:
         self._published.record()
@@ -147,9 +147,9 @@ class GraphHandshake:
         self._requests = [row.data_ptr() for row in mailbox.requests]
         self._replies = [row.data_ptr() for row in mailbox.replies]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._warming_up = False
-        self._finished = torch.cuda.Event()
+        self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def publish(self, request: int) -> None:
         if not self._warming_up:
@@ -212,7 +212,7 @@ class GraphHandshake:
     def _drain(self) -> None:
         """Answer for the CPU side until the GPU has run what was launched, then start afresh."""
         deadline = time.monotonic() + self._deadline_seconds
-        while not self._finished.query():
+        while not self._finished.query():  # type: ignore[no-untyped-call]
             self._coprocessor.abort()
             if time.monotonic() > deadline:
                 raise HandshakeError(

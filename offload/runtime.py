@@ -28,9 +28,9 @@ from offload.prefill import prefill
 from offload.sequences import Sequences
 
 if TYPE_CHECKING:
-    from gpu_ops.sampling import SamplingOptions
 
     from offload.device_decode import DeviceDecoder
+    from offload.sampling import SamplingOptions
 
 
 @dataclass
@@ -87,6 +87,7 @@ class Runtime:
             dtype=stock.dtype,
             host_budget_bytes=kv_budget_bytes(config, weight_bytes, loaded=True),
             page_tokens=config.page_tokens,
+            pinned=self.device.type == "cuda",
         )
         self._decoder = _make_decoder(self.lean, self.store, config, weight_bytes)
         self.attention = self._decoder.attention
@@ -308,6 +309,7 @@ class Runtime:
                 seqs=seqs,
                 slice_tokens=self.config.prefill_slice_tokens,
                 on_queries=self.attention.on_prefill_queries,
+                device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
             )
 
     def _record(self, phase: str, num_tokens: int, start: float) -> None:

@@ -68,4 +68,5 @@ def _last_positions(model_kwargs: dict[str, Any], length: int) -> Tensor:
     position_ids = model_kwargs.get("position_ids")
     if position_ids is None:
         return torch.tensor([length - 1])
-    return position_ids[:, -1].cpu().clone()
+    last: Tensor = position_ids[:, -1].cpu().clone()
+    return last

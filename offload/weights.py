@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from offload.page_pool import map_slab
 
@@ -62,9 +63,9 @@ def fuse_rows(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     first = 0
     for module in modules:
         part = slice(first, first + module.out_features)
-        module.weight.data = torch.from_dlpack(weight[part])
+        module.weight.data = from_dlpack(weight[part])
         if module.bias is not None and biases is not None:
-            module.bias.data = torch.from_dlpack(biases[part])
+            module.bias.data = from_dlpack(biases[part])
         first += module.out_features
     return weight, biases
 

@@ -66,7 +66,6 @@ class ModelCache:
         """Back to the prompts."""
         for seq in self.seqs:
             self.store.truncate(seq, self.kv_len)
-        self.rows.rewind()
 
     def close(self) -> None:
         """Give the memory back."""
@@ -152,7 +151,7 @@ def structured_model_cache(
         store.commit([seq], [kv_len])
         seqs.append(seq)
     step = torch.zeros(1, dtype=torch.int64, device=device)
-    return ModelCache(store, seqs, kv_len, QKVRows(rows, step), arrays)
+    return ModelCache(store, seqs, kv_len, QKVRows(rows, kv_len, step), arrays)
 
 
 def asking_layers(

@@ -172,11 +172,12 @@ class InlineSession:
         kv_lens = [cache.store.kv_len(seq) + 1 for seq in cache.seqs]
         step = decoder.attention.begin_step(cache.seqs, kv_lens)
         x: Tensor = lean.embed_tokens(self._tokens)
-        cos, sin = (t[0] for t in lean.rotary_emb(x, torch.from_numpy(step.positions)[None]))
+        positions = torch.from_numpy(step.positions)
+        cos, sin = (t[0] for t in lean.rotary_emb(x, positions[None]))
         shape, pool = lean.attention, decoder.pool
         for layer_idx, layer in enumerate(decoder.layers):
             qkv = layer.qkv(pool, x, norm=layer.input_norm)
-            cache.rows.apply(layer_idx, qkv)
+            cache.rows.after_projection(layer_idx, qkv, positions)
             rope_append(
                 qkv,
                 cos,
@@ -201,7 +202,6 @@ class InlineSession:
             layer.down(pool, gate_up, out=x, silu_mul=True, residual=x)
         self._tokens = decoder.logits(x).argmax(-1)
         cache.store.commit(cache.seqs, [1] * n)
-        cache.rows.end_step()
         if marks is not None:
             marks.mark("linear")
 

@@ -16,40 +16,42 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QKVRows:
-    """Rows to copy over a model's projections, and the step that is decoded.
+    """Rows to copy over a model's projections.
 
     Attributes:
         rows: [num_steps, num_layers, num_rows, (num_qo_heads + 2 * num_kv_heads) * head_dim], not
             yet rotated: what follows rotates them.
+        first_position: of the tokens of the first step, in every sequence.
         step: int64 [1], on the same device: which of the rows are copied.
     """
 
     rows: Tensor
+    first_position: int
     step: Tensor
 
     @property
     def num_steps(self) -> int:
         return int(self.rows.shape[0])
 
-    def apply(self, layer_idx: int, qkv: Tensor, first_row: int = 0) -> None:
-        """Overwrite `qkv` [n, width] of rows first_row .. first_row + n.
+    def after_projection(self, layer_idx: int, qkv: Tensor, positions: Tensor) -> None:
+        """Overwrite `qkv` [n, width], row by row; rows beyond those there are stay as they are.
 
-        Neither synchronises nor depends on the step that it is called in: may be captured.
+        Layers come in order, and layer 0 looks up the step. Neither synchronises nor depends on
+        the step that it is called in: it may be captured.
+
+        Args:
+            positions: int64 [n] on the device, the same in all rows; other rows than the first may
+                be inactive.
         """
-        n = qkv.shape[0]
-        of_layer = self.rows[:, layer_idx, first_row : first_row + n]
+        if layer_idx == 0:
+            torch.sub(positions[:1], self.first_position, out=self.step)
+            self.step.clamp_(0, self.num_steps - 1)
+        n = min(qkv.shape[0], self.rows.shape[2])
+        of_layer = self.rows[:, layer_idx, :n]
         if qkv.is_contiguous():
-            torch.index_select(of_layer, 0, self.step, out=qkv[None])
+            torch.index_select(of_layer, 0, self.step, out=qkv[None, :n])
         else:  # index_select would have to replace it
-            qkv.copy_(of_layer.index_select(0, self.step)[0])
-
-    def end_step(self) -> None:
-        """The next step's rows from now on; after the last the first again. May be captured."""
-        self.step.add_(1).remainder_(self.num_steps)
-
-    def rewind(self, step: int = 0) -> None:
-        """Go on with the rows of `step`."""
-        self.step.fill_(step)
+            qkv[:n] = of_layer.index_select(0, self.step)[0]
 
 
 def unrotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -176,10 +176,8 @@ def test_rewind(pool: WorkerPool, rotary_emb: Any) -> None:
     cache = make(pool, rotary_emb)
     cache.store.reserve(cache.seqs, [1])
     cache.store.commit(cache.seqs, [1])
-    cache.rows.end_step()
     cache.rewind()
     assert cache.store.kv_len(cache.seqs[0]) == KV_LEN
-    assert int(cache.rows.step) == 0
     cache.close()
 
 
@@ -198,18 +196,26 @@ def test_write_layer_fills_parts_of_pages() -> None:
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False])
-def test_rows_are_copied_by_the_device_counter(is_contiguous: bool) -> None:
+def test_rows_are_copied_by_the_position(is_contiguous: bool) -> None:
     rows = torch.arange(3 * 2 * 4 * 5, dtype=torch.float32).view(3, 2, 4, 5)
-    chosen = QKVRows(rows, torch.zeros(1, dtype=torch.int64))
-    whole = torch.full((2, 8), float("nan"))
-    qkv = torch.full((2, 5), float("nan")) if is_contiguous else whole[:, :5]
-    for step in (0, 1, 2, 0):
-        chosen.apply(1, qkv, first_row=1)
-        assert torch.equal(qkv, rows[step, 1, 1:3])
-        chosen.end_step()
-    chosen.rewind(2)
-    chosen.apply(0, qkv, first_row=2)
-    assert torch.equal(qkv, rows[2, 0, 2:])
+    chosen = QKVRows(rows, 700, torch.zeros(1, dtype=torch.int64))
+    for position, step in ((700, 0), (701, 1), (702, 2), (700, 0), (-1, 0), (900, 2)):
+        positions = torch.full((4,), position)
+        for layer_idx in range(2):
+            whole = torch.full((4, 8), float("nan"))
+            qkv = torch.full((4, 5), float("nan")) if is_contiguous else whole[:, :5]
+            chosen.after_projection(layer_idx, qkv, positions)
+            assert torch.equal(qkv, rows[step, layer_idx])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 6])
+def test_steps_of_fewer_and_of_more_rows(num_rows: int) -> None:
+    rows = torch.arange(3 * 2 * 4 * 5, dtype=torch.float32).view(3, 2, 4, 5)
+    chosen = QKVRows(rows, 10, torch.zeros(1, dtype=torch.int64))
+    qkv = torch.full((num_rows, 5), -1.0)
+    chosen.after_projection(0, qkv, torch.full((num_rows,), 11))
+    assert torch.equal(qkv[:4], rows[1, 0, :num_rows])
+    assert bool((qkv[4:] == -1).all())
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.3])

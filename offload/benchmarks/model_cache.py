@@ -8,7 +8,7 @@ context is built from the same tensors while they are on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,23 +41,23 @@ class ModelCache:
     Attributes:
         store, seqs: the sequences' keys and values.
         rows: queries, keys and values of the steps, on the model's device.
-        arrays: of each policy, by its name here and by sequence.
+        arrays: of each policy and sequence.
     """
 
     store: KVStore
     seqs: list[int]
     kv_len: int
     rows: QKVRows
-    arrays: dict[str, list[PolicyArrays]]
+    arrays: dict[Policy, list[PolicyArrays]]
 
     @property
     def num_steps(self) -> int:
         return self.rows.num_steps
 
-    def install(self, attention: DecodeAttention, name: str) -> None:
-        """Give `attention`, which works on `store`, fresh copies of what was built for `name`."""
+    def install(self, attention: DecodeAttention) -> None:
+        """Give `attention`, which works on `store`, fresh copies of what its policy built."""
         capacity_tokens = capacity_for(self.kv_len + self.num_steps)
-        for seq, layers in zip(self.seqs, self.arrays[name], strict=True):
+        for seq, layers in zip(self.seqs, self.arrays[attention.policy], strict=True):
             copied = [[array.copy() for array in arrays] for arrays in layers]
             if any(copied):
                 attention.states.adopt(seq, copied, capacity_tokens)
@@ -81,7 +81,7 @@ def structured_model_cache(
     device: torch.device,
     dtype: torch.dtype,
     pool: WorkerPool,
-    policies: Mapping[str, Policy] | None = None,
+    policies: Sequence[Policy] = (),
     batch_size: int = 1,
     distinct_layers: int | None = None,
     seed: int = 0,
@@ -92,7 +92,7 @@ def structured_model_cache(
     Args:
         rotary_emb: of the model that decodes: its decode steps rotate the rows.
         device: where keys are made; the store is in host memory, pinned for a GPU.
-        policies: whose arrays are built, under names of the caller's.
+        policies: whose arrays are built.
         distinct_layers: make only so many, and let the others repeat them, each in memory of its
             own, so that no cache flatters them; default all.
         on_layer: gets layers done and in all, of all sequences.
@@ -105,9 +105,8 @@ def structured_model_cache(
     if not 1 <= distinct <= shape.num_layers:
         raise ValueError(f"distinct_layers must be in [1, {shape.num_layers}], got {distinct}")
     store = _store(shape, batch_size * (kv_len + num_steps), batch_size, device, dtype)
-    made = policies or {}
-    asking = {name: asking_layers(policy, store, shape, pool) for name, policy in made.items()}
-    arrays: dict[str, list[PolicyArrays]] = {name: [] for name in made}
+    asking = {policy: asking_layers(policy, store, shape, pool) for policy in policies}
+    arrays: dict[Policy, list[PolicyArrays]] = {policy: [] for policy in policies}
     width = shape.qkv_width
     rows = torch.empty(num_steps, shape.num_layers, batch_size, width, dtype=dtype, device=device)
     positions = torch.arange(kv_len, kv_len + num_steps, device=device)
@@ -116,8 +115,8 @@ def structured_model_cache(
     for row in range(batch_size):
         seq = store.new_sequence()
         store.reserve([seq], [kv_len])
-        layers_of: dict[str, PolicyArrays] = {
-            name: [[] for _ in range(shape.num_layers)] for name in made
+        layers_of: dict[Policy, PolicyArrays] = {
+            policy: [[] for _ in range(shape.num_layers)] for policy in policies
         }
         for source in range(distinct):
             layer = structured_layer(
@@ -137,17 +136,17 @@ def structured_model_cache(
             for layer_idx in alike:
                 rows[:, layer_idx, row] = steps
                 write_layer(store, seq, layer_idx, layer.keys[:, :kv_len], layer.values[:, :kv_len])
-            for name, policy in made.items():
-                asks = [layer_idx for layer_idx in alike if layer_idx in asking[name]]
+            for policy in policies:
+                asks = [layer_idx for layer_idx in alike if layer_idx in asking[policy]]
                 if not asks or kv_len <= policy.budget_tokens:
                     continue
                 context = _build_context(layer, source, kv_len, num_steps, shape, pool)
                 built = [np.ascontiguousarray(array) for array in policy.build(context)]
                 for layer_idx in asks:
-                    layers_of[name][layer_idx] = [array.copy() for array in built]
+                    layers_of[policy][layer_idx] = [array.copy() for array in built]
             on_layer(row * distinct + source + 1, batch_size * distinct)
-        for name in made:
-            arrays[name].append(layers_of[name])
+        for policy in policies:
+            arrays[policy].append(layers_of[policy])
         store.commit([seq], [kv_len])
         seqs.append(seq)
     step = torch.zeros(1, dtype=torch.int64, device=device)

@@ -62,7 +62,7 @@ class PipelineSession(Protocol):
         """Bytes, by what they are for: names of `MEMORY_NAMES`."""
 
     def close(self) -> None:
-        """Give the memory back, of the caches too."""
+        """End threads and give the memory back; model and caches stay."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ A backend is a function from settings, model and caches to a `PipelineSession`.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ class PipelineSettings:
         num_steps: decode steps that caches are made for.
         num_threads: of the worker pool; None: all that this process may use.
         distinct_layers: see `structured_model_cache`.
+        host_work: "attend"; or "none", a step without attention on the host and without the
+            handshake for it: what remains when both cost nothing.
     """
 
     shape: str
@@ -45,6 +48,7 @@ class PipelineSettings:
     dtype: torch.dtype = torch.bfloat16
     distinct_layers: int | None = None
     seed: int = 0
+    host_work: str = "attend"
 
     @property
     def device(self) -> torch.device:
@@ -52,13 +56,15 @@ class PipelineSettings:
         return torch.device("cpu" if self.backend == "inline" else "cuda")
 
 
+HOST_WORK = ("attend", "none")
 Opener = Callable[[PipelineSettings, Any, ModelCache], PipelineSession]
 
 
-def open_session(
+@contextlib.contextmanager
+def opened_session(
     settings: PipelineSettings, *, on_layer: Callable[[int, int], None] = lambda done, total: None
-) -> PipelineSession:
-    """Make model, caches and decoder.
+) -> Iterator[PipelineSession]:
+    """Model, caches and decoder, made for `settings` and given back afterwards.
 
     Args:
         on_layer: gets layers of the caches done and in all.
@@ -68,30 +74,64 @@ def open_session(
         NotImplementedError: a backend that this machine does not have.
         HostBudgetError: caches that do not fit.
     """
-    if settings.shape not in MODEL_SHAPES:
-        available = ", ".join(MODEL_SHAPES)
-        raise ValueError(f"unknown shape {settings.shape!r}; available: {available}")
-    if settings.backend not in BACKENDS:
-        available = ", ".join(BACKENDS)
-        raise ValueError(f"unknown backend {settings.backend!r}; available: {available}")
+    check_settings(settings)
+    stock = make_model(settings)
+    cache = make_cache(settings, stock, [settings.policy], on_layer=on_layer)
+    try:
+        session = open_session(settings, stock, cache)
+        try:
+            yield session
+        finally:
+            session.close()
+    finally:
+        cache.close()
+
+
+def check_settings(settings: PipelineSettings) -> None:
+    """Refuse what cannot be decoded, before anything is made."""
+    for name, value, available in (
+        ("shape", settings.shape, MODEL_SHAPES),
+        ("backend", settings.backend, BACKENDS),
+        ("host_work", settings.host_work, HOST_WORK),
+    ):
+        if value not in available:
+            raise ValueError(f"unknown {name} {value!r}; available: {', '.join(available)}")
     if settings.device.type == "cuda" and not torch.cuda.is_available():
         raise NotImplementedError(
             f"backend {settings.backend!r} needs a CUDA GPU, which torch does not find here; "
             "available: inline"
         )
-    shape = MODEL_SHAPES[settings.shape]
-    stock = random_model(shape, device=settings.device, dtype=settings.dtype, seed=settings.seed)
+
+
+def make_model(settings: PipelineSettings) -> Any:
+    """The stock model, on its device."""
+    return random_model(
+        MODEL_SHAPES[settings.shape],
+        device=settings.device,
+        dtype=settings.dtype,
+        seed=settings.seed,
+    )
+
+
+def make_cache(
+    settings: PipelineSettings,
+    stock: Any,
+    policies: Sequence[Policy],
+    *,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelCache:
+    """Caches for sessions of any of `policies`."""
     pool = WorkerPool(settings.num_threads)
     try:
-        cache = structured_model_cache(
-            shape,
+        return structured_model_cache(
+            MODEL_SHAPES[settings.shape],
             kv_len=settings.kv_len,
             num_steps=settings.num_steps,
             rotary_emb=stock.model.rotary_emb,
             device=settings.device,
             dtype=settings.dtype,
             pool=pool,
-            policies={settings.policy.name: settings.policy},
+            policies=policies,
             batch_size=settings.batch_size,
             distinct_layers=settings.distinct_layers,
             seed=settings.seed,
@@ -99,7 +139,14 @@ def open_session(
         )
     finally:
         pool.close()  # decoders have their own
-    return BACKENDS[settings.backend](settings, stock, cache)
+
+
+def open_session(settings: PipelineSettings, stock: Any, cache: ModelCache) -> PipelineSession:
+    """A decoder for `settings` over a model and caches that may have served others before."""
+    check_settings(settings)
+    session = BACKENDS[settings.backend](settings, stock, cache)
+    session.rewind()
+    return session
 
 
 class InlineSession:
@@ -115,7 +162,6 @@ class InlineSession:
         self._decoder = Decoder(lean, cache.store, settings.policy, settings.num_threads)
         self._tokens = torch.zeros(len(cache.seqs), dtype=torch.int64)
         self._weights = sum(weight.nbytes for weight in stock.parameters())
-        self.rewind()
 
     @property
     def num_steps(self) -> int:
@@ -148,7 +194,7 @@ class InlineSession:
 
     def rewind(self) -> None:
         self._cache.rewind()
-        self._cache.install(self._decoder.attention, self._settings.policy.name)
+        self._cache.install(self._decoder.attention)
 
     def memory(self) -> dict[str, int]:
         return {
@@ -159,7 +205,6 @@ class InlineSession:
 
     def close(self) -> None:
         self._decoder.pool.close()
-        self._cache.close()
 
     @torch.inference_mode()
     def _step(self, marks: GpuMarks | None) -> None:
@@ -193,8 +238,9 @@ class InlineSession:
             )
             if marks is not None:
                 marks.mark("linear", layer_idx)
-            o = x.new_empty(n, shape.num_qo_heads * shape.head_dim)
-            decoder.attention.attend(layer_idx, step, qkv, o)
+            o = x.new_zeros(n, shape.num_qo_heads * shape.head_dim)
+            if self._settings.host_work == "attend":
+                decoder.attention.attend(layer_idx, step, qkv, o)
             if marks is not None:
                 marks.mark("attend", layer_idx)
             layer.o_proj(pool, o, out=x, residual=x)

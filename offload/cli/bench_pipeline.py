@@ -148,17 +148,16 @@ def _measure(
 
     from offload.benchmarks.chrome_trace import write_chrome_trace
     from offload.benchmarks.pipeline import measure_pipeline
-    from offload.benchmarks.pipeline_session import open_session
+    from offload.benchmarks.pipeline_session import opened_session
     from offload.machine import describe_machine
 
     machine = describe_machine()
     with Progress(console=stderr(), transient=True) as progress:
         making = progress.add_task("layers of keys", total=None)
-        session = open_session(
+        with opened_session(
             settings,
             on_layer=lambda done, total: progress.update(making, completed=done, total=total),
-        )
-        try:
+        ) as session:
             decoding = progress.add_task("repeats", total=repeats + 1)
             measurement, steps = measure_pipeline(
                 session,
@@ -168,8 +167,6 @@ def _measure(
                     decoding, completed=done, total=total
                 ),
             )
-        finally:
-            session.close()
     described = asdict(settings) | {
         "policy": settings.policy.name,
         "policy_options": asdict(settings.policy),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 from typer.testing import CliRunner
 
 from offload.benchmarks.pipeline import measure_pipeline, share_lines, step_line
-from offload.benchmarks.pipeline_session import BACKENDS, PipelineSettings, open_session
+from offload.benchmarks.pipeline_session import (
+    BACKENDS,
+    PipelineSettings,
+    make_cache,
+    make_model,
+    open_session,
+    opened_session,
+)
 from offload.benchmarks.shapes import MODEL_SHAPES
 from offload.benchmarks.step_timeline import SHARES
 from offload.cli import app
@@ -90,26 +98,46 @@ def settings(**changes: object) -> PipelineSettings:
 
 
 def test_every_repeat_decodes_the_same() -> None:
-    session = open_session(settings())
-    decoded = []
-    for _ in range(2):
-        session.rewind()
-        tokens = []
-        for _ in range(session.num_steps):
-            session.decode(1)
-            tokens.append(session._tokens.tolist())  # type: ignore[attr-defined]
-        decoded.append(tokens)
+    with opened_session(settings()) as session:
+        decoded = []
+        for _ in range(2):
+            session.rewind()
+            tokens = []
+            for _ in range(session.num_steps):
+                session.decode(1)
+                tokens.append(session._tokens.tolist())  # type: ignore[attr-defined]
+            decoded.append(tokens)
     assert decoded[0] == decoded[1]
     assert len({token for (token,) in decoded[0]}) > 1
-    session.close()
+
+
+def test_several_sessions_over_one_cache() -> None:
+    of_lfps = settings()
+    stock = make_model(of_lfps)
+    policies = [of_lfps.policy, make_policy("full")]
+    cache = make_cache(of_lfps, stock, policies)
+    decoded = []
+    for policy in [*policies, of_lfps.policy]:
+        session = open_session(replace(of_lfps, policy=policy), stock, cache)
+        session.decode(session.num_steps)
+        decoded.append(session._tokens.tolist())  # type: ignore[attr-defined]
+        session.close()
+    assert decoded[0] == decoded[2]
+    without = open_session(replace(of_lfps, host_work="none"), stock, cache)
+    assert without.trace(1)[0].cpu
+    without.close()
+    cache.close()
 
 
 def test_measurement() -> None:
-    session = open_session(settings(policy=make_policy("full")))
     done: list[tuple[int, int]] = []
-    measurement, steps = measure_pipeline(
-        session, repeats=2, traced_steps=3, on_progress=lambda *at: done.append(at)
-    )
+    with opened_session(settings(policy=make_policy("full"))) as session:
+        measurement, steps = measure_pipeline(
+            session, repeats=2, traced_steps=3, on_progress=lambda *at: done.append(at)
+        )
+        for options, message in (({"repeats": 0}, "repeats"), ({"traced_steps": 7}, "traced")):
+            with pytest.raises(ValueError, match=f"{message}.* must be"):
+                measure_pipeline(session, **options)
     assert done == [(1, 3), (2, 3), (3, 3)]
     assert len(steps) == 3
     assert measurement.steps == 2 * 6
@@ -117,14 +145,16 @@ def test_measurement() -> None:
     assert row["tokens_per_second"] == pytest.approx(1e3 / row["milliseconds"])
     assert "12 steps" in step_line(row)
     assert [line[0] for line in share_lines(row)] == [*SHARES]
-    for options, message in (({"repeats": 0}, "repeats"), ({"traced_steps": 7}, "traced_steps")):
-        with pytest.raises(ValueError, match=f"{message} must be"):
-            measure_pipeline(session, **options)
-    session.close()
 
 
-def test_sessions_that_cannot_be_opened() -> None:
-    with pytest.raises(ValueError, match="unknown shape 'big'; available: llama"):
-        open_session(settings(shape="big"))
-    with pytest.raises(ValueError, match="unknown backend 'fast'; available: inline"):
-        open_session(settings(backend="fast"))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": "big"}, "unknown shape 'big'; available: llama"),
+        ({"backend": "fast"}, "unknown backend 'fast'; available: inline"),
+        ({"host_work": "some"}, "unknown host_work 'some'; available: attend, none"),
+    ],
+)
+def test_sessions_that_cannot_be_opened(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message), opened_session(settings(**changes)):
+        pass

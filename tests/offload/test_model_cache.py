@@ -120,7 +120,7 @@ def test_layers_may_repeat_in_memory_of_their_own(pool: WorkerPool, rotary_emb: 
         pool,
         rotary_emb,
         distinct_layers=2,
-        policies={"quest": policy},
+        policies=[policy],
         on_layer=lambda *at: done.append(at),
     )
     assert done == [(1, 2), (2, 2)]
@@ -128,8 +128,8 @@ def test_layers_may_repeat_in_memory_of_their_own(pool: WorkerPool, rotary_emb: 
     assert torch.equal(store.gather(seq, 0)[0], store.gather(seq, 2)[0])
     assert not torch.equal(store.gather(seq, 0)[0], store.gather(seq, 1)[0])
     assert len(np.unique(store.page_table(seq))) == SHAPE.num_layers * -(-KV_LEN // 256)
-    first, second = cache.arrays["quest"][0][2], cache.arrays["quest"][0][3]
-    assert cache.arrays["quest"][0][0] == []  # the first two are dense
+    first, second = cache.arrays[policy][0][2], cache.arrays[policy][0][3]
+    assert cache.arrays[policy][0][0] == []  # the first two are dense
     assert first[0].ctypes.data != second[0].ctypes.data
     cache.close()
 
@@ -139,7 +139,7 @@ def test_installed_arrays_are_those_that_would_be_built(
     name: str, pool: WorkerPool, rotary_emb: Any
 ) -> None:
     policy = make_policy(name, budget_tokens=256)
-    cache = make(pool, rotary_emb, policies={name: policy})
+    cache = make(pool, rotary_emb, policies=[policy])
     store, seq = cache.store, cache.seqs[0]
 
     def attended(*, installs: bool) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_installed_arrays_are_those_that_would_be_built(
             prompt = layer_of(layer_idx).queries[:, :32]
             attention.record_queries(seq, layer_idx, prompt, KV_LEN)
         if installs:
-            cache.install(attention, name)
+            cache.install(attention)
             assert attention.build_states([seq], [KV_LEN]) < 0.05
         step = attention.begin_step([seq], [KV_LEN])
         query = layer_of(3).queries[:, 31].reshape(1, -1)
@@ -161,13 +161,11 @@ def test_installed_arrays_are_those_that_would_be_built(
 
 
 def test_nothing_is_kept_of_contexts_within_the_budget(pool: WorkerPool, rotary_emb: Any) -> None:
-    policies = {"quest": make_policy("quest", budget_tokens=1024), "full": make_policy("full")}
-    cache = make(pool, rotary_emb, policies=policies)
-    assert cache.arrays == {"quest": [[[]] * 4], "full": [[[]] * 4]}
-    attention = DecodeAttention(
-        policies["quest"], cache.store, num_qo_heads=SHAPE.num_qo_heads, pool=pool
-    )
-    cache.install(attention, "quest")
+    quest, full = make_policy("quest", budget_tokens=1024), make_policy("full")
+    cache = make(pool, rotary_emb, policies=[quest, full])
+    assert cache.arrays == {quest: [[[]] * 4], full: [[[]] * 4]}
+    attention = DecodeAttention(quest, cache.store, num_qo_heads=SHAPE.num_qo_heads, pool=pool)
+    cache.install(attention)
     assert attention.states.arrays_of(cache.seqs[0]) is None
     cache.close()
 

@@ -31,10 +31,11 @@ def write_results(
     machine: dict[str, Any],
     settings: dict[str, Any],
     rows: list[dict[str, Any]],
+    folder: Path = RESULTS,
 ) -> Path:
-    """Write perf/results/NAME.json; returns its path."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    """Write FOLDER/NAME.json; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     result = {"benchmark": name, "machine": machine, "settings": settings, "rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path

@@ -43,6 +43,15 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from offload.benchmarks.structured_draws import (
+    drift,
+    even,
+    lognormal,
+    normal,
+    pieces,
+    stream_generator,
+)
+
 _KINDS = 3  # directions of heavy hitters
 _VOCABULARY = 4096
 _MAX_PAIRS = 32
@@ -131,6 +140,7 @@ def structured_layer(
     layer_idx: int = 0,
     prompt_queries: int = 32,
     structure: Structure | None = None,
+    device: torch.device | None = None,
 ) -> StructuredLayer:
     """Make the keys and values of a prompt and of the steps after it, and their queries.
 
@@ -138,6 +148,8 @@ def structured_layer(
         kv_len, num_steps: tokens of the prompt, and decode steps after it.
         seed: of the sequence; `layer_idx` is one of its layers. Equal arguments, equal tensors.
         prompt_queries: queries of the prompt's last tokens that are wanted too.
+        device: where it is made, and stays; default the CPU. 8 heads of 128K tokens take some
+            seconds there, and a fraction of one on a GPU.
 
     Raises:
         ValueError: numbers out of range.
@@ -153,27 +165,29 @@ def structured_layer(
         raise ValueError(
             f"kv_len must be at least 256 and hold twice the {num_queries} queries, got {kv_len}"
         )
-    maker = _LayerMaker(
-        structure or Structure(), head_dim, kv_len + num_steps, num_queries, num_kv_heads
-    )
-    num_tokens, group_size = kv_len + num_steps, num_qo_heads // num_kv_heads
-    layer = StructuredLayer(
-        keys=torch.empty(num_kv_heads, num_tokens, head_dim, dtype=dtype),
-        values=torch.empty(num_kv_heads, num_tokens, head_dim, dtype=dtype),
-        queries=torch.empty(num_qo_heads, num_queries, head_dim, dtype=dtype),
-    )
-    # Heads differ evenly: few of them still cover what the model's many do.
-    of_all = _generator(seed, num_kv_heads, layer_idx + 1)
-    local = torch.special.ndtri(_even(num_kv_heads, of_all))
-    sinks = _even(num_qo_heads, of_all).view(num_kv_heads, group_size)
-    for kv_head in range(num_kv_heads):
-        of_sequence = _generator(seed, kv_head, 0)
-        of_layer = _generator(seed, kv_head, layer_idx + 1)
-        character = _Character(float(local[kv_head]), sinks[kv_head].tolist())
-        keys, values, queries = maker.make_head(of_sequence, of_layer, character, dtype)
-        layer.keys[kv_head].copy_(keys)
-        layer.values[kv_head].copy_(values)
-        layer.queries[kv_head * group_size : (kv_head + 1) * group_size].copy_(queries)
+    group_size = num_qo_heads // num_kv_heads
+    device = torch.device("cpu") if device is None else device
+    with device:  # of everything that is made below
+        maker = _LayerMaker(
+            structure or Structure(), head_dim, kv_len + num_steps, num_queries, num_kv_heads
+        )
+        layer = StructuredLayer(
+            keys=torch.empty(num_kv_heads, kv_len + num_steps, head_dim, dtype=dtype),
+            values=torch.empty(num_kv_heads, kv_len + num_steps, head_dim, dtype=dtype),
+            queries=torch.empty(num_qo_heads, num_queries, head_dim, dtype=dtype),
+        )
+        # Heads differ evenly: few of them still cover what the model's many do.
+        of_all = stream_generator(seed, num_kv_heads, layer_idx + 1, device)
+        local = torch.special.ndtri(even(num_kv_heads, of_all)).tolist()
+        sinks = even(num_qo_heads, of_all).view(num_kv_heads, group_size).tolist()
+        for kv_head in range(num_kv_heads):
+            of_sequence = stream_generator(seed, kv_head, 0, device)
+            of_layer = stream_generator(seed, kv_head, layer_idx + 1, device)
+            character = _Character(local[kv_head], sinks[kv_head])
+            keys, values, queries = maker.make_head(of_sequence, of_layer, character, dtype)
+            layer.keys[kv_head].copy_(keys)
+            layer.values[kv_head].copy_(values)
+            layer.queries[kv_head * group_size : (kv_head + 1) * group_size].copy_(queries)
     return layer
 
 
@@ -243,7 +257,7 @@ class _LayerMaker:
         ranks = torch.arange(_VOCABULARY, dtype=torch.float32)
         tokens = torch.multinomial(1 / (ranks + 20), n, replacement=True, generator=of_sequence)
         num_topics = min(200, max(4, round(n / structure.span_tokens / 3)))
-        spans = _pieces(n, structure.span_tokens, 8, of_sequence)
+        spans = pieces(n, structure.span_tokens, 8, of_sequence)
         topic_of_span = torch.randint(num_topics, (int(spans[-1]) + 1,), generator=of_sequence)
         topics = topic_of_span[spans]
         directions = torch.randn(num_topics, self._content_dim, generator=of_sequence)
@@ -287,7 +301,7 @@ class _LayerMaker:
     def _key_content(self, tokens: Tensor, of_sequence: Generator, of_layer: Generator) -> Tensor:
         """[num_tokens, content_dim], half a unit in each dimension."""
         structure, dim = self._structure, self._content_dim
-        phrases = _pieces(self._num_tokens, structure.phrase_tokens, 3, of_sequence)
+        phrases = pieces(self._num_tokens, structure.phrase_tokens, 3, of_sequence)
         rest = 1 - structure.phrase
         content: Tensor | None = None
         previous = tokens.roll(1)
@@ -330,17 +344,17 @@ class _LayerMaker:
                 content += math.sqrt(structure.group_share) * group_part
                 content += math.sqrt(1 - structure.group_share) * own_part
             # Keys have half a unit in each of the content's dimensions.
-            weight = 2 * structure.content * _lognormal(structure.head_spread, of_layer)
+            weight = 2 * structure.content * lognormal(structure.head_spread, of_layer)
             content *= weight / math.sqrt(self._content_dim)
-            weights = 1 + 0.25 * _drift(n, (2,), 0.9, of_layer)
-            weights *= structure.topic * _lognormal(structure.head_spread, of_layer)
+            weights = 1 + 0.25 * drift(n, (2,), 0.9, of_layer)
+            weights *= structure.topic * lognormal(structure.head_spread, of_layer)
             content += (weights[:, :, None] * directions[paths]).sum(1)
             query[:, self._content] = content
             spreads = (structure.hitter_spread * torch.randn(_KINDS, generator=of_layer)).exp()
-            hitters = structure.hitter * spreads * (1 + 0.2 * _drift(n, (_KINDS,), 0.95, of_layer))
+            hitters = structure.hitter * spreads * (1 + 0.2 * drift(n, (_KINDS,), 0.95, of_layer))
             query[:, self._hitters] = hitters
             spread = structure.local_spread * math.sqrt(0.5)
-            local = structure.local * math.exp(spread * (character.local + _normal(of_layer)))
+            local = structure.local * math.exp(spread * (character.local + normal(of_layer)))
             query *= self._sharpness
             query[:, self._rotary] = self._rotary_part(local, of_layer) * self._sharpness**0.5
             query[:, 0] = 0
@@ -354,7 +368,7 @@ class _LayerMaker:
         share = structure.layer_share
         new = 1 - structure.fixed - structure.drifting
         fixed = self._mixed(share, (1, dim), of_sequence, of_layer)
-        drifts = [_drift(n, (dim,), structure.drift, g) for g in (of_sequence, of_layer)]
+        drifts = [drift(n, (dim,), structure.drift, g) for g in (of_sequence, of_layer)]
         drifting = math.sqrt(share) * drifts[0] + math.sqrt(1 - share) * drifts[1]
         fresh = self._mixed(share, (n, dim), of_sequence, of_layer)
         return [
@@ -401,7 +415,7 @@ class _LayerMaker:
         )
         others = float(scores.logsumexp(1).mean())
         advantage = others + math.log(share / (1 - share))
-        return advantage + structure.sink_wobble * _drift(n, (), 0.8, generator)
+        return advantage + structure.sink_wobble * drift(n, (), 0.8, generator)
 
     def _mixed(
         self, share: float, shape: tuple[int, ...], of_sequence: Generator, of_layer: Generator
@@ -410,41 +424,3 @@ class _LayerMaker:
         common = torch.randn(shape, generator=of_sequence).mul_(math.sqrt(share))
         own = torch.randn(shape, generator=of_layer).mul_(math.sqrt(1 - share))
         return common.add_(own)
-
-
-def _generator(seed: int, kv_head: int, stream: int) -> Generator:
-    return torch.Generator().manual_seed((seed * 1009 + kv_head) * 1009 + stream)
-
-
-def _even(n: int, generator: Generator) -> Tensor:
-    """A permutation of n numbers spread evenly over (0, 1)."""
-    return (torch.randperm(n, generator=generator) + 0.5) / n
-
-
-def _pieces(n: int, mean_tokens: float, min_tokens: int, generator: Generator) -> Tensor:
-    """int64 [n]: which piece of contiguous tokens each token is in; at least min_tokens long."""
-    count = n // min_tokens + 1
-    lengths = torch.empty(count).exponential_(
-        1 / max(1.0, mean_tokens - min_tokens), generator=generator
-    )
-    starts = (lengths.long() + min_tokens).cumsum(0)
-    pieces = torch.zeros(n, dtype=torch.int64)
-    pieces[starts[starts < n]] = 1
-    return pieces.cumsum(0)
-
-
-def _drift(n: int, shape: tuple[int, ...], correlation: float, generator: Generator) -> Tensor:
-    """[n, *shape]: normal in every step, with that correlation to the step before."""
-    steps = torch.randn(n, *shape, generator=generator)
-    noise = math.sqrt(1 - correlation**2)
-    for i in range(1, n):
-        steps[i] = correlation * steps[i - 1] + noise * steps[i]
-    return steps
-
-
-def _normal(generator: Generator) -> float:
-    return float(torch.randn((), generator=generator))
-
-
-def _lognormal(sigma: float, generator: Generator) -> float:  # of mean 1
-    return math.exp(sigma * _normal(generator) - sigma * sigma / 2)

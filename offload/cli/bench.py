@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli import bench_latency, bench_selection
+from offload.cli import bench_latency, bench_pipeline, bench_selection
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import comma_separated, counts
 
@@ -160,4 +160,4 @@ def _print_table(title: str, measurements: list[AttentionMeasurement]) -> None:
 
 
 bench_latency.register(app)
-bench_selection.register(app)
+bench_pipeline.register(app)

@@ -1,0 +1,181 @@
+"""When the GPU and the CPU worked in a decode step, on one clock, and what overlapped.
+
+Both sides report intervals (kind, layer, start_ns, end_ns), each by its own clock. A step's time is
+split four ways, which add up to all of it:
+
+    overlapped  both sides work
+    waiting     only the GPU works: the CPU waits for queries
+    exposed     only the CPU works: the GPU waits for its answer
+    handshake   neither works: flags on their way, gaps between kernels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+# What counts as work; a side that reports any other kind waits.
+CPU_WORK = ("store", "attend", "update", "prepare")
+GPU_WORK = ("linear", "window", "attention", "merge", "sample", "copy")
+WAITS = ("wait",)
+SHARES = ("overlapped", "waiting", "exposed", "handshake")
+Span = tuple[int, int]
+
+
+class Interval(NamedTuple):
+    """What one side did from `start_ns` to `end_ns`; layer -1 is none in particular."""
+
+    kind: str
+    layer: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """One decode step; all times are of one clock."""
+
+    start_ns: int
+    end_ns: int
+    cpu: tuple[Interval, ...]
+    gpu: tuple[Interval, ...]
+
+    def __post_init__(self) -> None:
+        if self.end_ns <= self.start_ns:
+            raise ValueError(f"a step cannot end at {self.end_ns} ns: it starts at {self.start_ns}")
+        for side, intervals, work in (("cpu", self.cpu, CPU_WORK), ("gpu", self.gpu, GPU_WORK)):
+            for interval in intervals:
+                if interval.kind not in (*work, *WAITS):
+                    known = ", ".join((*work, *WAITS))
+                    raise ValueError(f"unknown {side} kind {interval.kind!r}; available: {known}")
+                if interval.end_ns < interval.start_ns:
+                    raise ValueError(
+                        f"{side} {interval.kind} of layer {interval.layer} ends at "
+                        f"{interval.end_ns} ns, before it starts at {interval.start_ns}"
+                    )
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """Nanoseconds of a step, or of several; see the module. They add up to `total_ns`."""
+
+    total_ns: int
+    overlapped_ns: int
+    waiting_ns: int
+    exposed_ns: int
+    handshake_ns: int
+
+    def share(self, name: str) -> float:
+        """One of `SHARES` as a part of the total."""
+        return float(getattr(self, f"{name}_ns")) / self.total_ns
+
+
+def step_shares(step: StepTimeline) -> StepShares:
+    """How one step's time splits."""
+    whole = [(step.start_ns, step.end_ns)]
+    cpu = intersection(whole, _spans(step.cpu, CPU_WORK))
+    gpu = intersection(whole, _spans(step.gpu, GPU_WORK))
+    both, total = length(intersection(cpu, gpu)), length(whole)
+    waiting, exposed = length(gpu) - both, length(cpu) - both
+    return StepShares(total, both, waiting, exposed, total - both - waiting - exposed)
+
+
+def summed(shares: Iterable[StepShares]) -> StepShares:
+    """Of several steps together."""
+    columns = [
+        (s.total_ns, s.overlapped_ns, s.waiting_ns, s.exposed_ns, s.handshake_ns) for s in shares
+    ]
+    if not columns:
+        raise ValueError("there are no steps to sum up")
+    return StepShares(*(sum(column) for column in zip(*columns, strict=True)))
+
+
+def median_microseconds(steps: Sequence[StepTimeline]) -> dict[str, dict[str, float]]:
+    """Of each side and kind: the median over steps of its time, all layers together."""
+    table: dict[str, dict[str, float]] = {}
+    for side, kinds in (("gpu", (*GPU_WORK, *WAITS)), ("cpu", (*CPU_WORK, *WAITS))):
+        table[side] = {}
+        for kind in kinds:
+            times = [
+                length(_spans(step.cpu if side == "cpu" else step.gpu, (kind,))) for step in steps
+            ]
+            if any(times):
+                table[side][kind] = float(np.median(times)) / 1e3
+    return table
+
+
+def clock_offset_ns(
+    raised: Sequence[tuple[int, int]], answered: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """What to add to GPU times to get CPU times, and how far off it may be.
+
+    Every flag arrives after it was set, whichever side sets it: requests bound the offset from
+    above, replies from below. The middle is taken.
+
+    Args:
+        raised: (GPU time before a request was raised, CPU time after it was seen).
+        answered: (CPU time before a reply was written, GPU time after it was seen).
+
+    Raises:
+        ValueError: no pairs, or pairs that contradict each other: the clocks drifted, or the times
+            belong to different events.
+    """
+    if not raised or not answered:
+        raise ValueError("clocks are aligned by requests and replies; one of the lists is empty")
+    upper = min(cpu - gpu for gpu, cpu in raised)
+    lower = max(cpu - gpu for cpu, gpu in answered)
+    if lower > upper:
+        raise ValueError(
+            f"the GPU's and the CPU's times contradict each other by {lower - upper} ns: "
+            "replies arrive before they are sent, or requests do"
+        )
+    return (lower + upper) // 2, (upper - lower + 1) // 2
+
+
+def shifted(intervals: Iterable[Interval], offset_ns: int) -> tuple[Interval, ...]:
+    """The same intervals on another clock."""
+    return tuple(
+        Interval(kind, layer, start + offset_ns, end + offset_ns)
+        for kind, layer, start, end in intervals
+    )
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Disjoint spans in order that cover the same time; empty ones go."""
+    merged: list[Span] = []
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
+    """What two lists of disjoint spans in order have in common."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(spans: Iterable[Span]) -> int:
+    """Of disjoint spans."""
+    return sum(end - start for start, end in spans)
+
+
+def _spans(intervals: Iterable[Interval], kinds: Sequence[str]) -> list[Span]:
+    return union((i.start_ns, i.end_ns) for i in intervals if i.kind in kinds)

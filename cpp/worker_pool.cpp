@@ -49,6 +49,11 @@ void WorkerPool::run(int64_t num_tasks, Task task, void* context) {
   while (joined_.load() != 0) cpu_relax();
 }
 
+void WorkerPool::keep_awake(bool on) {
+  kept_awake_.fetch_add(on ? 1 : -1, std::memory_order_relaxed);
+  if (on) run(num_threads_, [](void*, int64_t, int) {}, nullptr);
+}
+
 void WorkerPool::work(int worker) {
   const Job job = job_;
   for (;;) {
@@ -68,7 +73,11 @@ void WorkerPool::worker_loop(int worker) {
       if (spins % 64 == 0) {
         const int64_t now = now_ns();
         if (deadline == 0) deadline = now + spin_ns_;
-        if (now > deadline) state_.wait(state);
+        if (now > deadline && kept_awake_.load(std::memory_order_relaxed) > 0) {
+          std::this_thread::yield();  // there may be fewer CPUs than threads
+        } else if (now > deadline) {
+          state_.wait(state);
+        }
       }
       state = state_.load(std::memory_order_acquire);
     }

@@ -12,12 +12,24 @@ A step is served in one of two ways. Synchronously, by whoever calls:
         coprocessor.serve(i)
         ...  # merge
     coprocessor.end_step()
+
+Or by a thread of its own that the mailbox's flags drive, while the host runs ahead:
+
+    coprocessor.start()
+    coprocessor.begin_step(step, slots)
+    ...  # launch the GPU's step: it raises requests[i] and waits for replies[i]
+    coprocessor.wait()
+
+When either side fails, `wait` raises. Then: `abort()`, which lets the GPU run to its end without
+answers; synchronise with the GPU; `reset()`. What the steps since the last `wait` wrote to the
+cache and to policies is undefined after that.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,17 +45,37 @@ if TYPE_CHECKING:
 Request = tuple[int, int, int]
 
 
+class CoprocessorError(RuntimeError):
+    """The CPU or the GPU failed in the middle of a step, or did not get on in time."""
+
+
+class TraceEvent(NamedTuple):
+    """What the coprocessor did and when; by the clock of `time.monotonic_ns`.
+
+    Attributes:
+        kind: wait (for the GPU), store (keys and values), attend, update or prepare.
+        layer_idx, request: -1 at the end of a step.
+    """
+
+    kind: str
+    layer_idx: int
+    request: int
+    start_ns: int
+    end_ns: int
+
+
 class Coprocessor:
-    """Serves the requests of decode steps.
+    """Serves the requests of decode steps. Not thread-safe.
 
     Args:
         attention: what to attend to; its store receives the keys and values.
         mailbox: shared with the GPU.
         requests: (layer_idx, first_row, num_rows) of each request of a step, in the order in which
-            the GPU raises them. Layers of a row must not descend. In a layer that is dense under
-            the policy all tokens outside of the window are attended.
+            the GPU raises them. Layers of a row ascend. In a layer that is dense under the policy
+            all tokens outside of the window are attended.
         sink_tokens, recent_tokens: the window on the GPU; None takes the policy's. They must be the
             policy's where it selects, and must be given where it does not.
+        deadline_seconds: how long one side waits for the other before it gives up.
 
     Raises:
         ValueError: a mailbox that does not fit the attention, requests outside of it, a window that
@@ -58,16 +90,19 @@ class Coprocessor:
         *,
         sink_tokens: int | None = None,
         recent_tokens: int | None = None,
+        deadline_seconds: float = 5.0,
     ) -> None:
         _check_mailbox(attention, mailbox)
         self.requests = tuple((int(a), int(b), int(c)) for a, b, c in requests)
         _check_requests(self.requests, mailbox)
+        if not 0.0 < deadline_seconds < 1e6:
+            raise ValueError(f"deadline_seconds must be above 0 and finite, got {deadline_seconds}")
         self.sink_tokens = _window("sink_tokens", sink_tokens, attention)
         self.recent_tokens = _window("recent_tokens", recent_tokens, attention)
         self.attention = attention
         self.mailbox = mailbox
-        self._step: tuple[DecodeStep, Tensor | None] | None = None
-        self._next = 0
+        self.deadline_seconds = deadline_seconds
+        self.num_lost_events = 0
         self._native = _native.Coprocessor(
             attention.native,
             [x.data_ptr() for x in mailbox.tensors],
@@ -78,26 +113,44 @@ class Coprocessor:
             self.recent_tokens,
             mailbox,
         )
+        self._native.set_deadline(round(deadline_seconds * 1e9))
+        self._started = False
+        self._unusable: str | None = None  # why
+        self._aborted = False
+        self._open: _OpenStep | None = None
+        self._next = 0
+        self._queued: deque[_OpenStep] = deque()
 
-    def begin_step(self, step: DecodeStep, slots: Sequence[int]) -> None:
-        """Open a step.
+    def begin_step(self, step: DecodeStep, slots: Sequence[int]) -> int:
+        """Open a step, or queue it for the thread; before the GPU starts on it.
 
         Args:
             step: of `attention.begin_step`; one row per sequence.
             slots: the mailbox row of each of its rows.
+
+        Returns:
+            the step's number, for `wait`; 0 without `start`.
+
+        Raises:
+            CoprocessorError: it was aborted or closed, or belongs to the parent process.
         """
         places = _check_slots(step, slots, self.mailbox.max_rows)
-        if self._step is not None:
-            raise ValueError("a step is open; end it with end_step() or abort()")
+        self._check_usable()
         queries = self._query_log(step)
-        self._native.begin_step(
-            places,
-            *step.of(slice(None)),
-            0 if queries is None else queries.data_ptr(),
-            (step, queries),
-        )
-        self._step = (step, queries)
+        address = 0 if queries is None else queries.data_ptr()
+        if self._started:
+            self._collect()
+            number = self._native.queue(
+                places, *step.of(slice(None)), address, (step, queries, self.attention)
+            )
+            self._queued.append(_OpenStep(number, step, queries))
+            return number
+        if self._open is not None:
+            raise ValueError("a step is open; end it with end_step() or abort()")
+        self._native.begin(places, *step.of(slice(None)), address, (step, queries))
+        self._open = _OpenStep(0, step, queries)
         self._next = 0
+        return 0
 
     def serve(self, request: int) -> None:
         """Serve one request of the open step on this thread; requests come in order.
@@ -105,8 +158,8 @@ class Coprocessor:
         Raises:
             RuntimeError: NaN or inf in the query or the cache; names the layer.
         """
-        if self._step is None:
-            raise ValueError(f"request {request} comes before begin_step()")
+        if self._open is None:
+            raise ValueError(f"request {request} comes before begin_step(), or beside start()")
         if request != self._next or request >= len(self.requests):
             raise ValueError(
                 f"expected request {self._next} of {len(self.requests)}, got {request}"
@@ -116,16 +169,117 @@ class Coprocessor:
 
     def end_step(self) -> None:
         """Close the open step: the keys and values of all its layers are in the mailbox."""
-        if self._step is None or self._next != len(self.requests):
+        if self._open is None:
+            raise ValueError("end_step() comes before begin_step(), or beside start()")
+        if self._next != len(self.requests):
             raise ValueError(
                 f"end_step() comes after {self._next} of {len(self.requests)} requests"
-                if self._step is not None
-                else "end_step() comes before begin_step()"
             )
-        self._native.end_step()
-        step, queries = self._step
-        self._step = None
-        self._record_queries(step, queries)
+        self._native.end()
+        done, self._open = self._open, None
+        self._record_queries(done)
+
+    def start(self) -> None:
+        """From now on a thread serves the steps, driven by the mailbox's flags."""
+        self._check_usable()
+        if self._open is not None:
+            raise ValueError("a step is open; end it with end_step() or abort()")
+        if not self._started:
+            self._native.start()
+            self._started = True
+
+    def wait(self, timeout_seconds: float | None = None, *, number: int | None = None) -> None:
+        """Return when step `number` (default: all) is done.
+
+        Args:
+            timeout_seconds: give up after this; None: when the thread has made no progress for
+                `deadline_seconds`.
+
+        Raises:
+            CoprocessorError: the step failed or did not get on; names the layer. Call `abort`.
+            KeyboardInterrupt: ctrl-C; the step goes on.
+        """
+        self._check_usable()
+        if number is None:
+            number = self._queued[-1].number if self._queued else 0
+        limit = -1 if timeout_seconds is None else round(timeout_seconds * 1e9)
+        outcome, message = self._native.wait(number, limit)
+        self._collect()
+        if outcome == "failed":
+            raise CoprocessorError(message)
+        if outcome != "done":
+            seconds = self.deadline_seconds if outcome == "silent" else timeout_seconds
+            what = "made no progress" if outcome == "silent" else "was not done"
+            raise CoprocessorError(f"the CPU side {what} within {seconds} s: {message}")
+
+    def abort(self) -> None:
+        """Stop serving, and answer whatever the GPU asks for, unserved, until `reset`."""
+        if self._started:
+            self._check_parent()
+        self._open = None
+        self._queued.clear()
+        if not self._native.abort(round(min(1.0, self.deadline_seconds / 2) * 1e9)):
+            self._unusable = "its thread is stuck in an earlier step; load the model again"
+        elif self._unusable is None:
+            self._unusable = "it was aborted; reset() it when the GPU is idle"
+            self._aborted = True
+        self._started = False
+
+    def reset(self) -> None:
+        """As new, after `abort` and when the GPU is idle; `start` it again."""
+        if not self._aborted:
+            self._check_usable()
+            raise ValueError("reset() comes after abort()")
+        self._native.reset()
+        self._aborted, self._unusable = False, None
+
+    def close(self) -> None:
+        """End the thread; steps that are not done are dropped."""
+        self._unusable, self._aborted, self._started = "it was closed", False, False
+        self._open = None
+        self._queued.clear()
+        self._native.close()
+
+    def trace(self, on: bool) -> None:
+        """Record events from now on, or no more."""
+        self._native.record(on)
+
+    def events(self) -> list[TraceEvent]:
+        """Events recorded since the last call; what nobody collects in time is lost, and counted
+        in `num_lost_events`."""
+        events, num_lost = self._native.drain()
+        self.num_lost_events += num_lost
+        return [TraceEvent(*event) for event in events]
+
+    def serve_nothing(self, on: bool) -> None:
+        """Have the thread store keys and values, but attend to nothing: for benches that ask what
+        the hand-over alone costs. Policies learn nothing meanwhile."""
+        self._native.set_idle(on)
+
+    def stall(self, layer_idx: int, seconds: float) -> None:
+        """For tests: in its next request of that layer the thread sleeps before it attends."""
+        self._native.inject_stall(layer_idx, round(seconds * 1e9))
+
+    def die(self, layer_idx: int) -> None:
+        """For tests: in its next request of that layer the thread ends without a word."""
+        self._native.inject_death(layer_idx)
+
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise CoprocessorError(f"the coprocessor cannot serve: {self._unusable}")
+        if self._started:
+            self._check_parent()
+
+    def _check_parent(self) -> None:
+        if self._native.forked():
+            raise CoprocessorError(
+                "the coprocessor belongs to the parent process; load the model again after the fork"
+            )
+
+    def _collect(self) -> None:
+        num_done = self._native.release_done()
+        while self._queued and self._queued[0].number <= num_done:
+            self._record_queries(self._queued.popleft())
 
     def _query_log(self, step: DecodeStep) -> Tensor | None:
         """Room for the step's queries where the policy will build its state from them."""
@@ -138,12 +292,18 @@ class Coprocessor:
             dtype=self.mailbox.query.dtype,
         )
 
-    def _record_queries(self, step: DecodeStep, queries: Tensor | None) -> None:
-        if queries is None:
+    def _record_queries(self, done: _OpenStep) -> None:
+        if done.queries is None:
             return
         for layer_idx in sorted({layer_idx for layer_idx, _, _ in self.requests}):
             if self.attention.sparse_layers[layer_idx]:
-                self.attention.record_step_queries(layer_idx, step, queries[layer_idx])
+                self.attention.record_step_queries(layer_idx, done.step, done.queries[layer_idx])
+
+
+class _OpenStep(NamedTuple):
+    number: int
+    step: DecodeStep
+    queries: Tensor | None  # [num_layers, n, num_qo_heads * head_dim]
 
 
 def _check_mailbox(attention: DecodeAttention, mailbox: Mailbox) -> None:

@@ -154,8 +154,8 @@ class DeviceDecoder:
             [num_sequences, hidden_size], before the final norm.
 
         Raises:
-            HandshakeError: a side missed its deadline.
-            RuntimeError: NaN or inf in the query or the cache; names the layer.
+            CoprocessorError: a side missed its deadline, or NaN or inf in the query or the cache;
+                names the layer.
             DeviceMemoryError: the resident layers do not fit.
         """
         slots, kv_lens = self._bind(seqs)
@@ -384,6 +384,7 @@ class DeviceDecoder:
             requests,
             sink_tokens=self.sink_tokens,
             recent_tokens=self.recent_tokens,
+            deadline_seconds=self._deadline_seconds,
         )
         self._handshake = make_handshake(
             self._backend,

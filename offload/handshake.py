@@ -36,7 +36,7 @@ Step = Callable[[], None]
 
 
 class HandshakeError(RuntimeError):
-    """One side did not do its part of a decode step in time; names the layer."""
+    """The GPU did not do its part of a decode step in time."""
 
 
 class Handshake(Protocol):
@@ -60,8 +60,9 @@ class Handshake(Protocol):
             key: equal keys promise that `step` launches the same work.
 
         Raises:
-            HandshakeError: a side missed its deadline.
-            RuntimeError: what the CPU side found wrong with the numbers.
+            CoprocessorError: the CPU side missed its deadline, or saw the GPU miss it, or found
+                something wrong with the numbers; names the layer. The next step may be run.
+            HandshakeError: the GPU does not come back.
         """
 
     def close(self) -> None:
@@ -91,6 +92,7 @@ class InlineHandshake:
             self._coprocessor.end_step()
         except BaseException:
             self._coprocessor.abort()
+            self._coprocessor.reset()
             raise
 
     def close(self) -> None:
@@ -124,6 +126,7 @@ class StreamHandshake:
         except BaseException:
             torch.cuda.current_stream().synchronize()
             self._coprocessor.abort()
+            self._coprocessor.reset()
             raise
 
     def close(self) -> None:
@@ -164,6 +167,7 @@ class GraphHandshake:
         """Capture `step`. It is run once before, without the CPU side, to load its kernels."""
         if key not in self._graphs:
             self._graphs[key] = self._capture(step)
+        self._coprocessor.start()
 
     def run(self, key: Hashable, step: Step) -> None:
         self.launch(key)
@@ -172,7 +176,6 @@ class GraphHandshake:
     def launch(self, key: Hashable) -> None:
         """Start a step that was prepared, after those already started."""
         graph = self._graphs[key]
-        self._coprocessor.start()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.replay()
@@ -182,11 +185,9 @@ class GraphHandshake:
     def wait(self) -> None:
         """Until the oldest step that was started has ended on both sides."""
         try:
-            self._coprocessor.wait(self._deadline_seconds)
-        except BaseException as error:
+            self._coprocessor.wait()
+        except BaseException:
             self._drain()
-            if isinstance(error, TimeoutError):
-                raise HandshakeError(str(error)) from error
             raise
 
     def close(self) -> None:
@@ -210,10 +211,10 @@ class GraphHandshake:
         return graph
 
     def _drain(self) -> None:
-        """Answer for the CPU side until the GPU has run what was launched, then start afresh."""
+        """Let the GPU run what was launched, with answers that nobody computed; start afresh."""
+        self._coprocessor.abort()
         deadline = time.monotonic() + self._deadline_seconds
         while not self._finished.query():  # type: ignore[no-untyped-call]
-            self._coprocessor.abort()
             if time.monotonic() > deadline:
                 raise HandshakeError(
                     f"the GPU did not finish a step within {self._deadline_seconds:g} s after the "

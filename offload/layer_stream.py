@@ -23,6 +23,11 @@ from offload.models import AttentionShape
 from offload.prefill_attention import KV
 
 
+def copies_alongside(like: Tensor) -> bool:
+    """Whether K/V can leave the device of `like` while it computes."""
+    return like.is_cuda
+
+
 class LayerStream:
     """Buffers of the keys and values of all sequences of `batch`, one layer after the other.
 
@@ -56,7 +61,7 @@ class LayerStream:
         self._device = like.device
         self._copies: torch.cuda.Stream | None = None
         self._loaded: list[torch.cuda.Event] = []
-        if like.is_cuda and store is not None:
+        if store is not None and copies_alongside(like):
             self._copies = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
             self._loaded = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         rows = (2, shape.num_kv_heads, self._starts[-1], shape.head_dim)

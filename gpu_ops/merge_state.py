@@ -22,11 +22,12 @@ def merge_state_kernel(
     """One program per row and query head."""
     head = tl.program_id(0).to(tl.int64)
     a, b = tl.load(lse_a + head), tl.load(lse_b + head)
-    none, complete = float("-inf"), float("inf")
-    has_a = (a > none) & (b < complete)
+    none = float("-inf")
+    is_complete = b == float("inf")
+    has_a = (a > none) & ~is_complete
     has_b = b > none
     # Below, exponents are of differences to the larger of the parts that count, or of 0.
-    a, b = tl.where(has_a, a, none), tl.where(b < complete, b, 0.0)
+    a, b = tl.where(has_a, a, none), tl.where(is_complete, 0.0, b)
     largest = tl.maximum(a, b)
     largest = tl.where(largest > none, largest, 0.0)
     weight_a, weight_b = tl.exp(a - largest), tl.exp(b - largest)
@@ -89,5 +90,7 @@ def merge_state_reference(
     lse[0].masked_fill_(complete, float("-inf"))
     lse[1].masked_fill_(complete, 0.0)
     parts.masked_fill_((lse == float("-inf"))[..., None], 0.0)
-    weights = (lse - torch.logaddexp(lse[0], lse[1])).exp().nan_to_num_(0.0)
+    # Not by the sum's lse: in float32 the difference to a large one is off by its last bit.
+    weights = (lse - lse.amax(0).clamp_min(-1e30)).exp()
+    weights /= weights.sum(0).masked_fill_(lse.isinf().all(0), 1.0)
     out.copy_((weights[..., None] * parts).sum(0).view(out.shape))

@@ -11,6 +11,8 @@ import torch
 
 from gpu_ops.launch import has_triton, interpreted
 
+COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
+
 
 @pytest.fixture(params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -31,14 +33,20 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the interpreter (triton 3.6) does otherwise than a GPU.
 
-    It cuts off float32 to bf16 instead of rounding, multiplies matrices of bf16 by their bits, and
-    with NumPy 2.4 cannot take a loop's bounds from device values.
+    It cuts off float32 to bf16 instead of rounding, multiplies matrices of bf16 by their bits,
+    turns comparisons of floats into floats, which `&` refuses, and with NumPy 2.4 cannot take a
+    loop's bounds from device values.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
-    convert, create_dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    builder = interpreter.InterpreterBuilder
+    convert, create_dot, binary_op = (
+        interpreter._convert_float,
+        builder.create_dot,
+        builder.binary_op,
+    )
 
     def convert_float(
         x: npt.NDArray, from_type: object, to_type: object, rounding: object
@@ -56,10 +64,16 @@ def correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
             a, b = (interpreter.interpreter_builder.cast_impl(x, tl.float32) for x in (a, b))
         return create_dot(self, a, b, *args)
 
+    def elementwise(self: object, a: object, b: object, operator: object) -> object:
+        if operator in COMPARISONS:
+            return interpreter.TensorHandle(operator(a.data, b.data), tl.int1)
+        return binary_op(self, a, b, operator)
+
     def patch_lang_tensor(tensor: object, scope: object) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(builder, "create_dot", dot)
+    monkeypatch.setattr(builder, "binary_op", elementwise)

@@ -17,10 +17,12 @@ MAX_REGISTERS = 168  # more would leave a multiprocessor fewer than three progra
 @pytest.mark.skipif(not has_triton, reason="triton is not installed")
 def test_compiles_without_spills(tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_kernels.py")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, cwd=tmp_path
-    )
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(script.parents[2])]),
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_INTERPRET": "0",
+    }
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     kernels = [line.split() for line in run.stdout.splitlines()]
     assert {name for name, *_ in kernels} == {

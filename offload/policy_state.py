@@ -164,11 +164,6 @@ class PolicyStates:
         """Of all sequences' arrays."""
         return sum(arrays.num_bytes for arrays in self._arrays.values())
 
-    @property
-    def layers(self) -> frozenset[int]:
-        """Those that ask the policy."""
-        return self._layers
-
     def adopt(self, seq: int, layers: list[list[Array]], capacity_tokens: int) -> None:
         """Keep arrays of `seq` that the policy built elsewhere.
 

@@ -28,7 +28,6 @@ from offload.prefill import prefill
 from offload.sequences import Sequences
 
 if TYPE_CHECKING:
-
     from offload.device_decode import DeviceDecoder
     from offload.sampling import SamplingOptions
 

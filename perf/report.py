@@ -13,6 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from perf.gpu_tables import (
+    PARTS,
+    Results,
+    gpu_batch_table,
+    gpu_decode_table,
+    gpu_overlap_table,
+    gpu_prefill_table,
+    gpu_targets_table,
+)
 from perf.latency_tables import latency_phases_table, latency_table, latency_targets_table
 from perf.results_file import ROOT, read_results
 from perf.selection_tables import (
@@ -23,6 +32,17 @@ from perf.selection_tables import (
 )
 from perf.tables import attention_table, decode_plot, decode_table, prefill_table, startup_table
 
+
+def _gpu(make: Callable[[Results], str]) -> Callable[[dict[str, Any]], str]:
+    """For a table of several parts of `perf.bench_gpu`, which write a file each."""
+
+    def table(result: dict[str, Any]) -> str:
+        of_part = {part: read_results(f"gpu-{part}") for part in PARTS}
+        return make({part: found for part, found in of_part.items() if found is not None})
+
+    return table
+
+
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "attention": ("attention", attention_table),
@@ -30,6 +50,11 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decode-plot": ("decode", decode_plot),
     "policy-speed": ("decode-policies", policy_speed_table),
     "prefill": ("decode", prefill_table),
+    "gpu-batch": ("gpu-batch", _gpu(gpu_batch_table)),
+    "gpu-decode": ("gpu-decode", _gpu(gpu_decode_table)),
+    "gpu-overlap": ("gpu-decode", _gpu(gpu_overlap_table)),
+    "gpu-prefill": ("gpu-prefill", _gpu(gpu_prefill_table)),
+    "gpu-targets": ("gpu-decode", _gpu(gpu_targets_table)),
     "latency": ("latency", latency_table),
     "latency-phases": ("latency", latency_phases_table),
     "latency-targets": ("latency", latency_targets_table),

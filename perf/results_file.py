@@ -31,9 +31,10 @@ def write_results(
     machine: dict[str, Any],
     settings: dict[str, Any],
     rows: list[dict[str, Any]],
-    folder: Path = RESULTS,
+    folder: Path | None = None,
 ) -> Path:
-    """Write FOLDER/NAME.json; returns its path."""
+    """Write FOLDER/NAME.json, by default in perf/results; returns its path."""
+    folder = RESULTS if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     result = {"benchmark": name, "machine": machine, "settings": settings, "rows": rows}

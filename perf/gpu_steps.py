@@ -1,0 +1,340 @@
+"""What `perf.bench_gpu` measures, a function for each part; each gives rows of plain values.
+
+Everything runs in one process on one model with random weights, so that figures of one call may be
+set against each other. With `--backend inline --shape tiny` all of it runs on a CPU, for tests.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpu_ops.native import WorkerPool
+from offload.attention import DecodeAttention
+from offload.batch import RaggedBatch, pack
+from offload.benchmarks.model_cache import ModelCache
+from offload.benchmarks.pipeline import measure_pipeline
+from offload.benchmarks.pipeline_session import (
+    PipelineSettings,
+    make_cache,
+    make_model,
+    open_session,
+)
+from offload.benchmarks.shapes import MODEL_SHAPES
+from offload.kv_store import KVStore
+from offload.models import LeanModel, lean_model_maker
+from offload.policies import Policy, make_policy
+from offload.prefill import prefill
+from perf.peers.gpu_transformers import decode_seconds, filled_cache, prefill_seconds
+
+Rows = list[dict[str, Any]]
+OURS, GRAPH = "offload", "all on the GPU, one graph"
+STOCK, STOCK_OFFLOADED = "transformers, KV on the GPU", "transformers, KV offloaded"
+NO_OFFLOAD, STREAMED, INDEXED = "without offload", "streamed out", "streamed out, with index"
+NULL_WORK, NO_HANDSHAKE = "null work on the CPU", "no handshake"
+# The CPU attends to nothing: all of the budget is in the GPU's window.
+NULL_POLICY = {"budget_tokens": 68, "sink_tokens": 4}
+
+
+@dataclass
+class GPUBench:
+    """Settings of all parts, and the model they share.
+
+    Attributes:
+        settings: shape, backend, dtype, threads and seed of everything; the rest is replaced.
+        policies: that decode.
+        kv_lens: contexts of `decode` and `peers`; the last is the one that targets are about.
+        say: gets a line about each thing measured.
+    """
+
+    settings: PipelineSettings
+    policies: Sequence[Policy]
+    kv_lens: Sequence[int]
+    num_steps: int
+    repeats: int
+    say: Callable[[str], None]
+
+    @cached_property
+    def stock(self) -> Any:
+        """The model of random weights."""
+        start = time.monotonic()
+        model = make_model(self.settings)
+        self.synchronize()
+        self.say(f"model: {time.monotonic() - start:.1f} s")
+        return model
+
+    @cached_property
+    def lean(self) -> LeanModel:
+        """Its lean view."""
+        return lean_model_maker(self.stock.config.model_type)(self.stock)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.settings.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def release(self) -> None:
+        """Give back what is no longer used: the next thing may need all of it."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def caches(
+        self,
+        kv_len: int,
+        policies: Sequence[Policy],
+        *,
+        batch_size: int = 1,
+        distinct_layers: int | None = None,
+    ) -> Iterator[tuple[PipelineSettings, ModelCache]]:
+        """Made caches, and the settings to open sessions on them with."""
+        settings = replace(
+            self.settings,
+            kv_len=kv_len,
+            policy=policies[0],
+            batch_size=batch_size,
+            num_steps=self.num_steps,
+            distinct_layers=distinct_layers,
+        )
+        start = time.monotonic()
+        cache = make_cache(settings, self.stock, policies)
+        self.synchronize()
+        self.say(f"caches of {batch_size} x {kv_len:,} tokens: {time.monotonic() - start:.1f} s")
+        try:
+            yield settings, cache
+        finally:
+            cache.close()
+            self.release()
+
+
+def decode(bench: GPUBench) -> Rows:
+    """Our decode step under each policy, and the all-on-GPU graph, at each context."""
+    rows = []
+    for kv_len in bench.kv_lens:
+        with bench.caches(kv_len, bench.policies) as (settings, cache):
+            for policy in bench.policies:
+                row = _ours(bench, replace(settings, policy=policy), cache)
+                rows.append({"engine": OURS, **row})
+                bench.say(describe(rows[-1]))
+        rows.append(_graph(bench, kv_len, 1))
+        bench.say(describe(rows[-1]))
+    return rows
+
+
+def peers(bench: GPUBench, *, stock_steps: int = 8) -> Rows:
+    """transformers at each context, with KV on the GPU and offloaded."""
+    rows = []
+    for kv_len in bench.kv_lens:
+        for offloaded in (False, True) if bench.is_cuda else (False,):
+            rows.append(_stock(bench, kv_len, 1, offloaded=offloaded, num_steps=stock_steps))
+            bench.say(describe(rows[-1]))
+    return rows
+
+
+def batch(
+    bench: GPUBench,
+    *,
+    kv_len: int,
+    batch_size: int,
+    memory_cap_bytes: int,
+    distinct_layers: int | None,
+    stock_steps: int = 4,
+) -> Rows:
+    """Tokens/s of a batch with the GPU's memory capped, and the largest batch without offload."""
+    rows: Rows = []
+    policies = bench.policies[:1]
+    with _memory_cap(bench, memory_cap_bytes):
+        with bench.caches(
+            kv_len, policies, batch_size=batch_size, distinct_layers=distinct_layers
+        ) as (settings, cache):
+            rows.append({"engine": OURS, **_ours(bench, settings, cache)})
+            bench.say(describe(rows[-1]))
+        if bench.is_cuda:  # transformers offloads from CUDA devices only
+            rows.append(_stock(bench, kv_len, batch_size, offloaded=True, num_steps=stock_steps))
+            bench.say(describe(rows[-1]))
+        largest: Rows = []
+        for size in range(1, batch_size + 1):
+            try:
+                largest = [_graph(bench, kv_len, size)]
+            except torch.OutOfMemoryError:
+                break
+            finally:
+                bench.release()
+            bench.say(describe(largest[0]))
+    return rows + largest
+
+
+def handshake(bench: GPUBench, *, kv_len: int) -> Rows:
+    """A step whose CPU side has nothing to attend to, and one without the CPU side."""
+    policy = make_policy("streaming_llm", **NULL_POLICY)
+    rows = []
+    with bench.caches(kv_len, [policy], distinct_layers=1) as (settings, cache):
+        for engine, host_work in ((NULL_WORK, "attend"), (NO_HANDSHAKE, "none")):
+            row = _ours(bench, replace(settings, host_work=host_work), cache)
+            num_layers = bench.stock.config.num_hidden_layers - policy.dense_layers
+            rows.append({"engine": engine, "host_layers": num_layers, **row})
+            bench.say(describe(rows[-1]))
+    return rows
+
+
+@torch.inference_mode()
+def prefill_rows(bench: GPUBench, *, lengths: Sequence[int], slice_tokens: int) -> Rows:
+    """Seconds of a prompt: our prefill without a store, with one, with the policy's index."""
+    rows = []
+    policy = bench.policies[0]
+    for num_tokens in lengths:
+        for engine in (NO_OFFLOAD, STREAMED, INDEXED):
+            seconds = [
+                _prefill_seconds(bench, num_tokens, slice_tokens, engine, policy)
+                for _ in range(1 + bench.repeats)
+            ][1:]
+            rows.append(
+                _row(engine, num_tokens, 1, seconds)
+                | {"policy": policy.name if engine == INDEXED else None}
+            )
+            bench.say(describe(rows[-1]))
+        if num_tokens == min(lengths):
+            seconds = [prefill_seconds(bench.stock, num_tokens=num_tokens) for _ in range(2)][1:]
+            rows.append(_row(STOCK, num_tokens, 1, seconds))
+            bench.say(describe(rows[-1]))
+        bench.release()
+    return rows
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A line for the log."""
+    spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
+    name = f"{row['engine']} {row.get('policy') or ''}".strip()
+    return (
+        f"{name:42} {row['batch_size']} x {row['kv_len']:7,}: "
+        f"{row['milliseconds']:10.3f} ± {spread:.3f} ms"
+    )
+
+
+def _ours(bench: GPUBench, settings: PipelineSettings, cache: ModelCache) -> dict[str, Any]:
+    session = open_session(settings, bench.stock, cache)
+    try:
+        measurement, _ = measure_pipeline(session, repeats=bench.repeats)
+    finally:
+        session.close()
+        bench.release()
+    return {"policy": settings.policy.name, "kv_len": settings.kv_len} | measurement.row()
+
+
+def _graph(bench: GPUBench, kv_len: int, batch_size: int) -> dict[str, Any]:
+    from perf.peers.all_on_gpu_graph import AllOnGPU
+
+    engine = AllOnGPU(bench.lean, kv_len=kv_len, batch_size=batch_size)
+    seconds = engine.decode_seconds(bench.num_steps)
+    row = _row(GRAPH, kv_len, batch_size, seconds)
+    row |= {"attention": engine.attention_name, "memory": {"kv_device": engine.kv_bytes}}
+    del engine
+    bench.release()
+    return row
+
+
+def _stock(
+    bench: GPUBench, kv_len: int, batch_size: int, *, offloaded: bool, num_steps: int
+) -> dict[str, Any]:
+    cache = filled_cache(bench.stock, kv_len=kv_len, batch_size=batch_size, offloaded=offloaded)
+    seconds = decode_seconds(bench.stock, cache, num_steps=num_steps)
+    del cache
+    bench.release()
+    return _row(STOCK_OFFLOADED if offloaded else STOCK, kv_len, batch_size, seconds)
+
+
+def _row(engine: str, kv_len: int, batch_size: int, seconds: Sequence[float]) -> dict[str, Any]:
+    p10, median, p90 = (float(t) * 1e3 for t in np.percentile(seconds, [10, 50, 90]))
+    return {
+        "engine": engine,
+        "policy": None,
+        "kv_len": kv_len,
+        "batch_size": batch_size,
+        "steps": len(seconds),
+        "milliseconds": median,
+        "milliseconds_p10": p10,
+        "milliseconds_p90": p90,
+        "tokens_per_second": 1e3 * batch_size / median,
+    }
+
+
+def _prefill_seconds(
+    bench: GPUBench, num_tokens: int, slice_tokens: int, engine: str, policy: Policy
+) -> float:
+    """One prompt; the store is made, and its pages are touched, before the clock starts."""
+    device, shape = bench.settings.device, MODEL_SHAPES[bench.settings.shape]
+    tokens = torch.randint(shape.vocab_size, (num_tokens,), device=device)
+    hidden = bench.lean.embed_tokens(tokens)
+    prompt = _one_prompt(num_tokens, device)
+    if engine == NO_OFFLOAD:
+        bench.synchronize()
+        start = time.perf_counter()
+        prefill(bench.lean, hidden, prompt, store=None, seqs=[0], slice_tokens=slice_tokens)
+        bench.synchronize()
+        return time.perf_counter() - start
+    options: dict[str, Any] = {"pinned": True} if bench.is_cuda else {}
+    store = KVStore(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=bench.settings.dtype,
+        **options,
+    )
+    pool = WorkerPool(bench.settings.num_threads)
+    try:
+        attention = DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
+        seq = store.new_sequence()
+        store.reserve([seq], [num_tokens])
+        bench.synchronize()
+        start = time.perf_counter()
+        prefill(
+            bench.lean,
+            hidden,
+            prompt,
+            store=store,
+            seqs=[seq],
+            slice_tokens=slice_tokens,
+            on_queries=attention.on_prefill_queries if engine == INDEXED else None,
+        )
+        store.commit([seq], [num_tokens])
+        if engine == INDEXED:
+            attention.build_states([seq], [num_tokens])
+        bench.synchronize()
+        return time.perf_counter() - start
+    finally:
+        pool.close()
+        store.close()
+
+
+def _one_prompt(num_tokens: int, device: torch.device) -> RaggedBatch:
+    batch = pack((1, num_tokens), None, torch.arange(num_tokens)[None])
+    return replace(batch, position_ids=batch.position_ids.to(device))
+
+
+@contextmanager
+def _memory_cap(bench: GPUBench, num_bytes: int) -> Iterator[None]:
+    """As if the GPU had so much memory, as far as torch's allocator goes."""
+    if not bench.is_cuda:
+        yield
+        return
+    _ = bench.stock  # made before, as a user's weights are
+    bench.release()
+    total = torch.cuda.get_device_properties(bench.settings.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,263 @@
+"""Markdown of perf/results/gpu-*.json: what `perf.bench_gpu` measured, and issue 4's targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from offload.benchmarks.step_timeline import SHARES
+from offload.memory import format_bytes
+from perf.gpu_steps import (
+    GRAPH,
+    INDEXED,
+    NO_HANDSHAKE,
+    NO_OFFLOAD,
+    NULL_WORK,
+    OURS,
+    STOCK,
+    STOCK_OFFLOADED,
+    STREAMED,
+)
+from perf.markdown import mark, markdown_table
+
+Results = Mapping[str, dict[str, Any]]  # by part: decode, peers, prefill, …
+Row = dict[str, Any]
+TIMES = "\N{MULTIPLICATION SIGN}"
+# What issue 4 asks for.
+LYCHEE_MS, LFPS_MS = 6.0, 9.0
+OVER_OFFLOADED, OVER_STOCK = 250.0, 7.0
+GROWTH = 1.25
+HANDSHAKE_US = 10.0
+DEVICE_BYTES = 1.5 * 2**30
+STREAMED_RATIO, INDEXED_RATIO = 1.05, 1.15
+BATCH_RATIO = 10.0
+
+
+def gpu_decode_table(results: Results) -> str:
+    """Milliseconds per token of every engine at every context."""
+    decode = results["decode"]
+    rows = [*decode["rows"], *_same_run_rows(results, "peers")]
+    contexts = sorted({row["kv_len"] for row in rows})
+    names = list(dict.fromkeys(_name(row) for row in rows))
+    cells = {(_name(row), row["kv_len"]): _milliseconds(row) for row in rows}
+    lines = [[name, *(cells.get((name, context), "") for context in contexts)] for name in names]
+    settings = decode["settings"]
+    title = (
+        f"{settings['shape']} with random weights, {settings['dtype']}, batch 1: milliseconds per "
+        "token by context. Keys, values and queries of our rows have the structure of real "
+        f"attention and differ in every step; budget {settings['budget_tokens']:,} tokens, LFPS "
+        f"alpha {settings['lfps_alpha']}. Medians; ±: half of the 10th to 90th percentile."
+    )
+    header = ["engine", *(f"{context:,} tokens" for context in contexts)]
+    return "\n\n".join([title, markdown_table(header, lines), gpu_machine_line(decode)])
+
+
+def gpu_overlap_table(results: Results) -> str:
+    """What overlaps in a step of ours."""
+    decode = results["decode"]
+    lines = [
+        [
+            f"`{row['policy']}`",
+            f"{row['kv_len']:,}",
+            *(f"{row['shares'][name]:.0%}" for name in SHARES),
+            f"{row['traced_milliseconds']:.2f}",
+        ]
+        for row in _of(decode, OURS)
+    ]
+    title = (
+        "Shares of traced steps (`offload bench pipeline`): both sides work, the CPU waits for the "
+        "GPU, the GPU waits for the CPU, neither works. Marks make a traced step longer."
+    )
+    header = ["policy", "context", *SHARES, "ms with marks"]
+    return "\n\n".join([title, markdown_table(header, lines), gpu_machine_line(decode)])
+
+
+def gpu_prefill_table(results: Results) -> str:
+    """Seconds of a prompt, and against a prefill that keeps nothing on the host."""
+    prefill = results["prefill"]
+    base = {row["kv_len"]: row["milliseconds"] for row in _of(prefill, NO_OFFLOAD)}
+    lines = [
+        [
+            _name(row),
+            f"{row['kv_len']:,}",
+            f"{row['milliseconds'] / 1e3:.2f}",
+            f"{row['kv_len'] / row['milliseconds'] * 1e3:,.0f}",
+            f"{row['milliseconds'] / base[row['kv_len']]:.3f}",
+        ]
+        for row in prefill["rows"]
+    ]
+    slices = prefill["settings"]["slice_tokens"]
+    title = (
+        f"Prefill of one prompt in slices of {slices:,} tokens; *{NO_OFFLOAD}* is the same code "
+        "with the same kernels, which drops each layer's keys and values on the GPU."
+    )
+    header = ["prefill", "tokens", "s", "tokens/s", "of without offload"]
+    return "\n\n".join([title, markdown_table(header, lines), gpu_machine_line(prefill)])
+
+
+def gpu_batch_table(results: Results) -> str:
+    """Tokens/s under a memory cap."""
+    batch = results["batch"]
+    settings = batch["settings"]
+    lines = [
+        [_name(row), str(row["batch_size"]), f"{row['tokens_per_second']:,.1f}", _milliseconds(row)]
+        for row in batch["rows"]
+    ]
+    title = (
+        f"Sequences of {settings['kv_len']:,} tokens with the GPU's memory capped at "
+        f"{format_bytes(settings['memory_cap_bytes'])}; *{GRAPH}*: the largest batch that fits."
+    )
+    header = ["engine", "batch", "tokens/s", "ms per step"]
+    return "\n\n".join([title, markdown_table(header, lines), gpu_machine_line(batch)])
+
+
+def gpu_targets_table(results: Results) -> str:
+    """Issue 4's targets beside what was measured."""
+    lines: list[list[str]] = []
+    for part, check in _CHECKS:
+        if part in results:
+            lines += check(results)
+        else:
+            lines.append([f"part {part}", "", "", "not measured yet"])
+    header = ["measure", "measured", "target", ""]
+    return markdown_table(header, lines)
+
+
+def gpu_machine_line(result: dict[str, Any]) -> str:
+    """Where and when it was measured."""
+    machine, settings = result["machine"], result["settings"]
+    versions = machine["versions"]
+    changed = " with changes" if machine["uncommitted_changes"] else ""
+    return (
+        f"*{', '.join(machine['gpus']) or 'no GPU'}, driver {machine['nvidia_driver']}; "
+        f"{machine['cpu']}, {machine['cpus_usable']} CPUs, ISA {machine['isa']}; "
+        f"torch {versions['torch']}, transformers {versions['transformers']}; commit "
+        f"{machine['commit'][:12]}{changed}, {machine['date']}, run {settings['run']}.*"
+    )
+
+
+def _decode_checks(results: Results) -> list[list[str]]:
+    decode = results["decode"]
+    longest = max(row["kv_len"] for row in decode["rows"])
+    shortest = min(row["kv_len"] for row in decode["rows"])
+    ours = {(row["policy"], row["kv_len"]): row for row in _of(decode, OURS)}
+    lychee, lfps = ours.get(("lychee_cluster", longest)), ours.get(("lfps", longest))
+    lines = []
+    for name, row, limit in (("LycheeCluster", lychee, LYCHEE_MS), ("LFPS", lfps, LFPS_MS)):
+        if row is not None:
+            found = row["milliseconds"]
+            lines.append(
+                _line(
+                    f"time per token at {longest:,}, {name}",
+                    f"{_milliseconds(row)} ms",
+                    f"≤ {limit:g} ms",
+                    found <= limit,
+                )
+            )
+    if lychee is None:
+        return lines
+    time = lychee["milliseconds"]
+    peers = [*decode["rows"], *_same_run_rows(results, "peers")]
+    found_peers = {row["engine"]: row for row in peers if row["kv_len"] == longest}
+    for engine, ratio in ((STOCK_OFFLOADED, OVER_OFFLOADED), (STOCK, OVER_STOCK), (GRAPH, 1.0)):
+        label = f"against {engine}, {longest:,}"
+        if engine not in found_peers:
+            lines.append([label, "", "", "not measured in the same run"])
+            continue
+        over = found_peers[engine]["milliseconds"] / time
+        wanted = "faster" if ratio == 1 else f"≥ {ratio:g}{TIMES}"
+        met = over > 1 if ratio == 1 else over >= ratio
+        lines.append(_line(label, f"{over:.2f}{TIMES}", wanted, met))
+    growth = time / ours["lychee_cluster", shortest]["milliseconds"]
+    label = f"growth from {shortest:,} to {longest:,}, LycheeCluster"
+    lines.append(_line(label, f"{growth:.2f}{TIMES}", f"≤ {GROWTH}{TIMES}", growth <= GROWTH))
+    device = lychee["memory"].get("device")
+    if device is not None:
+        label = f"GPU memory at {longest:,} beyond the weights"
+        wanted = f"≤ {format_bytes(int(DEVICE_BYTES))}"
+        lines.append(_line(label, format_bytes(device), wanted, device <= DEVICE_BYTES))
+    return lines
+
+
+def _handshake_checks(results: Results) -> list[list[str]]:
+    (null,), (none,) = (_of(results["handshake"], name) for name in (NULL_WORK, NO_HANDSHAKE))
+    exposed = (null["milliseconds"] - none["milliseconds"]) / null["host_layers"] * 1e3
+    wanted = f"≤ {HANDSHAKE_US:g} µs"
+    label = "exposed handshake cost per layer (null CPU work)"
+    return [_line(label, f"{exposed:.1f} µs", wanted, exposed <= HANDSHAKE_US)]
+
+
+def _prefill_checks(results: Results) -> list[list[str]]:
+    prefill, lines = results["prefill"], []
+    for base in _of(prefill, NO_OFFLOAD):
+        for engine, limit in ((STREAMED, STREAMED_RATIO), (INDEXED, INDEXED_RATIO)):
+            for row in _of(prefill, engine):
+                if row["kv_len"] == base["kv_len"]:
+                    ratio = row["milliseconds"] / base["milliseconds"]
+                    label = f"prefill of {row['kv_len']:,}, {engine}"
+                    wanted = f"≤ {limit}{TIMES}"
+                    lines.append(_line(label, f"{ratio:.3f}{TIMES}", wanted, ratio <= limit))
+    return lines
+
+
+def _batch_checks(results: Results) -> list[list[str]]:
+    batch = results["batch"]
+    ours, stock = _of(batch, OURS), _of(batch, STOCK_OFFLOADED)
+    if not ours or not stock:
+        return [["batch", "", "", "not measured"]]
+    ratio = ours[0]["tokens_per_second"] / stock[0]["tokens_per_second"]
+    settings = batch["settings"]
+    label = (
+        f"batch {ours[0]['batch_size']} {TIMES} {settings['kv_len']:,} under "
+        f"{format_bytes(settings['memory_cap_bytes'])}, tokens/s against {STOCK_OFFLOADED}"
+    )
+    wanted = f"≥ {BATCH_RATIO:g}{TIMES}"
+    return [_line(label, f"{ratio:.1f}{TIMES}", wanted, ratio >= BATCH_RATIO)]
+
+
+def _smollm2_checks(results: Results) -> list[list[str]]:
+    smollm2 = results["smollm2"]
+    same = [row["policy"] for row in smollm2["rows"] if row["same"]]
+    count = len(smollm2["rows"])
+    settings = smollm2["settings"]
+    label = (
+        f"{settings['model']}, {settings['dtype']}, greedy at {settings['context']:,} tokens: "
+        "policies that say the CPU backend's tokens"
+    )
+    return [_line(label, f"{len(same)} of {count}", "all", len(same) == count)]
+
+
+_CHECKS: tuple[tuple[str, Callable[[Results], list[list[str]]]], ...] = (
+    ("decode", _decode_checks),
+    ("handshake", _handshake_checks),
+    ("prefill", _prefill_checks),
+    ("batch", _batch_checks),
+    ("smollm2", _smollm2_checks),
+)
+PARTS = ("decode", "peers", "prefill", "batch", "handshake", "smollm2")
+
+
+def _same_run_rows(results: Results, part: str) -> list[Row]:
+    """Rows of another part, if it was measured in the same run as `decode`."""
+    other = results.get(part)
+    if other is None or other["settings"]["run"] != results["decode"]["settings"]["run"]:
+        return []
+    rows: list[Row] = other["rows"]
+    return rows
+
+
+def _of(result: dict[str, Any], engine: str) -> list[Row]:
+    return [row for row in result["rows"] if row["engine"] == engine]
+
+
+def _name(row: Row) -> str:
+    return row["engine"] + (f", `{row['policy']}`" if row.get("policy") else "")
+
+
+def _milliseconds(row: Row) -> str:
+    spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
+    return f"{row['milliseconds']:,.2f} ± {spread:,.2f}"
+
+
+def _line(label: str, measured: str, wanted: str, met: bool) -> list[str]:
+    return [label, measured, wanted, mark(met)]

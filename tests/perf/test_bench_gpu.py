@@ -1,0 +1,232 @@
+"""`perf.bench_gpu` at tiny shapes on the CPU, and the tables of its results."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perf.bench_gpu import PARTS, main
+from perf.gpu_tables import (
+    gpu_batch_table,
+    gpu_decode_table,
+    gpu_overlap_table,
+    gpu_prefill_table,
+    gpu_targets_table,
+)
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+TINY = ["--shape", "tiny", "--backend", "inline", "--kv-lens", "1200", "2400", "--steps", "14"]
+TINY += ["--repeats", "1", "--threads", "1", "--prefill-lengths", "1200", "1500"]
+TINY += ["--prefill-slice-tokens", "512", "--batch-kv-len", "1200", "--batch-size", "2"]
+TINY += ["--batch-distinct-layers", "2", "--handshake-kv-len", "600", "--commit", "a" * 40]
+
+
+def run(folder: Path, only: str) -> dict[str, Any]:
+    assert main([*TINY, "--only", only, "--output", str(folder)]) == 0
+    return {part: json.loads((folder / f"gpu-{part}.json").read_text()) for part in only.split(",")}
+
+
+def engines(result: dict[str, Any]) -> list[tuple[str, str | None, int]]:
+    return [(row["engine"], row["policy"], row["kv_len"]) for row in result["rows"]]
+
+
+def test_decode_and_peers(tmp_path: Path) -> None:
+    pytest.importorskip("gpu_ops", reason="gpu_ops is not there yet")
+    results = run(tmp_path, "decode,peers")
+    assert engines(results["decode"]) == [
+        (engine, policy, kv_len)
+        for kv_len in (1200, 2400)
+        for engine, policy in (
+            ("offload", "lychee_cluster"),
+            ("offload", "lfps"),
+            ("all on the GPU, one graph", None),
+        )
+    ]
+    assert engines(results["peers"]) == [
+        ("transformers, KV on the GPU", None, kv_len) for kv_len in (1200, 2400)
+    ]
+    assert results["decode"]["machine"]["commit"] == "a" * 40
+    assert results["decode"]["settings"]["run"] == results["peers"]["settings"]["run"]
+    row = results["decode"]["rows"][0]
+    assert row["milliseconds"] > 0
+    assert sum(row["shares"].values()) == pytest.approx(1)
+    assert "| offload, `lfps` |" in gpu_decode_table(results)
+    assert "| `lychee_cluster` | 2,400 |" in gpu_overlap_table(results)
+    targets = gpu_targets_table(results)
+    assert "| time per token at 2,400, LFPS |" in targets
+    assert "against transformers, KV offloaded, 2,400 |  |  | not measured in the same run" in (
+        targets
+    )
+    assert "part batch |  |  | not measured yet" in targets
+
+
+def test_prefill(tmp_path: Path) -> None:
+    results = run(tmp_path, "prefill")
+    assert engines(results["prefill"])[:4] == [
+        ("without offload", None, 1200),
+        ("streamed out", None, 1200),
+        ("streamed out, with index", "lychee_cluster", 1200),
+        ("transformers, KV on the GPU", None, 1200),
+    ]
+    assert len(results["prefill"]["rows"]) == 7
+    table = gpu_prefill_table(results)
+    assert "| without offload | 1,500 |" in table
+    assert "slices of 512 tokens" in table
+
+
+def test_batch(tmp_path: Path) -> None:
+    pytest.importorskip("gpu_ops", reason="gpu_ops is not there yet")
+    results = run(tmp_path, "batch")
+    assert [(row["engine"], row["batch_size"]) for row in results["batch"]["rows"]] == [
+        ("offload", 2),
+        ("all on the GPU, one graph", 2),
+    ]
+    assert "capped at 24.00 GiB" in gpu_batch_table(results)
+
+
+def test_handshake(tmp_path: Path) -> None:
+    rows = run(tmp_path, "handshake")["handshake"]["rows"]
+    assert [row["engine"] for row in rows] == ["null work on the CPU", "no handshake"]
+    assert rows[0]["host_layers"] == 2
+
+
+def test_a_part_that_fails_does_not_take_the_others_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*TINY, "--only", "prefill,handshake", "--prefill-slice-tokens", "0"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu-handshake.json"]
+    assert "failed: prefill" in capsys.readouterr().out
+
+
+def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "decode,pears"])
+    assert f"unknown 'pears'; available: {', '.join(PARTS)}" in capsys.readouterr().err
+
+
+def row(engine: str, kv_len: int, milliseconds: float, **more: Any) -> dict[str, Any]:
+    return {
+        "engine": engine,
+        "policy": None,
+        "kv_len": kv_len,
+        "batch_size": 1,
+        "milliseconds": milliseconds,
+        "milliseconds_p10": 0.9 * milliseconds,
+        "milliseconds_p90": 1.1 * milliseconds,
+        "tokens_per_second": 1e3 / milliseconds,
+        **more,
+    }
+
+
+def made_results() -> dict[str, Any]:
+    machine = {
+        "gpus": ["NVIDIA H200"],
+        "nvidia_driver": "580",
+        "cpu": "A CPU",
+        "cpus_usable": 16,
+        "isa": "amx",
+        "versions": {"torch": "2.11.0", "transformers": "5.17.0"},
+        "commit": "0123456789abcdef",
+        "uncommitted_changes": False,
+        "date": "2026-01-01",
+    }
+    shared = {
+        "run": "1",
+        "shape": "llama-3.1-8b",
+        "dtype": "bfloat16",
+        "budget_tokens": 1024,
+        "lfps_alpha": 0.2,
+    }
+    memory = {"device": 2**30}
+    rows = {
+        "decode": [
+            row("offload", 4096, 5.0, policy="lychee_cluster", memory=memory),
+            row("offload", 131072, 5.5, policy="lychee_cluster", memory=memory),
+            row("offload", 131072, 9.5, policy="lfps", memory=memory),
+            row("all on the GPU, one graph", 131072, 8.8),
+        ],
+        "peers": [
+            row("transformers, KV on the GPU", 131072, 44.0),
+            row("transformers, KV offloaded", 131072, 1100.0),
+        ],
+        "prefill": [
+            row("without offload", 32768, 1000.0),
+            row("streamed out", 32768, 1040.0),
+            row("streamed out, with index", 32768, 1200.0, policy="lychee_cluster"),
+        ],
+        "batch": [
+            row("offload", 32768, 20.0, policy="lychee_cluster"),
+            row("transformers, KV offloaded", 32768, 300.0),
+        ],
+        "handshake": [
+            row("null work on the CPU", 4096, 4.8, host_layers=30),
+            row("no handshake", 4096, 4.53, host_layers=30),
+        ],
+        "smollm2": [{"policy": "full", "same": True}, {"policy": "lfps", "same": False}],
+    }
+    of_part: dict[str, dict[str, Any]] = {
+        "batch": {"kv_len": 32768, "memory_cap_bytes": 24 * 2**30},
+        "prefill": {"slice_tokens": 8192},
+        "smollm2": {"model": "smollm2", "dtype": "bfloat16", "context": 7168},
+    }
+    return {
+        part: {
+            "machine": machine,
+            "settings": shared | of_part.get(part, {}),
+            "rows": of_rows,
+        }
+        for part, of_rows in rows.items()
+    }
+
+
+def test_targets() -> None:
+    lines = gpu_targets_table(made_results()).splitlines()[2:]
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert found == [
+        ["time per token at 131,072, LycheeCluster", "5.50 ± 0.55 ms", "≤ 6 ms", "met"],
+        ["time per token at 131,072, LFPS", "9.50 ± 0.95 ms", "≤ 9 ms", "**missed**"],
+        [
+            "against transformers, KV offloaded, 131,072",
+            f"200.00{TIMES}",
+            f"≥ 250{TIMES}",
+            "**missed**",
+        ],
+        ["against transformers, KV on the GPU, 131,072", f"8.00{TIMES}", f"≥ 7{TIMES}", "met"],
+        ["against all on the GPU, one graph, 131,072", f"1.60{TIMES}", "faster", "met"],
+        ["growth from 4,096 to 131,072, LycheeCluster", f"1.10{TIMES}", f"≤ 1.25{TIMES}", "met"],
+        ["GPU memory at 131,072 beyond the weights", "1.00 GiB", "≤ 1.50 GiB", "met"],
+        ["exposed handshake cost per layer (null CPU work)", "9.0 µs", "≤ 10 µs", "met"],
+        ["prefill of 32,768, streamed out", f"1.040{TIMES}", f"≤ 1.05{TIMES}", "met"],
+        [
+            "prefill of 32,768, streamed out, with index",
+            f"1.200{TIMES}",
+            f"≤ 1.15{TIMES}",
+            "**missed**",
+        ],
+        [
+            f"batch 1 {TIMES} 32,768 under 24.00 GiB, tokens/s against transformers, KV offloaded",
+            f"15.0{TIMES}",
+            f"≥ 10{TIMES}",
+            "met",
+        ],
+        [
+            "smollm2, bfloat16, greedy at 7,168 tokens: policies that say the CPU backend's tokens",
+            "1 of 2",
+            "all",
+            "**missed**",
+        ],
+    ]
+
+
+def test_peers_of_another_run_do_not_count() -> None:
+    results = copy.deepcopy(made_results())
+    results["peers"]["settings"]["run"] = "2"
+    targets = gpu_targets_table(results)
+    assert targets.count("not measured in the same run") == 2
+    assert "transformers" not in gpu_decode_table(results).split("*NVIDIA")[0]
+    assert "NVIDIA H200, driver 580" in gpu_decode_table(results)

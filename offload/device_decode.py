@@ -95,15 +95,19 @@ class DeviceDecoder:
         backend: as `handshake.choose_backend` returns it.
         deadline_seconds: after which a step that one side does not finish is an error.
         device_budget_bytes: of what stays on the GPU beside weights and buffers.
+        make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
     Attributes:
         after_projection: called after the q, k, v projection of each layer with (layer_idx, qkv
             [n, (num_qo_heads + 2 num_kv_heads) * head_dim], positions [n]) and may overwrite qkv;
             for benches.
+        on_mark: called in the step with (kind, layer_idx) of what was launched since the call
+            before; for traces. Steps with and without it are captured apart.
     """
 
     max_rows = 1  # new tokens per sequence; more are a prefill
     after_projection: Callable[[int, Tensor, Tensor], None] | None = None
+    on_mark: Callable[[str, int], None] | None = None
 
     def __init__(
         self,
@@ -116,6 +120,7 @@ class DeviceDecoder:
         num_threads: int | None,
         deadline_seconds: float = 5.0,
         device_budget_bytes: int | None = None,
+        make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
         self.model, self.store, self.device = model, store, device
         self.pool = WorkerPool(num_threads)
@@ -130,6 +135,7 @@ class DeviceDecoder:
         self.recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
         self.layers = [_device_layer(layer) for layer in model.layers]
         self._backend = backend
+        self._make_handshake = make_handshake
         self._deadline_seconds = deadline_seconds
         self._device_budget_bytes = device_budget_bytes
         is_resident = self.attention.is_dense if policy.selects else [False] * len(self.layers)
@@ -160,7 +166,7 @@ class DeviceDecoder:
         """
         slots, kv_lens = self._bind(seqs)
         rows = _bucket(max(slots) + 1)
-        key, step = ("layers", rows), functools.partial(self._run_layers, rows)
+        key, step = ("layers", rows, self.on_mark), functools.partial(self._run_layers, rows)
         self._handshake.prepare(key, step)
         self._write_state(slots, kv_lens, batch.position_ids)
         at = torch.tensor(slots, device=self.device)
@@ -188,7 +194,10 @@ class DeviceDecoder:
         """
         slots, kv_lens = self._bind(seqs)
         rows = _bucket(max(slots) + 1)
-        key, step = ("tokens", rows, options), functools.partial(self._run_tokens, rows, options)
+        key, step = (
+            ("tokens", rows, options, self.on_mark),
+            functools.partial(self._run_tokens, rows, options),
+        )
         self._handshake.prepare(key, step)
         self._write_state(slots, kv_lens, position_ids, tokens)
         self._run(key, step, seqs, slots, kv_lens)
@@ -240,10 +249,9 @@ class DeviceDecoder:
         kv_lens: Sequence[int],
     ) -> None:
         """One step of bound sequences that end with `kv_lens` tokens."""
-        decode_step = self.attention.begin_step(seqs, kv_lens)
-        self.coprocessor.begin_step(decode_step, slots)
+        rows = self.attention.begin_step(seqs, kv_lens)
         try:
-            self._handshake.run(key, step)
+            self._handshake.run(key, step, rows, slots)
         except BaseException:
             for seq in seqs:  # who knows what was written
                 self.resident.forget(seq)
@@ -256,11 +264,14 @@ class DeviceDecoder:
 
     def _run_tokens(self, num_rows: int, options: SamplingOptions) -> None:
         b = self.buffers
+        self._mark("start")
         b.state.copy_(b.host_state, non_blocking=True)
         b.hidden[:num_rows] = self.model.embed_tokens(b.tokens[:num_rows].clamp(min=0))
         self.all_layers(num_rows)
         logits = self.logits(b.hidden[:num_rows])
+        self._mark("linear")
         b.host_tokens[:num_rows].copy_(choose(logits, options), non_blocking=True)
+        self._mark("sample")
 
     def all_layers(self, num_rows: int) -> None:
         """Rows [0, num_rows) of `buffers.hidden` through all layers, in place."""
@@ -312,6 +323,7 @@ class DeviceDecoder:
             page_table=None if page_table is None else page_table[:n],
             page_tokens=store.page_tokens,
         )
+        self._mark("linear", layer_idx)
         if page_table is not None:
             paged_decode_attention(
                 query,
@@ -324,6 +336,7 @@ class DeviceDecoder:
                 partial_lse=b.partial_lse[:n],
                 out=attended,
             )
+            self._mark("attention", layer_idx)
         else:
             assert window is not None
             request = self._request_of_layer[layer_idx]
@@ -337,14 +350,21 @@ class DeviceDecoder:
                 out=window_out,
                 lse=window_lse,
             )
+            self._mark("window", layer_idx)
             self._handshake.await_reply(request)
+            self._mark("wait", layer_idx)
             host_out, host_lse = self.mailbox.output[:n], self.mailbox.lse[:n]
             merge_state(window_out, window_lse, host_out, host_lse, attended)
+            self._mark("merge", layer_idx)
         attention_out = functional.linear(attended, *layer.o_proj)
         add_rms_norm(x, attention_out, layer.mlp_norm, layer.mlp_norm_eps, normed)
         gated = b.gated[:n]
         silu_mul(functional.linear(normed, *layer.gate_up), gated)
         return functional.linear(gated, *layer.down)
+
+    def _mark(self, kind: str, layer_idx: int = -1) -> None:
+        if self.on_mark is not None:
+            self.on_mark(kind, layer_idx)
 
     def _make_slots(self, num_sequences: int) -> None:
         """Static buffers for at least `num_sequences` rows; larger ones mean new captures."""
@@ -386,7 +406,7 @@ class DeviceDecoder:
             recent_tokens=self.recent_tokens,
             deadline_seconds=self._deadline_seconds,
         )
-        self._handshake = make_handshake(
+        self._handshake = self._make_handshake(
             self._backend,
             self.coprocessor,
             self.mailbox,

@@ -18,12 +18,13 @@ import ctypes
 import functools
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
 
 from cpu_ops.coprocessor import Coprocessor
+from offload.attention import DecodeStep
 from offload.config import check_backend
 from offload.mailbox import Mailbox
 
@@ -53,11 +54,13 @@ class Handshake(Protocol):
     def prepare(self, key: Hashable, step: Step) -> None:
         """Do what running `step` for the first time needs, while no row of it is in use."""
 
-    def run(self, key: Hashable, step: Step) -> None:
-        """Run `step`, whose rows the coprocessor knows already, to its end.
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        """Run a prepared step to its end.
 
         Args:
             key: equal keys promise that `step` launches the same work.
+            rows: of `DecodeAttention.begin_step`; one row per sequence.
+            slots: the row of the static buffers that each of them has.
 
         Raises:
             CoprocessorError: the CPU side missed its deadline, or saw the GPU miss it, or found
@@ -86,7 +89,8 @@ class InlineHandshake:
     def prepare(self, key: Hashable, step: Step) -> None:
         """Nothing to prepare."""
 
-    def run(self, key: Hashable, step: Step) -> None:
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        self._coprocessor.begin_step(rows, slots)
         try:
             step()
             self._coprocessor.end_step()
@@ -118,7 +122,8 @@ class StreamHandshake:
     def prepare(self, key: Hashable, step: Step) -> None:
         """Nothing to prepare."""
 
-    def run(self, key: Hashable, step: Step) -> None:
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        self._coprocessor.begin_step(rows, slots)
         try:
             step()
             torch.cuda.current_stream().synchronize()
@@ -169,13 +174,14 @@ class GraphHandshake:
             self._graphs[key] = self._capture(step)
         self._coprocessor.start()
 
-    def run(self, key: Hashable, step: Step) -> None:
-        self.launch(key)
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        self.launch(key, rows, slots)
         self.wait()
 
-    def launch(self, key: Hashable) -> None:
+    def launch(self, key: Hashable, rows: DecodeStep, slots: Sequence[int]) -> None:
         """Start a step that was prepared, after those already started."""
         graph = self._graphs[key]
+        self._coprocessor.begin_step(rows, slots)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.replay()

@@ -84,7 +84,9 @@ class RecentQueries:
     def to(self, device: torch.device) -> None:
         """Keep them on `device` from now on."""
         if self._ring.device != device:
-            self._ring = self._ring.to(device)
+            # An empty ring is made anew: copying it would wait for the device.
+            empty = torch.empty_like(self._ring, device=device)
+            self._ring = self._ring.to(device) if self._count else empty
 
     def copy(self) -> RecentQueries:
         copied = RecentQueries.__new__(RecentQueries)

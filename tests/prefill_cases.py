@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,9 +65,7 @@ def store_for(lean: LeanModel, dtype: torch.dtype = torch.float32, **options: An
         num_kv_heads=lean.attention.num_kv_heads,
         head_dim=lean.attention.head_dim,
         dtype=dtype,
-        page_tokens=16,
-        host_budget_bytes=32 << 20,
-        **options,
+        **{"page_tokens": 16, "host_budget_bytes": 32 << 20, **options},
     )
 
 
@@ -88,7 +87,7 @@ def run_prefill(
     past = torch.tensor([[store.kv_len(seq)] for seq in seqs])
     batch = pack((len(lengths), longest), attended, columns + past)
     tokens = random_tokens(len(lengths), longest, seed=seed).flatten()[batch.columns]
-    batch.__dict__["position_ids"] = batch.position_ids.to(device)
+    batch = dataclasses.replace(batch, position_ids=batch.position_ids.to(device))
     hidden = lean.embed_tokens(tokens.to(device))
     store.reserve(seqs, lengths)
     with torch.no_grad():
@@ -103,6 +102,17 @@ def run_prefill(
         )
     store.commit(seqs, lengths)
     return hidden
+
+
+def reference_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sm_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 o [n, num_qo_heads, head_dim] and lse [num_qo_heads, n] of the last n tokens."""
+    group_size, (n, kv_len) = len(q) // len(keys), (q.shape[1], keys.shape[1])
+    keys, values = (x.double().repeat_interleave(group_size, 0) for x in (keys, values))
+    seen = torch.arange(kv_len) <= torch.arange(kv_len - n, kv_len)[:, None]
+    scores = (q.double() @ keys.mT * sm_scale).masked_fill(~seen.to(q.device), -torch.inf)
+    return (scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1)
 
 
 def cached(store: KVStore, seq: int) -> list[torch.Tensor]:

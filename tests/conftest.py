@@ -13,12 +13,23 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+# Where there is no GPU, tests run Triton's kernels by its interpreter, if they ask for it
+# (gpu_ops/launch.py). Triton reads this when it is imported first.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model
 
 from offload import OffloadedModel
 
 # Threads only slow tiny tensors down, above all on a busy machine.
 torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
 
 
 @pytest.fixture(scope="session")

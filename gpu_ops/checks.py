@@ -1,0 +1,70 @@
+"""What the operators' wrappers check before a kernel gets bare addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIM_MULTIPLE = 16
+MIN_PAGE_TOKENS = 16  # tensor cores multiply tiles of 16 keys
+
+
+def check_dtype(name: str, x: Tensor) -> None:
+    """ValueError unless `x` has a dtype the kernels take."""
+    if x.dtype not in DTYPES:
+        known = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(f"{name} must have one of the dtypes {known}, got {x.dtype}")
+
+
+def check_tensor(
+    name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """ValueError unless `x` is contiguous, of this shape and dtype, on `device`."""
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device}, got {x.device}")
+    _check_layout(name, x, shape, dtype)
+
+
+def check_reachable(
+    name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """As `check_tensor`, for what may also be pinned host memory when `device` is a GPU."""
+    if x.device != device and not (x.device.type == "cpu" and x.is_pinned()):
+        raise ValueError(f"{name} must be on {device} or in pinned host memory, got {x.device}")
+    _check_layout(name, x, shape, dtype)
+
+
+def check_group(num_qo_heads: int, num_kv_heads: int) -> int:
+    """The query heads that share a KV head; ValueError unless all KV heads have as many."""
+    if num_kv_heads < 1 or num_qo_heads < 1 or num_qo_heads % num_kv_heads:
+        raise ValueError(
+            f"num_qo_heads must be a multiple of num_kv_heads,"
+            f" got {num_qo_heads} and {num_kv_heads}"
+        )
+    return num_qo_heads // num_kv_heads
+
+
+def check_head_dim(head_dim: int) -> None:
+    """ValueError unless a kernel's row of head_dim elements can be loaded in whole vectors."""
+    if head_dim < HEAD_DIM_MULTIPLE or head_dim % HEAD_DIM_MULTIPLE:
+        raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_MULTIPLE}, got {head_dim}")
+
+
+def check_page_tokens(page_tokens: int) -> None:
+    """ValueError unless pages are powers of two that the kernels' tiles of tokens fit in."""
+    if page_tokens < MIN_PAGE_TOKENS or page_tokens & (page_tokens - 1):
+        raise ValueError(
+            f"page_tokens must be a power of two of at least {MIN_PAGE_TOKENS}, got {page_tokens}"
+        )
+
+
+def _check_layout(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if x.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, got {x.dtype}")
+    if x.shape != tuple(shape):
+        raise ValueError(f"{name} must be {list(shape)}, got {list(x.shape)}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")

@@ -1,0 +1,99 @@
+"""Which code an operator runs: its Triton kernel or its torch reference.
+
+- CUDA tensors: the kernel.
+- CPU tensors: the reference, so that the whole decode step runs, and is tested, without a GPU.
+- CPU tensors inside `interpreted()`: the kernel, run by Triton's interpreter. It is a thousand
+  times slower than the reference and is there to test kernels where there is no GPU.
+
+The choice is explicit, because Triton's own would not do: TRITON_INTERPRET=1 counts only if it is
+set when triton is first imported, and then for the whole process, of which most wants references.
+So `interpreted()` needs the variable (tests/conftest.py sets it where there is no GPU), but the
+variable alone changes nothing for CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+
+    has_triton = True
+except ModuleNotFoundError as error:
+    if error.name != "triton":  # a broken installation must not pass for a missing one
+        raise
+    triton = tl = None
+    has_triton = False
+
+__all__ = ["has_triton", "interpreted", "jit", "next_power_of_2", "pointer", "runs_kernel", "tl"]
+
+# Fixed by now: triton's own device functions (tl.sum, …) are either compiled or interpreted.
+_interprets = has_triton and bool(triton.knobs.runtime.interpret)
+_on_cpu: ContextVar[bool] = ContextVar("kernels run on CPU tensors", default=False)
+
+
+def jit(function: Callable[..., None]) -> Any:
+    """`triton.jit`, or the function as it is where triton is not installed."""
+    return triton.jit(function) if has_triton else function
+
+
+def runs_kernel(x: Tensor) -> bool:
+    """Whether an operator on `x` runs its kernel.
+
+    Raises:
+        RuntimeError: for a CUDA tensor without triton.
+    """
+    if not x.is_cuda:
+        return _on_cpu.get()
+    if not has_triton:
+        raise RuntimeError(
+            "operators on CUDA tensors need triton, which is not installed: pip install triton"
+        )
+    return True
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Kernels instead of references on CPU tensors, by Triton's interpreter.
+
+    Raises:
+        RuntimeError: if triton is missing or was imported without TRITON_INTERPRET=1.
+    """
+    if not _interprets:
+        state = "was imported without it" if has_triton else "is not installed"
+        raise RuntimeError(f"interpreted() needs triton and TRITON_INTERPRET=1, but triton {state}")
+    token = _on_cpu.set(True)
+    try:
+        yield
+    finally:
+        _on_cpu.reset(token)
+
+
+def pointer(x: Tensor) -> Any:
+    """`x` as a kernel argument, also if it is host memory that the GPU reaches (pinned).
+
+    Triton refuses CPU tensors, but takes whatever has an address and a dtype. The address of pinned
+    and of registered memory is the same on the GPU (unified addressing).
+    """
+    return x if x.is_cuda or _interprets else _HostPointer(x)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n (n >= 1): the size of a Triton block."""
+    return 1 << (n - 1).bit_length()
+
+
+class _HostPointer:
+    def __init__(self, x: Tensor) -> None:
+        self.dtype: torch.dtype = x.dtype
+        self._address = x.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self._address

@@ -1,0 +1,67 @@
+"""Device functions that window_attention and paged_attention share: a softmax over tiles of keys.
+
+A state is (row_max, row_sum, acc) of a KV head's group of query heads, in base 2: scores carry the
+factor log2(e), as the GPU's exponential is a power of two.
+"""
+
+from __future__ import annotations
+
+from gpu_ops.launch import jit, next_power_of_2, tl
+
+# Bytes of a tile of keys. Keys and values of three tiles are in flight at once (num_stages), which
+# lets two programs share the 227 KB of a multiprocessor.
+_TILE_BYTES = 16384
+NUM_STAGES = 3
+MIN_GROUP = 16  # rows that tensor cores multiply at once: a smaller group is padded
+
+
+@jit
+def load_query(
+    query: tl.tensor,
+    first_head: tl.tensor,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_G, BLOCK_D]: the group's query heads, padded with zeros."""
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
+    return tl.load(query + (first_head + g)[:, None] * HEAD_DIM + d[None, :], inside, other=0.0)
+
+
+@jit
+def attend_tile(
+    q: tl.tensor,
+    keys: tl.tensor,  # pointer to the first key of the tile; rows of HEAD_DIM follow each other
+    values: tl.tensor,
+    num_tokens: tl.tensor,  # of the tile, at least 1
+    scale: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    acc: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """The state after the tile. Each key and value is loaded once for the whole group."""
+    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    exists = t < num_tokens
+    inside = exists[:, None] & (d < HEAD_DIM)[None, :]
+    # The compiler knows nothing of addresses from a page table; rows are whole 16-byte vectors.
+    offsets = t[:, None] * HEAD_DIM + d[None, :]
+    k = tl.load(tl.multiple_of(keys + offsets, (16, 16)), inside, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(exists[None, :], scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    decay = tl.exp2(row_max - new_max)
+    v = tl.load(tl.multiple_of(values + offsets, (16, 16)), inside, other=0.0)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_max, row_sum * decay + tl.sum(weights, 1), acc
+
+
+def tile_tokens(head_dim: int, itemsize: int) -> int:
+    """BLOCK_T: keys of a tile."""
+    return max(16, min(128, _TILE_BYTES // (next_power_of_2(head_dim) * itemsize)))

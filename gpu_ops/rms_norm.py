@@ -1,0 +1,76 @@
+"""Residual addition and RMSNorm in one pass over the residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_ops.checks import check_dtype, check_tensor
+from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+
+
+@jit
+def add_rms_norm_kernel(
+    residual: tl.tensor,
+    delta: tl.tensor,  # None: nothing to add
+    weight: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per row, which it holds in registers."""
+    d = tl.arange(0, BLOCK)
+    inside = d < HIDDEN_SIZE
+    row = tl.program_id(0).to(tl.int64) * HIDDEN_SIZE + d
+    w = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(residual + row, mask=inside, other=0.0)
+    if delta is not None:
+        added = tl.load(delta + row, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(residual + row, x, mask=inside)
+    x32 = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN_SIZE + eps)
+    normed = (x32 * inverse).to(residual.dtype.element_ty).to(tl.float32)
+    tl.store(out + row, (w * normed).to(out.dtype.element_ty), mask=inside)
+
+
+def add_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor
+) -> None:
+    """residual += delta; out = residual / sqrt(mean(residual**2) + eps) * weight.
+
+    Values are rounded to the dtype where transformers rounds: after the sum, the normalisation and
+    the product with the weight.
+
+    Args:
+        residual: [n, hidden_size], changed in place unless `delta` is None.
+        delta: [n, hidden_size], the output of the projection before, or None.
+        weight: [hidden_size].
+        out: [n, hidden_size].
+    """
+    check_dtype("residual", residual)
+    n, hidden_size = residual.shape
+    for name, x in (("residual", residual), ("delta", delta), ("out", out)):
+        if x is not None:
+            check_tensor(name, x, (n, hidden_size), residual.dtype, residual.device)
+    check_tensor("weight", weight, (hidden_size,), residual.dtype, residual.device)
+    if not runs_kernel(residual):
+        return add_rms_norm_reference(residual, delta, weight, eps, out)
+    block = next_power_of_2(hidden_size)
+    # One load of 16 bytes per thread and tensor, as far as the 1,024 threads of a program go.
+    num_warps = min(32, max(1, block * residual.element_size() // (16 * 32)))
+    add_rms_norm_kernel[(n,)](
+        residual, delta, weight, out, eps, hidden_size, block, num_warps=num_warps
+    )
+
+
+def add_rms_norm_reference(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor
+) -> None:
+    """`add_rms_norm` by torch."""
+    if delta is not None:
+        residual += delta
+    x = residual.to(torch.float32)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    torch.mul(weight, x.to(residual.dtype), out=out)

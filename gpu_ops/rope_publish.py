@@ -1,0 +1,299 @@
+"""Rotary embedding of a decode step, and everything that its results are written to at once.
+
+The query goes to the GPU's attention and to the CPU's mailbox, keys and values to the mailbox (the
+CPU moves them into the host store) and to what stays on the GPU: the window of sink and recent
+tokens, or the pages of a resident layer. The mailbox is mapped host memory; the kernel writes it
+directly, as a copy node of a few KB costs more than all of this kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from gpu_ops.checks import (
+    check_dtype,
+    check_group,
+    check_head_dim,
+    check_page_tokens,
+    check_reachable,
+    check_tensor,
+)
+from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
+
+
+@jit
+def rope_publish_kernel(
+    qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    positions: tl.tensor,
+    q_norm: tl.tensor,  # None, as k_norm: no norm per head
+    k_norm: tl.tensor,
+    norm_eps: tl.tensor,
+    query: tl.tensor,
+    host_query: tl.tensor,  # None, as the others below: not written
+    host_kv: tl.tensor,
+    window: tl.tensor,
+    page_table: tl.tensor,
+    max_pages: tl.tensor,
+    NUM_QO_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SINK_TOKENS: tl.constexpr,
+    RECENT_TOKENS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least HEAD_DIM // 2
+) -> None:
+    """One program per row and head of qkv; it holds the head as its two halves."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    position = tl.load(positions + row)
+    if position < 0:
+        return
+
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dtype = qkv.dtype.element_ty
+    d = tl.arange(0, BLOCK)
+    inside = d < HALF
+    x = qkv + (row * (NUM_QO_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM + d
+    low = tl.load(x, mask=inside, other=0.0)
+    high = tl.load(x + HALF, mask=inside, other=0.0)
+
+    if head < NUM_QO_HEADS + NUM_KV_HEADS:  # a value is neither normalised nor rotated
+        low32, high32 = low.to(tl.float32), high.to(tl.float32)
+        if q_norm is not None:
+            is_query = head < NUM_QO_HEADS
+            squares = tl.sum(low32 * low32, 0) + tl.sum(high32 * high32, 0)
+            inverse = tl.rsqrt(squares / HEAD_DIM + norm_eps)
+            of_query, of_key = inside & is_query, inside & (head >= NUM_QO_HEADS)
+            low_weight = tl.load(q_norm + d, mask=of_query, other=0.0).to(tl.float32)
+            low_weight += tl.load(k_norm + d, mask=of_key, other=0.0).to(tl.float32)
+            high_weight = tl.load(q_norm + HALF + d, mask=of_query, other=0.0).to(tl.float32)
+            high_weight += tl.load(k_norm + HALF + d, mask=of_key, other=0.0).to(tl.float32)
+            low32 = (low_weight * (low32 * inverse).to(dtype).to(tl.float32)).to(dtype)
+            high32 = (high_weight * (high32 * inverse).to(dtype).to(tl.float32)).to(dtype)
+            low32, high32 = low32.to(tl.float32), high32.to(tl.float32)
+        angle = row * HEAD_DIM + d
+        low_cos = low32 * tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        low_sin = high32 * tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        high_cos = high32 * tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+        high_sin = low32 * tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+        low = (low_cos.to(dtype).to(tl.float32) - low_sin.to(dtype).to(tl.float32)).to(dtype)
+        high = (high_cos.to(dtype).to(tl.float32) + high_sin.to(dtype).to(tl.float32)).to(dtype)
+
+    if head < NUM_QO_HEADS:
+        target = (row * NUM_QO_HEADS + head) * HEAD_DIM + d
+        tl.store(query + target, low, mask=inside)
+        tl.store(query + target + HALF, high, mask=inside)
+        if host_query is not None:
+            tl.store(host_query + target, low, mask=inside)
+            tl.store(host_query + target + HALF, high, mask=inside)
+    else:
+        kv_head = (head - NUM_QO_HEADS).to(tl.int64)  # the value heads follow the key heads
+        target = (row * 2 * NUM_KV_HEADS + kv_head) * HEAD_DIM + d
+        if host_kv is not None:
+            tl.store(host_kv + target, low, mask=inside)
+            tl.store(host_kv + target + HALF, high, mask=inside)
+        if window is not None:
+            TOKENS: tl.constexpr = SINK_TOKENS + RECENT_TOKENS
+            index = position
+            if RECENT_TOKENS > 0 and position >= SINK_TOKENS:
+                index = SINK_TOKENS + (position - SINK_TOKENS) % RECENT_TOKENS
+            if index < TOKENS:
+                slot = ((row * 2 * NUM_KV_HEADS + kv_head) * TOKENS + index) * HEAD_DIM + d
+                tl.store(window + slot, low, mask=inside)
+                tl.store(window + slot + HALF, high, mask=inside)
+        if page_table is not None:
+            address = tl.load(page_table + row * max_pages + position // PAGE_TOKENS)
+            slot = (kv_head * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM + d
+            # The compiler knows nothing of the address; half a row is whole 16-byte vectors.
+            page = tl.multiple_of(address.to(tl.pointer_type(dtype)) + slot, 16)
+            tl.store(page, low, mask=inside)
+            tl.store(page + HALF, high, mask=inside)
+
+
+def rope_publish(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    num_kv_heads: int,
+    query: Tensor,
+    host_query: Tensor | None = None,
+    host_kv: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    window: Tensor | None = None,
+    sink_tokens: int = 0,
+    page_table: Tensor | None = None,
+    page_tokens: int = 0,
+) -> None:
+    """Rotate q and k (x * cos + rotate_half(x) * sin) and write q, k and v where they are needed.
+
+    Values are rounded to the dtype where transformers rounds: after the norm, the product with its
+    weight, each product and the sum. Rows with position -1 are inactive and write nothing.
+
+    Args:
+        qkv: [n, (num_qo_heads + 2 * num_kv_heads) * head_dim].
+        cos, sin: [n, head_dim], in qkv's dtype.
+        positions: int64 [n], of each row's token, or -1.
+        query: out [n, num_qo_heads * head_dim].
+        host_query: out, as `query`; pinned host memory (also on the GPU, as the next).
+        host_kv: out [n, 2, num_kv_heads, head_dim], k then v.
+        q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3).
+        window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, head_dim]. Token p is at index p
+            if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens.
+        page_table: int64 [n, max_pages], the addresses of each row's GPU pages of this layer,
+            laid out as the host store's: [K|V][num_kv_heads][page_tokens][head_dim].
+        page_tokens: of `page_table`.
+    """
+    check_dtype("qkv", qkv)
+    n, head_dim = cos.shape
+    device, dtype = qkv.device, qkv.dtype
+    num_heads = qkv.shape[1] // head_dim
+    num_qo_heads = num_heads - 2 * num_kv_heads
+    check_head_dim(head_dim)
+    check_group(num_qo_heads, num_kv_heads)
+    check_tensor("qkv", qkv, (n, num_heads * head_dim), dtype, device)
+    check_tensor("cos", cos, (n, head_dim), dtype, device)
+    check_tensor("sin", sin, (n, head_dim), dtype, device)
+    check_tensor("positions", positions, (n,), torch.int64, device)
+    query_shape, kv_shape = (n, num_qo_heads * head_dim), (n, 2, num_kv_heads, head_dim)
+    check_tensor("query", query, query_shape, dtype, device)
+    if host_query is not None:
+        check_reachable("host_query", host_query, query_shape, dtype, device)
+    if host_kv is not None:
+        check_reachable("host_kv", host_kv, kv_shape, dtype, device)
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm must be given together")
+    if q_norm is not None and k_norm is not None:
+        check_tensor("q_norm", q_norm, (head_dim,), dtype, device)
+        check_tensor("k_norm", k_norm, (head_dim,), dtype, device)
+    recent_tokens = 0
+    if window is not None:
+        recent_tokens = window.shape[3] - sink_tokens
+        if sink_tokens < 0 or recent_tokens < 0:
+            raise ValueError(
+                f"sink_tokens must be in [0, {window.shape[3]}], the window's tokens,"
+                f" got {sink_tokens}"
+            )
+        window_shape = (n, 2, num_kv_heads, window.shape[3], head_dim)
+        check_tensor("window", window, window_shape, dtype, device)
+    if page_table is not None:
+        check_page_tokens(page_tokens)
+        check_tensor("page_table", page_table, (n, page_table.shape[1]), torch.int64, device)
+    if not runs_kernel(qkv):
+        return rope_publish_reference(
+            qkv,
+            cos,
+            sin,
+            positions,
+            num_kv_heads=num_kv_heads,
+            query=query,
+            host_query=host_query,
+            host_kv=host_kv,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=norm_eps,
+            window=window,
+            sink_tokens=sink_tokens,
+            page_table=page_table,
+            page_tokens=page_tokens,
+        )
+    rope_publish_kernel[(n, num_heads)](
+        qkv,
+        cos,
+        sin,
+        positions,
+        q_norm,
+        k_norm,
+        norm_eps,
+        query,
+        None if host_query is None else pointer(host_query),
+        None if host_kv is None else pointer(host_kv),
+        window,
+        page_table,
+        0 if page_table is None else page_table.shape[1],
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        sink_tokens,
+        recent_tokens,
+        page_tokens,
+        next_power_of_2(head_dim // 2),
+        num_warps=1,
+        enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of a float32 product
+    )
+
+
+def rope_publish_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    num_kv_heads: int,
+    query: Tensor,
+    host_query: Tensor | None,
+    host_kv: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+    window: Tensor | None,
+    sink_tokens: int,
+    page_table: Tensor | None,
+    page_tokens: int,
+) -> None:
+    """`rope_publish` by torch; pages are CPU memory."""
+    n, head_dim = cos.shape
+    num_qo_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    heads = qkv.view(n, -1, head_dim)
+    q, k, v = heads.tensor_split((num_qo_heads, num_qo_heads + num_kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = _rms_norm(q, q_norm, norm_eps), _rms_norm(k, k_norm, norm_eps)
+    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    kv = torch.stack((k, v), dim=1)  # [n, 2, num_kv_heads, head_dim]
+
+    rows = positions.ge(0).nonzero()[:, 0]
+    for target in (query, host_query):
+        if target is not None:
+            target[rows] = q.flatten(1)[rows]
+    if host_kv is not None:
+        host_kv[rows] = kv[rows]
+    for row, position in zip(rows.tolist(), positions[rows].tolist(), strict=True):
+        if window is not None:
+            recent_tokens = window.shape[3] - sink_tokens
+            index = position
+            if position >= sink_tokens and recent_tokens:
+                index = sink_tokens + (position - sink_tokens) % recent_tokens
+            if index < window.shape[3]:
+                window[row, :, :, index] = kv[row]
+        if page_table is not None:
+            address = int(page_table[row, position // page_tokens])
+            page = page_at(address, (2, num_kv_heads, page_tokens, head_dim), qkv.dtype)
+            page[:, :, position % page_tokens] = kv[row]
+
+
+def page_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The page of host memory at `address` as a tensor, which does not keep it alive."""
+    num_bytes = dtype.itemsize
+    for size in shape:
+        num_bytes *= size
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.to(torch.float32)
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]

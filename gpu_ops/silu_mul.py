@@ -1,0 +1,49 @@
+"""SwiGLU's activation: silu(gate) * up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpu_ops.checks import check_dtype, check_tensor
+from gpu_ops.launch import jit, runs_kernel, tl
+
+_THREADS = 128
+
+
+@jit
+def silu_mul_kernel(
+    gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """One program per row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (row * 2 + 1) * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + column, (activated * up).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """out = silu(gate) * up, rounded to the dtype after each of the two.
+
+    Args:
+        gate_up: [n, 2 * m], gate ++ up.
+        out: [n, m].
+    """
+    check_dtype("gate_up", gate_up)
+    n, size = out.shape
+    check_tensor("gate_up", gate_up, (n, 2 * size), gate_up.dtype, gate_up.device)
+    check_tensor("out", out, (n, size), gate_up.dtype, gate_up.device)
+    if not runs_kernel(gate_up):
+        return silu_mul_reference(gate_up, out)
+    block = _THREADS * 16 // out.element_size()  # one load of 16 bytes per thread
+    silu_mul_kernel[(n, -(-size // block))](gate_up, out, size, block, num_warps=_THREADS // 32)
+
+
+def silu_mul_reference(gate_up: Tensor, out: Tensor) -> None:
+    """`silu_mul` by torch."""
+    gate, up = gate_up.chunk(2, dim=1)
+    torch.mul(functional.silu(gate), up, out=out)

@@ -1,0 +1,157 @@
+"""The GPU's part of a layer whose KV is on the host: sink tokens and the recent window."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gpu_ops.checks import check_dtype, check_group, check_head_dim, check_tensor
+from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_tile, load_query, tile_tokens
+
+
+@jit
+def window_attention_kernel(
+    query: tl.tensor,
+    window: tl.tensor,
+    positions: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    scale: tl.tensor,  # sm_scale * log2(e)
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW_TOKENS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program per row and KV head."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    # Slots fill in order and stay full, so the tokens inside are the first so many slots.
+    num_tokens = tl.minimum(tl.load(positions + row) + 1, WINDOW_TOKENS).to(tl.int32)
+    first_head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE
+    q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
+    keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * HEAD_DIM)
+    values = keys + NUM_KV_HEADS * WINDOW_TOKENS * HEAD_DIM
+
+    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(0, num_tokens, BLOCK_T):
+        row_max, row_sum, acc = attend_tile(
+            q,
+            keys + start * HEAD_DIM,
+            values + start * HEAD_DIM,
+            num_tokens - start,
+            scale,
+            row_max,
+            row_sum,
+            acc,
+            HEAD_DIM,
+            BLOCK_T,
+            BLOCK_D,
+        )
+
+    # An inactive row has attended to nothing: out 0, lse -inf.
+    o = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(out + (first_head + g)[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
+    natural = (row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))) * 0.6931471805599453
+    tl.store(lse + first_head + g, natural, mask=g < GROUP_SIZE)
+
+
+def window_attention(
+    query: Tensor,
+    window: Tensor,
+    positions: Tensor,
+    *,
+    sm_scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend to the tokens in the window: with kv_len = position + 1, those of
+    [0, min(sink_tokens, kv_len)) and [max(sink_tokens, kv_len - recent_tokens), kv_len).
+
+    Args:
+        query: [n, num_qo_heads * head_dim].
+        window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, head_dim] as `rope_publish` fills
+            it, the row's own token included. How many of its tokens are sinks makes no difference
+            here: they fill it in order, and attention does not ask in which order it was refilled.
+        positions: int64 [n], -1 for an inactive row, whose out is 0 and lse -inf.
+        out: float32 [n, num_qo_heads * head_dim].
+        lse: float32 [n, num_qo_heads], natural log.
+    """
+    check_dtype("query", query)
+    if window.dim() != 5:
+        raise ValueError(
+            "window must be [n, 2, num_kv_heads, window_tokens, head_dim],"
+            f" got {list(window.shape)}"
+        )
+    n, _, num_kv_heads, window_tokens, head_dim = window.shape
+    num_qo_heads = lse.shape[1]
+    device = query.device
+    check_head_dim(head_dim)
+    group_size = check_group(num_qo_heads, num_kv_heads)
+    shape = (n, num_qo_heads * head_dim)
+    check_tensor("query", query, shape, query.dtype, device)
+    window_shape = (n, 2, num_kv_heads, window_tokens, head_dim)
+    check_tensor("window", window, window_shape, query.dtype, device)
+    check_tensor("positions", positions, (n,), torch.int64, device)
+    check_tensor("out", out, shape, torch.float32, device)
+    check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
+    if not runs_kernel(query):
+        return window_attention_reference(
+            query, window, positions, sm_scale=sm_scale, out=out, lse=lse
+        )
+    window_attention_kernel[(n, num_kv_heads)](
+        query,
+        window,
+        positions,
+        out,
+        lse,
+        sm_scale * math.log2(math.e),
+        num_kv_heads,
+        group_size,
+        head_dim,
+        window_tokens,
+        max(MIN_GROUP, next_power_of_2(group_size)),
+        tile_tokens(head_dim, query.element_size()),
+        next_power_of_2(head_dim),
+        num_warps=4,
+        num_stages=NUM_STAGES,
+    )
+
+
+def window_attention_reference(
+    query: Tensor, window: Tensor, positions: Tensor, *, sm_scale: float, out: Tensor, lse: Tensor
+) -> None:
+    """`window_attention` by torch, in float32."""
+    window_tokens, head_dim = window.shape[3:]
+    out.zero_()
+    lse.fill_(float("-inf"))
+    for row, position in enumerate(positions.tolist()):
+        if position >= 0:
+            kv = window[row, :, :, : min(position + 1, window_tokens)]
+            o, row_lse = attend_reference(query[row].view(-1, head_dim), kv[0], kv[1], sm_scale)
+            out[row], lse[row] = o.flatten(), row_lse
+
+
+def attend_reference(
+    q: Tensor, keys: Tensor, values: Tensor, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """float32 o [num_qo_heads, head_dim] and lse [num_qo_heads] of one token's queries q.
+
+    Args:
+        q: [num_qo_heads, head_dim].
+        keys, values: [num_kv_heads, kv_len, head_dim].
+    """
+    grouped = q.float().view(keys.shape[0], -1, q.shape[1])
+    scores = grouped @ keys.float().transpose(1, 2) * sm_scale
+    lse = torch.logsumexp(scores, dim=-1)
+    o = (scores - lse[..., None]).exp() @ values.float()
+    return o.view(q.shape), lse.flatten()

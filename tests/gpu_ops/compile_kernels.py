@@ -1,0 +1,117 @@
+"""Compiles every kernel for an H100/H200 (sm_90); prints `name registers stack shared`.
+
+Needs no GPU. The interpreter is no judge of what the compiler takes. Run by test_compile.py as a
+program, as triton either interprets or compiles in a process.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from operands import DTYPES
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from gpu_ops import launch
+from gpu_ops.merge_state import merge_state
+from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
+from gpu_ops.rms_norm import add_rms_norm
+from gpu_ops.rope_publish import rope_publish
+from gpu_ops.silu_mul import silu_mul
+from gpu_ops.window_attention import window_attention
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Hopper:
+    """A driver that has a target and no device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(run: Any) -> Any:
+    """`JITFunction.run` that compiles instead of launching, and prints what the kernel takes."""
+
+    def warmup(self: JITFunction, *args: Any, **options: Any) -> None:
+        kernel = run(self, *args, **{**options, "warmup": True})
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            usage = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
+        registers, stack = (int(re.search(f"{word}:(\\d+)", usage)[1]) for word in ("REG", "STACK"))
+        print(kernel.metadata.name, registers, stack, kernel.metadata.shared, flush=True)
+
+    return warmup
+
+
+def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, head_dim: int) -> None:
+    """Every operator once."""
+    num_qo_heads = num_kv_heads * group_size
+    hidden_size = num_qo_heads * head_dim
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    x = zeros(n, hidden_size)
+    add_rms_norm(x, x, zeros(hidden_size), 1e-5, x)
+    add_rms_norm(x, None, zeros(hidden_size), 1e-5, x)
+    silu_mul(zeros(n, 2 * hidden_size), x)
+
+    qkv = zeros(n, (num_qo_heads + 2 * num_kv_heads) * head_dim)
+    angle, norm = zeros(n, head_dim), zeros(head_dim)
+    positions = zeros(n, dtype=torch.int64)
+    query, kv = zeros(n, num_qo_heads * head_dim), zeros(n, 2, num_kv_heads, head_dim)
+    table = zeros(n, 512, dtype=torch.int64)
+    window = zeros(n, 2, num_kv_heads, 16 + 64, head_dim)
+    rope = {"num_kv_heads": num_kv_heads, "query": query, "host_query": query, "host_kv": kv}
+    rope_publish(qkv, angle, angle, positions, **rope, window=window, sink_tokens=16)
+    rope_publish(
+        qkv,
+        angle,
+        angle,
+        positions,
+        **rope,
+        q_norm=norm,
+        k_norm=norm,
+        page_table=table,
+        page_tokens=256,
+    )
+
+    out, lse = zeros(*query.shape, dtype=torch.float32), zeros(n, num_qo_heads, dtype=torch.float32)
+    window_attention(query, window, positions, sm_scale=0.125, out=out, lse=lse)
+    merge_state(out, lse, out, lse, query)
+    num_splits = num_kv_splits(num_kv_heads, 132)
+    paged_decode_attention(
+        query,
+        table,
+        positions,
+        num_kv_heads=num_kv_heads,
+        page_tokens=256,
+        sm_scale=0.125,
+        partial_out=zeros(n, num_qo_heads, num_splits, head_dim, dtype=torch.float32),
+        partial_lse=zeros(n, num_qo_heads, num_splits, dtype=torch.float32),
+        out=query,
+    )
+
+
+if __name__ == "__main__":
+    driver.set_active(Hopper())
+    JITFunction.run = compile_only(JITFunction.run)
+    launch._on_cpu.set(True)
+    for dtype in DTYPES:
+        call_all(dtype, 2, 8, 4, 128)
+    call_all(torch.bfloat16, 1, 3, 3, 64)

@@ -1,0 +1,178 @@
+"""rope_publish: the rotation against float64, and each place it writes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from operands import DTYPES, TOLERANCE, assert_close, poisoned, random
+from seeded import new_rng
+
+from gpu_ops.rope_publish import rope_publish
+from offload.prefill import rotate
+
+EPS = 1e-6
+PAGE_TOKENS = 16
+
+
+class Step:
+    """Rows of one decode step: their projections, angles and poisoned outputs."""
+
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        positions: list[int],
+        *,
+        head_dim: int = 64,
+        num_kv_heads: int = 2,
+        group_size: int = 3,
+        has_norm: bool = False,
+    ) -> None:
+        rng = new_rng()
+        n, num_qo_heads = len(positions), num_kv_heads * group_size
+        self.num_kv_heads, self.num_qo_heads = num_kv_heads, num_qo_heads
+        self.dtype, self.device, self.head_dim = dtype, device, head_dim
+        width = (num_qo_heads + 2 * num_kv_heads) * head_dim
+        self.qkv = random(rng, n, width, dtype=dtype, device=device)
+        angles = torch.from_numpy(rng.uniform(0, 6.28, (n, head_dim // 2)))
+        angles = torch.cat((angles, angles), dim=1)
+        self.cos, self.sin = (
+            x.to(device=device, dtype=dtype) for x in (angles.cos(), angles.sin())
+        )
+        self.positions = torch.tensor(positions, device=device)
+        self.active = [row for row, position in enumerate(positions) if position >= 0]
+        self.norms: dict[str, Any] = {}
+        if has_norm:
+            for name in ("q_norm", "k_norm"):
+                self.norms[name] = random(rng, head_dim, dtype=dtype, device=device)
+        self.query = poisoned(n, num_qo_heads * head_dim, dtype=dtype, device=device)
+        on_gpu = device == "cuda"
+        self.host_query = poisoned(*self.query.shape, dtype=dtype, device="cpu")
+        self.host_kv = poisoned(n, 2, num_kv_heads, head_dim, dtype=dtype, device="cpu")
+        if on_gpu:
+            self.host_query, self.host_kv = self.host_query.pin_memory(), self.host_kv.pin_memory()
+
+    def publish(self, **options: Any) -> None:
+        rope_publish(
+            self.qkv,
+            self.cos,
+            self.sin,
+            self.positions,
+            num_kv_heads=self.num_kv_heads,
+            query=self.query,
+            host_query=self.host_query,
+            host_kv=self.host_kv,
+            norm_eps=EPS,
+            **self.norms,
+            **options,
+        )
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """float64 q [n, num_qo_heads * head_dim] and kv [n, 2, num_kv_heads, head_dim]."""
+        x = self.qkv.double().cpu().unflatten(1, (-1, self.head_dim))
+        q, kv = x[:, : self.num_qo_heads], x[:, self.num_qo_heads :]
+        k, v = kv[:, : self.num_kv_heads], kv[:, self.num_kv_heads :]
+        cos, sin = self.cos.double().cpu()[:, None], self.sin.double().cpu()[:, None]
+        rotated = []
+        for part, name in ((q, "q_norm"), (k, "k_norm")):
+            if name in self.norms:
+                inverse = 1 / (part.square().mean(-1, keepdim=True) + EPS).sqrt()
+                part = part * inverse * self.norms[name].double().cpu()
+            half = self.head_dim // 2
+            turned = torch.cat((-part[..., half:], part[..., :half]), dim=-1)
+            rotated.append(part * cos + turned * sin)
+        return rotated[0].flatten(1), torch.stack((rotated[1], v), dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 3), (128, 4), (96, 1)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rotates(
+    device: str, dtype: torch.dtype, head_dim: int, group_size: int, has_norm: bool
+) -> None:
+    step = Step(
+        device, dtype, [5, -1, 0], head_dim=head_dim, group_size=group_size, has_norm=has_norm
+    )
+    step.publish()
+    query, kv = step.expected()
+    for actual in (step.query, step.host_query):
+        assert_close(actual[step.active], query[step.active], TOLERANCE[dtype])
+        assert actual[1].isnan().all()
+    assert_close(step.host_kv[step.active], kv[step.active], TOLERANCE[dtype])
+    assert torch.equal(step.host_kv[step.active][:, 1].double(), kv[step.active][:, 1])
+    assert step.host_kv[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounds_like_prefill(device: str, dtype: torch.dtype) -> None:
+    step = Step(device, dtype, [7, 8])
+    step.publish()
+    queries = step.qkv[:, : step.num_qo_heads * 64].unflatten(1, (-1, 64))
+    expected = rotate(queries, step.cos, step.sin).transpose(0, 1).flatten(1)
+    assert torch.equal(step.query, expected)
+
+
+@pytest.mark.parametrize("sink_tokens", [0, 4])
+@pytest.mark.parametrize("recent_tokens", [0, 1, 8])
+def test_window_slots(device: str, sink_tokens: int, recent_tokens: int) -> None:
+    if sink_tokens + recent_tokens == 0:
+        pytest.skip("there is no window")
+    positions = [-1, 0, 3, 4, 11, 12, 4 + 8 * 1000 + 5]
+    step = Step(device, torch.float32, positions)
+    tokens = sink_tokens + recent_tokens
+    shape = (len(positions), 2, step.num_kv_heads, tokens, 64)
+    window = poisoned(*shape, dtype=torch.float32, device=device)
+    step.publish(window=window, sink_tokens=sink_tokens)
+    expected = torch.full(shape, float("nan"))
+    for row in step.active:
+        index = position = positions[row]
+        if position >= sink_tokens:
+            if not recent_tokens:
+                continue
+            index = sink_tokens + (position - sink_tokens) % recent_tokens
+        expected[row, :, :, index] = step.host_kv[row]
+    assert torch.equal(window.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages(device: str, dtype: torch.dtype) -> None:
+    positions = [0, PAGE_TOKENS - 1, PAGE_TOKENS, -1, 3 * PAGE_TOKENS + 5]
+    step = Step(device, dtype, positions, has_norm=True)
+    shape = (len(positions), 4, 2, step.num_kv_heads, PAGE_TOKENS, 64)
+    pages = poisoned(*shape, dtype=dtype, device=device)
+    order = new_rng().permutation(4)  # a table need not be in the order of addresses
+    page_bytes = pages[0, 0].numel() * pages.element_size()
+    first = pages.data_ptr() + np.arange(len(positions))[:, None] * 4 * page_bytes
+    table = torch.from_numpy(first + order * page_bytes).to(device)
+    table[3] = 0  # an inactive row's pages may be gone
+    step.publish(page_table=table, page_tokens=PAGE_TOKENS)
+
+    expected = torch.full(shape, float("nan"), dtype=dtype)
+    for row in step.active:
+        page, slot = divmod(positions[row], PAGE_TOKENS)
+        expected[row, order[page], :, :, slot] = step.host_kv[row]
+    assert torch.equal(pages.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
+
+
+def test_only_the_query_is_required(device: str) -> None:
+    step = Step(device, torch.float32, [3])
+    rope_publish(step.qkv, step.cos, step.sin, step.positions, num_kv_heads=2, query=step.query)
+    assert_close(step.query, step.expected()[0], TOLERANCE[torch.float32])
+
+
+def test_wrong_operands() -> None:
+    step = Step("cpu", torch.float32, [3])
+    with pytest.raises(ValueError, match=r"page_tokens must be a power of two .* 16, got 24"):
+        step.publish(page_table=torch.zeros(1, 4, dtype=torch.int64), page_tokens=24)
+    with pytest.raises(ValueError, match=r"sink_tokens must be in \[0, 8\].* got 9"):
+        step.publish(window=torch.zeros(1, 2, 2, 8, 64), sink_tokens=9)
+    with pytest.raises(ValueError, match=r"multiple of num_kv_heads, got 2 and 4"):
+        rope_publish(step.qkv, step.cos, step.sin, step.positions, num_kv_heads=4, query=step.query)
+    step.positions = step.positions.int()
+    with pytest.raises(ValueError, match=r"positions must be torch.int64, got torch.int32"):
+        step.publish()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from offload.config import RuntimeConfig
     from offload.kv_store import HostBudgetError, KVStore
     from offload.loading import load_tokenizer
+    from offload.memory import DeviceMemoryError
     from offload.model import OffloadedModel
     from offload.policies import (
         ExactTopK,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DeviceMemoryError",
     "ExactTopK",
     "Full",
     "HostBudgetError",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DeviceMemoryError": "memory",
     "ExactTopK": "policies",
     "Full": "policies",
     "HostBudgetError": "kv_store",

@@ -28,6 +28,7 @@ from cpu_ops.native import (
 )
 from offload.kv_store import KVStore
 from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy, check_roles
+from offload.policy_prefill import PrefillBuild
 from offload.policy_state import PolicyStates
 from offload.prefill import OnQueries
 
@@ -187,6 +188,18 @@ class DecodeAttention:
             if self._has_state and kv_len > self._budget_tokens:
                 self.states.ensure(seq, kv_len)
         return time.perf_counter() - start
+
+    def prefill_build(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> PrefillBuild | None:
+        """What builds the policy's state during a prefill on a device; None if there is none.
+
+        Args:
+            kv_lens: tokens that each of `seqs` will have after it. Those that will still be within
+                the budget with one more are not built for.
+        """
+        if not self._has_state:
+            return None
+        lens = zip(seqs, kv_lens, strict=True)
+        return PrefillBuild(self.states, {seq: n for seq, n in lens if n >= self._budget_tokens})
 
     def begin_step(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> DecodeStep:
         """Fix the rows of a step, after `store.reserve` and before the first layer writes.

@@ -24,13 +24,15 @@ is what the process uses: slabs are touched when they are made (see `page_pool`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
+from offload.device_copy import Piece, copy_from_pages, copy_to_pages
 from offload.memory import host_memory_limit_bytes
 from offload.page_pool import DEFAULT_SLAB_BYTES, HostBudgetError, Int64Array, PagePool
+from offload.pinned_memory import CudaRegistration, HostRegistration
 from offload.sequence_pages import SequencePages
 
 __all__ = ["HostBudgetError", "KVStore"]
@@ -48,6 +50,8 @@ class KVStore:
         page_tokens: tokens in a page.
         slab_bytes: host memory is taken from the system in multiples of this, as needed, up to the
             budget (the last slab may be smaller); at least one page.
+        pinned: register slabs with the CUDA driver, so that `append_async` does not wait, and
+            kernels may read pages; or what to register them with.
 
     Not thread-safe. Handles that do not exist, or no longer, raise ValueError everywhere.
     """
@@ -62,6 +66,7 @@ class KVStore:
         host_budget_bytes: int | None = None,
         page_tokens: int = 256,
         slab_bytes: int = DEFAULT_SLAB_BYTES,
+        pinned: bool | HostRegistration = False,
     ) -> None:
         sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, size in {**sizes, "page_tokens": page_tokens, "slab_bytes": slab_bytes}.items():
@@ -81,11 +86,15 @@ class KVStore:
         self.head_dim = head_dim
         self.dtype = dtype
         self.page_tokens = page_tokens
+        registration = (
+            (CudaRegistration() if pinned else None) if isinstance(pinned, bool) else pinned
+        )
         self._pool = PagePool(
             page_shape=(2, num_kv_heads, page_tokens, head_dim),
             dtype=dtype,
             budget_bytes=host_budget_bytes,
             slab_bytes=slab_bytes,
+            registration=registration,
         )
         self._sequences: dict[int, SequencePages] = {}
         self._next_seq = 0
@@ -188,42 +197,34 @@ class KVStore:
             ValueError: before anything is written, for a wrong shape or dtype, a NaN or infinity,
                 positions that are not reserved or whose page is shared with a fork.
         """
-        sequence = self._sequence(seq)
-        self._check_layer(layer_idx)
+        pieces = self._writable(seq, layer_idx, keys, values, start)
         keys, values = keys.detach(), values.detach()
-        expected = (keys.shape[0] if keys.ndim else 0, self.num_kv_heads, self.head_dim)
-        for name, rows in (("keys", keys), ("values", values)):
-            if tuple(rows.shape) != expected:
-                raise ValueError(
-                    f"{name} must be [num_new_tokens, num_kv_heads, head_dim] = {list(expected)}, "
-                    f"got {list(rows.shape)}"
-                )
-            if rows.dtype != self.dtype:
-                raise ValueError(f"{name} must be {self.dtype}, got {rows.dtype}")
-        start = sequence.kv_len if start is None else start
-        stop = start + keys.shape[0]
-        if not 0 <= start <= stop <= sequence.reserved_len:
-            raise ValueError(
-                f"positions {start}..{stop} of sequence {seq} are not reserved: it has "
-                f"{sequence.reserved_len} positions; call reserve() before append()"
-            )
-        if start == stop:
-            return
-        if sequence.is_shared(layer_idx, start, stop):
-            raise ValueError(
-                f"positions {start}..{stop} of sequence {seq} are in pages shared with a fork; "
-                "truncate() to the first position to rewrite, then reserve()"
-            )
         for name, rows in (("keys", keys), ("values", values)):
             if not _all_finite(rows):
                 raise ValueError(f"non-finite {name} in layer {layer_idx} of sequence {seq}")
 
-        for first, last, pages in sequence.pieces(layer_idx, start, stop):
+        for first, last, pages in pieces:
             # rows [n * tokens, num_kv_heads, head_dim] -> [n, num_kv_heads, tokens, head_dim]
             shape = (pages.shape[0], pages.shape[3], self.num_kv_heads, self.head_dim)
             for side, rows in enumerate((keys, values)):
-                piece = rows[first - start : last - start].view(shape)
-                pages[:, side].copy_(piece.transpose(1, 2))
+                pages[:, side].copy_(rows[first:last].view(shape).transpose(1, 2))
+
+    def append_async(
+        self,
+        seq: int,
+        layer_idx: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        start: int | None = None,
+    ) -> None:
+        """`append` of rows on a CUDA device, in the order of the current stream.
+
+        The caller keeps the rows until the stream has come here, and waits for it before it
+        commits, or drops what it reserved. Whether the rows are finite is the caller's to check:
+        to know it here would be to wait.
+        """
+        pieces = self._writable(seq, layer_idx, keys, values, start)
+        copy_to_pages((keys.detach(), values.detach()), pieces)
 
     def commit(self, seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
         """Add num_new_tokens[i] reserved tokens, written in every layer, to the kv_len of seqs[i].
@@ -254,6 +255,7 @@ class KVStore:
 
         Each is [num_kv_heads, stop - start, head_dim], contiguous unless given as `out`. `stop` may
         exceed kv_len up to what is reserved; those rows are what `append` wrote, or undefined.
+        `out` may be on a CUDA device: it is filled in the order of the current stream.
         """
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
@@ -272,10 +274,15 @@ class KVStore:
                     f"out must be two tensors {self.dtype} {list(expected)}, "
                     f"got {rows.dtype} {list(rows.shape)}"
                 )
-        for first, last, pages in sequence.pieces(layer_idx, start, stop):
+        pieces = _from(start, sequence.pieces(layer_idx, start, stop))
+        if out[0].device.type != "cpu":
+            keys, values = out
+            copy_from_pages((keys.transpose(0, 1), values.transpose(0, 1)), pieces)
+            return out
+        for first, last, pages in pieces:
             shape = (self.num_kv_heads, pages.shape[0], pages.shape[3], self.head_dim)
             for side, rows in enumerate(out):
-                piece = rows[:, first - start : last - start].view(shape)
+                piece = rows[:, first:last].view(shape)
                 piece.copy_(pages[:, side].transpose(0, 1))
         return out
 
@@ -323,6 +330,42 @@ class KVStore:
             reason = "the KV store is closed" if self._closed else "never made, or freed"
             raise ValueError(f"unknown sequence handle {seq!r}: {reason}") from None
 
+    def _writable(
+        self,
+        seq: int,
+        layer_idx: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        start: int | None,
+    ) -> Iterator[Piece]:
+        """Where rows that `append` may write go, counted from the first row."""
+        sequence = self._sequence(seq)
+        self._check_layer(layer_idx)
+        expected = (keys.shape[0] if keys.ndim else 0, self.num_kv_heads, self.head_dim)
+        for name, rows in (("keys", keys), ("values", values)):
+            if tuple(rows.shape) != expected:
+                raise ValueError(
+                    f"{name} must be [num_new_tokens, num_kv_heads, head_dim] = {list(expected)}, "
+                    f"got {list(rows.shape)}"
+                )
+            if rows.dtype != self.dtype:
+                raise ValueError(f"{name} must be {self.dtype}, got {rows.dtype}")
+        start = sequence.kv_len if start is None else start
+        stop = start + keys.shape[0]
+        if not 0 <= start <= stop <= sequence.reserved_len:
+            raise ValueError(
+                f"positions {start}..{stop} of sequence {seq} are not reserved: it has "
+                f"{sequence.reserved_len} positions; call reserve() before append()"
+            )
+        if start == stop:
+            return iter(())
+        if sequence.is_shared(layer_idx, start, stop):
+            raise ValueError(
+                f"positions {start}..{stop} of sequence {seq} are in pages shared with a fork; "
+                "truncate() to the first position to rewrite, then reserve()"
+            )
+        return _from(start, sequence.pieces(layer_idx, start, stop))
+
     def _check_layer(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_layers:
             raise ValueError(f"layer_idx must be in 0..{self.num_layers - 1}, got {layer_idx}")
@@ -340,6 +383,10 @@ class KVStore:
         if len(num_new_tokens) and min(num_new_tokens) < 0:
             raise ValueError(f"num_new_tokens must not be negative, got {list(num_new_tokens)}")
         return [(self._sequence(seq), int(n)) for seq, n in zip(seqs, num_new_tokens, strict=True)]
+
+
+def _from(start: int, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    return ((first - start, last - start, pages) for first, last, pages in pieces)
 
 
 def _all_finite(rows: torch.Tensor) -> bool:

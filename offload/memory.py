@@ -22,6 +22,10 @@ _SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
+class DeviceMemoryError(MemoryError):
+    """The memory of a device does not suffice; the message names the sizes and the option."""
+
+
 def parse_size(size: int | str, *, name: str = "size") -> int:
     """Bytes in `size`: a number of bytes, or a string such as "20GiB", "500MB" or "1.5GiB".
 

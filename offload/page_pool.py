@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 import mmap
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from offload.memory import available_cpus, format_bytes, host_memory_limit_bytes
+from offload.pinned_memory import HostRegistration
 
 DEFAULT_SLAB_BYTES = 64 * 2**20
 _TOUCH_CHUNK_BYTES = 64 * 2**20  # a multiple of the page sizes, 4 KiB to 2 MiB
@@ -34,7 +36,8 @@ class PagePool:
     """Pages of shape `page_shape` and type `dtype`, at most `budget_bytes` of them in slabs.
 
     A slab is one anonymous mapping, touched when it is made, so that the budget is memory the
-    process has and no page fault happens during decoding. Slabs are kept until `close()`.
+    process has and no page fault happens during decoding. Slabs are kept until `close()`. With a
+    `registration` each is registered once it is touched, and unregistered before it is unmapped.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class PagePool:
         dtype: torch.dtype,
         budget_bytes: int,
         slab_bytes: int = DEFAULT_SLAB_BYTES,
+        registration: HostRegistration | None = None,
     ) -> None:
         self.page_shape = page_shape
         self.dtype = dtype
@@ -59,6 +63,11 @@ class PagePool:
         # A stack: pages freed last are used first, while they may still be in a cache.
         self._free_ids: Int64Array = np.empty(0, np.int64)
         self._num_free = 0
+        self._registration = registration
+        # A pool that is dropped without close() must not leave the driver with addresses that the
+        # system will give to others. Not at exit: the driver may be gone by then.
+        self._release = weakref.finalize(self, _give_back, registration, self._slabs)
+        self._release.atexit = False
 
     @property
     def num_used(self) -> int:
@@ -110,7 +119,7 @@ class PagePool:
 
     def close(self) -> None:
         """Give every slab back to the system. No page may be used afterwards."""
-        self._slabs.clear()  # the mapping goes with the last tensor over it
+        self._release()
         self._slab_first_id.clear()
         self.reserved_bytes = 0
         self._num_free = 0
@@ -144,6 +153,11 @@ class PagePool:
         with torch.inference_mode(False):
             values = memory[: num_pages * self.page_bytes].view(self.dtype)
             slab = values.view(num_pages, *self.page_shape)
+        if self._registration is not None:
+            try:
+                self._registration.register(slab.data_ptr(), slab_bytes)
+            except OSError as error:
+                raise self._budget_error(missing_pages, f", but {error}") from error
 
         first_id = len(self.addresses)
         page_ids = np.arange(first_id, first_id + num_pages, dtype=np.int64)
@@ -170,6 +184,13 @@ class PagePool:
             f"{format_bytes(self.budget_bytes)}{reason}; "
             "raise max_memory={'cpu': ...} or shorten the context"
         )
+
+
+def _give_back(registration: HostRegistration | None, slabs: list[torch.Tensor]) -> None:
+    if registration is not None:
+        for slab in slabs:
+            registration.unregister(slab.data_ptr())
+    slabs.clear()  # the mapping goes with the last tensor over it
 
 
 def map_slab(num_bytes: int) -> torch.Tensor:

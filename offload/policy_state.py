@@ -6,7 +6,7 @@ change only between steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,13 +56,15 @@ class RecentQueries:
     def append(self, queries: Tensor, kv_len: int) -> None:
         """`queries` [num_qo_heads, n, head_dim] belong to tokens kv_len - n … kv_len - 1."""
         size, n = self._ring.shape[1], queries.shape[1]
+        self.to(queries.device)
         if kv_len - n != self.kv_len:
             self._count = 0  # tokens went by unseen
         kept = queries[:, -size:]
         if kept.shape[1] == 1:
             self._ring[:, (kv_len - 1) % size] = kept[:, 0]
         else:
-            slots = torch.arange(kv_len - kept.shape[1], kv_len) % size
+            # Made on the device: moving indices there would wait for it, once for each slice.
+            slots = torch.arange(kv_len - kept.shape[1], kv_len, device=kept.device) % size
             self._ring[:, slots] = kept
         self._count = min(size, self._count + n)
         self.kv_len = kv_len
@@ -76,8 +78,15 @@ class RecentQueries:
     def in_order(self, kv_len: int) -> Tensor:
         """[num_qo_heads, n, head_dim] up to that of token kv_len - 1; none if that is not known."""
         count = self._count if kv_len == self.kv_len else 0
-        slots = torch.arange(kv_len - count, kv_len) % self._ring.shape[1]
-        return self._ring[:, slots]
+        slots = torch.arange(kv_len - count, kv_len, device=self._ring.device)
+        return self._ring[:, slots % self._ring.shape[1]]
+
+    def to(self, device: torch.device) -> None:
+        """Keep them on `device` from now on."""
+        if self._ring.device != device:
+            # An empty ring is made anew: copying it would wait for the device.
+            empty = torch.empty_like(self._ring, device=device)
+            self._ring = self._ring.to(device) if self._count else empty
 
     def copy(self) -> RecentQueries:
         copied = RecentQueries.__new__(RecentQueries)
@@ -143,6 +152,11 @@ class PolicyStates:
         self._marks: dict[int, TextMarks] = {}
 
     @property
+    def layers(self) -> frozenset[int]:
+        """Which layers ask the policy."""
+        return self._layers
+
+    @property
     def num_bytes(self) -> int:
         """Of all sequences' arrays."""
         return sum(arrays.num_bytes for arrays in self._arrays.values())
@@ -168,8 +182,7 @@ class PolicyStates:
     def ensure(self, seq: int, kv_len: int) -> LayerArrays:
         """The arrays of `seq`, built or grown so that they serve `kv_len` tokens."""
         if seq not in self._arrays:
-            self._arrays[seq] = self._build(seq, capacity_for(kv_len))
-            self._queries.pop(seq, None)
+            self._build(seq, kv_len)
         arrays = self._arrays[seq]
         if kv_len > arrays.capacity_tokens:
             capacity = capacity_for(kv_len)
@@ -235,31 +248,52 @@ class PolicyStates:
         for known in (self._arrays, self._queries, self._marks):
             known.pop(seq, None)
 
-    def _build(self, seq: int, capacity_tokens: int) -> LayerArrays:
-        layers: list[list[Array]] = []
-        for layer_idx in range(self._store.num_layers):
-            if layer_idx not in self._layers:
-                layers.append([])
-                continue
+    def build_context(
+        self, seq: int, layer_idx: int, keys: Tensor, values: Tensor, kv_len: int
+    ) -> BuildContext:
+        """What the policy builds from, to serve `kv_len` tokens.
+
+        Args:
+            keys, values: [num_kv_heads, n, head_dim], all tokens that there are.
+        """
+        num_tokens = keys.shape[1]
+        recorded = self._queries.get(seq, {}).get(layer_idx)
+        queries = keys.new_empty(self._num_qo_heads, 0, self._store.head_dim)
+        if recorded is not None:
+            queries = recorded.in_order(num_tokens).to(keys.device)
+        marks = self._marks[seq].first(num_tokens) if seq in self._marks else None
+        return BuildContext(
+            layer_idx=layer_idx,
+            keys=keys,
+            values=values,
+            queries=queries,
+            sm_scale=self._sm_scale,
+            capacity_tokens=capacity_for(kv_len),
+            text_marks=marks,
+            pool=self._pool,
+        )
+
+    def install(self, seq: int, layers: Mapping[int, Sequence[Array]], kv_len: int) -> None:
+        """Take the arrays of all layers that ask the policy, built to serve `kv_len` tokens."""
+        arrays = [
+            _contiguous(layers[layer_idx]) if layer_idx in self._layers else []
+            for layer_idx in range(self._store.num_layers)
+        ]
+        self._arrays[seq] = LayerArrays(arrays, capacity_for(kv_len))
+        self._queries.pop(seq, None)
+
+    def end_prefill(self, seq: int) -> None:
+        """Queries that are still wanted come to the host, where decoding records the next ones."""
+        for recorded in self._queries.get(seq, {}).values():
+            recorded.to(torch.device("cpu"))
+
+    def _build(self, seq: int, kv_len: int) -> None:
+        layers = {}
+        for layer_idx in sorted(self._layers):
             keys, values = self._store.gather(seq, layer_idx)
-            kv_len = keys.shape[1]
-            recorded = self._queries.get(seq, {}).get(layer_idx)
-            queries = keys.new_empty(self._num_qo_heads, 0, self._store.head_dim)
-            if recorded is not None:
-                queries = recorded.in_order(kv_len)
-            marks = self._marks[seq].first(kv_len) if seq in self._marks else None
-            context = BuildContext(
-                layer_idx=layer_idx,
-                keys=keys,
-                values=values,
-                queries=queries,
-                sm_scale=self._sm_scale,
-                capacity_tokens=capacity_tokens,
-                text_marks=marks,
-                pool=self._pool,
-            )
-            layers.append(_contiguous(self.policy.build(context)))
-        return LayerArrays(layers, capacity_tokens)
+            context = self.build_context(seq, layer_idx, keys, values, kv_len)
+            layers[layer_idx] = self.policy.build(context)
+        self.install(seq, layers, kv_len)
 
 
 def capacity_for(kv_len: int) -> int:

@@ -1,9 +1,9 @@
 """Prefill: many new tokens at once, layer by layer, with exact attention.
 
 Layer by layer, because a finished layer's K/V can leave for the host store while the next one
-computes, and because attention then reads one layer's keys as one contiguous array. Inside a layer
-the tokens go through in slices, so that only the hidden states and one layer's K/V grow with the
-prompt: hidden_size + 2 * num_kv_heads * head_dim elements per token.
+computes (`layer_stream`), and because attention then reads one layer's keys as one array. Inside a
+layer the tokens go through in slices, so that only the hidden states and two layers' K/V (one on
+the CPU) grow with the prompt; `prefill_memory` counts what that takes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from torch.nn import functional
 
 from offload.batch import RaggedBatch
 from offload.kv_store import KVStore
+from offload.layer_stream import LayerStream
+from offload.memory import DeviceMemoryError
 from offload.models import DecoderLayer, LeanModel
+from offload.prefill_attention import aligns_last, attend
+from offload.prefill_memory import PrefillMemory, check_prefill_memory
 
 # Gets (seq, layer_idx, queries [num_qo_heads, n, head_dim] rotated, kv_len of the last of them).
 OnQueries = Callable[[int, int, torch.Tensor, int], None]
-KV = tuple[torch.Tensor, torch.Tensor]  # keys, values: each [num_kv_heads, kv_len, head_dim]
-
-# torch's fused CPU attention. The public scaled_dot_product_attention calls the same function but
-# does not return the log-sum-exp, without which two parts of a softmax cannot be merged.
-_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# Gets (layer_idx, seq, keys, values), each [num_kv_heads, kv_len, head_dim]: all tokens of the
+# sequence, cached ones included. They are overwritten soon after it returns, in the order of the
+# stream that is current then.
+OnLayer = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 
 
 def prefill(
@@ -35,8 +38,10 @@ def prefill(
     seqs: Sequence[int],
     slice_tokens: int,
     on_queries: OnQueries | None = None,
+    on_layer: OnLayer | None = None,
+    device_budget_bytes: int | None = None,
 ) -> torch.Tensor:
-    """Run all layers over the new tokens of `batch`.
+    """Run all layers over the new tokens of `batch`, on the device of `hidden`.
 
     Args:
         hidden: [num_tokens, hidden_size], the embeddings; overwritten.
@@ -44,51 +49,132 @@ def prefill(
         seqs: the store's sequence of each sequence of `batch`; its cached tokens are attended to.
         slice_tokens: tokens that go through a layer at one time.
         on_queries: sees the queries of every slice of every sequence, in order.
+        on_layer: sees the keys and values of every layer of every sequence in the store.
+        device_budget_bytes: what torch may have on a CUDA device, beside what is free there.
 
     Returns:
-        [num_tokens, hidden_size], before the final norm.
+        [num_tokens, hidden_size], before the final norm. The K/V are in the store.
 
     Raises:
         ValueError: for keys or values that are not finite.
+        DeviceMemoryError: the memory of the device does not suffice. What was allocated here is
+            free again, and nothing writes to the store any more; the caller drops what it reserved.
     """
-    shape = model.attention
-    cos, sin = (table[0] for table in model.rotary_emb(hidden, batch.position_ids[None]))
-    kv_shape = (shape.num_kv_heads, batch.num_tokens, shape.head_dim)
-    keys, values = hidden.new_empty(kv_shape), hidden.new_empty(kv_shape)
-    past: list[KV | None] = [None] * batch.num_sequences
+    memory = None
+    if hidden.is_cuda:
+        memory = PrefillMemory.of(
+            model,
+            dtype=hidden.dtype,
+            num_tokens=batch.num_tokens,
+            past_tokens=0 if store is None else sum(store.kv_len(seq) for seq in seqs),
+            slice_tokens=slice_tokens,
+        )
+        check_prefill_memory(memory, hidden.device, device_budget_bytes)
+    try:
+        return _run_layers(model, hidden, batch, store, seqs, slice_tokens, on_queries, on_layer)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+    # Not inside the handler: the error's traceback would keep every tensor of `_run_layers` alive
+    # for as long as somebody looks at ours.
+    if hidden.is_cuda:
+        torch.cuda.empty_cache()
+    counted = f" (counted beforehand: {memory})" if memory is not None else ""
+    raise DeviceMemoryError(
+        f"prefilling {batch.num_tokens} tokens in slices of {slice_tokens} ran out of device "
+        f"memory{counted}; lower prefill_slice_tokens or shorten the prompt: {reason}"
+    )
 
-    for layer_idx, layer in enumerate(model.layers):
-        if store is not None:
-            past = [store.gather(seq, layer_idx) if store.kv_len(seq) else None for seq in seqs]
-        for start in range(0, batch.num_tokens, slice_tokens):
-            stop = min(start + slice_tokens, batch.num_tokens)
-            x = hidden[start:stop]
-            q, k, v = project_qkv(layer, shape.head_dim, x)
-            q = rotate(q, cos[start:stop], sin[start:stop])
-            keys[:, start:stop] = rotate(k, cos[start:stop], sin[start:stop])
-            values[:, start:stop] = v.transpose(0, 1)
-            o = torch.empty_like(q.transpose(0, 1), memory_format=torch.contiguous_format)
-            for sequence, first, last in batch.spans(start, stop):
-                begin = batch.indptr[sequence]
-                new = keys[:, begin:last], values[:, begin:last]
-                of_slice = slice(first - start, last - start)
-                o[of_slice] = attend(q[:, of_slice], past[sequence], new, shape.sm_scale)
+
+def _run_layers(
+    model: LeanModel,
+    hidden: torch.Tensor,
+    batch: RaggedBatch,
+    store: KVStore | None,
+    seqs: Sequence[int],
+    slice_tokens: int,
+    on_queries: OnQueries | None,
+    on_layer: OnLayer | None,
+) -> torch.Tensor:
+    cos, sin = (table[0] for table in model.rotary_emb(hidden, batch.position_ids[None]))
+    stream = LayerStream(batch, model.attention, store=store, seqs=seqs, like=hidden)
+    try:
+        for layer_idx, layer in enumerate(model.layers):
+            stream.begin(layer_idx)
+            for start in range(0, batch.num_tokens, slice_tokens):
+                stop = min(start + slice_tokens, batch.num_tokens)
+                x, rope = hidden[start:stop], (cos[start:stop], sin[start:stop])
+                q = _write_kv(layer, model.attention.head_dim, x, rope, stream, start, stop)
                 if store is not None and on_queries is not None:
-                    seq = seqs[sequence]
-                    kv_len = store.kv_len(seq) + last - begin
-                    on_queries(seq, layer_idx, q[:, of_slice], kv_len)
-            x += layer.o_proj(o.flatten(1))
-            mlp_in = layer.mlp_norm(x)
-            gate = functional.silu(layer.gate_proj(mlp_in), inplace=True)
-            x += layer.down_proj(gate.mul_(layer.up_proj(mlp_in)))
-        if store is not None:
-            for sequence, start, stop in batch.spans():
-                rows = slice(start, stop)
-                new_keys, new_values = keys[:, rows], values[:, rows]
-                store.append(
-                    seqs[sequence], layer_idx, new_keys.transpose(0, 1), new_values.transpose(0, 1)
-                )
+                    for sequence, first, last in batch.spans(start, stop):
+                        kv_len = stream.past_len(sequence) + last - batch.indptr[sequence]
+                        queries = q[:, first - start : last - start]
+                        on_queries(seqs[sequence], layer_idx, queries, kv_len)
+                x += layer.o_proj(_attend(q, batch, stream, model.attention.sm_scale, start, stop))
+                del q
+                x += _mlp(layer, x)
+            stream.write_out(layer_idx)
+            if store is not None and on_layer is not None:
+                for sequence, seq in enumerate(seqs):
+                    on_layer(layer_idx, seq, *stream.rows(sequence))
+            stream.end(layer_idx)
+        stream.finish()
+    finally:
+        stream.close()
     return hidden
+
+
+def _write_kv(
+    layer: DecoderLayer,
+    head_dim: int,
+    x: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    stream: LayerStream,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    """Rotated queries [num_qo_heads, n, head_dim] of x, the tokens start .. stop; K/V are kept."""
+    q, k, v = project_qkv(layer, head_dim, x)
+    k, v = rotate(k, *rope), v.transpose(0, 1)
+    for of_slice, (keys, values) in stream.new_rows(start, stop):
+        keys.copy_(k[:, of_slice])
+        values.copy_(v[:, of_slice])
+    return rotate(q, *rope)
+
+
+def _attend(
+    q: torch.Tensor,
+    batch: RaggedBatch,
+    stream: LayerStream,
+    sm_scale: float,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    """Attention of the tokens start .. stop, which may be of several sequences.
+
+    Args:
+        q: [num_qo_heads, n, head_dim].
+
+    Returns:
+        [n, num_qo_heads * head_dim].
+    """
+    o = torch.empty_like(q.transpose(0, 1), memory_format=torch.contiguous_format)
+    for sequence, first, last in batch.spans(start, stop):
+        of_slice = slice(first - start, last - start)
+        past_len = stream.past_len(sequence)
+        kv_len = past_len + last - batch.indptr[sequence]
+        past = None
+        if past_len and not aligns_last(q):
+            past = stream.rows(sequence, 0, past_len)
+        new = stream.rows(sequence, 0 if past is None else past_len, kv_len)
+        o[of_slice] = attend(q[:, of_slice], past, new, sm_scale)
+    return o.flatten(1)
+
+
+def _mlp(layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+    x = layer.mlp_norm(x)
+    gate = functional.silu(layer.gate_proj(x), inplace=True)
+    output: torch.Tensor = layer.down_proj(gate.mul_(layer.up_proj(x)))
+    return output
 
 
 def project_qkv(
@@ -117,51 +203,3 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     torch.sub(x1 * cos[:, :half], x2 * sin[:, :half], out=rotated[..., :half])
     torch.add(x2 * cos[:, half:], x1 * sin[:, half:], out=rotated[..., half:])
     return rotated
-
-
-def attend(q: torch.Tensor, past: KV | None, new: KV, sm_scale: float) -> torch.Tensor:
-    """Exact causal attention of the last n tokens of `new` over `past` and `new`.
-
-    Args:
-        q: [num_qo_heads, n, head_dim].
-        past, new: K/V of the tokens cached before, and of those that end with the n queries.
-
-    Returns:
-        [n, num_qo_heads, head_dim].
-    """
-    num_kv_heads, num_new, head_dim = new[0].shape
-    num_before = num_new - q.shape[1]
-    q = q.reshape(num_kv_heads, -1, q.shape[1], head_dim)  # the group's query heads together
-    o, lse = _causal(q, (new[0][:, num_before:], new[1][:, num_before:]), sm_scale)
-    before = (new[0][:, :num_before], new[1][:, :num_before]) if num_before else None
-    for part in (before, past):
-        if part is not None:
-            o, lse = merge_state(o, lse, *_unmasked(q, part, sm_scale))
-    return o.flatten(0, 1).transpose(0, 1)
-
-
-def merge_state(
-    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two partial softmaxes over disjoint keys as one: o [..., head_dim], lse [...] (natural)."""
-    lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = ((part - lse).exp()[..., None] for part in (lse_a, lse_b))
-    o = (o_a * weight_a).add_(o_b * weight_b)
-    return o.to(o_a.dtype), lse
-
-
-def _causal(q: torch.Tensor, kv: KV, sm_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [num_kv_heads, group_size, n, head_dim] over their own n keys."""
-    # A KV head is a batch entry whose query heads see the same keys through a stride of zero.
-    keys, values = (rows[:, None].expand(-1, q.shape[1], -1, -1) for rows in kv)
-    o, lse = _flash_attention(q, keys, values, 0.0, True, scale=sm_scale)
-    return o, lse
-
-
-def _unmasked(q: torch.Tensor, kv: KV, sm_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [num_kv_heads, group_size, n, head_dim] over all keys of `kv`."""
-    # Without a mask the group's query heads are only more queries of the same KV head.
-    keys, values = (rows[:, None] for rows in kv)
-    queries = q.flatten(1, 2)[:, None]
-    o, lse = _flash_attention(queries, keys, values, 0.0, False, scale=sm_scale)
-    return o.view(q.shape), lse.view(q.shape[:-1])

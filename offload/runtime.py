@@ -233,10 +233,18 @@ class Runtime:
     def _prefill(
         self, hidden: torch.Tensor, batch: RaggedBatch, store: KVStore | None, seqs: list[int]
     ) -> torch.Tensor:
+        states = self.attention.states
         with torch_threads(self._prefill_threads):
             for seq in seqs:
-                self.attention.states.rebuild(seq)
-            return prefill(
+                states.rebuild(seq)
+            build = None
+            if hidden.is_cuda and store is not None:
+                kv_lens = [
+                    store.kv_len(seq) + num_new
+                    for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
+                ]
+                build = self.attention.prefill_build(seqs, kv_lens)
+            hidden = prefill(
                 self.lean,
                 hidden,
                 batch,
@@ -244,7 +252,14 @@ class Runtime:
                 seqs=seqs,
                 slice_tokens=self.config.prefill_slice_tokens,
                 on_queries=self.attention.on_prefill_queries,
+                on_layer=None if build is None else build.on_layer,
             )
+            if build is not None:
+                build.finish()
+                self.stats.index_seconds += build.host_seconds
+            for seq in seqs:
+                states.end_prefill(seq)
+        return hidden
 
     def _record(self, phase: str, num_tokens: int, start: float) -> None:
         stats, end = self.stats, time.perf_counter()

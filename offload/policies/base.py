@@ -19,7 +19,7 @@ is exactly full attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,6 +37,10 @@ DENSE = 0  # full attention
 RETRIEVE = 1  # full attention, and publishes the policy's selection
 SELECT = 2  # attends to the policy's selection and publishes it
 REUSE = 3  # attends to what the same unit of a layer above last published in this step
+
+
+# What `Policy.build_on_device` returns: called once, after the device has done what was queued.
+DeviceBuild = Callable[[], "Sequence[npt.NDArray[Any]]"]
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,15 @@ class Policy:
         arrays in `ctx.arrays`, in this order; forks copy them. A policy without state returns ().
         """
         return ()
+
+    def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
+        """`build` alongside a prefill, from tensors on the device that computes it.
+
+        Queues its work to the current stream and does not wait for it: the keys and values are
+        overwritten after it. Returns what makes the arrays, for when that work is done; None if
+        this policy can only `build`, from what has come to the host.
+        """
+        return None
 
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int

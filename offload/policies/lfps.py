@@ -38,9 +38,8 @@ from typing import Any, ClassVar
 import numba
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from offload.policies.base import BuildContext, SparsePolicy
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy
 from offload.policies.callback import (
     ANSWERED,
     Callback,
@@ -53,6 +52,7 @@ from offload.policies.callback import (
     view_int32,
     view_uint64,
 )
+from offload.policies.device_build import to_host
 from offload.policies.lfps_bypass import answer_from_sinks, log_odds_of_sinks
 from offload.policies.lfps_layout import (
     ATTEMPT,
@@ -69,7 +69,12 @@ from offload.policies.lfps_layout import (
     top_bit,
     unlist_all,
 )
-from offload.policies.lfps_prompt import fill_tables, weights_of
+from offload.policies.lfps_prompt import (
+    check_queries,
+    fill_tables,
+    prompt_weights,
+    tables_on_device,
+)
 from offload.policies.lfps_tables import (
     COUNT,
     FULL,
@@ -380,42 +385,45 @@ class LFPS(SparsePolicy):
         Raises:
             ValueError: no queries were kept (`DecodeAttention.record_queries` takes them).
         """
+        check_queries(context, self.observed_queries)
         num_kv_heads, kv_len, head_dim = context.keys.shape
-        num_qo_heads, num_queries, _ = context.queries.shape
-        if num_queries == 0:
-            raise ValueError(
-                "lfps builds its score tables from the last queries of the prompt, but 0 of"
-                f" {self.observed_queries} were recorded for layer {context.layer_idx};"
-                " show them to DecodeAttention.record_queries"
-            )
+        num_qo_heads = len(context.queries)
         sinks = self.sink_tokens
         group_size = 1 if self.per_query_head else num_qo_heads // num_kv_heads
         num_units = num_qo_heads // group_size
         tables = np.zeros((num_units, 2, context.capacity_tokens), np.float32)
         bypass = np.zeros((num_units, _bypass_floats(head_dim, sinks, group_size)), np.float32)
-        scores, weights = torch.empty(
-            2, num_qo_heads // num_kv_heads, num_queries, kv_len - sinks, dtype=torch.float32
-        )
-        for kv_head in range(num_kv_heads):
-            heads = slice(
-                kv_head * num_qo_heads // num_kv_heads, (kv_head + 1) * num_qo_heads // num_kv_heads
-            )
-            keys = context.keys[kv_head].float()
-            values = context.values[kv_head]
-            queries = context.queries[heads].float()
-            ratios = weights_of(queries, keys[sinks:], context.sm_scale, scores, weights)
-            shared = torch.cat(
-                [keys[sinks:].mean(0), values[sinks:].float().mean(0), values[:sinks].flatten()]
-            ).numpy()
+        for kv_head, (weights, shared, ratios) in enumerate(prompt_weights(context, sinks)):
             of_head = range(
                 kv_head * num_units // num_kv_heads, (kv_head + 1) * num_units // num_kv_heads
             )
             for k, unit in enumerate(of_head):
                 mine = slice(k * group_size, (k + 1) * group_size)
-                bypass[unit, : len(shared)] = shared
+                bypass[unit, : len(shared)] = shared.numpy()
                 bypass[unit, len(shared) : len(shared) + group_size] = ratios[mine].numpy()
                 fill_tables(tables[unit], weights[mine].mean(0).numpy(), sinks, self.gamma)
         return make_arrays(tables, bypass, group_size, max(kv_len - sinks, 1), self.budget_tokens)
+
+    def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
+        """The same; sums of float32 in another order."""
+        check_queries(context, self.observed_queries)
+        num_kv_heads, kv_len, head_dim = context.keys.shape
+        sinks, capacity_tokens = self.sink_tokens, context.capacity_tokens
+        group_size = 1 if self.per_query_head else context.queries.shape[0] // num_kv_heads
+        width = _bypass_floats(head_dim, sinks, group_size)
+        sums, rows = tables_on_device(context, sinks, self.gamma, group_size, width)
+        scores, bypass = to_host(sums), to_host(rows)
+
+        def finish() -> Sequence[npt.NDArray[Any]]:
+            tables = np.zeros((len(scores), 2, capacity_tokens), np.float32)
+            tables[:, 0, sinks:kv_len] = scores[:, 0].numpy()
+            tables[:, 1, : kv_len - sinks] = scores[:, 1].numpy()
+            num_tokens = max(kv_len - sinks, 1)
+            return make_arrays(
+                tables, bypass.numpy().copy(), group_size, num_tokens, self.budget_tokens
+            )
+
+        return finish
 
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int

@@ -18,13 +18,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import BuildContext, SparsePolicy
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy
 from offload.policies.callback import Callback
+from offload.policies.device_build import to_host
 from offload.policies.lychee_chunks import MAX_CHUNK_TOKENS, cut_chunks
+from offload.policies.lychee_device import cluster_on_device
 from offload.policies.lychee_graft import append
-from offload.policies.lychee_index import LycheeIndex, build_index, grow_index
+from offload.policies.lychee_index import (
+    Clusters,
+    IndexShape,
+    LycheeIndex,
+    cluster_chunks,
+    grow_index,
+    index_arrays,
+    no_clusters,
+)
 from offload.policies.lychee_search import propose, select
 
 _MAX_UNITS = 64
@@ -113,6 +124,32 @@ class LycheeCluster(SparsePolicy):
 
     def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
         """Cut the text before the recent window into chunks and cluster their keys."""
+        shape = self._index_shape(context)
+        return index_arrays(cluster_chunks(context, shape, self.iterations), shape)
+
+    def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
+        """The same, clustered on the device."""
+        shape = self._index_shape(context)
+        num_heads, _, head_dim = context.keys.shape
+        if not shape.num_chunks:
+            return lambda: index_arrays(no_clusters(num_heads, head_dim), shape)
+        found = cluster_on_device(
+            context.keys,
+            shape.starts,
+            num_clusters=shape.num_clusters,
+            num_units=shape.num_units,
+            iterations=self.iterations,
+        )
+        on_host = {name: to_host(x) for name, x in found.items()}
+
+        def finish() -> Sequence[npt.NDArray[Any]]:
+            arrays: dict[str, Any] = {name: x.numpy().copy() for name, x in on_host.items()}
+            arrays["scales"] = arrays["scales"].view(np.uint16)
+            return index_arrays(Clusters(**arrays), shape)
+
+        return finish
+
+    def _index_shape(self, context: BuildContext) -> IndexShape:
         last = context.keys.shape[1] - self.recent_tokens
         most = max(self.candidate_ratio, self.short_context_ratio)
         starts = cut_chunks(
@@ -122,13 +159,12 @@ class LycheeCluster(SparsePolicy):
             self.min_chunk_tokens,
             self.max_chunk_tokens,
         )
-        return build_index(
-            context,
+        return IndexShape.of(
             starts,
             chunks_per_cluster=self.chunks_per_cluster,
             max_units=self.max_units,
-            iterations=self.iterations,
             min_chunk_tokens=self.min_chunk_tokens,
+            capacity_tokens=context.capacity_tokens,
             candidate_capacity=int(1.25 * most * self._chosen_tokens) + 256,
         )
 

@@ -139,36 +139,75 @@ def padded_radius(radius: Float32Array) -> npt.NDArray[np.uint16]:
     return bfloat16_up(radius * np.float32(1 + 1e-5) + np.float32(1e-6))
 
 
-def build_index(
-    context: BuildContext,
-    starts: npt.NDArray[np.int64],
-    *,
-    chunks_per_cluster: int,
-    max_units: int,
-    iterations: int,
-    min_chunk_tokens: int,
-    candidate_capacity: int,
-) -> list[Array]:
-    """The arrays of a layer whose chunks start at `starts` (the last entry is their end)."""
-    heads, _, head_dim = context.keys.shape
-    num_chunks = len(starts) - 1
-    num_clusters = max(1, num_chunks // chunks_per_cluster)
-    num_units = min(max_units, max(1, round(num_clusters**0.5)))
-    capacity = num_chunks + _room(int(starts[-1]), context.capacity_tokens, min_chunk_tokens)
-    if num_chunks:
-        points, norms, spreads = chunk_means(context.pool, context.keys, starts)
-        labels, fine = spherical_kmeans(context.pool, points, num_clusters, iterations)
-        units, coarse = spherical_kmeans(context.pool, fine, num_units, iterations)
-    else:  # one empty cluster, which the first chunk will fill
-        points = np.zeros((heads, 0, head_dim), np.float32)
-        norms = spreads = np.zeros((heads, 0), np.float32)
-        labels = np.zeros((heads, 0), np.int32)
-        fine = coarse = np.zeros((heads, 1, head_dim), np.float32)
-        units = np.zeros((heads, 1), np.int32)
+@dataclass(frozen=True)
+class Clusters:
+    """What clustering a layer's chunks has found; units and clusters of a head share `rows`.
+
+    Attributes:
+        rows, scales: quantised centroids [heads, num_units + num_clusters, head_dim], their scales'
+            bits.
+        radii: float32 [heads, num_units + num_clusters].
+        labels: int32 [heads, num_chunks], the cluster of each chunk.
+        units: int32 [heads, num_clusters], ascending: the unit of each cluster.
+        norms, spreads: float32 [heads, num_chunks], of `chunk_means`.
+    """
+
+    rows: npt.NDArray[np.int8]
+    scales: npt.NDArray[np.uint16]
+    radii: Float32Array
+    labels: Array
+    units: Array
+    norms: Float32Array
+    spreads: Float32Array
+
+
+@dataclass(frozen=True)
+class IndexShape:
+    """How many chunks, clusters and units a layer's index has, and what it leaves room for."""
+
+    starts: npt.NDArray[np.int64]  # first token of each chunk, then the end
+    num_clusters: int
+    num_units: int
+    capacity_chunks: int
+    candidate_capacity: int
+
+    @classmethod
+    def of(
+        cls,
+        starts: npt.NDArray[np.int64],
+        *,
+        chunks_per_cluster: int,
+        max_units: int,
+        min_chunk_tokens: int,
+        capacity_tokens: int,
+        candidate_capacity: int,
+    ) -> IndexShape:
+        num_chunks = len(starts) - 1
+        num_clusters = max(1, num_chunks // chunks_per_cluster)
+        return cls(
+            starts=starts,
+            num_clusters=num_clusters,
+            num_units=min(max_units, max(1, round(num_clusters**0.5))),
+            capacity_chunks=num_chunks + _room(int(starts[-1]), capacity_tokens, min_chunk_tokens),
+            candidate_capacity=candidate_capacity,
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.starts) - 1
+
+
+def cluster_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> Clusters:
+    """Cluster the chunks of a layer's keys on the CPU, and the clusters into units."""
+    if not shape.num_chunks:
+        return no_clusters(context.keys.shape[0], context.keys.shape[2])
+    points, norms, spreads = chunk_means(context.pool, context.keys, shape.starts)
+    labels, fine = spherical_kmeans(context.pool, points, shape.num_clusters, iterations)
+    units, coarse = spherical_kmeans(context.pool, fine, shape.num_units, iterations)
     # Clusters in the order of their units.
     order = np.argsort(units, axis=1, kind="stable")
     position = np.empty_like(labels, shape=order.shape)
-    np.put_along_axis(position, order, np.arange(num_clusters)[None], axis=1)
+    np.put_along_axis(position, order, np.arange(shape.num_clusters)[None], axis=1)
     labels = np.take_along_axis(position, labels, axis=1)
     units = np.take_along_axis(units, order, axis=1)
     fine = np.take_along_axis(fine, order[..., None], axis=1)
@@ -177,42 +216,67 @@ def build_index(
     steps = bfloat16_value(scales)
     of_unit = np.take_along_axis(units, labels, axis=1)
     radii = np.maximum(
-        _radii(points, labels + num_units, rows, steps), _radii(points, of_unit, rows, steps)
+        _radii(points, labels + shape.num_units, rows, steps), _radii(points, of_unit, rows, steps)
     )
+    return Clusters(rows, scales, radii, labels, units, norms, spreads)
+
+
+def no_clusters(num_heads: int, head_dim: int) -> Clusters:
+    """One empty cluster, which the first chunk will fill, in one unit."""
+    of_chunks = np.zeros((num_heads, 0), np.float32)
+    return Clusters(
+        rows=np.zeros((num_heads, 2, head_dim), np.int8),
+        scales=np.zeros((num_heads, 2), np.uint16),
+        radii=np.zeros((num_heads, 2), np.float32),
+        labels=np.zeros((num_heads, 0), np.int32),
+        units=np.zeros((num_heads, 1), np.int32),
+        norms=of_chunks,
+        spreads=of_chunks,
+    )
+
+
+def index_arrays(clusters: Clusters, shape: IndexShape) -> list[Array]:
+    """The arrays of a layer's index."""
+    labels, units, rows = clusters.labels, clusters.units, clusters.rows
+    heads, num_units = len(rows), shape.num_units
+    of_unit = np.take_along_axis(units, labels, axis=1)
     ranges = np.zeros((heads, 2 * num_units + 1), np.int32)
     for h in range(heads):
         ranges[h, : num_units + 1] = np.searchsorted(units[h], np.arange(num_units + 1))
         ranges[h, num_units + 1 :] = np.bincount(of_unit[h], minlength=num_units)
 
     header = np.zeros((heads, HEADER_COLUMNS), np.int64)
-    mean_norms, max_spreads = _norms_and_spreads(norms, spreads, labels, of_unit, rows.shape[:2])
+    mean_norms, max_spreads = _norms_and_spreads(
+        clusters.norms, clusters.spreads, labels, of_unit, rows.shape[:2]
+    )
     # Half as much again as the largest there is, for what is to come.
     norm_steps, spread_steps = (
-        1.5 / 255 * x.max(axis=1, initial=0).astype(np.float32) for x in (norms, spreads)
+        1.5 / 255 * x.max(axis=1, initial=0).astype(np.float32)
+        for x in (clusters.norms, clusters.spreads)
     )
     header[:, NORM_STEP] = norm_steps.view(np.int32)
     header[:, SPREAD_STEP] = spread_steps.view(np.int32)
     codes = encode_bytes(mean_norms, norm_steps) | encode_bytes(max_spreads, spread_steps) << 8
-    header[:, NUM_CHUNKS] = num_chunks
-    header[:, INDEXED_END] = starts[-1]
+    header[:, NUM_CHUNKS] = shape.num_chunks
+    header[:, INDEXED_END] = shape.starts[-1]
     header[:, NUM_UNITS] = num_units
-    header[:, NUM_CLUSTERS] = num_clusters
-    header[:, CANDIDATE_CAPACITY] = candidate_capacity
-    links = np.zeros((heads, num_clusters + capacity), np.int32)
-    _link(labels, num_clusters, links)
-    packed = np.zeros(starts_bytes(capacity), np.uint8)
-    _write_starts(*split_starts(packed, capacity), starts)
+    header[:, NUM_CLUSTERS] = shape.num_clusters
+    header[:, CANDIDATE_CAPACITY] = shape.candidate_capacity
+    links = np.zeros((heads, shape.num_clusters + shape.capacity_chunks), np.int32)
+    _link(labels, shape.num_clusters, links)
+    packed = np.zeros(starts_bytes(shape.capacity_chunks), np.uint8)
+    _write_starts(*split_starts(packed, shape.capacity_chunks), shape.starts)
     arrays: list[Array] = [
         header,
         rows,
-        np.stack([scales, padded_radius(radii), codes], axis=-1),
+        np.stack([clusters.scales, padded_radius(clusters.radii), codes], axis=-1),
         ranges,
         packed,
         links,
         links,
         links,
     ]
-    return _with_links(arrays, links, capacity)
+    return _with_links(arrays, links, shape.capacity_chunks)
 
 
 def _norms_and_spreads(

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import BuildContext, SparsePolicy
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -40,6 +40,7 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.device_build import to_host
 
 _MAX_ROW_WIDTH = 256  # of score_rows
 # Arrays: 0 bounds in the cache's dtype [num_kv_heads, parts, max_pages, width], where `parts` rows
@@ -237,23 +238,36 @@ class Quest(SparsePolicy):
 
     def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
         """Bounds of all complete pages after the sinks."""
-        keys = context.keys
-        num_kv_heads, kv_len, head_dim = keys.shape
-        max_pages = max(1, self._pages_of(context.capacity_tokens))
-        num_pages = self._pages_of(kv_len)
-        parts = 1 if 2 * head_dim <= _MAX_ROW_WIDTH else 2
-        width = 2 * head_dim // parts
-        bounds = torch.zeros(num_kv_heads, parts, max_pages, width, dtype=keys.dtype)
-        if num_pages:
-            stop = self.sink_tokens + num_pages * self.page_tokens
-            page_shape = (num_kv_heads, num_pages, self.page_tokens, head_dim)
-            pages = keys[:, self.sink_tokens : stop].reshape(page_shape)
-            extremes = (_reduce(torch.maximum, pages), _reduce(torch.minimum, pages))
-            rows = torch.cat(extremes, dim=-1).view(num_kv_heads, num_pages, parts, width)
-            bounds[:, :, :num_pages] = rows.transpose(1, 2)
-        numbers = (self.page_tokens, max_pages, parts, width, keys.element_size())
+        return self._arrays(self._bounds(context.keys), context.capacity_tokens)
+
+    def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
+        """The same, with the bounds taken on the device."""
+        bounds, capacity_tokens = to_host(self._bounds(context.keys)), context.capacity_tokens
+        return lambda: self._arrays(bounds, capacity_tokens)
+
+    def _bounds(self, keys: Tensor) -> Tensor:
+        """[num_kv_heads, num_pages, 2 * head_dim]: maxima, then minima."""
+        num_pages = self._pages_of(keys.shape[1])
+        stop = self.sink_tokens + num_pages * self.page_tokens
+        pages = keys[:, self.sink_tokens : stop].view(
+            len(keys), num_pages, self.page_tokens, keys.shape[2]
+        )
+        if keys.device.type == "cpu":
+            extremes = _reduce(torch.maximum, pages), _reduce(torch.minimum, pages)
+        else:
+            extremes = pages.amax(2), pages.amin(2)
+        return torch.cat(extremes, dim=-1)
+
+    def _arrays(self, rows: Tensor, capacity_tokens: int) -> Sequence[npt.NDArray[Any]]:
+        num_kv_heads, num_pages, both = rows.shape
+        max_pages = max(1, self._pages_of(capacity_tokens))
+        parts = 1 if both <= _MAX_ROW_WIDTH else 2
+        width = both // parts
+        bounds = torch.zeros(num_kv_heads, parts, max_pages, width, dtype=rows.dtype)
+        bounds[:, :, :num_pages] = rows.view(num_kv_heads, num_pages, parts, width).transpose(1, 2)
+        numbers = (self.page_tokens, max_pages, parts, width, rows.element_size())
         header = np.array([*numbers, *[num_pages] * num_kv_heads], np.int32)
-        return (as_numpy(bounds), *self._scratch(num_kv_heads, max_pages, head_dim), header)
+        return (as_numpy(bounds), *self._scratch(num_kv_heads, max_pages, both // 2), header)
 
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int

@@ -28,7 +28,15 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, BuildContext, Policy
+from offload.policies.base import (
+    DENSE,
+    RETRIEVE,
+    REUSE,
+    SELECT,
+    BuildContext,
+    DeviceBuild,
+    Policy,
+)
 from offload.policies.exact_topk import ExactTopK
 
 # (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
@@ -142,6 +150,9 @@ class TidalDecode(Policy):
     def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
         """The inner policy's arrays; only select layers are asked for them."""
         return self.inner.build(context)
+
+    def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
+        return self.inner.build_on_device(context)
 
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int

@@ -7,7 +7,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from offload.batch import pack
-from offload.prefill import attend, merge_state, rotate
+from offload.prefill import rotate
+from offload.prefill_attention import attend, merge_state
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""Building what a policy keeps of sequences while they are prefilled on a device.
+
+As soon as the keys and values of a layer are complete, before they leave the device: to build from
+the host's copy afterwards would bring all of them back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offload.policies.base import DeviceBuild
+from offload.policy_state import PolicyStates
+
+
+@dataclass(frozen=True)
+class _Pending:
+    seq: int
+    layer_idx: int
+    build: DeviceBuild
+    done: torch.cuda.Event | None  # by the device; None where there was nothing to wait for
+
+
+class PrefillBuild:
+    """One prefill's builds. `on_layer` goes to `prefill`; afterwards `finish`.
+
+    A layer is finished on the host when the one after it has been queued, so that the device has
+    work in the meantime. Sequences are built again later, on the host, if the policy cannot build
+    on a device, or if `finish` is not reached.
+
+    Args:
+        kv_lens: of the sequences to build for, the tokens that they will have.
+
+    Attributes:
+        host_seconds: spent here by the host, waiting included.
+    """
+
+    def __init__(self, states: PolicyStates, kv_lens: Mapping[int, int]) -> None:
+        self._states = states
+        self._kv_lens = dict(kv_lens)
+        self._pending: list[_Pending] = []
+        self._layers: dict[int, dict[int, Sequence[npt.NDArray[Any]]]] = {
+            seq: {} for seq in kv_lens
+        }
+        self.host_seconds = 0.0
+
+    def on_layer(self, layer_idx: int, seq: int, keys: Tensor, values: Tensor) -> None:
+        """Queue the build of one layer from its keys and values [num_kv_heads, kv_len, head_dim].
+
+        Its queries have been recorded by now.
+        """
+        if seq not in self._layers or layer_idx not in self._states.layers:
+            return
+        start = time.perf_counter()
+        kv_len = self._kv_lens[seq]
+        if keys.shape[1] != kv_len:
+            raise ValueError(
+                f"layer {layer_idx} of sequence {seq} has {keys.shape[1]} keys, expected {kv_len}"
+            )
+        context = self._states.build_context(seq, layer_idx, keys, values, kv_len + 1)
+        build = self._states.policy.build_on_device(context)
+        if build is None:
+            del self._layers[seq]
+        else:
+            done = None
+            if keys.is_cuda:
+                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                done.record(torch.cuda.current_stream(keys.device))
+            self._pending.append(_Pending(seq, layer_idx, build, done))
+        self._finish_before(layer_idx)
+        self.host_seconds += time.perf_counter() - start
+
+    def finish(self) -> None:
+        """Wait for the last builds, and hand everything to the policy states."""
+        start = time.perf_counter()
+        self._finish_before(None)
+        for seq, kv_len in self._kv_lens.items():
+            if seq in self._layers:
+                self._states.install(seq, self._layers[seq], kv_len + 1)
+        self._layers.clear()
+        self.host_seconds += time.perf_counter() - start
+
+    def _finish_before(self, layer_idx: int | None) -> None:
+        """Make the arrays of what was queued before this layer (None: of everything)."""
+        while self._pending and self._pending[0].layer_idx != layer_idx:
+            pending = self._pending.pop(0)
+            if pending.seq in self._layers:
+                if pending.done is not None:
+                    pending.done.synchronize()
+                self._layers[pending.seq][pending.layer_idx] = pending.build()

@@ -1,0 +1,273 @@
+"""Policies built from device tensors: the same arrays as on the CPU, within rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import relative_error
+from prefill_cases import run_prefill, store_for, tiny_lean_model
+from seeded import new_rng
+
+from cpu_ops import clustering
+from cpu_ops.native import WorkerPool
+from offload.attention import DecodeAttention
+from offload.policies import make_policy
+from offload.policies.base import BuildContext
+from offload.policies.lfps_layout import unlist_all
+from offload.policies.lychee_device import _fill_empty, chunk_means, spherical_kmeans
+from offload.policies.lychee_index import LycheeIndex
+from offload.policy_prefill import PrefillBuild
+
+KV_HEADS, GROUP = 2, 3
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+def topical(rng: np.random.Generator, kv_len: int, head_dim: int, num_topics: int = 20) -> Any:
+    """Keys in runs about one of some topics: clusters that rounding does not move."""
+    topics = rng.standard_normal((num_topics, KV_HEADS, head_dim), dtype=np.float32)
+    runs = np.repeat(rng.integers(0, num_topics, kv_len // 11 + 1), 11)[:kv_len]
+    noise = rng.standard_normal((kv_len, KV_HEADS, head_dim), dtype=np.float32)
+    return torch.from_numpy((2 * topics[runs] + 0.5 * noise).swapaxes(0, 1).copy())
+
+
+def context_of(rng, pool, kv_len=700, head_dim=32, dtype=torch.float32, marks=True):
+    keys = topical(rng, kv_len, head_dim).to(dtype)
+    values = torch.from_numpy(rng.standard_normal(keys.shape, dtype=np.float32)).to(dtype)
+    queries = rng.standard_normal((KV_HEADS * GROUP, 32, head_dim), dtype=np.float32)
+    return BuildContext(
+        layer_idx=1,
+        keys=keys,
+        values=values,
+        queries=torch.from_numpy(queries).to(dtype),
+        sm_scale=head_dim**-0.5,
+        capacity_tokens=kv_len + 300,
+        text_marks=rng.choice(np.array([0, 2, 0x40, 0x41], np.uint8), kv_len) if marks else None,
+        pool=pool,
+    )
+
+
+def on(device: str, context: BuildContext) -> BuildContext:
+    """Strided, as the rows of a prefill's buffer are."""
+    moved = {
+        name: torch.cat([x, x], dim=1).to(device)[:, : x.shape[1]]
+        for name in ("keys", "values", "queries")
+        for x in [getattr(context, name)]
+    }
+    return BuildContext(**{**vars(context), **moved})
+
+
+def both_builds(policy: Any, context: BuildContext, device: str) -> tuple[list[Any], list[Any]]:
+    finish = policy.build_on_device(on(device, context))
+    assert finish is not None
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return list(policy.build(context)), list(finish())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [32, 128, 256])
+@pytest.mark.parametrize("kv_len", [15, 100, 700])
+def test_quest(device, dtype, head_dim, kv_len, pool):
+    policy = make_policy("quest", budget_tokens=80)
+    context = context_of(new_rng(), pool, kv_len, head_dim, dtype)
+    for expected, array in zip(*both_builds(policy, context, device), strict=True):
+        assert expected.dtype == array.dtype
+        np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
+@pytest.mark.parametrize("kv_len", [90, 700])
+def test_lfps(device, dtype, granularity, kv_len, pool):
+    policy = make_policy("lfps", budget_tokens=80, granularity=granularity)
+    context = context_of(new_rng(), pool, kv_len, dtype=dtype)
+    expected, arrays = both_builds(policy, context, device)
+    for built in (expected, arrays):
+        unlist_all(built)  # what is listed depends on the last bit of a mean
+    assert relative_error(arrays[0], expected[0]) < 1e-5
+    assert relative_error(arrays[5], expected[5]) < 1e-5
+    for a, b in zip(arrays, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_len", [100, 700, 3000])
+def test_lychee_cluster(device, dtype, kv_len, pool):
+    """The same clusters of the same chunks, and radii that cover."""
+    policy = make_policy("lychee_cluster", budget_tokens=81)
+    context = context_of(new_rng(), pool, kv_len, 64, dtype)
+    expected, arrays = both_builds(policy, context, device)
+    for a, b in zip(arrays, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    before, index = LycheeIndex(expected), LycheeIndex(arrays)
+    np.testing.assert_array_equal(index.starts(), before.starts())
+    # A chunk between two clusters may go to the other one: fewer than one in a hundred.
+    differing = (index.links() != before.links()).mean()
+    assert differing < 0.01
+    if differing == 0:
+        (rows, radii), (expected_rows, expected_radii) = index.centroids(), before.centroids()
+        assert relative_error(rows, expected_rows) < 1e-3
+        np.testing.assert_allclose(radii, expected_radii, rtol=0.02, atol=1e-5)
+        for x, y in zip(index.norms_and_spreads(), before.norms_and_spreads(), strict=True):
+            np.testing.assert_allclose(x, y, rtol=0.02, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_chunk_means(device, dtype, pool):
+    rng = new_rng()
+    keys = torch.from_numpy(rng.standard_normal((3, 200, 48), dtype=np.float32)).to(dtype)
+    keys[1, 20:30] = 0
+    starts = np.array([4, 20, 30, 31, 47, 199])
+    expected = clustering.chunk_means(pool, keys, starts)
+    results = chunk_means(keys.to(device), starts)
+    for x, y in zip(results, expected, strict=True):
+        assert relative_error(x.cpu().numpy(), y) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (40, 40), (40, 39), (300, 64), (1000, 500)])
+def test_spherical_kmeans(device, n, k, pool, monkeypatch):
+    """As good a clustering as the native one, the same where nothing is at a boundary."""
+    monkeypatch.setattr("offload.policies.lychee_device.WORKSPACE_BYTES", 4 * 3 * k * 7)
+    rng = new_rng()
+    points = rng.standard_normal((3, n, 32), dtype=np.float32)
+    points /= np.linalg.norm(points, axis=-1, keepdims=True)
+    expected_labels, expected = clustering.spherical_kmeans(pool, points, k, 10)
+    labels, centroids = (
+        x.cpu().numpy() for x in spherical_kmeans(torch.from_numpy(points).to(device), k, 10)
+    )
+    for head in range(3):
+        assert set(labels[head]) == set(range(k))
+        fit = (points[head] * centroids[head, labels[head]]).sum()
+        expected_fit = (points[head] * expected[head, expected_labels[head]]).sum()
+        assert fit == pytest.approx(expected_fit, rel=2e-3)
+        sums = np.zeros((k, 32))
+        np.add.at(sums, labels[head], points[head].astype(np.float64))
+        sums /= np.linalg.norm(sums, axis=-1, keepdims=True)
+        assert relative_error(centroids[head], sums) < 1e-5
+    if k in (1, 39, 40):
+        np.testing.assert_array_equal(labels, expected_labels)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fill_empty_as_one_after_the_other(device):
+    rng = new_rng()
+    for num_clusters in (1, 5, 30):
+        labels = rng.integers(0, num_clusters, (4, 31)) // rng.integers(1, 5, (4, 1))
+        products = rng.choice(np.linspace(0, 1, 12, dtype=np.float32), (4, 31))
+        filled = _fill_empty(
+            torch.from_numpy(labels).to(device), torch.from_numpy(products).to(device), num_clusters
+        )
+        for head in range(4):
+            expected = labels[head].copy()
+            counts = np.bincount(expected, minlength=num_clusters)
+            worst = iter(np.argsort(products[head], kind="stable"))
+            for cluster in np.flatnonzero(counts == 0):
+                point = next(p for p in worst if counts[expected[p]] > 1)
+                counts[expected[point]] -= 1
+                expected[point], counts[cluster] = cluster, 1
+            np.testing.assert_array_equal(filled[head].cpu().numpy(), expected)
+
+
+def test_a_chunk_less_context(pool):
+    policy = make_policy("lychee_cluster", budget_tokens=81)
+    context = context_of(new_rng(), pool, 70)
+    for a, b in zip(*both_builds(policy, context, "cpu"), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("quest", {}), ("lfps", {}), ("lychee_cluster", {}), ("tidal_decode", {"inner": "lfps"})],
+)
+def test_alongside_a_prefill(name, options, pool):
+    """What `prefill` and `PrefillBuild` leave is what decoding would have built from the host."""
+    _, lean = tiny_lean_model()
+    options = dict(options)
+    if "inner" in options:
+        inner = make_policy(options.pop("inner"), budget_tokens=90, dense_layers=1)
+        policy = make_policy(name, inner=inner, select_layers=(1,))
+    else:
+        policy = make_policy(name, budget_tokens=90, dense_layers=1, **options)
+    store = store_for(lean)
+    attention = DecodeAttention(
+        policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.2
+    )
+    lengths = [150, 89, 90, 30]
+    seqs = [store.new_sequence() for _ in lengths]
+    build = attention.prefill_build(seqs, lengths)
+    assert isinstance(build, PrefillBuild)
+    run_prefill(
+        lean,
+        store,
+        seqs,
+        lengths,
+        on_queries=attention.on_prefill_queries,
+        on_layer=build.on_layer,
+    )
+    queries = {seq: dict(attention.states._queries.get(seq, {})) for seq in seqs}
+    build.finish()
+    assert build.host_seconds > 0
+    has_arrays = [attention.states.arrays_of(seq) is not None for seq in seqs]
+    assert has_arrays == [True, False, True, False]
+    for seq, kv_len in ((seqs[0], 150), (seqs[2], 90)):
+        built = attention.states.arrays_of(seq)
+        attention.states.rebuild(seq)
+        attention.states._queries[seq] = queries[seq]
+        expected = attention.states.ensure(seq, kv_len + 1)
+        assert built.capacity_tokens == expected.capacity_tokens
+        for arrays, others in zip(built.layers, expected.layers, strict=True):
+            assert [a.shape for a in arrays] == [b.shape for b in others]
+            if name == "quest":
+                for a, b in zip(arrays, others, strict=True):
+                    np.testing.assert_array_equal(a, b)
+    assert bool(attention.states._queries.get(seqs[1])) == (policy.observed_queries > 0)
+
+
+def test_a_policy_without_it_is_built_later(pool):
+    from heavy_hitter import HeavyHitter
+
+    _, lean = tiny_lean_model()
+    store = store_for(lean)
+    policy = HeavyHitter(budget_tokens=90, dense_layers=1)
+    attention = DecodeAttention(
+        policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.2
+    )
+    seq = store.new_sequence()
+    build = attention.prefill_build([seq], [120])
+    run_prefill(lean, store, [seq], [120], on_layer=build.on_layer)
+    build.finish()
+    assert attention.states.arrays_of(seq) is None
+    assert attention.states.ensure(seq, 121).layers[1]
+
+
+def test_dense_policies_have_nothing_to_build(pool):
+    _, lean = tiny_lean_model()
+    store = store_for(lean)
+    attention = DecodeAttention(
+        make_policy("full"), store, num_qo_heads=lean.attention.num_qo_heads, pool=pool
+    )
+    assert attention.prefill_build([], []) is None

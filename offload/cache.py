@@ -146,7 +146,7 @@ class OffloadedCache(Cache):
             raise ValueError(
                 f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
             )
-        self._num_columns = max(0, self._num_columns + tokens_to_remove)
+        self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
         for seq, padding in zip(self._seqs, self._padding, strict=True):
             del padding[bisect_left(padding, self._num_columns) :]
             kv_len = self._num_columns - len(padding)

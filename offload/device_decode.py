@@ -167,7 +167,7 @@ class DeviceDecoder:
         slots, kv_lens = self._bind(seqs)
         rows = _bucket(max(slots) + 1)
         key, step = ("layers", rows, self.on_mark), functools.partial(self._run_layers, rows)
-        self._handshake.prepare(key, step)
+        self._prepare(key, step)
         self._write_state(slots, kv_lens, batch.position_ids)
         at = torch.tensor(slots, device=self.device)
         self.buffers.hidden[at] = hidden
@@ -198,7 +198,7 @@ class DeviceDecoder:
             ("tokens", rows, options, self.on_mark),
             functools.partial(self._run_tokens, rows, options),
         )
-        self._handshake.prepare(key, step)
+        self._prepare(key, step)
         self._write_state(slots, kv_lens, position_ids, tokens)
         self._run(key, step, seqs, slots, kv_lens)
         return self.buffers.host_tokens[slots]
@@ -226,6 +226,11 @@ class DeviceDecoder:
         slots = self.resident.bind(seqs)
         self.resident.reserve(slots, kv_lens)
         return slots, kv_lens
+
+    def _prepare(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Do what the first run of `step` needs; it may run the step, with no row in use."""
+        self.buffers.host_state.fill_(-1)
+        self._handshake.prepare(key, step)
 
     def _write_state(
         self,

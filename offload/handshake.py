@@ -206,7 +206,8 @@ class GraphHandshake:
         with torch.cuda.stream(self._stream):
             self._warming_up = True
             try:
-                step()
+                with torch.random.fork_rng([self._stream.device_index]):  # its draws do not count
+                    step()
             finally:
                 self._warming_up = False
             self._stream.synchronize()

@@ -28,7 +28,7 @@ if triton is not None:
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["slot"])  # type: ignore[untyped-decorator]
-    def _mark_kernel(times: Any, slot: Any) -> None:
+    def _mark_kernel(times: tl.tensor, slot: tl.tensor) -> None:
         tl.store(times + slot, globaltimer())
 
 

@@ -300,6 +300,7 @@ def _prefill_seconds(
         store.reserve([seq], [num_tokens])
         bench.synchronize()
         start = time.perf_counter()
+        build = attention.prefill_build([seq], [num_tokens]) if engine == INDEXED else None
         prefill(
             bench.lean,
             hidden,
@@ -307,11 +308,13 @@ def _prefill_seconds(
             store=store,
             seqs=[seq],
             slice_tokens=slice_tokens,
-            on_queries=attention.on_prefill_queries if engine == INDEXED else None,
+            on_queries=None if build is None else attention.on_prefill_queries,
+            on_layer=None if build is None else build.on_layer,
         )
         store.commit([seq], [num_tokens])
-        if engine == INDEXED:
-            attention.build_states([seq], [num_tokens])
+        if build is not None:
+            build.finish()
+            attention.build_states([seq], [num_tokens + 1])  # what could not be built alongside
         bench.synchronize()
         return time.perf_counter() - start
     finally:

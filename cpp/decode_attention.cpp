@@ -29,10 +29,19 @@ void DecodeAttention::report_non_finite(int64_t layer_idx, int row_idx, int unit
 
 void DecodeAttention::load_queries(const std::vector<QueryRow>& rows) {
   const int64_t n = int64_t{shape_.num_qo_heads} * shape_.head_dim;
-  queries_.resize(rows.size() * static_cast<size_t>(n));
+  if (queries_.size() < rows.size() * static_cast<size_t>(n)) queries_.resize(rows.size() * static_cast<size_t>(n));
   for (size_t r = 0; r < rows.size(); ++r) {
     kernels_.to_float[static_cast<int>(shape_.dtype)](rows[r].query, n, queries_.data() + r * static_cast<size_t>(n));
   }
+}
+
+// Which of a unit's tokens are attended here. Lists hold the sinks first and the recent tokens last, as rows do.
+void DecodeAttention::set_range(Unit& unit) const {
+  unit.begin = 0;
+  unit.end = unit.n;
+  if (!options_.window_on_device) return;
+  unit.begin = std::min(options_.sink_tokens, unit.n);
+  unit.end = std::max(unit.begin, unit.n - options_.recent_tokens);
 }
 
 // Cuts the work into pieces so that all threads are busy, whether there is one long sequence or many short. Dense rows
@@ -41,22 +50,29 @@ void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
   const int64_t threads = pool_.num_threads();
   const int64_t page_tokens = int64_t{1} << shape_.page_shift;
   int64_t all_tokens = 0;
-  for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()); ++i) all_tokens += units_[i].n;
-  const int64_t target =
-      threads == 1 ? all_tokens : std::max(kMinPieceTokens, all_tokens / (threads * kPiecesPerThread));
+  for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()); ++i) {
+    set_range(units_[i]);
+    all_tokens += units_[i].end - units_[i].begin;
+  }
+  const int64_t target = threads == 1 ? std::max<int64_t>(1, all_tokens)
+                                      : std::max(kMinPieceTokens, all_tokens / (threads * kPiecesPerThread));
   pieces_.clear();
   int64_t part = 0;
-  const auto cut = [&](int r, int first_unit, int num_units, int64_t n, int64_t splits, int64_t align) {
+  const auto blocks_of = [](const Unit& unit, int64_t align) {
+    return std::max<int64_t>(1, ceil_div(unit.end, align) - unit.begin / align);
+  };
+  const auto cut = [&](int r, int first_unit, int num_units, int64_t splits, int64_t align) {
+    const Unit& first = units_[static_cast<size_t>(r * units() + first_unit)];  // the others have its range
     for (int u = first_unit; u < first_unit + num_units; ++u, part += splits) {
       Unit& unit = units_[static_cast<size_t>(r * units() + u)];
       unit.first_part = part;
       unit.num_parts = static_cast<int>(splits);
       unit.parts_left.store(static_cast<int>(splits), std::memory_order_relaxed);
     }
-    int64_t begin = 0;
-    const int64_t blocks = ceil_div(n, align);  // at least `splits` of them, so no piece is empty
+    int64_t begin = first.begin;
+    const int64_t blocks = blocks_of(first, align);  // at least `splits` of them: of several pieces none is empty
     for (int64_t i = 1; i <= splits; ++i) {
-      const int64_t end = i == splits ? n : blocks * i / splits * align;
+      const int64_t end = i == splits ? first.end : (first.begin / align + blocks * i / splits) * align;
       pieces_.push_back({r, first_unit, num_units, begin, end - begin, static_cast<int>(i - 1)});
       begin = end;
     }
@@ -64,26 +80,25 @@ void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
     const Unit& first = units_[static_cast<size_t>(r * units())];
     if (first.role == Role::dense) {
-      const int64_t pages = ceil_div(first.n, page_tokens);
-      const int64_t wanted = std::max<int64_t>(1, first.n * units() / target);
-      const int64_t splits = std::min(wanted, pages);
+      const int64_t wanted = std::max<int64_t>(1, (first.end - first.begin) * units() / target);
+      const int64_t splits = std::min(wanted, blocks_of(first, page_tokens));
       const int64_t groups = std::min<int64_t>(units(), ceil_div(wanted, splits));
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t begin = units() * g / groups;
-        cut(r, static_cast<int>(begin), static_cast<int>(units() * (g + 1) / groups - begin), first.n, splits,
-            page_tokens);
+        cut(r, static_cast<int>(begin), static_cast<int>(units() * (g + 1) / groups - begin), splits, page_tokens);
       }
     } else {
       for (int u = 0; u < units(); ++u) {
         const Unit& unit = units_[static_cast<size_t>(r * units() + u)];
         if (unit.answered) continue;
-        const int64_t align = unit.indices == nullptr && unit.n > page_tokens ? page_tokens : 1;
-        const int64_t most = std::max<int64_t>(1, ceil_div(unit.n, align));
-        cut(r, u, 1, unit.n, std::clamp<int64_t>((unit.n + target / 2) / target, 1, most), align);
+        const int64_t n = unit.end - unit.begin;
+        const int64_t align = unit.indices == nullptr && n > page_tokens ? page_tokens : 1;
+        cut(r, u, 1, std::clamp<int64_t>((n + target / 2) / target, 1, blocks_of(unit, align)), align);
       }
     }
   }
-  parts_.resize(static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2)));
+  const auto floats = static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2));
+  if (parts_.size() < floats) parts_.resize(floats);
 }
 
 AttendArgs DecodeAttention::unit_args(const QueryRow& row, int row_idx, int unit_idx, int split) {
@@ -149,7 +164,7 @@ void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow
   }
   if (unit.role == Role::dense) {
     attend_dense(row, piece, worker);
-  } else {
+  } else if (piece.n > 0) {
     AttendArgs args = unit_args(row, piece.row, piece.first_unit, piece.split);
     args.tokens = unit.indices == nullptr ? TokenSpan{nullptr, piece.begin, piece.n}
                                           : TokenSpan{unit.indices + piece.begin, 0, piece.n};
@@ -170,6 +185,17 @@ void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow
   }
 }
 
+void DecodeAttention::write_output(const QueryRow& row, int first_head, int64_t num_heads, const float* x) const {
+  const int64_t n = num_heads * shape_.head_dim;
+  const int64_t item = options_.float_output ? int64_t{sizeof(float)} : dtype_bytes(shape_.dtype);
+  char* out = static_cast<char*>(row.output) + int64_t{first_head} * shape_.head_dim * item;
+  if (options_.float_output) {
+    std::memcpy(out, x, static_cast<size_t>(n * item));
+  } else {
+    kernels_.from_float[static_cast<int>(shape_.dtype)](x, n, out);
+  }
+}
+
 // Exact merge of partial softmaxes: o = Σ exp(max_i - max) acc_i / Σ exp(max_i - max) sum_i.
 void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
   Unit& unit = units_[static_cast<size_t>(row_idx * units() + unit_idx)];
@@ -177,15 +203,16 @@ void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row
   const int64_t head_dim = shape_.head_dim;
   const int64_t part_size = group * (head_dim + 2);
   const float* parts = parts_.data() + unit.first_part * part_size;
-  float lse[kMaxGroupSize];
+  float* lse = unit.lse;
   float out[kMaxHeadDim];
-  if (unit.n == 0) {  // attending to nothing is the neutral element of the merge: zero output, lse of -inf
-    const int64_t bytes = group * head_dim * dtype_bytes(shape_.dtype);
-    std::memset(static_cast<char*>(row.output) + unit_idx * bytes, 0, static_cast<size_t>(bytes));
-    for (int g = 0; g < group && row.lse != nullptr; ++g) row.lse[unit_idx * group + g] = -INFINITY;
-    return;
+  const bool empty = unit.begin == unit.end;  // the neutral element of the merge: zero output, lse of -inf
+  for (int g = 0; g < group && empty; ++g) {
+    std::fill_n(out, head_dim, 0.0f);
+    lse[g] = -INFINITY;
+    write_output(row, unit_idx * group + g, 1, out);
+    if (row.lse != nullptr) row.lse[unit_idx * group + g] = lse[g];
   }
-  for (int g = 0; g < group; ++g) {
+  for (int g = 0; g < group && !empty; ++g) {
     float maximum = -3.0e38f;
     for (int i = 0; i < unit.num_parts; ++i) maximum = std::max(maximum, parts[i * part_size + group * head_dim + g]);
     float sum = 0.0f;
@@ -204,33 +231,79 @@ void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row
     lse[g] = maximum + std::log(sum) + (unit.weights.empty() ? 0.0f : unit.lse_all[g]);
     if (!std::isfinite(lse[g]) || check != 0.0f) return report_non_finite(layer_idx, row_idx, unit_idx);
     const int head = unit_idx * group + g;
-    const int64_t offset = head * head_dim * dtype_bytes(shape_.dtype);
-    kernels_.from_float[static_cast<int>(shape_.dtype)](out, head_dim, static_cast<char*>(row.output) + offset);
+    write_output(row, head, 1, out);
     if (row.lse != nullptr) row.lse[head] = lse[g];
   }
-  float* weights = nullptr;
+  if (row.weights != nullptr && unit.n > 0) {
+    std::memcpy(row.weights + row.indptr[unit_idx] * group, attended_weights(row, row_idx, unit_idx),
+                static_cast<size_t>(group * unit.n) * sizeof(float));
+  }
+  if (unit.sparse && !options_.defers_updates) update_unit(layer_idx, row, row_idx, unit_idx, worker);
+}
+
+// Scores the tokens of a unit's list that are in the window on the device, for the policy's eyes. Raises lse, of what
+// was attended here, to that of the whole list.
+void DecodeAttention::score_window(const QueryRow& row, int row_idx, int unit_idx, float* lse) {
+  Unit& unit = unit_of(row_idx, unit_idx);
+  const int group = unit_group();
+  const int64_t ends[2][2] = {{0, unit.begin}, {unit.end, unit.n}};
+  for (const auto& [first, last] : ends) {
+    if (first == last) continue;
+    kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(row_idx, unit_idx * group),
+                                                    group,
+                                                    shape_.head_dim,
+                                                    shape_.keys(row.pages, kv_head_of(unit_idx)),
+                                                    {unit.indices + first, 0, last - first},
+                                                    shape_.sm_scale,
+                                                    unit.scores.data() + first,
+                                                    unit.n});
+  }
+  for (int g = 0; g < group; ++g) {
+    const float* scores = unit.scores.data() + g * unit.n;
+    float maximum = lse[g];
+    for (const auto& [first, last] : ends) {
+      for (int64_t i = first; i < last; ++i) maximum = std::max(maximum, scores[i]);
+    }
+    float sum = std::exp(lse[g] - maximum);
+    for (const auto& [first, last] : ends) {
+      for (int64_t i = first; i < last; ++i) sum += std::exp(scores[i] - maximum);
+    }
+    lse[g] = maximum + std::log(sum);
+  }
+}
+
+// The normalised weights [group, n] of a unit's tokens, whether attended here or on the device, in place of its scores.
+// Null where they are not known.
+float* DecodeAttention::attended_weights(const QueryRow& row, int row_idx, int unit_idx) {
+  Unit& unit = unit_of(row_idx, unit_idx);
+  const int group = unit_group();
+  const bool whole = unit.end - unit.begin == unit.n;
   if (!unit.scores.empty()) {
-    weights = unit.scores.data();
+    float lse[kMaxGroupSize];
+    std::copy_n(unit.lse, group, lse);
+    if (!whole) score_window(row, row_idx, unit_idx, lse);
+    float* weights = unit.scores.data();
     for (int g = 0; g < group; ++g) {
       for (int64_t i = 0; i < unit.n; ++i) weights[g * unit.n + i] = std::exp(weights[g * unit.n + i] - lse[g]);
     }
-    if (row.weights != nullptr) {
-      std::memcpy(row.weights + row.indptr[unit_idx] * group, weights,
-                  static_cast<size_t>(group * unit.n) * sizeof(float));
-    }
-  } else if (!unit.weights.empty()) {
-    weights = unit.weights.data();
-    for (int g = 0; g < group; ++g) {
-      const float factor = std::exp(unit.lse_all[g] - lse[g]);
-      for (int64_t i = 0; i < unit.n; ++i) weights[g * unit.n + i] *= factor;
-    }
+    return weights;
   }
-  if (unit.sparse) update_policy(layer_idx, row, row_idx, unit_idx, weights, worker);
+  if (unit.weights.empty()) return nullptr;
+  float* weights = unit.weights.data();
+  for (int g = 0; g < group; ++g) {
+    float factor = std::exp(unit.lse_all[g] - unit.lse[g]);
+    if (!whole) {
+      float sum = 0.0f;
+      for (int64_t i = 0; i < unit.n; ++i) sum += weights[g * unit.n + i];
+      factor = 1.0f / sum;
+    }
+    for (int64_t i = 0; i < unit.n; ++i) weights[g * unit.n + i] *= factor;
+  }
+  return weights;
 }
 
 // Tells the policy what a unit attended to, and that its newest token is there.
-void DecodeAttention::update_policy(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx,
-                                    const float* weights, int worker) {
+void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
   const Unit& unit = unit_of(row_idx, unit_idx);
   if (!asks_policy(unit.role) || (policy_.observe == nullptr && policy_.append == nullptr)) return;
   const PhaseTimer timer(profile_of(worker), Phase::update);
@@ -238,11 +311,20 @@ void DecodeAttention::update_policy(int64_t layer_idx, const QueryRow& row, int 
   if (policy_.observe != nullptr && unit.indices != nullptr && !unit.answered) {
     ctx.indices = const_cast<int32_t*>(unit.indices);
     ctx.num_indices = unit.n;
-    ctx.weights = weights;
+    ctx.weights = attended_weights(row, row_idx, unit_idx);
     policy_.observe(&ctx);
   }
   if (policy_.append != nullptr) policy_.append(&ctx);
   finish_context(ctx);
+}
+
+void DecodeAttention::update(int64_t layer_idx, const std::vector<QueryRow>& rows) {
+  if (sparse_rows_.empty() || (policy_.observe == nullptr && policy_.append == nullptr)) return;
+  pool_.parallel_for(static_cast<int64_t>(sparse_rows_.size()) * units(), [&](int64_t task, int worker) {
+    const int r = sparse_rows_[static_cast<size_t>(task / units())];
+    const int unit = static_cast<int>(task % units());
+    if (unit_of(r, unit).sparse) update_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
+  });
 }
 
 WorkerProfile DecodeAttention::profile() const {
@@ -257,23 +339,25 @@ WorkerProfile DecodeAttention::profile() const {
 }
 
 std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row,
-                                    bool prepares) {
+                                    bool prepares, const AttendOptions& options) {
   failed_.store(false);
+  options_ = options;
   load_queries(rows);
   const size_t count = rows.size() * static_cast<size_t>(units());
   if (count > units_capacity_) {
     units_ = std::make_unique<Unit[]>(count);
     units_capacity_ = count;
   }
-  selection_.resize(count);
+  if (selection_.size() < count) selection_.resize(count);
+  num_selections_ = count;
   first_row_ = first_row;
   const size_t published = (static_cast<size_t>(first_row) + rows.size()) * static_cast<size_t>(units());
   if (published_.size() < published) published_.resize(published);
-  std::vector<int> sparse_rows;
+  sparse_rows_.clear();
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
     const QueryRow& row = rows[static_cast<size_t>(r)];
     const bool chosen = sparse && row.indptr == nullptr && row.kv_len > policy_.budget_tokens;
-    if (chosen) sparse_rows.push_back(r);
+    if (chosen) sparse_rows_.push_back(r);
     for (int u = 0; u < units(); ++u) {
       Unit& unit = unit_of(r, u);
       selection_[static_cast<size_t>(r * units() + u)].clear();
@@ -293,12 +377,12 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
       }
     }
   }
-  if (!sparse_rows.empty()) {
+  if (!sparse_rows_.empty()) {
     if (policy_.scans_keys) {
       if (prepares) prepare(layer_idx, rows);
-      scan_and_select(layer_idx, rows, sparse_rows);
+      scan_and_select(layer_idx, rows);
     } else {
-      propose_and_score(layer_idx, rows, sparse_rows, prepares);
+      propose_and_score(layer_idx, rows, prepares);
     }
     if (failed_.load()) return failure_;
   }

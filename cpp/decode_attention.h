@@ -41,7 +41,7 @@ struct QueryRow {
   const int64_t* pages;       // page addresses of (sequence, layer)
   int64_t kv_len;             // attends to tokens [0, kv_len)
   const void* query;          // [num_qo_heads, head_dim], dtype of the shape
-  void* output;               // the same
+  void* output;               // the same, or float32 (AttendOptions)
   float* lse;                 // optional [num_qo_heads]
   void* const* arrays;        // the policy's arrays of (sequence, layer), kMaxPolicyArrays of them; may be null
   const uint8_t* text_marks;  // [kv_len] or null
@@ -51,9 +51,25 @@ struct QueryRow {
   float* weights;  // optional with an explicit selection: normalised weights [group_size, n] per unit, units in order
 };
 
+// For callers that hold a part of the cache elsewhere, and have something to do between the answer and the policy's
+// learning from it.
+struct AttendOptions {
+  // Sinks and recent tokens are somebody else's (a GPU's): what is attended here is the rest of each unit's tokens, for
+  // an exact merge; that of no tokens has an lse of -inf. What the policy is shown does not change by it. A unit that
+  // the policy answered has an lse of +inf: its output is the whole answer.
+  bool window_on_device = false;
+  int64_t sink_tokens = 0;  // of that window; where a policy selects, as many as its own
+  int64_t recent_tokens = 0;
+  bool float_output = false;    // output is float32 instead of the shape's dtype
+  bool defers_updates = false;  // the policy's observe() and append() wait for update()
+};
+
 class DecodeAttention {
  public:
   DecodeAttention(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool);
+
+  const AttentionShape& shape() const { return shape_; }
+  WorkerPool& pool() { return pool_; }
 
   void set_policy(const PolicyFunctions& policy) { policy_ = policy; }
   void set_units_per_row(bool per_query_head) { per_query_head_ = per_query_head; }
@@ -63,13 +79,17 @@ class DecodeAttention {
   // `first_row` numbers rows[0] in its step: where rows are attended in several calls, each finds what it published.
   // With `prepares`, the policy's prepare() runs first, for callers that have nothing to overlap it with.
   std::string attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row = 0,
-                     bool prepares = false);
+                     bool prepares = false, const AttendOptions& options = {});
+  // What the last attend() deferred; rows are those of that call.
+  void update(int64_t layer_idx, const std::vector<QueryRow>& rows);
   // The policy's prepare() for rows that will be attended sparsely.
   void prepare(int64_t layer_idx, const std::vector<QueryRow>& rows);
 
   // Which tokens each unit of each row of the last attend() attended; empty where it was all of them, or none because
   // the policy answered.
-  const std::vector<std::vector<int32_t>>& last_selection() const { return selection_; }
+  std::vector<std::vector<int32_t>> last_selection() const {
+    return {selection_.begin(), selection_.begin() + static_cast<std::ptrdiff_t>(num_selections_)};
+  }
 
   // Counts from now on; off until the first call.
   void start_profile() { profiles_.assign(static_cast<size_t>(pool_.num_threads()), WorkerProfile{}); }
@@ -101,10 +121,20 @@ class DecodeAttention {
     std::vector<float> scores;         // raw scores of the selection [group, n], where somebody wants its weights
     const int32_t* indices = nullptr;  // null: tokens 0 … n - 1
     int64_t n = 0;
+    int64_t begin = 0;  // of those n, [begin, end) are attended here; the others are in the window on the device
+    int64_t end = 0;
+    float lse[kMaxGroupSize];             // of what was attended here
     std::vector<int32_t> considered;      // with propose: sinks, candidates, recent tokens
     std::vector<float> candidate_scores;  // [group, considered]
     std::vector<float> importance;        // [considered]
     std::atomic<int> scores_left{0};
+  };
+  // One task of scoring candidates.
+  struct ScoreRange {
+    int row;
+    int unit;
+    int64_t begin;
+    int64_t n;
   };
   // Scratch of a wave: some KV heads of a row whose keys are scanned together.
   struct ScanSlot {
@@ -134,6 +164,8 @@ class DecodeAttention {
     return static_cast<Role>(policy_.roles[static_cast<size_t>(layer_idx * units() + unit)]);
   }
   bool asks_policy(Role role) const { return role == Role::retrieve || role == Role::select; }
+  void set_range(Unit& unit) const;
+  void write_output(const QueryRow& row, int first_head, int64_t num_heads, const float* x) const;
   WorkerProfile* profile_of(int worker) {
     return profiles_.empty() ? nullptr : &profiles_[static_cast<size_t>(worker)];
   }
@@ -142,8 +174,7 @@ class DecodeAttention {
   PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void finish_context(const PolicyContext& context);
   void prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
-  void propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows, const std::vector<int>& sparse_rows,
-                         bool prepares);
+  void propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares);
   void propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance, int worker);
@@ -152,7 +183,7 @@ class DecodeAttention {
   }
 
   // decode_attention_scan.cpp: exact weights of all keys
-  void scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows, const std::vector<int>& sparse_rows);
+  void scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows);
   void select_for_all(int64_t layer_idx, const QueryRow& row, int row_idx, int worker);
   void scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks, ScanSlot& slot,
                    int worker);
@@ -166,7 +197,9 @@ class DecodeAttention {
   void attend_dense(const QueryRow& row, const Piece& piece, int worker);
   AttendArgs unit_args(const QueryRow& row, int row_idx, int unit, int split);
   void merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
-  void update_policy(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* weights, int worker);
+  float* attended_weights(const QueryRow& row, int row_idx, int unit);
+  void score_window(const QueryRow& row, int row_idx, int unit, float* lse);
+  void update_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void report_non_finite(int64_t layer_idx, int row_idx, int unit);
 
   const AttentionShape shape_;
@@ -175,7 +208,12 @@ class DecodeAttention {
   PolicyFunctions policy_;
   bool per_query_head_ = false;
 
-  std::vector<float> queries_;  // [rows, num_qo_heads, head_dim]
+  // Scratch only grows: a step in steady state allocates nothing.
+  AttendOptions options_;
+  std::vector<float> queries_;    // [rows, num_qo_heads, head_dim]
+  std::vector<int> sparse_rows_;  // those of the last attend() that the policy had a say in
+  std::vector<ScoreRange> score_ranges_;
+  size_t num_selections_ = 0;
   std::vector<std::vector<int32_t>> selection_;
   std::vector<std::vector<int32_t>> published_;  // of each row of the step and unit; kept from layer to layer
   int first_row_ = 0;

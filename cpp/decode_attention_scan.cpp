@@ -20,8 +20,7 @@ constexpr int64_t kScanScratchBytes = int64_t{4} << 20;
 // all its heads in memory order; then, per head, turning scores into weights and selecting. The list interleaves them
 // so that no thread idles: ranges of wave w + 1 come before the selections of wave w. Tasks start in order, so a task
 // only ever waits for tasks that are already running.
-void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows,
-                                      const std::vector<int>& sparse_rows) {
+void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   struct Task {
     int64_t wave;
     int head_of_wave;  // -1: a range
@@ -39,7 +38,7 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
     }
     return false;
   };
-  for (int r : sparse_rows) {
+  for (int r : sparse_rows_) {
     const int64_t kv_len = rows[static_cast<size_t>(r)].kv_len;
     int retrieving = 0;
     for (int u = 0; u < units(); ++u) retrieving += unit_of(r, u).role == Role::retrieve;

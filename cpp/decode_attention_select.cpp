@@ -125,11 +125,10 @@ void DecodeAttention::prepare_unit(int64_t layer_idx, const QueryRow& row, int r
 }
 
 // For policies that do not scan all keys: select() alone, or propose() -> scores of the candidates -> select().
-void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows,
-                                        const std::vector<int>& sparse_rows, bool prepares) {
+void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares) {
   const bool proposes = policy_.propose != nullptr;
-  pool_.parallel_for(static_cast<int64_t>(sparse_rows.size()) * units(), [&](int64_t task, int worker) {
-    const int r = sparse_rows[static_cast<size_t>(task / units())];
+  pool_.parallel_for(static_cast<int64_t>(sparse_rows_.size()) * units(), [&](int64_t task, int worker) {
+    const int r = sparse_rows_[static_cast<size_t>(task / units())];
     const int unit = static_cast<int>(task % units());
     if (!asks_policy(unit_of(r, unit).role)) return;
     if (prepares && policy_.prepare != nullptr) {
@@ -145,25 +144,20 @@ void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<Que
   });
   if (!proposes || failed_.load()) return;
 
-  struct Range {
-    int row;
-    int unit;
-    int64_t begin;
-    int64_t n;
-  };
-  std::vector<Range> ranges;
+  std::vector<ScoreRange>& ranges = score_ranges_;
+  ranges.clear();
   int64_t all_tokens = 0;
   const auto considered = [&](int r, int u) {
     const Unit& unit = unit_of(r, u);
     return asks_policy(unit.role) && !unit.answered ? static_cast<int64_t>(unit.considered.size()) : 0;
   };
-  for (int r : sparse_rows) {
+  for (int r : sparse_rows_) {
     for (int u = 0; u < units(); ++u) all_tokens += considered(r, u);
   }
   const int64_t threads = pool_.num_threads();
   const int64_t target =
       threads == 1 ? all_tokens : std::max(kMinScoreTokens, all_tokens / (threads * kPiecesPerThread));
-  for (int r : sparse_rows) {
+  for (int r : sparse_rows_) {
     for (int u = 0; u < units(); ++u) {
       const int64_t n = considered(r, u);
       if (n == 0) continue;
@@ -175,7 +169,7 @@ void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<Que
     }
   }
   pool_.parallel_for(static_cast<int64_t>(ranges.size()), [&](int64_t task, int worker) {
-    const Range& range = ranges[static_cast<size_t>(task)];
+    const ScoreRange& range = ranges[static_cast<size_t>(task)];
     const QueryRow& row = rows[static_cast<size_t>(range.row)];
     Unit& unit = unit_of(range.row, range.unit);
     const auto n = static_cast<int64_t>(unit.considered.size());
@@ -227,12 +221,12 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
     for (int i = 0; i < group * shape_.head_dim; ++i) check += output[i] * 0.0f;
     for (int g = 0; g < group; ++g) check += lse[g] * 0.0f;
     if (check != 0.0f) return report_non_finite(layer_idx, row_idx, unit_idx);
-    const int64_t first_head = int64_t{unit_idx} * group;
-    const int64_t offset = first_head * shape_.head_dim * dtype_bytes(shape_.dtype);
-    kernels_.from_float[static_cast<int>(shape_.dtype)](output, int64_t{group} * shape_.head_dim,
-                                                        static_cast<char*>(row.output) + offset);
-    for (int g = 0; g < group && row.lse != nullptr; ++g) row.lse[first_head + g] = lse[g];
-    return update_policy(layer_idx, row, row_idx, unit_idx, nullptr, worker);
+    write_output(row, unit_idx * group, group, output);
+    for (int g = 0; g < group && row.lse != nullptr; ++g) {
+      row.lse[unit_idx * group + g] = options_.window_on_device ? INFINITY : lse[g];
+    }
+    if (!options_.defers_updates) update_unit(layer_idx, row, row_idx, unit_idx, worker);
+    return;
   }
   if (count < 0 || (count > 0 && ctx.candidates == nullptr)) return report_non_finite(layer_idx, row_idx, unit_idx);
   add_own(unit.considered, ctx.candidates, count);

@@ -2,25 +2,9 @@
 
 #include <unistd.h>
 
-#include <chrono>
+#include "spin.h"
 
 namespace offload {
-namespace {
-
-inline void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-}  // namespace
 
 WorkerPool::WorkerPool(int num_threads, int64_t spin_us)
     : num_threads_(num_threads), spin_ns_(spin_us * 1000), owner_(getpid()) {
@@ -65,6 +49,11 @@ void WorkerPool::run(int64_t num_tasks, Task task, void* context) {
   while (joined_.load() != 0) cpu_relax();
 }
 
+void WorkerPool::keep_awake(bool on) {
+  kept_awake_.fetch_add(on ? 1 : -1, std::memory_order_relaxed);
+  if (on) run(num_threads_, [](void*, int64_t, int) {}, nullptr);
+}
+
 void WorkerPool::work(int worker) {
   const Job job = job_;
   for (;;) {
@@ -84,7 +73,11 @@ void WorkerPool::worker_loop(int worker) {
       if (spins % 64 == 0) {
         const int64_t now = now_ns();
         if (deadline == 0) deadline = now + spin_ns_;
-        if (now > deadline) state_.wait(state);
+        if (now > deadline && kept_awake_.load(std::memory_order_relaxed) > 0) {
+          std::this_thread::yield();  // there may be fewer CPUs than threads
+        } else if (now > deadline) {
+          state_.wait(state);
+        }
       }
       state = state_.load(std::memory_order_acquire);
     }

@@ -38,6 +38,10 @@ class WorkerPool {
         &body);
   }
 
+  // While this is on (calls with true less calls with false), workers do not sleep: for callers who know that jobs come
+  // in short order. Wakes them.
+  void keep_awake(bool on);
+
   // Ends the threads; run() then works on the caller alone. Called by the destructor.
   void close();
 
@@ -63,6 +67,7 @@ class WorkerPool {
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> joined_{0};
   alignas(64) std::atomic<int64_t> next_task_{0};
+  alignas(64) std::atomic<int> kept_awake_{0};
 };
 
 }  // namespace offload

@@ -46,6 +46,7 @@ class DecodeStep:
         page_tables, table_strides: int64 [n], address of and pages per layer in the page table.
         arrays: int64 [n], address of the policy's pointer table [num_layers, 8], or empty.
         text_marks: int64 [n], address of the text marks of the row's sequence, or empty.
+        kept: what the addresses point into; a step's memory lives as long as the step.
         in_turns: rows must run one after the other, as they share their sequence's policy state.
         has_short_rows: some row is no longer than the policy's budget.
         prepared: layers whose `prepare` has run.
@@ -58,6 +59,7 @@ class DecodeStep:
     table_strides: Int64Array
     arrays: Int64Array
     text_marks: Int64Array
+    kept: tuple[Any, ...]
     in_turns: bool
     has_short_rows: bool
     prepared: set[int]
@@ -178,6 +180,11 @@ class DecodeAttention:
         self._has_state = policy.selects and policy.has_state()
         self._observes_queries = policy.selects and policy.observed_queries > 0
 
+    @property
+    def is_dense(self) -> list[bool]:
+        """Of each layer: every unit attends to everything, whatever the length."""
+        return [not sparse for sparse in self._sparse.tolist()]
+
     def build_states(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> float:
         """Build what the policy keeps of sequences that will have `kv_lens` tokens.
 
@@ -219,17 +226,21 @@ class DecodeAttention:
                     f" [1, {table.shape[1] * self.store.page_tokens}] (its pages), got {kv_len}"
                 )
         arrays = text_marks = NO_ARRAYS
+        kept: list[Any] = list(tables)
         if self._has_state and int(lens.max()) > self._budget_tokens:
             longest: dict[int, int] = {}  # grow once, before any address is taken
             for seq, kv_len in zip(seqs, kv_lens, strict=True):
                 longest[seq] = max(kv_len, longest.get(seq, 0))
-            tables_of = {
-                seq: self.states.ensure(seq, kv_len).pointers.ctypes.data
+            states = {
+                seq: self.states.ensure(seq, kv_len)
                 for seq, kv_len in longest.items()
                 if kv_len > self._budget_tokens
             }
+            kept += states.values()
+            tables_of = {seq: state.pointers.ctypes.data for seq, state in states.items()}
             arrays = np.array([tables_of.get(seq, 0) for seq in seqs], np.int64)
             if self.policy.reads_text:
+                kept += [self.states.marks_of(seq) for seq in longest]
                 text_marks = np.array(
                     [self.states.marks_address(seq, longest[seq]) for seq in seqs], np.int64
                 )
@@ -241,6 +252,7 @@ class DecodeAttention:
             table_strides=np.array([table.shape[1] for table in tables], np.int64),
             arrays=arrays,
             text_marks=text_marks,
+            kept=tuple(kept),
             in_turns=self._has_state and len(set(seqs)) < len(seqs),
             has_short_rows=int(lens.min()) <= self._budget_tokens,
             prepared=set(),
@@ -312,8 +324,8 @@ class DecodeAttention:
                 first,
                 layer_idx not in step.prepared,
             )
-        if self._observes_queries and sparse and step.has_short_rows:
-            self._record_dense_queries(layer_idx, step, query)
+        if sparse and self.keeps_queries(step):
+            self.record_step_queries(layer_idx, step, query)
         if self.on_attended is not None:
             self.on_attended(layer_idx, step, query, out)
 
@@ -362,7 +374,36 @@ class DecodeAttention:
         """Tokens of each (row, unit) of the last `attend` that was sparse; [] where dense."""
         return self._native.last_selection()
 
-    def _record_dense_queries(self, layer_idx: int, step: DecodeStep, query: Tensor) -> None:
+    @property
+    def native(self) -> _native.DecodeAttention:
+        """The C++ object, for native code that attends by itself."""
+        return self._native
+
+    @property
+    def sparse_layers(self) -> npt.NDArray[np.bool_]:
+        """[num_layers]: where the policy has a say in rows longer than its budget."""
+        return self._sparse
+
+    def builds_state(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> bool:
+        """Whether `begin_step` would build or move policy state of these rows.
+
+        It must not be called then while steps of these sequences are in flight.
+        """
+        return self._has_state and any(
+            kv_len > self._budget_tokens and not self.states.serves(seq, kv_len)
+            for seq, kv_len in zip(seqs, kv_lens, strict=True)
+        )
+
+    def keeps_queries(self, step: DecodeStep) -> bool:
+        """Whether `record_step_queries` wants the queries of the step's sparse layers."""
+        return self._observes_queries and step.has_short_rows
+
+    def record_step_queries(self, layer_idx: int, step: DecodeStep, query: Tensor) -> None:
+        """Keep the queries of rows that attended densely, for the policy's `build`.
+
+        Args:
+            query: [n, >= num_qo_heads * head_dim], rotated.
+        """
         heads = query[:, : self._row_elements].view(len(query), self.num_qo_heads, -1)
         for row, (seq, kv_len) in enumerate(zip(step.seqs, step.kv_lens.tolist(), strict=True)):
             if kv_len <= self._budget_tokens:

@@ -79,6 +79,18 @@ class RaggedBatch:
         return [first_row[sequence] for sequence in self.sequence_of_row]
 
 
+def one_token_each(batch_size: int) -> RaggedBatch:
+    """One new token in each row, whose position the caller knows."""
+    rows = list(range(batch_size))
+    return RaggedBatch(
+        indptr=[*rows, batch_size],
+        columns=torch.arange(batch_size),
+        position_ids=torch.zeros(batch_size, dtype=torch.int64),
+        sequence_of_row=rows,
+        rows_shape=(batch_size, 1),
+    )
+
+
 def pack(
     rows_shape: tuple[int, int],
     attended: torch.Tensor | None,

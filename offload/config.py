@@ -13,6 +13,7 @@ from offload.memory import check_max_memory
 from offload.policies import Policy, make_policy
 from offload.policies.full import Full
 
+BACKENDS = ("graph", "stream", "inline")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -23,12 +24,18 @@ class RuntimeConfig:
     Attributes:
         policy: which cached tokens a decode step attends to.
         dtype: of weights, activations and KV cache; None is the checkpoint's own.
-        device: where the linear layers run.
+        device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
-            With device="cpu", "cpu" covers the weights and the KV cache.
-        num_threads: CPU threads of prefill and decoding; None is all CPUs this process may use.
+            With device="cpu", "cpu" covers the weights and the KV cache; with a GPU, "cpu" covers
+            the KV cache, and the GPU's index its weights and the part of the KV cache there.
+        num_threads: CPU threads of prefill and decoding; None is all CPUs this process may use,
+            with a GPU all but one: the driver and Python need it.
         prefill_slice_tokens: tokens whose activations exist at one time during prefill.
         page_tokens: tokens in a page of the KV store.
+        backend: how GPU and CPU wait for each other in a decode step, "graph" or "stream" (see
+            `handshake`); None is the fastest the GPU can do. "inline" runs the GPU's code path on
+            the CPU, for tests and debugging.
+        deadline_seconds: after which a decode step that one side does not finish is an error.
     """
 
     policy: Policy = field(default_factory=Full)
@@ -38,22 +45,22 @@ class RuntimeConfig:
     num_threads: int | None = None
     prefill_slice_tokens: int = 8192
     page_tokens: int = 256
+    backend: str | None = None
+    deadline_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES.values():
             raise _unknown("dtype", self.dtype, ["auto", *DTYPES])
-        if self.device.partition(":")[0] == "cuda":
-            raise NotImplementedError(
-                f"device={self.device!r}: the GPU pipeline has not landed yet; available: cpu"
-            )
-        if self.device != "cpu":
-            raise _unknown("device", self.device, ["cpu"])
-        devices = [key for key in self.max_memory if key != "cpu"]
-        if devices:
-            raise ValueError(
-                f"max_memory names device {devices[0]}, but device is 'cpu'; "
-                "give max_memory={'cpu': ...} only"
-            )
+        device = _device(self.device)
+        check_backend(self.backend, device)
+        for key in self.max_memory:
+            if key != "cpu" and (device.type == "cpu" or key != (device.index or 0)):
+                raise ValueError(
+                    f"max_memory names device {key}, but device is {self.device!r}; "
+                    f"give {_budget_example(device)}"
+                )
+        if not self.deadline_seconds > 0:
+            raise ValueError(f"deadline_seconds must be positive, got {self.deadline_seconds!r}")
         for name in ("num_threads", "prefill_slice_tokens", "page_tokens"):
             number = getattr(self, name)
             if number is None and name == "num_threads":
@@ -71,7 +78,7 @@ def runtime_config(**options: Any) -> RuntimeConfig:
     Raises:
         ValueError: an unknown policy, dtype or device, or a value out of range.
         TypeError: an unknown option.
-        NotImplementedError: device="cuda".
+        RuntimeError: device="cuda" without a usable GPU.
     """
     known = [option.name for option in dataclasses.fields(RuntimeConfig)]
     for name in options:
@@ -86,6 +93,43 @@ def runtime_config(**options: Any) -> RuntimeConfig:
     if "max_memory" in options:
         options["max_memory"] = check_max_memory(options["max_memory"])
     return RuntimeConfig(**options)
+
+
+def check_backend(backend: str | None, device: torch.device) -> None:
+    """Refuse a backend of decode steps that does not fit the device."""
+    if backend is None:
+        return
+    if backend not in BACKENDS:
+        raise _unknown("backend", backend, list(BACKENDS))
+    if (backend == "inline") != (device.type == "cpu"):
+        needed = "device='cpu'" if backend == "inline" else "device='cuda'"
+        raise ValueError(f"backend={backend!r} needs {needed}, but device is {str(device)!r}")
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name, if this machine has it."""
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or name == "cpu:0":
+        raise _unknown("device", name, ["cpu", "cuda", "cuda:0", "cuda:1 …"])
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        reason = "this build of torch has no CUDA"
+        if torch.version.cuda is not None:
+            reason = f"torch, built for CUDA {torch.version.cuda}, finds no GPU or no driver for it"
+        raise RuntimeError(f"device={name!r}: {reason}; use device='cpu'")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={name!r}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0"
+        )
+    return device
+
+
+def _budget_example(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "max_memory={'cpu': ...} only"
+    return f"max_memory={{{device.index or 0}: ..., 'cpu': ...}}"
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -124,6 +124,14 @@ class Decoder:
         gate_up = layer.gate_up(pool, x, norm=layer.mlp_norm)
         layer.down(pool, gate_up, out=x, silu_mul=True, residual=x)
 
+    def forget(self, seq: int) -> None:
+        """`seq` was changed or freed: there is no copy of it here that could be out of date."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the KV cache that is on a device."""
+        return 0
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] before the final norm -> [n, vocab_size]."""
         logits = hidden.new_empty(hidden.shape[0], self.lm_head.out_features)

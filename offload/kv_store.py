@@ -286,6 +286,16 @@ class KVStore:
                 piece.copy_(pages[:, side].transpose(0, 1))
         return out
 
+    def page_views(self, seq: int, layer_idx: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The committed tokens of one layer where they are, not copied.
+
+        Yields (first, last + 1, [n, K|V, num_kv_heads, tokens, head_dim]): runs of n adjoining
+        whole pages, and part of the last page (n = 1).
+        """
+        sequence = self._sequence(seq)
+        self._check_layer(layer_idx)
+        return sequence.pieces(layer_idx, 0, sequence.kv_len)
+
     def fork(self, seq: int) -> int:
         """The handle of a copy of `seq` that shares its pages until one of the two writes to them.
 

@@ -32,7 +32,14 @@ from offload.loading import (
     resolve_folder,
     with_calibrated_policy,
 )
-from offload.runtime import OffloadStats, Runtime, kv_budget_bytes
+from offload.runtime import (
+    OffloadStats,
+    Runtime,
+    device_kv_budget_bytes,
+    kv_budget_bytes,
+)
+from offload.sampling import fast_options
+from offload.token_loop import generate_on_device
 from offload.weights import move_to_huge_pages
 
 if TYPE_CHECKING:
@@ -42,6 +49,8 @@ if TYPE_CHECKING:
     _StockModel = Any  # transformers' PreTrainedModel and GenerationMixin, in the subclasses
 else:
     _StockModel = object
+
+_RUNTIME_OPTIONS = ("prefill_slice_tokens", "page_tokens", "backend", "deadline_seconds")
 
 
 class OffloadedModel(_StockModel):  # type: ignore[misc]
@@ -67,11 +76,14 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
                 "smollm2-135m-instruct" of the embedded model.
             policy: a name (see `available_policies()`) or a policy object.
             dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
-            device: "cpu".
-            max_memory: such as {"cpu": "96GiB"}, a hard limit on weights and KV cache together.
+            device: "cpu", "cuda" or "cuda:1"; with a GPU the KV cache stays on the host and the
+                CPU attends to it.
+            max_memory: hard limits such as {"cpu": "96GiB"} (weights and KV cache together), or
+                {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
             kwargs: the standard cache_dir, force_download, local_files_only, token, revision and
-                gguf_file; `prefill_slice_tokens` and `page_tokens` of `RuntimeConfig`.
+                gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend` and
+                `deadline_seconds` of `RuntimeConfig`.
 
         Raises:
             TypeError: an unknown keyword argument.
@@ -79,12 +91,11 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
                 type that is not supported, missing or damaged files.
             HostBudgetError: the weights do not fit `max_memory`. All before weights are read.
         """
-        runtime_options = {"prefill_slice_tokens", "page_tokens"} & kwargs.keys()
-        options = {name: kwargs.pop(name) for name in runtime_options}
+        options = {name: kwargs.pop(name) for name in _RUNTIME_OPTIONS if name in kwargs}
         hub_options = [option.name for option in fields(HubOptions)]
         for name in kwargs:
             if name not in hub_options:
-                known = ", ".join([*hub_options, "prefill_slice_tokens", "page_tokens"])
+                known = ", ".join([*hub_options, *_RUNTIME_OPTIONS])
                 raise TypeError(f"unknown keyword argument {name!r}; available: {known}")
         config = runtime_config(
             policy=policy,
@@ -95,7 +106,9 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             **options,
         )
         checkpoint = check_checkpoint(resolve_folder(name_or_path, HubOptions(**kwargs)))
-        kv_budget_bytes(config, checkpoint.weight_bytes(config.dtype), loaded=False)
+        weight_bytes = checkpoint.weight_bytes(config.dtype)
+        kv_budget_bytes(config, weight_bytes, loaded=False)
+        device_kv_budget_bytes(config, weight_bytes)
         config.policy.check_model(**checkpoint.attention_shape)
         stock = load_stock_model(checkpoint, config.dtype)
         config = with_calibrated_policy(stock, config, checkpoint.folder)
@@ -145,6 +158,9 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
                     f"{name}=True: an offloaded model keeps no attention weights or hidden states; "
                     "use the stock model for a short context"
                 )
+        input_ids, attention_mask, position_ids = (
+            None if x is None else x.cpu() for x in (input_ids, attention_mask, position_ids)
+        )
         shape = rows_shape(input_ids, inputs_embeds, self._offload.lean.hidden_size)
         cache = self._cache(past_key_values, use_cache)
         batch = self._pack(shape, input_ids, attention_mask, position_ids, cache)
@@ -175,6 +191,34 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         has_assistant = kwargs.get("assistant_model") is not None
         with self._offload.generation(has_assistant=has_assistant):
             return super().generate(*args, **kwargs)
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Behind `generate()`: the stock loop, or the device's own where it can choose tokens."""
+        options = None
+        if self._offload.chooses_tokens and not synced_gpus and model_kwargs.get("use_cache"):
+            options = fast_options(logits_processor, stopping_criteria, generation_config)
+        if options is None:
+            return super()._sample(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        return generate_on_device(
+            self, options, input_ids, stopping_criteria, generation_config, streamer, model_kwargs
+        )
 
     def new_cache(self) -> OffloadedCache:
         """An empty cache: pass it as `past_key_values` to continue across calls."""
@@ -238,9 +282,10 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
     ) -> torch.Tensor:
         """A new tensor [num_tokens, hidden_size]."""
         if inputs_embeds is not None:
-            return inputs_embeds.flatten(0, 1)[batch.columns].to(self.dtype)
+            columns = batch.columns.to(inputs_embeds.device)
+            return inputs_embeds.flatten(0, 1)[columns].to(self.device, self.dtype)
         assert tokens is not None  # rows_shape has seen to it
-        embeddings: torch.Tensor = self._offload.lean.embed_tokens(tokens)
+        embeddings: torch.Tensor = self._offload.lean.embed_tokens(tokens.to(self.device))
         return embeddings
 
     def _cache(
@@ -355,7 +400,10 @@ def offloaded(
     Raises:
         ValueError, NotImplementedError: if it cannot be.
     """
-    move_to_huge_pages(stock)
+    if config.device == "cpu":
+        move_to_huge_pages(stock)
+    else:
+        stock.to(config.device)
     runtime = Runtime(stock.eval(), config, vocabulary_marks)
     stock_class: Any = type(stock)
     stock.__class__ = _offloaded_class(stock_class)

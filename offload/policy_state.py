@@ -101,6 +101,11 @@ class TextMarks:
         self._marks = np.zeros(_CAPACITY_STEP, np.uint8)
         self.length = 0
 
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """Of all marks, with room for more."""
+        return self._marks
+
     def append(self, marks: npt.NDArray[np.uint8]) -> None:
         end = self.length + len(marks)
         if end > len(self._marks):
@@ -179,6 +184,11 @@ class PolicyStates:
             arrays = self._arrays[seq] = LayerArrays(layers, capacity)
         return arrays
 
+    def serves(self, seq: int, kv_len: int) -> bool:
+        """Whether `ensure` would leave everything where it is."""
+        arrays = self._arrays.get(seq)
+        return arrays is not None and kv_len <= arrays.capacity_tokens
+
     def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
         """Keep `queries` [num_qo_heads, n, head_dim] of the last n of `kv_len` tokens."""
         if layer_idx not in self._layers:
@@ -200,6 +210,10 @@ class PolicyStates:
     def marks_address(self, seq: int, kv_len: int) -> int:
         """Of the text marks; 0 if they are not known."""
         return self._marks[seq].address(kv_len) if seq in self._marks else 0
+
+    def marks_of(self, seq: int) -> npt.NDArray[np.uint8] | None:
+        """The array that `marks_address` points into."""
+        return self._marks[seq].array if seq in self._marks else None
 
     def fork(self, parent: int, child: int) -> None:
         """Give `child` copies of what is known of `parent`."""

@@ -95,7 +95,8 @@ def _run_layers(
     on_queries: OnQueries | None,
     on_layer: OnLayer | None,
 ) -> torch.Tensor:
-    cos, sin = (table[0] for table in model.rotary_emb(hidden, batch.position_ids[None]))
+    positions = batch.position_ids[None].to(hidden.device)
+    cos, sin = (table[0] for table in model.rotary_emb(hidden, positions))
     stream = LayerStream(batch, model.attention, store=store, seqs=seqs, like=hidden)
     try:
         for layer_idx, layer in enumerate(model.layers):

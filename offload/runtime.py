@@ -6,21 +6,30 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.batch import RaggedBatch
+from offload.batch import RaggedBatch, one_token_each
 from offload.cache import OffloadedCache
 from offload.config import RuntimeConfig
 from offload.decode import Decoder
 from offload.kv_store import HostBudgetError, KVStore
-from offload.memory import format_bytes, host_memory_limit_bytes
-from offload.models import lean_model_maker
+from offload.memory import (
+    DeviceMemoryError,
+    available_cpus,
+    format_bytes,
+    host_memory_limit_bytes,
+)
+from offload.models import LeanModel, lean_model_maker
 from offload.prefill import prefill
 from offload.sequences import Sequences
+
+if TYPE_CHECKING:
+    from offload.device_decode import DeviceDecoder
+    from offload.sampling import SamplingOptions
 
 
 @dataclass
@@ -68,17 +77,20 @@ class Runtime:
         self.stats = OffloadStats()
         self.lean = lean_model_maker(stock.config.model_type)(stock)
         shape = self.lean.attention
+        self.device = torch.device(config.device)
+        weight_bytes = _weight_bytes(stock)
         self.store = KVStore(
             num_layers=len(self.lean.layers),
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=stock.dtype,
-            host_budget_bytes=kv_budget_bytes(config, _weight_bytes(stock), loaded=True),
+            host_budget_bytes=kv_budget_bytes(config, weight_bytes, loaded=True),
             page_tokens=config.page_tokens,
+            pinned=self.device.type == "cuda",
         )
-        self._decoder = Decoder(self.lean, self.store, config.policy, config.num_threads)
+        self._decoder = _make_decoder(self.lean, self.store, config, weight_bytes)
         self.attention = self._decoder.attention
-        self.sequences = Sequences(self.store, self.attention)
+        self.sequences = Sequences(self.store, self.attention, self._decoder.forget)
         self._vocabulary_marks = vocabulary_marks
         self._generation_cache: OffloadedCache | None = None
         self._in_generation = False
@@ -104,6 +116,16 @@ class Runtime:
             ValueError, RuntimeError: keys or values that are not finite. The cache is then as it
                 was before.
         """
+        with self._current_device():
+            return self._run(hidden, batch, cache, tokens)
+
+    def _run(
+        self,
+        hidden: torch.Tensor,
+        batch: RaggedBatch,
+        cache: OffloadedCache | None,
+        tokens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, str]:
         start = time.perf_counter()
         phase = "prefill"
         if cache is None:
@@ -115,11 +137,7 @@ class Runtime:
             try:
                 self._mark_text(batch, seqs, tokens)
                 if phase == "decode":
-                    index_seconds = self._build_index(batch, seqs)
-                    self.stats.index_seconds += index_seconds
-                    start += index_seconds
-                    if self._last_pass_end is not None:
-                        self._last_pass_end += index_seconds
+                    start += self._build_index(batch, seqs)
                     hidden = self._decoder.decode(hidden, batch, seqs)
                 else:
                     hidden = self._prefill(hidden, batch, self.store, seqs)
@@ -129,6 +147,39 @@ class Runtime:
             cache.commit(batch)
         self._record(phase, batch.num_tokens, start)
         return hidden, phase
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether `choose_tokens` can be used."""
+        return not isinstance(self._decoder, Decoder)
+
+    def choose_tokens(
+        self,
+        cache: OffloadedCache,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        options: SamplingOptions,
+    ) -> torch.Tensor:
+        """A decode step from the last token of each row to the next, int64 [batch_size].
+
+        Raises:
+            As `run`.
+        """
+        assert not isinstance(self._decoder, Decoder)
+        start = time.perf_counter()
+        batch = one_token_each(cache.batch_size)
+        seqs = cache.reserve(batch)
+        try:
+            self._mark_text(batch, seqs, tokens)
+            start += self._build_index(batch, seqs)
+            with self._current_device():
+                chosen = self._decoder.choose_tokens(seqs, tokens, position_ids, options)
+        except BaseException:
+            cache.roll_back()
+            raise
+        cache.commit(batch)
+        self._record("decode", batch.num_tokens, start)
+        return chosen
 
     def logits(self, hidden: torch.Tensor, phase: str) -> torch.Tensor:
         """[..., hidden_size] before the final norm -> [..., vocab_size]."""
@@ -214,6 +265,12 @@ class Runtime:
         self._generation_cache = OffloadedCache(self.sequences)
         return self._generation_cache
 
+    def _current_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Kernels are launched on torch's current device, whichever their tensors are on."""
+        if self.device.type == "cuda":
+            return torch.cuda.device(self.device)
+        return contextlib.nullcontext()
+
     def _mark_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
         if self._vocabulary_marks is None or tokens is None:
             return
@@ -222,13 +279,19 @@ class Runtime:
             self.attention.states.append_marks(seqs[sequence], marks[start:stop])
 
     def _build_index(self, batch: RaggedBatch, seqs: list[int]) -> float:
-        """What the policy keeps of sequences that have come past its budget; seconds it took."""
+        """What the policy keeps of sequences that have come past its budget; seconds it took,
+        which do not count as decoding.
+        """
         kv_lens = [
             self.store.kv_len(seq) + num_new
             for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
         ]
         with torch_threads(self._prefill_threads):
-            return self.attention.build_states(seqs, kv_lens)
+            seconds = self.attention.build_states(seqs, kv_lens)
+        self.stats.index_seconds += seconds
+        if self._last_pass_end is not None:
+            self._last_pass_end += seconds
+        return seconds
 
     def _prefill(
         self, hidden: torch.Tensor, batch: RaggedBatch, store: KVStore | None, seqs: list[int]
@@ -236,6 +299,7 @@ class Runtime:
         states = self.attention.states
         with torch_threads(self._prefill_threads):
             for seq in seqs:
+                self._decoder.forget(seq)
                 states.rebuild(seq)
             build = None
             if hidden.is_cuda and store is not None:
@@ -252,6 +316,7 @@ class Runtime:
                 seqs=seqs,
                 slice_tokens=self.config.prefill_slice_tokens,
                 on_queries=self.attention.on_prefill_queries,
+                device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
                 on_layer=None if build is None else build.on_layer,
             )
             if build is not None:
@@ -270,9 +335,53 @@ class Runtime:
             stats.prefill_tokens += num_tokens
             stats.prefill_seconds += end - start
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
+        stats.kv_device_bytes = max(stats.kv_device_bytes, self._decoder.device_bytes)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         # Between the passes of a generation tokens are chosen; between others, anything may happen.
         self._last_pass_end = end if self._in_generation else None
+
+
+def _make_decoder(
+    lean: LeanModel, store: KVStore, config: RuntimeConfig, weight_bytes: int
+) -> Decoder | DeviceDecoder:
+    """Native kernels without a GPU; with one, or for backend="inline", the GPU's step."""
+    device = torch.device(config.device)
+    if device.type == "cpu" and config.backend is None:
+        return Decoder(lean, store, config.policy, config.num_threads)
+    from offload.device_decode import DeviceDecoder
+    from offload.handshake import choose_backend
+
+    num_threads = config.num_threads
+    if num_threads is None and device.type == "cuda":
+        num_threads = max(1, available_cpus() - 1)
+    return DeviceDecoder(
+        lean,
+        store,
+        config.policy,
+        device=device,
+        backend=choose_backend(config.backend, device),
+        num_threads=num_threads,
+        deadline_seconds=config.deadline_seconds,
+        device_budget_bytes=device_kv_budget_bytes(config, weight_bytes),
+    )
+
+
+def device_kv_budget_bytes(config: RuntimeConfig, weight_bytes: int) -> int | None:
+    """What max_memory leaves on the GPU beside the weights; None: as much as it has.
+
+    Raises:
+        DeviceMemoryError: if the weights alone do not fit.
+    """
+    device = torch.device(config.device)
+    limit = config.max_memory.get(device.index or 0)
+    if device.type == "cpu" or limit is None:
+        return None
+    if weight_bytes > limit:
+        raise DeviceMemoryError(
+            f"the weights need {format_bytes(weight_bytes)}, but max_memory[{device.index or 0}] "
+            f"is {format_bytes(limit)}; raise it, or choose a smaller dtype or model"
+        )
+    return limit - weight_bytes
 
 
 def kv_budget_bytes(config: RuntimeConfig, weight_bytes: int, *, loaded: bool) -> int:
@@ -281,6 +390,8 @@ def kv_budget_bytes(config: RuntimeConfig, weight_bytes: int, *, loaded: bool) -
     Raises:
         HostBudgetError: if the weights alone do not fit.
     """
+    if config.device != "cpu":
+        weight_bytes = 0
     limit, source = config.max_memory.get("cpu"), "max_memory['cpu'] is"
     if limit is None:
         limit = host_memory_limit_bytes() + (weight_bytes if loaded else 0)

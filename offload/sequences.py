@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from offload.attention import DecodeAttention
 from offload.kv_store import KVStore
 
 
 class Sequences:
-    """Makes, forks, shortens and frees the sequences of one model."""
+    """Makes, forks, shortens and frees the sequences of one model.
 
-    def __init__(self, store: KVStore, attention: DecodeAttention) -> None:
+    Args:
+        on_changed: told of each sequence that is shortened or freed.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        attention: DecodeAttention,
+        on_changed: Callable[[int], None] = lambda seq: None,
+    ) -> None:
         self.store = store
         self._attention = attention
+        self._on_changed = on_changed
         self._unreachable: deque[int] = deque()
 
     def new(self) -> int:
@@ -29,12 +39,14 @@ class Sequences:
 
     def truncate(self, seq: int, kv_len: int) -> None:
         """Keep the first `kv_len` tokens, and nothing that is reserved or was in the making."""
+        self._on_changed(seq)
         self._attention.states.truncate(seq, kv_len)
         self.store.truncate(seq, kv_len)
 
     def free(self, seqs: Iterable[int]) -> None:
         """Give the pages back, unless forks share them."""
         for seq in seqs:
+            self._on_changed(seq)
             self._attention.states.forget(seq)
             self.store.free(seq)
 

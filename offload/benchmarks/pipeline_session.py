@@ -252,4 +252,14 @@ class InlineSession:
             marks.mark("linear")
 
 
-BACKENDS: dict[str, Opener] = {"inline": InlineSession}
+def _device_session(settings: PipelineSettings, stock: Any, cache: ModelCache) -> PipelineSession:
+    from offload.benchmarks.device_session import DeviceSession
+
+    return DeviceSession(settings, stock, cache)
+
+
+BACKENDS: dict[str, Opener] = {
+    "graph": _device_session,
+    "stream": _device_session,
+    "inline": InlineSession,
+}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # offload.benchmarks has these, but imports torch; tests compare the two.
 SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
-BACKEND_NAMES = ("inline",)
+BACKEND_NAMES = ("graph", "stream", "inline")
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
 
 

@@ -118,11 +118,26 @@ def generate(
             rich_help_panel=_RUNTIME_PANEL,
         ),
     ] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Where the linear layers run: cpu, cuda or cuda:1. The KV cache is on the host.",
+            rich_help_panel=_RUNTIME_PANEL,
+        ),
+    ] = "cpu",
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help=r"How GPU and CPU wait for each other: graph or stream. \[default: the fastest]",
+            rich_help_panel=_RUNTIME_PANEL,
+            show_default=False,
+        ),
+    ] = None,
     num_threads: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help=r"CPU threads. \[default: all this process may use]",
+            help=r"CPU threads. \[default: all this process may use, but one with a GPU]",
             rich_help_panel=_RUNTIME_PANEL,
             show_default=False,
         ),
@@ -131,7 +146,7 @@ def generate(
         list[str] | None,
         typer.Option(
             metavar="DEVICE=SIZE",
-            help="Hard limit for weights and KV cache, such as cpu=8GiB. Repeatable.",
+            help="Hard limit for weights and KV cache, such as cpu=8GiB or 0=20GiB. Repeatable.",
             rich_help_panel=_RUNTIME_PANEL,
         ),
     ] = None,
@@ -208,7 +223,7 @@ def generate(
             input_ids = prompt_tokens(
                 tokenizer, prompt, chat=chat, context_tokens=context, needle=needle
             )
-            choice = ModelChoice(model, dtype, budgets, num_threads)
+            choice = ModelChoice(model, dtype, device, backend, budgets, num_threads)
             sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
             runs = []
             for made in policies:

@@ -17,6 +17,8 @@ class ModelChoice:
 
     name: str
     dtype: str
+    device: str
+    backend: str | None
     max_memory: dict[int | str, int | str] | None
     num_threads: int | None
 
@@ -120,6 +122,8 @@ def load(choice: ModelChoice, policy: Policy) -> Any:
         choice.name,
         policy=policy,
         dtype=choice.dtype,
+        device=choice.device,
+        backend=choice.backend,
         max_memory=choice.max_memory,
         num_threads=choice.num_threads,
     )
@@ -138,6 +142,7 @@ def answer(
 
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
+    input_ids = input_ids.to(model.device)
     output_ids = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),

@@ -151,7 +151,7 @@ def test_measurement() -> None:
     ("changes", "message"),
     [
         ({"shape": "big"}, "unknown shape 'big'; available: llama"),
-        ({"backend": "fast"}, "unknown backend 'fast'; available: inline"),
+        ({"backend": "fast"}, "unknown backend 'fast'; available: graph, stream, inline"),
         ({"host_work": "some"}, "unknown host_work 'some'; available: attend, none"),
     ],
 )

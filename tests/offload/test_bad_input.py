@@ -26,7 +26,10 @@ def model(offloaded_models: dict[str, Any]) -> Any:
         ({"dtype": "int8"}, ValueError, "unknown dtype 'int8'; available: auto, bfloat16"),
         ({"dtype": torch.float64}, ValueError, "unknown dtype 'torch.float64'"),
         ({"device": "tpu"}, ValueError, "unknown device 'tpu'; available: cpu"),
-        ({"device": "cuda"}, NotImplementedError, "GPU pipeline has not landed"),
+        ({"device": "cuda:x"}, ValueError, "unknown device 'cuda:x'; available: cpu, cuda"),
+        ({"backend": "graph"}, ValueError, "backend='graph' needs device='cuda', but device is"),
+        ({"backend": "eager"}, ValueError, "unknown backend 'eager'; available: graph, stream"),
+        ({"deadline_seconds": 0}, ValueError, "deadline_seconds must be positive, got 0"),
         ({"num_threads": 0}, ValueError, "num_threads must be an integer of at least 1, got 0"),
         ({"num_threads": "2"}, ValueError, "num_threads must be an integer"),
         ({"prefill_slice_tokens": 0}, ValueError, "prefill_slice_tokens must be"),
@@ -290,3 +293,9 @@ def test_failed_generation_frees_its_cache(model: Any) -> None:
         model.generate(random_tokens(1, 12), max_new_tokens=10, logits_processor=[fail])
     assert caught.tb is not None
     assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+def test_cuda_without_a_gpu_is_refused_before_anything_is_read():
+    with pytest.raises(RuntimeError, match=r"device='cuda': .* use device='cpu'"):
+        OffloadedModel.from_pretrained("no-such-model", device="cuda")

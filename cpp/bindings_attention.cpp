@@ -1,0 +1,188 @@
+// The Python face of decode attention. The GIL is released for as long as the pool works.
+#include <cstddef>
+#include <stdexcept>
+
+#include "bindings.h"
+#include "decode_attention.h"
+#include "dispatch.h"
+
+namespace offload {
+namespace {
+
+constexpr const char* kPhaseNames[kNumPhases] = {"predict", "score", "select", "attend", "update"};
+
+std::vector<QueryRow> query_rows(const AttentionShape& shape, int64_t layer_idx, int64_t query,
+                                 int64_t query_stride_bytes, int64_t output, int64_t output_stride_bytes, int64_t lse,
+                                 const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
+                                 const Int64s& arrays, const Int64s& text_marks) {
+  const auto n = static_cast<size_t>(kv_lens.size());
+  std::vector<QueryRow> rows(n);
+  for (size_t r = 0; r < n; ++r) {
+    const auto i = static_cast<py::ssize_t>(r);
+    rows[r].pages = pointer<const int64_t>(page_tables.at(i)) + layer_idx * table_strides.at(i);
+    rows[r].kv_len = kv_lens.at(i);
+    rows[r].query = pointer<const char>(query) + i * query_stride_bytes;
+    rows[r].output = pointer<char>(output) + i * output_stride_bytes;
+    rows[r].lse = lse != 0 ? pointer<float>(lse) + i * shape.num_qo_heads : nullptr;
+    if (arrays.size() != 0 && arrays.at(i) != 0) {
+      rows[r].arrays = pointer<void* const>(arrays.at(i)) + layer_idx * kMaxPolicyArrays;
+    }
+    if (text_marks.size() != 0) rows[r].text_marks = pointer<const uint8_t>(text_marks.at(i));
+  }
+  return rows;
+}
+
+// Owns the attention of one model; keeps the pool alive through Python (py::keep_alive).
+class PyDecodeAttention {
+ public:
+  PyDecodeAttention(WorkerPool& pool, const std::string& isa, int num_qo_heads, int num_kv_heads, int head_dim,
+                    int page_shift, int dtype, float sm_scale)
+      : shape_{num_qo_heads, num_kv_heads, head_dim, page_shift, static_cast<DType>(dtype), sm_scale},
+        attention_(shape_, kernels_for(isa), pool) {}
+
+  // `functions`: addresses of prepare, propose, select, observe, append, or 0. `roles`: Role of each [layer, unit], or
+  // empty.
+  void set_policy(int64_t budget_tokens, int64_t sink_tokens, int64_t recent_tokens, bool per_query_head,
+                  bool scans_keys, const std::vector<int64_t>& functions, const std::vector<double>& parameters,
+                  const std::vector<uint8_t>& roles, bool shares_selection) {
+    PolicyFunctions policy;
+    policy.budget_tokens = budget_tokens;
+    policy.sink_tokens = sink_tokens;
+    policy.recent_tokens = recent_tokens;
+    policy.per_query_head = per_query_head;
+    policy.scans_keys = scans_keys;
+    policy.roles = roles;
+    policy.shares_selection = shares_selection;
+    for (size_t i = 0; i < parameters.size() && i < kMaxPolicyParameters; ++i) policy.parameters[i] = parameters[i];
+    policy.prepare = pointer<void(PolicyContext*)>(functions.at(0));
+    policy.propose = pointer<int64_t(PolicyContext*)>(functions.at(1));
+    policy.select = pointer<int64_t(PolicyContext*)>(functions.at(2));
+    policy.observe = pointer<void(PolicyContext*)>(functions.at(3));
+    policy.append = pointer<void(PolicyContext*)>(functions.at(4));
+    attention_.set_policy(policy);
+    per_query_head_ = per_query_head;
+    attention_.set_units_per_row(per_query_head);
+  }
+
+  void attend(int64_t layer_idx, int64_t query, int64_t query_stride_bytes, int64_t output, int64_t output_stride_bytes,
+              int64_t lse, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
+              const Int64s& arrays, const Int64s& text_marks, bool sparse, int first_row, bool prepares) {
+    const auto rows = query_rows(shape_, layer_idx, query, query_stride_bytes, output, output_stride_bytes, lse,
+                                 page_tables, table_strides, kv_lens, arrays, text_marks);
+    std::string failure;
+    {
+      const py::gil_scoped_release release;
+      failure = attention_.attend(layer_idx, rows, sparse, first_row, prepares);
+    }
+    if (!failure.empty()) throw std::runtime_error(failure);
+  }
+
+  void prepare(int64_t layer_idx, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
+               const Int64s& arrays, const Int64s& text_marks) {
+    const auto rows =
+        query_rows(shape_, layer_idx, 0, 0, 0, 0, 0, page_tables, table_strides, kv_lens, arrays, text_marks);
+    const py::gil_scoped_release release;
+    attention_.prepare(layer_idx, rows);
+  }
+
+  // One row, an explicit CSR selection. `weights`: address of f32 [nnz * group] or 0.
+  void attend_csr(int64_t query, int64_t output, int64_t lse, int64_t pages, int64_t kv_len, const Int64s& indptr,
+                  const Int32s& indices, int64_t weights) {
+    std::vector<QueryRow> rows(1);
+    rows[0].pages = pointer<const int64_t>(pages);
+    rows[0].kv_len = kv_len;
+    rows[0].query = pointer<const void>(query);
+    rows[0].output = pointer<void>(output);
+    rows[0].lse = pointer<float>(lse);
+    rows[0].indptr = indptr.data();
+    rows[0].indices = indices.data();
+    rows[0].weights = pointer<float>(weights);
+    std::string failure;
+    {
+      const py::gil_scoped_release release;
+      attention_.set_units_per_row(indptr.size() - 1 == shape_.num_qo_heads && shape_.group_size() > 1);
+      failure = attention_.attend(0, rows, true);
+      attention_.set_units_per_row(per_query_head_);
+    }
+    if (!failure.empty()) throw std::runtime_error(failure);
+  }
+
+  DecodeAttention& attention() { return attention_; }
+
+  void start_profile() { attention_.start_profile(); }
+
+  py::dict profile() const {
+    const WorkerProfile sum = attention_.profile();
+    py::dict seconds;
+    for (int i = 0; i < kNumPhases; ++i) seconds[kPhaseNames[i]] = sum.seconds[i];
+    py::dict result;
+    result["seconds"] = seconds;
+    result["bytes"] = sum.bytes;
+    result["scored_tokens"] = sum.scored_tokens;
+    result["attended_tokens"] = sum.attended_tokens;
+    return result;
+  }
+
+  std::vector<std::vector<int32_t>> last_selection() const { return attention_.last_selection(); }
+
+ private:
+  AttentionShape shape_;
+  DecodeAttention attention_;
+  bool per_query_head_ = false;
+};
+
+py::dict policy_context_offsets() {
+  py::dict offsets;
+#define FIELD(name) offsets[#name] = offsetof(PolicyContext, name)
+  FIELD(layer_idx);
+  FIELD(unit);
+  FIELD(kv_head);
+  FIELD(group_size);
+  FIELD(head_dim);
+  FIELD(kv_len);
+  FIELD(first);
+  FIELD(last);
+  FIELD(budget_tokens);
+  FIELD(num_candidates);
+  FIELD(sm_scale);
+  FIELD(parameters);
+  FIELD(query);
+  FIELD(importance);
+  FIELD(indices);
+  FIELD(num_indices);
+  FIELD(weights);
+  FIELD(candidates);
+  FIELD(output);
+  FIELD(lse);
+  FIELD(text_marks);
+  FIELD(bytes_touched);
+  FIELD(arrays);
+  FIELD(score_tokens);
+  FIELD(top_k);
+  FIELD(score_rows);
+  FIELD(score_int8);
+  FIELD(load_keys);
+  FIELD(store_rows);
+#undef FIELD
+  return offsets;
+}
+
+}  // namespace
+
+DecodeAttention& attention_of(const py::object& attention) { return attention.cast<PyDecodeAttention&>().attention(); }
+
+void bind_attention(py::module_& m) {
+  m.attr("MAX_POLICY_ARRAYS") = kMaxPolicyArrays;
+  m.def("policy_context_offsets", &policy_context_offsets);
+  py::class_<PyDecodeAttention>(m, "DecodeAttention")
+      .def(py::init<WorkerPool&, const std::string&, int, int, int, int, int, float>(), py::keep_alive<1, 2>())
+      .def("set_policy", &PyDecodeAttention::set_policy)
+      .def("attend", &PyDecodeAttention::attend)
+      .def("prepare", &PyDecodeAttention::prepare)
+      .def("attend_csr", &PyDecodeAttention::attend_csr)
+      .def("start_profile", &PyDecodeAttention::start_profile)
+      .def("profile", &PyDecodeAttention::profile)
+      .def("last_selection", &PyDecodeAttention::last_selection);
+}
+
+}  // namespace offload

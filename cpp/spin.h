@@ -1,0 +1,23 @@
+// What threads that wait for each other without a system call need.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace offload {
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Of the clock that Python's time.monotonic_ns() reads.
+inline int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace offload

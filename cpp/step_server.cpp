@@ -1,0 +1,131 @@
+#include "step_server.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace offload {
+namespace {
+
+constexpr size_t kManyRows = 8;  // from here on the pool copies K/V; below, one thread is as fast
+
+}  // namespace
+
+StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
+                       std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens)
+    : attention_(attention),
+      mailbox_(mailbox),
+      requests_(std::move(requests)),
+      sparse_layers_(std::move(sparse_layers)) {
+  options_.window_on_device = true;
+  options_.sink_tokens = sink_tokens;
+  options_.recent_tokens = recent_tokens;
+  options_.float_output = true;
+  options_.defers_updates = true;
+}
+
+void StepServer::begin(const ServedStep& step) {
+  step_ = &step;
+  num_stored_.assign(step.rows.size(), 0);
+}
+
+// Rows of a step are sorted by slot, so those of a request follow each other.
+size_t StepServer::rows_of(int request, std::vector<QueryRow>& rows) const {
+  const AttentionShape& shape = attention_.shape();
+  const Request& r = requests_[static_cast<size_t>(request)];
+  const int64_t elements = int64_t{shape.num_qo_heads} * shape.head_dim;
+  rows.clear();
+  size_t first = 0;
+  for (const StepRow& of_step : step_->rows) {
+    if (of_step.slot < r.first_row) ++first;
+    if (of_step.slot < r.first_row || of_step.slot >= r.first_row + r.num_rows) continue;
+    QueryRow row{};
+    row.pages = of_step.page_table + r.layer_idx * of_step.table_stride;
+    row.kv_len = of_step.kv_len;
+    row.query = mailbox_.query + of_step.slot * elements * dtype_bytes(shape.dtype);
+    row.output = mailbox_.output + of_step.slot * elements;
+    row.lse = mailbox_.lse + of_step.slot * shape.num_qo_heads;
+    if (of_step.arrays != nullptr) row.arrays = of_step.arrays + r.layer_idx * kMaxPolicyArrays;
+    row.text_marks = of_step.text_marks;
+    rows.push_back(row);
+  }
+  return first;
+}
+
+void StepServer::prepare(int request) {
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  if (sparse_layers_[static_cast<size_t>(layer_idx)] == 0) return;
+  const TraceSpan span(trace_, TraceKind::prepare, layer_idx, request);
+  rows_of(request, prepared_rows_);
+  attention_.prepare(layer_idx, prepared_rows_);
+}
+
+void StepServer::store_row(size_t row, int64_t end_layer) {
+  const AttentionShape& shape = attention_.shape();
+  const StepRow& of_step = step_->rows[row];
+  const int64_t row_bytes = shape.row_bytes();
+  const int64_t position = of_step.kv_len - 1;
+  for (int64_t layer_idx = num_stored_[row]; layer_idx < end_layer; ++layer_idx) {
+    const int64_t* pages = of_step.page_table + layer_idx * of_step.table_stride;
+    const char* key = mailbox_.kv + (layer_idx * mailbox_.max_rows + of_step.slot) * 2 * shape.num_kv_heads * row_bytes;
+    const char* value = key + shape.num_kv_heads * row_bytes;
+    for (int h = 0; h < shape.num_kv_heads; ++h, key += row_bytes, value += row_bytes) {
+      std::memcpy(const_cast<void*>(shape.keys(pages, h).row(position)), key, static_cast<size_t>(row_bytes));
+      std::memcpy(const_cast<void*>(shape.values(pages, h).row(position)), value, static_cast<size_t>(row_bytes));
+    }
+  }
+  num_stored_[row] = std::max(num_stored_[row], end_layer);
+}
+
+void StepServer::store_rows(size_t first, size_t last, int64_t end_layer) {
+  if (last - first < kManyRows) {
+    for (size_t row = first; row < last; ++row) store_row(row, end_layer);
+    return;
+  }
+  attention_.pool().parallel_for(static_cast<int64_t>(last - first),
+                                 [&](int64_t task, int) { store_row(first + static_cast<size_t>(task), end_layer); });
+}
+
+void StepServer::store(int request) {
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const TraceSpan span(trace_, TraceKind::store, layer_idx, request);
+  first_ = rows_of(request, rows_);
+  store_rows(first_, first_ + rows_.size(), layer_idx + 1);
+}
+
+std::string StepServer::attend(int request) {
+  if (rows_.empty()) return {};
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const TraceSpan span(trace_, TraceKind::attend, layer_idx, request);
+  const bool sparse = sparse_layers_[static_cast<size_t>(layer_idx)] != 0;
+  if (sparse && step_->queries != nullptr) keep_queries(request);
+  return attention_.attend(layer_idx, rows_, sparse, static_cast<int>(first_), false, options_);
+}
+
+// Before the reply: the GPU writes the next layer's queries after it.
+void StepServer::keep_queries(int request) {
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const AttentionShape& shape = attention_.shape();
+  const int64_t bytes = shape.num_qo_heads * shape.row_bytes();
+  const auto num_rows = static_cast<int64_t>(step_->rows.size());
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    const int64_t row = step_->query_rows[first_ + i];
+    std::memcpy(step_->queries + (layer_idx * num_rows + row) * bytes, rows_[i].query, static_cast<size_t>(bytes));
+  }
+}
+
+void StepServer::update(int request) {
+  if (rows_.empty()) return;
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  if (sparse_layers_[static_cast<size_t>(layer_idx)] == 0) return;
+  const TraceSpan span(trace_, TraceKind::update, layer_idx, request);
+  attention_.update(layer_idx, rows_);
+}
+
+void StepServer::end() {
+  const TraceSpan span(trace_, TraceKind::store, -1, -1);
+  store_rows(0, step_->rows.size(), static_cast<int64_t>(sparse_layers_.size()));
+  step_ = nullptr;
+}
+
+}  // namespace offload

@@ -1,0 +1,93 @@
+// The CPU's share of a GPU's decode step, request by request: K/V out of the mailbox into the pages, attention to what
+// the GPU does not hold, the policy's learning from it. On the calling thread and the pool; coprocessor.h has the
+// thread that is driven by flags.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "decode_attention.h"
+#include "trace.h"
+
+namespace offload {
+
+inline constexpr int64_t kFlagStride = 16;  // int32 per flag: one cache line
+
+// Memory that the GPU and the CPU share. The layout is stated in offload/mailbox.py.
+struct Mailbox {
+  const char* query;
+  const char* kv;
+  float* output;
+  float* lse;
+  int32_t* requests;
+  int32_t* replies;
+  int64_t max_rows;
+};
+
+// Rows [first_row, first_row + num_rows) of the mailbox in one layer.
+struct Request {
+  int64_t layer_idx;
+  int64_t first_row;
+  int64_t num_rows;
+};
+
+// One sequence in one step.
+struct StepRow {
+  int64_t slot;  // its row of the mailbox
+  const int64_t* page_table;
+  int64_t table_stride;
+  int64_t kv_len;             // the step's own token included
+  void* const* arrays;        // [num_layers, kMaxPolicyArrays] or null
+  const uint8_t* text_marks;  // or null
+};
+
+struct ServedStep {
+  std::vector<StepRow> rows;  // by ascending slot
+  // Where queries are kept for the policy to build from: [num_layers, rows, num_qo_heads * head_dim], or null. The row
+  // of rows[i] is query_rows[i].
+  char* queries = nullptr;
+  std::vector<int64_t> query_rows;
+};
+
+class StepServer {
+ public:
+  StepServer(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
+             std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens);
+
+  const std::vector<Request>& requests() const { return requests_; }
+  Trace& trace() { return trace_; }
+
+  // A step's requests are served in their order, each as: prepare, store, attend, update.
+  void begin(const ServedStep& step);
+  void prepare(int request);
+  // K/V of the request's rows, of all layers up to its own.
+  void store(int request);
+  // Writes output and lse; returns what was wrong, or an empty string.
+  std::string attend(int request);
+  void update(int request);
+  // Stores the K/V of the layers that are left.
+  void end();
+
+ private:
+  // Fills `rows` and returns which row of the step is the first.
+  size_t rows_of(int request, std::vector<QueryRow>& rows) const;
+  void store_rows(size_t first, size_t last, int64_t end_layer);
+  void store_row(size_t row, int64_t end_layer);
+  void keep_queries(int request);
+
+  DecodeAttention& attention_;
+  const Mailbox mailbox_;
+  const std::vector<Request> requests_;
+  const std::vector<uint8_t> sparse_layers_;
+  AttendOptions options_;
+  Trace trace_;
+
+  const ServedStep* step_ = nullptr;
+  std::vector<int64_t> num_stored_;  // layers, of each row
+  std::vector<QueryRow> rows_;       // of the request that is attended
+  std::vector<QueryRow> prepared_rows_;
+  size_t first_ = 0;  // rows_[0] is step_->rows[first_]
+};
+
+}  // namespace offload

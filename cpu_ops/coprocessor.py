@@ -1,0 +1,382 @@
+"""The CPU as a GPU's coprocessor: attention to the part of the cache that the GPU does not hold.
+
+The GPU attends to the sinks and the recent window; the `Coprocessor` attends to the rest of what
+the policy chose, writes a partial result (o, lse) to merge with the GPU's, and keeps the host KV
+store and the policy's state up to date. `offload.mailbox` states what passes between the two.
+
+A step is served in one of two ways. Synchronously, by whoever calls:
+
+    coprocessor.begin_step(step, slots)
+    for i in range(len(requests)):
+        ...  # the GPU's part up to request i: rows in the mailbox
+        coprocessor.serve(i)
+        ...  # merge
+    coprocessor.end_step()
+
+Or by a thread of its own that the mailbox's flags drive, while the host runs ahead:
+
+    coprocessor.start()
+    coprocessor.begin_step(step, slots)
+    ...  # launch the GPU's step: it raises requests[i] and waits for replies[i]
+    coprocessor.wait()
+
+When either side fails, `wait` raises. Then: `abort()`, which lets the GPU run to its end without
+answers; synchronise with the GPU; `reset()`. What the steps since the last `wait` wrote to the
+cache and to policies is undefined after that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cpu_ops import _native
+
+if TYPE_CHECKING:
+    from offload.attention import DecodeAttention, DecodeStep
+    from offload.mailbox import Mailbox
+
+Request = tuple[int, int, int]
+
+
+class CoprocessorError(RuntimeError):
+    """The CPU or the GPU failed in the middle of a step, or did not get on in time."""
+
+
+class TraceEvent(NamedTuple):
+    """What the coprocessor did and when; by the clock of `time.monotonic_ns`.
+
+    Attributes:
+        kind: wait (for the GPU), store (keys and values), attend, update or prepare.
+        layer_idx, request: -1 at the end of a step.
+    """
+
+    kind: str
+    layer_idx: int
+    request: int
+    start_ns: int
+    end_ns: int
+
+
+class Coprocessor:
+    """Serves the requests of decode steps. Not thread-safe.
+
+    Args:
+        attention: what to attend to; its store receives the keys and values.
+        mailbox: shared with the GPU.
+        requests: (layer_idx, first_row, num_rows) of each request of a step, in the order in which
+            the GPU raises them. Layers of a row ascend. In a layer that is dense under the policy
+            all tokens outside of the window are attended.
+        sink_tokens, recent_tokens: the window on the GPU; None takes the policy's. They must be the
+            policy's where it selects, and must be given where it does not.
+        deadline_seconds: how long one side waits for the other before it gives up.
+
+    Raises:
+        ValueError: a mailbox that does not fit the attention, requests outside of it, a window that
+            is not the policy's.
+    """
+
+    def __init__(
+        self,
+        attention: DecodeAttention,
+        mailbox: Mailbox,
+        requests: Sequence[Request],
+        *,
+        sink_tokens: int | None = None,
+        recent_tokens: int | None = None,
+        deadline_seconds: float = 5.0,
+    ) -> None:
+        _check_mailbox(attention, mailbox)
+        self.requests = tuple((int(a), int(b), int(c)) for a, b, c in requests)
+        _check_requests(self.requests, mailbox)
+        if not 0.0 < deadline_seconds < 1e6:
+            raise ValueError(f"deadline_seconds must be above 0 and finite, got {deadline_seconds}")
+        self.sink_tokens = _window("sink_tokens", sink_tokens, attention)
+        self.recent_tokens = _window("recent_tokens", recent_tokens, attention)
+        self.attention = attention
+        self.mailbox = mailbox
+        self.deadline_seconds = deadline_seconds
+        self.num_lost_events = 0
+        self._native = _native.Coprocessor(
+            attention.native,
+            [x.data_ptr() for x in mailbox.tensors],
+            mailbox.max_rows,
+            [list(request) for request in self.requests],
+            attention.sparse_layers.tolist(),
+            self.sink_tokens,
+            self.recent_tokens,
+            mailbox,
+        )
+        self._native.set_deadline(round(deadline_seconds * 1e9))
+        self._started = False
+        self._unusable: str | None = None  # why
+        self._aborted = False
+        self._open: _OpenStep | None = None
+        self._next = 0
+        self._queued: deque[_OpenStep] = deque()
+
+    def begin_step(self, step: DecodeStep, slots: Sequence[int]) -> int:
+        """Open a step, or queue it for the thread; before the GPU starts on it.
+
+        Args:
+            step: of `attention.begin_step`; one row per sequence.
+            slots: the mailbox row of each of its rows.
+
+        Returns:
+            the step's number, for `wait`; 0 without `start`.
+
+        Raises:
+            CoprocessorError: it was aborted or closed, or belongs to the parent process.
+        """
+        places = _check_slots(step, slots, self.mailbox.max_rows)
+        self._check_usable()
+        queries = self._query_log(step)
+        address = 0 if queries is None else queries.data_ptr()
+        if self._started:
+            self._collect()
+            number = self._native.queue(
+                places, *step.of(slice(None)), address, (step, queries, self.attention)
+            )
+            self._queued.append(_OpenStep(number, step, queries))
+            return number
+        if self._open is not None:
+            raise ValueError("a step is open; end it with end_step() or abort()")
+        self._native.begin(places, *step.of(slice(None)), address, (step, queries))
+        self._open = _OpenStep(0, step, queries)
+        self._next = 0
+        return 0
+
+    def serve(self, request: int) -> None:
+        """Serve one request of the open step on this thread; requests come in order.
+
+        Raises:
+            RuntimeError: NaN or inf in the query or the cache; names the layer.
+        """
+        if self._open is None:
+            raise ValueError(f"request {request} comes before begin_step(), or beside start()")
+        if request != self._next or request >= len(self.requests):
+            raise ValueError(
+                f"expected request {self._next} of {len(self.requests)}, got {request}"
+            )
+        self._native.serve(request)
+        self._next += 1
+
+    def end_step(self) -> None:
+        """Close the open step: the keys and values of all its layers are in the mailbox."""
+        if self._open is None:
+            raise ValueError("end_step() comes before begin_step(), or beside start()")
+        if self._next != len(self.requests):
+            raise ValueError(
+                f"end_step() comes after {self._next} of {len(self.requests)} requests"
+            )
+        self._native.end()
+        done, self._open = self._open, None
+        self._record_queries(done)
+
+    def start(self) -> None:
+        """From now on a thread serves the steps, driven by the mailbox's flags."""
+        self._check_usable()
+        if self._open is not None:
+            raise ValueError("a step is open; end it with end_step() or abort()")
+        if not self._started:
+            self._native.start()
+            self._started = True
+
+    def wait(self, timeout_seconds: float | None = None, *, number: int | None = None) -> None:
+        """Return when step `number` (default: all) is done.
+
+        Args:
+            timeout_seconds: give up after this; None: when the thread has made no progress for
+                `deadline_seconds`.
+
+        Raises:
+            CoprocessorError: the step failed or did not get on; names the layer. Call `abort`.
+            KeyboardInterrupt: ctrl-C; the step goes on.
+        """
+        self._check_usable()
+        if number is None:
+            number = self._queued[-1].number if self._queued else 0
+        limit = -1 if timeout_seconds is None else round(timeout_seconds * 1e9)
+        outcome, message = self._native.wait(number, limit)
+        self._collect()
+        if outcome == "failed":
+            raise CoprocessorError(message)
+        if outcome != "done":
+            seconds = self.deadline_seconds if outcome == "silent" else timeout_seconds
+            what = "made no progress" if outcome == "silent" else "was not done"
+            raise CoprocessorError(f"the CPU side {what} within {seconds} s: {message}")
+
+    def abort(self) -> None:
+        """Stop serving, and answer whatever the GPU asks for, unserved, until `reset`."""
+        if self._started:
+            self._check_parent()
+        self._open = None
+        self._queued.clear()
+        if not self._native.abort(round(min(1.0, self.deadline_seconds / 2) * 1e9)):
+            self._unusable = "its thread is stuck in an earlier step; load the model again"
+        elif self._unusable is None:
+            self._unusable = "it was aborted; reset() it when the GPU is idle"
+            self._aborted = True
+        self._started = False
+
+    def reset(self) -> None:
+        """As new, after `abort` and when the GPU is idle; `start` it again."""
+        if not self._aborted:
+            self._check_usable()
+            raise ValueError("reset() comes after abort()")
+        self._native.reset()
+        self._aborted, self._unusable = False, None
+
+    def close(self) -> None:
+        """End the thread; steps that are not done are dropped."""
+        self._unusable, self._aborted, self._started = "it was closed", False, False
+        self._open = None
+        self._queued.clear()
+        self._native.close()
+
+    def trace(self, on: bool) -> None:
+        """Record events from now on, or no more."""
+        self._native.record(on)
+
+    def events(self) -> list[TraceEvent]:
+        """Events recorded since the last call; what nobody collects in time is lost, and counted
+        in `num_lost_events`."""
+        events, num_lost = self._native.drain()
+        self.num_lost_events += num_lost
+        return [TraceEvent(*event) for event in events]
+
+    def serve_nothing(self, on: bool) -> None:
+        """Have the thread store keys and values, but attend to nothing: for benches that ask what
+        the hand-over alone costs. Policies learn nothing meanwhile."""
+        self._native.set_idle(on)
+
+    def stall(self, layer_idx: int, seconds: float) -> None:
+        """For tests: in its next request of that layer the thread sleeps before it attends."""
+        self._native.inject_stall(layer_idx, round(seconds * 1e9))
+
+    def die(self, layer_idx: int) -> None:
+        """For tests: in its next request of that layer the thread ends without a word."""
+        self._native.inject_death(layer_idx)
+
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise CoprocessorError(f"the coprocessor cannot serve: {self._unusable}")
+        if self._started:
+            self._check_parent()
+
+    def _check_parent(self) -> None:
+        if self._native.forked():
+            raise CoprocessorError(
+                "the coprocessor belongs to the parent process; load the model again after the fork"
+            )
+
+    def _collect(self) -> None:
+        num_done = self._native.release_done()
+        while self._queued and self._queued[0].number <= num_done:
+            self._record_queries(self._queued.popleft())
+
+    def _query_log(self, step: DecodeStep) -> Tensor | None:
+        """Room for the step's queries where the policy will build its state from them."""
+        if not self.attention.keeps_queries(step):
+            return None
+        return torch.empty(
+            self.mailbox.num_layers,
+            len(step.seqs),
+            self.mailbox.query.shape[1],
+            dtype=self.mailbox.query.dtype,
+        )
+
+    def _record_queries(self, done: _OpenStep) -> None:
+        if done.queries is None:
+            return
+        for layer_idx in sorted({layer_idx for layer_idx, _, _ in self.requests}):
+            if self.attention.sparse_layers[layer_idx]:
+                self.attention.record_step_queries(layer_idx, done.step, done.queries[layer_idx])
+
+
+class _OpenStep(NamedTuple):
+    number: int
+    step: DecodeStep
+    queries: Tensor | None  # [num_layers, n, num_qo_heads * head_dim]
+
+
+def _check_mailbox(attention: DecodeAttention, mailbox: Mailbox) -> None:
+    store = attention.store
+    rows, columns = mailbox.max_rows, attention.num_qo_heads * store.head_dim
+    flags = mailbox.requests.shape[1] if mailbox.requests.dim() == 2 else 0
+    expected: dict[str, tuple[torch.dtype, list[int]]] = {
+        "query": (store.dtype, [rows, columns]),
+        "kv": (store.dtype, [store.num_layers, rows, 2, store.num_kv_heads, store.head_dim]),
+        "output": (torch.float32, [rows, columns]),
+        "lse": (torch.float32, [rows, attention.num_qo_heads]),
+        "requests": (torch.int32, [mailbox.num_requests + 1, flags]),
+        "replies": (torch.int32, [mailbox.num_requests, flags]),
+    }
+    for (name, (dtype, shape)), x in zip(expected.items(), mailbox.tensors, strict=True):
+        if x.dtype != dtype or list(x.shape) != shape or not x.is_contiguous() or not x.is_cpu:
+            raise ValueError(
+                f"mailbox.{name} must be {dtype} {shape}, contiguous, on the CPU,"
+                f" got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+    if flags != _native.FLAG_STRIDE:
+        raise ValueError(f"mailbox flags must be {_native.FLAG_STRIDE} int32 apart, got {flags}")
+
+
+def _check_requests(requests: Sequence[Request], mailbox: Mailbox) -> None:
+    if len(requests) != mailbox.num_requests or not requests:
+        raise ValueError(
+            f"the mailbox has flags for {mailbox.num_requests} requests, got {len(requests)}"
+        )
+    layer_of = np.full(mailbox.max_rows, -1)
+    for i, (layer_idx, first_row, num_rows) in enumerate(requests):
+        if not 0 <= layer_idx < mailbox.num_layers:
+            raise ValueError(
+                f"request {i} names layer {layer_idx}, but there are {mailbox.num_layers} layers"
+            )
+        if first_row < 0 or num_rows < 1 or first_row + num_rows > mailbox.max_rows:
+            raise ValueError(
+                f"request {i} names rows {first_row} to {first_row + num_rows}, but the mailbox has"
+                f" {mailbox.max_rows}"
+            )
+        rows = slice(first_row, first_row + num_rows)
+        if int(layer_of[rows].max()) >= layer_idx:
+            raise ValueError(
+                f"request {i} asks for layer {layer_idx} after layer {int(layer_of[rows].max())}"
+                " of the same rows"
+            )
+        layer_of[rows] = layer_idx
+
+
+def _window(name: str, given: int | None, attention: DecodeAttention) -> int:
+    policy = attention.policy
+    if not policy.selects:
+        if given is None:
+            raise ValueError(
+                f"policy {policy.name!r} has no {name}: give those of the GPU's window"
+            )
+        if given < 0:
+            raise ValueError(f"{name} must not be negative, got {given}")
+        return given
+    own: int = getattr(policy, name)
+    if given is not None and given != own:
+        raise ValueError(f"{name} must be the policy's, {own}, got {given}")
+    return own
+
+
+def _check_slots(step: DecodeStep, slots: Sequence[int], max_rows: int) -> npt.NDArray[np.int64]:
+    places = np.asarray(slots, np.int64)
+    if len(places) != len(step.seqs):
+        raise ValueError(f"expected one slot per row, got {len(places)} for {len(step.seqs)}")
+    if len(np.unique(places)) != len(places):
+        raise ValueError(f"slots must be distinct, got {places.tolist()}")
+    if int(places.min()) < 0 or int(places.max()) >= max_rows:
+        raise ValueError(f"slots must lie in [0, {max_rows}), got {places.tolist()}")
+    if len(set(step.seqs)) != len(step.seqs):
+        raise ValueError(f"a step has one row per sequence, got sequences {list(step.seqs)}")
+    return places

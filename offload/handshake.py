@@ -1,0 +1,313 @@
+"""How the GPU asks the CPU side for attention in the middle of a decode step, and waits for it.
+
+The only file that knows streams, graphs and flags. A decode step is a function that launches work
+and calls `publish(i)` when request i (see `Mailbox`) is written, and `await_reply(i)` before it
+launches what reads the answer. Backends with the same results:
+
+    graph   the step is captured once as one CUDA graph. publish and await_reply become memory
+            operations of the stream on flags in mapped host memory; worker threads see the flag,
+            attend and raise the reply. No Python, no host callback, no synchronisation in a step.
+    stream  the step is launched operation by operation; the calling thread waits for an event per
+            request and attends. For drivers without stream memory operations.
+    inline  no GPU: the calling thread attends where the step awaits the reply.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+import torch
+
+from cpu_ops.coprocessor import Coprocessor
+from offload.attention import DecodeStep
+from offload.config import check_backend
+from offload.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+_WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_CAN_USE_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+
+Step = Callable[[], None]
+
+
+class HandshakeError(RuntimeError):
+    """The GPU did not do its part of a decode step in time."""
+
+
+class Handshake(Protocol):
+    """Runs decode steps whose requests a coprocessor serves."""
+
+    name: str
+
+    def publish(self, request: int) -> None:
+        """What the step has launched so far writes request `request`."""
+
+    def await_reply(self, request: int) -> None:
+        """What the step launches next reads the reply."""
+
+    def prepare(self, key: Hashable, step: Step) -> None:
+        """Do what running `step` for the first time needs, while no row of it is in use."""
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        """Run a prepared step to its end.
+
+        Args:
+            key: equal keys promise that `step` launches the same work.
+            rows: of `DecodeAttention.begin_step`; one row per sequence.
+            slots: the row of the static buffers that each of them has.
+
+        Raises:
+            CoprocessorError: the CPU side missed its deadline, or saw the GPU miss it, or found
+                something wrong with the numbers; names the layer. The next step may be run.
+            HandshakeError: the GPU does not come back.
+        """
+
+    def close(self) -> None:
+        """End threads, drop graphs."""
+
+
+class InlineHandshake:
+    """Everything on the calling thread."""
+
+    name = "inline"
+
+    def __init__(self, coprocessor: Coprocessor) -> None:
+        self._coprocessor = coprocessor
+
+    def publish(self, request: int) -> None:
+        """Nothing is asynchronous: the request is there."""
+
+    def await_reply(self, request: int) -> None:
+        self._coprocessor.serve(request)
+
+    def prepare(self, key: Hashable, step: Step) -> None:
+        """Nothing to prepare."""
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        self._coprocessor.begin_step(rows, slots)
+        try:
+            step()
+            self._coprocessor.end_step()
+        except BaseException:
+            self._coprocessor.abort()
+            self._coprocessor.reset()
+            raise
+
+    def close(self) -> None:
+        self._coprocessor.close()
+
+
+class StreamHandshake:
+    """One event per request; the calling thread attends while the GPU does what it can."""
+
+    name = "stream"
+
+    def __init__(self, coprocessor: Coprocessor) -> None:
+        self._coprocessor = coprocessor
+        self._published = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def publish(self, request: int) -> None:
+        self._published.record()
+
+    def await_reply(self, request: int) -> None:
+        self._published.synchronize()
+        self._coprocessor.serve(request)
+
+    def prepare(self, key: Hashable, step: Step) -> None:
+        """Nothing to prepare."""
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        self._coprocessor.begin_step(rows, slots)
+        try:
+            step()
+            torch.cuda.current_stream().synchronize()
+            self._coprocessor.end_step()
+        except BaseException:
+            torch.cuda.current_stream().synchronize()
+            self._coprocessor.abort()
+            self._coprocessor.reset()
+            raise
+
+    def close(self) -> None:
+        self._coprocessor.close()
+
+
+class GraphHandshake:
+    """One CUDA graph per key.
+
+    Args:
+        deadline_seconds: for a whole step, on both sides.
+    """
+
+    name = "graph"
+
+    def __init__(
+        self, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
+    ) -> None:
+        self._coprocessor = coprocessor
+        self._deadline_seconds = deadline_seconds
+        self._requests = [row.data_ptr() for row in mailbox.requests]
+        self._replies = [row.data_ptr() for row in mailbox.replies]
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._warming_up = False
+        self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def publish(self, request: int) -> None:
+        if not self._warming_up:
+            _write_value(self._requests[request], 1)
+
+    def await_reply(self, request: int) -> None:
+        if not self._warming_up:
+            _wait_value(self._replies[request], 1)
+            _write_value(self._replies[request], 0)
+
+    def prepare(self, key: Hashable, step: Step) -> None:
+        """Capture `step`. It is run once before, without the CPU side, to load its kernels."""
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(step)
+        self._coprocessor.start()
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        self.launch(key, rows, slots)
+        self.wait()
+
+    def launch(self, key: Hashable, rows: DecodeStep, slots: Sequence[int]) -> None:
+        """Start a step that was prepared, after those already started."""
+        graph = self._graphs[key]
+        self._coprocessor.begin_step(rows, slots)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.replay()
+            self._finished.record()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def wait(self) -> None:
+        """Until the oldest step that was started has ended on both sides."""
+        try:
+            self._coprocessor.wait()
+        except BaseException:
+            self._drain()
+            raise
+
+    def close(self) -> None:
+        self._coprocessor.close()
+        self._graphs.clear()
+
+    def _capture(self, step: Step) -> torch.cuda.CUDAGraph:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            self._warming_up = True
+            try:
+                step()
+            finally:
+                self._warming_up = False
+            self._stream.synchronize()
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                step()
+                _write_value(self._requests[-1], 1)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph
+
+    def _drain(self) -> None:
+        """Let the GPU run what was launched, with answers that nobody computed; start afresh."""
+        self._coprocessor.abort()
+        deadline = time.monotonic() + self._deadline_seconds
+        while not self._finished.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                raise HandshakeError(
+                    f"the GPU did not finish a step within {self._deadline_seconds:g} s after the "
+                    "CPU side gave up; this process cannot use it any more"
+                )
+            time.sleep(0.001)
+        self._coprocessor.reset()
+
+
+def choose_backend(backend: str | None, device: torch.device) -> str:
+    """The backend to use; `backend` None chooses the fastest that the device can do."""
+    if backend is not None:
+        check_backend(backend, device)
+    if device.type == "cpu" or backend == "stream":
+        return backend or "inline"
+    reason = _why_no_memory_operations(device)
+    if reason is None:
+        return "graph"
+    _say_once(f"{reason}: using backend='stream', which is slower")
+    return "stream"
+
+
+def make_handshake(
+    backend: str,
+    coprocessor: Coprocessor,
+    mailbox: Mailbox,
+    *,
+    deadline_seconds: float,
+) -> Handshake:
+    """The handshake of a backend that `choose_backend` returned."""
+    if backend == "inline":
+        return InlineHandshake(coprocessor)
+    if backend == "stream":
+        return StreamHandshake(coprocessor)
+    return GraphHandshake(coprocessor, mailbox, deadline_seconds=deadline_seconds)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _why_no_memory_operations(device: torch.device) -> str | None:
+    """None if streams of `device` can write and wait for values in host memory."""
+    try:
+        driver = _driver()
+        write, wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+    except (OSError, AttributeError) as error:
+        return f"the CUDA driver has no stream memory operations ({error})"
+    del write, wait
+    supported = ctypes.c_int(0)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    code = driver.cuDeviceGetAttribute(ctypes.byref(supported), _CAN_USE_STREAM_MEM_OPS, index)
+    if code != 0 or not supported.value:
+        return "this GPU or its driver has no stream memory operations"
+    return None
+
+
+def _write_value(address: int, value: int) -> None:
+    _check(
+        _driver().cuStreamWriteValue32_v2(
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            ctypes.c_uint64(address),
+            ctypes.c_uint32(value),
+            ctypes.c_uint(0),
+        ),
+        "cuStreamWriteValue32",
+    )
+
+
+def _wait_value(address: int, value: int) -> None:
+    _check(
+        _driver().cuStreamWaitValue32_v2(
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            ctypes.c_uint64(address),
+            ctypes.c_uint32(value),
+            ctypes.c_uint(_WAIT_EQUAL),
+        ),
+        "cuStreamWaitValue32",
+    )
+
+
+def _check(code: int, function: str) -> None:
+    if code != 0:
+        raise RuntimeError(f"{function} failed with CUDA driver error {code}")

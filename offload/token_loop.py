@@ -1,0 +1,72 @@
+"""The fast path of `generate()` with a GPU: tokens are chosen inside the decode step.
+
+The stock sampling loop runs a step, brings the logits to Python and chooses. Where all it would do
+with them is argmax, or temperature, top-k and top-p, the step does that itself: embedding, layers,
+logits and choice are one captured graph, and the host reads one token id per row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offload.sampling import SamplingOptions, choose
+
+if TYPE_CHECKING:
+    from offload.model import OffloadedModel
+
+
+def generate_on_device(
+    model: OffloadedModel,
+    options: SamplingOptions,
+    input_ids: Tensor,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> Tensor:
+    """As the stock `_sample` does it, with the choice on the device.
+
+    Returns:
+        int64 [batch_size, tokens], prompt and new tokens.
+    """
+    outputs = model._prefill(
+        input_ids,
+        generation_config,
+        model_kwargs,
+        is_first_iteration=not generation_config.is_assistant,
+    )
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    pad = int(generation_config._pad_token_tensor) if has_eos else 0
+    batch_size, length = input_ids.shape
+    text = torch.empty(batch_size, stopping_criteria.max_length, dtype=torch.int64)
+    text[:, :length] = input_ids
+    unfinished = torch.ones(batch_size, dtype=torch.bool)
+    cache, positions = outputs.past_key_values, _last_positions(model_kwargs, length)
+    tokens = choose(outputs.logits[:, -1], options).cpu()
+    del outputs
+    while True:
+        tokens = torch.where(unfinished, tokens, pad)
+        text[:, length] = tokens
+        length += 1
+        if streamer is not None:
+            streamer.put(tokens)
+        unfinished &= ~stopping_criteria(text[:, :length], None)
+        if not bool(unfinished.any()):
+            break
+        positions += 1
+        tokens = model._offload.choose_tokens(cache, tokens, positions, options)
+    if streamer is not None:
+        streamer.end()
+    return text[:, :length].to(input_ids.device)
+
+
+def _last_positions(model_kwargs: dict[str, Any], length: int) -> Tensor:
+    """int64 [batch_size]: the position id of the prompt's last token of each row."""
+    position_ids = model_kwargs.get("position_ids")
+    if position_ids is None:
+        return torch.tensor([length - 1])
+    last: Tensor = position_ids[:, -1].cpu().clone()
+    return last

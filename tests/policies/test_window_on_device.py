@@ -1,0 +1,140 @@
+"""Every policy beside a GPU that holds sinks and recent tokens.
+
+The merged answer, the selection and what the policy keeps are those of the CPU alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import TOLERANCE, relative_error
+from coprocessor_cases import Shape, World, decode_synchronously, merge
+from heavy_hitter import HeavyHitter, HeavyHitterPerQueryHead
+from seeded import new_rng
+from test_proposals import EveryThird
+
+from cpu_ops.native import WorkerPool
+from offload.policies import Full, Policy, make_policy
+
+SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
+DENSE_FIRST = {**SMALL, "dense_layers": 1}
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "full": Full,
+    "exact_topk": lambda: make_policy("exact_topk", **DENSE_FIRST),
+    "streaming_llm": lambda: make_policy(
+        "streaming_llm", budget_tokens=48, sink_tokens=4, dense_layers=1
+    ),
+    "quest": lambda: make_policy("quest", **DENSE_FIRST),
+    "lychee_cluster": lambda: make_policy("lychee_cluster", **DENSE_FIRST),
+    "lfps": lambda: make_policy("lfps", **DENSE_FIRST),
+    "lfps_bypass": lambda: make_policy("lfps", **DENSE_FIRST, bypass_threshold=0.02),
+    "lfps_query_head": lambda: make_policy("lfps", **DENSE_FIRST, granularity="query_head"),
+    "tidal_exact": lambda: make_policy(
+        "tidal_decode", inner="exact_topk", select_layers="1", **DENSE_FIRST
+    ),
+    "tidal_quest": lambda: make_policy(
+        "tidal_decode", inner="quest", select_layers="1", **DENSE_FIRST
+    ),
+    "lychee_decode": lambda: make_policy("lychee_decode", retrieval_heads=1, **SMALL),
+    "heavy_hitter": lambda: HeavyHitter(**DENSE_FIRST),
+    "heavy_hitter_query_head": lambda: HeavyHitterPerQueryHead(**DENSE_FIRST, num_units=6),
+    "every_third": lambda: EveryThird(**DENSE_FIRST),
+    "every_third_answers": lambda: EveryThird(**DENSE_FIRST, answers=True),
+}
+SINKS, RECENT = 4, 8
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def pool(request):
+    pool = WorkerPool(request.param)
+    yield pool
+    pool.close()
+
+
+def windows(policy: Policy) -> dict[str, int]:
+    return {} if policy.selects else {"sink_tokens": SINKS, "recent_tokens": RECENT}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_the_cpu_alone(name, dtype, pool):
+    """Several steps of ragged rows, the short ones growing past the window and the budget."""
+    rng = new_rng()
+    shape = Shape(dtype=dtype)
+    kv_lens = [300, 1, 11, 46, 47, 129]
+    policy = POLICIES[name]()
+    seed = int(rng.integers(1 << 30))
+    alone, beside = (
+        World.random(np.random.default_rng(seed), shape, policy, pool, kv_lens) for _ in range(2)
+    )
+    coprocessor = beside.coprocessor(**windows(policy))
+    for _ in range(4):
+        given = alone.random_step(rng)
+        expected, selections = alone.decode(given)
+        out = decode_synchronously(beside, coprocessor, given)
+        for layer_idx in range(shape.num_layers):
+            error = relative_error(out[layer_idx], expected[layer_idx].double().numpy())
+            assert error < 2 * TOLERANCE[dtype], layer_idx
+        assert beside.attention.last_selection() == selections[-1]
+    for ours, theirs in zip(beside.seqs, alone.seqs, strict=True):
+        compare_states(beside, ours, alone, theirs)
+        for layer_idx in range(shape.num_layers):
+            for x, y in zip(
+                beside.store.gather(ours, layer_idx),
+                alone.store.gather(theirs, layer_idx),
+                strict=True,
+            ):
+                assert torch.equal(x, y)
+
+
+def compare_states(beside: World, ours: int, alone: World, theirs: int) -> None:
+    """Arrays of the policy; floats may differ by the order of sums."""
+    ours_arrays = beside.attention.states.arrays_of(ours)
+    their_arrays = alone.attention.states.arrays_of(theirs)
+    assert (ours_arrays is None) == (their_arrays is None)
+    if ours_arrays is None or their_arrays is None:
+        return
+    for layer_ours, layer_theirs in zip(ours_arrays.layers, their_arrays.layers, strict=True):
+        for x, y in zip(layer_ours, layer_theirs, strict=True):
+            if x.dtype.kind == "f":
+                np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+            else:  # some scratch holds floats: their last bits, which are less than 1 of a token
+                np.testing.assert_allclose(x, y, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 20])
+@pytest.mark.parametrize("recent", [0, 1, 30])
+@pytest.mark.parametrize("kv_len", [1, 2, 19, 20, 21, 49, 50, 51, 52, 64, 257])
+def test_any_window_beside_full_attention(sinks, recent, kv_len, pool):
+    """Windows that hold nothing, all but a token, everything, or more than there is."""
+    rng = new_rng()
+    world = World.random(rng, Shape(num_layers=1), Full(), pool, [kv_len - 1])
+    coprocessor = world.coprocessor(sink_tokens=sinks, recent_tokens=recent)
+    given = world.random_step(rng)
+    out = decode_synchronously(world, coprocessor, given)
+    expected, _ = world.window_part(given[0][0, 0], 0, 0, kv_len, kv_len, 0)
+    assert relative_error(out[0, 0], expected.reshape(-1)) < TOLERANCE[torch.float32]
+    lse = coprocessor.mailbox.lse[0]
+    assert bool(torch.isneginf(lse).all()) == (kv_len <= sinks + recent)
+
+
+def test_an_answered_unit_is_the_whole_answer(pool):
+    rng = new_rng()
+    policy = EveryThird(**SMALL, dense_layers=0, answers=True)
+    world = World.random(rng, Shape(num_layers=1), policy, pool, [300])
+    coprocessor = world.coprocessor()
+    out = decode_synchronously(world, coprocessor, world.random_step(rng))
+    assert (out[0, 0].reshape(2, -1)[1] == 1.0).all()
+    assert torch.isposinf(coprocessor.mailbox.lse[0, 3:]).all()
+    assert torch.isfinite(coprocessor.mailbox.lse[0, :3]).all()
+
+
+def test_merge_takes_all_or_nothing():
+    """What the test's own merge does with both kinds of infinity."""
+    window = np.ones((2, 4)), np.zeros(2)
+    out, lse = torch.full((2, 4), 3.0), torch.tensor([float("-inf"), float("inf")])
+    np.testing.assert_array_equal(merge(window, out, lse), [[1.0] * 4, [3.0] * 4])

@@ -183,7 +183,8 @@ def handshake(bench: GPUBench, *, kv_len: int) -> Rows:
     rows = []
     with bench.caches(kv_len, [policy], distinct_layers=1) as (settings, cache):
         for engine, host_work in ((NULL_WORK, "attend"), (NO_HANDSHAKE, "none")):
-            row = _ours(bench, replace(settings, host_work=host_work), cache)
+            of_engine = replace(settings, host_work=host_work)
+            row = _ours(bench, of_engine, cache, traced_steps=0)
             num_layers = bench.stock.config.num_hidden_layers - policy.dense_layers
             rows.append({"engine": engine, "host_layers": num_layers, **row})
             bench.say(describe(rows[-1]))
@@ -224,10 +225,12 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
-def _ours(bench: GPUBench, settings: PipelineSettings, cache: ModelCache) -> dict[str, Any]:
+def _ours(
+    bench: GPUBench, settings: PipelineSettings, cache: ModelCache, traced_steps: int = 8
+) -> dict[str, Any]:
     session = open_session(settings, bench.stock, cache)
     try:
-        measurement, _ = measure_pipeline(session, repeats=bench.repeats)
+        measurement, _ = measure_pipeline(session, repeats=bench.repeats, traced_steps=traced_steps)
     finally:
         session.close()
         bench.release()

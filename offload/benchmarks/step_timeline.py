@@ -139,33 +139,6 @@ def clock_offset_ns(
     return (lower + upper) // 2, (upper - lower + 1) // 2
 
 
-def aligned_step(gpu: Sequence[Interval], cpu: Sequence[Interval]) -> StepTimeline:
-    """A step from what each side reports by its own clock; it lasts as long as the GPU's part.
-
-    Both sides report one interval of a kind for each request of a layer, in the same order:
-
-        gpu  "linear" ends when the request is raised, "wait" when the reply is seen
-        cpu  "wait" ends when the request is seen, "attend" just before the reply is written
-
-    Raises:
-        ValueError: see `clock_offset_ns`.
-    """
-    ends = {
-        (side, kind): _ends(intervals, kind)
-        for side, intervals, kinds in (
-            ("gpu", gpu, ("linear", "wait")),
-            ("cpu", cpu, ("wait", "attend")),
-        )
-        for kind in kinds
-    }
-    raised = _pairs(ends["gpu", "linear"], ends["cpu", "wait"])
-    answered = _pairs(ends["cpu", "attend"], ends["gpu", "wait"])
-    offset_ns, _ = clock_offset_ns(raised, answered)
-    moved = shifted(gpu, offset_ns)
-    start, end = min(i.start_ns for i in moved), max(i.end_ns for i in moved)
-    return StepTimeline(start, end, tuple(cpu), moved)
-
-
 def shifted(intervals: Iterable[Interval], offset_ns: int) -> tuple[Interval, ...]:
     """The same intervals on another clock."""
     return tuple(
@@ -202,25 +175,6 @@ def intersection(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
 def length(spans: Iterable[Span]) -> int:
     """Of disjoint spans."""
     return sum(end - start for start, end in spans)
-
-
-def _ends(intervals: Iterable[Interval], kind: str) -> dict[int, list[int]]:
-    """Of each layer."""
-    ends: dict[int, list[int]] = {}
-    for interval in intervals:
-        if interval.kind == kind:
-            ends.setdefault(interval.layer, []).append(interval.end_ns)
-    return ends
-
-
-def _pairs(first: dict[int, list[int]], second: dict[int, list[int]]) -> list[tuple[int, int]]:
-    """Of the layers that both have equally often."""
-    return [
-        pair
-        for layer, ends in first.items()
-        if len(ends) == len(second.get(layer, ()))
-        for pair in zip(ends, second[layer], strict=True)
-    ]
 
 
 def _spans(intervals: Iterable[Interval], kinds: Sequence[str]) -> list[Span]:

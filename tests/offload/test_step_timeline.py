@@ -17,7 +17,6 @@ from offload.benchmarks.step_timeline import (
     Interval,
     StepShares,
     StepTimeline,
-    aligned_step,
     clock_offset_ns,
     intersection,
     length,
@@ -152,37 +151,6 @@ def test_clocks_that_contradict_each_other() -> None:
         clock_offset_ns([(100, 90)], [(110, 100)])
     with pytest.raises(ValueError, match="one of the lists is empty"):
         clock_offset_ns([(1, 2)], [])
-
-
-def test_a_step_of_two_clocks() -> None:
-    offset, flight = 7_000_000, 900  # what the GPU's clock is behind; ns that a flag takes
-    gpu, cpu, now = [], [], 0
-    gpu.append(Interval("attention", 0, 0, 5000))  # a resident layer asks for nothing
-    now = 5000
-    for layer in range(1, 5):
-        raised = now + 40_000
-        seen = raised + flight
-        attended = seen + 20_000
-        answered = attended + flight
-        gpu += [
-            Interval("linear", layer, now, raised),
-            Interval("window", layer, raised, raised + 4000),
-            Interval("wait", layer, raised + 4000, answered),
-        ]
-        cpu += [
-            Interval("wait", layer, now + offset, seen + offset),
-            Interval("attend", layer, seen + offset, attended + offset),
-        ]
-        now = answered
-    gpu.append(Interval("linear", -1, now, now + 30_000))
-    step = aligned_step(gpu, cpu)
-    assert (step.start_ns, step.end_ns) == (offset, now + 30_000 + offset)
-    shares = step_shares(step)
-    assert shares.overlapped_ns == 4 * (4000 - flight)
-    assert shares.exposed_ns == 4 * (20_000 - 4000 + flight)
-    assert shares.handshake_ns == 4 * flight
-    with pytest.raises(ValueError, match="one of the lists is empty"):
-        aligned_step(gpu, [])
 
 
 def test_trace(tmp_path: Path) -> None:

@@ -217,3 +217,43 @@ def test_bad_numbers_are_refused(pool: WorkerPool, rotary_emb: Any) -> None:
         make(pool, rotary_emb, distinct_layers=5)
     with pytest.raises(HostBudgetError, match="lower --kv-len or the batch size"):
         make(pool, rotary_emb, kv_len=10**9)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["quest", "lfps", "lychee_cluster"])
+def test_caches_made_on_a_gpu(name: str, pool: WorkerPool) -> None:
+    device = torch.device("cuda")
+    model = random_model(SHAPE, device=device, dtype=torch.bfloat16)
+    policy = make_policy(name, budget_tokens=256)
+    cache = make(
+        pool,
+        model.model.rotary_emb,
+        device=device,
+        dtype=torch.bfloat16,
+        kv_len=1500,
+        policies=[policy],
+    )
+    layer = structured_layer(
+        num_qo_heads=SHAPE.num_qo_heads,
+        num_kv_heads=SHAPE.num_kv_heads,
+        head_dim=SHAPE.head_dim,
+        kv_len=1500,
+        num_steps=NUM_STEPS,
+        dtype=torch.bfloat16,
+        seed=0,
+        layer_idx=3,
+        device=device,
+    )
+    keys, values = cache.store.gather(cache.seqs[0], 3)
+    assert torch.equal(keys, layer.keys[:, :1500].cpu())
+    assert torch.equal(values, layer.values[:, :1500].cpu())
+    attention = DecodeAttention(policy, cache.store, num_qo_heads=SHAPE.num_qo_heads, pool=pool)
+    cache.install(attention)
+    step = attention.begin_step(cache.seqs, [1500])
+    query = layer.queries[:, 31].reshape(1, -1).cpu()
+    out = torch.full_like(query, float("nan"))
+    attention.attend(3, step, query, out)
+    assert bool(torch.isfinite(out).all())
+    attended = sum(len(unit) for unit in attention.last_selection())
+    assert 0 < attended <= 256 * SHAPE.num_kv_heads
+    cache.close()

@@ -166,15 +166,6 @@ class PolicyStates:
         """Of all sequences' arrays."""
         return sum(arrays.num_bytes for arrays in self._arrays.values())
 
-    def adopt(self, seq: int, layers: list[list[Array]], capacity_tokens: int) -> None:
-        """Keep arrays of `seq` that the policy built elsewhere.
-
-        Args:
-            layers: C-contiguous arrays of every layer; none where the layer does not ask.
-            capacity_tokens: that they were built for.
-        """
-        self._arrays[seq] = LayerArrays(layers, capacity_tokens)
-
     def arrays_of(self, seq: int) -> LayerArrays | None:
         """What has been built for a sequence."""
         return self._arrays.get(seq)

@@ -183,7 +183,8 @@ def handshake(bench: GPUBench, *, kv_len: int) -> Rows:
     rows = []
     with bench.caches(kv_len, [policy], distinct_layers=1) as (settings, cache):
         for engine, host_work in ((NULL_WORK, "attend"), (NO_HANDSHAKE, "none")):
-            row = _ours(bench, replace(settings, host_work=host_work), cache)
+            of_engine = replace(settings, host_work=host_work)
+            row = _ours(bench, of_engine, cache, traced_steps=0)
             num_layers = bench.stock.config.num_hidden_layers - policy.dense_layers
             rows.append({"engine": engine, "host_layers": num_layers, **row})
             bench.say(describe(rows[-1]))
@@ -196,21 +197,23 @@ def prefill_rows(bench: GPUBench, *, lengths: Sequence[int], slice_tokens: int) 
     rows = []
     policy = bench.policies[0]
     for num_tokens in lengths:
-        for engine in (NO_OFFLOAD, STREAMED, INDEXED):
-            seconds = [
-                _prefill_seconds(bench, num_tokens, slice_tokens, engine, policy)
-                for _ in range(1 + bench.repeats)
-            ][1:]
-            rows.append(
-                _row(engine, num_tokens, 1, seconds)
-                | {"policy": policy.name if engine == INDEXED else None}
-            )
-            bench.say(describe(rows[-1]))
+        with _prefill_attention(bench, num_tokens, policy) as attention:
+            for engine in (NO_OFFLOAD, STREAMED, INDEXED):
+                seconds = [
+                    _prefill_seconds(bench, attention, num_tokens, slice_tokens, engine)
+                    for _ in range(1 + bench.repeats)
+                ][1:]
+                rows.append(
+                    _row(engine, num_tokens, 1, seconds)
+                    | {"policy": policy.name if engine == INDEXED else None}
+                )
+                bench.say(describe(rows[-1]))
+        bench.release()
         if num_tokens == min(lengths):
             seconds = [prefill_seconds(bench.stock, num_tokens=num_tokens) for _ in range(2)][1:]
             rows.append(_row(STOCK, num_tokens, 1, seconds))
             bench.say(describe(rows[-1]))
-        bench.release()
+            bench.release()
     return rows
 
 
@@ -224,10 +227,12 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
-def _ours(bench: GPUBench, settings: PipelineSettings, cache: ModelCache) -> dict[str, Any]:
+def _ours(
+    bench: GPUBench, settings: PipelineSettings, cache: ModelCache, traced_steps: int = 8
+) -> dict[str, Any]:
     session = open_session(settings, bench.stock, cache)
     try:
-        measurement, _ = measure_pipeline(session, repeats=bench.repeats)
+        measurement, _ = measure_pipeline(session, repeats=bench.repeats, traced_steps=traced_steps)
     finally:
         session.close()
         bench.release()
@@ -271,20 +276,12 @@ def _row(engine: str, kv_len: int, batch_size: int, seconds: Sequence[float]) ->
     }
 
 
-def _prefill_seconds(
-    bench: GPUBench, num_tokens: int, slice_tokens: int, engine: str, policy: Policy
-) -> float:
-    """One prompt; the store is made, and its pages are touched, before the clock starts."""
-    device, shape = bench.settings.device, MODEL_SHAPES[bench.settings.shape]
-    tokens = torch.randint(shape.vocab_size, (num_tokens,), device=device)
-    hidden = bench.lean.embed_tokens(tokens)
-    prompt = _one_prompt(num_tokens, device)
-    if engine == NO_OFFLOAD:
-        bench.synchronize()
-        start = time.perf_counter()
-        prefill(bench.lean, hidden, prompt, store=None, seqs=[0], slice_tokens=slice_tokens)
-        bench.synchronize()
-        return time.perf_counter() - start
+@contextmanager
+def _prefill_attention(
+    bench: GPUBench, num_tokens: int, policy: Policy
+) -> Iterator[DecodeAttention]:
+    """`policy` over a store whose memory is there before any clock starts."""
+    shape = MODEL_SHAPES[bench.settings.shape]
     options: dict[str, Any] = {"pinned": True} if bench.is_cuda else {}
     store = KVStore(
         num_layers=shape.num_layers,
@@ -295,28 +292,46 @@ def _prefill_seconds(
     )
     pool = WorkerPool(bench.settings.num_threads)
     try:
-        attention = DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
         seq = store.new_sequence()
         store.reserve([seq], [num_tokens])
-        bench.synchronize()
-        start = time.perf_counter()
-        prefill(
-            bench.lean,
-            hidden,
-            prompt,
-            store=store,
-            seqs=[seq],
-            slice_tokens=slice_tokens,
-            on_queries=attention.on_prefill_queries if engine == INDEXED else None,
-        )
-        store.commit([seq], [num_tokens])
-        if engine == INDEXED:
-            attention.build_states([seq], [num_tokens])
-        bench.synchronize()
-        return time.perf_counter() - start
+        store.free(seq)
+        yield DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
     finally:
         pool.close()
         store.close()
+
+
+def _prefill_seconds(
+    bench: GPUBench, attention: DecodeAttention, num_tokens: int, slice_tokens: int, engine: str
+) -> float:
+    """One prompt, until all of it is where it belongs."""
+    device, store = bench.settings.device, attention.store
+    tokens = torch.randint(bench.stock.config.vocab_size, (num_tokens,), device=device)
+    hidden = bench.lean.embed_tokens(tokens)
+    seq = store.new_sequence()
+    store.reserve([seq], [num_tokens])
+    build = attention.prefill_build([seq], [num_tokens]) if engine == INDEXED else None
+    bench.synchronize()
+    start = time.perf_counter()
+    prefill(
+        bench.lean,
+        hidden,
+        _one_prompt(num_tokens, device),
+        store=None if engine == NO_OFFLOAD else store,
+        seqs=[seq],
+        slice_tokens=slice_tokens,
+        on_queries=None if build is None else attention.on_prefill_queries,
+        on_layer=None if build is None else build.on_layer,
+    )
+    store.commit([seq], [num_tokens])
+    if build is not None:
+        build.finish()
+        attention.build_states([seq], [num_tokens + 1])  # what could not be built alongside
+    bench.synchronize()
+    seconds = time.perf_counter() - start
+    attention.states.forget(seq)
+    store.free(seq)
+    return seconds
 
 
 def _one_prompt(num_tokens: int, device: torch.device) -> RaggedBatch:

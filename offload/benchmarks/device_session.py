@@ -48,6 +48,8 @@ class DeviceSession:
         self._without_host = settings.host_work == "none"
         self._device = settings.device
         self._weight_bytes = sum(weight.nbytes for weight in stock.parameters())
+        # Making the caches took more than decoding does.
+        torch.cuda.reset_peak_memory_stats(settings.device)
         self._tokens = torch.zeros(len(cache.seqs), dtype=torch.int64)
 
     @property

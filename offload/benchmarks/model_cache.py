@@ -9,7 +9,7 @@ context is built from the same tensors while they are on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from offload.policies.base import BuildContext
 from offload.policy_state import capacity_for
 
 _PAGE_TOKENS = 256
-PolicyArrays = list[list[npt.NDArray[Any]]]  # of each layer; none where it does not ask the policy
+PolicyArrays = dict[int, list[npt.NDArray[Any]]]  # of each layer that asks the policy
 RotaryEmbedding = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -56,11 +56,13 @@ class ModelCache:
 
     def install(self, attention: DecodeAttention) -> None:
         """Give `attention`, which works on `store`, fresh copies of what its policy built."""
-        capacity_tokens = capacity_for(self.kv_len + self.num_steps)
         for seq, layers in zip(self.seqs, self.arrays[attention.policy], strict=True):
-            copied = [[array.copy() for array in arrays] for arrays in layers]
-            if any(copied):
-                attention.states.adopt(seq, copied, capacity_tokens)
+            if layers:
+                copied = {
+                    layer_idx: [array.copy() for array in arrays]
+                    for layer_idx, arrays in layers.items()
+                }
+                attention.states.install(seq, copied, self.kv_len + self.num_steps)
 
     def rewind(self) -> None:
         """Back to the prompts."""
@@ -115,9 +117,7 @@ def structured_model_cache(
     for row in range(batch_size):
         seq = store.new_sequence()
         store.reserve([seq], [kv_len])
-        layers_of: dict[Policy, PolicyArrays] = {
-            policy: [[] for _ in range(shape.num_layers)] for policy in policies
-        }
+        layers_of: dict[Policy, PolicyArrays] = {policy: {} for policy in policies}
         for source in range(distinct):
             layer = structured_layer(
                 num_qo_heads=shape.num_qo_heads,
@@ -133,17 +133,21 @@ def structured_model_cache(
             )
             steps = _step_rows(layer, kv_len, cos, sin)
             alike = range(source, shape.num_layers, distinct)
+            keys, values = (x[:, :kv_len] for x in (layer.keys, layer.values))
             for layer_idx in alike:
                 rows[:, layer_idx, row] = steps
-                write_layer(store, seq, layer_idx, layer.keys[:, :kv_len], layer.values[:, :kv_len])
+                store.append_async(
+                    seq, layer_idx, keys.transpose(0, 1), values.transpose(0, 1), start=0
+                )
             for policy in policies:
                 asks = [layer_idx for layer_idx in alike if layer_idx in asking[policy]]
                 if not asks or kv_len <= policy.budget_tokens:
                     continue
-                context = _build_context(layer, source, kv_len, num_steps, shape, pool)
-                built = [np.ascontiguousarray(array) for array in policy.build(context)]
+                built = _build(policy, layer, source, kv_len, num_steps, shape, pool)
                 for layer_idx in asks:
                     layers_of[policy][layer_idx] = [array.copy() for array in built]
+            if device.type == "cuda":  # before the layer's memory goes to the next one
+                torch.cuda.synchronize(device)
             on_layer(row * distinct + source + 1, batch_size * distinct)
         for policy in policies:
             arrays[policy].append(layers_of[policy])
@@ -161,20 +165,6 @@ def asking_layers(
         return frozenset()
     attention = DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
     return attention.states.layers
-
-
-def write_layer(store: KVStore, seq: int, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-    """Copy one layer's K/V [num_kv_heads, n, head_dim] from any device into reserved pages.
-
-    They are packed into pages where they are: one copy moves a run of pages.
-    """
-    num_heads, num_tokens, head_dim = keys.shape
-    sequence = store._sequence(seq)
-    for first, last, pages in sequence.pieces(layer_idx, 0, num_tokens):
-        both = torch.stack([keys[:, first:last], values[:, first:last]])
-        tokens = pages.shape[3]
-        packed = both.view(2, num_heads, -1, tokens, head_dim).permute(2, 0, 1, 3, 4)
-        pages.copy_(packed.contiguous())
 
 
 def _store(
@@ -210,21 +200,32 @@ def _step_rows(layer: StructuredLayer, kv_len: int, cos: Tensor, sin: Tensor) ->
     return torch.cat([part.to(layer.keys.dtype).flatten(1) for part in parts], 1)
 
 
-def _build_context(
+def _build(
+    policy: Policy,
     layer: StructuredLayer,
     layer_idx: int,
     kv_len: int,
     num_steps: int,
     shape: ModelShape,
     pool: WorkerPool,
-) -> BuildContext:
-    return BuildContext(
+) -> list[npt.NDArray[Any]]:
+    """The policy's arrays, built on the layer's device if the policy can."""
+    tensors = (layer.keys[:, :kv_len], layer.values[:, :kv_len], layer.queries[:, :LFPS_STEPS])
+    keys, values, queries = (x.contiguous() for x in tensors)
+    context = BuildContext(
         layer_idx=layer_idx,
-        keys=layer.keys[:, :kv_len].contiguous(),
-        values=layer.values[:, :kv_len].contiguous(),
-        queries=layer.queries[:, :LFPS_STEPS].contiguous(),
+        keys=keys,
+        values=values,
+        queries=queries,
         sm_scale=shape.head_dim**-0.5,
         capacity_tokens=capacity_for(kv_len + num_steps),
         text_marks=None,
         pool=pool,
     )
+    if keys.is_cuda:
+        finish = policy.build_on_device(context)
+        if finish is not None:
+            torch.cuda.synchronize(keys.device)
+            return [np.ascontiguousarray(array) for array in finish()]
+        context = replace(context, keys=keys.cpu(), values=values.cpu(), queries=queries.cpu())
+    return [np.ascontiguousarray(array) for array in policy.build(context)]

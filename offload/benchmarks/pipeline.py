@@ -53,7 +53,7 @@ class PipelineSession(Protocol):
         """Decode so many tokens of every sequence, queued together; seconds of each step."""
 
     def trace(self, num_steps: int) -> list[StepTimeline]:
-        """The same with marks, each step on its own."""
+        """The same with marks, each step on its own; one more may be decoded, to capture it."""
 
     def rewind(self) -> None:
         """Back to the prompts; what the policy keeps is as it was there."""
@@ -71,7 +71,7 @@ class PipelineMeasurement:
 
     Attributes:
         milliseconds: of a step; median and percentiles over `steps` of them, first steps left out.
-        traced_milliseconds: the same with marks.
+        traced_milliseconds: the same with marks; None, as `shares`, if no step was traced.
         shares: of the traced steps.
         microseconds: of each side and kind of work, all layers of a step together (median).
     """
@@ -81,8 +81,8 @@ class PipelineMeasurement:
     milliseconds: float
     milliseconds_p10: float
     milliseconds_p90: float
-    traced_milliseconds: float
-    shares: StepShares
+    traced_milliseconds: float | None
+    shares: StepShares | None
     microseconds: dict[str, dict[str, float]]
     memory: dict[str, int]
 
@@ -100,7 +100,7 @@ class PipelineMeasurement:
             "milliseconds_p90": self.milliseconds_p90,
             "tokens_per_second": self.tokens_per_second,
             "traced_milliseconds": self.traced_milliseconds,
-            "shares": {name: self.shares.share(name) for name in SHARES},
+            "shares": self.shares and {name: self.shares.share(name) for name in SHARES},
             "microseconds": self.microseconds,
             "memory": self.memory,
         }
@@ -118,6 +118,7 @@ def measure_pipeline(
     Every repeat starts at the prompts: the same queries find the same selections.
 
     Args:
+        traced_steps: 0: none, and no shares.
         on_progress: gets repeats done, the traced one included, and in all.
 
     Returns:
@@ -128,10 +129,11 @@ def measure_pipeline(
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
-    if not 1 <= traced_steps <= session.num_steps - WARM_UP_STEPS:
+    most = session.num_steps - WARM_UP_STEPS - 1
+    if not 0 <= traced_steps <= most:
         raise ValueError(
-            f"traced_steps must be in [1, {session.num_steps - WARM_UP_STEPS}], the steps there "
-            f"are without {WARM_UP_STEPS} to warm up, got {traced_steps}"
+            f"traced_steps must be in [0, {most}], the steps there are without {WARM_UP_STEPS} to "
+            f"warm up and one to capture, got {traced_steps}"
         )
     seconds: list[float] = []
     for repeat in range(repeats):
@@ -139,9 +141,11 @@ def measure_pipeline(
         session.decode(WARM_UP_STEPS)
         seconds += session.decode(session.num_steps - WARM_UP_STEPS)
         on_progress(repeat + 1, repeats + 1)
-    session.rewind()
-    session.decode(WARM_UP_STEPS)
-    traced = session.trace(traced_steps)
+    traced: list[StepTimeline] = []
+    if traced_steps:
+        session.rewind()
+        session.decode(WARM_UP_STEPS)
+        traced = session.trace(traced_steps)
     on_progress(repeats + 1, repeats + 1)
     return pipeline_measurement(session, seconds, traced), traced
 
@@ -157,8 +161,10 @@ def pipeline_measurement(
         milliseconds=median,
         milliseconds_p10=p10,
         milliseconds_p90=p90,
-        traced_milliseconds=float(np.median([step.seconds for step in traced])) * 1e3,
-        shares=summed(step_shares(step) for step in traced),
+        traced_milliseconds=(
+            float(np.median([step.seconds for step in traced])) * 1e3 if traced else None
+        ),
+        shares=summed(step_shares(step) for step in traced) if traced else None,
         microseconds=median_microseconds(traced),
         memory=session.memory(),
     )

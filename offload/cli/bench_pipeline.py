@@ -98,9 +98,9 @@ def pipeline(
         if name not in available:
             names = ", ".join(str(n) for n in available if n is not None)
             raise typer.BadParameter(f"unknown {name!r}; available: {names}", param_hint=option)
-    if traced_steps > steps - 4:
+    if traced_steps > steps - 5:
         raise typer.BadParameter(
-            f"{traced_steps} of {steps} steps cannot be traced: 4 warm up; raise --steps",
+            f"{traced_steps} of {steps} steps cannot be traced: 5 warm up; raise --steps",
             param_hint="--traced-steps",
         )
     with running():

@@ -154,3 +154,24 @@ def test_bad_numbers_are_refused(changes: dict[str, int], message: str) -> None:
 def test_too_few_queries_for_statistics() -> None:
     with pytest.raises(ValueError, match="more than 32 queries and 8 keys for each, got 32"):
         attention_statistics(torch.zeros(2, 32, 64), torch.zeros(1, 600, 64))
+
+
+@pytest.mark.cuda
+def test_statistics_of_keys_made_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    layers = [
+        make(
+            num_qo_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            kv_len=4096,
+            layer_idx=layer_idx,
+            device=device,
+        )
+        for layer_idx in range(2)
+    ]
+    assert layers[0].keys.is_cuda
+    found = mean_statistics(
+        [attention_statistics(layer.queries.cpu(), layer.keys.cpu()) for layer in layers]
+    )
+    assert statistics_outside_range(found, 4096) == []

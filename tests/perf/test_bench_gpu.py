@@ -35,7 +35,6 @@ def engines(result: dict[str, Any]) -> list[tuple[str, str | None, int]]:
 
 
 def test_decode_and_peers(tmp_path: Path) -> None:
-    pytest.importorskip("gpu_ops", reason="gpu_ops is not there yet")
     results = run(tmp_path, "decode,peers")
     assert engines(results["decode"]) == [
         (engine, policy, kv_len)
@@ -79,7 +78,6 @@ def test_prefill(tmp_path: Path) -> None:
 
 
 def test_batch(tmp_path: Path) -> None:
-    pytest.importorskip("gpu_ops", reason="gpu_ops is not there yet")
     results = run(tmp_path, "batch")
     assert [(row["engine"], row["batch_size"]) for row in results["batch"]["rows"]] == [
         ("offload", 2),

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from offload.benchmarks.shapes import MODEL_SHAPES, random_model
 from offload.models import lean_model_maker
+from perf.peers import all_on_gpu_graph
 from perf.peers.gpu_transformers import decode_seconds, filled_cache, prefill_seconds
 
 KV_LEN = 50
@@ -22,14 +23,6 @@ def stock() -> Any:
         if parameter.ndim == 2:
             parameter.mul_(5)  # attention and logits peaked enough to show mistakes
     return model
-
-
-def all_on_gpu() -> Any:
-    """The module, once the operators that it shares with the decode step are there."""
-    pytest.importorskip("gpu_ops", reason="gpu_ops is not there yet")
-    from perf.peers import all_on_gpu_graph
-
-    return all_on_gpu_graph
 
 
 def test_caches_are_filled_in_every_layer(stock: Any) -> None:
@@ -52,11 +45,10 @@ def test_decoding_appends(stock: Any) -> None:
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_attention_of_a_step(groups: bool) -> None:
-    peer = all_on_gpu()
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(2, 4 * 32, generator=generator)
     cache = torch.randn(2, 2, 2, KV_LEN, 32, generator=generator)
-    out = peer._sdpa(query, cache, sm_scale=0.2, groups=groups)
+    out = all_on_gpu_graph._sdpa(query, cache, sm_scale=0.2, groups=groups)
     q = query.view(2, 2, 2, 32).double()  # [n, num_kv_heads, group_size, head_dim]
     keys, values = cache.double().unbind(1)
     expected = (0.2 * q @ keys.transpose(-1, -2)).softmax(-1) @ values
@@ -65,8 +57,9 @@ def test_attention_of_a_step(groups: bool) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_all_on_gpu_computes_what_the_stock_model_does(stock: Any, batch_size: int) -> None:
-    peer = all_on_gpu()
-    engine = peer.AllOnGPU(lean_model_maker("llama")(stock), kv_len=KV_LEN, batch_size=batch_size)
+    engine = all_on_gpu_graph.AllOnGPU(
+        lean_model_maker("llama")(stock), kv_len=KV_LEN, batch_size=batch_size
+    )
     cache = DynamicCache(config=stock.config)
     for layer_idx, keys_values in enumerate(engine.caches):
         keys, values = keys_values[:, :, :, : KV_LEN - 1].clone().unbind(1)
@@ -87,3 +80,35 @@ def test_all_on_gpu_computes_what_the_stock_model_does(stock: Any, batch_size: i
         torch.testing.assert_close(layer.values, keys_values[:, 1], rtol=1e-4, atol=1e-5)
     assert len(engine.decode_seconds(2)) == 2
     assert engine.kv_bytes == batch_size * KV_LEN * MODEL_SHAPES["tiny"].kv_token_bytes * 2
+
+
+@pytest.mark.cuda
+def test_the_captured_step_is_the_stock_model_s() -> None:
+    device = torch.device("cuda")
+    model = random_model(MODEL_SHAPES["tiny"], device=device, dtype=torch.bfloat16)
+    engine = all_on_gpu_graph.AllOnGPU(lean_model_maker("llama")(model), kv_len=2000)
+    cache = DynamicCache(config=model.config)
+    for layer_idx, keys_values in enumerate(engine.caches):
+        keys, values = keys_values[:, :, :, :1999].clone().unbind(1)
+        cache.update(keys, values, layer_idx)
+    tokens = engine.tokens.fill_(7)[:, None].clone()
+    assert len(engine.decode_seconds(1)) == 1  # and some to warm up, of other tokens
+    engine.tokens.fill_(7)
+    logits = engine.step()
+    expected = model(
+        input_ids=tokens,
+        past_key_values=cache,
+        position_ids=torch.full_like(tokens, 1999),
+    ).logits[:, -1]
+    error = (logits - expected).double().norm() / expected.double().norm()
+    assert float(error) < 2e-2
+
+
+@pytest.mark.cuda
+def test_transformers_offloads() -> None:
+    device = torch.device("cuda")
+    model = random_model(MODEL_SHAPES["tiny"], device=device, dtype=torch.bfloat16)
+    cache = filled_cache(model, kv_len=300, offloaded=True)
+    assert len(decode_seconds(model, cache, num_steps=2)) == 2
+    devices = {layer.keys.device.type for layer in cache.layers if layer.keys is not None}
+    assert "cpu" in devices

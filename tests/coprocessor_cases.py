@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -99,6 +102,14 @@ class World:
 
     def commit(self, step: DecodeStep) -> None:
         self.store.commit(list(step.seqs), [1] * len(step.seqs))
+
+    def truncate(self, kv_lens: Sequence[int]) -> None:
+        """Forget what an aborted step may have left half-written."""
+        for row, kv_len in enumerate(kv_lens):
+            self.store.truncate(self.seqs[row], kv_len)
+            self.attention.states.truncate(self.seqs[row], kv_len)
+            self.keys[row] = self.keys[row][:, :kv_len]
+            self.values[row] = self.values[row][:, :kv_len]
 
     def decode(self, given: Step) -> tuple[Tensor, list[list[list[int]]]]:
         """The step on the CPU alone: o [layers, n, Hq * D] and the selection of each layer."""
@@ -229,3 +240,59 @@ def decode_synchronously(
     out = play(world, coprocessor, given, step, slots, coprocessor.serve, coprocessor.end_step)
     world.commit(step)
     return out
+
+
+class FlagGpu:
+    """Plays the GPU on a thread of its own, by flags alone: steps in the order of `launch`.
+
+    Like a GPU it waits for a reply for ever; `stop` ends the wait, for tests that fail.
+    """
+
+    def __init__(self, world: World, coprocessor: Coprocessor) -> None:
+        self.world, self.coprocessor = world, coprocessor
+        self.outputs: list[np.ndarray] = []
+        self._requests = coprocessor.mailbox.requests.numpy()
+        self._replies = coprocessor.mailbox.replies.numpy()
+        self._steps: queue.SimpleQueue[tuple[Step, DecodeStep, Sequence[int]] | None]
+        self._steps = queue.SimpleQueue()
+        self._launched = 0
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def launch(self, given: Step, step: DecodeStep, slots: Sequence[int]) -> None:
+        self._launched += 1
+        self._steps.put((given, step, slots))
+
+    def synchronize(self, timeout_s: float = 20.0) -> None:
+        """Until all that was launched has run."""
+        end = time.monotonic() + timeout_s
+        while len(self.outputs) < self._launched:
+            assert time.monotonic() < end, "the GPU hangs"
+            time.sleep(0.001)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._steps.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        given = self._steps.get()
+        if given is not None:
+            with np.errstate(all="ignore"):  # after a failure the CPU's part is anything
+                out = play(self.world, self.coprocessor, *given, self._ask, self._end)
+            self.outputs.append(out)
+        return given is not None
+
+    def _ask(self, request: int) -> None:
+        self._requests[request, 0] = 1
+        while not self._replies[request, 0] and not self._stopped:
+            time.sleep(0)
+        self._replies[request, 0] = 0
+
+    def _end(self) -> None:
+        self._requests[len(self.coprocessor.requests), 0] = 1

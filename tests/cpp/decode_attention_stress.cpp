@@ -129,6 +129,7 @@ struct Step {
   AttentionShape shape;
   PolicyFunctions policy;
   bool sparse;
+  AttendOptions options;
   std::vector<Sequence*> sequences;
   std::vector<int64_t> kv_lens;
   std::vector<uint16_t> queries;
@@ -137,7 +138,8 @@ struct Step {
 Results run(const Step& step, DecodeAttention& attention) {
   const auto row_elements = static_cast<size_t>(step.shape.num_qo_heads * step.shape.head_dim);
   const size_t n = step.kv_lens.size();
-  std::vector<uint16_t> out(n * row_elements, 0x7fc0);  // NaN
+  const size_t item = step.options.float_output ? 2 : 1;       // in uint16_t
+  std::vector<uint16_t> out(n * row_elements * item, 0x7fc0);  // NaN
   Results results;
   results.lse.assign(n * static_cast<size_t>(step.shape.num_qo_heads), NAN);
   std::vector<QueryRow> rows(n);
@@ -146,7 +148,7 @@ Results run(const Step& step, DecodeAttention& attention) {
     rows[r].pages = step.sequences[r]->addresses.data();
     rows[r].kv_len = step.kv_lens[r];
     rows[r].query = step.queries.data() + r * row_elements;
-    rows[r].output = out.data() + r * row_elements;
+    rows[r].output = out.data() + r * row_elements * item;
     rows[r].lse = results.lse.data() + r * static_cast<size_t>(step.shape.num_qo_heads);
     rows[r].arrays = step.sequences[r]->arrays;
   }
@@ -155,10 +157,16 @@ Results run(const Step& step, DecodeAttention& attention) {
   const int64_t num_layers = step.policy.roles.empty() ? 1 : kNumLayers;
   for (int64_t layer_idx = 0; layer_idx < num_layers; ++layer_idx) {  // all over the same pages
     attention.prepare(layer_idx, rows);
-    const std::string failure = attention.attend(layer_idx, rows, step.sparse);
+    const std::string failure = attention.attend(layer_idx, rows, step.sparse, 0, false, step.options);
     CHECK(failure.empty(), "%s", failure.c_str());
+    if (step.sparse && step.options.defers_updates) attention.update(layer_idx, rows);
   }
-  for (const uint16_t bits : out) results.out.push_back(to_float(Bf16{bits}));
+  for (size_t i = 0; i < n * row_elements; ++i) {
+    float x = to_float(Bf16{out[i]});
+    if (step.options.float_output) std::memcpy(&x, out.data() + i * item, sizeof x);
+    results.out.push_back(x);
+  }
+  for (float& x : results.lse) x = std::clamp(x, -100.0f, 100.0f);  // infinite where a window holds all, or none counts
   results.selection = attention.last_selection();
   for (Sequence* sequence : step.sequences) {
     results.attended.insert(results.attended.end(), sequence->attended.begin(), sequence->attended.end());
@@ -216,7 +224,7 @@ void stress(const AttentionShape& shape, int rounds) {
     WorkerPool alone(1), pool(num_threads, 30);
     DecodeAttention serial(shape, *scalar_table(), alone), parallel(shape, *scalar_table(), pool);
     for (int round = 0; round < rounds; ++round) {
-      Step step{shape, make_policy(round % 2 == 0, round % 3 == 0), round % 5 != 0, {}, {}, {}};
+      Step step{shape, make_policy(round % 2 == 0, round % 3 == 0), round % 5 != 0, {}, {}, {}, {}};
       if (round % 4 == 3) step.policy.propose = propose;  // chooses the heaviest itself
       if (round % 4 == 3) step.policy.select = nullptr;
       if (round % 3 == 1) {
@@ -225,6 +233,11 @@ void stress(const AttentionShape& shape, int rounds) {
         step.policy.shares_selection = round % 4 != 1;
       }
       if (round % 2 == 1) parallel.start_profile();
+      step.options.window_on_device = uniform(0, 1) != 0;
+      step.options.sink_tokens = step.policy.sink_tokens;
+      step.options.recent_tokens = step.policy.recent_tokens;
+      step.options.float_output = uniform(0, 1) != 0;
+      step.options.defers_updates = uniform(0, 1) != 0;
       std::vector<size_t> order{0, 1, 2, 3, 4, 5, 6};
       std::shuffle(order.begin(), order.end(), generator());
       const auto n = static_cast<size_t>(round % 4 == 1 ? 1 : uniform(1, 5));

@@ -1,4 +1,4 @@
-"""The pool and the attention under ThreadSanitizer, the kernels under ASan and UBSan."""
+"""Pool, attention and coprocessor under ThreadSanitizer, the kernels under ASan and UBSan."""
 
 from __future__ import annotations
 
@@ -57,6 +57,18 @@ def test_decode_attention_has_no_races(thread_folder):
             "decode_attention_stress.cpp",
             kernels=["scalar"],
             units=ATTENTION,
+            flags=THREAD,
+        )
+    )
+
+
+def test_coprocessor_has_no_races(thread_folder):
+    run_threads(
+        compile_program(
+            thread_folder,
+            "coprocessor_stress.cpp",
+            kernels=["scalar"],
+            units=[*ATTENTION, "coprocessor", "step_server"],
             flags=THREAD,
         )
     )

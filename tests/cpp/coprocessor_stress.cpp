@@ -1,0 +1,246 @@
+// The coprocessor's thread under load, for ThreadSanitizer: a thread that plays the GPU by flags, a host that queues
+// steps ahead, aborts, stalls and restarts. Mailbox, pages and policy arrays are plain memory, so every hand-over that
+// lacks a happens-before is a race that it reports. Results are compared with steps served on one thread.
+#include "coprocessor.h"
+
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "number_formats.h"
+
+namespace offload::test {
+namespace {
+
+constexpr int64_t kNumLayers = 3;
+constexpr int64_t kMaxRows = 3;
+constexpr int64_t kMaxTokens = 512;
+constexpr AttentionShape kShape{4, 2, 16, 4, DType::bf16, 0.25f};
+constexpr int64_t kRow = int64_t{kShape.num_qo_heads} * kShape.head_dim;
+constexpr int64_t kKv = 2 * int64_t{kShape.num_kv_heads} * kShape.head_dim;  // K and V of a token of a layer
+
+int64_t select_first(PolicyContext* context) {
+  const int64_t n = std::min(context->budget_tokens, context->last - context->first);
+  for (int64_t i = 0; i < n; ++i) context->indices[i] = static_cast<int32_t>(context->first + i);
+  return n;
+}
+void prepare(PolicyContext* context) { static_cast<int64_t*>(context->arrays[0])[context->unit] += 1; }
+void observe(PolicyContext* context) {
+  auto* attended = static_cast<float*>(context->arrays[1]) + context->unit * kMaxTokens;
+  for (int64_t i = 0; i < context->num_indices; ++i) attended[context->indices[i]] += context->weights[i];
+}
+void append(PolicyContext* context) { static_cast<int64_t*>(context->arrays[0])[context->unit] += context->kv_len; }
+
+PolicyFunctions make_policy() {
+  PolicyFunctions policy;
+  policy.budget_tokens = 40;
+  policy.sink_tokens = 2;
+  policy.recent_tokens = 6;
+  policy.select = select_first;
+  policy.prepare = prepare;
+  policy.observe = observe;
+  policy.append = append;
+  return policy;
+}
+
+// Everything that one side of a comparison owns: pages and policy arrays of kMaxRows sequences, and the mailbox.
+struct Side {
+  std::vector<uint16_t> pages;
+  std::vector<int64_t> tables[kMaxRows];
+  std::vector<int64_t> counts[kMaxRows];
+  std::vector<float> attended[kMaxRows];
+  std::vector<void*> arrays[kMaxRows];
+  std::vector<uint16_t> query = std::vector<uint16_t>(kMaxRows * kRow);
+  std::vector<uint16_t> kv = std::vector<uint16_t>(kNumLayers * kMaxRows * kKv);
+  std::vector<float> output = std::vector<float>(kMaxRows * kRow);
+  std::vector<float> lse = std::vector<float>(kMaxRows * kShape.num_qo_heads);
+  std::vector<int32_t> requests = std::vector<int32_t>(16 * kFlagStride);
+  std::vector<int32_t> replies = std::vector<int32_t>(16 * kFlagStride);
+
+  Side() {
+    const int64_t page_tokens = int64_t{1} << kShape.page_shift;
+    const int64_t per_layer = kMaxTokens / page_tokens;
+    pages.assign(static_cast<size_t>(kMaxRows * kNumLayers * kMaxTokens * kKv), 0x3c00);
+    for (int64_t row = 0; row < kMaxRows; ++row) {
+      for (int64_t i = 0; i < kNumLayers * per_layer; ++i) {
+        const int64_t page = row * kNumLayers * per_layer + i;
+        tables[row].push_back(reinterpret_cast<int64_t>(pages.data() + page * page_tokens * kKv));
+      }
+      counts[row].assign(static_cast<size_t>(kShape.num_kv_heads), 0);
+      attended[row].assign(static_cast<size_t>(kShape.num_kv_heads * kMaxTokens), 0.0f);
+      arrays[row].assign(static_cast<size_t>(kNumLayers * kMaxPolicyArrays), nullptr);
+      for (int64_t layer_idx = 0; layer_idx < kNumLayers; ++layer_idx) {  // shared: layers come one after the other
+        arrays[row][static_cast<size_t>(layer_idx * kMaxPolicyArrays)] = counts[row].data();
+        arrays[row][static_cast<size_t>(layer_idx * kMaxPolicyArrays + 1)] = attended[row].data();
+      }
+    }
+  }
+  Mailbox mailbox() {
+    return {reinterpret_cast<const char*>(query.data()),
+            reinterpret_cast<const char*>(kv.data()),
+            output.data(),
+            lse.data(),
+            requests.data(),
+            replies.data(),
+            kMaxRows};
+  }
+  ServedStep step(int64_t kv_len) {
+    ServedStep result;
+    for (int64_t row = 0; row < kMaxRows; ++row) {
+      if ((kv_len + row) % 4 == 0) continue;  // not every sequence is in every step
+      result.rows.push_back(
+          {row, tables[row].data(), kMaxTokens >> kShape.page_shift, kv_len + 30 * row, arrays[row].data(), nullptr});
+    }
+    return result;
+  }
+};
+
+// What the GPU computes; the same for both sides.
+struct Numbers {
+  std::vector<uint16_t> query;
+  std::vector<uint16_t> kv;
+  Numbers() : query(kNumLayers * kMaxRows * kRow), kv(kNumLayers * kMaxRows * kKv) {
+    for (uint16_t& x : query) x = from_float<Bf16>(normal()).bits;
+    for (uint16_t& x : kv) x = from_float<Bf16>(normal()).bits;
+  }
+};
+
+std::vector<Request> make_requests() { return {{0, 0, 1}, {0, 1, 2}, {2, 0, 1}, {2, 1, 2}}; }
+
+void wait_while(const std::atomic<bool>& stop, int32_t* flag, int32_t value) {
+  const std::atomic_ref<int32_t> ref(*flag);
+  while (ref.load(std::memory_order_acquire) == value && !stop.load()) std::this_thread::yield();
+}
+
+// The GPU's step: `ask(i)` returns when the answer is there. Appends what the CPU answered to `answers`.
+template <class Ask>
+void play(Side& side, const Numbers& numbers, const Ask& ask, std::vector<float>& answers) {
+  const std::vector<Request> requests = make_requests();
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const Request& r = requests[i];
+    for (int64_t row = r.first_row; row < r.first_row + r.num_rows; ++row) {
+      std::memcpy(side.query.data() + row * kRow, numbers.query.data() + (r.layer_idx * kMaxRows + row) * kRow,
+                  kRow * sizeof(uint16_t));
+      for (int64_t layer_idx = r.layer_idx == 0 ? 0 : 1; layer_idx <= r.layer_idx; ++layer_idx) {
+        const int64_t at = (layer_idx * kMaxRows + row) * kKv;
+        std::memcpy(side.kv.data() + at, numbers.kv.data() + at, kKv * sizeof(uint16_t));
+      }
+    }
+    ask(static_cast<int>(i));
+    for (int64_t j = r.first_row * kRow; j < (r.first_row + r.num_rows) * kRow; ++j) {
+      answers.push_back(side.output[static_cast<size_t>(j)]);
+      side.output[static_cast<size_t>(j)] = 0.0f;
+    }
+  }
+}
+
+void set_up(DecodeAttention& attention) { attention.set_policy(make_policy()); }
+
+// The host runs up to `ahead` steps before the GPU.
+void steps_are_the_same(int num_threads, int num_steps, bool traced) {
+  std::vector<Numbers> numbers(static_cast<size_t>(num_steps));
+  std::vector<float> expected, answers;
+  Side alone, driven;
+  WorkerPool one(1), pool(num_threads, 30);
+  DecodeAttention serial(kShape, *scalar_table(), one), parallel(kShape, *scalar_table(), pool);
+  set_up(serial);
+  set_up(parallel);
+  Coprocessor called(serial, alone.mailbox(), make_requests(), {0, 1, 1}, 2, 6);
+  Coprocessor threaded(parallel, driven.mailbox(), make_requests(), {0, 1, 1}, 2, 6);
+  for (int i = 0; i < num_steps; ++i) {
+    called.begin(alone.step(20 + i));
+    play(
+        alone, numbers[static_cast<size_t>(i)],
+        [&](int request) {
+          const std::string failure = called.serve(request);
+          CHECK(failure.empty(), "%s", failure.c_str());
+        },
+        expected);
+    called.end();
+  }
+  threaded.start();
+  std::atomic<int> launched{0};
+  const std::atomic<bool> never{false};
+  std::thread gpu([&] {
+    for (int i = 0; i < num_steps; ++i) {
+      while (launched.load() <= i) std::this_thread::yield();
+      play(
+          driven, numbers[static_cast<size_t>(i)],
+          [&](int request) {
+            int32_t* reply = driven.replies.data() + request * kFlagStride;
+            std::atomic_ref<int32_t>(driven.requests[static_cast<size_t>(request * kFlagStride)]).store(1);
+            wait_while(never, reply, 0);
+            std::atomic_ref<int32_t>(*reply).store(0);
+          },
+          answers);
+      std::atomic_ref<int32_t>(driven.requests[static_cast<size_t>(4 * kFlagStride)]).store(1);
+    }
+  });
+  for (int i = 0; i < num_steps; ++i) {
+    const int64_t number = threaded.queue(driven.step(20 + i));
+    launched.fetch_add(1);
+    if (traced) threaded.trace().record(i % 3 != 0);
+    if (traced) threaded.trace().drain();
+    std::string message;
+    while (i % 4 == 3 && threaded.wait(number, 1'000'000, &message) == Coprocessor::Outcome::waiting) {
+      CHECK(!threaded.position().empty() && threaded.silent_ns() < 60'000'000'000, "position");
+    }
+    CHECK(message.empty(), "%s", message.c_str());
+  }
+  gpu.join();
+  std::string message;
+  CHECK(threaded.wait(num_steps, 60'000'000'000, &message) == Coprocessor::Outcome::done, "%s", message.c_str());
+  CHECK(threaded.close(10'000'000'000) == Coprocessor::Retirement::gone, "close");
+  CHECK(relative_error(answers, expected) < 1e-5, "answers");
+  CHECK(alone.pages == driven.pages, "pages");
+  for (int64_t row = 0; row < kMaxRows; ++row) {
+    CHECK(alone.counts[row] == driven.counts[row], "prepared and appended");
+    CHECK(relative_error(driven.attended[row], alone.attended[row]) < 1e-4, "observed weights");
+  }
+}
+
+// Aborted anywhere, also while the thread is stalled or dead: the GPU ends, and the next steps are served.
+void aborts(int rounds) {
+  Side side;
+  const Numbers numbers;
+  WorkerPool pool(3, 30);
+  DecodeAttention attention(kShape, *scalar_table(), pool);
+  set_up(attention);
+  Coprocessor coprocessor(attention, side.mailbox(), make_requests(), {0, 1, 1}, 2, 6);
+  for (int round = 0; round < rounds; ++round) {
+    coprocessor.start();
+    if (round % 5 == 1) coprocessor.inject_stall(2, 100'000'000);
+    if (round % 5 == 2) coprocessor.inject_death(0);
+    coprocessor.set_idle(round % 5 == 3);
+    std::atomic<bool> never{false};
+    for (int i = 0; i < 3; ++i) coprocessor.queue(side.step(50 + i));
+    std::thread gpu([&] {
+      for (int step = 0; step < 3; ++step) {
+        for (int i = 0; i < 4; ++i) {
+          int32_t* reply = side.replies.data() + i * kFlagStride;
+          std::atomic_ref<int32_t>(side.requests[static_cast<size_t>(i * kFlagStride)]).store(1);
+          wait_while(never, reply, 0);
+          std::atomic_ref<int32_t>(*reply).store(0);
+        }
+        std::atomic_ref<int32_t>(side.requests[static_cast<size_t>(4 * kFlagStride)]).store(1);
+      }
+    });
+    std::this_thread::sleep_for(std::chrono::microseconds(uniform(0, 4000)));
+    const auto result = coprocessor.abort(round % 5 == 1 ? 20'000'000 : 10'000'000'000);
+    CHECK(result != Coprocessor::Retirement::stuck || round % 5 == 1, "stuck");
+    gpu.join();
+    if (result == Coprocessor::Retirement::stuck) return;  // on a machine that is too busy: this object has had it
+    coprocessor.reset();
+  }
+  coprocessor.start();
+}
+
+}  // namespace
+}  // namespace offload::test
+
+int main() {
+  using namespace offload::test;
+  for (const int threads : {1, 2, 4}) steps_are_the_same(threads, 60, threads == 2);
+  aborts(60);
+  std::puts("ok");
+}

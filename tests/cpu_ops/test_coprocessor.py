@@ -1,0 +1,593 @@
+"""The coprocessor driven by flags: results, running ahead, and everything that may go wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import TOLERANCE, relative_error
+from coprocessor_cases import FlagGpu, Shape, World, decode_synchronously
+from seeded import new_rng
+
+from cpu_ops.coprocessor import Coprocessor, CoprocessorError
+from cpu_ops.native import WorkerPool
+from offload.mailbox import Mailbox
+from offload.policies import Full, Policy, make_policy
+from offload.policies.base import SparsePolicy
+from offload.policies.callback import (
+    Callback,
+    callback,
+    offset_floats,
+    read_context,
+    score_tokens,
+    view_int32,
+)
+
+SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8, "dense_layers": 1}
+FLOAT32 = TOLERANCE[torch.float32]
+
+
+@pytest.fixture(params=[1, 3])
+def pool(request):
+    pool = WorkerPool(request.param)
+    yield pool
+    pool.close()
+
+
+def full_world(pool: WorkerPool, kv_lens: Sequence[int] = (60, 30), **shape: Any) -> World:
+    return World.random(new_rng(), Shape(**shape), Full(), pool, kv_lens)
+
+
+@contextmanager
+def started(world: World, **options: Any) -> Iterator[tuple[Coprocessor, FlagGpu]]:
+    if not world.attention.policy.selects:
+        options = {"sink_tokens": 4, "recent_tokens": 8, **options}
+    coprocessor = world.coprocessor(**options)
+    coprocessor.start()
+    gpu = FlagGpu(world, coprocessor)
+    yield coprocessor, gpu
+    gpu.stop()
+    coprocessor.close()
+
+
+def launch(world: World, coprocessor: Coprocessor, gpu: FlagGpu, rng: np.random.Generator) -> int:
+    """Begin a step of all sequences and hand it to the GPU."""
+    given = world.random_step(rng)
+    kv_lens = [world.store.kv_len(seq) + 1 for seq in world.seqs]
+    if world.attention.builds_state(world.seqs, kv_lens):
+        coprocessor.wait()
+    step = world.open(given)
+    slots = range(len(world.seqs))
+    number = coprocessor.begin_step(step, slots)
+    gpu.launch(given, step, slots)
+    world.commit(step)
+    return number
+
+
+def check_last(world: World, gpu: FlagGpu, coprocessor: Coprocessor) -> None:
+    """One more step, beside full attention."""
+    given = world.random_step(new_rng())
+    step = world.open(given)
+    coprocessor.begin_step(step, range(len(world.seqs)))
+    gpu.launch(given, step, range(len(world.seqs)))
+    coprocessor.wait()
+    gpu.synchronize()
+    check_dense(world, gpu.outputs[-1], given[0], step.kv_lens)
+
+
+def check_dense(world: World, out: np.ndarray, q: torch.Tensor, kv_lens: np.ndarray) -> None:
+    for layer_idx in range(world.shape.num_layers):
+        for row, kv_len in enumerate(kv_lens.tolist()):
+            expected, _ = world.window_part(q[layer_idx, row], layer_idx, row, kv_len, kv_len, 0)
+            assert relative_error(out[layer_idx, row], expected.reshape(-1)) < FLOAT32
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "lychee_cluster", "lfps"])
+def test_steps_queued_ahead_are_those_of_the_cpu_alone(name, pool):
+    """The GPU is several steps behind the host; short rows grow past the budget meanwhile."""
+    rng = new_rng()
+    policy: Policy = Full() if name == "full" else make_policy(name, **SMALL)
+    seed = int(rng.integers(1 << 30))
+    alone, beside = (
+        World.random(np.random.default_rng(seed), Shape(), policy, pool, [200, 1, 45, 46])
+        for _ in range(2)
+    )
+    steps = [alone.random_step(rng) for _ in range(9)]
+    with started(beside) as (coprocessor, gpu):
+        for given in steps:
+            kv_lens = [beside.store.kv_len(seq) + 1 for seq in beside.seqs]
+            if beside.attention.builds_state(beside.seqs, kv_lens):
+                coprocessor.wait()
+            step = beside.open(given)
+            coprocessor.begin_step(step, range(4))
+            gpu.launch(given, step, range(4))
+            beside.commit(step)
+        coprocessor.wait()
+        gpu.synchronize()
+    for given, out in zip(steps, gpu.outputs, strict=True):
+        expected = alone.decode(given)[0].double().numpy()
+        for layer_idx in range(alone.shape.num_layers):
+            assert relative_error(out[layer_idx], expected[layer_idx]) < 2 * FLOAT32
+
+
+def test_sub_batches_holes_and_layers_on_the_gpu(pool):
+    """Requests of two halves in turn, for layers 1 and 3 of 5; slots in any order, some unused."""
+    rng = new_rng()
+    world = full_world(pool, kv_lens=(40, 3, 77), num_layers=5)
+    requests = [(1, 0, 3), (1, 3, 4), (3, 0, 3), (3, 3, 4)]
+    slots = [6, 0, 4]
+    with started(world, requests=requests, max_rows=7) as (coprocessor, gpu):
+        for _ in range(3):
+            given = world.random_step(rng)
+            step = world.open(given)
+            coprocessor.begin_step(step, slots)
+            gpu.launch(given, step, slots)
+            coprocessor.wait()
+            gpu.synchronize()
+            world.commit(step)
+            for layer_idx in (1, 3):
+                for row, kv_len in enumerate(step.kv_lens.tolist()):
+                    q = given[0][layer_idx, row]
+                    expected, _ = world.window_part(q, layer_idx, row, kv_len, kv_len, 0)
+                    out = gpu.outputs[-1][layer_idx, row]
+                    assert relative_error(out, expected.reshape(-1)) < FLOAT32
+        for row, seq in enumerate(world.seqs):  # every layer is in the store
+            for layer_idx in range(5):
+                keys, values = world.store.gather(seq, layer_idx)
+                assert torch.equal(keys, world.keys[row][layer_idx].transpose(0, 1))
+                assert torch.equal(values, world.values[row][layer_idx].transpose(0, 1))
+
+
+def test_many_rows_are_stored_by_the_pool(pool):
+    world = full_world(pool, kv_lens=range(1, 20), num_layers=2)
+    coprocessor = world.coprocessor(sink_tokens=2, recent_tokens=3)
+    given = world.random_step(new_rng())
+    out = decode_synchronously(world, coprocessor, given)
+    check_dense(world, out, given[0], np.arange(2, 21))
+
+
+def test_steps_keep_their_memory_until_they_are_done(pool):
+    rng = new_rng()
+    world = full_world(pool)
+    with started(world) as (coprocessor, gpu):
+        given = world.random_step(rng)
+        step = world.open(given)
+        coprocessor.begin_step(step, [0, 1])
+        held = weakref.ref(step)
+        gpu.launch(given, step, [0, 1])
+        coprocessor.wait()
+        gpu.synchronize()
+        step = world.open(given)
+        coprocessor.begin_step(step, [0, 1])
+        gc.collect()
+        assert held() is None
+        held = weakref.ref(step)
+        del step
+        gc.collect()
+        assert held() is not None
+        coprocessor.abort()
+        gc.collect()
+        assert held() is None
+
+
+def test_a_gpu_that_does_not_come(pool):
+    world = full_world(pool)
+    with started(world, deadline_seconds=0.3) as (coprocessor, gpu):
+        begin = time.monotonic()
+        coprocessor.begin_step(world.open(world.random_step(new_rng())), [0, 1])
+        message = r"the GPU did not come to layer 0 \(request 1 of 3\) within 0.3 s"
+        with pytest.raises(CoprocessorError, match=message):
+            coprocessor.wait()
+        assert time.monotonic() - begin < 1.0
+        coprocessor.abort()
+        coprocessor.reset()
+        coprocessor.start()
+        check_last(world, gpu, coprocessor)
+
+
+def test_a_gpu_that_does_not_end_the_step(pool):
+    world = full_world(pool)
+    with started(world, deadline_seconds=0.3) as (coprocessor, gpu):
+        gpu._end = lambda: None
+        launch(world, coprocessor, gpu, new_rng())
+        with pytest.raises(CoprocessorError, match="the GPU did not come to the end of the step"):
+            coprocessor.wait()
+
+
+@pytest.mark.parametrize("fault", ["stall", "die"])
+def test_a_thread_that_does_not_come_back(fault, pool):
+    """The host names the layer in time, the GPU runs to its end, and serving can start again."""
+    rng = new_rng()
+    world = full_world(pool)
+    with started(world, deadline_seconds=0.4) as (coprocessor, gpu):
+        launch(world, coprocessor, gpu, rng)
+        coprocessor.wait()
+        if fault == "stall":
+            coprocessor.stall(1, seconds=2.0)
+        else:
+            coprocessor.die(1)
+        for _ in range(3):
+            launch(world, coprocessor, gpu, rng)
+        begin = time.monotonic()
+        with pytest.raises(
+            CoprocessorError,
+            match=r"the CPU side made no progress within 0.4 s: layer 1 \(request 2 of 3\)",
+        ):
+            coprocessor.wait()
+        assert time.monotonic() - begin < 0.8
+        coprocessor.abort()
+        gpu.synchronize()
+        with pytest.raises(CoprocessorError, match="it was aborted; reset"):
+            coprocessor.wait()
+        coprocessor.reset()
+        assert not coprocessor.mailbox.requests.any()
+        assert not coprocessor.mailbox.replies.any()
+        coprocessor.start()
+        check_last(world, gpu, coprocessor)
+        if fault == "stall":  # the one that was left behind wakes up, and does no harm
+            time.sleep(max(0.0, begin + 2.2 - time.monotonic()))
+            check_last(world, gpu, coprocessor)
+
+
+def test_a_short_stall_only_costs_time(pool):
+    rng = new_rng()
+    world = full_world(pool)
+    with started(world) as (coprocessor, gpu):
+        coprocessor.stall(2, seconds=0.2)
+        begin = time.monotonic()
+        launch(world, coprocessor, gpu, rng)
+        with pytest.raises(CoprocessorError, match=r"was not done within 0.05 s: layer 2"):
+            coprocessor.wait(0.05)
+        coprocessor.wait()
+        assert time.monotonic() - begin >= 0.2
+        check_last(world, gpu, coprocessor)
+
+
+def test_non_finite_numbers_fail_the_step(pool):
+    world = full_world(pool)
+    with started(world) as (coprocessor, gpu):
+        given = world.random_step(new_rng())
+        given[0][1, 1, 5] = float("nan")
+        step = world.open(given)
+        coprocessor.begin_step(step, [0, 1])
+        gpu.launch(given, step, [0, 1])
+        with pytest.raises(CoprocessorError, match="non-finite attention in layer 1, query row 1"):
+            coprocessor.wait()
+        gpu.synchronize()  # not hung, even before abort()
+        coprocessor.abort()
+        coprocessor.reset()
+        coprocessor.start()
+        check_last(world, gpu, coprocessor)
+    world = full_world(pool)
+    coprocessor = world.coprocessor(sink_tokens=4, recent_tokens=8)
+    with pytest.raises(RuntimeError, match="non-finite attention in layer 1, query row 1"):
+        decode_synchronously(world, coprocessor, given)
+    coprocessor.abort()
+    coprocessor.reset()
+    given = world.random_step(new_rng())
+    out = decode_synchronously(world, coprocessor, given)
+    assert np.isfinite(out).all()
+
+
+def test_abort_in_the_middle_of_good_steps(pool):
+    rng = new_rng()
+    world = full_world(pool)
+    with started(world) as (coprocessor, gpu):
+        for round_ in range(20):
+            for _ in range(3):
+                launch(world, coprocessor, gpu, rng)
+            time.sleep(0.0005 * round_)
+            coprocessor.abort()
+            gpu.synchronize()
+            coprocessor.reset()
+            world.truncate([60, 30])
+            coprocessor.start()
+        check_last(world, gpu, coprocessor)
+
+
+@callback
+def select(pointer: Any) -> int:
+    ctx = read_context(pointer)
+    while view_int32(ctx.arrays[0], 2)[0] == 0:  # the call below may change it, for all LLVM knows
+        score_tokens(pointer, ctx.score_tokens, offset_floats(ctx.arrays[0], 1), 1, ctx.arrays[1])
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stuck(SparsePolicy):
+    """Its select() does not return before its array says so."""
+
+    name: ClassVar[str] = "stuck"
+    select: ClassVar[Callback | None] = select
+
+    def build(self, context):
+        return np.zeros(2, np.int32), np.zeros(64, np.float32)
+
+
+def test_a_callback_that_hangs():
+    """Python and the GPU get away; what hangs keeps its memory, and cannot be used any more."""
+    pool = WorkerPool(2)
+    world = World.random(new_rng(), Shape(), Stuck(**SMALL), pool, [100])
+    with started(world, deadline_seconds=0.4) as (coprocessor, gpu):
+        launch(world, coprocessor, gpu, new_rng())
+        with pytest.raises(CoprocessorError, match=r"layer 1 \(request 2 of 3\), attending"):
+            coprocessor.wait()
+        coprocessor.abort()
+        gpu.synchronize()
+        for call in (coprocessor.reset, coprocessor.start, coprocessor.wait):
+            with pytest.raises(CoprocessorError, match="its thread is stuck"):
+                call()
+        arrays = world.attention.states.arrays_of(world.seqs[0])
+        assert arrays is not None
+        flags = [of_layer[0] for of_layer in arrays.layers if of_layer]
+        mailbox = weakref.ref(coprocessor.mailbox)
+    del coprocessor, gpu
+    gc.collect()
+    assert mailbox() is not None
+    for flag in flags:
+        flag[0] = 1
+    time.sleep(0.05)
+    pool.close()
+
+
+def test_ctrl_c_ends_the_wait(pool):
+    world = full_world(pool)
+    with started(world) as (coprocessor, gpu):
+        coprocessor.begin_step(world.open(world.random_step(new_rng())), [0, 1])
+        timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+        begin = time.monotonic()
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            coprocessor.wait()
+        assert time.monotonic() - begin < 2.0
+        coprocessor.abort()
+        coprocessor.reset()
+        coprocessor.start()
+        check_last(world, gpu, coprocessor)
+
+
+def test_serving_nothing(pool):
+    """Keys and values are stored, lse is -inf; afterwards everything is as before."""
+    rng = new_rng()
+    world = full_world(pool)
+    with started(world) as (coprocessor, gpu):
+        coprocessor.serve_nothing(True)
+        launch(world, coprocessor, gpu, rng)
+        coprocessor.wait()
+        gpu.synchronize()
+        assert torch.isneginf(coprocessor.mailbox.lse).all()
+        coprocessor.serve_nothing(False)
+        check_last(world, gpu, coprocessor)
+
+
+def test_events(pool):
+    rng = new_rng()
+    policy = make_policy("lfps", **SMALL)
+    world = World.random(rng, Shape(), policy, pool, [100])
+    with started(world) as (coprocessor, gpu):
+        launch(world, coprocessor, gpu, rng)
+        coprocessor.wait()
+        assert coprocessor.events() == []
+        coprocessor.trace(True)
+        start = time.monotonic_ns()
+        launch(world, coprocessor, gpu, rng)
+        coprocessor.wait()
+        events = coprocessor.events()
+        end = time.monotonic_ns()
+        kinds = [(event.kind, event.layer_idx, event.request) for event in events]
+        sparse = ["wait", "store", "attend", "update"]
+        expected = [(kind, 0, 0) for kind in ["wait", "store", "attend"]]
+        for layer_idx in (1, 2):
+            expected += [(kind, layer_idx, layer_idx) for kind in ["prepare", *sparse]]
+        expected += [("wait", -1, -1), ("store", -1, -1)]
+        assert kinds == expected
+        assert all(start <= event.start_ns <= event.end_ns <= end for event in events)
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(events))
+        coprocessor.trace(False)
+        launch(world, coprocessor, gpu, rng)
+        coprocessor.wait()
+        assert coprocessor.events() == []
+        assert coprocessor.num_lost_events == 0
+
+
+def test_two_models_in_one_process(pool):
+    rng = new_rng()
+    first, second = full_world(pool), full_world(pool, kv_lens=(100,))
+    with started(first) as (one, gpu_one), started(second) as (two, gpu_two):
+        for _ in range(10):
+            launch(first, one, gpu_one, rng)
+            launch(second, two, gpu_two, rng)
+        one.wait()
+        two.wait()
+        check_last(first, gpu_one, one)
+        check_last(second, gpu_two, two)
+
+
+def test_threads_end(pool):
+    before = len(os.listdir("/proc/self/task"))
+    world = full_world(pool)
+    coprocessor = world.coprocessor(sink_tokens=4, recent_tokens=8)
+    assert len(os.listdir("/proc/self/task")) == before
+    coprocessor.start()
+    coprocessor.start()
+    assert len(os.listdir("/proc/self/task")) == before + 1
+    coprocessor.close()
+    coprocessor.close()
+    assert len(os.listdir("/proc/self/task")) == before
+    with pytest.raises(CoprocessorError, match="it was closed"):
+        coprocessor.start()
+    coprocessor = world.coprocessor(sink_tokens=4, recent_tokens=8)
+    coprocessor.start()
+    coprocessor.begin_step(world.open(world.random_step(new_rng())), [0, 1])
+    coprocessor.abort()
+    del coprocessor
+    gc.collect()
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+FORK = """
+import os, sys
+sys.path[:0] = ["tests"]
+import numpy as np, torch
+torch.set_num_threads(1)
+from coprocessor_cases import FlagGpu, Shape, World, decode_synchronously
+from cpu_ops.coprocessor import CoprocessorError
+from cpu_ops.native import WorkerPool
+from offload.policies import Full
+
+rng = np.random.default_rng(0)
+pool = WorkerPool(3)
+world = World.random(rng, Shape(), Full(), pool, [50])
+driven = world.coprocessor(sink_tokens=2, recent_tokens=3)
+called = world.coprocessor(sink_tokens=2, recent_tokens=3)
+driven.start()
+gpu = FlagGpu(world, driven)
+def run():
+    given = world.random_step(rng)
+    step = world.open(given)
+    driven.begin_step(step, [0])
+    gpu.launch(given, step, [0])
+    driven.wait()
+    gpu.synchronize()
+    world.commit(step)
+run()
+child = os.fork()
+if child == 0:
+    refused = 0
+    for call in (driven.wait, driven.abort, lambda: driven.begin_step(None, [])):
+        try:
+            call()
+        except CoprocessorError as error:
+            refused += "belongs to the parent process" in str(error)
+        except AttributeError:
+            pass
+    serves = np.isfinite(decode_synchronously(world, called, world.random_step(rng))).all()
+    driven.close()
+    del driven, gpu
+    os._exit(0 if refused == 2 and serves else 1)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+run()
+print(status, np.isfinite(gpu.outputs[-1]).all())
+"""
+
+
+def test_a_forked_child_is_refused_and_the_parent_goes_on():
+    """The thread stays in the parent; serving synchronously works in both."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.stdout.split() == ["0", "True"], result.stderr
+
+
+def test_calls_out_of_order(pool):
+    world = full_world(pool)
+    coprocessor = world.coprocessor(sink_tokens=4, recent_tokens=8)
+    with pytest.raises(ValueError, match=r"request 0 comes before begin_step\(\)"):
+        coprocessor.serve(0)
+    with pytest.raises(ValueError, match=r"end_step\(\) comes before begin_step\(\)"):
+        coprocessor.end_step()
+    with pytest.raises(ValueError, match=r"reset\(\) comes after abort\(\)"):
+        coprocessor.reset()
+    step = world.open(world.random_step(new_rng()))
+    coprocessor.begin_step(step, [0, 1])
+    for call in (lambda: coprocessor.begin_step(step, [0, 1]), coprocessor.start):
+        with pytest.raises(ValueError, match="a step is open"):
+            call()
+    with pytest.raises(ValueError, match="expected request 0 of 3, got 1"):
+        coprocessor.serve(1)
+    with pytest.raises(ValueError, match="after 0 of 3 requests"):
+        coprocessor.end_step()
+
+
+def test_steps_that_do_not_fit(pool):
+    world = full_world(pool)
+    coprocessor = world.coprocessor(sink_tokens=4, recent_tokens=8)
+    step = world.open(world.random_step(new_rng()))
+    for slots, message in (
+        ([0], "one slot per row, got 1 for 2"),
+        ([1, 1], r"slots must be distinct, got \[1, 1\]"),
+        ([0, 2], r"slots must lie in \[0, 2\), got \[0, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            coprocessor.begin_step(step, slots)
+    twice = world.attention.begin_step([world.seqs[0]] * 2, [61, 61])
+    with pytest.raises(ValueError, match="one row per sequence"):
+        coprocessor.begin_step(twice, [0, 1])
+
+
+def test_requests_and_windows_that_do_not_fit(pool):
+    world = full_world(pool)
+    windows = {"sink_tokens": 4, "recent_tokens": 8}
+    for requests, message in (
+        ([(3, 0, 2)], "request 0 names layer 3, but there are 3 layers"),
+        ([(0, 0, 3)], "request 0 names rows 0 to 3, but the mailbox has 2"),
+        ([(0, 0, 0)], "request 0 names rows 0 to 0"),
+        ([(1, 0, 2), (0, 1, 1)], "request 1 asks for layer 0 after layer 1"),
+        ([(1, 0, 2), (1, 1, 1)], "request 1 asks for layer 1 after layer 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            world.coprocessor(requests, **windows)
+    with pytest.raises(ValueError, match="policy 'full' has no sink_tokens"):
+        world.coprocessor(recent_tokens=8)
+    with pytest.raises(ValueError, match="recent_tokens must not be negative, got -1"):
+        world.coprocessor(sink_tokens=4, recent_tokens=-1)
+    with pytest.raises(ValueError, match="deadline_seconds must be above 0"):
+        world.coprocessor(**windows, deadline_seconds=0.0)
+    sparse = World.random(new_rng(), Shape(), make_policy("quest", **SMALL), pool, [60])
+    with pytest.raises(ValueError, match="recent_tokens must be the policy's, 8, got 16"):
+        sparse.coprocessor(recent_tokens=16)
+    assert sparse.coprocessor(recent_tokens=8).sink_tokens == 4
+
+
+def test_mailboxes_that_do_not_fit(pool):
+    world = full_world(pool)
+    sizes: dict[str, Any] = {
+        "num_requests": 1,
+        "max_rows": 2,
+        "num_layers": 3,
+        "num_qo_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "dtype": torch.float32,
+        "pinned": False,
+    }
+    windows = {"sink_tokens": 4, "recent_tokens": 8}
+    good = Mailbox.allocate(**sizes)
+    assert good.host_bytes == 4 * (2 * 192 * 2 + 3 * 2 * 2 * 64 + 2 * 6 + 3 * 16)
+    Coprocessor(world.attention, good, [(0, 0, 2)], **windows)
+    for name, value, message in (
+        ("num_layers", 2, r"mailbox.kv must be torch.float32 \[3, 2, 2, 2, 32\]"),
+        ("num_qo_heads", 4, r"mailbox.query must be torch.float32 \[2, 192\]"),
+        ("dtype", torch.bfloat16, r"mailbox.query must be torch.float32"),
+        ("num_requests", 2, "flags for 2 requests, got 1"),
+    ):
+        mailbox = Mailbox.allocate(**{**sizes, name: value})
+        with pytest.raises(ValueError, match=message):
+            Coprocessor(world.attention, mailbox, [(0, 0, 2)], **windows)
+    close_flags = dataclasses.replace(
+        good, requests=good.requests[:, :1].clone(), replies=good.replies[:, :1].clone()
+    )
+    with pytest.raises(ValueError, match="flags must be 16 int32 apart, got 1"):
+        Coprocessor(world.attention, close_flags, [(0, 0, 2)], **windows)
+    with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
+        Mailbox.allocate(**{**sizes, "max_rows": 0})

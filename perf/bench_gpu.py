@@ -124,7 +124,7 @@ def _parts(
         "smollm2": (
             lambda: compare_devices(
                 **of_smollm2,
-                policies=available_policies(),
+                policies=options.smollm2_policies,
                 num_threads=options.threads,
                 device=device,
                 say=bench.say,
@@ -201,6 +201,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-cap", default="24GiB", help="of the part batch")
     parser.add_argument("--handshake-kv-len", type=int, default=4096)
     parser.add_argument("--smollm2", default=EMBEDDED_MODEL, help="folder of the converted model")
+    parser.add_argument(
+        "--smollm2-policies",
+        type=_names(tuple(available_policies())),
+        default=list(available_policies()),
+    )
     parser.add_argument("--smollm2-context", type=int, default=7168)
     parser.add_argument("--smollm2-tokens", type=int, default=64)
     parser.add_argument("--smollm2-dtype", choices=list(DTYPES), default="bfloat16")

@@ -92,6 +92,19 @@ def test_handshake(tmp_path: Path) -> None:
     assert rows[0]["host_layers"] == 2
 
 
+def test_smollm2(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    arguments = [*TINY, "--only", "smollm2", "--smollm2", str(tiny_folders["llama"])]
+    arguments += ["--smollm2-policies", "full,streaming_llm", "--smollm2-context", "300"]
+    arguments += ["--smollm2-tokens", "3", "--smollm2-dtype", "float32"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "gpu-smollm2.json").read_text())["rows"]
+    assert [(row["policy"], row["same_tokens"], row["same"]) for row in rows] == [
+        ("full", 3, True),
+        ("streaming_llm", 3, True),
+    ]
+    assert rows[0]["context"] == 300
+
+
 def test_a_part_that_fails_does_not_take_the_others_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,6 @@ On the CPU a mark is a reading of the monotonic clock.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor

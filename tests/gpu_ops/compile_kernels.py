@@ -20,10 +20,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
+from gpu_ops.greedy import SamplingBuffers, greedy_tokens
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
+from gpu_ops.sampling import sample_tokens
 from gpu_ops.silu_mul import silu_mul
 from gpu_ops.window_attention import window_attention
 
@@ -108,10 +110,28 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     )
 
 
+def sample_all(dtype: torch.dtype, n: int, vocab_size: int) -> None:
+    """The operators on logits, once."""
+    logits = torch.zeros(n, vocab_size, dtype=dtype)
+    tokens, option = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
+    buffers = SamplingBuffers.allocate(n, vocab_size, "cpu")
+    greedy_tokens(logits, tokens, buffers)
+    sample_tokens(
+        logits,
+        temperature=option,
+        top_k=tokens,
+        top_p=option,
+        uniform=option,
+        out=tokens,
+        buffers=buffers,
+    )
+
+
 if __name__ == "__main__":
     driver.set_active(Hopper())
     JITFunction.run = compile_only(JITFunction.run)
-    launch._on_cpu.set(True)
+    launch._on_cpu.set(True)  # what interpreted() does, but here triton compiles
     for dtype in DTYPES:
         call_all(dtype, 2, 8, 4, 128)
     call_all(torch.bfloat16, 1, 3, 3, 64)
+    sample_all(torch.bfloat16, 1, 128256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +36,13 @@ def correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     It cuts off float32 to bf16 instead of rounding, multiplies matrices of bf16 by their bits,
     turns comparisons of floats into floats, which `&` refuses, and with NumPy 2.4 cannot take a
-    loop's bounds from device values.
+    loop's bounds from device values. Every call of a device function also patches triton.language
+    again, on top of the patches of the kernel's launch, and for good: slower with each call.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_lang, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
     builder = interpreter.InterpreterBuilder
     convert, create_dot, binary_op = (
         interpreter._convert_float,
@@ -73,6 +75,18 @@ def correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def patch_lang_once(function: object) -> object:
+        scopes = [
+            patch_lang(function),
+            patch_lang(tl.standard.sum.fn),
+        ]  # tl, and its own view of it
+        return SimpleNamespace(restore=lambda: [scope.restore() for scope in reversed(scopes)])
+
+    def call(self: object, *args: object, **options: object) -> object:
+        return self.rewrite()(*args, **options)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_lang_once)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(builder, "create_dot", dot)

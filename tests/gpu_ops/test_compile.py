@@ -27,9 +27,14 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
     kernels = [line.split() for line in run.stdout.splitlines()]
     assert {name for name, *_ in kernels} == {
         "add_rms_norm_kernel",
+        "chunk_max_kernel",
+        "digit_kernel",
+        "kept_mass_kernel",
         "merge_splits_kernel",
         "merge_state_kernel",
         "paged_attention_kernel",
+        "pick_greedy_kernel",
+        "pick_kernel",
         "rope_publish_kernel",
         "silu_mul_kernel",
         "window_attention_kernel",

@@ -6,7 +6,6 @@ set against each other. With `--backend inline --shape tiny` all of it runs on a
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,30 +13,30 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from cpu_ops.native import WorkerPool
 from offload.attention import DecodeAttention
 from offload.batch import RaggedBatch, pack
-from offload.benchmarks.model_cache import ModelCache
-from offload.benchmarks.pipeline import measure_pipeline
-from offload.benchmarks.pipeline_session import (
-    PipelineSettings,
-    make_cache,
-    make_model,
-    open_session,
+from offload.benchmarks.decode_engines import (
+    OURS,
+    STOCK,
+    describe,
+    graph_row,
+    seconds_row,
+    stock_row,
 )
+from offload.benchmarks.decode_models import RandomModel, release, synchronize
+from offload.benchmarks.model_cache import ModelCache
+from offload.benchmarks.peers.transformers_decode import prefill_seconds
+from offload.benchmarks.pipeline import measure_pipeline
+from offload.benchmarks.pipeline_session import PipelineSettings, open_session
 from offload.benchmarks.shapes import MODEL_SHAPES
 from offload.kv_store import KVStore
-from offload.models import LeanModel, lean_model_maker
 from offload.policies import Policy, make_policy
 from offload.prefill import prefill
-from perf.peers.gpu_transformers import decode_seconds, filled_cache, prefill_seconds
 
 Rows = list[dict[str, Any]]
-OURS, GRAPH = "offload", "all on the GPU, one graph"
-STOCK, STOCK_OFFLOADED = "transformers, KV on the GPU", "transformers, KV offloaded"
 NO_OFFLOAD, STREAMED, INDEXED = "without offload", "streamed out", "streamed out, with index"
 NULL_WORK, NO_HANDSHAKE = "null work on the CPU", "no handshake"
 # The CPU attends to nothing: all of the budget is in the GPU's window.
@@ -63,61 +62,35 @@ class GPUBench:
     say: Callable[[str], None]
 
     @cached_property
-    def stock(self) -> Any:
+    def model(self) -> RandomModel:
         """The model of random weights."""
         start = time.monotonic()
-        model = make_model(self.settings)
-        self.synchronize()
+        model = RandomModel(self.settings)
+        _ = model.stock
+        synchronize(model.device)
         self.say(f"model: {time.monotonic() - start:.1f} s")
         return model
-
-    @cached_property
-    def lean(self) -> LeanModel:
-        """Its lean view."""
-        return lean_model_maker(self.stock.config.model_type)(self.stock)
 
     @property
     def is_cuda(self) -> bool:
         return self.settings.device.type == "cuda"
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.is_cuda:
-            torch.cuda.synchronize()
-
     def release(self) -> None:
         """Give back what is no longer used: the next thing may need all of it."""
-        gc.collect()
-        if self.is_cuda:
-            torch.cuda.empty_cache()
+        release(self.settings.device)
 
     @contextmanager
     def caches(
-        self,
-        kv_len: int,
-        policies: Sequence[Policy],
-        *,
-        batch_size: int = 1,
-        distinct_layers: int | None = None,
+        self, kv_len: int, policies: Sequence[Policy], *, batch_size: int = 1, **options: Any
     ) -> Iterator[tuple[PipelineSettings, ModelCache]]:
-        """Made caches, and the settings to open sessions on them with."""
-        settings = replace(
-            self.settings,
-            kv_len=kv_len,
-            policy=policies[0],
-            batch_size=batch_size,
-            num_steps=self.num_steps,
-            distinct_layers=distinct_layers,
-        )
+        """`RandomModel.caches`, and a line about it."""
         start = time.monotonic()
-        cache = make_cache(settings, self.stock, policies)
-        self.synchronize()
-        self.say(f"caches of {batch_size} x {kv_len:,} tokens: {time.monotonic() - start:.1f} s")
-        try:
-            yield settings, cache
-        finally:
-            cache.close()
-            self.release()
+        with self.model.caches(
+            kv_len, policies, num_steps=self.num_steps, batch_size=batch_size, **options
+        ) as made:
+            seconds = time.monotonic() - start
+            self.say(f"caches of {batch_size} x {kv_len:,} tokens: {seconds:.1f} s")
+            yield made
 
 
 def decode(bench: GPUBench) -> Rows:
@@ -129,7 +102,7 @@ def decode(bench: GPUBench) -> Rows:
                 row = _ours(bench, replace(settings, policy=policy), cache)
                 rows.append({"engine": OURS, **row})
                 bench.say(describe(rows[-1]))
-        rows.append(_graph(bench, kv_len, 1))
+        rows.append(graph_row(bench.model, kv_len, num_steps=bench.num_steps))
         bench.say(describe(rows[-1]))
     return rows
 
@@ -139,7 +112,8 @@ def peers(bench: GPUBench, *, stock_steps: int = 8) -> Rows:
     rows = []
     for kv_len in bench.kv_lens:
         for offloaded in (False, True) if bench.is_cuda else (False,):
-            rows.append(_stock(bench, kv_len, 1, offloaded=offloaded, num_steps=stock_steps))
+            row = stock_row(bench.model, kv_len, offloaded=offloaded, num_steps=stock_steps)
+            rows.append(row)
             bench.say(describe(rows[-1]))
     return rows
 
@@ -163,12 +137,22 @@ def batch(
             rows.append({"engine": OURS, **_ours(bench, settings, cache)})
             bench.say(describe(rows[-1]))
         if bench.is_cuda:  # transformers offloads from CUDA devices only
-            rows.append(_stock(bench, kv_len, batch_size, offloaded=True, num_steps=stock_steps))
+            rows.append(
+                stock_row(
+                    bench.model,
+                    kv_len,
+                    offloaded=True,
+                    num_steps=stock_steps,
+                    batch_size=batch_size,
+                )
+            )
             bench.say(describe(rows[-1]))
         largest: Rows = []
         for size in range(1, batch_size + 1):
             try:
-                largest = [_graph(bench, kv_len, size)]
+                largest = [
+                    graph_row(bench.model, kv_len, num_steps=bench.num_steps, batch_size=size)
+                ]
             except torch.OutOfMemoryError:
                 break
             finally:
@@ -185,7 +169,7 @@ def handshake(bench: GPUBench, *, kv_len: int) -> Rows:
         for engine, host_work in ((NULL_WORK, "attend"), (NO_HANDSHAKE, "none")):
             of_engine = replace(settings, host_work=host_work)
             row = _ours(bench, of_engine, cache, traced_steps=0)
-            num_layers = bench.stock.config.num_hidden_layers - policy.dense_layers
+            num_layers = bench.model.stock.config.num_hidden_layers - policy.dense_layers
             rows.append({"engine": engine, "host_layers": num_layers, **row})
             bench.say(describe(rows[-1]))
     return rows
@@ -204,76 +188,31 @@ def prefill_rows(bench: GPUBench, *, lengths: Sequence[int], slice_tokens: int) 
                     for _ in range(1 + bench.repeats)
                 ][1:]
                 rows.append(
-                    _row(engine, num_tokens, 1, seconds)
+                    seconds_row(engine, num_tokens, 1, seconds)
                     | {"policy": policy.name if engine == INDEXED else None}
                 )
                 bench.say(describe(rows[-1]))
         bench.release()
         if num_tokens == min(lengths):
-            seconds = [prefill_seconds(bench.stock, num_tokens=num_tokens) for _ in range(2)][1:]
-            rows.append(_row(STOCK, num_tokens, 1, seconds))
+            seconds = [prefill_seconds(bench.model.stock, num_tokens=num_tokens) for _ in range(2)][
+                1:
+            ]
+            rows.append(seconds_row(STOCK, num_tokens, 1, seconds))
             bench.say(describe(rows[-1]))
             bench.release()
     return rows
 
 
-def describe(row: dict[str, Any]) -> str:
-    """A line for the log."""
-    spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
-    name = f"{row['engine']} {row.get('policy') or ''}".strip()
-    return (
-        f"{name:42} {row['batch_size']} x {row['kv_len']:7,}: "
-        f"{row['milliseconds']:10.3f} ± {spread:.3f} ms"
-    )
-
-
 def _ours(
     bench: GPUBench, settings: PipelineSettings, cache: ModelCache, traced_steps: int = 8
 ) -> dict[str, Any]:
-    session = open_session(settings, bench.stock, cache)
+    session = open_session(settings, bench.model.stock, cache)
     try:
         measurement, _ = measure_pipeline(session, repeats=bench.repeats, traced_steps=traced_steps)
     finally:
         session.close()
         bench.release()
     return {"policy": settings.policy.name, "kv_len": settings.kv_len} | measurement.row()
-
-
-def _graph(bench: GPUBench, kv_len: int, batch_size: int) -> dict[str, Any]:
-    from perf.peers.all_on_gpu_graph import AllOnGPU
-
-    engine = AllOnGPU(bench.lean, kv_len=kv_len, batch_size=batch_size)
-    seconds = engine.decode_seconds(bench.num_steps)
-    row = _row(GRAPH, kv_len, batch_size, seconds)
-    row |= {"attention": engine.attention_name, "memory": {"kv_device": engine.kv_bytes}}
-    del engine
-    bench.release()
-    return row
-
-
-def _stock(
-    bench: GPUBench, kv_len: int, batch_size: int, *, offloaded: bool, num_steps: int
-) -> dict[str, Any]:
-    cache = filled_cache(bench.stock, kv_len=kv_len, batch_size=batch_size, offloaded=offloaded)
-    seconds = decode_seconds(bench.stock, cache, num_steps=num_steps)
-    del cache
-    bench.release()
-    return _row(STOCK_OFFLOADED if offloaded else STOCK, kv_len, batch_size, seconds)
-
-
-def _row(engine: str, kv_len: int, batch_size: int, seconds: Sequence[float]) -> dict[str, Any]:
-    p10, median, p90 = (float(t) * 1e3 for t in np.percentile(seconds, [10, 50, 90]))
-    return {
-        "engine": engine,
-        "policy": None,
-        "kv_len": kv_len,
-        "batch_size": batch_size,
-        "steps": len(seconds),
-        "milliseconds": median,
-        "milliseconds_p10": p10,
-        "milliseconds_p90": p90,
-        "tokens_per_second": 1e3 * batch_size / median,
-    }
 
 
 @contextmanager
@@ -306,15 +245,15 @@ def _prefill_seconds(
 ) -> float:
     """One prompt, until all of it is where it belongs."""
     device, store = bench.settings.device, attention.store
-    tokens = torch.randint(bench.stock.config.vocab_size, (num_tokens,), device=device)
-    hidden = bench.lean.embed_tokens(tokens)
+    tokens = torch.randint(bench.model.stock.config.vocab_size, (num_tokens,), device=device)
+    hidden = bench.model.lean.embed_tokens(tokens)
     seq = store.new_sequence()
     store.reserve([seq], [num_tokens])
     build = attention.prefill_build([seq], [num_tokens]) if engine == INDEXED else None
-    bench.synchronize()
+    synchronize(bench.settings.device)
     start = time.perf_counter()
     prefill(
-        bench.lean,
+        bench.model.lean,
         hidden,
         _one_prompt(num_tokens, device),
         store=None if engine == NO_OFFLOAD else store,
@@ -327,7 +266,7 @@ def _prefill_seconds(
     if build is not None:
         build.finish()
         attention.build_states([seq], [num_tokens + 1])  # what could not be built alongside
-    bench.synchronize()
+    synchronize(bench.settings.device)
     seconds = time.perf_counter() - start
     attention.states.forget(seq)
     store.free(seq)
@@ -345,7 +284,7 @@ def _memory_cap(bench: GPUBench, num_bytes: int) -> Iterator[None]:
     if not bench.is_cuda:
         yield
         return
-    _ = bench.stock  # made before, as a user's weights are
+    _ = bench.model.stock  # made before, as a user's weights are
     bench.release()
     total = torch.cuda.get_device_properties(bench.settings.device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))

@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from offload.benchmarks.decode_engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED
 from offload.benchmarks.step_timeline import SHARES
 from offload.memory import format_bytes
-from perf.gpu_steps import (
-    GRAPH,
-    INDEXED,
-    NO_HANDSHAKE,
-    NO_OFFLOAD,
-    NULL_WORK,
-    OURS,
-    STOCK,
-    STOCK_OFFLOADED,
-    STREAMED,
-)
+from perf.gpu_steps import INDEXED, NO_HANDSHAKE, NO_OFFLOAD, NULL_WORK, STREAMED
 from perf.markdown import mark, markdown_table
 
 Results = Mapping[str, dict[str, Any]]  # by part: decode, peers, prefill, …

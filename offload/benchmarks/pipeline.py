@@ -38,8 +38,8 @@ MEMORY_NAMES = {
 }
 
 
-class PipelineSession(Protocol):
-    """A model, made caches and a decoder, ready for the steps after the caches' prompts."""
+class DecodeSession(Protocol):
+    """A model, prompts in caches and a decoder, ready for the steps after the prompts."""
 
     @property
     def num_steps(self) -> int:
@@ -52,9 +52,6 @@ class PipelineSession(Protocol):
     def decode(self, num_steps: int) -> list[float]:
         """Decode so many tokens of every sequence, queued together; seconds of each step."""
 
-    def trace(self, num_steps: int) -> list[StepTimeline]:
-        """The same with marks, each step on its own; one more may be decoded, to capture it."""
-
     def rewind(self) -> None:
         """Back to the prompts; what the policy keeps is as it was there."""
 
@@ -62,7 +59,14 @@ class PipelineSession(Protocol):
         """Bytes, by what they are for: names of `MEMORY_NAMES`."""
 
     def close(self) -> None:
-        """End threads and give the memory back; model and caches stay."""
+        """End threads and give the memory back; the model stays."""
+
+
+class PipelineSession(DecodeSession, Protocol):
+    """One over made caches, which stay when it is closed; its steps can be looked into."""
+
+    def trace(self, num_steps: int) -> list[StepTimeline]:
+        """`decode` with marks, each step on its own; one more may be decoded, to capture it."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +131,14 @@ def measure_pipeline(
     Raises:
         ValueError: numbers out of range.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    _check_repeats(session, repeats)
     most = session.num_steps - WARM_UP_STEPS - 1
     if not 0 <= traced_steps <= most:
         raise ValueError(
             f"traced_steps must be in [0, {most}], the steps there are without {WARM_UP_STEPS} to "
             f"warm up and one to capture, got {traced_steps}"
         )
-    seconds: list[float] = []
-    for repeat in range(repeats):
-        session.rewind()
-        session.decode(WARM_UP_STEPS)
-        seconds += session.decode(session.num_steps - WARM_UP_STEPS)
-        on_progress(repeat + 1, repeats + 1)
+    seconds = _decode_seconds(session, repeats, lambda done: on_progress(done, repeats + 1))
     traced: list[StepTimeline] = []
     if traced_steps:
         session.rewind()
@@ -150,8 +148,42 @@ def measure_pipeline(
     return pipeline_measurement(session, seconds, traced), traced
 
 
+def measure_decode(
+    session: DecodeSession,
+    *,
+    repeats: int = 2,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> PipelineMeasurement:
+    """`measure_pipeline` without traces."""
+    _check_repeats(session, repeats)
+    seconds = _decode_seconds(session, repeats, lambda done: on_progress(done, repeats))
+    return pipeline_measurement(session, seconds, [])
+
+
+def _check_repeats(session: DecodeSession, repeats: int) -> None:
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    if session.num_steps <= WARM_UP_STEPS:
+        raise ValueError(
+            f"steps must be more than the {WARM_UP_STEPS} to warm up, got {session.num_steps}"
+        )
+
+
+def _decode_seconds(
+    session: DecodeSession, repeats: int, on_repeat: Callable[[int], None]
+) -> list[float]:
+    """Of all steps but those to warm up, `repeats` times from the prompts."""
+    seconds: list[float] = []
+    for repeat in range(repeats):
+        session.rewind()
+        session.decode(WARM_UP_STEPS)
+        seconds += session.decode(session.num_steps - WARM_UP_STEPS)
+        on_repeat(repeat + 1)
+    return seconds
+
+
 def pipeline_measurement(
-    session: PipelineSession, seconds: Sequence[float], traced: Sequence[StepTimeline]
+    session: DecodeSession, seconds: Sequence[float], traced: Sequence[StepTimeline]
 ) -> PipelineMeasurement:
     """Medians, and the traced steps' shares."""
     p10, median, p90 = (float(t) * 1e3 for t in np.percentile(seconds, [10, 50, 90]))

@@ -1,4 +1,4 @@
-"""`offload bench`: how fast this machine runs the kernels."""
+"""`offload bench`: how fast this machine runs the kernels, and models with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli import bench_latency, bench_pipeline, bench_selection
+from offload.cli import bench_decode, bench_latency, bench_pipeline, bench_selection
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import comma_separated, counts
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measure kernels on this machine. perf/ has the benchmarks of whole models.",
+    help="Measure kernels, policies and whole decode steps on this machine.",
 )
 
 # offload.benchmarks.attention has these, but imports torch; tests compare the two.
@@ -30,7 +30,7 @@ DTYPE_NAMES = ("bfloat16", "float16", "float32")
 
 @app.callback()
 def bench() -> None:
-    """Measure kernels on this machine. perf/ has the benchmarks of whole models."""
+    """Measure kernels, policies and whole decode steps on this machine."""
 
 
 bench_selection.register(app)
@@ -159,5 +159,6 @@ def _print_table(title: str, measurements: list[AttentionMeasurement]) -> None:
     stdout().print(table)
 
 
+bench_decode.register(app)
 bench_latency.register(app)
 bench_pipeline.register(app)

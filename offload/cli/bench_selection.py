@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
+from offload.cli.console import (
+    no_loading_bars,
+    print_json,
+    quiet_transformers,
+    running,
+    stderr,
+    stdout,
+)
 from offload.cli.options import comma_separated, counts
 from offload.cli.policy_grid import option_values, policy_grid
 from offload.policies import available_policies
@@ -216,7 +222,7 @@ def _measure(
     runs = 1 + sum(policy.name != "full" for policy in policies)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True)
-    with _no_loading_bars(), bar as progress:
+    with no_loading_bars(), bar as progress:
         task = progress.add_task("", total=runs * settings.decode_steps)
         measurements = measure_selection(
             lambda made: OffloadedModel.from_pretrained(
@@ -240,21 +246,6 @@ def _measure(
         },
         "rows": [asdict(measurement) for measurement in measurements],
     }
-
-
-@contextlib.contextmanager
-def _no_loading_bars() -> Iterator[None]:
-    """Not a bar of transformers for each policy's model, across ours."""
-    from transformers.utils import logging as transformers_logging
-
-    logging: Any = transformers_logging  # parts of it are untyped
-    had_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if had_bars:
-            logging.enable_progress_bar()
 
 
 def _title(document: dict[str, Any]) -> str:

@@ -63,6 +63,21 @@ def _logs(*, verbose: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_loading_bars() -> Iterator[None]:
+    """Not a bar of transformers for each model that is loaded, across ours."""
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging  # parts of it are untyped
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
 def quiet_transformers(*, verbose: bool) -> Iterator[None]:
     """Hide what transformers logs below the level of errors, unless `verbose`."""
     from transformers.utils import logging as transformers_logging

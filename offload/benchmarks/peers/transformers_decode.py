@@ -1,4 +1,4 @@
-"""transformers on a GPU, as it comes: KV on the GPU, and offloaded to the host layer by layer.
+"""transformers as it comes: KV beside the model, or offloaded from a GPU to the host by layers.
 
 The cache is filled with random keys and values: nothing here looks at them but dense attention,
 and a prefill of 128K tokens would cost a minute of the lent machine.
@@ -20,7 +20,7 @@ def filled_cache(
 ) -> DynamicCache:
     """A cache of `kv_len` random tokens in every layer."""
     config = stock.config
-    shape = (batch_size, config.num_key_value_heads, kv_len, config.head_dim)
+    shape = (batch_size, config.num_key_value_heads, kv_len, _head_dim(config))
     generator = torch.Generator(stock.device).manual_seed(seed)
     cache = DynamicCache(config=config, offloading=offloaded)
     for layer_idx in range(config.num_hidden_layers):
@@ -33,6 +33,13 @@ def filled_cache(
     return cache
 
 
+def cache_bytes(stock: Any, *, kv_len: int, batch_size: int = 1) -> int:
+    """Of what `filled_cache` makes."""
+    config = stock.config
+    row = config.num_key_value_heads * _head_dim(config) * stock.dtype.itemsize
+    return int(2 * config.num_hidden_layers * batch_size * kv_len * row)
+
+
 @torch.inference_mode()
 def decode_seconds(stock: Any, cache: DynamicCache, *, num_steps: int) -> list[float]:
     """Seconds of each greedy decode step after `cache`, from one token on the host to the next.
@@ -40,9 +47,8 @@ def decode_seconds(stock: Any, cache: DynamicCache, *, num_steps: int) -> list[f
     The first `WARM_UP_STEPS` are left out.
     """
     kv_len = cache.get_seq_length()
-    keys = cache.layers[0].keys
-    assert keys is not None
-    tokens = torch.zeros(keys.shape[0], 1, dtype=torch.int64, device=stock.device)
+    first: Any = cache.layers[0]
+    tokens = torch.zeros(first.keys.shape[0], 1, dtype=torch.int64, device=stock.device)
     seconds = []
     for position in range(kv_len, kv_len + WARM_UP_STEPS + num_steps):
         start = time.perf_counter()
@@ -71,3 +77,9 @@ def prefill_seconds(stock: Any, *, num_tokens: int, seed: int = 0) -> float:
     logits = stock(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     logits.argmax(-1).cpu()
     return time.perf_counter() - start
+
+
+def _head_dim(config: Any) -> int:
+    """Not every config says it."""
+    head_dim = getattr(config, "head_dim", None)
+    return int(head_dim or config.hidden_size // config.num_attention_heads)

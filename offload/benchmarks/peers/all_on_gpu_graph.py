@@ -96,7 +96,7 @@ class AllOnGPU:
                 self.step()
                 seconds.append(time.perf_counter() - start)
             return seconds
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+        events = [_event() for _ in range(num_steps + 1)]
         for _ in range(WARM_UP_STEPS):
             self._graph.replay()
         events[0].record()
@@ -139,7 +139,8 @@ class AllOnGPU:
         return logits
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.step()  # compiles kernels and makes the libraries' handles
@@ -204,13 +205,18 @@ def _sdpa(
 def _milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
     for _ in range(2):
         run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = _event(), _event()
     start.record()
     for _ in range(repeats):
         run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / repeats
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / repeats
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _graph_layer(layer: DecoderLayer) -> GraphLayer:

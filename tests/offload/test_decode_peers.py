@@ -8,10 +8,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from offload.benchmarks.peers import all_on_gpu_graph
+from offload.benchmarks.peers.transformers_decode import (
+    cache_bytes,
+    decode_seconds,
+    filled_cache,
+    prefill_seconds,
+)
 from offload.benchmarks.shapes import MODEL_SHAPES, random_model
 from offload.models import lean_model_maker
-from perf.peers import all_on_gpu_graph
-from perf.peers.gpu_transformers import decode_seconds, filled_cache, prefill_seconds
 
 KV_LEN = 50
 
@@ -32,6 +37,8 @@ def test_caches_are_filled_in_every_layer(stock: Any) -> None:
         assert layer.keys is not None
         assert list(layer.keys.shape) == [2, 2, KV_LEN, 32]
         assert float(layer.keys.std()) == pytest.approx(1, abs=0.1)
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))  # type: ignore[union-attr]
+    assert cache_bytes(stock, kv_len=KV_LEN, batch_size=2) == held
 
 
 def test_decoding_appends(stock: Any) -> None:

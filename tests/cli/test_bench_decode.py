@@ -1,0 +1,212 @@
+"""`offload bench decode` at tiny shapes on the CPU, and what it measures with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from offload.benchmarks.decode_engines import (
+    CPU_ENGINES,
+    ENGINES,
+    DecodePlan,
+    check_engines,
+    describe,
+    measure_engines,
+)
+from offload.benchmarks.decode_models import RandomModel, TextModel
+from offload.benchmarks.pipeline import WARM_UP_STEPS, measure_decode
+from offload.benchmarks.pipeline_session import PipelineSettings
+from offload.benchmarks.shapes import MODEL_SHAPES
+from offload.cli import app, bench_decode
+from offload.config import BACKENDS, DTYPES
+from offload.policies import make_policy
+
+runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+FAST = ["--steps", "6", "-r", "1", "--peer-steps", "2", "--threads", "1", "--device", "cpu"]
+SMALL = ["bench", "decode", "--shape", "tiny", "--budget-tokens", "256", *FAST]
+
+
+def run(*arguments: str) -> Any:
+    result = runner.invoke(app, [*SMALL, *arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_json_of_a_shape() -> None:
+    result = run("-d", "700,300", "--policy", "quest,full", "--option", "quest.sink_tokens=8")
+    assert "quest sink_tokens=8" in result.stdout
+    result = run("-d", "700,300", "--policy", "quest,full", "--json")
+    document = json.loads(result.stdout)
+    found = [(row["engine"], row["policy"], row["kv_len"]) for row in document["rows"]]
+    assert found == [
+        (engine, policy, kv_len)
+        for kv_len in (300, 700)
+        for engine, policy in (("offload", "quest"), ("offload", "full"), ("transformers", None))
+    ]
+    settings = document["settings"]
+    assert (settings["shape"], settings["model"], settings["device"]) == ("tiny", None, "cpu")
+    assert (settings["dtype"], settings["backend"]) == ("bfloat16", None)
+    assert document["machine"]["isa"]
+    for row in document["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(1e3 / row["milliseconds"])
+        assert row["memory"]["kv_host"] >= row["kv_len"] * MODEL_SHAPES["tiny"].kv_token_bytes
+    assert [row["steps"] for row in document["rows"][:3]] == [2, 2, 2]
+    assert document["rows"][0]["policy_options"]["budget_tokens"] == 256
+
+
+def test_table_and_log() -> None:
+    result = run("-d", "300", "--policy", "streaming_llm", "--dtype", "float32")
+    assert "tiny, float32, batch 1, cpu" in result.stdout
+    ours, stock = (line for line in result.stdout.splitlines() if "│" in line)
+    assert [cell.strip() for cell in ours.split("│")][1:3] == ["300", "offload, streaming_llm"]
+    assert "1.00×" in ours
+    assert stock.split("│")[2].strip() == "transformers"
+    assert "300 KiB" not in result.stdout
+    assert "offload streaming_llm" in result.stderr  # each row as soon as it is there
+
+
+def test_only_peers() -> None:
+    rows = json.loads(run("-d", "300", "--engines", "transformers", "--json").stdout)["rows"]
+    assert [row["engine"] for row in rows] == ["transformers"]
+
+
+def test_a_peer_that_does_not_fit_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = "offload.benchmarks.decode_engines.host_memory_limit_bytes"
+    monkeypatch.setattr(target, lambda: 2**10)
+    result = run("-d", "300", "--engines", "transformers")
+    assert "needs 300.00 KiB of host memory for KV" in result.stdout
+    (row,) = json.loads(run("-d", "300", "--engines", "transformers", "--json").stdout)["rows"]
+    assert row["milliseconds"] is None
+    assert "needs 300.00 KiB" in describe(row)
+
+
+def test_a_gpu_that_is_full_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("offload.benchmarks.decode_engines.filled_cache", full)
+    result = run("-d", "300", "--engines", "transformers")
+    assert "300.00 KiB of KV do not fit the GPU" in result.stdout
+
+
+def test_a_model_on_real_text(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("All engines read the same text. " * 40, encoding="utf-8")
+    arguments = ["bench", "decode", "--model", str(tiny_folders["qwen3"]), *FAST, "-d", "400"]
+    arguments += ["--policy", "lychee_cluster,full", "--budget-tokens", "128"]
+    result = runner.invoke(app, [*arguments, "--text", str(text), "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["settings"]["dtype"] == "float32"  # the checkpoint's own
+    assert document["settings"]["text"] == str(text)
+    assert [row["policy"] for row in document["rows"]] == ["lychee_cluster", "full", None]
+    assert document["rows"][0]["memory"]["policy_host"] > 0
+    text.write_text("Too short.", encoding="utf-8")
+    result = runner.invoke(app, [*arguments, "--text", str(text)])
+    assert result.exit_code == 1
+    assert "400 tokens and 6 steps are more than the text has: 10" in result.output
+
+
+def test_every_repeat_continues_the_same_prompt(tiny_folders: dict[str, Path]) -> None:
+    model = TextModel(tiny_folders["llama"], device="cpu", num_threads=1)
+    policy = make_policy("lfps", budget_tokens=128)
+    with model.sessions(300, [policy], num_steps=6) as opened:
+        session: Any = opened(policy)
+        selections = []
+        for _ in range(2):
+            session.rewind()
+            session.decode(6)
+            assert session._cache.kv_lens == [306]
+            assert session._prompt.kv_lens == [300]
+            selections.append(session._runtime.attention.last_selection())
+        assert selections[0] == selections[1]
+        assert measure_decode(session, repeats=1).steps == 6 - WARM_UP_STEPS
+        session.close()
+
+
+def test_positions_of_the_model_bound_the_context(tiny_folders: dict[str, Path]) -> None:
+    model = TextModel(tiny_folders["llama"], device="cpu", num_threads=1)
+    positions = model.stock.config.max_position_embeddings
+    with (
+        pytest.raises(ValueError, match=f"more than the model has positions: {positions}; lower"),
+        model.sessions(positions, [make_policy("full")], num_steps=6),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "llama"], "unknown 'llama'; available: llama-3.1-8b"),
+        (["--dtype", "int8"], "unknown 'int8'; available: bfloat16"),
+        (["--engines", "vllm"], "unknown 'vllm'; available: offload, graph"),
+        (["--engines", "graph"], "--engines graph needs a GPU"),
+        (["--backend", "inline"], "unknown 'inline'; available: graph, stream"),
+        (["--backend", "graph"], "--backend graph needs a GPU"),
+        (["--policy", "qest"], "unknown 'qest'; available: "),
+        (["--option", "quest.alpha=1"], "'quest' is not among the policies"),
+        (["--model", "x"], "give one of --shape and --model"),
+        (["--text", "x"], "give --model"),
+        (["--contexts", "4K"], "expected integers of at least 1"),
+        (["--device", "tpu"], "unknown device 'tpu'; available: cpu, cuda"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, [*SMALL, *arguments])
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    result = runner.invoke(app, [*SMALL, "--device", "cuda"])
+    assert result.exit_code == 1
+    assert "--device cuda: device='cuda': " in result.output
+    assert "use device='cpu'" in " ".join(result.output.split())
+
+
+def test_names_that_the_command_offers() -> None:
+    assert tuple(MODEL_SHAPES) == bench_decode.SHAPE_NAMES
+    assert tuple(ENGINES) == bench_decode.ENGINE_NAMES
+    assert CPU_ENGINES == bench_decode.CPU_ENGINE_NAMES
+    assert tuple(DTYPES) == bench_decode.DTYPE_NAMES
+    assert {*BACKENDS} - {"inline"} == {*bench_decode.BACKEND_NAMES}
+    assert bench_decode.WARM_UP_STEPS == WARM_UP_STEPS
+
+
+def test_help_teaches() -> None:
+    text = runner.invoke(app, ["bench", "decode", "--help"]).stdout
+    for taught in ("--contexts", "--engines", "--model", "transformers-offloaded", "one CUDA"):
+        assert taught in text
+
+
+def test_engines_are_checked_before_anything_is_made() -> None:
+    for engine, message in (("vllm", "unknown engine 'vllm'"), ("graph", "'graph' needs a GPU")):
+        with pytest.raises(ValueError, match=message):
+            check_engines([engine], torch.device("cpu"))
+    settings = PipelineSettings("tiny", 300, make_policy("full"), "inline")
+    plan = DecodePlan([settings.policy], [300], ["graph"])
+    model = RandomModel(settings)
+    with pytest.raises(ValueError, match="needs a GPU"):
+        measure_engines(model, plan)
+    assert "stock" not in vars(model)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("source", ["shape", "model"])
+def test_on_a_gpu(source: str, tiny_folders: dict[str, Path]) -> None:
+    of_source = (
+        ["--shape", "tiny"] if source == "shape" else ["--model", str(tiny_folders["llama"])]
+    )
+    arguments = ["bench", "decode", *of_source, "-d", "400", "--budget-tokens", "128"]
+    arguments += ["--steps", "6", "-r", "1", "--device", "cuda", "--json"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["engine"] for row in rows] == ["offload", "offload", *list(ENGINES.values())[1:]]
+    assert all(row["milliseconds"] > 0 for row in rows)

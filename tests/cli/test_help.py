@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
         ([], ["generate", "env", "bench", "--version", "offload generate --demo"]),
         (["generate"], ["--policy", "--needle", "--max-memory", "offload generate --demo", "| jq"]),
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
-        (["bench"], ["attention"]),
+        (["bench"], ["attention", "decode", "latency", "pipeline", "selection"]),
         (["bench", "attention"], ["--kv-len", "--threads", "dense", "sparse", "topk"]),
     ],
     ids=lambda value: " ".join(value) or "offload",

@@ -35,7 +35,7 @@ from offload.mailbox import Mailbox
 from offload.models import DecoderLayer, LeanModel
 from offload.policies import Policy
 from offload.resident import ResidentKV
-from offload.sampling import SamplingOptions, choose
+from offload.sampling import SamplingOptions, TokenChooser
 from offload.weights import fuse_rows
 
 # Of policies that name none (full attention): enough for the GPU to have something to do.
@@ -76,6 +76,7 @@ class StepBuffers:
         self.state = self.host_state.to(device)
         self.positions, self.rope_positions, self.tokens = self.state
         self.host_tokens = torch.empty_like(self.host_state[2], pin_memory=device.type == "cuda")
+        self.chooser = TokenChooser(num_rows, model.lm_head.out_features, device)
         self.hidden = rows(model.hidden_size)
         self.normed = rows(model.hidden_size)
         self.query = rows(heads)
@@ -193,11 +194,10 @@ class DeviceDecoder:
             As `decode`.
         """
         slots, kv_lens = self._bind(seqs)
-        rows = _bucket(max(slots) + 1)
-        key, step = (
-            ("tokens", rows, options, self.on_mark),
-            functools.partial(self._run_tokens, rows, options),
-        )
+        rows, samples = _bucket(max(slots) + 1), options.temperature > 0.0
+        key = ("tokens", rows, samples, self.on_mark)
+        step = functools.partial(self._run_tokens, rows, samples)
+        self.buffers.chooser.use(options)
         self._prepare(key, step)
         self._write_state(slots, kv_lens, position_ids, tokens)
         self._run(key, step, seqs, slots, kv_lens)
@@ -239,11 +239,12 @@ class DeviceDecoder:
         position_ids: Tensor,
         tokens: Tensor | None = None,
     ) -> None:
-        state = self.buffers.host_state
-        state.fill_(-1)
-        state[0, slots] = torch.tensor(kv_lens) - 1
-        state[1, slots] = position_ids
-        state[2, slots] = 0 if tokens is None else tokens
+        state = self.buffers.host_state.numpy()
+        state.fill(-1)
+        state[0, slots] = kv_lens
+        state[0, slots] -= 1
+        state[1, slots] = position_ids.numpy()
+        state[2, slots] = 0 if tokens is None else tokens.numpy()
 
     def _run(
         self,
@@ -267,7 +268,7 @@ class DeviceDecoder:
         self.buffers.state.copy_(self.buffers.host_state, non_blocking=True)
         self.all_layers(num_rows)
 
-    def _run_tokens(self, num_rows: int, options: SamplingOptions) -> None:
+    def _run_tokens(self, num_rows: int, samples: bool) -> None:
         b = self.buffers
         self._mark("start")
         b.state.copy_(b.host_state, non_blocking=True)
@@ -275,7 +276,8 @@ class DeviceDecoder:
         self.all_layers(num_rows)
         logits = self.logits(b.hidden[:num_rows])
         self._mark("linear")
-        b.host_tokens[:num_rows].copy_(choose(logits, options), non_blocking=True)
+        tokens = b.chooser.choose(logits, samples=samples)
+        b.host_tokens[:num_rows].copy_(tokens, non_blocking=True)
         self._mark("sample")
 
     def all_layers(self, num_rows: int) -> None:

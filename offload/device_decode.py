@@ -12,51 +12,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.native import WorkerPool
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
-from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
-from gpu_ops.silu_mul import silu_mul
 from gpu_ops.window_attention import window_attention
 from offload.attention import DecodeAttention
 from offload.batch import RaggedBatch
+from offload.device_linear import DeviceWeights, LinearPath, linear_path
 from offload.handshake import Handshake, make_handshake
 from offload.kv_store import KVStore
 from offload.mailbox import Mailbox
-from offload.models import DecoderLayer, LeanModel
+from offload.models import LeanModel
 from offload.policies import Policy
 from offload.resident import ResidentKV
 from offload.sampling import SamplingOptions, TokenChooser
-from offload.weights import fuse_rows
 
 # Of policies that name none (full attention): enough for the GPU to have something to do.
 _SINK_TOKENS, _RECENT_TOKENS = 4, 64
-
-
-@dataclass(frozen=True)
-class DeviceLayer:
-    """A decoder layer's weights as the step takes them: q, k, v and gate, up in one matrix each."""
-
-    input_norm: Tensor
-    norm_eps: float
-    qkv: tuple[Tensor, Tensor | None]
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    qk_norm_eps: float
-    o_proj: tuple[Tensor, Tensor | None]
-    mlp_norm: Tensor
-    mlp_norm_eps: float
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
 
 
 class StepBuffers:
@@ -64,7 +42,6 @@ class StepBuffers:
 
     def __init__(self, model: LeanModel, num_rows: int, dtype: torch.dtype, device: torch.device):
         shape = model.attention
-        layer = model.layers[0]
         heads = shape.num_qo_heads * shape.head_dim
 
         def rows(width: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -78,12 +55,10 @@ class StepBuffers:
         self.host_tokens = torch.empty_like(self.host_state[2], pin_memory=device.type == "cuda")
         self.chooser = TokenChooser(num_rows, model.lm_head.out_features, device)
         self.hidden = rows(model.hidden_size)
-        self.normed = rows(model.hidden_size)
         self.query = rows(heads)
         self.window_out = rows(heads, torch.float32)
         self.window_lse = rows(shape.num_qo_heads, torch.float32)
         self.attended = rows(heads)
-        self.gated = rows(layer.down_proj.in_features)
         num_splits = num_kv_splits(shape.num_kv_heads, _num_multiprocessors(device))
         self.partial_lse = torch.zeros(num_rows, shape.num_qo_heads, num_splits, device=device)
         self.partial_out = torch.zeros(*self.partial_lse.shape, shape.head_dim, device=device)
@@ -134,14 +109,15 @@ class DeviceDecoder:
         )
         self.sink_tokens = policy.sink_tokens if policy.selects else _SINK_TOKENS
         self.recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
-        self.layers = [_device_layer(layer) for layer in model.layers]
+        self.weights = DeviceWeights.of(model)
         self._backend = backend
         self._make_handshake = make_handshake
         self._deadline_seconds = deadline_seconds
         self._device_budget_bytes = device_budget_bytes
-        is_resident = self.attention.is_dense if policy.selects else [False] * len(self.layers)
+        is_resident = self.attention.is_dense if policy.selects else [False] * len(model.layers)
         self._host_layers = [i for i, resident in enumerate(is_resident) if not resident]
         self._resident_layers = [i for i, resident in enumerate(is_resident) if resident]
+        self._linear_paths: dict[int, LinearPath] = {}
         self._num_slots = 0  # nothing below exists before the first step
         self._handshake: Handshake
 
@@ -205,8 +181,8 @@ class DeviceDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] before the final norm -> [n, vocab_size]."""
-        logits: Tensor = self.model.lm_head(self.model.final_norm(hidden))
-        return logits
+        hidden = hidden.contiguous()
+        return linear_path(self.weights, len(hidden)).logits(self.weights, hidden)
 
     def forget(self, seq: int) -> None:
         """`seq` was changed or freed outside of a decode step."""
@@ -274,7 +250,7 @@ class DeviceDecoder:
         b.state.copy_(b.host_state, non_blocking=True)
         b.hidden[:num_rows] = self.model.embed_tokens(b.tokens[:num_rows].clamp(min=0))
         self.all_layers(num_rows)
-        logits = self.logits(b.hidden[:num_rows])
+        logits = self._linears(num_rows).logits(self.weights, b.hidden[:num_rows])
         self._mark("linear")
         tokens = b.chooser.choose(logits, samples=samples)
         b.host_tokens[:num_rows].copy_(tokens, non_blocking=True)
@@ -284,34 +260,25 @@ class DeviceDecoder:
         """Rows [0, num_rows) of `buffers.hidden` through all layers, in place."""
         b = self.buffers
         x = b.hidden[:num_rows]
-        positions = b.positions[:num_rows]
         rope_positions = b.rope_positions[None, :num_rows].clamp(min=0)
         cos, sin = (table[0] for table in self.model.rotary_emb(x, rope_positions))
         rope = (cos.contiguous(), sin.contiguous())
-        mlp_out = None
-        for layer_idx, layer in enumerate(self.layers):
-            mlp_out = self.decode_layer(layer_idx, layer, x, mlp_out, positions, rope)
-        if mlp_out is not None:
-            x += mlp_out
+        linears = self._linears(num_rows)
+        for layer_idx in range(len(self.weights.layers)):
+            self.decode_layer(layer_idx, x, rope, linears)
+        linears.finish(x)
 
     def decode_layer(
-        self,
-        layer_idx: int,
-        layer: DeviceLayer,
-        x: Tensor,
-        mlp_out: Tensor | None,
-        positions: Tensor,
-        rope: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """x [n, hidden_size] += mlp_out, += attention; returns what the MLP adds."""
+        self, layer_idx: int, x: Tensor, rope: tuple[Tensor, Tensor], linears: LinearPath
+    ) -> None:
+        """x [n, hidden_size] through one layer, in place; rope = cos, sin: [n, head_dim]."""
         b, n = self.buffers, x.shape[0]
-        shape, store = self.model.attention, self.store
-        normed, query, attended = b.normed[:n], b.query[:n], b.attended[:n]
+        shape, store, layer = self.model.attention, self.store, self.weights.layers[layer_idx]
+        query, attended, positions = b.query[:n], b.attended[:n], b.positions[:n]
         window = self.resident.windows.get(layer_idx)
         page_table = self.resident.page_tables.get(layer_idx)
 
-        add_rms_norm(x, mlp_out, layer.input_norm, layer.norm_eps, normed)
-        qkv = functional.linear(normed, *layer.qkv)
+        qkv = linears.qkv(layer, x)
         if self.after_projection is not None:
             self.after_projection(layer_idx, qkv, positions)
         rope_publish(
@@ -346,28 +313,33 @@ class DeviceDecoder:
             self._mark("attention", layer_idx)
         else:
             assert window is not None
-            request = self._request_of_layer[layer_idx]
-            self._handshake.publish(request)
-            window_out, window_lse = b.window_out[:n], b.window_lse[:n]
-            window_attention(
-                query,
-                window[:n],
-                positions,
-                sm_scale=shape.sm_scale,
-                out=window_out,
-                lse=window_lse,
-            )
-            self._mark("window", layer_idx)
-            self._handshake.await_reply(request)
-            self._mark("wait", layer_idx)
-            host_out, host_lse = self.mailbox.output[:n], self.mailbox.lse[:n]
-            merge_state(window_out, window_lse, host_out, host_lse, attended)
-            self._mark("merge", layer_idx)
-        attention_out = functional.linear(attended, *layer.o_proj)
-        add_rms_norm(x, attention_out, layer.mlp_norm, layer.mlp_norm_eps, normed)
-        gated = b.gated[:n]
-        silu_mul(functional.linear(normed, *layer.gate_up), gated)
-        return functional.linear(gated, *layer.down)
+            self._attend_with_host(layer_idx, query, window[:n], positions, attended)
+        linears.add_attention(layer, x, attended)
+        linears.add_mlp(layer, x)
+
+    def _attend_with_host(
+        self, layer_idx: int, query: Tensor, window: Tensor, positions: Tensor, attended: Tensor
+    ) -> None:
+        """The window here, the rest of what the policy chooses there."""
+        n = query.shape[0]
+        request = self._request_of_layer[layer_idx]
+        self._handshake.publish(request)
+        window_out, window_lse = self.buffers.window_out[:n], self.buffers.window_lse[:n]
+        sm_scale = self.model.attention.sm_scale
+        window_attention(
+            query, window, positions, sm_scale=sm_scale, out=window_out, lse=window_lse
+        )
+        self._mark("window", layer_idx)
+        self._handshake.await_reply(request)
+        self._mark("wait", layer_idx)
+        host_out, host_lse = self.mailbox.output[:n], self.mailbox.lse[:n]
+        merge_state(window_out, window_lse, host_out, host_lse, attended)
+        self._mark("merge", layer_idx)
+
+    def _linears(self, num_rows: int) -> LinearPath:
+        if num_rows not in self._linear_paths:
+            self._linear_paths[num_rows] = linear_path(self.weights, num_rows)
+        return self._linear_paths[num_rows]
 
     def _mark(self, kind: str, layer_idx: int = -1) -> None:
         if self.on_mark is not None:
@@ -396,7 +368,7 @@ class DeviceDecoder:
         requests = [(layer_idx, 0, self._num_slots) for layer_idx in self._host_layers]
         self._request_of_layer = {layer: i for i, layer in enumerate(self._host_layers)}
         self.mailbox = Mailbox.allocate(
-            num_layers=len(self.layers),
+            num_layers=len(self.weights.layers),
             max_rows=self._num_slots,
             num_qo_heads=shape.num_qo_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -430,29 +402,3 @@ def _num_multiprocessors(device: torch.device) -> int:
 def _bucket(num_rows: int) -> int:
     """The number of rows that a step for `num_rows` sequences is made for: a power of two."""
     return 1 << (num_rows - 1).bit_length()
-
-
-def _device_layer(layer: DecoderLayer) -> DeviceLayer:
-    has_qk_norm = layer.q_norm is not None and layer.k_norm is not None
-    return DeviceLayer(
-        input_norm=_norm_weight(layer.input_norm),
-        norm_eps=_norm_eps(layer.input_norm),
-        qkv=fuse_rows([layer.q_proj, layer.k_proj, layer.v_proj]),
-        q_norm=_norm_weight(layer.q_norm) if has_qk_norm else None,
-        k_norm=_norm_weight(layer.k_norm) if has_qk_norm else None,
-        qk_norm_eps=_norm_eps(layer.q_norm) if has_qk_norm else 0.0,
-        o_proj=fuse_rows([layer.o_proj]),
-        mlp_norm=_norm_weight(layer.mlp_norm),
-        mlp_norm_eps=_norm_eps(layer.mlp_norm),
-        gate_up=fuse_rows([layer.gate_proj, layer.up_proj]),
-        down=fuse_rows([layer.down_proj]),
-    )
-
-
-def _norm_weight(module: Any) -> Tensor:
-    weight: Tensor = module.weight.detach()
-    return weight
-
-
-def _norm_eps(module: Any) -> float:
-    return float(module.variance_epsilon)

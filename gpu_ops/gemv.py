@@ -35,7 +35,7 @@ def gemv_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ) -> None:
-    """One program per BLOCK_N outputs; with GLU rows i and i + num_out are gate and up of output i."""
+    """One program per BLOCK_N outputs; with GLU rows i, i + num_out are gate and up of output i."""
     dtype = out.dtype.element_ty
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = n < num_out

@@ -1,4 +1,4 @@
-"""One row through the linear layers of a model on the GPU: our fused kernel against torch's product.
+"""One row through a model's linear layers on the GPU: our fused kernel against torch's product.
 
 `python -m perf.bench_gemv` on a machine with a GPU. Bytes are those of the weights; every call
 reads weights that no cache holds. torch's time is that of the bare product, without the norm, the

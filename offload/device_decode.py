@@ -1,91 +1,36 @@
 """Decode on the GPU with the KV cache on the host; the CPU attends as its coprocessor.
 
-`decode_layer` is the hot path; read it first, then `handshake.py` (who waits for whom) and
-`resident.py` (what stays on the GPU). A step works on static buffers, one row per slot, and reads
-everything that changes from step to step (positions, page tables, flags) from memory, so that it
-can be captured once and replayed for any lengths. Rows whose position is -1 are not in use.
-
-With device "cpu" and backend "inline" the same step runs on CPU tensors, kernel by kernel.
+Here is who decodes: sequences get slots, steps are made for so many rows, run and accounted for.
+What a step launches is in `device_step`, who waits for whom in `handshake`, what stays on the GPU
+in `resident`. With device "cpu" and backend "inline" the same step runs on CPU tensors.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.native import WorkerPool
-from gpu_ops.merge_state import merge_state
-from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
-from gpu_ops.rms_norm import add_rms_norm
-from gpu_ops.rope_publish import rope_publish
-from gpu_ops.silu_mul import silu_mul
-from gpu_ops.window_attention import window_attention
 from offload.attention import DecodeAttention
 from offload.batch import RaggedBatch
-from offload.handshake import Handshake, make_handshake
+from offload.device_linear import DeviceWeights, linear_path
+from offload.device_step import DeviceStep, HostLink, StepBuffers, part_rows
+from offload.handshake import Handshake, Step, make_handshake
 from offload.kv_store import KVStore
 from offload.mailbox import Mailbox
-from offload.models import DecoderLayer, LeanModel
+from offload.models import LeanModel
+from offload.parts_choice import PartsChoice
 from offload.policies import Policy
 from offload.resident import ResidentKV
-from offload.sampling import SamplingOptions, choose
-from offload.weights import fuse_rows
+from offload.sampling import SamplingOptions
 
 # Of policies that name none (full attention): enough for the GPU to have something to do.
 _SINK_TOKENS, _RECENT_TOKENS = 4, 64
-
-
-@dataclass(frozen=True)
-class DeviceLayer:
-    """A decoder layer's weights as the step takes them: q, k, v and gate, up in one matrix each."""
-
-    input_norm: Tensor
-    norm_eps: float
-    qkv: tuple[Tensor, Tensor | None]
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    qk_norm_eps: float
-    o_proj: tuple[Tensor, Tensor | None]
-    mlp_norm: Tensor
-    mlp_norm_eps: float
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
-
-
-class StepBuffers:
-    """The static tensors of a step with up to `num_rows` rows."""
-
-    def __init__(self, model: LeanModel, num_rows: int, dtype: torch.dtype, device: torch.device):
-        shape = model.attention
-        layer = model.layers[0]
-        heads = shape.num_qo_heads * shape.head_dim
-
-        def rows(width: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(num_rows, width, dtype=dtype, device=device)
-
-        # What changes from step to step: the host writes it, the step's first operation copies it.
-        host_state = torch.full((3, num_rows), -1, dtype=torch.int64)
-        self.host_state = host_state.pin_memory() if device.type == "cuda" else host_state
-        self.state = self.host_state.to(device)
-        self.positions, self.rope_positions, self.tokens = self.state
-        self.host_tokens = torch.empty_like(self.host_state[2], pin_memory=device.type == "cuda")
-        self.hidden = rows(model.hidden_size)
-        self.normed = rows(model.hidden_size)
-        self.query = rows(heads)
-        self.window_out = rows(heads, torch.float32)
-        self.window_lse = rows(shape.num_qo_heads, torch.float32)
-        self.attended = rows(heads)
-        self.gated = rows(layer.down_proj.in_features)
-        num_splits = num_kv_splits(shape.num_kv_heads, _num_multiprocessors(device))
-        self.partial_lse = torch.zeros(num_rows, shape.num_qo_heads, num_splits, device=device)
-        self.partial_out = torch.zeros(*self.partial_lse.shape, shape.head_dim, device=device)
 
 
 class DeviceDecoder:
@@ -95,19 +40,14 @@ class DeviceDecoder:
         backend: as `handshake.choose_backend` returns it.
         deadline_seconds: after which a step that one side does not finish is an error.
         device_budget_bytes: of what stays on the GPU beside weights and buffers.
+        num_parts: parts that the rows of a step are cut into; None: what proves faster.
         make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
     Attributes:
-        after_projection: called after the q, k, v projection of each layer with (layer_idx, qkv
-            [n, (num_qo_heads + 2 num_kv_heads) * head_dim], positions [n]) and may overwrite qkv;
-            for benches.
-        on_mark: called in the step with (kind, layer_idx) of what was launched since the call
-            before; for traces. Steps with and without it are captured apart.
+        after_projection, on_mark: see `DeviceStep`; steps with other marks are captured apart.
     """
 
     max_rows = 1  # new tokens per sequence; more are a prefill
-    after_projection: Callable[[int, Tensor, Tensor], None] | None = None
-    on_mark: Callable[[str, int], None] | None = None
 
     def __init__(
         self,
@@ -120,6 +60,7 @@ class DeviceDecoder:
         num_threads: int | None,
         deadline_seconds: float = 5.0,
         device_budget_bytes: int | None = None,
+        num_parts: int | None = None,
         make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
         self.model, self.store, self.device = model, store, device
@@ -131,23 +72,33 @@ class DeviceDecoder:
             pool=self.pool,
             sm_scale=model.attention.sm_scale,
         )
-        self.sink_tokens = policy.sink_tokens if policy.selects else _SINK_TOKENS
-        self.recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
-        self.layers = [_device_layer(layer) for layer in model.layers]
+        self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
+        self.on_mark: Callable[[str, int], None] | None = None
+        self._sink_tokens = policy.sink_tokens if policy.selects else _SINK_TOKENS
+        self._recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
+        self._weights = DeviceWeights.of(model)
         self._backend = backend
         self._make_handshake = make_handshake
         self._deadline_seconds = deadline_seconds
         self._device_budget_bytes = device_budget_bytes
-        is_resident = self.attention.is_dense if policy.selects else [False] * len(self.layers)
+        self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
+        is_resident = self.attention.is_dense if policy.selects else [False] * len(model.layers)
         self._host_layers = [i for i, resident in enumerate(is_resident) if not resident]
         self._resident_layers = [i for i, resident in enumerate(is_resident) if resident]
-        self._num_slots = 0  # nothing below exists before the first step
-        self._handshake: Handshake
+        self._num_slots = 0
+        self._step: DeviceStep  # with the first slots
+        self._links: dict[tuple[int, int], HostLink] = {}
+        self._choices: dict[int, PartsChoice] = {}
 
     @property
     def device_bytes(self) -> int:
         """Of the KV cache that is on the device."""
-        return self.resident.num_bytes if self._num_slots else 0
+        return self._step.resident.num_bytes if self._num_slots else 0
+
+    @property
+    def coprocessors(self) -> list[Coprocessor]:
+        """Of all kinds of steps that there have been."""
+        return [link.coprocessor for link in self._links.values()]
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
         """Run all layers over one new token per sequence, for which room is reserved.
@@ -165,14 +116,14 @@ class DeviceDecoder:
             DeviceMemoryError: the resident layers do not fit.
         """
         slots, kv_lens = self._bind(seqs)
-        rows = _bucket(max(slots) + 1)
-        key, step = ("layers", rows, self.on_mark), functools.partial(self._run_layers, rows)
-        self._prepare(key, step)
+        link, b = self._choose_link(slots), self._step.buffers
+        run = functools.partial(self._step.run_layers, link)
+        self._prepare(link, "layers", run)
         self._write_state(slots, kv_lens, batch.position_ids)
         at = torch.tensor(slots, device=self.device)
-        self.buffers.hidden[at] = hidden
-        self._run(key, step, seqs, slots, kv_lens)
-        return self.buffers.hidden[at]
+        b.hidden[at] = hidden
+        self._run(link, "layers", run, seqs, slots, kv_lens)
+        return b.hidden[at]
 
     def choose_tokens(
         self,
@@ -193,44 +144,59 @@ class DeviceDecoder:
             As `decode`.
         """
         slots, kv_lens = self._bind(seqs)
-        rows = _bucket(max(slots) + 1)
-        key, step = (
-            ("tokens", rows, options, self.on_mark),
-            functools.partial(self._run_tokens, rows, options),
-        )
-        self._prepare(key, step)
+        link, samples = self._choose_link(slots), options.temperature > 0.0
+        kind = "sampled tokens" if samples else "tokens"
+        run = functools.partial(self._step.run_tokens, link, samples=samples)
+        self._step.buffers.chooser.use(options)
+        self._prepare(link, kind, run)
         self._write_state(slots, kv_lens, position_ids, tokens)
-        self._run(key, step, seqs, slots, kv_lens)
-        return self.buffers.host_tokens[slots]
+        self._run(link, kind, run, seqs, slots, kv_lens)
+        return self._step.buffers.host_tokens[slots]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] before the final norm -> [n, vocab_size]."""
-        logits: Tensor = self.model.lm_head(self.model.final_norm(hidden))
-        return logits
+        hidden = hidden.contiguous()
+        return linear_path(self._weights, len(hidden)).logits(self._weights, hidden)
 
     def forget(self, seq: int) -> None:
         """`seq` was changed or freed outside of a decode step."""
         if self._num_slots:
-            self.resident.forget(seq)
+            self._step.resident.forget(seq)
 
     def close(self) -> None:
         """End the threads."""
-        if self._num_slots:
-            self._handshake.close()
+        self._drop_links()
         self.pool.close()
 
     def _bind(self, seqs: Sequence[int]) -> tuple[list[int], list[int]]:
         """Slots for `seqs`, and their kv_lens after the step, for which there is room."""
         self._make_slots(len(seqs))
         kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
-        slots = self.resident.bind(seqs)
-        self.resident.reserve(slots, kv_lens)
+        slots = self._step.resident.bind(seqs)
+        self._step.resident.reserve(slots, kv_lens)
         return slots, kv_lens
 
-    def _prepare(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Do what the first run of `step` needs; it may run the step, with no row in use."""
-        self.buffers.host_state.fill_(-1)
-        self._handshake.prepare(key, step)
+    def _choose_link(self, slots: Sequence[int]) -> HostLink:
+        """The step that fits these slots, in as many parts as are fastest."""
+        num_rows = _bucket(max(slots) + 1)
+        num_parts = self._num_parts
+        if num_parts is None:
+            num_parts = self._choice(num_rows).num_parts
+        num_parts = min(num_parts, num_rows)
+        if (num_rows, num_parts) not in self._links:
+            self._links[num_rows, num_parts] = self._make_link(num_rows, num_parts)
+        return self._links[num_rows, num_parts]
+
+    def _choice(self, num_rows: int) -> PartsChoice:
+        if num_rows not in self._choices:
+            self._choices[num_rows] = PartsChoice((1, 2) if num_rows > 1 else (1,))
+        return self._choices[num_rows]
+
+    def _prepare(self, link: HostLink, kind: str, run: Step) -> None:
+        """Do what the first run of a step needs; it may run the step, with no row in use."""
+        self._step.buffers.host_state.fill_(-1)
+        self._step.after_projection, self._step.on_mark = self.after_projection, self.on_mark
+        link.handshake.prepare((kind, self.on_mark), run)
 
     def _write_state(
         self,
@@ -239,163 +205,67 @@ class DeviceDecoder:
         position_ids: Tensor,
         tokens: Tensor | None = None,
     ) -> None:
-        state = self.buffers.host_state
-        state.fill_(-1)
-        state[0, slots] = torch.tensor(kv_lens) - 1
-        state[1, slots] = position_ids
-        state[2, slots] = 0 if tokens is None else tokens
+        state = self._step.buffers.host_state.numpy()
+        state.fill(-1)
+        state[0, slots] = kv_lens
+        state[0, slots] -= 1
+        state[1, slots] = position_ids.numpy()
+        state[2, slots] = 0 if tokens is None else tokens.numpy()
 
     def _run(
         self,
-        key: Hashable,
-        step: Callable[[], None],
+        link: HostLink,
+        kind: str,
+        run: Step,
         seqs: Sequence[int],
         slots: Sequence[int],
         kv_lens: Sequence[int],
     ) -> None:
         """One step of bound sequences that end with `kv_lens` tokens."""
+        start = time.perf_counter()
         rows = self.attention.begin_step(seqs, kv_lens)
         try:
-            self._handshake.run(key, step, rows, slots)
+            link.handshake.run((kind, self.on_mark), run, rows, slots)
         except BaseException:
             for seq in seqs:  # who knows what was written
-                self.resident.forget(seq)
+                self._step.resident.forget(seq)
             raise
-        self.resident.advance(slots, kv_lens)
-
-    def _run_layers(self, num_rows: int) -> None:
-        self.buffers.state.copy_(self.buffers.host_state, non_blocking=True)
-        self.all_layers(num_rows)
-
-    def _run_tokens(self, num_rows: int, options: SamplingOptions) -> None:
-        b = self.buffers
-        self._mark("start")
-        b.state.copy_(b.host_state, non_blocking=True)
-        b.hidden[:num_rows] = self.model.embed_tokens(b.tokens[:num_rows].clamp(min=0))
-        self.all_layers(num_rows)
-        logits = self.logits(b.hidden[:num_rows])
-        self._mark("linear")
-        b.host_tokens[:num_rows].copy_(choose(logits, options), non_blocking=True)
-        self._mark("sample")
-
-    def all_layers(self, num_rows: int) -> None:
-        """Rows [0, num_rows) of `buffers.hidden` through all layers, in place."""
-        b = self.buffers
-        x = b.hidden[:num_rows]
-        positions = b.positions[:num_rows]
-        rope_positions = b.rope_positions[None, :num_rows].clamp(min=0)
-        cos, sin = (table[0] for table in self.model.rotary_emb(x, rope_positions))
-        rope = (cos.contiguous(), sin.contiguous())
-        mlp_out = None
-        for layer_idx, layer in enumerate(self.layers):
-            mlp_out = self.decode_layer(layer_idx, layer, x, mlp_out, positions, rope)
-        if mlp_out is not None:
-            x += mlp_out
-
-    def decode_layer(
-        self,
-        layer_idx: int,
-        layer: DeviceLayer,
-        x: Tensor,
-        mlp_out: Tensor | None,
-        positions: Tensor,
-        rope: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """x [n, hidden_size] += mlp_out, += attention; returns what the MLP adds."""
-        b, n = self.buffers, x.shape[0]
-        shape, store = self.model.attention, self.store
-        normed, query, attended = b.normed[:n], b.query[:n], b.attended[:n]
-        window = self.resident.windows.get(layer_idx)
-        page_table = self.resident.page_tables.get(layer_idx)
-
-        add_rms_norm(x, mlp_out, layer.input_norm, layer.norm_eps, normed)
-        qkv = functional.linear(normed, *layer.qkv)
-        if self.after_projection is not None:
-            self.after_projection(layer_idx, qkv, positions)
-        rope_publish(
-            qkv,
-            *rope,
-            positions,
-            num_kv_heads=shape.num_kv_heads,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            norm_eps=layer.qk_norm_eps,
-            query=query,
-            host_query=self.mailbox.query[:n],
-            host_kv=self.mailbox.kv[layer_idx, :n],
-            window=None if window is None else window[:n],
-            sink_tokens=self.sink_tokens,
-            page_table=None if page_table is None else page_table[:n],
-            page_tokens=store.page_tokens,
-        )
-        self._mark("linear", layer_idx)
-        if page_table is not None:
-            paged_decode_attention(
-                query,
-                page_table[:n],
-                positions,
-                num_kv_heads=shape.num_kv_heads,
-                page_tokens=store.page_tokens,
-                sm_scale=shape.sm_scale,
-                partial_out=b.partial_out[:n],
-                partial_lse=b.partial_lse[:n],
-                out=attended,
-            )
-            self._mark("attention", layer_idx)
-        else:
-            assert window is not None
-            request = self._request_of_layer[layer_idx]
-            self._handshake.publish(request)
-            window_out, window_lse = b.window_out[:n], b.window_lse[:n]
-            window_attention(
-                query,
-                window[:n],
-                positions,
-                sm_scale=shape.sm_scale,
-                out=window_out,
-                lse=window_lse,
-            )
-            self._mark("window", layer_idx)
-            self._handshake.await_reply(request)
-            self._mark("wait", layer_idx)
-            host_out, host_lse = self.mailbox.output[:n], self.mailbox.lse[:n]
-            merge_state(window_out, window_lse, host_out, host_lse, attended)
-            self._mark("merge", layer_idx)
-        attention_out = functional.linear(attended, *layer.o_proj)
-        add_rms_norm(x, attention_out, layer.mlp_norm, layer.mlp_norm_eps, normed)
-        gated = b.gated[:n]
-        silu_mul(functional.linear(normed, *layer.gate_up), gated)
-        return functional.linear(gated, *layer.down)
-
-    def _mark(self, kind: str, layer_idx: int = -1) -> None:
-        if self.on_mark is not None:
-            self.on_mark(kind, layer_idx)
+        self._step.resident.advance(slots, kv_lens)
+        if self._num_parts is None:
+            self._choice(link.num_rows).record(link.num_parts, time.perf_counter() - start)
 
     def _make_slots(self, num_sequences: int) -> None:
-        """Static buffers for at least `num_sequences` rows; larger ones mean new captures."""
+        """Room for at least `num_sequences` rows; more than there was means new captures."""
         if num_sequences <= self._num_slots:
             return
-        if self._num_slots:
-            self._handshake.close()
+        self._drop_links()
+        self._choices.clear()
         self._num_slots = _bucket(num_sequences)
-        self.buffers = StepBuffers(self.model, self._num_slots, self.store.dtype, self.device)
-        self.resident = ResidentKV(
+        resident = ResidentKV(
             self.store,
             host_layers=self._host_layers,
             resident_layers=self._resident_layers,
-            sink_tokens=self.sink_tokens,
-            recent_tokens=self.recent_tokens,
+            sink_tokens=self._sink_tokens,
+            recent_tokens=self._recent_tokens,
             num_slots=self._num_slots,
             max_context=self.model.max_context,
             device=self.device,
             budget_bytes=self._device_budget_bytes,
         )
+        buffers = StepBuffers(self.model, self._num_slots, self.store.dtype, self.device)
+        self._step = DeviceStep(self.model, self._weights, self.store, buffers, resident)
+
+    def _make_link(self, num_rows: int, num_parts: int) -> HostLink:
+        parts = part_rows(num_rows, num_parts)
+        requests = [
+            (layer_idx, rows.start, rows.stop - rows.start)
+            for layer_idx in self._host_layers
+            for rows in parts
+        ]
         shape = self.model.attention
-        requests = [(layer_idx, 0, self._num_slots) for layer_idx in self._host_layers]
-        self._request_of_layer = {layer: i for i, layer in enumerate(self._host_layers)}
-        self.mailbox = Mailbox.allocate(
-            num_layers=len(self.layers),
-            max_rows=self._num_slots,
+        mailbox = Mailbox.allocate(
+            num_layers=len(self._weights.layers),
+            max_rows=num_rows,
             num_qo_heads=shape.num_qo_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -403,54 +273,26 @@ class DeviceDecoder:
             num_requests=len(requests),
             pinned=self.device.type == "cuda",
         )
-        self.coprocessor = Coprocessor(
+        coprocessor = Coprocessor(
             self.attention,
-            self.mailbox,
+            mailbox,
             requests,
-            sink_tokens=self.sink_tokens,
-            recent_tokens=self.recent_tokens,
+            sink_tokens=self._sink_tokens,
+            recent_tokens=self._recent_tokens,
             deadline_seconds=self._deadline_seconds,
         )
-        self._handshake = self._make_handshake(
-            self._backend,
-            self.coprocessor,
-            self.mailbox,
-            deadline_seconds=self._deadline_seconds,
+        handshake = self._make_handshake(
+            self._backend, coprocessor, mailbox, deadline_seconds=self._deadline_seconds
         )
+        request_of = {(layer, first): i for i, (layer, first, _) in enumerate(requests)}
+        return HostLink(num_rows, num_parts, mailbox, coprocessor, handshake, request_of)
 
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    def _drop_links(self) -> None:
+        for link in self._links.values():
+            link.handshake.close()
+        self._links.clear()
 
 
 def _bucket(num_rows: int) -> int:
     """The number of rows that a step for `num_rows` sequences is made for: a power of two."""
     return 1 << (num_rows - 1).bit_length()
-
-
-def _device_layer(layer: DecoderLayer) -> DeviceLayer:
-    has_qk_norm = layer.q_norm is not None and layer.k_norm is not None
-    return DeviceLayer(
-        input_norm=_norm_weight(layer.input_norm),
-        norm_eps=_norm_eps(layer.input_norm),
-        qkv=fuse_rows([layer.q_proj, layer.k_proj, layer.v_proj]),
-        q_norm=_norm_weight(layer.q_norm) if has_qk_norm else None,
-        k_norm=_norm_weight(layer.k_norm) if has_qk_norm else None,
-        qk_norm_eps=_norm_eps(layer.q_norm) if has_qk_norm else 0.0,
-        o_proj=fuse_rows([layer.o_proj]),
-        mlp_norm=_norm_weight(layer.mlp_norm),
-        mlp_norm_eps=_norm_eps(layer.mlp_norm),
-        gate_up=fuse_rows([layer.gate_proj, layer.up_proj]),
-        down=fuse_rows([layer.down_proj]),
-    )
-
-
-def _norm_weight(module: Any) -> Tensor:
-    weight: Tensor = module.weight.detach()
-    return weight
-
-
-def _norm_eps(module: Any) -> float:
-    return float(module.variance_epsilon)

@@ -25,11 +25,11 @@ from offload.memory import (
 )
 from offload.models import LeanModel, lean_model_maker
 from offload.prefill import prefill
+from offload.sampling import SamplingOptions, TokenChooser
 from offload.sequences import Sequences
 
 if TYPE_CHECKING:
     from offload.device_decode import DeviceDecoder
-    from offload.sampling import SamplingOptions
 
 
 @dataclass
@@ -152,6 +152,14 @@ class Runtime:
     def chooses_tokens(self) -> bool:
         """Whether `choose_tokens` can be used."""
         return not isinstance(self._decoder, Decoder)
+
+    def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+        """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size]."""
+        batch_size, vocab_size = logits.shape
+        chooser = TokenChooser(batch_size, vocab_size, logits.device)
+        chooser.use(options)
+        with self._current_device():
+            return chooser.choose(logits.contiguous(), samples=options.temperature > 0.0).cpu()
 
     def choose_tokens(
         self,

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits, with torch operations that a CUDA graph can capture."""
+"""Which next tokens a decode step can choose by itself, and how."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from gpu_ops.greedy import SamplingBuffers, greedy_tokens
+from gpu_ops.sampling import sample_tokens
 
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # in this order
 _KEPT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -30,7 +33,7 @@ class SamplingOptions:
 def fast_options(
     logits_processor: Any, stopping_criteria: Any, generation_config: Any
 ) -> SamplingOptions | None:
-    """What `choose` needs to choose as the stock sampling loop would; None if it cannot.
+    """What a `TokenChooser` needs to choose as the stock sampling loop would; None if it cannot.
 
     It cannot if something wants the logits, or looks at more than the last token to stop.
     """
@@ -58,28 +61,53 @@ def fast_options(
     return SamplingOptions(**options)
 
 
-def choose(logits: Tensor, options: SamplingOptions) -> Tensor:
-    """One token per row: logits [n, vocab_size] -> int64 [n].
+class TokenChooser:
+    """Chooses one token per row in a step that a CUDA graph may capture.
 
-    Top-k is cut before top-p, as transformers does it; of tokens that tie at the k-th place, those
-    that `torch.topk` prefers are kept. Randomness is torch's default generator of the device.
+    Args:
+        max_rows: of the logits of one call.
+
+    Attributes:
+        tokens: int64 [max_rows], the choice of the last call.
     """
-    if options.temperature == 0.0:
-        return logits.argmax(dim=-1)
-    scores = logits.float() / options.temperature
-    ids = None
-    if options.top_k and options.top_k < scores.shape[-1]:
-        scores, ids = scores.topk(options.top_k, dim=-1)  # descending
-    elif options.top_p < 1.0:
-        scores, ids = scores.sort(dim=-1, descending=True)
-    probabilities = scores.softmax(dim=-1)
-    if options.top_p < 1.0:
-        # A token goes if those above it have top_p of the mass already; the first one stays.
-        before = probabilities.cumsum(dim=-1) - probabilities
-        goes = before >= options.top_p
-        goes[:, 0] = False
-        probabilities = probabilities.masked_fill(goes, 0.0)
-    # The first to arrive of exponential clocks with these rates: no sum, no host synchronisation.
-    arrival = torch.empty_like(probabilities).exponential_()
-    place = (probabilities / arrival).argmax(dim=-1, keepdim=True)
-    return (place if ids is None else ids.gather(-1, place))[:, 0]
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._buffers = SamplingBuffers.allocate(max_rows, vocab_size, device)
+        self._temperature = torch.ones(max_rows, device=device)
+        self._top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._top_p = torch.ones(max_rows, device=device)
+        self._uniform = torch.zeros(max_rows, device=device)
+        self._options = SamplingOptions()
+
+    def use(self, options: SamplingOptions) -> None:
+        """From the next step on, in all rows. Not inside a step: it is not captured."""
+        if options != self._options and options.temperature > 0.0:
+            self._temperature.fill_(options.temperature)
+            self._top_k.fill_(options.top_k)
+            self._top_p.fill_(options.top_p)
+            self._options = options
+
+    def choose(self, logits: Tensor, *, samples: bool) -> Tensor:
+        """int64 [n] of logits [n, vocab_size]: part of `tokens`.
+
+        Args:
+            samples: by the options in use, with torch's default generator of the device; else the
+                largest, the first of equals.
+        """
+        n = len(logits)
+        tokens = self.tokens[:n]
+        if not samples:
+            greedy_tokens(logits, tokens, self._buffers)
+            return tokens
+        uniform = self._uniform[:n].uniform_()
+        sample_tokens(
+            logits,
+            temperature=self._temperature[:n],
+            top_k=self._top_k[:n],
+            top_p=self._top_p[:n],
+            uniform=uniform,
+            out=tokens,
+            buffers=self._buffers,
+        )
+        return tokens

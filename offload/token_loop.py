@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offload.sampling import SamplingOptions, choose
+from offload.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from offload.model import OffloadedModel
@@ -45,7 +45,7 @@ def generate_on_device(
     text[:, :length] = input_ids
     unfinished = torch.ones(batch_size, dtype=torch.bool)
     cache, positions = outputs.past_key_values, _last_positions(model_kwargs, length)
-    tokens = choose(outputs.logits[:, -1], options).cpu()
+    tokens = model._offload.first_tokens(outputs.logits[:, -1], options)
     del outputs
     while True:
         tokens = torch.where(unfinished, tokens, pad)

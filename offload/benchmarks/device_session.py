@@ -42,6 +42,7 @@ class DeviceSession:
             device=settings.device,
             backend=settings.backend,
             num_threads=settings.num_threads or max(1, available_cpus() - 1),
+            num_parts=settings.num_parts,
             make_handshake=_without_host if settings.host_work == "none" else make_handshake,
         )
         self._decoder.after_projection = cache.rows.after_projection
@@ -79,20 +80,19 @@ class DeviceSession:
             marks.mark(kind, layer_idx)
 
         self._decoder.on_mark = mark
-        coprocessor = self._decoder.coprocessor
-        coprocessor.trace(True)
         timelines = []
         try:
             self._step()  # captures the step with its marks
-            coprocessor.events()
+            (coprocessor,) = self._decoder.coprocessors
+            coprocessor.trace(True)
             for _ in range(num_steps):
                 start = time.monotonic_ns()
                 self._step()
                 end = time.monotonic_ns()
                 torch.cuda.synchronize(self._device)
                 timelines.append(_timeline(start, end, marks.read(), coprocessor.events()))
-        finally:
             coprocessor.trace(False)
+        finally:
             self._decoder.on_mark = None
         return timelines
 

@@ -36,6 +36,7 @@ class PipelineSettings:
         distinct_layers: see `structured_model_cache`.
         host_work: "attend"; or "none", a step without attention on the host and without the
             handshake for it: what remains when both cost nothing.
+        num_parts: parts that a batch is cut into, which take turns.
     """
 
     shape: str
@@ -49,6 +50,7 @@ class PipelineSettings:
     distinct_layers: int | None = None
     seed: int = 0
     host_work: str = "attend"
+    num_parts: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -222,7 +224,7 @@ class InlineSession:
         shape, pool = lean.attention, decoder.pool
         for layer_idx, layer in enumerate(decoder.layers):
             qkv = layer.qkv(pool, x, norm=layer.input_norm)
-            cache.rows.after_projection(layer_idx, qkv, positions)
+            cache.rows.after_projection(layer_idx, 0, qkv, positions)
             rope_append(
                 qkv,
                 cos,

@@ -33,21 +33,26 @@ class QKVRows:
     def num_steps(self) -> int:
         return int(self.rows.shape[0])
 
-    def after_projection(self, layer_idx: int, qkv: Tensor, positions: Tensor) -> None:
+    def after_projection(
+        self, layer_idx: int, first_row: int, qkv: Tensor, positions: Tensor
+    ) -> None:
         """Overwrite `qkv` [n, width], row by row; rows beyond those there are stay as they are.
 
         Layers come in order, and layer 0 looks up the step. Neither synchronises nor depends on
         the step that it is called in: it may be captured.
 
         Args:
+            first_row: of the batch, in `qkv`.
             positions: int64 [n] on the device, the same in all rows; other rows than the first may
                 be inactive.
         """
         if layer_idx == 0:
             torch.sub(positions[:1], self.first_position, out=self.step)
             self.step.clamp_(0, self.num_steps - 1)
-        n = min(qkv.shape[0], self.rows.shape[2])
-        of_layer = self.rows[:, layer_idx, :n]
+        of_layer = self.rows[:, layer_idx, first_row : first_row + qkv.shape[0]]
+        n = of_layer.shape[1]
+        if n == 0:
+            return
         if qkv.is_contiguous():
             torch.index_select(of_layer, 0, self.step, out=qkv[None, :n])
         else:  # index_select would have to replace it

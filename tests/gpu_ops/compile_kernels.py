@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
+from gpu_ops.gemv import gemv
 from gpu_ops.greedy import SamplingBuffers, greedy_tokens
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
@@ -72,6 +73,10 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     add_rms_norm(x, x, zeros(hidden_size), 1e-5, x)
     add_rms_norm(x, None, zeros(hidden_size), 1e-5, x)
     silu_mul(zeros(n, 2 * hidden_size), x)
+    row, square = x[:1], zeros(hidden_size, hidden_size)
+    gemv(row, square, row, norm=(zeros(hidden_size), 1e-5))
+    gemv(row, square, row, bias=zeros(hidden_size), residual=row)
+    gemv(row, zeros(2 * hidden_size, hidden_size), row, norm=(zeros(hidden_size), 1e-5), glu=True)
 
     qkv = zeros(n, (num_qo_heads + 2 * num_kv_heads) * head_dim)
     angle, norm = zeros(n, head_dim), zeros(head_dim)

@@ -29,6 +29,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "add_rms_norm_kernel",
         "chunk_max_kernel",
         "digit_kernel",
+        "gemv_kernel",
         "kept_mass_kernel",
         "merge_splits_kernel",
         "merge_state_kernel",

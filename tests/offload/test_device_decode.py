@@ -120,6 +120,17 @@ def test_rows_of_a_batch_do_not_see_each_other(backend, name, tiny_folders):
         assert torch.equal(out[i, 200:], greedy(model, row[None], 50)[0, len(row) :])
 
 
+def test_two_parts_give_the_same_tokens(backend, tiny_folders):
+    """Rows that take turns: A's attention while B computes."""
+    tokens, mask, rows = padded_batch()
+    model = load(tiny_folders["llama"], small("exact_topk"), backend)
+    expected = greedy(model, tokens, 40, attention_mask=mask)
+    model._offload._decoder._num_parts = 2
+    assert torch.equal(greedy(model, tokens, 40, attention_mask=mask), expected)
+    assert {link.num_parts for link in model._offload._decoder._links.values()} == {1, 2}
+    assert torch.equal(greedy(model, rows[0][None], 40)[0, 200:], expected[0, 200:])
+
+
 def test_sequences_join_and_leave(full_model, stock_models):
     """Caches of several conversations take turns, in smaller and larger batches."""
     stock = stock_models["llama"]

@@ -188,7 +188,7 @@ def test_rows_are_copied_by_the_position(is_contiguous: bool) -> None:
         for layer_idx in range(2):
             whole = torch.full((4, 8), float("nan"))
             qkv = torch.full((4, 5), float("nan")) if is_contiguous else whole[:, :5]
-            chosen.after_projection(layer_idx, qkv, positions)
+            chosen.after_projection(layer_idx, 0, qkv, positions)
             assert torch.equal(qkv, rows[step, layer_idx])
 
 
@@ -197,7 +197,7 @@ def test_steps_of_fewer_and_of_more_rows(num_rows: int) -> None:
     rows = torch.arange(3 * 2 * 4 * 5, dtype=torch.float32).view(3, 2, 4, 5)
     chosen = QKVRows(rows, 10, torch.zeros(1, dtype=torch.int64))
     qkv = torch.full((num_rows, 5), -1.0)
-    chosen.after_projection(0, qkv, torch.full((num_rows,), 11))
+    chosen.after_projection(0, 0, qkv, torch.full((num_rows,), 11))
     assert torch.equal(qkv[:4], rows[1, 0, :num_rows])
     assert bool((qkv[4:] == -1).all())
 

@@ -1,8 +1,8 @@
 """The bar: the same layers with all of the KV on the GPU, a token as one CUDA graph.
 
-What a good engine does whose GPU holds the context: q, k, v and gate, up in one product each, the
-fused kernels of our own decode step (`gpu_ops`), torch's attention over contiguous keys and values,
-and the choice of the token, all captured once. Attention is the fastest that torch has for the
+What a good engine does whose GPU holds the context: the linear layers and kernels of our own decode
+step, torch's attention over contiguous keys and values, and the choice of the token, all captured
+once. Attention is the fastest that torch has for the
 shape, found by trying (`fastest_attention`).
 
 Every step computes the token at position kv_len - 1 anew, over `kv_len` keys with its own among
@@ -16,35 +16,21 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
-from gpu_ops.silu_mul import silu_mul
-from offload.models import DecoderLayer, LeanModel
+from offload.device_linear import DeviceWeights, linear_path
+from offload.models import LeanModel
+from offload.sampling import TokenChooser
 
 WARM_UP_STEPS = 3
 # (query [n, num_qo_heads * head_dim], cache [n, 2, num_kv_heads, kv_len, head_dim]) -> like query
 Attention = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class GraphLayer:
-    """Weights, fused; the model's modules keep working on parts of them."""
-
-    input_norm: Tensor
-    qkv: Tensor
-    o_proj: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-    eps: float
 
 
 class AllOnGPU:
@@ -63,7 +49,9 @@ class AllOnGPU:
         weight: Any = lean.lm_head.weight
         self._lean = lean
         self._device, dtype = weight.device, weight.dtype
-        self._layers = [_graph_layer(layer) for layer in lean.layers]
+        self._weights = DeviceWeights.of(lean)
+        self._linears = linear_path(self._weights, batch_size)
+        self._chooser = TokenChooser(batch_size, weight.shape[0], self._device)
         generator = torch.Generator(self._device).manual_seed(seed)
         cache_shape = (batch_size, 2, shape.num_kv_heads, kv_len, shape.head_dim)
         self.caches = [
@@ -112,11 +100,10 @@ class AllOnGPU:
         lean, shape = self._lean, self._lean.attention
         x: Tensor = lean.embed_tokens(self.tokens)
         cos, sin = (t[0].contiguous() for t in lean.rotary_emb(x, self._positions[None]))
-        normed, delta = torch.empty_like(x), None
-        for layer, cache in zip(self._layers, self.caches, strict=True):
-            add_rms_norm(x, delta, layer.input_norm, layer.eps, normed)
+        linears = self._linears
+        for layer, cache in zip(self._weights.layers, self.caches, strict=True):
             rope_publish(
-                functional.linear(normed, layer.qkv),
+                linears.qkv(layer, x),
                 cos,
                 sin,
                 self._positions,
@@ -125,17 +112,11 @@ class AllOnGPU:
                 window=cache,  # token p at index p, all of them
                 sink_tokens=cache.shape[3],
             )
-            attended = self._attend(self._query, cache)
-            attention_out = functional.linear(attended, layer.o_proj)
-            add_rms_norm(x, attention_out, layer.mlp_norm, layer.eps, normed)
-            gate_up = functional.linear(normed, layer.gate_up)
-            gated = gate_up.new_empty(len(x), gate_up.shape[1] // 2)
-            silu_mul(gate_up, gated)
-            delta = functional.linear(gated, layer.down)
-        final_norm: Any = lean.final_norm
-        add_rms_norm(x, delta, final_norm.weight, float(final_norm.variance_epsilon), normed)
-        logits: Tensor = lean.lm_head(normed)
-        self.tokens.copy_(logits.argmax(-1))
+            linears.add_attention(layer, x, self._attend(self._query, cache))
+            linears.add_mlp(layer, x)
+        linears.finish(x)
+        logits = linears.logits(self._weights, x)
+        self.tokens.copy_(self._chooser.choose(logits, samples=False))
         return logits
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -217,27 +198,3 @@ def _milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _graph_layer(layer: DecoderLayer) -> GraphLayer:
-    input_norm: Any = layer.input_norm
-    mlp_norm: Any = layer.mlp_norm
-    return GraphLayer(
-        input_norm=input_norm.weight,
-        qkv=_fused(layer.q_proj, layer.k_proj, layer.v_proj),
-        o_proj=layer.o_proj.weight,
-        mlp_norm=mlp_norm.weight,
-        gate_up=_fused(layer.gate_proj, layer.up_proj),
-        down=layer.down_proj.weight,
-        eps=float(input_norm.variance_epsilon),
-    )
-
-
-def _fused(*modules: nn.Linear) -> Tensor:
-    """Their weights as one matrix, of which theirs become parts: no memory is needed twice."""
-    fused = torch.cat([module.weight.detach() for module in modules])
-    first = 0
-    for module in modules:
-        module.weight.data = fused[first : first + module.out_features]
-        first += module.out_features
-    return fused

@@ -1,4 +1,4 @@
-"""`choose` draws from the distributions of transformers' logits warpers."""
+"""A `TokenChooser` draws from the distributions of transformers' logits warpers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from offload.sampling import SamplingOptions, choose, fast_options
+from offload.sampling import SamplingOptions, TokenChooser, fast_options
 
 STOP = StoppingCriteriaList([MaxLengthCriteria(10), EosTokenCriteria(2)])
+
+
+def choose(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+    chooser = TokenChooser(*logits.shape, logits.device)
+    chooser.use(options)
+    return chooser.choose(logits, samples=options.temperature > 0.0)
 
 
 def test_greedy_takes_the_first_of_the_largest():
@@ -53,7 +59,7 @@ def test_frequencies_are_those_of_the_stock_warpers(options):
         scores = TopPLogitsWarper(options.top_p)(None, scores)
     expected = scores.softmax(-1)[0].double()
     num_draws = 40_000
-    counts = torch.bincount(choose(logits.expand(num_draws, -1), options), minlength=12)
+    counts = torch.bincount(choose(logits.repeat(num_draws, 1), options), minlength=12)
     assert not bool(counts[expected == 0].any())
     # Five standard deviations of a binomial count.
     slack = 5 * (num_draws * expected * (1 - expected)).sqrt()

@@ -1,0 +1,171 @@
+"""One row through a linear layer, with what comes before and after it in the same kernel.
+
+A decode step of one sequence reads every weight once and computes next to nothing: its linear
+layers run at the speed of memory, and each further kernel between them costs as much as reading
+some megabytes. So RMSNorm happens where the row is read, and SwiGLU and the residual sum where the
+result is written. Of more rows than one, a matrix product is faster.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpu_ops.checks import check_dtype, check_tensor
+from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+
+_ROWS_PER_PROGRAM = 8
+_TILE_BYTES = 8192  # of the weights, for each load of a program
+
+
+@jit
+def gemv_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,  # None: there is none; so with the next two
+    norm_weight: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    num_out: tl.tensor,
+    K: tl.constexpr,
+    GLU: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+) -> None:
+    """One program per BLOCK_N outputs; with GLU rows i, i + num_out are gate and up of output i."""
+    dtype = out.dtype.element_ty
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_n = n < num_out
+    inverse = 1.0
+    if norm_weight is not None:
+        d = tl.arange(0, BLOCK_X)
+        whole = tl.load(x + d, mask=d < K, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(whole * whole, 0) / K + eps)
+    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    ups = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside_k = k < K
+        row = tl.load(x + k, mask=inside_k, other=0.0).to(tl.float32)
+        if norm_weight is not None:
+            w = tl.load(norm_weight + k, mask=inside_k, other=0.0).to(tl.float32)
+            row = ((row * inverse).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+        at = weight + n[:, None] * K + k[None, :]
+        inside = inside_n[:, None] & inside_k[None, :]
+        tile = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+        sums += tile.to(tl.float32) * row[None, :]
+        if GLU:
+            at += num_out.to(tl.int64) * K
+            tile = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+            ups += tile.to(tl.float32) * row[None, :]
+    y = tl.sum(sums, 1)
+    if bias is not None:
+        y += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)
+    y = y.to(dtype)
+    if GLU:
+        up = tl.sum(ups, 1)
+        if bias is not None:
+            up += tl.load(bias + num_out + n, mask=inside_n, other=0.0).to(tl.float32)
+        gate = y.to(tl.float32)
+        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
+        y = (gate.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+    if residual is not None:
+        added = tl.load(residual + n, mask=inside_n, other=0.0).to(tl.float32)
+        y = (y.to(tl.float32) + added).to(dtype)
+    tl.store(out + n, y, mask=inside_n)
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    glu: bool = False,
+    residual: Tensor | None = None,
+    launch: tuple[int, int, int] | None = None,
+) -> None:
+    """out = g(f(x) @ weight.T + bias) + residual.
+
+    f is RMSNorm (`norm`) or nothing, g SwiGLU (`glu`) or nothing. Values are rounded to the dtype
+    where transformers rounds: after the norm, its weight, the projection, the gate, the product and
+    the sum.
+
+    Args:
+        x: [1, in_features].
+        weight: [out_features, in_features], or with `glu` [2 * out_features, in_features], the gate
+            above the up projection.
+        out: [1, out_features]; may be `residual` itself.
+        bias: [rows of weight].
+        norm: (weight [in_features], eps) of an RMSNorm of x.
+        residual: [1, out_features], added last.
+        launch: another than `launch_shape`'s, for benches.
+    """
+    check_dtype("x", x)
+    dtype, device = x.dtype, x.device
+    num_out, num_in = out.shape[-1], x.shape[-1]
+    num_rows = num_out * (2 if glu else 1)
+    check_tensor("x", x, (1, num_in), dtype, device)
+    check_tensor("out", out, (1, num_out), dtype, device)
+    check_tensor("weight", weight, (num_rows, num_in), dtype, device)
+    if bias is not None:
+        check_tensor("bias", bias, (num_rows,), dtype, device)
+    if norm is not None:
+        check_tensor("norm", norm[0], (num_in,), dtype, device)
+    if residual is not None:
+        check_tensor("residual", residual, (1, num_out), dtype, device)
+    if not runs_kernel(x):
+        out.copy_(gemv_reference(x, weight, bias=bias, norm=norm, glu=glu, residual=residual))
+        return
+    norm_weight, eps = (None, 0.0) if norm is None else norm
+    block_n, block_k, num_warps = launch or launch_shape(num_out, num_in, x.element_size(), glu=glu)
+    gemv_kernel[(-(-num_out // block_n),)](
+        x,
+        weight,
+        bias,
+        norm_weight,
+        residual,
+        out,
+        eps,
+        num_out,
+        num_in,
+        glu,
+        block_n,
+        block_k,
+        next_power_of_2(num_in),
+        num_warps=num_warps,
+    )
+
+
+def launch_shape(
+    num_out: int, num_in: int, item_bytes: int, *, glu: bool = False
+) -> tuple[int, int, int]:
+    """Outputs of a program, inputs of one of its loads, and its warps."""
+    block_n = _ROWS_PER_PROGRAM // (2 if glu else 1)
+    block_k = min(next_power_of_2(num_in), _TILE_BYTES // item_bytes // block_n)
+    return block_n, block_k, 4
+
+
+def gemv_reference(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    glu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`gemv` by torch."""
+    if norm is not None:
+        row = x.float()
+        row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + norm[1])
+        x = norm[0] * row.to(x.dtype)
+    y = functional.linear(x, weight, bias)
+    if glu:
+        gate, up = y.chunk(2, dim=-1)
+        y = functional.silu(gate) * up
+    return y if residual is None else y + residual

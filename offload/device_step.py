@@ -1,0 +1,245 @@
+"""What one decode step launches on the device.
+
+`DeviceStep.all_layers` is the hot path; read it first. It works on static buffers, one row per
+slot, and reads everything that changes from step to step (positions, page tables, flags) from
+memory, so that it can be captured once and replayed for any lengths. Rows whose position is -1 are
+not in use.
+
+The rows of a step may go through the layers in two parts that take turns, so that the host attends
+for one while the device computes for the other:
+
+    device   … mlp A 3, qkv A 4 | mlp B 3, qkv B 4 | mlp A 4, qkv A 5 | …
+    host     … attend B 3       | attend A 4       | attend B 4       | …
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cpu_ops.coprocessor import Coprocessor
+from gpu_ops.merge_state import merge_state
+from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
+from gpu_ops.rope_publish import rope_publish
+from gpu_ops.window_attention import window_attention
+from offload.device_linear import DeviceWeights, LinearPath, linear_path
+from offload.handshake import Handshake
+from offload.kv_store import KVStore
+from offload.mailbox import Mailbox
+from offload.models import LeanModel
+from offload.resident import ResidentKV
+from offload.sampling import TokenChooser
+
+
+class StepBuffers:
+    """The static tensors of steps with up to `num_rows` rows."""
+
+    def __init__(self, model: LeanModel, num_rows: int, dtype: torch.dtype, device: torch.device):
+        shape = model.attention
+        heads = shape.num_qo_heads * shape.head_dim
+
+        def rows(width: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(num_rows, width, dtype=dtype, device=device)
+
+        # What changes from step to step: the host writes it, the step's first operation copies it.
+        host_state = torch.full((3, num_rows), -1, dtype=torch.int64)
+        self.host_state = host_state.pin_memory() if device.type == "cuda" else host_state
+        self.state = self.host_state.to(device)
+        self.positions, self.rope_positions, self.tokens = self.state
+        self.host_tokens = torch.empty_like(self.host_state[2], pin_memory=device.type == "cuda")
+        self.chooser = TokenChooser(num_rows, model.lm_head.out_features, device)
+        self.hidden = rows(model.hidden_size)
+        self.query = rows(heads)
+        self.window_out = rows(heads, torch.float32)
+        self.window_lse = rows(shape.num_qo_heads, torch.float32)
+        self.attended = rows(heads)
+        num_splits = num_kv_splits(shape.num_kv_heads, _num_multiprocessors(device))
+        self.partial_lse = torch.zeros(num_rows, shape.num_qo_heads, num_splits, device=device)
+        self.partial_out = torch.zeros(*self.partial_lse.shape, shape.head_dim, device=device)
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """What a step of `num_rows` rows in `num_parts` parts shares with the host.
+
+    Attributes:
+        request_of: number of the request of (layer_idx, first row of the part).
+    """
+
+    num_rows: int
+    num_parts: int
+    mailbox: Mailbox
+    coprocessor: Coprocessor
+    handshake: Handshake
+    request_of: dict[tuple[int, int], int]
+
+    @property
+    def parts(self) -> list[slice]:
+        """Rows of each part."""
+        return part_rows(self.num_rows, self.num_parts)
+
+
+def part_rows(num_rows: int, num_parts: int) -> list[slice]:
+    """Rows 0 .. num_rows cut into parts of about the same size."""
+    bounds = [num_rows * i // num_parts for i in range(num_parts + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows on their way through the layers."""
+
+    rows: slice
+    x: Tensor  # [n, hidden_size]
+    rope: tuple[Tensor, Tensor]  # cos, sin: [n, head_dim]
+    linears: LinearPath
+
+
+@dataclass
+class DeviceStep:
+    """Launches steps over one set of buffers.
+
+    Attributes:
+        after_projection: called after the q, k, v projection of each layer with (layer_idx, first
+            row, qkv [n, (num_qo_heads + 2 num_kv_heads) * head_dim], positions [n]) and may
+            overwrite qkv; for benches.
+        on_mark: called with (kind, layer_idx) of what was launched since the call before; for
+            traces.
+    """
+
+    model: LeanModel
+    weights: DeviceWeights
+    store: KVStore
+    buffers: StepBuffers
+    resident: ResidentKV
+    after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
+    on_mark: Callable[[str, int], None] | None = None
+    _linear_paths: dict[tuple[int, int], LinearPath] = field(default_factory=dict)
+
+    def run_layers(self, link: HostLink) -> None:
+        """From `buffers.hidden` to `buffers.hidden`, before the final norm."""
+        self.buffers.state.copy_(self.buffers.host_state, non_blocking=True)
+        self.all_layers(link)
+
+    def run_tokens(self, link: HostLink, *, samples: bool) -> None:
+        """From the tokens in `buffers.host_state` to the next in `buffers.host_tokens`."""
+        b, n = self.buffers, link.num_rows
+        self._mark("start")
+        b.state.copy_(b.host_state, non_blocking=True)
+        b.hidden[:n] = self.model.embed_tokens(b.tokens[:n].clamp(min=0))
+        self.all_layers(link)
+        logits = self._linears(slice(0, n)).logits(self.weights, b.hidden[:n])
+        self._mark("linear")
+        tokens = b.chooser.choose(logits, samples=samples)
+        b.host_tokens[:n].copy_(tokens, non_blocking=True)
+        self._mark("sample")
+
+    def all_layers(self, link: HostLink) -> None:
+        """Rows [0, link.num_rows) of `buffers.hidden` through all layers, in place."""
+        b, num_layers = self.buffers, len(self.weights.layers)
+        rope_positions = b.rope_positions[None, : link.num_rows].clamp(min=0)
+        tables = self.model.rotary_emb(b.hidden[: link.num_rows], rope_positions)
+        cos, sin = (table[0].contiguous() for table in tables)
+        parts = [
+            _Part(rows, b.hidden[rows], (cos[rows], sin[rows]), self._linears(rows))
+            for rows in link.parts
+        ]
+        for layer_idx in range(num_layers + 1):
+            for part in parts:
+                if layer_idx > 0:
+                    self.attend_and_finish(layer_idx - 1, part, link)
+                if layer_idx < num_layers:
+                    self.project_and_publish(layer_idx, part, link)
+        for part in parts:
+            part.linears.finish(part.x)
+
+    def project_and_publish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
+        """q, k and v of a layer, to wherever they are needed."""
+        b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
+        window = self.resident.windows.get(layer_idx)
+        page_table = self.resident.page_tables.get(layer_idx)
+
+        qkv = part.linears.qkv(layer, part.x)
+        if self.after_projection is not None:
+            self.after_projection(layer_idx, rows.start, qkv, b.positions[rows])
+        rope_publish(
+            qkv,
+            *part.rope,
+            b.positions[rows],
+            num_kv_heads=self.model.attention.num_kv_heads,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            norm_eps=layer.qk_norm_eps,
+            query=b.query[rows],
+            host_query=link.mailbox.query[rows],
+            host_kv=link.mailbox.kv[layer_idx, rows],
+            window=None if window is None else window[rows],
+            sink_tokens=self.resident.sink_tokens,
+            page_table=None if page_table is None else page_table[rows],
+            page_tokens=self.store.page_tokens,
+        )
+        self._mark("linear", layer_idx)
+        if window is not None:
+            link.handshake.publish(link.request_of[layer_idx, rows.start])
+
+    def attend_and_finish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
+        """The rest of a layer."""
+        b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
+        shape, attended = self.model.attention, b.attended[rows]
+        window = self.resident.windows.get(layer_idx)
+        if window is None:
+            paged_decode_attention(
+                b.query[rows],
+                self.resident.page_tables[layer_idx][rows],
+                b.positions[rows],
+                num_kv_heads=shape.num_kv_heads,
+                page_tokens=self.store.page_tokens,
+                sm_scale=shape.sm_scale,
+                partial_out=b.partial_out[rows],
+                partial_lse=b.partial_lse[rows],
+                out=attended,
+            )
+            self._mark("attention", layer_idx)
+        else:
+            # The window here; what else the policy chooses, the host attends to meanwhile.
+            window_attention(
+                b.query[rows],
+                window[rows],
+                b.positions[rows],
+                sm_scale=shape.sm_scale,
+                out=b.window_out[rows],
+                lse=b.window_lse[rows],
+            )
+            self._mark("window", layer_idx)
+            link.handshake.await_reply(link.request_of[layer_idx, rows.start])
+            self._mark("wait", layer_idx)
+            merge_state(
+                b.window_out[rows],
+                b.window_lse[rows],
+                link.mailbox.output[rows],
+                link.mailbox.lse[rows],
+                attended,
+            )
+            self._mark("merge", layer_idx)
+        part.linears.add_attention(layer, part.x, attended)
+        part.linears.add_mlp(layer, part.x)
+
+    def _linears(self, rows: slice) -> LinearPath:
+        key = (rows.start, rows.stop)
+        if key not in self._linear_paths:
+            self._linear_paths[key] = linear_path(self.weights, rows.stop - rows.start)
+        return self._linear_paths[key]
+
+    def _mark(self, kind: str, layer_idx: int = -1) -> None:
+        if self.on_mark is not None:
+            self.on_mark(kind, layer_idx)
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,52 @@
+"""How many parts the rows of a step should be cut into: by measurement.
+
+Two parts let the host attend for one while the device computes for the other, but every weight is
+read twice. Which is faster depends on the policy, the lengths, the batch and the machine, and
+changes as contexts grow. So the steps themselves are timed: a few in each way, then the faster way
+for a long time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_SETTLED_STEPS = 16  # before the first trial: short answers are not worth one
+_TRIAL_STEPS = 5  # of each way; its first one, which may be captured, does not count
+_KEPT_STEPS = 1024  # until the next trial
+
+
+class PartsChoice:
+    """Chooses among `options`, the first of which is used until there is something to compare.
+
+    Attributes:
+        num_parts: for the next step.
+    """
+
+    def __init__(self, options: Sequence[int]) -> None:
+        self.num_parts = options[0]
+        self._options = tuple(options)
+        self._times: dict[int, list[float]] = {}
+        self._steps_until_trial = _SETTLED_STEPS
+
+    def record(self, num_parts: int, seconds: float) -> None:
+        """A step in `num_parts` parts took so long."""
+        if len(self._options) == 1 or num_parts != self.num_parts:
+            return
+        if self._steps_until_trial > 0:
+            self._steps_until_trial -= 1
+            if self._steps_until_trial == 0:
+                self._times = {}
+                self.num_parts = self._options[0]
+            return
+        times = self._times.setdefault(num_parts, [])
+        times.append(seconds)
+        if len(times) < _TRIAL_STEPS:
+            return
+        untried = [option for option in self._options if option not in self._times]
+        if untried:
+            self.num_parts = untried[0]
+            return
+        self.num_parts = min(self._times, key=lambda option: np.median(self._times[option][1:]))
+        self._steps_until_trial = _KEPT_STEPS

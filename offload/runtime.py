@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from offload.sequences import Sequences
 
 if TYPE_CHECKING:
     from offload.device_decode import DeviceDecoder
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -357,7 +361,6 @@ def _make_decoder(
     if device.type == "cpu" and config.backend is None:
         return Decoder(lean, store, config.policy, config.num_threads)
     from offload.device_decode import DeviceDecoder
-    from offload.handshake import choose_backend
 
     num_threads = config.num_threads
     if num_threads is None and device.type == "cuda":
@@ -367,11 +370,30 @@ def _make_decoder(
         store,
         config.policy,
         device=device,
-        backend=choose_backend(config.backend, device),
+        backend=decode_backend(lean, config.backend, device),
         num_threads=num_threads,
         deadline_seconds=config.deadline_seconds,
         device_budget_bytes=device_kv_budget_bytes(config, weight_bytes),
     )
+
+
+def decode_backend(lean: LeanModel, backend: str | None, device: torch.device) -> str:
+    """`handshake.choose_backend` for a model.
+
+    Raises:
+        NotImplementedError: a graph of a model whose rotary embedding it cannot capture.
+    """
+    from offload.handshake import choose_backend
+
+    chosen = choose_backend(backend, device)
+    # Its frequencies follow the longest position: Python looks at that in every step.
+    if chosen != "graph" or "dynamic" not in getattr(lean.rotary_emb, "rope_type", "default"):
+        return chosen
+    reason = "the model's rope_type='dynamic' cannot be captured in a CUDA graph"
+    if backend == "graph":
+        raise NotImplementedError(f"backend='graph': {reason}; use backend='stream'")
+    logger.warning("%s: using backend='stream', which is slower", reason)
+    return "stream"
 
 
 def device_kv_budget_bytes(config: RuntimeConfig, weight_bytes: int) -> int | None:

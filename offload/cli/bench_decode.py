@@ -307,7 +307,7 @@ def _model(
             model,
             text=words,
             device=str(device),
-            backend=backend,
+            backend=options["backend"],
             dtype=options["dtype"] or "auto",
             num_threads=options["threads"],
         )

@@ -145,6 +145,12 @@ def test_sections_are_replaced_and_the_rest_is_kept(results: Path) -> None:
     assert report.render(rendered) == rendered
 
 
+def test_gpu_tables_say_nothing_until_one_was_measured(results: Path) -> None:
+    empty = "<!-- perf:gpu-targets -->\n\n<!-- /perf:gpu-targets -->"
+    assert report.render("<!-- perf:gpu-targets -->\nold\n<!-- /perf:gpu-targets -->") == empty
+    assert report.render(empty) == empty
+
+
 def test_unknown_sections_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown section 'decoding'; available: attention"):
         report.render("<!-- perf:decoding -->\n<!-- /perf:decoding -->")

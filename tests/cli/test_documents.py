@@ -22,7 +22,9 @@ from offload.policies import available_policies
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GPU = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TEXTS = README + GPU + CONTRIBUTING
 
 
 def python_blocks(text: str) -> list[str]:
@@ -75,14 +77,16 @@ def test_readme_tells_what_the_demo_hides() -> None:
 
 def test_commands_in_the_documents_exist() -> None:
     runner = CliRunner(env={"COLUMNS": "200"})
-    for command in set(re.findall(r"offload (generate|env|bench attention)\b", README)):
+    for command in set(re.findall(r"offload (generate|env|bench [a-z]+)\b", README + GPU)):
         assert runner.invoke(app, [*command.split(), "--help"]).exit_code == 0
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in set(re.findall(r"\bmake ([a-z]+)\b", README + CONTRIBUTING)):
+    for target in set(re.findall(r"\bmake ([a-z-]+)\b", TEXTS)):
         if shutil.which("make") and target not in ("and", "or"):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 def test_files_in_the_documents_exist() -> None:
-    for path in set(re.findall(r"`((?:offload|cpu_ops|cpp|perf|docs)/[\w/.-]+)`", README)):
+    for path in set(
+        re.findall(r"`((?:offload|cpu_ops|gpu_ops|cpp|perf|docs|tests)/[\w/.-]*)`", README + GPU)
+    ):
         assert (ROOT / path).exists(), path

@@ -1,6 +1,7 @@
 # `make help` lists the targets. Needs python3 >= 3.10, make and g++; everything else goes into .venv.
 #
 #   make demo PYTHON=python3.12                                         another interpreter
+#   make bench-gpu BENCH_GPU_ARGS="--only decode,peers"                 some parts of it
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu          the small CPU build of torch
 
 PYTHON ?= python3
@@ -25,11 +26,11 @@ PEERS_STAMP := $(PEERS)/.made
 
 NATIVE_SOURCES := setup.py $(wildcard cpp/*.cpp cpp/*.h cpp/isa/*.cpp cpp/isa/*.h)
 
-.PHONY: help venv build demo test lint format bench report peers clean
+.PHONY: help venv build demo test lint format bench bench-gpu report peers clean
 
 help:  ## Show this.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
-	    | while IFS="$$(printf '\t')" read -r name text; do printf '  %-8s %s\n' "$$name" "$$text"; done
+	    | while IFS="$$(printf '\t')" read -r name text; do printf '  %-10s %s\n' "$$name" "$$text"; done
 
 venv: $(EXTENSION_STAMP) $(MODEL_STAMP)  ## Make .venv with the package, its extension and the embedded model.
 
@@ -56,6 +57,11 @@ bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and wr
 	$(BIN)/python -m perf.bench_latency
 	$(BIN)/python -m perf.bench_selection
 	$(BIN)/python -m perf.bench_niah
+	$(BIN)/python -m perf.report
+
+# Its own target: it needs a GPU, whose memory must hold the peers' KV caches, too.
+bench-gpu: venv $(PERF_STAMP)  ## Run the benchmarks that need a GPU, and write their reports.
+	$(BIN)/python -m perf.bench_gpu $(BENCH_GPU_ARGS)
 	$(BIN)/python -m perf.report
 
 report: $(PERF_STAMP)  ## Write the tables and plots of README and docs from perf/results.

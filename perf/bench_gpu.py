@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offload.benchmarks.pipeline_session import BACKENDS, PipelineSettings
+from offload.benchmarks.pipeline_session import BACKENDS, PipelineSettings, check_settings
 from offload.benchmarks.shapes import MODEL_SHAPES
 from offload.config import DTYPES
 from offload.gguf_conversion import EMBEDDED_MODEL
@@ -33,7 +33,8 @@ LFPS_ALPHA = 0.2
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the chosen parts; 1 if one failed."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     started = time.monotonic()
 
     def say(line: str) -> None:
@@ -50,6 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
         dtype=DTYPES[options.dtype],
         seed=options.seed,
     )
+    try:
+        check_settings(settings)
+    except NotImplementedError as error:  # no GPU: one line, before a traceback of every part
+        parser.error(str(error))
     bench = gpu_steps.GPUBench(
         settings=settings,
         policies=policies,

@@ -1,7 +1,8 @@
 """Write the tables of README.md and docs/ from perf/results: `python -m perf.report`.
 
 A table stands between `<!-- perf:NAME -->` and `<!-- /perf:NAME -->`. With --check nothing is
-written, and the exit code is 1 if a file would change.
+written, and the exit code is 1 if a file would change. Tables of a GPU are empty until one was
+measured: few machines have one.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ def render(text: str) -> str:
             raise ValueError(f"unknown section {name!r}; available: {', '.join(SECTIONS)}")
         results_name, make = SECTIONS[name]
         result = read_results(results_name)
-        content = NOT_MEASURED if result is None else make(result)
+        if result is None:
+            content = "" if name.startswith("gpu-") else NOT_MEASURED
+        else:
+            content = make(result)
         return f"<!-- perf:{name} -->\n{content}\n<!-- /perf:{name} -->"
 
     return _SECTION.sub(replace, text)

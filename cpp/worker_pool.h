@@ -31,11 +31,9 @@ class WorkerPool {
   // num_threads(). Calls from several threads take turns. In a forked child the caller runs every task itself.
   void run(int64_t num_tasks, Task task, void* context);
 
-  template <class Body>  // Body: void(int64_t task, int worker)
-  void parallel_for(int64_t num_tasks, Body&& body) {
-    run(
-        num_tasks, [](void* context, int64_t task, int worker) { (*static_cast<Body*>(context))(task, worker); },
-        &body);
+  template <class Body>  // Body: void(int64_t task, int worker) const
+  void parallel_for(int64_t num_tasks, const Body& body) {
+    run(num_tasks, call<Body>, const_cast<Body*>(&body));
   }
 
   // While this is on (calls with true less calls with false), workers do not sleep: for callers who know that jobs come
@@ -52,6 +50,10 @@ class WorkerPool {
     void* context = nullptr;
   };
 
+  template <class Body>
+  static void call(void* context, int64_t task, int worker) {
+    (*static_cast<const Body*>(context))(task, worker);
+  }
   void worker_loop(int worker);
   void work(int worker);
 

@@ -335,7 +335,7 @@ void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int ro
 
 void DecodeAttention::update(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   if (sparse_rows_.empty() || !policy_.learns()) return;
-  pool_.parallel_for(static_cast<int64_t>(sparse_rows_.size()) * units(), [&](int64_t task, int worker) {
+  pool_.parallel_for_near(static_cast<int64_t>(sparse_rows_.size()) * units(), [&](int64_t task, int worker) {
     const int r = sparse_rows_[static_cast<size_t>(task / units())];
     const int unit = static_cast<int>(task % units());
     if (unit_of(r, unit).sparse) update_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
@@ -405,7 +405,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
   }
   plan_pieces(layer_idx, rows);
   if (!pieces_.empty()) load_queries(rows);
-  pool_.parallel_for(static_cast<int64_t>(pieces_.size()), [&](int64_t task, int worker) {
+  pool_.parallel_for_near(static_cast<int64_t>(pieces_.size()), [&](int64_t task, int worker) {
     attend_piece(layer_idx, rows, pieces_[static_cast<size_t>(task)], worker);
   });
   return failed_.load() ? failure_ : std::string();

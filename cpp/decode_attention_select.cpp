@@ -108,7 +108,7 @@ void DecodeAttention::finish_context(const PolicyContext& context) {
 
 void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   if (policy_.prepare == nullptr) return;
-  pool_.parallel_for(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int worker) {
+  pool_.parallel_for_near(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int worker) {
     const int r = static_cast<int>(task / units());
     const int unit = static_cast<int>(task % units());
     const QueryRow& row = rows[static_cast<size_t>(r)];
@@ -146,7 +146,7 @@ void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<Que
   const int64_t num_asked = static_cast<int64_t>(sparse_rows_.size()) * units();
   const bool has_callbacks = proposes || policy_.select != nullptr || (prepares && policy_.prepare != nullptr);
   if (has_callbacks) {
-    pool_.parallel_for(num_asked, ask);
+    pool_.parallel_for_near(num_asked, ask);
   } else {  // a list of sinks and recent tokens is written sooner than the pool starts
     for (int64_t task = 0; task < num_asked; ++task) ask(task, 0);
   }
@@ -176,7 +176,7 @@ void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<Que
       }
     }
   }
-  pool_.parallel_for(static_cast<int64_t>(ranges.size()), [&](int64_t task, int worker) {
+  pool_.parallel_for_near(static_cast<int64_t>(ranges.size()), [&](int64_t task, int worker) {
     const ScoreRange& range = ranges[static_cast<size_t>(task)];
     const QueryRow& row = rows[static_cast<size_t>(range.row)];
     Unit& unit = unit_of(range.row, range.unit);

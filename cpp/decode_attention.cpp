@@ -28,6 +28,8 @@ void DecodeAttention::report_non_finite(int64_t layer_idx, int row_idx, int unit
 }
 
 void DecodeAttention::load_queries(const std::vector<QueryRow>& rows) {
+  if (queries_loaded_) return;
+  queries_loaded_ = true;
   const int64_t n = int64_t{shape_.num_qo_heads} * shape_.head_dim;
   if (queries_.size() < rows.size() * static_cast<size_t>(n)) queries_.resize(rows.size() * static_cast<size_t>(n));
   for (size_t r = 0; r < rows.size(); ++r) {
@@ -46,7 +48,7 @@ void DecodeAttention::set_range(Unit& unit) const {
 
 // Cuts the work into pieces so that all threads are busy, whether there is one long sequence or many short. Dense rows
 // are cut at pages, and by heads only when there are too few pages.
-void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
+void DecodeAttention::plan_pieces(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   const int64_t threads = pool_.num_threads();
   const int64_t page_tokens = int64_t{1} << shape_.page_shift;
   int64_t all_tokens = 0;
@@ -58,6 +60,11 @@ void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
                                       : std::max(kMinPieceTokens, all_tokens / (threads * kPiecesPerThread));
   pieces_.clear();
   int64_t part = 0;
+  // Answered at once: there is nothing to attend, to report or to learn from it.
+  const auto is_null = [&](const QueryRow& row, const Unit& unit) {
+    const bool learns = unit.sparse && !options_.defers_updates && policy_.learns();
+    return unit.begin == unit.end && !learns && (row.weights == nullptr || unit.n == 0);
+  };
   const auto blocks_of = [](const Unit& unit, int64_t align) {
     return std::max<int64_t>(1, ceil_div(unit.end, align) - unit.begin / align);
   };
@@ -78,8 +85,11 @@ void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
     }
   };
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
+    const QueryRow& row = rows[static_cast<size_t>(r)];
     const Unit& first = units_[static_cast<size_t>(r * units())];
-    if (first.role == Role::dense) {
+    if (first.role == Role::dense && is_null(row, first)) {
+      for (int u = 0; u < units(); ++u) merge_unit(layer_idx, row, r, u, 0);
+    } else if (first.role == Role::dense) {
       const int64_t wanted = std::max<int64_t>(1, (first.end - first.begin) * units() / target);
       const int64_t splits = std::min(wanted, blocks_of(first, page_tokens));
       const int64_t groups = std::min<int64_t>(units(), ceil_div(wanted, splits));
@@ -91,6 +101,10 @@ void DecodeAttention::plan_pieces(const std::vector<QueryRow>& rows) {
       for (int u = 0; u < units(); ++u) {
         const Unit& unit = units_[static_cast<size_t>(r * units() + u)];
         if (unit.answered) continue;
+        if (is_null(row, unit)) {
+          merge_unit(layer_idx, row, r, u, 0);
+          continue;
+        }
         const int64_t n = unit.end - unit.begin;
         const int64_t align = unit.indices == nullptr && n > page_tokens ? page_tokens : 1;
         cut(r, u, 1, std::clamp<int64_t>((n + target / 2) / target, 1, blocks_of(unit, align)), align);
@@ -206,11 +220,12 @@ void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row
   float* lse = unit.lse;
   float out[kMaxHeadDim];
   const bool empty = unit.begin == unit.end;  // the neutral element of the merge: zero output, lse of -inf
-  for (int g = 0; g < group && empty; ++g) {
-    std::fill_n(out, head_dim, 0.0f);
-    lse[g] = -INFINITY;
-    write_output(row, unit_idx * group + g, 1, out);
-    if (row.lse != nullptr) row.lse[unit_idx * group + g] = lse[g];
+  if (empty) {
+    const int64_t item = options_.float_output ? int64_t{sizeof(float)} : dtype_bytes(shape_.dtype);
+    const int64_t bytes = group * head_dim * item;
+    std::memset(static_cast<char*>(row.output) + unit_idx * bytes, 0, static_cast<size_t>(bytes));
+    std::fill_n(lse, group, -INFINITY);
+    if (row.lse != nullptr) std::fill_n(row.lse + unit_idx * group, group, -INFINITY);
   }
   for (int g = 0; g < group && !empty; ++g) {
     float maximum = -3.0e38f;
@@ -305,7 +320,7 @@ float* DecodeAttention::attended_weights(const QueryRow& row, int row_idx, int u
 // Tells the policy what a unit attended to, and that its newest token is there.
 void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
   const Unit& unit = unit_of(row_idx, unit_idx);
-  if (!asks_policy(unit.role) || (policy_.observe == nullptr && policy_.append == nullptr)) return;
+  if (!asks_policy(unit.role) || !policy_.learns()) return;
   const PhaseTimer timer(profile_of(worker), Phase::update);
   PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
   if (policy_.observe != nullptr && unit.indices != nullptr && !unit.answered) {
@@ -319,8 +334,8 @@ void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int ro
 }
 
 void DecodeAttention::update(int64_t layer_idx, const std::vector<QueryRow>& rows) {
-  if (sparse_rows_.empty() || (policy_.observe == nullptr && policy_.append == nullptr)) return;
-  pool_.parallel_for(static_cast<int64_t>(sparse_rows_.size()) * units(), [&](int64_t task, int worker) {
+  if (sparse_rows_.empty() || !policy_.learns()) return;
+  pool_.parallel_for_near(static_cast<int64_t>(sparse_rows_.size()) * units(), [&](int64_t task, int worker) {
     const int r = sparse_rows_[static_cast<size_t>(task / units())];
     const int unit = static_cast<int>(task % units());
     if (unit_of(r, unit).sparse) update_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
@@ -342,7 +357,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
                                     bool prepares, const AttendOptions& options) {
   failed_.store(false);
   options_ = options;
-  load_queries(rows);
+  queries_loaded_ = false;
   const size_t count = rows.size() * static_cast<size_t>(units());
   if (count > units_capacity_) {
     units_ = std::make_unique<Unit[]>(count);
@@ -360,9 +375,10 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     if (chosen) sparse_rows_.push_back(r);
     for (int u = 0; u < units(); ++u) {
       Unit& unit = unit_of(r, u);
-      selection_[static_cast<size_t>(r * units() + u)].clear();
       unit.role = chosen ? role_of(layer_idx, u) : row.indptr != nullptr ? Role::select : Role::dense;
       unit.sparse = chosen && unit.role != Role::dense;
+      // What select_unit() or finish_proposal() overwrites keeps its size, so that nothing is zeroed.
+      if (!unit.sparse || unit.role != Role::select) selection_[static_cast<size_t>(r * units() + u)].clear();
       unit.answered = false;
       unit.weights.clear();
       unit.scores.clear();
@@ -378,6 +394,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     }
   }
   if (!sparse_rows_.empty()) {
+    if (policy_.asks_queries()) load_queries(rows);
     if (policy_.scans_keys) {
       if (prepares) prepare(layer_idx, rows);
       scan_and_select(layer_idx, rows);
@@ -386,8 +403,9 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     }
     if (failed_.load()) return failure_;
   }
-  plan_pieces(rows);
-  pool_.parallel_for(static_cast<int64_t>(pieces_.size()), [&](int64_t task, int worker) {
+  plan_pieces(layer_idx, rows);
+  if (!pieces_.empty()) load_queries(rows);
+  pool_.parallel_for_near(static_cast<int64_t>(pieces_.size()), [&](int64_t task, int worker) {
     attend_piece(layer_idx, rows, pieces_[static_cast<size_t>(task)], worker);
   });
   return failed_.load() ? failure_ : std::string();

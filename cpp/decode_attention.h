@@ -192,7 +192,7 @@ class DecodeAttention {
 
   // decode_attention.cpp: attending to it
   void load_queries(const std::vector<QueryRow>& rows);
-  void plan_pieces(const std::vector<QueryRow>& rows);
+  void plan_pieces(int64_t layer_idx, const std::vector<QueryRow>& rows);
   void attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece, int worker);
   void attend_dense(const QueryRow& row, const Piece& piece, int worker);
   AttendArgs unit_args(const QueryRow& row, int row_idx, int unit, int split);
@@ -211,6 +211,7 @@ class DecodeAttention {
   // Scratch only grows: a step in steady state allocates nothing.
   AttendOptions options_;
   std::vector<float> queries_;    // [rows, num_qo_heads, head_dim]
+  bool queries_loaded_ = false;   // those of this call
   std::vector<int> sparse_rows_;  // those of the last attend() that the policy had a say in
   std::vector<ScoreRange> score_ranges_;
   size_t num_selections_ = 0;

@@ -1,6 +1,7 @@
 // Choosing what a unit attends to: the policy's context and primitives, its proposal, and the scores of that.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "decode_attention.h"
 
@@ -107,7 +108,7 @@ void DecodeAttention::finish_context(const PolicyContext& context) {
 
 void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   if (policy_.prepare == nullptr) return;
-  pool_.parallel_for(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int worker) {
+  pool_.parallel_for_near(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int worker) {
     const int r = static_cast<int>(task / units());
     const int unit = static_cast<int>(task % units());
     const QueryRow& row = rows[static_cast<size_t>(r)];
@@ -127,7 +128,7 @@ void DecodeAttention::prepare_unit(int64_t layer_idx, const QueryRow& row, int r
 // For policies that do not scan all keys: select() alone, or propose() -> scores of the candidates -> select().
 void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares) {
   const bool proposes = policy_.propose != nullptr;
-  pool_.parallel_for(static_cast<int64_t>(sparse_rows_.size()) * units(), [&](int64_t task, int worker) {
+  const auto ask = [&](int64_t task, int worker) {
     const int r = sparse_rows_[static_cast<size_t>(task / units())];
     const int unit = static_cast<int>(task % units());
     if (!asks_policy(unit_of(r, unit).role)) return;
@@ -141,7 +142,14 @@ void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<Que
       Unit& state = unit_of(r, unit);
       if (policy_.observe != nullptr) state.scores.resize(static_cast<size_t>(unit_group() * state.n));
     }
-  });
+  };
+  const int64_t num_asked = static_cast<int64_t>(sparse_rows_.size()) * units();
+  const bool has_callbacks = proposes || policy_.select != nullptr || (prepares && policy_.prepare != nullptr);
+  if (has_callbacks) {
+    pool_.parallel_for_near(num_asked, ask);
+  } else {  // a list of sinks and recent tokens is written sooner than the pool starts
+    for (int64_t task = 0; task < num_asked; ++task) ask(task, 0);
+  }
   if (!proposes || failed_.load()) return;
 
   std::vector<ScoreRange>& ranges = score_ranges_;
@@ -168,7 +176,7 @@ void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<Que
       }
     }
   }
-  pool_.parallel_for(static_cast<int64_t>(ranges.size()), [&](int64_t task, int worker) {
+  pool_.parallel_for_near(static_cast<int64_t>(ranges.size()), [&](int64_t task, int worker) {
     const ScoreRange& range = ranges[static_cast<size_t>(task)];
     const QueryRow& row = rows[static_cast<size_t>(range.row)];
     Unit& unit = unit_of(range.row, range.unit);
@@ -215,6 +223,7 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
   if (count == kAnswered) {
     unit.answered = true;
     unit.n = 0;
+    selection_[static_cast<size_t>(row_idx * units() + unit_idx)].clear();
     // Nothing was chosen: that is what the layers below inherit.
     if (!policy_.roles.empty()) add_own(published_of(row_idx, unit_idx), nullptr, 0);
     float check = 0.0f;  // stays 0 unless some output is NaN or inf
@@ -301,7 +310,8 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   finish_context(ctx);
   if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
   int64_t end = policy_.sink_tokens + count;
-  for (int64_t t = ctx.last; t < row.kv_len; ++t) chosen[static_cast<size_t>(end++)] = static_cast<int32_t>(t);
+  std::iota(chosen.begin() + end, chosen.begin() + end + (row.kv_len - ctx.last), static_cast<int32_t>(ctx.last));
+  end += row.kv_len - ctx.last;
   chosen.resize(static_cast<size_t>(end));
   if (attends_to_all) return;
   unit.indices = chosen.data();

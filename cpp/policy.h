@@ -82,6 +82,9 @@ struct PolicyFunctions {
   int64_t (*select)(PolicyContext*) = nullptr;
   void (*observe)(PolicyContext*) = nullptr;  // sees the attention weights of what was attended
   void (*append)(PolicyContext*) = nullptr;   // the newest token is in the cache
+
+  bool learns() const { return observe != nullptr || append != nullptr; }
+  bool asks_queries() const { return scans_keys || propose != nullptr || select != nullptr || observe != nullptr; }
 };
 
 // Where the time of decode attention goes.

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -31,11 +32,23 @@ class WorkerPool {
   // num_threads(). Calls from several threads take turns. In a forked child the caller runs every task itself.
   void run(int64_t num_tasks, Task task, void* context);
 
-  template <class Body>  // Body: void(int64_t task, int worker)
-  void parallel_for(int64_t num_tasks, Body&& body) {
-    run(
-        num_tasks, [](void* context, int64_t task, int worker) { (*static_cast<Body*>(context))(task, worker); },
-        &body);
+  // The same without an order, where task i prefers one worker: i * num_threads() / num_tasks. Called again with as
+  // many tasks, it meets the same data in the same core's cache. Each worker drains its own block of tasks and then
+  // helps the others; a block that nobody has begun is left alone for a moment, because its worker is about to join.
+  void run_near(int64_t num_tasks, Task task, void* context);
+
+  // The first of the tasks that prefer `worker`; they end with the next worker's first.
+  int64_t block_begin(int worker, int64_t num_tasks) const {
+    return (worker * num_tasks + num_threads_ - 1) / num_threads_;
+  }
+
+  template <class Body>  // Body: void(int64_t task, int worker) const
+  void parallel_for(int64_t num_tasks, const Body& body) {
+    run(num_tasks, call<Body>, const_cast<Body*>(&body));
+  }
+  template <class Body>
+  void parallel_for_near(int64_t num_tasks, const Body& body) {
+    run_near(num_tasks, call<Body>, const_cast<Body*>(&body));
   }
 
   // While this is on (calls with true less calls with false), workers do not sleep: for callers who know that jobs come
@@ -50,16 +63,29 @@ class WorkerPool {
     int64_t num_tasks = 0;
     Task task = nullptr;
     void* context = nullptr;
+    bool near = false;
+  };
+  // The next task of a worker's block.
+  struct alignas(64) Block {
+    std::atomic<int64_t> next{0};
   };
 
+  template <class Body>
+  static void call(void* context, int64_t task, int worker) {
+    (*static_cast<const Body*>(context))(task, worker);
+  }
+  void run_job(const Job& job);
   void worker_loop(int worker);
   void work(int worker);
+  void work_near(const Job& job, int worker);
 
   const int num_threads_;
   const int64_t spin_ns_;
   const pid_t owner_;
   std::vector<std::thread> threads_;
   std::mutex run_mutex_;
+
+  std::unique_ptr<Block[]> blocks_;  // of each worker
 
   Job job_;  // written only while closed and with no worker joined
   // 2 * epoch + 1 while a job is open, 2 * epoch between jobs; kStop ends the workers.

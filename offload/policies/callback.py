@@ -5,7 +5,8 @@ the machine code on disk). The pool calls it from C++ threads without the GIL. T
 pointer to a `PolicyContext` (cpp/policy.h); `read_context` makes it a record with the fields of
 `CONTEXT_DTYPE`, which is the context itself: what is assigned to a field is seen by the runtime.
 Pointers in the record are plain addresses: `view_float32` and friends turn them into arrays;
-`score_tokens`, `top_k` and the other primitives at the end call the SIMD code behind them.
+`score_tokens`, `top_k` and the other primitives at the end call the SIMD code behind them;
+`prefetch` needs none.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ CONTEXT_DTYPE = np.dtype(
         ("store_rows", np.int64),
     ]
 )
+CACHE_LINE = 64
 ANSWERED = -2  # what `propose` returns when it has written the unit's output itself
 # numba and llvmlite are untyped: everything they give is Any here.
 _CONTEXT_POINTER: Any = types.CPointer(numba.from_dtype(CONTEXT_DTYPE))  # type: ignore[no-untyped-call]
@@ -147,6 +149,30 @@ def view_uint64(address: Any, length: Any) -> Any:
 def offset_floats(address: Any, count: Any) -> Any:
     """Address of the float32 element `count` further on."""
     return address + 4 * count
+
+
+@intrinsic
+def prefetch_line(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line of an address, into L2; nobody waits for it."""
+
+    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t] + [number] * 3)
+        function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+            builder.module, function_type, "llvm.prefetch.p0i8"
+        )
+        line = builder.inttoptr(args[0], cgutils.voidptr_t)
+        builder.call(function, [line, number(0), number(2), number(1)])  # to read, into L2, data
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@numba.njit(inline="always")
+def prefetch(address: Any, num_bytes: Any) -> None:
+    """Ask for all cache lines of [address, address + num_bytes)."""
+    for line in range(address - (address & (CACHE_LINE - 1)), address + num_bytes, CACHE_LINE):
+        prefetch_line(line)  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
 
 
 def _call_primitive(result: Any, num_words: int) -> Any:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from offload.text_marks import cut_level
 
-BLOCK = 16  # chunks that share a start
+BLOCK_SHIFT = 4
+BLOCK = 1 << BLOCK_SHIFT  # chunks that share a start
 MAX_CHUNK_TOKENS = 16  # (BLOCK - 1) * MAX_CHUNK_TOKENS must fit a uint8
 
 
@@ -44,7 +45,7 @@ def chunk_length(marks: Any, start: int, n: int, min_tokens: int, max_tokens: in
 @numba.njit(cache=True)
 def chunk_start(blocks: Any, offsets: Any, chunk: int) -> int:
     """First token of a chunk; of one past the last chunk: where the chunks end."""
-    return int(blocks[chunk // BLOCK] + offsets[chunk])
+    return int(blocks[chunk >> BLOCK_SHIFT] + offsets[chunk])
 
 
 @numba.njit(cache=True)

@@ -36,6 +36,7 @@ from offload.policies.lychee_index import (
     index_arrays,
     no_clusters,
 )
+from offload.policies.lychee_prefetch import prepare
 from offload.policies.lychee_search import propose, select
 
 _MAX_UNITS = 64
@@ -62,6 +63,7 @@ class LycheeCluster(SparsePolicy):
 
     name: ClassVar[str] = "lychee_cluster"
     reads_text: ClassVar[bool] = True
+    prepare: ClassVar[Callback | None] = prepare
     propose: ClassVar[Callback | None] = propose
     select: ClassVar[Callback | None] = select
     append: ClassVar[Callback | None] = append

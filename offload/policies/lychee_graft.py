@@ -35,6 +35,7 @@ from offload.policies.lychee_index import (
 from offload.policies.lychee_search import (
     MAX_CHUNK,
     MIN_CHUNK,
+    NEAR,
     UNINDEXED_LIMIT,
     bfloat16_bits_up,
     bits_of_float,
@@ -114,7 +115,7 @@ def append(pointer: Any) -> None:
 @numba.njit(cache=True)
 def _scale_rows(scores: Any, scales: Any, first: int, n: int) -> None:
     for i in range(n):
-        scores[i] *= from_bfloat16(scales[first + i, 0])
+        scores[i] *= from_bfloat16(scales[0, first + i])
 
 
 @numba.njit(cache=True)
@@ -177,7 +178,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     norm, spread = _chunk_key(ctx, keys, length, point)
     score_int8(pointer, ctx.score_int8, point_address, 1, base, num_units, score_address)
     _scale_rows(scores, scales, 0, num_units)
-    near = view_int32(units_address, _GRAFT_UNITS)
+    near = view_int32(units_address + 4 * NEAR, _GRAFT_UNITS)
     kept = min(_GRAFT_UNITS, num_units)
     for i in range(kept):
         near[i] = max(0, take_best(scores, num_units))
@@ -207,10 +208,10 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     new = view_float32(centroids + 4 * ctx.head_dim, ctx.head_dim)
     row = num_units + cluster
     below_unit = ranges[num_units + 1 + unit]
-    _move_centroid(rows[row], scales[row], count, point, old, new)
-    _note_norm_and_spread(header, scales[row], count, norm, spread)
-    _move_centroid(rows[unit], scales[unit], below_unit, point, old, new)
-    _note_norm_and_spread(header, scales[unit], below_unit, norm, spread)
+    _move_centroid(rows[row], scales[:, row], count, point, old, new)
+    _note_norm_and_spread(header, scales[:, row], count, norm, spread)
+    _move_centroid(rows[unit], scales[:, unit], below_unit, point, old, new)
+    _note_norm_and_spread(header, scales[:, unit], below_unit, norm, spread)
     chunk = header[NUM_CHUNKS]
     set_link(links, high, header[NUM_CLUSTERS] + chunk, link_of(links, high, cluster))
     set_link(links, high, cluster, chunk + 1)

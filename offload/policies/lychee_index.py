@@ -11,9 +11,10 @@ holds for the numbers stored. Arrays, as callbacks find them in `ctx.arrays`:
     HEADER   int64 [num_kv_heads, HEADER_COLUMNS]: sizes
     ROWS     int8 [num_kv_heads, num_units + num_clusters, head_dim]: units first, then the
              clusters, those of a unit one after the other
-    SCALES   uint16 [num_kv_heads, num_units + num_clusters, 3]: bits of scale and radius, and in
+    SCALES   uint16 [num_kv_heads, 3, num_units + num_clusters]: bits of scales, of radii, and in
              two bytes the mean norm of the chunks' mean keys before they were scaled to unit
-             length (low) and their largest spread (high), in steps of the KV head
+             length (low) and their largest spread (high), in steps of the KV head; one kind after
+             the other, so that ranking runs over vectors
     RANGES   int32 [num_kv_heads, 2 num_units + 1]: first cluster of each unit, then the end; and
              the number of chunks below each unit
     STARTS   uint8: where the layer's chunks start, shared by its heads (lychee_chunks)
@@ -100,7 +101,8 @@ def scratch_bytes(
     """Of one KV head; the callbacks' `_scratch` cuts it up."""
     flags = (capacity_chunks // 64 + 1) * 8
     floats = head_dim * (MAX_CHUNK_TOKENS + 3) + max(num_clusters, 64)
-    return (flags + 4 * (floats + candidate_capacity + num_clusters + 256) + 63) // 64 * 64
+    candidates = candidate_capacity + MAX_CHUNK_TOKENS  # chunks are written whole
+    return (flags + 4 * (floats + candidates + num_clusters + 256) + 63) // 64 * 64
 
 
 @numba.njit(cache=True)
@@ -269,7 +271,7 @@ def index_arrays(clusters: Clusters, shape: IndexShape) -> list[Array]:
     arrays: list[Array] = [
         header,
         rows,
-        np.stack([clusters.scales, padded_radius(clusters.radii), codes], axis=-1),
+        np.stack([clusters.scales, padded_radius(clusters.radii), codes], axis=1),
         ranges,
         packed,
         links,
@@ -405,13 +407,13 @@ class LycheeIndex:
     def centroids(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Dequantised centroids [heads, num_units + num_clusters, head_dim] and their radii."""
         scales, radii = (
-            bfloat16_value(self.arrays[SCALES][..., i]).astype(np.float64) for i in (0, 1)
+            bfloat16_value(self.arrays[SCALES][:, i]).astype(np.float64) for i in (0, 1)
         )
         return self.arrays[ROWS] * scales[..., None], radii
 
     def norms_and_spreads(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Mean norm and largest spread of the chunks below each row of `centroids`."""
-        codes = self.arrays[SCALES][..., 2].astype(np.int64)
+        codes = self.arrays[SCALES][:, 2].astype(np.int64)
         norm_steps, spread_steps = (
             self.arrays[HEADER][:, column].astype(np.int32).view(np.float32).astype(np.float64)
             for column in (NORM_STEP, SPREAD_STEP)

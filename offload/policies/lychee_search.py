@@ -26,6 +26,8 @@ from numba.extending import intrinsic
 from offload.policies.callback import (
     _cast,
     callback,
+    prefetch,
+    prefetch_line,
     read_context,
     score_int8,
     top_k,
@@ -66,6 +68,12 @@ SHORT_CONTEXT_RATIO = 6
 SHORT_CONTEXT_BUDGETS = 16  # a context is short up to so many of the policy's budgets
 _MAX_UNITS = 64
 _CHOICE = 2.5  # clusters to rank, for each that will be taken
+# Of the scratch `units`, int32: the units that the last search opened, where the clusters of each
+# end in its scores, then these. What was opened and how many candidates that gave stays until the
+# next search: `prepare` reads it.
+ENDS, PARTIAL = _MAX_UNITS, 2 * _MAX_UNITS
+OPENED, FOUND, NEAR = PARTIAL + 2, PARTIAL + 3, PARTIAL + 4
+UNITS_LENGTH = 256
 
 _as_int8 = _cast(types.int8)
 _as_int64 = _cast(types.int64)
@@ -118,7 +126,7 @@ def index_of(ctx: Any) -> Any:
     rows = carray(
         _as_int8(ctx.arrays[ROWS] + ctx.unit * num_rows * ctx.head_dim), (num_rows, ctx.head_dim)
     )
-    scales = carray(_as_uint16(ctx.arrays[SCALES] + ctx.unit * num_rows * 6), (num_rows, 3))
+    scales = carray(_as_uint16(ctx.arrays[SCALES] + ctx.unit * num_rows * 6), (3, num_rows))
     ranges = view_int32(ctx.arrays[RANGES] + ctx.unit * num_ranges * 4, num_ranges)
     blocks = view_int32(ctx.arrays[STARTS], num_blocks)
     offsets = view_uint8(ctx.arrays[STARTS] + 4 * num_blocks, capacity + 1)
@@ -140,7 +148,7 @@ def scratch_of(ctx: Any, header: Any) -> Any:
     centroids = keys + 4 * ctx.head_dim * MAX_CHUNK_TOKENS
     scores = centroids + 8 * ctx.head_dim
     candidates = scores + 4 * max(header[NUM_CLUSTERS], _MAX_UNITS)
-    picked = candidates + 4 * header[CANDIDATE_CAPACITY]
+    picked = candidates + 4 * (header[CANDIDATE_CAPACITY] + MAX_CHUNK_TOKENS)
     units = picked + 4 * header[NUM_CLUSTERS]
     flags = carray(_as_uint64(base), num_words)
     return flags, query, keys, centroids, scores, candidates, picked, units
@@ -170,10 +178,10 @@ def _rank_rows(header: Any, scores: Any, scales: Any, first: int, n: int, slack:
     """Raw sums of rows `first` on -> norm (q·mu + slack radius) + slack spread, in place."""
     norm_step, spread_step = step_of(header, NORM_STEP), step_of(header, SPREAD_STEP)
     weight = np.float32(slack)
+    steps, radii = scales[0, first : first + n], scales[1, first : first + n]
+    codes = scales[2, first : first + n]
     for i in range(n):
-        scale = from_bfloat16(scales[first + i, 0])
-        radius = from_bfloat16(scales[first + i, 1])
-        code = scales[first + i, 2]
+        scale, radius, code = from_bfloat16(steps[i]), from_bfloat16(radii[i]), codes[i]
         norm = np.float32(code & 0xFF) * norm_step
         spread = np.float32(code >> 8) * spread_step
         scores[i] = norm * (scores[i] * scale + weight * radius) + weight * spread
@@ -233,9 +241,10 @@ def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, tokens: Any) 
             if chunk == bounds[0]:
                 start = bounds[1]
             end = min(chunk_start(blocks, offsets, chunk + 1), last)
-            for token in range(start, end):
-                tokens[count] = token
-                count += 1
+            first = np.int32(start)
+            for i in range(MAX_CHUNK_TOKENS):  # one vector; what is too much is written over
+                tokens[count + i] = first + np.int32(i)
+            count += max(0, end - start)
     return count
 
 
@@ -266,26 +275,46 @@ def _buffered(ctx: Any, header: Any) -> Any:
     return max(0, min(ctx.last - max(header[INDEXED_END], ctx.first), ctx.budget_tokens))
 
 
+@numba.njit(inline="always")
+def prefetch_unit(ctx: Any, index: Any, unit: Any) -> Any:
+    """Ask for the clusters of a coarse unit: what ranking them reads; their bytes."""
+    header, _, _, ranges, _, _, _, _ = index
+    num_rows = header[NUM_UNITS] + header[NUM_CLUSTERS]
+    first = np.int64(ranges[unit])
+    n = ranges[unit + 1] - first
+    row = header[NUM_UNITS] + first
+    prefetch(
+        ctx.arrays[ROWS] + (ctx.unit * num_rows + row) * ctx.head_dim,
+        n * ctx.head_dim,
+    )
+    for kind in range(3):
+        prefetch(ctx.arrays[SCALES] + 2 * ((3 * ctx.unit + kind) * num_rows + row), 2 * n)
+    return n * (ctx.head_dim + 6)
+
+
 @numba.njit
 def _visit_units(
     pointer: Any, ctx: Any, index: Any, scratch: Any, slack: float, wanted: int
 ) -> int:
     """Rank the fine clusters of the best coarse units; how many clusters that are, -1 for NaN.
 
-    Their ranks are in the scores, unit by unit; `units` holds the units and, _MAX_UNITS further on,
-    where the clusters of each end. Units: so many as asked for, and enough to choose from.
+    Their ranks are in the scores, unit by unit; `units` holds the units and, from ENDS on, where
+    the clusters of each end. Units: so many as asked for, and enough to choose from.
     """
     header, _, scales, ranges, _, _, _, _ = index
     _, query, _, _, score_address, _, _, units_address = scratch
     num_units, num_clusters = header[NUM_UNITS], header[NUM_CLUSTERS]
     scores = view_float32(score_address, max(num_clusters, _MAX_UNITS))
-    units = view_int32(units_address, 2 * _MAX_UNITS)
+    units = view_int32(units_address, UNITS_LENGTH)
     base = ctx.arrays[ROWS] + ctx.unit * (num_units + num_clusters) * ctx.head_dim
     enough = _CHOICE * wanted / cluster_tokens(ctx, header)
     score_int8(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
         pointer, ctx.score_int8, query, 1, base, num_units, score_address
     )
     _rank_rows(header, scores, scales, 0, num_units, slack)
+    prepared = np.uint64(0)
+    for i in range(units[OPENED]):
+        prepared |= np.uint64(1) << np.uint64(units[i])
     kept = 0
     visited = 0
     while kept < num_units and (kept < ctx.parameters[KEPT_UNITS] or visited < enough):
@@ -295,6 +324,9 @@ def _visit_units(
         units[kept] = unit
         kept += 1
         visited += ranges[unit + 1] - ranges[unit]
+        if (prepared >> np.uint64(unit)) & np.uint64(1) == 0:
+            prefetch_unit(ctx, index, unit)
+    units[OPENED] = kept
     visited = 0
     for i in range(kept):
         first = ranges[units[i]]
@@ -310,7 +342,7 @@ def _visit_units(
         )
         _rank_rows(header, scores[visited:], scales, num_units + first, n, slack)
         visited += n
-        units[_MAX_UNITS + i] = visited
+        units[ENDS + i] = visited
     ctx.bytes_touched += 4 * (num_units + visited)
     return visited
 
@@ -324,13 +356,15 @@ def _take_clusters(
     The sizes of clusters are not known before they are walked: as many as hold `wanted` tokens on
     average are taken, and more while that was too few.
     """
-    header, _, _, ranges, _, _, _, _ = index
+    header, _, _, ranges, blocks, _, links, high = index
     flags, _, _, _, score_address, _, picked_address, units_address = scratch
     picked = view_int32(picked_address, header[NUM_CLUSTERS])
-    units = view_int32(units_address, 2 * _MAX_UNITS)
-    partial = view_int32(units_address + 8 * _MAX_UNITS, 2)
+    units = view_int32(units_address, UNITS_LENGTH)
+    partial = view_int32(units_address + 4 * PARTIAL, 2)
     partial[0] = -1
     room = header[CANDIDATE_CAPACITY] - (ctx.budget_tokens - needed)  # beside the buffer
+    first_link = ctx.unit * len(links) + header[NUM_CLUSTERS]
+    first_offset = ctx.arrays[STARTS] + 4 * len(blocks)
     taken = 0
     k = 0
     while (taken < needed or taken < 0.9 * wanted) and k < visited and taken < room:
@@ -343,9 +377,16 @@ def _take_clusters(
             return False
         i = 0
         for p in range(count):
-            while picked[p] >= units[_MAX_UNITS + i]:
+            while picked[p] >= units[ENDS + i]:
                 i += 1
-            cluster = ranges[units[i] + 1] - (units[_MAX_UNITS + i] - picked[p])
+            cluster = ranges[units[i] + 1] - (units[ENDS + i] - picked[p])
+            picked[p] = cluster
+            # Chunks are anywhere: walking the lists one by one would wait for each of them.
+            chunk = max(link_of(links, high, cluster) - 1, 0)
+            prefetch_line(ctx.arrays[LINKS] + 2 * (first_link + chunk))
+            prefetch_line(first_offset + chunk)
+        for p in range(count):
+            cluster = np.int64(picked[p])
             taken += _flag_cluster(index, cluster, flags, room - taken, partial)
     return True
 
@@ -373,8 +414,9 @@ def propose(pointer: Any) -> int:
             return -1
         if not _take_clusters(pointer, ctx, index, scratch, visited, needed, wanted):
             return -1
-        partial = view_int32(scratch[7] + 8 * _MAX_UNITS, 2)
+        partial = view_int32(scratch[7] + 4 * PARTIAL, 2)
         count = _write_flagged(index, scratch[0], partial, ctx.last, tokens)
+        view_int32(scratch[7], UNITS_LENGTH)[FOUND] = count
         ctx.bytes_touched += 4 * count
     for token in range(ctx.last - buffered, ctx.last):
         tokens[count] = token

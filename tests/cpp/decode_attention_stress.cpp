@@ -2,6 +2,7 @@
 // result is compared with the same call on one thread, on fresh pages of exactly their size.
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -279,6 +280,56 @@ void check_failures(const AttentionShape& shape) {
   CHECK(!attention.attend(3, {row}, false).empty(), "dense attention over a NaN");
 }
 
+// Rows with nothing to attend are answered while the pool is somebody else's: nobody waits for it.
+void check_null_work(const AttentionShape& shape) {
+  Sequence sequence(shape, 300);
+  std::vector<uint16_t> query(static_cast<size_t>(shape.num_qo_heads * shape.head_dim), 0x3f80);
+  std::vector<float> out(query.size()), lse(static_cast<size_t>(shape.num_qo_heads));
+  QueryRow row{};
+  row.pages = sequence.addresses.data();
+  row.query = query.data();
+  row.output = out.data();
+  row.lse = lse.data();
+  WorkerPool pool(2, 30);
+  DecodeAttention attention(shape, *scalar_table(), pool);
+  PolicyFunctions policy;  // sinks and recent tokens, all in the window
+  policy.budget_tokens = 64;
+  policy.sink_tokens = 4;
+  policy.recent_tokens = 60;
+  attention.set_policy(policy);
+  AttendOptions options;
+  options.window_on_device = true;
+  options.sink_tokens = 4;
+  options.recent_tokens = 60;
+  options.float_output = true;
+  options.defers_updates = true;
+  std::atomic<int> arrived{0};
+  std::atomic<bool> leave{false};
+  std::thread holder([&] {
+    pool.parallel_for(2, [&](int64_t, int) {
+      arrived.fetch_add(1);
+      while (!leave.load()) std::this_thread::yield();
+    });
+  });
+  while (arrived.load() < 1) std::this_thread::yield();
+  for (const int64_t kv_len : {1, 64, 65, 300}) {  // dense, and under the policy
+    std::fill(out.begin(), out.end(), NAN);
+    std::fill(lse.begin(), lse.end(), NAN);
+    row.kv_len = kv_len;
+    CHECK(attention.attend(0, {row}, true, 0, false, options).empty(), "nothing to attend");
+    attention.update(0, {row});
+    for (const float x : out) CHECK(x == 0.0f, "kv_len %lld", static_cast<long long>(kv_len));
+    for (const float x : lse) CHECK(x == -INFINITY, "kv_len %lld", static_cast<long long>(kv_len));
+    const std::vector<std::vector<int32_t>> selection = attention.last_selection();
+    for (const std::vector<int32_t>& tokens : selection) {
+      CHECK(tokens.size() == (kv_len > 64 ? 64 : 0), "kv_len %lld", static_cast<long long>(kv_len));
+      CHECK(tokens.empty() || tokens.back() == kv_len - 1, "kv_len %lld", static_cast<long long>(kv_len));
+    }
+  }
+  leave.store(true);
+  holder.join();
+}
+
 }  // namespace
 }  // namespace offload::test
 
@@ -294,6 +345,7 @@ int main(int argc, char**) {
   for (const AttentionShape& shape : shapes) {
     stress(shape, rounds);
     check_failures(shape);
+    check_null_work(shape);
   }
   std::puts("ok");
 }

@@ -11,17 +11,24 @@
 namespace offload::test {
 namespace {
 
+void pause_us(int64_t us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
+
 // One job: every task runs once, on a worker with a number of its own.
-void run_job(WorkerPool& pool, int64_t num_tasks) {
+void run_job(WorkerPool& pool, int64_t num_tasks, bool near = false) {
   std::vector<int> runs(static_cast<size_t>(num_tasks), 0);
   std::vector<int> on_worker(static_cast<size_t>(pool.num_threads()), 0);
   const int64_t input = uniform(1, 1000);
   std::vector<int64_t> output(runs.size(), 0);
-  pool.parallel_for(num_tasks, [&](int64_t task, int worker) {
+  const auto body = [&](int64_t task, int worker) {
     ++runs[static_cast<size_t>(task)];
     ++on_worker[static_cast<size_t>(worker)];  // two tasks at once on one worker would race
     output[static_cast<size_t>(task)] = input + task;
-  });
+  };
+  if (near) {
+    pool.parallel_for_near(num_tasks, body);
+  } else {
+    pool.parallel_for(num_tasks, body);
+  }
   int64_t total = 0;
   for (const int n : on_worker) total += n;
   CHECK(total == num_tasks, "%lld tasks ran instead of %lld", static_cast<long long>(total),
@@ -32,11 +39,35 @@ void run_job(WorkerPool& pool, int64_t num_tasks) {
   }
 }
 
-void pause_us(int64_t us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
-
 void many_small_jobs(int num_threads, int64_t spin_us) {
   WorkerPool pool(num_threads, spin_us);
-  for (int job = 0; job < 3000; ++job) run_job(pool, job % 23);
+  for (int job = 0; job < 3000; ++job) run_job(pool, job % 23, job % 2 == 0);
+}
+
+// All workers take part when each waits for the others; then each has the tasks that prefer it.
+void tasks_go_to_their_workers() {
+  for (const int num_threads : {2, 4}) {
+    for (const int64_t num_tasks : {num_threads, 3 * num_threads + 1}) {
+      WorkerPool pool(num_threads, 500);
+      pool.keep_awake(true);
+      int64_t at_home = 0;
+      constexpr int kJobs = 40;
+      for (int job = 0; job < kJobs; ++job) {
+        std::vector<int> ran_on(static_cast<size_t>(num_tasks), -1);
+        pool.parallel_for_near(num_tasks, [&](int64_t task, int worker) {
+          ran_on[static_cast<size_t>(task)] = worker;
+          pause_us(200);
+        });
+        for (int64_t task = 0; task < num_tasks; ++task) {
+          at_home += ran_on[static_cast<size_t>(task)] == task * num_threads / num_tasks;
+        }
+      }
+      // Most, on a machine that has fewer CPUs or is busy; all, on an idle one.
+      CHECK(at_home * 2 > kJobs * num_tasks, "%lld of %lld", static_cast<long long>(at_home),
+            static_cast<long long>(kJobs * num_tasks));
+      pool.keep_awake(false);
+    }
+  }
 }
 
 // Pauses on both sides of the spinning time: workers are met spinning, about to sleep and asleep.
@@ -44,7 +75,7 @@ void jobs_between_sleeps(int num_threads) {
   WorkerPool pool(num_threads, 50);
   for (int job = 0; job < 300; ++job) {
     pause_us(uniform(0, 1) != 0 ? uniform(30, 80) : 1000);
-    run_job(pool, uniform(0, 12));
+    run_job(pool, uniform(0, 12), uniform(0, 1) != 0);
   }
 }
 
@@ -86,7 +117,7 @@ void pools_come_and_go() {
     if (i % 4 == 0) pause_us(600);  // workers sleep when the pool closes
     if (i % 2 == 0) {
       pool.close();
-      run_job(pool, 7);
+      run_job(pool, 7, i % 3 == 0);
       pool.close();
     }
   }
@@ -117,6 +148,7 @@ int main() {
   jobs_between_sleeps(4);
   several_callers();
   tasks_wait_for_earlier_ones();
+  tasks_go_to_their_workers();
   pools_come_and_go();
   closing_beside_a_caller();
   std::puts("ok");

@@ -136,12 +136,6 @@ def test_results_survive_a_round_trip(results: Path) -> None:
 def test_sections_are_replaced_and_the_rest_is_kept(results: Path) -> None:
     text = "before\n<!-- perf:startup -->\nold\n<!-- /perf:startup -->\nafter\n"
     assert report.NOT_MEASURED in report.render(text)
-
-
-def test_gpu_tables_say_nothing_until_one_was_measured(results: Path) -> None:
-    empty = "<!-- perf:gpu-targets -->\n\n<!-- /perf:gpu-targets -->"
-    assert report.render("<!-- perf:gpu-targets -->\nold\n<!-- /perf:gpu-targets -->") == empty
-    assert report.render(empty) == empty
     write_results("startup", machine=MACHINE, settings=STARTUP["settings"], rows=STARTUP["rows"])
     rendered = report.render(text)
     assert rendered.startswith("before\n<!-- perf:startup -->\n")

@@ -17,6 +17,10 @@ BACKENDS = ("graph", "stream", "inline")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+class NoGPUError(RuntimeError):
+    """A GPU was asked for, and torch finds none that it can use."""
+
+
 @dataclass(frozen=True)
 class RuntimeConfig:
     """How a model runs. Make one with `runtime_config`, which also takes names and size strings.
@@ -78,7 +82,7 @@ def runtime_config(**options: Any) -> RuntimeConfig:
     Raises:
         ValueError: an unknown policy, dtype or device, or a value out of range.
         TypeError: an unknown option.
-        RuntimeError: device="cuda" without a usable GPU.
+        NoGPUError: device="cuda" without a usable GPU.
     """
     known = [option.name for option in dataclasses.fields(RuntimeConfig)]
     for name in options:
@@ -118,7 +122,7 @@ def _device(name: str) -> torch.device:
         reason = "this build of torch has no CUDA"
         if torch.version.cuda is not None:
             reason = f"torch, built for CUDA {torch.version.cuda}, finds no GPU or no driver for it"
-        raise RuntimeError(f"device={name!r}: {reason}; use device='cpu'")
+        raise NoGPUError(f"device={name!r}: {reason}; use device='cpu'")
     if (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device={name!r}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0"

@@ -43,9 +43,19 @@ def running(*, verbose: bool = False) -> Iterator[None]:
             warnings.simplefilter("ignore")
         try:
             yield
-        except (ValueError, OSError, MemoryError, NotImplementedError) as error:
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
+            if not _is_refusal(error):
+                raise
             stderr().print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
             raise typer.Exit(1) from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
+        return True
+    from offload.config import NoGPUError  # imports torch, which whoever raised it has done
+
+    return isinstance(error, NoGPUError)
 
 
 @contextlib.contextmanager

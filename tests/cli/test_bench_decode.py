@@ -165,7 +165,7 @@ def test_refusals(arguments: list[str], message: str) -> None:
 def test_a_gpu_that_is_not_there() -> None:
     result = runner.invoke(app, [*SMALL, "--device", "cuda"])
     assert result.exit_code == 1
-    assert "--device cuda: device='cuda': " in result.output
+    assert "error: device='cuda': " in result.output
     assert "use device='cpu'" in " ".join(result.output.split())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -155,3 +156,12 @@ def test_the_demo_in_a_shorter_context() -> None:
     assert document["correct"] is True
     assert [run["policy"] for run in document["runs"]] == ["exact_topk", "full"]
     assert all(1200 < run["context_tokens"] <= 1500 for run in document["runs"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU")
+def test_a_gpu_that_is_not_there_is_one_line(tiny_folders: dict[str, Path]) -> None:
+    arguments = ["generate", str(tiny_folders["llama"]), "-p", "x", "--device", "cuda"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "error: device='cuda': " in result.output
+    assert "Traceback" not in result.output

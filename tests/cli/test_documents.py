@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 import shutil
@@ -15,7 +16,9 @@ from typer.testing import CliRunner
 
 from cpu_ops.native import WorkerPool, known_isas
 from offload.attention import DecodeAttention
+from offload.benchmarks.step_timeline import CPU_WORK, GPU_WORK, SHARES
 from offload.cli import app
+from offload.config import BACKENDS, RuntimeConfig
 from offload.demo_text import DEMO_NEEDLE
 from offload.kv_store import KVStore
 from offload.policies import available_policies
@@ -90,3 +93,19 @@ def test_files_in_the_documents_exist() -> None:
         re.findall(r"`((?:offload|cpu_ops|gpu_ops|cpp|perf|docs|tests)/[\w/.-]*)`", README + GPU)
     ):
         assert (ROOT / path).exists(), path
+
+
+def test_links_between_the_documents_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", path.read_text("utf-8")):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_gpu_document_has_the_names_of_the_code() -> None:
+    kinds = {*CPU_WORK, *GPU_WORK} - {"copy"}  # of traces that have copies
+    for name in (*SHARES, *kinds, *BACKENDS):
+        assert f"`{name}`" in GPU, name
+    options = [option.name for option in dataclasses.fields(RuntimeConfig)]
+    table = README.split("## With a GPU")[1].split("## Speed")[0]
+    for name in re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE):
+        assert name in options

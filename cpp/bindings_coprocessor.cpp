@@ -67,6 +67,7 @@ class PyCoprocessor {
     core_.set_deadline(ns);
   }
   void set_idle(bool idle) { core_.set_idle(idle); }
+  void set_warm_up(bool on) { core_.set_warm_up(on); }
 
   void begin(const Int64s& slots, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
              const Int64s& arrays, const Int64s& text_marks, int64_t queries, py::object keep) {
@@ -184,6 +185,7 @@ void bind_coprocessor(py::module_& m) {
                     const std::vector<uint8_t>&, int64_t, int64_t, py::object>())
       .def("set_deadline", &PyCoprocessor::set_deadline)
       .def("set_idle", &PyCoprocessor::set_idle)
+      .def("set_warm_up", &PyCoprocessor::set_warm_up)
       .def("begin", &PyCoprocessor::begin)
       .def("serve", &PyCoprocessor::serve)
       .def("end", &PyCoprocessor::end)

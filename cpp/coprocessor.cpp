@@ -88,6 +88,7 @@ struct Coprocessor::State {
   bool wait_for(int request, const Thread& self);
   bool pass_faults(int request, Thread& self);
   bool serve_step(const ServedStep& step, Thread& self);
+  void prepare(int request);
   void answer_nothing(const ServedStep& step, int request) const;
   void run(Thread& self);
   // Also for a thread that cannot do it any more.
@@ -102,6 +103,7 @@ struct Coprocessor::State {
   const pid_t owner = getpid();
   std::atomic<int64_t> deadline_ns{5'000'000'000};
   std::atomic<bool> idle{false};
+  std::atomic<bool> warms_up{true};
 
   std::mutex mutex;
   std::condition_variable queued_or_retired;
@@ -177,12 +179,19 @@ void Coprocessor::State::answer_nothing(const ServedStep& step, int request) con
   }
 }
 
+// What can be done before the GPU asks.
+void Coprocessor::State::prepare(int request) {
+  progress(At::preparing, request);
+  server.prepare(request);
+  int32_t* flag = request_flag(static_cast<size_t>(request));
+  if (warms_up.load(std::memory_order_relaxed) && !is_up(flag)) server.warm_up(request, flag);
+}
+
 // False: the thread is to end.
 bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
   const int num = static_cast<int>(num_requests());
   server.begin(step);
-  progress(At::preparing, 0);
-  if (!idle) server.prepare(0);
+  if (!idle) prepare(0);
   for (int i = 0; i < num; ++i) {
     if (!wait_for(i, self)) return false;
     progress(At::storing, i);
@@ -202,8 +211,9 @@ bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
     if (idle) continue;
     progress(At::updating, i);
     server.update(i);
-    progress(At::preparing, std::min(i + 1, num - 1));
-    if (i + 1 < num) server.prepare(i + 1);
+    const bool in_time = !is_up(request_flag(static_cast<size_t>(i) + 1));
+    if (warms_up.load(std::memory_order_relaxed) && in_time) server.remember(i);
+    if (i + 1 < num) prepare(i + 1);
   }
   if (!wait_for(num, self)) return false;
   progress(At::storing, num);
@@ -254,6 +264,7 @@ Coprocessor::~Coprocessor() {
 
 void Coprocessor::set_deadline(int64_t ns) { state_->deadline_ns.store(ns); }
 void Coprocessor::set_idle(bool idle) { state_->idle.store(idle); }
+void Coprocessor::set_warm_up(bool on) { state_->warms_up.store(on); }
 Trace& Coprocessor::trace() { return state_->server.trace(); }
 bool Coprocessor::forked() const { return state_->owner != getpid(); }
 bool Coprocessor::started() const { return thread_ != nullptr; }

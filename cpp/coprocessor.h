@@ -38,6 +38,8 @@ class Coprocessor {
   void set_deadline(int64_t ns);
   // Answer without attending (an lse of -inf): what the hand-over alone costs.
   void set_idle(bool idle);
+  // Read ahead what the next request will probably read, while the GPU has not come to it; on by default.
+  void set_warm_up(bool on);
 
   // On the calling thread.
   void begin(ServedStep step);

@@ -84,6 +84,10 @@ class DecodeAttention {
   void update(int64_t layer_idx, const std::vector<QueryRow>& rows);
   // The policy's prepare() for rows that will be attended sparsely.
   void prepare(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  // For callers with time to spare. remember() notes what the last attend(), of these rows, read under the policy;
+  // warm_up() brings what was noted of a layer's rows into the workers' caches until *stop is not 0.
+  void remember(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  void warm_up(int64_t layer_idx, const std::vector<QueryRow>& rows, int first_row, int32_t* stop);
 
   // Which tokens each unit of each row of the last attend() attended; empty where it was all of them, or none because
   // the policy answered.
@@ -135,6 +139,12 @@ class DecodeAttention {
     int unit;
     int64_t begin;
     int64_t n;
+  };
+  // What a unit read in the last step.
+  struct Remembered {
+    std::vector<int32_t> scored;
+    std::vector<int32_t> attended;
+    bool reads_keys = false;  // of what was attended, and not only its values
   };
   // Scratch of a wave: some KV heads of a row whose keys are scanned together.
   struct ScanSlot {
@@ -201,6 +211,7 @@ class DecodeAttention {
   void score_window(const QueryRow& row, int row_idx, int unit, float* lse);
   void update_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void report_non_finite(int64_t layer_idx, int row_idx, int unit);
+  Remembered& remembered_of(int64_t layer_idx, int row, int unit);  // decode_attention_warm.cpp
 
   const AttentionShape shape_;
   const KernelTable& kernels_;
@@ -223,8 +234,9 @@ class DecodeAttention {
   std::vector<Piece> pieces_;
   std::vector<float> parts_;  // [parts, unit_group, head_dim + 2]: acc, then max, then sum
   ScanSlot slots_[3];
-  std::vector<std::vector<float>> dense_scores_;  // of each worker: [units, group, kScoreTile]
-  std::vector<WorkerProfile> profiles_;           // of each worker; empty while nobody asks
+  std::vector<std::vector<float>> dense_scores_;     // of each worker: [units, group, kScoreTile]
+  std::vector<std::vector<Remembered>> remembered_;  // [layer][row of the step, unit]
+  std::vector<WorkerProfile> profiles_;              // of each worker; empty while nobody asks
   std::atomic<bool> failed_{false};
   std::string failure_;
 };

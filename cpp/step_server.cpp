@@ -122,6 +122,22 @@ void StepServer::update(int request) {
   attention_.update(layer_idx, rows_);
 }
 
+void StepServer::remember(int request) {
+  if (rows_.empty()) return;
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  if (sparse_layers_[static_cast<size_t>(layer_idx)] == 0) return;
+  const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
+  attention_.remember(layer_idx, rows_);
+}
+
+void StepServer::warm_up(int request, int32_t* stop) {
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  if (sparse_layers_[static_cast<size_t>(layer_idx)] == 0) return;
+  const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
+  const size_t first = rows_of(request, prepared_rows_);
+  attention_.warm_up(layer_idx, prepared_rows_, static_cast<int>(first), stop);
+}
+
 void StepServer::end() {
   const TraceSpan span(trace_, TraceKind::store, -1, -1);
   store_rows(0, step_->rows.size(), static_cast<int64_t>(sparse_layers_.size()));

@@ -58,7 +58,7 @@ class StepServer {
   const std::vector<Request>& requests() const { return requests_; }
   Trace& trace() { return trace_; }
 
-  // A step's requests are served in their order, each as: prepare, store, attend, update.
+  // A step's requests are served in their order, each as: prepare, warm_up, store, attend, update, remember.
   void begin(const ServedStep& step);
   void prepare(int request);
   // K/V of the request's rows, of all layers up to its own.
@@ -66,6 +66,9 @@ class StepServer {
   // Writes output and lse; returns what was wrong, or an empty string.
   std::string attend(int request);
   void update(int request);
+  // Reads ahead for the request, until *stop is not 0; remember() notes what for. Optional.
+  void remember(int request);
+  void warm_up(int request, int32_t* stop);
   // Stores the K/V of the layers that are left.
   void end();
 

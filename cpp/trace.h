@@ -9,8 +9,8 @@
 
 namespace offload {
 
-enum class TraceKind : int64_t { wait, store, attend, update, prepare };
-inline constexpr const char* kTraceKindNames[] = {"wait", "store", "attend", "update", "prepare"};
+enum class TraceKind : int64_t { wait, store, attend, update, prepare, warm };
+inline constexpr const char* kTraceKindNames[] = {"wait", "store", "attend", "update", "prepare", "warm"};
 
 struct TraceEvent {
   TraceKind kind;

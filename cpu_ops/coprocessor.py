@@ -53,7 +53,8 @@ class TraceEvent(NamedTuple):
     """What the coprocessor did and when; by the clock of `time.monotonic_ns`.
 
     Attributes:
-        kind: wait (for the GPU), store (keys and values), attend, update or prepare.
+        kind: wait (for the GPU), store (keys and values), attend, update, prepare or warm (read
+            ahead for the next request).
         layer_idx, request: -1 at the end of a step.
     """
 
@@ -255,6 +256,11 @@ class Coprocessor:
         """Have the thread store keys and values, but attend to nothing: for benches that ask what
         the hand-over alone costs. Policies learn nothing meanwhile."""
         self._native.set_idle(on)
+
+    def warm_up(self, on: bool) -> None:
+        """Whether the thread, while the GPU has not come to the next request, reads into the CPU's
+        caches what the last step read there. On by default; for benches that ask what it gives."""
+        self._native.set_warm_up(on)
 
     def stall(self, layer_idx: int, seconds: float) -> None:
         """For tests: in its next request of that layer the thread sleeps before it attends."""

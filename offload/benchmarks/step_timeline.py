@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 # What counts as work; a side that reports any other kind waits.
-CPU_WORK = ("store", "attend", "update", "prepare")
+CPU_WORK = ("store", "attend", "update", "prepare", "warm")
 GPU_WORK = ("linear", "window", "attention", "merge", "sample", "copy")
 WAITS = ("wait",)
 SHARES = ("overlapped", "waiting", "exposed", "handshake")

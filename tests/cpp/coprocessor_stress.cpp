@@ -3,6 +3,7 @@
 // lacks a happens-before is a race that it reports. Results are compared with steps served on one thread.
 #include "coprocessor.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -31,12 +32,25 @@ void observe(PolicyContext* context) {
 }
 void append(PolicyContext* context) { static_cast<int64_t*>(context->arrays[0])[context->unit] += context->kv_len; }
 
-PolicyFunctions make_policy() {
+// Every third token.
+int64_t propose(PolicyContext* context) {
+  static const std::vector<int32_t> tokens = [] {
+    std::vector<int32_t> all;
+    for (int32_t t = 0; t < kMaxTokens; t += 3) all.push_back(t);
+    return all;
+  }();
+  const auto first = std::lower_bound(tokens.begin(), tokens.end(), static_cast<int32_t>(context->first));
+  context->candidates = &*first;
+  return std::lower_bound(first, tokens.end(), static_cast<int32_t>(context->last)) - first;
+}
+
+PolicyFunctions make_policy(bool proposes) {
   PolicyFunctions policy;
   policy.budget_tokens = 40;
   policy.sink_tokens = 2;
   policy.recent_tokens = 6;
-  policy.select = select_first;
+  policy.select = proposes ? nullptr : select_first;
+  policy.propose = proposes ? propose : nullptr;
   policy.prepare = prepare;
   policy.observe = observe;
   policy.append = append;
@@ -134,19 +148,18 @@ void play(Side& side, const Numbers& numbers, const Ask& ask, std::vector<float>
   }
 }
 
-void set_up(DecodeAttention& attention) { attention.set_policy(make_policy()); }
-
 // The host runs up to `ahead` steps before the GPU.
-void steps_are_the_same(int num_threads, int num_steps, bool traced) {
+void steps_are_the_same(int num_threads, int num_steps, bool traced, bool proposes, bool warms_up) {
   std::vector<Numbers> numbers(static_cast<size_t>(num_steps));
   std::vector<float> expected, answers;
   Side alone, driven;
   WorkerPool one(1), pool(num_threads, 30);
   DecodeAttention serial(kShape, *scalar_table(), one), parallel(kShape, *scalar_table(), pool);
-  set_up(serial);
-  set_up(parallel);
+  serial.set_policy(make_policy(proposes));
+  parallel.set_policy(make_policy(proposes));
   Coprocessor called(serial, alone.mailbox(), make_requests(), {0, 1, 1}, 2, 6);
   Coprocessor threaded(parallel, driven.mailbox(), make_requests(), {0, 1, 1}, 2, 6);
+  threaded.set_warm_up(warms_up);
   for (int i = 0; i < num_steps; ++i) {
     called.begin(alone.step(20 + i));
     play(
@@ -205,7 +218,7 @@ void aborts(int rounds) {
   const Numbers numbers;
   WorkerPool pool(3, 30);
   DecodeAttention attention(kShape, *scalar_table(), pool);
-  set_up(attention);
+  attention.set_policy(make_policy(false));
   Coprocessor coprocessor(attention, side.mailbox(), make_requests(), {0, 1, 1}, 2, 6);
   for (int round = 0; round < rounds; ++round) {
     coprocessor.start();
@@ -240,7 +253,10 @@ void aborts(int rounds) {
 
 int main() {
   using namespace offload::test;
-  for (const int threads : {1, 2, 4}) steps_are_the_same(threads, 60, threads == 2);
+  for (const int threads : {1, 2, 4}) {
+    for (const bool proposes : {false, true}) steps_are_the_same(threads, 40, threads == 2, proposes, true);
+  }
+  steps_are_the_same(3, 20, false, true, false);
   aborts(60);
   std::puts("ok");
 }

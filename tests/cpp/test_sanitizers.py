@@ -16,6 +16,7 @@ ATTENTION = [
     "decode_attention",
     "decode_attention_scan",
     "decode_attention_select",
+    "decode_attention_warm",
     "top_k",
     "worker_pool",
 ]

@@ -389,7 +389,9 @@ def test_events(pool):
         coprocessor.wait()
         events = coprocessor.events()
         end = time.monotonic_ns()
-        kinds = [(event.kind, event.layer_idx, event.request) for event in events]
+        # Whether it reads ahead depends on how far the GPU is.
+        assert all(event.layer_idx > 0 for event in events if event.kind == "warm")
+        kinds = [(e.kind, e.layer_idx, e.request) for e in events if e.kind != "warm"]
         sparse = ["wait", "store", "attend", "update"]
         expected = [(kind, 0, 0) for kind in ["wait", "store", "attend"]]
         for layer_idx in (1, 2):

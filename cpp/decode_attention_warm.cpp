@@ -1,0 +1,111 @@
+// What decode attention does while nobody waits for it: rows that the next request will most likely read are brought
+// from memory into the caches of the workers that will read them. Most of what a policy considers in one step it
+// considers again in the next.
+#include <algorithm>
+
+#include "decode_attention.h"
+
+namespace offload {
+namespace {
+
+constexpr int64_t kBytesPerWorker = int64_t{1} << 20;  // half of a core's L2 where it is 2 MiB
+constexpr int64_t kRowsPerLook = 8;                    // at `stop`: under half a microsecond
+
+// Forced inline: GCC takes a function that only prefetches for one without effects, and drops calls to it.
+[[gnu::always_inline]] inline void prefetch_row(const void* row, int64_t row_bytes) {
+  for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i, 0, 2);
+}
+
+// One worker's reading, until it has read enough or somebody else needs it.
+class Reader {
+ public:
+  Reader(int32_t* stop, int64_t kv_len) : stop_(stop), kv_len_(kv_len) {}
+
+  // Tokens are hints: of another sequence, or cut off since.
+  void read(const RowSource& source, const int32_t* tokens, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (i % kRowsPerLook == 0 && is_over()) return;
+      if (tokens[i] >= kv_len_) continue;
+      prefetch_row(source.row(tokens[i]), source.row_bytes);
+      bytes_ += source.row_bytes;
+    }
+  }
+  bool is_over() const {
+    return bytes_ >= kBytesPerWorker || std::atomic_ref<int32_t>(*stop_).load(std::memory_order_relaxed) != 0;
+  }
+  void turn_to(int64_t kv_len) { kv_len_ = kv_len; }
+
+ private:
+  int32_t* stop_;
+  int64_t kv_len_;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace
+
+DecodeAttention::Remembered& DecodeAttention::remembered_of(int64_t layer_idx, int row, int unit) {
+  return remembered_[static_cast<size_t>(layer_idx)][static_cast<size_t>(row * units() + unit)];
+}
+
+void DecodeAttention::remember(int64_t layer_idx, const std::vector<QueryRow>& rows) {
+  if (sparse_rows_.empty() || !policy_.asks_queries()) return;
+  if (remembered_.size() <= static_cast<size_t>(layer_idx)) remembered_.resize(static_cast<size_t>(layer_idx) + 1);
+  std::vector<Remembered>& of_layer = remembered_[static_cast<size_t>(layer_idx)];
+  const size_t count = (static_cast<size_t>(first_row_) + rows.size()) * static_cast<size_t>(units());
+  if (of_layer.size() < count) of_layer.resize(count);
+  pool_.parallel_for_near(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int) {
+    const int r = static_cast<int>(task / units());
+    const int u = static_cast<int>(task % units());
+    const Unit& unit = unit_of(r, u);
+    Remembered& remembered = remembered_of(layer_idx, first_row_ + r, u);
+    remembered.scored.clear();
+    remembered.attended.clear();
+    if (!unit.sparse || unit.answered || unit.indices == nullptr) return;
+    remembered.attended.assign(unit.indices + unit.begin, unit.indices + unit.end);
+    // Where the weights were known before, keys are not read again.
+    remembered.reads_keys = unit.weights.empty();
+    if (policy_.propose != nullptr && !remembered.reads_keys) {
+      remembered.scored.assign(unit.considered.begin(), unit.considered.end());
+    }
+  });
+}
+
+void DecodeAttention::warm_up(int64_t layer_idx, const std::vector<QueryRow>& rows, int first_row, int32_t* stop) {
+  if (rows.empty() || remembered_.size() <= static_cast<size_t>(layer_idx)) return;
+  const int64_t num_units = static_cast<int64_t>(rows.size()) * units();
+  const auto known = static_cast<int64_t>(remembered_[static_cast<size_t>(layer_idx)].size());
+  if (known < int64_t{first_row} * units() + num_units) return;
+  const int64_t threads = pool_.num_threads();
+  const auto read_share = [&](Reader& reader, int64_t task, int64_t rank, int64_t sharers) {
+    const int r = static_cast<int>(task / units());
+    const int u = static_cast<int>(task % units());
+    const QueryRow& row = rows[static_cast<size_t>(r)];
+    const int kv_head = kv_head_of(u);
+    const Remembered& remembered = remembered_of(layer_idx, first_row + r, u);
+    reader.turn_to(row.kv_len);
+    const auto share_of = [&](const RowSource& source, const std::vector<int32_t>& tokens) {
+      const auto n = static_cast<int64_t>(tokens.size());
+      const int64_t begin = n * rank / sharers;
+      reader.read(source, tokens.data() + begin, n * (rank + 1) / sharers - begin);
+    };
+    share_of(shape_.keys(row.pages, kv_head), remembered.scored);
+    if (remembered.reads_keys) share_of(shape_.keys(row.pages, kv_head), remembered.attended);
+    share_of(shape_.values(row.pages, kv_head), remembered.attended);
+  };
+  pool_.parallel_for_near(threads, [&](int64_t task, int worker) {
+    if (task != worker) return;  // another core's cache is of no use
+    Reader reader(stop, 0);
+    const int64_t begin = pool_.block_begin(worker, num_units);
+    const int64_t end = pool_.block_begin(worker + 1, num_units);
+    for (int64_t i = begin; i < end && !reader.is_over(); ++i) {
+      read_share(reader, i, 0, std::max<int64_t>(1, (i + 1) * threads / num_units - i * threads / num_units));
+    }
+    if (begin == end) {  // fewer units than workers: a share of the unit before
+      const int64_t i = begin - 1;
+      const int64_t first = i * threads / num_units;
+      read_share(reader, i, worker - first, (i + 1) * threads / num_units - first);
+    }
+  });
+}
+
+}  // namespace offload

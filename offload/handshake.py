@@ -165,7 +165,8 @@ class GraphHandshake:
 
     def await_reply(self, request: int) -> None:
         if not self._warming_up:
-            _wait_and_reset(self._replies[request])
+            _wait_value(self._replies[request], 1)
+            _write_value(self._replies[request], 0)
 
     def prepare(self, key: Hashable, step: Step) -> None:
         """Capture `step`. It is run once before, without the CPU side, to load its kernels."""
@@ -272,7 +273,7 @@ def _why_no_memory_operations(device: torch.device) -> str | None:
     """None if streams of `device` can write and wait for values in host memory."""
     try:
         driver = _driver()
-        write, wait = driver.cuStreamWriteValue32_v2, driver.cuStreamBatchMemOp_v2
+        write, wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
     except (OSError, AttributeError) as error:
         return f"the CUDA driver has no stream memory operations ({error})"
     del write, wait
@@ -296,37 +297,15 @@ def _write_value(address: int, value: int) -> None:
     )
 
 
-class _MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams; its waitValue and writeValue have the same layout."""
-
-    _fields_ = (
-        ("operation", ctypes.c_uint32),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("alias", ctypes.c_uint64),
-        ("unused", ctypes.c_uint64),
-    )
-
-
-_WAIT_VALUE, _WRITE_VALUE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
-_NO_MEMORY_BARRIER = 1  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
-
-
-def _wait_and_reset(address: int) -> None:
-    """Wait for a flag of 1 and lower it, as one node of the graph."""
-    operations = (_MemoryOperation * 2)(
-        _MemoryOperation(_WAIT_VALUE, address, 1, _WAIT_EQUAL),
-        _MemoryOperation(_WRITE_VALUE, address, 0, _NO_MEMORY_BARRIER),
-    )
+def _wait_value(address: int, value: int) -> None:
     _check(
-        _driver().cuStreamBatchMemOp_v2(
+        _driver().cuStreamWaitValue32_v2(
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-            ctypes.c_uint(len(operations)),
-            operations,
-            ctypes.c_uint(0),
+            ctypes.c_uint64(address),
+            ctypes.c_uint32(value),
+            ctypes.c_uint(_WAIT_EQUAL),
         ),
-        "cuStreamBatchMemOp",
+        "cuStreamWaitValue32",
     )
 
 

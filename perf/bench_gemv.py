@@ -80,7 +80,7 @@ def measure(name: str, *, tune: bool) -> list[dict[str, Any]]:
     def add(engine: str, launch: tuple[int, int, int] | None, run: Callable[[Any], Any]) -> None:
         microseconds = _microseconds(run, weights)
         share = num_bytes / microseconds / 1e3
-        print(f"{name:8} {engine:8} {launch or '':>16} {microseconds:8.2f} us {share:7.0f} GB/s")
+        print(f"{name:8} {engine:8} {launch or ''!s:>16} {microseconds:8.2f} us {share:7.0f} GB/s")
         results.append(
             {
                 "layer": name,

@@ -1,6 +1,6 @@
-// The phases of one layer: choose (scan all keys, or score the policy's candidates, or just ask it) -> attend pieces ->
-// merge. Each phase is one job of the pool; the last piece of a unit to finish merges that unit. Choosing is in
-// decode_attention_select.cpp and decode_attention_scan.cpp.
+// One layer: choose (scan all keys, or ask the policy and score its candidates), attend piece by piece, merge. A scan
+// is a job of the pool of its own, decode_attention_scan.cpp; the rest is one job, decode_attention_lanes.cpp. Choosing
+// is in decode_attention_select.cpp.
 #include "decode_attention.h"
 
 #include <algorithm>
@@ -9,11 +9,6 @@
 #include <cstring>
 
 namespace offload {
-namespace {
-
-constexpr int64_t kMinPieceTokens = 256;  // shorter pieces cost more to start than to run
-
-}  // namespace
 
 DecodeAttention::DecodeAttention(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool)
     : shape_(shape), kernels_(kernels), pool_(pool), dense_scores_(static_cast<size_t>(pool.num_threads())) {}
@@ -35,84 +30,6 @@ void DecodeAttention::load_queries(const std::vector<QueryRow>& rows) {
   for (size_t r = 0; r < rows.size(); ++r) {
     kernels_.to_float[static_cast<int>(shape_.dtype)](rows[r].query, n, queries_.data() + r * static_cast<size_t>(n));
   }
-}
-
-// Which of a unit's tokens are attended here. Lists hold the sinks first and the recent tokens last, as rows do.
-void DecodeAttention::set_range(Unit& unit) const {
-  unit.begin = 0;
-  unit.end = unit.n;
-  if (!options_.window_on_device) return;
-  unit.begin = std::min(options_.sink_tokens, unit.n);
-  unit.end = std::max(unit.begin, unit.n - options_.recent_tokens);
-}
-
-// Cuts the work into pieces so that all threads are busy, whether there is one long sequence or many short. Dense rows
-// are cut at pages, and by heads only when there are too few pages.
-void DecodeAttention::plan_pieces(int64_t layer_idx, const std::vector<QueryRow>& rows) {
-  const int64_t threads = pool_.num_threads();
-  const int64_t page_tokens = int64_t{1} << shape_.page_shift;
-  int64_t all_tokens = 0;
-  for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()); ++i) {
-    set_range(units_[i]);
-    all_tokens += units_[i].end - units_[i].begin;
-  }
-  const int64_t target = threads == 1 ? std::max<int64_t>(1, all_tokens)
-                                      : std::max(kMinPieceTokens, all_tokens / (threads * kPiecesPerThread));
-  pieces_.clear();
-  int64_t part = 0;
-  // Answered at once: there is nothing to attend, to report or to learn from it.
-  const auto is_null = [&](const QueryRow& row, const Unit& unit) {
-    const bool learns = unit.sparse && !options_.defers_updates && policy_.learns();
-    return unit.begin == unit.end && !learns && (row.weights == nullptr || unit.n == 0);
-  };
-  const auto blocks_of = [](const Unit& unit, int64_t align) {
-    return std::max<int64_t>(1, ceil_div(unit.end, align) - unit.begin / align);
-  };
-  const auto cut = [&](int r, int first_unit, int num_units, int64_t splits, int64_t align) {
-    const Unit& first = units_[static_cast<size_t>(r * units() + first_unit)];  // the others have its range
-    for (int u = first_unit; u < first_unit + num_units; ++u, part += splits) {
-      Unit& unit = units_[static_cast<size_t>(r * units() + u)];
-      unit.first_part = part;
-      unit.num_parts = static_cast<int>(splits);
-      unit.parts_left.store(static_cast<int>(splits), std::memory_order_relaxed);
-    }
-    int64_t begin = first.begin;
-    const int64_t blocks = blocks_of(first, align);  // at least `splits` of them: of several pieces none is empty
-    for (int64_t i = 1; i <= splits; ++i) {
-      const int64_t end = i == splits ? first.end : (first.begin / align + blocks * i / splits) * align;
-      pieces_.push_back({r, first_unit, num_units, begin, end - begin, static_cast<int>(i - 1)});
-      begin = end;
-    }
-  };
-  for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
-    const QueryRow& row = rows[static_cast<size_t>(r)];
-    const Unit& first = units_[static_cast<size_t>(r * units())];
-    if (first.role == Role::dense && is_null(row, first)) {
-      for (int u = 0; u < units(); ++u) merge_unit(layer_idx, row, r, u, 0);
-    } else if (first.role == Role::dense) {
-      const int64_t wanted = std::max<int64_t>(1, (first.end - first.begin) * units() / target);
-      const int64_t splits = std::min(wanted, blocks_of(first, page_tokens));
-      const int64_t groups = std::min<int64_t>(units(), ceil_div(wanted, splits));
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t begin = units() * g / groups;
-        cut(r, static_cast<int>(begin), static_cast<int>(units() * (g + 1) / groups - begin), splits, page_tokens);
-      }
-    } else {
-      for (int u = 0; u < units(); ++u) {
-        const Unit& unit = units_[static_cast<size_t>(r * units() + u)];
-        if (unit.answered) continue;
-        if (is_null(row, unit)) {
-          merge_unit(layer_idx, row, r, u, 0);
-          continue;
-        }
-        const int64_t n = unit.end - unit.begin;
-        const int64_t align = unit.indices == nullptr && n > page_tokens ? page_tokens : 1;
-        cut(r, u, 1, std::clamp<int64_t>((n + target / 2) / target, 1, blocks_of(unit, align)), align);
-      }
-    }
-  }
-  const auto floats = static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2));
-  if (parts_.size() < floats) parts_.resize(floats);
 }
 
 AttendArgs DecodeAttention::unit_args(const QueryRow& row, int row_idx, int unit_idx, int split) {
@@ -164,11 +81,8 @@ void DecodeAttention::attend_dense(const QueryRow& row, const Piece& piece, int 
   }
 }
 
-void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece,
-                                   int worker) {
-  const QueryRow& row = rows[static_cast<size_t>(piece.row)];
-  Unit* units_of_row = &units_[static_cast<size_t>(piece.row * units())];
-  Unit& unit = units_of_row[piece.first_unit];
+void DecodeAttention::attend_piece(const QueryRow& row, const Piece& piece, int worker) {
+  Unit& unit = unit_of(piece.row, piece.first_unit);
   WorkerProfile* profile = profile_of(worker);
   const PhaseTimer timer(profile, Phase::attend);
   if (profile != nullptr) {
@@ -192,10 +106,6 @@ void DecodeAttention::attend_piece(int64_t layer_idx, const std::vector<QueryRow
       args.score_stride = unit.n;
     }
     kernels_.attend[static_cast<int>(shape_.dtype)](args);
-  }
-  for (int u = piece.first_unit; u < piece.first_unit + piece.num_units; ++u) {
-    if (units_of_row[u].parts_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-      merge_unit(layer_idx, row, piece.row, u, worker);
   }
 }
 
@@ -379,6 +289,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
       unit.sparse = chosen && unit.role != Role::dense;
       // What select_unit() or finish_proposal() overwrites keeps its size, so that nothing is zeroed.
       if (!unit.sparse || unit.role != Role::select) selection_[static_cast<size_t>(r * units() + u)].clear();
+      unit.asks = false;
       unit.answered = false;
       unit.weights.clear();
       unit.scores.clear();
@@ -393,21 +304,23 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
       }
     }
   }
-  if (!sparse_rows_.empty()) {
-    if (policy_.asks_queries()) load_queries(rows);
-    if (policy_.scans_keys) {
-      if (prepares) prepare(layer_idx, rows);
-      scan_and_select(layer_idx, rows);
-    } else {
-      propose_and_score(layer_idx, rows, prepares);
-    }
+  if (!sparse_rows_.empty() && policy_.asks_queries()) load_queries(rows);
+  const bool has_callbacks = policy_.propose != nullptr || policy_.select != nullptr || policy_.prepare != nullptr;
+  if (!sparse_rows_.empty() && policy_.scans_keys) {
+    if (prepares) prepare(layer_idx, rows);
+    scan_and_select(layer_idx, rows);
     if (failed_.load()) return failure_;
+  } else {
+    for (const int r : sparse_rows_) {
+      for (int u = 0; u < units(); ++u) {
+        Unit& unit = unit_of(r, u);
+        unit.asks = has_callbacks && asks_policy(unit.role);
+        // A list of sinks and recent tokens is written sooner than the pool starts.
+        if (!unit.asks && asks_policy(unit.role)) ask_unit(layer_idx, rows[static_cast<size_t>(r)], r, u, 0);
+      }
+    }
   }
-  plan_pieces(layer_idx, rows);
-  if (!pieces_.empty()) load_queries(rows);
-  pool_.parallel_for_near(static_cast<int64_t>(pieces_.size()), [&](int64_t task, int worker) {
-    attend_piece(layer_idx, rows, pieces_[static_cast<size_t>(task)], worker);
-  });
+  run_lanes(layer_idx, rows, prepares);
   return failed_.load() ? failure_ : std::string();
 }
 

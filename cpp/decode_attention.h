@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "policy.h"
+#include "staged_lanes.h"
 #include "worker_pool.h"
 
 namespace offload {
@@ -101,7 +102,14 @@ class DecodeAttention {
   WorkerProfile profile() const;
 
  private:
-  // One task of the attend phase: some tokens of some units of a row. A dense piece walks page by page, all heads' keys
+  // What goes through the stages of a layer by itself: a unit, or some units of a row that is dense.
+  struct Lane {
+    int row;
+    int first_unit;
+    int num_units;
+    int64_t max_splits;  // pieces that there is room for
+  };
+  // One task of attending: some tokens of some units of a row. A dense piece walks page by page, all heads' keys
   // and then all heads' values, which is the order of memory: one long sequential stream.
   struct Piece {
     int row;
@@ -114,10 +122,11 @@ class DecodeAttention {
   struct Unit {
     bool sparse = false;  // the policy has a say in it
     Role role = Role::dense;
+    bool asks = false;      // the policy's callbacks are to be asked, in the unit's lane
     bool answered = false;  // by propose: there is nothing to attend
     int64_t first_part = 0;
     int num_parts = 0;
-    std::atomic<int> parts_left{0};
+    int64_t num_ranges = 0;  // that scoring is cut into
     // Attention weights of what is attended [group, n], where they are known before: relative to all keys that were
     // scored, whose log-sum-exp is lse_all.
     std::vector<float> weights;
@@ -131,14 +140,7 @@ class DecodeAttention {
     std::vector<int32_t> considered;      // with propose: sinks, candidates, recent tokens
     std::vector<float> candidate_scores;  // [group, considered]
     std::vector<float> importance;        // [considered]
-    std::atomic<int> scores_left{0};
-  };
-  // One task of scoring candidates.
-  struct ScoreRange {
-    int row;
-    int unit;
-    int64_t begin;
-    int64_t n;
+    std::atomic<int> scores_left{0};      // of unit 0: units of its row that retrieve and are not scanned
   };
   // What a unit read in the last step.
   struct Remembered {
@@ -174,7 +176,6 @@ class DecodeAttention {
     return static_cast<Role>(policy_.roles[static_cast<size_t>(layer_idx * units() + unit)]);
   }
   bool asks_policy(Role role) const { return role == Role::retrieve || role == Role::select; }
-  void set_range(Unit& unit) const;
   void write_output(const QueryRow& row, int first_head, int64_t num_heads, const float* x) const;
   WorkerProfile* profile_of(int worker) {
     return profiles_.empty() ? nullptr : &profiles_[static_cast<size_t>(worker)];
@@ -184,7 +185,8 @@ class DecodeAttention {
   PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void finish_context(const PolicyContext& context);
   void prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
-  void propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares);
+  void ask_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void score_range(const QueryRow& row, int row_idx, int unit, int64_t range, int worker);
   void propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance, int worker);
@@ -202,8 +204,7 @@ class DecodeAttention {
 
   // decode_attention.cpp: attending to it
   void load_queries(const std::vector<QueryRow>& rows);
-  void plan_pieces(int64_t layer_idx, const std::vector<QueryRow>& rows);
-  void attend_piece(int64_t layer_idx, const std::vector<QueryRow>& rows, const Piece& piece, int worker);
+  void attend_piece(const QueryRow& row, const Piece& piece, int worker);
   void attend_dense(const QueryRow& row, const Piece& piece, int worker);
   AttendArgs unit_args(const QueryRow& row, int row_idx, int unit, int split);
   void merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
@@ -211,6 +212,17 @@ class DecodeAttention {
   void score_window(const QueryRow& row, int row_idx, int unit, float* lse);
   void update_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void report_non_finite(int64_t layer_idx, int row_idx, int unit);
+
+  // decode_attention_lanes.cpp: what comes when
+  void set_range(Unit& unit) const;
+  bool is_null(const QueryRow& row, const Unit& unit) const;
+  int64_t alignment_of(const Unit& unit) const;
+  int64_t blocks_of(const Unit& unit) const;
+  int64_t plan_lanes(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  StagedLanes::Stage begin_attending(const Lane& lane);
+  Piece piece_of(const Lane& lane, int64_t split);
+  void run_lanes(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares);
+
   Remembered& remembered_of(int64_t layer_idx, int row, int unit);  // decode_attention_warm.cpp
 
   const AttentionShape shape_;
@@ -224,14 +236,16 @@ class DecodeAttention {
   std::vector<float> queries_;    // [rows, num_qo_heads, head_dim]
   bool queries_loaded_ = false;   // those of this call
   std::vector<int> sparse_rows_;  // those of the last attend() that the policy had a say in
-  std::vector<ScoreRange> score_ranges_;
   size_t num_selections_ = 0;
   std::vector<std::vector<int32_t>> selection_;
   std::vector<std::vector<int32_t>> published_;  // of each row of the step and unit; kept from layer to layer
   int first_row_ = 0;
   std::unique_ptr<Unit[]> units_;
   size_t units_capacity_ = 0;
-  std::vector<Piece> pieces_;
+  std::vector<Lane> lanes_;
+  StagedLanes staged_;
+  int64_t piece_tokens_ = 0;  // of a lane, about
+  int64_t max_ranges_ = 0;    // of a unit
   std::vector<float> parts_;  // [parts, unit_group, head_dim + 2]: acc, then max, then sum
   ScanSlot slots_[3];
   std::vector<std::vector<float>> dense_scores_;     // of each worker: [units, group, kScoreTile]

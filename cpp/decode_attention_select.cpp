@@ -8,8 +8,6 @@
 namespace offload {
 namespace {
 
-constexpr int64_t kMinScoreTokens = 256;  // of a scoring task; shorter ones cost more to start than to run
-
 const KernelTable& kernels_of(const PolicyContext* context) {
   return *static_cast<const KernelTable*>(context->kernels);
 }
@@ -125,82 +123,33 @@ void DecodeAttention::prepare_unit(int64_t layer_idx, const QueryRow& row, int r
   finish_context(ctx);
 }
 
-// For policies that do not scan all keys: select() alone, or propose() -> scores of the candidates -> select().
-void DecodeAttention::propose_and_score(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares) {
-  const bool proposes = policy_.propose != nullptr;
-  const auto ask = [&](int64_t task, int worker) {
-    const int r = sparse_rows_[static_cast<size_t>(task / units())];
-    const int unit = static_cast<int>(task % units());
-    if (!asks_policy(unit_of(r, unit).role)) return;
-    if (prepares && policy_.prepare != nullptr) {
-      prepare_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
-    }
-    if (proposes) {
-      propose_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
-    } else {
-      select_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, nullptr, worker);
-      Unit& state = unit_of(r, unit);
-      if (policy_.observe != nullptr) state.scores.resize(static_cast<size_t>(unit_group() * state.n));
-    }
-  };
-  const int64_t num_asked = static_cast<int64_t>(sparse_rows_.size()) * units();
-  const bool has_callbacks = proposes || policy_.select != nullptr || (prepares && policy_.prepare != nullptr);
-  if (has_callbacks) {
-    pool_.parallel_for_near(num_asked, ask);
-  } else {  // a list of sinks and recent tokens is written sooner than the pool starts
-    for (int64_t task = 0; task < num_asked; ++task) ask(task, 0);
-  }
-  if (!proposes || failed_.load()) return;
+// For policies that do not scan all keys: select() alone, or propose(), after which the candidates are scored.
+void DecodeAttention::ask_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
+  if (policy_.propose != nullptr) return propose_unit(layer_idx, row, row_idx, unit_idx, worker);
+  select_unit(layer_idx, row, row_idx, unit_idx, nullptr, worker);
+  Unit& unit = unit_of(row_idx, unit_idx);
+  if (policy_.observe != nullptr) unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
+}
 
-  std::vector<ScoreRange>& ranges = score_ranges_;
-  ranges.clear();
-  int64_t all_tokens = 0;
-  const auto considered = [&](int r, int u) {
-    const Unit& unit = unit_of(r, u);
-    return asks_policy(unit.role) && !unit.answered ? static_cast<int64_t>(unit.considered.size()) : 0;
-  };
-  for (int r : sparse_rows_) {
-    for (int u = 0; u < units(); ++u) all_tokens += considered(r, u);
+void DecodeAttention::score_range(const QueryRow& row, int row_idx, int unit_idx, int64_t range, int worker) {
+  Unit& unit = unit_of(row_idx, unit_idx);
+  const auto all = static_cast<int64_t>(unit.considered.size());
+  const int64_t begin = all * range / unit.num_ranges;
+  const int64_t n = all * (range + 1) / unit.num_ranges - begin;
+  WorkerProfile* profile = profile_of(worker);
+  const PhaseTimer timer(profile, Phase::score);
+  if (profile != nullptr) {
+    profile->bytes += n * shape_.row_bytes();
+    profile->scored_tokens += n;
   }
-  const int64_t threads = pool_.num_threads();
-  const int64_t target =
-      threads == 1 ? all_tokens : std::max(kMinScoreTokens, all_tokens / (threads * kPiecesPerThread));
-  for (int r : sparse_rows_) {
-    for (int u = 0; u < units(); ++u) {
-      const int64_t n = considered(r, u);
-      if (n == 0) continue;
-      const int64_t splits = std::max<int64_t>(1, (n + target / 2) / target);
-      unit_of(r, u).scores_left.store(static_cast<int>(splits), std::memory_order_relaxed);
-      for (int64_t i = 0; i < splits; ++i) {
-        ranges.push_back({r, u, n * i / splits, n * (i + 1) / splits - n * i / splits});
-      }
-    }
-  }
-  pool_.parallel_for_near(static_cast<int64_t>(ranges.size()), [&](int64_t task, int worker) {
-    const ScoreRange& range = ranges[static_cast<size_t>(task)];
-    const QueryRow& row = rows[static_cast<size_t>(range.row)];
-    Unit& unit = unit_of(range.row, range.unit);
-    const auto n = static_cast<int64_t>(unit.considered.size());
-    {
-      WorkerProfile* profile = profile_of(worker);
-      const PhaseTimer timer(profile, Phase::score);
-      if (profile != nullptr) {
-        profile->bytes += range.n * shape_.row_bytes();
-        profile->scored_tokens += range.n;
-      }
-      kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(range.row, range.unit * unit_group()),
-                                                      unit_group(),
-                                                      shape_.head_dim,
-                                                      shape_.keys(row.pages, kv_head_of(range.unit)),
-                                                      {unit.considered.data() + range.begin, 0, range.n},
-                                                      shape_.sm_scale,
-                                                      unit.candidate_scores.data() + range.begin,
-                                                      n});
-    }
-    if (unit.scores_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      finish_proposal(layer_idx, row, range.row, range.unit, worker);
-    }
-  });
+  kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(row_idx, unit_idx * unit_group()),
+                                                  unit_group(),
+                                                  shape_.head_dim,
+                                                  shape_.keys(row.pages, kv_head_of(unit_idx)),
+                                                  {unit.considered.data() + begin, 0, n},
+                                                  shape_.sm_scale,
+                                                  unit.candidate_scores.data() + begin,
+                                                  all});
 }
 
 void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {

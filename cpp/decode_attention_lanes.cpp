@@ -1,0 +1,201 @@
+// A layer as lanes of one job: a unit is asked about, its candidates are scored, its tokens attended piece by piece and
+// its pieces merged, each as soon as what comes before is done for that unit. Workers that have nothing to do for one
+// unit help another.
+#include <algorithm>
+#include <limits>
+
+#include "decode_attention.h"
+
+namespace offload {
+namespace {
+
+// Of one task; shorter ones cost more to start than to run. 8 units of 1,024 tokens make 64 pieces for 15 threads.
+constexpr int64_t kMinScoreTokens = 128;
+constexpr int64_t kMinPieceTokens = 128;
+
+enum LaneStage : int { kAsk, kScore, kAttend, kMerge };
+
+int64_t divide_rounded(int64_t a, int64_t b) { return (a + b / 2) / b; }
+
+}  // namespace
+
+// Which of a unit's tokens are attended here. Lists hold the sinks first and the recent tokens last, as rows do.
+void DecodeAttention::set_range(Unit& unit) const {
+  unit.begin = 0;
+  unit.end = unit.n;
+  if (!options_.window_on_device) return;
+  unit.begin = std::min(options_.sink_tokens, unit.n);
+  unit.end = std::max(unit.begin, unit.n - options_.recent_tokens);
+}
+
+// Answered at once: there is nothing to attend, to report or to learn from it.
+bool DecodeAttention::is_null(const QueryRow& row, const Unit& unit) const {
+  const bool learns = unit.sparse && !options_.defers_updates && policy_.learns();
+  return !unit.asks && unit.begin == unit.end && !learns && (row.weights == nullptr || unit.n == 0);
+}
+
+// Pieces begin at multiples of this, where a unit's tokens are contiguous and not few.
+int64_t DecodeAttention::alignment_of(const Unit& unit) const {
+  const int64_t page_tokens = int64_t{1} << shape_.page_shift;
+  return unit.role == Role::dense || (unit.indices == nullptr && unit.end - unit.begin > page_tokens) ? page_tokens : 1;
+}
+
+// How many blocks of that alignment hold a unit's tokens: so many pieces can be made of which none is empty.
+int64_t DecodeAttention::blocks_of(const Unit& unit) const {
+  const int64_t align = alignment_of(unit);
+  return std::max<int64_t>(1, ceil_div(unit.end, align) - unit.begin / align);
+}
+
+// Decides on lanes, and on the size of pieces so that all threads are busy, whether there is one long sequence or many
+// short ones. Dense rows are cut at pages, and by heads only when there are too few pages. What a policy will choose is
+// taken to be its budget. Returns how many tokens that makes in all.
+int64_t DecodeAttention::plan_lanes(int64_t layer_idx, const std::vector<QueryRow>& rows) {
+  const int64_t threads = pool_.num_threads();
+  int64_t all_tokens = 0;
+  int64_t num_asking = 0;
+  for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()); ++i) {
+    Unit& unit = units_[i];
+    if (unit.asks && unit.role == Role::select) unit.n = policy_.budget_tokens;
+    set_range(unit);
+    all_tokens += unit.end - unit.begin;
+    num_asking += unit.asks;
+  }
+  const int64_t pieces = threads * kPiecesPerThread;
+  piece_tokens_ =
+      threads == 1 ? std::numeric_limits<int64_t>::max() / 4 : std::max(kMinPieceTokens, all_tokens / pieces);
+  max_ranges_ = threads == 1 ? 1 : ceil_div(pieces, std::max<int64_t>(1, num_asking));
+  lanes_.clear();
+  int64_t part = 0;
+  const auto add = [&](int r, int first_unit, int num_units, int64_t splits) {
+    lanes_.push_back({r, first_unit, num_units, splits});
+    for (int u = first_unit; u < first_unit + num_units; ++u, part += splits) unit_of(r, u).first_part = part;
+  };
+  for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
+    const QueryRow& row = rows[static_cast<size_t>(r)];
+    const Unit& first = unit_of(r, 0);
+    if (first.role == Role::dense && !is_null(row, first)) {
+      const int64_t wanted = std::max<int64_t>(1, (first.end - first.begin) * units() / piece_tokens_);
+      const int64_t splits = std::min(wanted, blocks_of(first));
+      const int64_t groups = std::min<int64_t>(units(), ceil_div(wanted, splits));
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t begin = units() * g / groups;
+        add(r, static_cast<int>(begin), static_cast<int>(units() * (g + 1) / groups - begin), splits);
+      }
+      continue;
+    }
+    for (int u = 0; u < units(); ++u) {
+      const Unit& unit = unit_of(r, u);
+      if (is_null(row, unit)) {
+        merge_unit(layer_idx, row, r, u, 0);
+      } else {
+        const int64_t most = unit.asks ? std::max<int64_t>(1, unit.n) : blocks_of(unit);
+        add(r, u, 1, std::clamp<int64_t>(divide_rounded(unit.end - unit.begin, piece_tokens_), 1, most));
+      }
+    }
+  }
+  const auto floats = static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2));
+  if (parts_.size() < floats) parts_.resize(floats);
+  return all_tokens;
+}
+
+// A lane's units know their tokens.
+StagedLanes::Stage DecodeAttention::begin_attending(const Lane& lane) {
+  int64_t splits = lane.max_splits;
+  for (int u = lane.first_unit; u < lane.first_unit + lane.num_units; ++u) {
+    Unit& unit = unit_of(lane.row, u);
+    set_range(unit);
+    if (unit.role != Role::dense) {
+      const int64_t wanted = divide_rounded(unit.end - unit.begin, piece_tokens_);
+      splits = std::clamp<int64_t>(wanted, 1, std::min(lane.max_splits, blocks_of(unit)));
+    }
+    unit.num_parts = static_cast<int>(splits);
+  }
+  return {kAttend, splits};
+}
+
+DecodeAttention::Piece DecodeAttention::piece_of(const Lane& lane, int64_t split) {
+  const Unit& unit = unit_of(lane.row, lane.first_unit);  // the others have its range
+  const int64_t align = alignment_of(unit);
+  const int64_t blocks = blocks_of(unit);
+  const auto bound = [&](int64_t i) {
+    if (i == 0) return unit.begin;
+    return i == unit.num_parts ? unit.end : (unit.begin / align + blocks * i / unit.num_parts) * align;
+  };
+  const int64_t begin = bound(split);
+  return {lane.row, lane.first_unit, lane.num_units, begin, bound(split + 1) - begin, static_cast<int>(split)};
+}
+
+void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares) {
+  struct Body {
+    DecodeAttention& self;
+    int64_t layer_idx;
+    const std::vector<QueryRow>& rows;
+    bool prepares;
+
+    void task(int64_t index, int stage, int64_t i, int worker) {
+      const Lane& lane = self.lanes_[static_cast<size_t>(index)];
+      const QueryRow& row = rows[static_cast<size_t>(lane.row)];
+      const int u = lane.first_unit;
+      if (stage == kAsk) {
+        if (prepares && self.policy_.prepare != nullptr) self.prepare_unit(layer_idx, row, lane.row, u, worker);
+        self.ask_unit(layer_idx, row, lane.row, u, worker);
+      } else if (stage == kScore) {
+        self.score_range(row, lane.row, u, i, worker);
+      } else if (stage == kAttend) {
+        self.attend_piece(row, self.piece_of(lane, i), worker);
+      } else {
+        self.merge_unit(layer_idx, row, lane.row, u + static_cast<int>(i), worker);
+      }
+    }
+
+    StagedLanes::Stage advance(int64_t index, int stage, int worker) {
+      const Lane& lane = self.lanes_[static_cast<size_t>(index)];
+      const QueryRow& row = rows[static_cast<size_t>(lane.row)];
+      Unit& unit = self.unit_of(lane.row, lane.first_unit);
+      if (stage == kScore) self.finish_proposal(layer_idx, row, lane.row, lane.first_unit, worker);
+      if (self.failed_.load(std::memory_order_relaxed)) {
+        self.staged_.cancel();
+        return {};
+      }
+      if (stage == kMerge || unit.answered) return {};
+      if (stage == kAsk && self.policy_.propose != nullptr) {
+        const auto n = static_cast<int64_t>(unit.considered.size());
+        unit.num_ranges = std::clamp<int64_t>(divide_rounded(n, kMinScoreTokens), 1, self.max_ranges_);
+        if (n > 0) return {kScore, unit.num_ranges};
+        unit.n = row.kv_len;  // nothing is considered: everything is attended
+      }
+      if (stage == kAsk || stage == kScore) {
+        const StagedLanes::Stage next = self.begin_attending(lane);
+        if (unit.begin < unit.end) return next;
+      } else if (lane.num_units > 1 && self.pool_.num_threads() > 1) {
+        return {kMerge, lane.num_units};
+      }
+      for (int u = lane.first_unit; u < lane.first_unit + lane.num_units; ++u) {
+        self.merge_unit(layer_idx, row, lane.row, u, worker);
+      }
+      return {};
+    }
+  };
+
+  const int64_t all_tokens = plan_lanes(layer_idx, rows);
+  if (lanes_.empty()) return;
+  load_queries(rows);
+  staged_.reset(static_cast<int64_t>(lanes_.size()));
+  int64_t num_tasks = 0;
+  bool asks = false;
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    const bool of_lane = unit_of(lanes_[i].row, lanes_[i].first_unit).asks;
+    const StagedLanes::Stage first = of_lane ? StagedLanes::Stage{kAsk, 1} : begin_attending(lanes_[i]);
+    staged_.start(static_cast<int64_t>(i), first);
+    num_tasks += first.num_tasks;
+    asks = asks || of_lane;
+  }
+  Body body{*this, layer_idx, rows, prepares};
+  if (!asks && (num_tasks == 1 || all_tokens <= kMinPieceTokens)) {
+    staged_.run_alone(body);  // sooner done than the pool begins
+  } else {
+    staged_.run(pool_, body);
+  }
+}
+
+}  // namespace offload

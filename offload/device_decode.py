@@ -32,6 +32,7 @@ from offload.batch import RaggedBatch
 from offload.handshake import Handshake, make_handshake
 from offload.kv_store import KVStore
 from offload.mailbox import Mailbox
+from offload.memory import DeviceMemoryError
 from offload.models import DecoderLayer, LeanModel
 from offload.policies import Policy
 from offload.resident import ResidentKV
@@ -213,6 +214,11 @@ class DeviceDecoder:
         if self._num_slots:
             self.resident.forget(seq)
 
+    def check_usable(self) -> None:
+        """Raise CoprocessorError where an earlier fault was for good, or after a fork."""
+        if self._num_slots:
+            self.coprocessor.check_usable()
+
     def close(self) -> None:
         """End the threads."""
         if self._num_slots:
@@ -376,26 +382,38 @@ class DeviceDecoder:
         if num_sequences <= self._num_slots:
             return
         if self._num_slots:
+            self._num_slots = 0  # whatever happens below
             self._handshake.close()
-        self._num_slots = _bucket(num_sequences)
-        self.buffers = StepBuffers(self.model, self._num_slots, self.store.dtype, self.device)
+        num_slots = _bucket(num_sequences)
+        try:
+            self._allocate_slots(num_slots)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the GPU has no memory left for decode steps of {num_slots} sequences ("
+                f"{str(error).partition(chr(10))[0]}); lower the batch size or raise max_memory of "
+                "the device"
+            ) from error
+        self._num_slots = num_slots
+
+    def _allocate_slots(self, num_slots: int) -> None:
+        self.buffers = StepBuffers(self.model, num_slots, self.store.dtype, self.device)
         self.resident = ResidentKV(
             self.store,
             host_layers=self._host_layers,
             resident_layers=self._resident_layers,
             sink_tokens=self.sink_tokens,
             recent_tokens=self.recent_tokens,
-            num_slots=self._num_slots,
+            num_slots=num_slots,
             max_context=self.model.max_context,
             device=self.device,
             budget_bytes=self._device_budget_bytes,
         )
         shape = self.model.attention
-        requests = [(layer_idx, 0, self._num_slots) for layer_idx in self._host_layers]
+        requests = [(layer_idx, 0, num_slots) for layer_idx in self._host_layers]
         self._request_of_layer = {layer: i for i, layer in enumerate(self._host_layers)}
         self.mailbox = Mailbox.allocate(
             num_layers=len(self.layers),
-            max_rows=self._num_slots,
+            max_rows=num_slots,
             num_qo_heads=shape.num_qo_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,

@@ -118,6 +118,7 @@ class Coprocessor:
         self._started = False
         self._unusable: str | None = None  # why
         self._aborted = False
+        self._stuck = False
         self._open: _OpenStep | None = None
         self._next = 0
         self._queued: deque[_OpenStep] = deque()
@@ -221,6 +222,7 @@ class Coprocessor:
         self._queued.clear()
         if not self._native.abort(round(min(1.0, self.deadline_seconds / 2) * 1e9)):
             self._unusable = "its thread is stuck in an earlier step; load the model again"
+            self._stuck = True
         elif self._unusable is None:
             self._unusable = "it was aborted; reset() it when the GPU is idle"
             self._aborted = True
@@ -234,9 +236,21 @@ class Coprocessor:
         self._native.reset()
         self._aborted, self._unusable = False, None
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its thread did not come back from a step when it was aborted: the object and
+        what it attends to, the worker pool included, are of no more use."""
+        return self._stuck
+
+    def check_usable(self) -> None:
+        """Raise CoprocessorError where a step could not be begun."""
+        self._check_usable()
+
     def close(self) -> None:
         """End the thread; steps that are not done are dropped."""
-        self._unusable, self._aborted, self._started = "it was closed", False, False
+        if not self._stuck:
+            self._unusable = "it was closed"
+        self._aborted = self._started = False
         self._open = None
         self._queued.clear()
         self._native.close()

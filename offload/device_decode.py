@@ -23,6 +23,7 @@ from offload.device_step import DeviceStep, HostLink, StepBuffers, part_rows
 from offload.handshake import Handshake, Step, make_handshake
 from offload.kv_store import KVStore
 from offload.mailbox import Mailbox
+from offload.memory import DeviceMemoryError
 from offload.models import LeanModel
 from offload.parts_choice import PartsChoice
 from offload.policies import Policy
@@ -163,6 +164,11 @@ class DeviceDecoder:
         if self._num_slots:
             self._step.resident.forget(seq)
 
+    def check_usable(self) -> None:
+        """Raise CoprocessorError where an earlier fault was for good, or after a fork."""
+        for coprocessor in self.coprocessors:
+            coprocessor.check_usable()
+
     def close(self) -> None:
         """End the threads."""
         self._drop_links()
@@ -238,22 +244,34 @@ class DeviceDecoder:
         """Room for at least `num_sequences` rows; more than there was means new captures."""
         if num_sequences <= self._num_slots:
             return
+        self._num_slots = 0  # whatever happens below
         self._drop_links()
         self._choices.clear()
-        self._num_slots = _bucket(num_sequences)
+        num_slots = _bucket(num_sequences)
+        try:
+            self._step = self._make_step(num_slots)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the GPU has no memory left for decode steps of {num_slots} sequences ("
+                f"{str(error).partition(chr(10))[0]}); lower the batch size or raise max_memory of "
+                "the device"
+            ) from error
+        self._num_slots = num_slots
+
+    def _make_step(self, num_slots: int) -> DeviceStep:
         resident = ResidentKV(
             self.store,
             host_layers=self._host_layers,
             resident_layers=self._resident_layers,
             sink_tokens=self._sink_tokens,
             recent_tokens=self._recent_tokens,
-            num_slots=self._num_slots,
+            num_slots=num_slots,
             max_context=self.model.max_context,
             device=self.device,
             budget_bytes=self._device_budget_bytes,
         )
-        buffers = StepBuffers(self.model, self._num_slots, self.store.dtype, self.device)
-        self._step = DeviceStep(self.model, self._weights, self.store, buffers, resident)
+        buffers = StepBuffers(self.model, num_slots, self.store.dtype, self.device)
+        return DeviceStep(self.model, self._weights, self.store, buffers, resident)
 
     def _make_link(self, num_rows: int, num_parts: int) -> HostLink:
         parts = part_rows(num_rows, num_parts)

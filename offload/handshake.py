@@ -23,9 +23,10 @@ from typing import Protocol
 
 import torch
 
-from cpu_ops.coprocessor import Coprocessor
+from cpu_ops.coprocessor import Coprocessor, CoprocessorError
 from offload.attention import DecodeStep
 from offload.config import check_backend
+from offload.interrupts import shielded
 from offload.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -90,13 +91,14 @@ class InlineHandshake:
         """Nothing to prepare."""
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
-        self._coprocessor.begin_step(rows, slots)
         try:
+            self._coprocessor.begin_step(rows, slots)
             step()
             self._coprocessor.end_step()
         except BaseException:
-            self._coprocessor.abort()
-            self._coprocessor.reset()
+            with shielded():
+                self._coprocessor.abort()
+                self._coprocessor.reset()
             raise
 
     def close(self) -> None:
@@ -123,15 +125,16 @@ class StreamHandshake:
         """Nothing to prepare."""
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
-        self._coprocessor.begin_step(rows, slots)
         try:
+            self._coprocessor.begin_step(rows, slots)
             step()
             torch.cuda.current_stream().synchronize()
             self._coprocessor.end_step()
         except BaseException:
-            torch.cuda.current_stream().synchronize()
-            self._coprocessor.abort()
-            self._coprocessor.reset()
+            with shielded():
+                torch.cuda.current_stream().synchronize()
+                self._coprocessor.abort()
+                self._coprocessor.reset()
             raise
 
     def close(self) -> None:
@@ -175,25 +178,24 @@ class GraphHandshake:
         self._coprocessor.start()
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
-        self.launch(key, rows, slots)
-        self.wait()
+        try:
+            self.launch(key, rows, slots)
+            self._coprocessor.wait()
+        except BaseException as error:
+            self._recover(error)
+            raise
 
     def launch(self, key: Hashable, rows: DecodeStep, slots: Sequence[int]) -> None:
         """Start a step that was prepared, after those already started."""
-        graph = self._graphs[key]
         self._coprocessor.begin_step(rows, slots)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.replay()
-            self._finished.record()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        self._replay(key)
 
     def wait(self) -> None:
         """Until the oldest step that was started has ended on both sides."""
         try:
             self._coprocessor.wait()
-        except BaseException:
-            self._drain()
+        except BaseException as error:
+            self._recover(error)
             raise
 
     def close(self) -> None:
@@ -217,18 +219,41 @@ class GraphHandshake:
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph
 
+    def _replay(self, key: Hashable) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._graphs[key].replay()
+            self._finished.record()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _is_idle(self) -> bool:
+        return bool(self._finished.query())  # type: ignore[no-untyped-call]
+
+    def _recover(self, error: BaseException) -> None:
+        """Make the next step possible, or raise what says that it is not."""
+        with shielded():
+            self._drain()
+        if self._coprocessor.is_stuck and isinstance(error, CoprocessorError):
+            raise CoprocessorError(
+                f"{error}; its thread is stuck there, and this model cannot be used any more: "
+                "load it again"
+            ) from error
+
     def _drain(self) -> None:
         """Let the GPU run what was launched, with answers that nobody computed; start afresh."""
         self._coprocessor.abort()
+        # Anew: the error may have come between a launch and its record.
+        self._finished.record(self._stream)
         deadline = time.monotonic() + self._deadline_seconds
-        while not self._finished.query():  # type: ignore[no-untyped-call]
+        while not self._is_idle():
             if time.monotonic() > deadline:
                 raise HandshakeError(
                     f"the GPU did not finish a step within {self._deadline_seconds:g} s after the "
                     "CPU side gave up; this process cannot use it any more"
                 )
             time.sleep(0.001)
-        self._coprocessor.reset()
+        if not self._coprocessor.is_stuck:
+            self._coprocessor.reset()
 
 
 def choose_backend(backend: str | None, device: torch.device) -> str:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.interrupts import shielded
 from offload.kv_store import KVStore
 from offload.memory import DeviceMemoryError, format_bytes
 
@@ -165,7 +166,7 @@ class ResidentKV:
         The slots know all committed tokens of their sequences.
 
         Raises:
-            DeviceMemoryError: the resident layers do not fit; nothing is bound then.
+            DeviceMemoryError: the resident layers do not fit, although nothing else is bound now.
         """
         self._clock += 1
         slot_of = {
@@ -176,6 +177,8 @@ class ResidentKV:
             # Free slots first, low ones first: a step runs as many rows as its highest slot needs.
             key=lambda i: (self.slots[i].last_used if self.slots[i].seq is not None else -1, i),
         )
+        for index in slot_of.values():
+            self.slots[index].last_used = self._clock
         chosen = []
         for seq in seqs:
             index = slot_of[seq] if seq in slot_of else spare.pop(0)
@@ -205,23 +208,42 @@ class ResidentKV:
 
     def _clear(self, index: int) -> None:
         self.slots[index] = Slot()
-        for addresses in self._addresses[index]:
-            self._pages.release(addresses)
-            addresses.clear()
+        with shielded():
+            for addresses in self._addresses[index]:
+                self._pages.release(addresses)
+                addresses.clear()
 
     def _reserve(self, index: int, kv_len: int) -> None:
         needed = -(-kv_len // self._store.page_tokens)
         missing = [needed - len(addresses) for addresses in self._addresses[index]]
-        new = self._pages.allocate(sum(max(0, count) for count in missing))
-        for layer_idx, addresses, count in zip(
-            self.resident_layers, self._addresses[index], missing, strict=True
-        ):
-            if count <= 0:
-                continue
-            taken, new = new[:count], new[count:]
-            table = self.page_tables[layer_idx]
-            table[index, len(addresses) : needed] = torch.tensor(taken).to(table.device)
-            addresses += taken
+        if max(missing, default=0) <= 0:
+            return
+        with shielded():
+            new = self._allocate(index, sum(max(0, count) for count in missing))
+            for layer_idx, addresses, count in zip(
+                self.resident_layers, self._addresses[index], missing, strict=True
+            ):
+                if count <= 0:
+                    continue
+                taken, new = new[:count], new[count:]
+                table = self.page_tables[layer_idx]
+                table[index, len(addresses) : needed] = torch.tensor(taken).to(table.device)
+                addresses += taken
+
+    def _allocate(self, index: int, num_pages: int) -> list[int]:
+        """Pages for slot `index`; if need be, those of slots that are not in this step."""
+        while True:
+            try:
+                return self._pages.allocate(num_pages)
+            except DeviceMemoryError:
+                idle = [
+                    i
+                    for i, slot in enumerate(self.slots)
+                    if i != index and slot.last_used != self._clock and any(self._addresses[i])
+                ]
+                if not idle:
+                    raise
+                self._clear(min(idle, key=lambda i: self.slots[i].last_used))
 
     def _load(self, index: int, seq: int, kv_len: int) -> None:
         """Copy what the slot must know of `seq` from the host store."""

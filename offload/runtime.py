@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from offload.batch import RaggedBatch, one_token_each
 from offload.cache import OffloadedCache
 from offload.config import RuntimeConfig
 from offload.decode import Decoder
+from offload.interrupts import shielded
 from offload.kv_store import HostBudgetError, KVStore
 from offload.memory import (
     DeviceMemoryError,
@@ -28,6 +29,7 @@ from offload.models import LeanModel, lean_model_maker
 from offload.prefill import prefill
 from offload.sampling import SamplingOptions, TokenChooser
 from offload.sequences import Sequences
+from offload.torch_threads import torch_threads
 
 if TYPE_CHECKING:
     from offload.device_decode import DeviceDecoder
@@ -137,18 +139,16 @@ class Runtime:
         else:
             if cache.get_seq_length() and max(batch.num_new_tokens) <= self._decoder.max_rows:
                 phase = "decode"
-            seqs = cache.reserve(batch)
-            try:
+
+            def compute(seqs: list[int]) -> torch.Tensor:
+                nonlocal start
                 self._mark_text(batch, seqs, tokens)
-                if phase == "decode":
-                    start += self._build_index(batch, seqs)
-                    hidden = self._decoder.decode(hidden, batch, seqs)
-                else:
-                    hidden = self._prefill(hidden, batch, self.store, seqs)
-            except BaseException:
-                cache.roll_back()
-                raise
-            cache.commit(batch)
+                if phase == "prefill":
+                    return self._prefill(hidden, batch, self.store, seqs)
+                start += self._build_index(batch, seqs)
+                return self._decoder.decode(hidden, batch, seqs)
+
+            hidden = self._extend(cache, batch, compute)
         self._record(phase, batch.num_tokens, start)
         return hidden, phase
 
@@ -180,16 +180,16 @@ class Runtime:
         assert not isinstance(self._decoder, Decoder)
         start = time.perf_counter()
         batch = one_token_each(cache.batch_size)
-        seqs = cache.reserve(batch)
-        try:
+        decoder = self._decoder
+
+        def compute(seqs: list[int]) -> torch.Tensor:
+            nonlocal start
             self._mark_text(batch, seqs, tokens)
             start += self._build_index(batch, seqs)
             with self._current_device():
-                chosen = self._decoder.choose_tokens(seqs, tokens, position_ids, options)
-        except BaseException:
-            cache.roll_back()
-            raise
-        cache.commit(batch)
+                return decoder.choose_tokens(seqs, tokens, position_ids, options)
+
+        chosen = self._extend(cache, batch, compute)
         self._record("decode", batch.num_tokens, start)
         return chosen
 
@@ -276,6 +276,29 @@ class Runtime:
         """A cache that `generation` resets if the generation fails."""
         self._generation_cache = OffloadedCache(self.sequences)
         return self._generation_cache
+
+    def _extend(
+        self,
+        cache: OffloadedCache,
+        batch: RaggedBatch,
+        compute: Callable[[list[int]], torch.Tensor],
+    ) -> torch.Tensor:
+        """What `compute` makes of the sequences of `batch`, which have room for its tokens then.
+
+        Afterwards the cache has these tokens, or after an error or ctrl-C it is as it was before.
+        """
+        if not isinstance(self._decoder, Decoder):
+            self._decoder.check_usable()
+        with shielded() as exposed:
+            seqs = cache.reserve(batch)
+            try:
+                with exposed():
+                    result = compute(seqs)
+            except BaseException:
+                cache.roll_back()
+                raise
+            cache.commit(batch)
+        return result
 
     def _current_device(self) -> contextlib.AbstractContextManager[Any]:
         """Kernels are launched on torch's current device, whichever their tensors are on."""
@@ -432,20 +455,6 @@ def kv_budget_bytes(config: RuntimeConfig, weight_bytes: int, *, loaded: bool) -
             "raise it, or choose a smaller dtype or model"
         )
     return limit - weight_bytes
-
-
-@contextlib.contextmanager
-def torch_threads(num_threads: int | None) -> Iterator[None]:
-    """Run torch's own operators on `num_threads` threads, and put its setting back afterwards."""
-    before = torch.get_num_threads()
-    if num_threads is None or num_threads == before:
-        yield
-        return
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _weight_bytes(stock: Any) -> int:

@@ -20,7 +20,7 @@ from offload.benchmarks.pipeline import measure_decode
 from offload.benchmarks.selection import policy_label, policy_options
 from offload.memory import format_bytes, host_memory_limit_bytes
 from offload.policies import Policy
-from offload.runtime import torch_threads
+from offload.torch_threads import torch_threads
 
 Row = dict[str, Any]
 OURS, GRAPH = "offload", "all on the GPU, one graph"

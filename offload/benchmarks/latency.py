@@ -28,7 +28,7 @@ from offload.benchmarks.latency_workload import LatencyWorkload
 from offload.benchmarks.latency_yardstick import Yardstick
 from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE
-from offload.runtime import torch_threads
+from offload.torch_threads import torch_threads
 
 PHASES = ("predict", "score", "select", "attend", "update")
 WARMUP_STEPS = 2

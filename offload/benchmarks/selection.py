@@ -24,7 +24,7 @@ from offload.benchmarks.selection_metrics import (
 from offload.benchmarks.selection_observer import Means, SelectionObserver
 from offload.benchmarks.shared_prefill import SharedPrefill
 from offload.policies import Policy, make_policy
-from offload.runtime import torch_threads
+from offload.torch_threads import torch_threads
 
 STABILITY_WINDOW = 32
 TIMED_STEPS = 32  # decoded after the observed steps, with nobody looking on

@@ -17,7 +17,8 @@ import torch
 from offload.batch import RaggedBatch
 from offload.kv_store import KVStore
 from offload.prefill import prefill
-from offload.runtime import Runtime, torch_threads
+from offload.runtime import Runtime
+from offload.torch_threads import torch_threads
 
 KEPT_QUERIES = 64  # more than a policy observes
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from offload.batch import pack
 from offload.cache import OffloadedCache
-from offload.runtime import Runtime, torch_threads
+from offload.runtime import Runtime
+from offload.torch_threads import torch_threads
 from offload.sampling import SamplingOptions
 
 

@@ -24,12 +24,15 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from offload.policies.callback import view_float32
+
 # Of a table's float64 state: power sums, then these.
 MAX, FLOOR, COUNT, FULL = 4, 5, 6, 7
 TABLE_STATE = 8
 _VANISHED = np.float32(1e-30)  # of the largest stored score's scale, 1; smaller ones become 0
 
-_AHEAD = 32  # tokens whose scores are fetched before they are needed
+_AHEAD = 32  # tokens whose places in the table are fetched before they are needed
+_VALUES_AHEAD = 12  # and whose scores in the list are
 
 _ZERO, _ONE, _TWO = np.uint64(0), np.uint64(1), np.uint64(2)
 _62, _63, _64 = np.uint64(62), np.uint64(63), np.uint64(64)
@@ -195,28 +198,29 @@ def add_scores(
     s1, s2, s3, s4 = state[0], state[1], state[2], state[3]
     highest, floor = state[MAX], state[FLOOR]
     count = np.int64(state[COUNT])
+    last = len(tokens) - 1
+    table_at, values_at = table.ctypes.data, values.ctypes.data
     for i in range(len(tokens)):
-        # Whether a score is listed is a branch on a cache miss: without help misses would queue up.
-        ahead = np.int64(tokens[min(i + _AHEAD, len(tokens) - 1)])
-        ahead = newest - ahead if top >= 0 else ahead
-        _prefetch(table, ahead)  # type: ignore[call-arg]
+        # A score is behind two cache misses, its place in the table and the list.
+        ahead = np.int64(tokens[min(i + _AHEAD, last)])
+        _prefetch(table, newest - ahead if top >= 0 else ahead)  # type: ignore[call-arg]
+        ahead = np.int64(tokens[min(i + _VALUES_AHEAD, last)])
+        place = table[newest - ahead if top >= 0 else ahead]
+        _prefetch(values, max(np.int64(-place) - 1, 0))
         index = newest - tokens[i] if top >= 0 else np.int64(tokens[i])
-        before = table[index]
-        slot = -1
-        if before < 0.0:
-            slot = np.int64(-before) - 1
-            before = values[slot]
+        place = table[index]
+        # One address: whether a score is listed cannot be predicted.
+        at = values_at + 4 * (np.int64(-place) - 1) if place < 0.0 else table_at + 4 * index
+        score = view_float32(at, 1)
+        before = score[0]
         after = np.float32(before + weights[i] * scale)
-        if slot >= 0:
-            values[slot] = after
-        elif after > floor and count < len(values):
+        score[0] = after
+        if place >= 0.0 and after > floor and count < len(values):
             values[count] = after
             indices[count] = index
             count += 1
             table[index] = -np.float32(count)
             _set_bit(bits, _bit_of(index, top))
-        else:
-            table[index] = after
         x, y = np.float64(after), np.float64(before)
         s1 += x - y
         s2 += x * x - y * y

@@ -163,6 +163,7 @@ py::dict policy_context_offsets() {
   FIELD(score_int8);
   FIELD(load_keys);
   FIELD(store_rows);
+  FIELD(filter_at_least);
 #undef FIELD
   return offsets;
 }

@@ -66,6 +66,10 @@ void store_rows(const PolicyContext* context, const float* x, int64_t n, void* o
   kernels_of(context).from_float[context->dtype](x, n, out);
 }
 
+int64_t filter_at_least(const PolicyContext* context, const float* x, int64_t n, float threshold, int32_t* positions) {
+  return kernels_of(context).filter_at_least(x, n, threshold, positions, n);
+}
+
 }  // namespace
 
 PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker) {
@@ -93,6 +97,7 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.score_int8 = score_int8;
   context.load_keys = load_keys;
   context.store_rows = store_rows;
+  context.filter_at_least = filter_at_least;
   context.kernels = &kernels_;
   context.dtype = static_cast<int64_t>(shape_.dtype);
   context.keys = shape_.keys(row.pages, kv_head);

@@ -51,6 +51,7 @@ struct PolicyContext {
                      float* scores);
   void (*load_keys)(const PolicyContext*, int64_t first, int64_t n, float* out);
   void (*store_rows)(const PolicyContext*, const float* x, int64_t n, void* out);
+  int64_t (*filter_at_least)(const PolicyContext*, const float* x, int64_t n, float threshold, int32_t* positions);
   // For the primitives only.
   const void* kernels;
   int64_t dtype;

@@ -54,6 +54,7 @@ CONTEXT_DTYPE = np.dtype(
         ("score_int8", np.int64),
         ("load_keys", np.int64),
         ("store_rows", np.int64),
+        ("filter_at_least", np.int64),
     ]
 )
 CACHE_LINE = 64
@@ -264,3 +265,23 @@ def load_keys(typingctx: Any, context: Any, function: Any, first: Any, n: Any, o
 def store_rows(typingctx: Any, context: Any, function: Any, x: Any, n: Any, out: Any) -> Any:
     """store_rows(pointer, ctx.store_rows, x, n, out): n floats at `x` in the cache's dtype."""
     return types.void(context, *[types.int64] * 4), _call_primitive(types.void, 3)
+
+
+@intrinsic
+def filter_at_least(
+    typingctx: Any, context: Any, function: Any, x: Any, n: Any, threshold: Any, positions: Any
+) -> Any:
+    """filter_at_least(pointer, ctx.filter_at_least, x, n, threshold, positions) -> count.
+
+    Ascending positions of the values >= threshold, a float32. `x` is the address of float32 [n],
+    `positions` of int32 [n].
+    """
+
+    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        fn_type = ir.FunctionType(word, [cgutils.voidptr_t, word, word, ir.FloatType(), word])
+        target = builder.inttoptr(args[1], fn_type.as_pointer())
+        return builder.call(target, [builder.bitcast(args[0], cgutils.voidptr_t), *args[2:]])
+
+    words = types.int64, types.int64, types.int64, types.float32, types.int64
+    return types.int64(context, *words), codegen

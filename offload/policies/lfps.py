@@ -44,7 +44,9 @@ from offload.policies.callback import (
     ANSWERED,
     Callback,
     callback,
+    filter_at_least,
     offset_floats,
+    prefetch,
     read_context,
     score_tokens,
     view_float32,
@@ -64,7 +66,6 @@ from offload.policies.lfps_layout import (
     VOTES,
     list_all,
     make_arrays,
-    num_blocks,
     num_words,
     top_bit,
     unlist_all,
@@ -80,15 +81,18 @@ from offload.policies.lfps_tables import (
     FULL,
     TABLE_STATE,
     add_scores,
+    expand_marks,
+    float_above,
+    list_tokens,
     lowered_threshold,
-    mark_above,
+    mark_slots,
     mark_tokens,
     mean_of,
     prune,
     rescale,
-    take_candidates,
     threshold_of,
 )
+from offload.policies.lfps_votes import group_weights
 
 GRANULARITIES = ("kv_head", "query_head")
 _LOCAL_TOKENS = 5  # of L
@@ -100,47 +104,16 @@ def _bypass_floats(head_dim: Any, sink_tokens: Any, group_size: Any) -> Any:
     return (2 + sink_tokens) * head_dim + group_size * (1 + sink_tokens + _LOCAL_TOKENS)
 
 
-@numba.njit(cache=True)
-def group_weights(
-    weights: Any, num: Any, first: Any, group_size: Any, votes: Any, combined: Any
-) -> Any:
-    """Half the voting heads' mean weight of each attended token but the sinks.
-
-    Args:
-        weights: [group_size * num] normalised weights; the first `first` of each head are sinks'.
-        combined: receives [num - first].
-
-    Returns:
-        whether anybody voted.
-    """
-    voters = 0
-    for g in range(group_size):
-        voters += np.int64(votes[g] > 0.0)
-    combined[:] = np.float32(0.0)
-    voted = False
-    for g in range(group_size):
-        total = np.float32(0.0)
-        for i in range(first, num):
-            total += weights[g * num + i]
-        if votes[g] > 0.0 and total > 1e-20:
-            factor = np.float32(0.5 / (total * voters))
-            for i in range(first, num):
-                combined[i - first] += factor * weights[g * num + i]
-            voted = True
-    return voted
-
-
 @callback
 def prepare(pointer: Any) -> None:
     ctx = read_context(pointer)
     sizes = view_int32(ctx.arrays[7], 3)
     capacity, listed, longest = sizes[CAPACITY], sizes[LISTED], sizes[CANDIDATES]
-    words, blocks, top = num_words(capacity), num_blocks(capacity), top_bit(capacity)
-    bitmaps = ctx.arrays[3] + 8 * ctx.unit * (3 * words + blocks)
+    words, top = num_words(capacity), top_bit(capacity)
+    bitmaps = ctx.arrays[3] + 8 * ctx.unit * 3 * words
     bits_v = view_uint64(bitmaps, words)
     bits_s = view_uint64(bitmaps + 8 * words, words)
     marks = view_uint64(bitmaps + 16 * words, words)
-    touched = view_uint64(bitmaps + 24 * words, blocks)
     states = ctx.arrays[4] + 8 * ctx.unit * (VOTES + ctx.group_size)
     state_v = view_float64(states, TABLE_STATE)
     state_s = view_float64(states + 8 * TABLE_STATE, TABLE_STATE)
@@ -155,8 +128,16 @@ def prepare(pointer: Any) -> None:
     indices_s = view_int32(offset_floats(ctx.arrays[2], at + listed), listed)
     at = ctx.unit * (longest + listed)
     candidates = view_int32(offset_floats(ctx.arrays[6], at), longest)
-    hits = view_int32(offset_floats(ctx.arrays[6], at + longest), listed)
+    hits_at = offset_floats(ctx.arrays[6], at + longest)
+    hits = view_int32(hits_at, listed)
+    # When the hits are marked, their place takes the expansion.
+    num_listing = (ctx.last >> 6) - (ctx.first >> 6) + 2
+    chosen_at = hits_at + (hits_at & 4)
+    chosen = view_uint64(chosen_at, num_listing)
+    places = view_int32(chosen_at + 8 * num_listing, num_listing)
 
+    # Lists are read in order, which the hardware sees; these are not.
+    prefetch(bitmaps + 16 * words, ctx.kv_len >> 3)
     newest = ctx.kv_len - 1
     n = newest - ctx.first
     alpha, prune_every = ctx.parameters[0], ctx.parameters[3]
@@ -180,21 +161,37 @@ def prepare(pointer: Any) -> None:
         unit[ATTEMPT] = attempt
         share = 0.5**attempt if attempt < 3 else 0.0
         lowered = lowered_threshold(theta_v, mean_v, share)
-        marked += mark_above(
-            values_v, indices_v, state_v, lowered, -1, ctx.first, hits, marks, touched
+        found = filter_at_least(  # type: ignore[call-arg, var-annotated]
+            pointer,
+            ctx.filter_at_least,
+            values_v.ctypes.data,
+            np.int64(state_v[COUNT]),
+            float_above(lowered),
+            hits_at,
         )
+        marked += mark_slots(hits[:found], indices_v, -1, ctx.first, ctx.last, marks)
         lowered = lowered_threshold(theta_s, mean_s, share)
-        marked += mark_above(
-            values_s, indices_s, state_s, lowered, newest, ctx.first, hits, marks, touched
+        found = filter_at_least(
+            pointer,
+            ctx.filter_at_least,
+            values_s.ctypes.data,
+            np.int64(state_s[COUNT]),
+            float_above(lowered),
+            hits_at,
         )
+        marked += mark_slots(hits[:found], indices_s, newest, ctx.first, ctx.last, marks)
         if attempt == 4:
-            mark_tokens(max(ctx.first, ctx.last - (wanted - count)), ctx.last, marks, touched)
-        count = take_candidates(
-            marks, touched, bits_v, bits_s, top - newest, ctx.first, ctx.last, candidates
-        )
+            mark_tokens(max(ctx.first, ctx.last - (wanted - count)), ctx.last, marks)
+        num_chosen = expand_marks(marks, bits_v, bits_s, top - newest, ctx.first, ctx.last, chosen)
+        count = list_tokens(chosen, num_chosen, ctx.first >> 6 << 6, places, candidates)
         if count >= wanted:
             break
     unit[STEP] += 1.0
+    # What propose reads but for the query: its mean key and variance ratios.
+    bypass_at = offset_floats(
+        ctx.arrays[5], ctx.unit * _bypass_floats(ctx.head_dim, ctx.first, ctx.group_size)
+    )
+    prefetch(bypass_at, 4 * _bypass_floats(ctx.head_dim, ctx.first, ctx.group_size))
     view_int32(ctx.arrays[7], 3 + ctx.unit + 1)[3 + ctx.unit] = count
     ctx.bytes_touched += np.int64(8 * (state_v[COUNT] + state_s[COUNT])) + 32 * marked + 4 * count
 
@@ -269,8 +266,8 @@ def observe(pointer: Any) -> None:
     ctx = read_context(pointer)
     sizes = view_int32(ctx.arrays[7], 3)
     capacity, listed, longest = sizes[CAPACITY], sizes[LISTED], sizes[CANDIDATES]
-    words, blocks = num_words(capacity), num_blocks(capacity)
-    bitmaps = ctx.arrays[3] + 8 * ctx.unit * (3 * words + blocks)
+    words = num_words(capacity)
+    bitmaps = ctx.arrays[3] + 8 * ctx.unit * 3 * words
     states = ctx.arrays[4] + 8 * ctx.unit * (VOTES + ctx.group_size)
     unit = view_float64(states, VOTES)
     votes = view_float64(states + 8 * VOTES, ctx.group_size)

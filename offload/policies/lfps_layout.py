@@ -13,7 +13,7 @@ from offload.policies.lfps_tables import TABLE_STATE, list_scores, unlist_scores
 
 _MIN_LISTED = 4096  # a list holds this many scores or a quarter of its table
 # Arrays, 0 to 6 with a row per unit: 0 tables float32 [2, capacity]; 1 listed values float32 and
-# 2 their indices int32 [2, listed]; 3 bitmaps uint64 [vertical | slash | marks | touched]; 4 state
+# 2 their indices int32 [2, listed]; 3 bitmaps uint64 [vertical | slash | marks]; 4 state
 # float64 [two table states | scale | step | attempt | votes of the group's heads]; 5 what bypasses
 # need, float32 [mean key | mean value | sink values | variance ratios | scores]; 6 int32 scratch
 # [candidates | hits]; 7 int32 [capacity, listed, longest list of candidates | candidates of units].
@@ -25,11 +25,6 @@ CAPACITY, LISTED, CANDIDATES = 0, 1, 2
 def num_words(capacity: Any) -> Any:
     """Words of a bitmap over tokens and what an expansion may reach beyond them."""
     return (capacity + 2) // 64 + 2
-
-
-@numba.njit(inline="always")
-def num_blocks(capacity: Any) -> Any:
-    return num_words(capacity) // 64 + 1
 
 
 @numba.njit(inline="always")
@@ -55,7 +50,7 @@ def make_arrays(
     num_units, _, capacity = tables.shape
     listed = min(capacity, max(_MIN_LISTED, capacity // 4))
     longest = min(capacity, max(_MIN_LISTED, capacity // 2, budget_tokens))
-    words, blocks = int(num_words(capacity)), int(num_blocks(capacity))
+    words = int(num_words(capacity))
     states = np.zeros((num_units, VOTES + group_size), np.float64)
     states[:, SCALE] = 1.0 if unit_states is None else unit_states[:, SCALE]
     states[:, ATTEMPT] = 0.0 if unit_states is None else unit_states[:, ATTEMPT]
@@ -65,7 +60,7 @@ def make_arrays(
         tables,
         np.zeros((num_units, 2, listed), np.float32),
         np.zeros((num_units, 2, listed), np.int32),
-        np.zeros((num_units, 3 * words + blocks), np.uint64),
+        np.zeros((num_units, 3 * words), np.uint64),
         states,
         bypass,
         np.zeros((num_units, longest + listed), np.int32),

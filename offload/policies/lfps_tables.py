@@ -24,12 +24,15 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from offload.policies.callback import view_float32
+
 # Of a table's float64 state: power sums, then these.
 MAX, FLOOR, COUNT, FULL = 4, 5, 6, 7
 TABLE_STATE = 8
 _VANISHED = np.float32(1e-30)  # of the largest stored score's scale, 1; smaller ones become 0
 
-_AHEAD = 32  # tokens whose scores are fetched before they are needed
+_AHEAD = 32  # tokens whose places in the table are fetched before they are needed
+_VALUES_AHEAD = 12  # and whose scores in the list are
 
 _ZERO, _ONE, _TWO = np.uint64(0), np.uint64(1), np.uint64(2)
 _62, _63, _64 = np.uint64(62), np.uint64(63), np.uint64(64)
@@ -39,7 +42,15 @@ _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 @intrinsic
 def _trailing_zeros(typingctx: Any, word: Any) -> Any:
     def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ctx.get_constant(types.boolean, True))
+        return builder.cttz(args[0], ctx.get_constant(types.boolean, False))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def _bits_set(typingctx: Any, word: Any) -> Any:
+    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
 
     return types.int64(types.uint64), codegen
 
@@ -187,28 +198,29 @@ def add_scores(
     s1, s2, s3, s4 = state[0], state[1], state[2], state[3]
     highest, floor = state[MAX], state[FLOOR]
     count = np.int64(state[COUNT])
+    last = len(tokens) - 1
+    table_at, values_at = table.ctypes.data, values.ctypes.data
     for i in range(len(tokens)):
-        # Whether a score is listed is a branch on a cache miss: without help misses would queue up.
-        ahead = np.int64(tokens[min(i + _AHEAD, len(tokens) - 1)])
-        ahead = newest - ahead if top >= 0 else ahead
-        _prefetch(table, ahead)  # type: ignore[call-arg]
+        # A score is behind two cache misses, its place in the table and the list.
+        ahead = np.int64(tokens[min(i + _AHEAD, last)])
+        _prefetch(table, newest - ahead if top >= 0 else ahead)  # type: ignore[call-arg]
+        ahead = np.int64(tokens[min(i + _VALUES_AHEAD, last)])
+        place = table[newest - ahead if top >= 0 else ahead]
+        _prefetch(values, max(np.int64(-place) - 1, 0))
         index = newest - tokens[i] if top >= 0 else np.int64(tokens[i])
-        before = table[index]
-        slot = -1
-        if before < 0.0:
-            slot = np.int64(-before) - 1
-            before = values[slot]
+        place = table[index]
+        # One address: whether a score is listed cannot be predicted.
+        at = values_at + 4 * (np.int64(-place) - 1) if place < 0.0 else table_at + 4 * index
+        score = view_float32(at, 1)
+        before = score[0]
         after = np.float32(before + weights[i] * scale)
-        if slot >= 0:
-            values[slot] = after
-        elif after > floor and count < len(values):
+        score[0] = after
+        if place >= 0.0 and after > floor and count < len(values):
             values[count] = after
             indices[count] = index
             count += 1
             table[index] = -np.float32(count)
             _set_bit(bits, _bit_of(index, top))
-        else:
-            table[index] = after
         x, y = np.float64(after), np.float64(before)
         s1 += x - y
         s2 += x * x - y * y
@@ -240,114 +252,127 @@ def rescale(table: Any, values: Any, state: Any, factor: Any) -> None:
     state[FLOOR] *= factor
 
 
+@numba.njit(inline="always")
+def float_above(theta: Any) -> Any:
+    """The smallest float32 above theta: x > theta just where x >= it."""
+    nearest = np.float32(theta)
+    return nearest if nearest > theta else np.nextafter(nearest, np.float32(np.inf))
+
+
 @numba.njit(cache=True)
-def mark_above(
-    values: Any,
-    indices: Any,
-    state: Any,
-    theta: Any,
-    newest: Any,
-    first: Any,
-    hits: Any,
-    marks: Any,
-    touched: Any,
-) -> Any:
-    """Mark the token of every listed score above theta.
+def mark_slots(slots: Any, indices: Any, newest: Any, first: Any, last: Any, marks: Any) -> Any:
+    """Mark the tokens of some slots of a list.
 
     Args:
         newest: the newest token, from which the slash table's distances count; -1: vertical.
-        hits: int32 scratch as long as the list.
-        marks: uint64 bitmap over tokens, touched: uint64 bitmap over the words of `marks` that an
-            expansion of the marked tokens may reach.
+        marks: uint64 bitmap over tokens. Those outside of [first, last] are left out: they are no
+            candidates, and none of their neighbours that an expansion adds is.
 
     Returns:
-        how many tokens from `first` on were marked.
+        how many were marked.
     """
-    count = 0
-    for slot in range(np.int64(state[COUNT])):
-        hits[count] = indices[slot]
-        count += np.int64(values[slot] > theta)
     marked = 0
-    for i in range(count):
-        token = newest - hits[i] if newest >= 0 else np.int64(hits[i])
-        if token < first:
-            continue
-        marked += 1
-        _set_bit(marks, token)
-        _set_bit(touched, max(token - 1, 0) >> 6)
-        _set_bit(touched, (token + 2) >> 6)
+    for i in range(len(slots)):
+        index = np.int64(indices[slots[i]])
+        token = newest - index if newest >= 0 else index
+        if first <= token <= last:
+            marked += 1
+            _set_bit(marks, token)
     return marked
 
 
 @numba.njit(cache=True)
-def mark_tokens(begin: Any, end: Any, marks: Any, touched: Any) -> None:
+def mark_tokens(begin: Any, end: Any, marks: Any) -> None:
     """Mark the tokens [begin, end)."""
     for token in range(begin, end):
         _set_bit(marks, token)
-        _set_bit(touched, max(token - 1, 0) >> 6)
-        _set_bit(touched, (token + 2) >> 6)
+
+
+@numba.njit(inline="always")
+def _expanded(here: Any, below: Any, above: Any, listed: Any) -> Any:
+    """Bits of a word of marks, and those at -1, 1 and 2 of marks that are listed."""
+    near = (
+        (here << _ONE)
+        | (below >> _63)
+        | (here << _TWO)
+        | (below >> _62)
+        | (here >> _ONE)
+        | (above << _63)
+    )
+    return here | (near & listed)
 
 
 @numba.njit(cache=True)
-def take_candidates(
-    marks: Any,
-    touched: Any,
-    vertical: Any,
-    slash: Any,
-    shift: Any,
-    first: Any,
-    last: Any,
-    candidates: Any,
+def expand_marks(
+    marks: Any, vertical: Any, slash: Any, shift: Any, first: Any, last: Any, chosen: Any
 ) -> Any:
-    """Expand the marked tokens by {-1, 1, 2}, list them in [first, last) and clear the marks.
+    """Expand marked tokens in [first, last] by {-1, 1, 2} and clear the marks.
 
     A token that an expansion adds must be above the mean of a table, that is, listed there.
 
     Args:
         vertical: bits of the vertical table; slash: of the slash table, whose bit token + shift
             belongs to a token.
-        candidates: int32, receives ascending tokens; the last ones are dropped if it is short.
+        chosen: uint64, receives the bits of tokens in [first, last), beginning with the word of
+            `first`.
+
+    Returns:
+        how many words.
+    """
+    begin, n = first >> 6, ((last + 63) >> 6) - (first >> 6)
+    if n <= 0:
+        return 0
+    part, ahead = np.uint64(shift & 63), begin + (shift >> 6)
+    rest = _63 - part  # a shift by 64 - part in two steps: part may be 0
+    # All words, empty or not, in one loop over vectors.
+    low, high = slash[ahead : ahead + n], slash[ahead + 1 : ahead + 1 + n]
+    of_table = vertical[begin : begin + n]
+    listed = of_table[0] | (low[0] >> part) | ((high[0] << _ONE) << rest)
+    chosen[0] = _expanded(marks[begin], _ZERO, marks[begin + 1], listed)
+    here, below = marks[begin + 1 : begin + n], marks[begin : begin + n - 1]
+    above, out = marks[begin + 2 : begin + n + 1], chosen[1:n]
+    of_table, low, high = of_table[1:], low[1:], high[1:]
+    for i in range(n - 1):
+        listed = of_table[i] | (low[i] >> part) | ((high[i] << _ONE) << rest)
+        out[i] = _expanded(here[i], below[i], above[i], listed)
+    chosen[0] &= _ALL << np.uint64(first & 63)
+    if last & 63 != 0:
+        chosen[n - 1] &= (_ONE << np.uint64(last & 63)) - _ONE
+    marks[begin : begin + n + 1] = _ZERO
+    return n
+
+
+@numba.njit(cache=True)
+def list_tokens(chosen: Any, n: Any, base: Any, places: Any, tokens: Any) -> Any:
+    """List the tokens base + bit of n words; the last ones are dropped if `tokens` is short.
+
+    Args:
+        places: int32 [n] scratch.
 
     Returns:
         how many.
     """
+    words = 0
+    for i in range(n):
+        places[words] = i
+        words += np.int64(chosen[i] != _ZERO)
     count = 0
-    for block in range(len(touched)):
-        words = touched[block]
-        while words != _ZERO:
-            word = block * 64 + _trailing_zeros(words)  # type: ignore[call-arg]
-            words &= words - _ONE
-            if word * 64 >= last:
-                break
-            here, above = marks[word], marks[word + 1]
-            below = marks[word - 1] if word > 0 else _ZERO
-            near = (
-                ((here << _ONE) | (below >> _63))
-                | ((here << _TWO) | (below >> _62))
-                | ((here >> _ONE) | (above << _63))
-            )
-            bit = word * 64 + shift
-            part = np.uint64(bit & 63)
-            listed = slash[bit >> 6] >> part
-            if part != _ZERO:
-                listed |= slash[(bit >> 6) + 1] << (_64 - part)
-            chosen = here | (near & (listed | vertical[word]))
-            if word * 64 < first:
-                below_first = first - word * 64
-                if below_first >= 64:
-                    continue
-                chosen &= _ALL << np.uint64(below_first)
-            if last - word * 64 < 64:
-                chosen &= (_ONE << np.uint64(last - word * 64)) - _ONE
-            while chosen != _ZERO:
-                if count < len(candidates):
-                    candidates[count] = word * 64 + _trailing_zeros(chosen)
-                    count += 1
-                chosen &= chosen - _ONE
-    for block in range(len(touched)):
-        words = touched[block]
-        touched[block] = _ZERO
-        while words != _ZERO:
-            marks[block * 64 + _trailing_zeros(words)] = _ZERO  # type: ignore[call-arg]
-            words &= words - _ONE
+    for w in range(words):
+        place = np.int64(places[w])
+        bits, token = chosen[place], base + 64 * place
+        if count + 64 > len(tokens):
+            while bits != _ZERO and count < len(tokens):
+                tokens[count] = token + _trailing_zeros(bits)  # type: ignore[call-arg]
+                bits &= bits - _ONE
+                count += 1
+            continue
+        # Four at a time, whether there are so many or not: a branch for each would be mispredicted
+        # at almost every word's end.
+        after = count + _bits_set(bits)  # type: ignore[call-arg]
+        while count < after:
+            for k in range(4):
+                tokens[count + k] = token + _trailing_zeros(bits)
+                bits &= bits - _ONE
+            count += 4
+        count = after
     return count

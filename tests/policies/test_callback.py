@@ -19,7 +19,15 @@ from offload.attention import DecodeAttention
 from offload.policies import ExactTopK
 from offload.policies import exact_topk as exact_topk_module
 from offload.policies.base import SparsePolicy
-from offload.policies.callback import CONTEXT_DTYPE, Callback, callback
+from offload.policies.callback import (
+    CONTEXT_DTYPE,
+    Callback,
+    callback,
+    filter_at_least,
+    offset_floats,
+    read_context,
+    view_int32,
+)
 
 OPTIONS = {"budget_tokens": 32, "sink_tokens": 2, "recent_tokens": 4, "dense_layers": 1}
 GROUP_SIZE = 3
@@ -246,3 +254,49 @@ def test_too_many_arrays_are_refused(pool):
     attention = cache.attention(pool, GROUP_SIZE, Greedy(**OPTIONS))
     with pytest.raises(ValueError, match="a policy keeps at most 8 arrays, got 9"):
         attention.begin_step([cache.seq], [400])
+
+
+@callback
+def select(pointer: Any) -> int:
+    """The first tokens that reach parameters[0]."""
+    ctx = read_context(pointer)
+    scratch = ctx.arrays[0] + 4 * ctx.unit * 512
+    count = filter_at_least(  # type: ignore[call-arg]
+        pointer,
+        ctx.filter_at_least,
+        offset_floats(ctx.importance, ctx.first),
+        ctx.last - ctx.first,
+        np.float32(ctx.parameters[0]),
+        scratch,
+    )
+    found, chosen = view_int32(scratch, count), view_int32(ctx.indices, ctx.budget_tokens)
+    count = min(count, ctx.budget_tokens)
+    for i in range(count):
+        chosen[i] = ctx.first + found[i]
+    return count
+
+
+@dataclass(frozen=True)
+class AboveThreshold(SparsePolicy):
+    name: ClassVar[str] = "above_threshold"
+    scans_keys: ClassVar[bool] = True
+    select: ClassVar[Callback | None] = select
+
+    def parameters(self) -> tuple[float, ...]:
+        return (0.01,)
+
+    def build(self, context):
+        return [np.zeros((2, 512), np.int32)]
+
+
+def test_filter_at_least(pool):
+    cache, queries = make_case()
+    attention = cache.attention(pool, GROUP_SIZE, AboveThreshold(**OPTIONS))
+    attend(attention, [cache.seq], [400], queries[:1])
+    heads = queries[0].double().numpy().reshape(-1, 64)
+    _, _, weights = reference.attention(heads, cache.keys, cache.values, sm_scale=0.125)
+    for unit, tokens in enumerate(attention.last_selection()):
+        importance = sum(weights[unit * GROUP_SIZE + g][2:396] for g in range(GROUP_SIZE))
+        expected = 2 + np.flatnonzero(importance >= 0.01)[:26]
+        assert len(expected) > 0
+        assert tokens[2:-4] == expected.tolist()

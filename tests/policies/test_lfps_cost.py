@@ -13,7 +13,7 @@ import numpy as np
 from seeded import new_rng
 
 from offload.policies import lfps_tables as tables
-from offload.policies.lfps_layout import num_blocks, num_words, top_bit
+from offload.policies.lfps_layout import num_words, top_bit
 
 SHORT, LONG = 8_192, 131_072
 ATTENDED, UNITS, STEPS = 1_024, 8, 40
@@ -21,26 +21,21 @@ ATTENDED, UNITS, STEPS = 1_024, 8, 40
 
 @numba.njit
 def predict(scores, values, indices, bits, state, tops, newest, alpha, prune, scratch):
-    hits, marks, touched, candidates = scratch
+    hits, marks, candidates = scratch
     for k in range(2):
         if prune:
             mean = tables.mean_of(state[k], newest - 4)
             tables.prune(scores[k], values[k], indices[k], bits[k], tops[k], state[k], mean)
         theta = tables.threshold_of(state[k], newest - 4, alpha)
-        tables.mark_above(
-            values[k],
-            indices[k],
-            state[k],
-            theta,
-            newest if k == 1 else -1,
-            4,
-            hits,
-            marks,
-            touched,
-        )
-    return tables.take_candidates(
-        marks, touched, bits[0], bits[1], tops[1] - newest, 4, newest - 63, candidates
-    )
+        count, theta = 0, tables.float_above(theta)
+        for slot in range(int(state[k, tables.COUNT])):
+            hits[count] = slot
+            count += values[k, slot] >= theta
+        newest_or_none = newest if k == 1 else -1
+        tables.mark_slots(hits[:count], indices[k], newest_or_none, 4, newest - 63, marks)
+    chosen = hits.view(np.uint64)
+    n = tables.expand_marks(marks, bits[0], bits[1], tops[1] - newest, 4, newest - 63, chosen)
+    return tables.list_tokens(chosen, n, 0, hits[2 * n :], candidates)
 
 
 @numba.njit
@@ -82,7 +77,6 @@ class Layer:
         self.scratch = (
             np.zeros(listed, np.int32),
             np.zeros(words, np.uint64),
-            np.zeros(int(num_blocks(capacity)), np.uint64),
             np.zeros(capacity // 2, np.int32),
         )
         weights = self.rng.permutation(((np.arange(ATTENDED) + 0.5) / ATTENDED) ** (-2 / 3))

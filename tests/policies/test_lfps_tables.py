@@ -1,0 +1,73 @@
+"""LFPS's bitmaps against sets: which candidates marks give, whatever the words and their ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from seeded import new_rng
+
+from offload.policies import lfps_tables as tables
+from offload.policies.lfps_layout import num_words, top_bit
+
+
+def bitmap(words: int, positions: np.ndarray) -> np.ndarray:
+    bits = np.zeros(words, np.uint64)
+    for position in positions.tolist():
+        bits[position >> 6] |= np.uint64(1) << np.uint64(position & 63)
+    return bits
+
+
+@pytest.mark.parametrize("capacity", [70, 128, 1000, 5000])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.2, 1.0])
+def test_expansion_and_listing(capacity, share):
+    rng = new_rng()
+    words, top = int(num_words(capacity)), int(top_bit(capacity))
+    for _ in range(20):
+        newest = int(rng.integers(capacity // 2, capacity))
+        first = int(rng.integers(0, newest // 2))
+        last = int(rng.integers(first, newest + 1))
+        above_v = np.flatnonzero(rng.random(newest) < 0.3)
+        above_s = np.flatnonzero(rng.random(newest) < 0.3)  # distances
+        indices = rng.permutation(newest).astype(np.int32)
+        slots = np.flatnonzero(rng.random(newest) < share).astype(np.int32)
+        marked = {int(indices[s]) for s in slots[::2]} | {
+            newest - int(indices[s]) for s in slots[1::2]
+        }
+        marked = {token for token in marked if first <= token <= last}
+        expected = {
+            token
+            for i in marked
+            for token in (i - 1, i, i + 1, i + 2)
+            if first <= token < last
+            and (token == i or token in set(above_v) or newest - token in set(above_s))
+        }
+        marks = np.zeros(words, np.uint64)
+        tables.mark_slots(slots[::2], indices, -1, first, last, marks)
+        tables.mark_slots(slots[1::2], indices, newest, first, last, marks)
+        chosen = rng.integers(0, 1 << 63, words).astype(np.uint64)
+        n = tables.expand_marks(
+            marks,
+            bitmap(words, above_v),
+            bitmap(words, top - above_s),
+            top - newest,
+            first,
+            last,
+            chosen,
+        )
+        assert not marks.any()
+        room = np.full(len(expected) + 64, -1, np.int32)
+        places = np.empty(words, np.int32)
+        count = tables.list_tokens(chosen, n, first >> 6 << 6, places, room)
+        assert room[:count].tolist() == sorted(expected)
+        short = np.full(max(len(expected) // 2, 1), -1, np.int32)  # drops the last ones
+        count = tables.list_tokens(chosen, n, first >> 6 << 6, places, short)
+        assert short[:count].tolist() == sorted(expected)[: len(short)]
+
+
+def test_the_smallest_float_above():
+    """x > theta in float64 just where x >= it in float32."""
+    for theta in (-1.0, 0.0, 1.0, 0.1, 1e-40, 3.0000001, np.float64(np.float32(0.1))):
+        bound = np.float32(tables.float_above(theta))
+        assert np.float64(bound) > theta
+        assert np.float64(np.nextafter(bound, np.float32(-np.inf))) <= theta
+    assert tables.float_above(np.inf) == np.inf

@@ -98,6 +98,7 @@ void DecodeAttention::attend_piece(const QueryRow& row, const Piece& piece, int 
                                           : TokenSpan{unit.indices + piece.begin, 0, piece.n};
     args.ends = true;
     if (!unit.weights.empty()) {
+      if (unit.num_ranges > 0) gather_weights(unit, piece.begin, piece.begin + piece.n);
       args.weights = unit.weights.data() + piece.begin;
       args.weight_stride = unit.n;
     }
@@ -215,6 +216,10 @@ float* DecodeAttention::attended_weights(const QueryRow& row, int row_idx, int u
   }
   if (unit.weights.empty()) return nullptr;
   float* weights = unit.weights.data();
+  if (unit.num_ranges > 0 && !whole) {  // those of the window
+    gather_weights(unit, 0, unit.begin);
+    gather_weights(unit, unit.end, unit.n);
+  }
   for (int g = 0; g < group; ++g) {
     float factor = std::exp(unit.lse_all[g] - unit.lse[g]);
     if (!whole) {
@@ -290,6 +295,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
       // What select_unit() or finish_proposal() overwrites keeps its size, so that nothing is zeroed.
       if (!unit.sparse || unit.role != Role::select) selection_[static_cast<size_t>(r * units() + u)].clear();
       unit.asks = false;
+      unit.num_ranges = 0;
       unit.answered = false;
       unit.weights.clear();
       unit.scores.clear();

@@ -19,6 +19,29 @@ inline constexpr int64_t kPiecesPerThread = 4;  // finer pieces balance better, 
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Memory that only grows and is not cleared: what a call writes anyway.
+template <class T>
+class Scratch {
+ public:
+  T* data() { return data_.get(); }
+  const T* data() const { return data_.get(); }
+  size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  void clear() { size_ = 0; }
+  void resize(size_t n) {  // what was there is lost
+    if (n > capacity_) {
+      data_ = std::make_unique_for_overwrite<T[]>(n);
+      capacity_ = n;
+    }
+    size_ = n;
+  }
+
+ private:
+  std::unique_ptr<T[]> data_;
+  size_t size_ = 0;
+  size_t capacity_ = 0;
+};
+
 struct AttentionShape {
   int num_qo_heads;
   int num_kv_heads;
@@ -129,18 +152,21 @@ class DecodeAttention {
     int64_t num_ranges = 0;  // that scoring is cut into
     // Attention weights of what is attended [group, n], where they are known before: relative to all keys that were
     // scored, whose log-sum-exp is lse_all.
-    std::vector<float> weights;
+    Scratch<float> weights;
     float lse_all[kMaxGroupSize];
-    std::vector<float> scores;         // raw scores of the selection [group, n], where somebody wants its weights
+    Scratch<float> scores;             // raw scores of the selection [group, n], where somebody wants its weights
     const int32_t* indices = nullptr;  // null: tokens 0 … n - 1
     int64_t n = 0;
     int64_t begin = 0;  // of those n, [begin, end) are attended here; the others are in the window on the device
     int64_t end = 0;
-    float lse[kMaxGroupSize];             // of what was attended here
-    std::vector<int32_t> considered;      // with propose: sinks, candidates, recent tokens
-    std::vector<float> candidate_scores;  // [group, considered]
-    std::vector<float> importance;        // [considered]
-    std::atomic<int> scores_left{0};      // of unit 0: units of its row that retrieve and are not scanned
+    float lse[kMaxGroupSize];         // of what was attended here
+    std::vector<int32_t> considered;  // with propose: sinks, candidates, recent tokens
+    Scratch<float> candidate_scores;  // [group, considered]; once scored exp(score - maximum of its range)
+    Scratch<float> range_max;         // [group, ranges]
+    Scratch<float> range_factors;     // [group, ranges]: sums, then what makes them weights
+    Scratch<float> importance;        // [considered]
+    Scratch<int32_t> positions;       // with propose: where each attended token is among the considered ones
+    std::atomic<int> scores_left{0};  // of unit 0: units of its row that retrieve and are not scanned
   };
   // What a unit read in the last step.
   struct Remembered {
@@ -189,6 +215,7 @@ class DecodeAttention {
   void score_range(const QueryRow& row, int row_idx, int unit, int64_t range, int worker);
   void propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void gather_weights(Unit& unit, int64_t first, int64_t last) const;
   void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance, int worker);
   std::vector<int32_t>& published_of(int row_idx, int unit) {
     return published_[static_cast<size_t>((first_row_ + row_idx) * units() + unit)];

@@ -161,6 +161,9 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
       if (stage == kAsk && self.policy_.propose != nullptr) {
         const auto n = static_cast<int64_t>(unit.considered.size());
         unit.num_ranges = std::clamp<int64_t>(divide_rounded(n, kMinScoreTokens), 1, self.max_ranges_);
+        const auto maxima = static_cast<size_t>(self.unit_group() * unit.num_ranges);
+        unit.range_max.resize(maxima);
+        unit.range_factors.resize(maxima);
         if (n > 0) return {kScore, unit.num_ranges};
         unit.n = row.kv_len;  // nothing is considered: everything is attended
       }

@@ -196,7 +196,8 @@ void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const 
       }
     }
     if (policy_.shares_selection && state.role == Role::retrieve) {
-      state.importance.assign(importance, importance + row.kv_len);
+      state.importance.resize(static_cast<size_t>(row.kv_len));
+      std::copy_n(importance, row.kv_len, state.importance.data());
       if (unit_of(wave.row, 0).scores_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
         select_for_all(layer_idx, row, wave.row, worker);
     } else {

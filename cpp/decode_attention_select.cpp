@@ -147,14 +147,19 @@ void DecodeAttention::score_range(const QueryRow& row, int row_idx, int unit_idx
     profile->bytes += n * shape_.row_bytes();
     profile->scored_tokens += n;
   }
+  float* scores = unit.candidate_scores.data() + begin;
   kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(row_idx, unit_idx * unit_group()),
                                                   unit_group(),
                                                   shape_.head_dim,
                                                   shape_.keys(row.pages, kv_head_of(unit_idx)),
                                                   {unit.considered.data() + begin, 0, n},
                                                   shape_.sm_scale,
-                                                  unit.candidate_scores.data() + begin,
+                                                  scores,
                                                   all});
+  for (int g = 0; g < unit_group(); ++g) {
+    const int64_t at = g * unit.num_ranges + range;
+    unit.range_max.data()[at] = kernels_.exp_shifted(scores + g * all, n, unit.range_factors.data() + at);
+  }
 }
 
 void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
@@ -203,48 +208,64 @@ void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, in
   Unit& unit = unit_of(row_idx, unit_idx);
   const int group = unit_group();
   const auto n = static_cast<int64_t>(unit.considered.size());
-  float factor[kMaxGroupSize];
+  const int64_t ranges = unit.num_ranges;
   for (int g = 0; g < group; ++g) {
+    const float* maxima = unit.range_max.data() + g * ranges;
+    float* factors = unit.range_factors.data() + g * ranges;
+    const float maximum = *std::max_element(maxima, maxima + ranges);
     float sum = 0.0f;
-    float* weights = unit.candidate_scores.data() + g * n;
-    const float maximum = kernels_.exp_shifted(weights, n, &sum);
+    for (int64_t r = 0; r < ranges; ++r) sum += factors[r] * std::exp(maxima[r] - maximum);
     unit.lse_all[g] = maximum + std::log(sum);
     if (!std::isfinite(unit.lse_all[g])) return report_non_finite(layer_idx, row_idx, unit_idx);
-    factor[g] = 1.0f / sum;
-    kernels_.scale_add(weights, factor[g], n, g > 0, unit.importance.data());
+    for (int64_t r = 0; r < ranges; ++r) {
+      factors[r] = std::exp(maxima[r] - maximum) * (1.0f / sum);
+      const int64_t begin = n * r / ranges;
+      kernels_.scale_add(unit.candidate_scores.data() + g * n + begin, factors[r], n * (r + 1) / ranges - begin, g > 0,
+                         unit.importance.data() + begin);
+    }
   }
   PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
   const int64_t recent = row.kv_len - ctx.last;
   ctx.num_candidates = n - ctx.first - recent;
   ctx.importance = unit.importance.data() + ctx.first;
-  static thread_local std::vector<int32_t> positions;
-  positions.resize(static_cast<size_t>(ctx.budget_tokens));
-  ctx.indices = positions.data();
+  unit.positions.resize(static_cast<size_t>(ctx.first + ctx.budget_tokens + recent));
+  int32_t* positions = unit.positions.data();
+  ctx.indices = positions + ctx.first;
   const int64_t count = policy_.select != nullptr
                             ? policy_.select(&ctx)
-                            : top_k(kernels_, ctx.importance, ctx.num_candidates, ctx.budget_tokens, positions.data());
+                            : top_k(kernels_, ctx.importance, ctx.num_candidates, ctx.budget_tokens, ctx.indices);
   finish_context(ctx);
   if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
   // Where each attended token is among the considered ones: sinks, the choice, recent tokens.
+  std::iota(positions, positions + ctx.first, 0);
+  for (int64_t i = 0; i < count; ++i) ctx.indices[i] += static_cast<int32_t>(ctx.first);
+  std::iota(ctx.indices + count, ctx.indices + count + recent, static_cast<int32_t>(n - recent));
+  unit.n = ctx.first + count + recent;
   std::vector<int32_t>& chosen = selection_[static_cast<size_t>(row_idx * units() + unit_idx)];
-  chosen.resize(static_cast<size_t>(ctx.first + count + recent));
-  for (int64_t i = 0; i < ctx.first; ++i) chosen[static_cast<size_t>(i)] = static_cast<int32_t>(i);
-  for (int64_t i = 0; i < count; ++i) {
-    chosen[static_cast<size_t>(ctx.first + i)] = static_cast<int32_t>(ctx.first) + positions[static_cast<size_t>(i)];
+  chosen.resize(static_cast<size_t>(unit.n));
+  for (int64_t i = 0; i < unit.n; ++i) {
+    chosen[static_cast<size_t>(i)] = unit.considered[static_cast<size_t>(positions[i])];
   }
-  for (int64_t i = 0; i < recent; ++i) {
-    chosen[static_cast<size_t>(ctx.first + count + i)] = static_cast<int32_t>(n - recent + i);
-  }
-  unit.n = static_cast<int64_t>(chosen.size());
-  unit.weights.resize(static_cast<size_t>(group * unit.n));
-  for (int g = 0; g < group; ++g) {
-    const float* weights = unit.candidate_scores.data() + g * n;
-    float* kept = unit.weights.data() + g * unit.n;
-    for (int64_t i = 0; i < unit.n; ++i) kept[i] = weights[chosen[static_cast<size_t>(i)]] * factor[g];
-  }
-  for (int32_t& token : chosen) token = unit.considered[static_cast<size_t>(token)];
   unit.indices = chosen.data();
+  unit.weights.resize(static_cast<size_t>(group * unit.n));  // filled where they are needed
   if (!policy_.roles.empty()) published_of(row_idx, unit_idx) = chosen;
+}
+
+// The weights of attended tokens [first, last) of a unit whose candidates were scored.
+void DecodeAttention::gather_weights(Unit& unit, int64_t first, int64_t last) const {
+  const auto all = static_cast<int64_t>(unit.considered.size());
+  const int32_t* positions = unit.positions.data();
+  for (int64_t i = first, r = 0; i < last; ++r) {  // positions ascend, and so do ranges
+    const int64_t end_of_range = all * (r + 1) / unit.num_ranges;
+    const int64_t end = std::lower_bound(positions + i, positions + last, end_of_range) - positions;
+    for (int g = 0; g < unit_group(); ++g) {
+      const float factor = unit.range_factors.data()[g * unit.num_ranges + r];
+      const float* weights = unit.candidate_scores.data() + g * all;
+      float* kept = unit.weights.data() + g * unit.n;
+      for (int64_t j = i; j < end; ++j) kept[j] = weights[positions[j]] * factor;
+    }
+    i = end;
+  }
 }
 
 // Sinks, the policy's choice, recent tokens: sorted and unique by construction.

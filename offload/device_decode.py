@@ -266,6 +266,8 @@ class DeviceDecoder:
         except BaseException:
             for seq in seqs:  # who knows what was written
                 self.resident.forget(seq)
+                if self.coprocessor.is_stuck:
+                    self.store.renew_page_table(seq)
             raise
         self.resident.advance(slots, kv_lens)
 

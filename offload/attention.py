@@ -27,7 +27,7 @@ from cpu_ops.native import (
     page_shift,
 )
 from offload.kv_store import KVStore
-from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy, check_roles
+from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy, SparsePolicy, check_roles
 from offload.policy_prefill import PrefillBuild
 from offload.policy_state import PolicyStates
 from offload.prefill import OnQueries
@@ -178,6 +178,9 @@ class DecodeAttention:
             layers=asking,
         )
         self._has_state = policy.selects and policy.has_state()
+        inner = getattr(policy, "inner", policy)  # of policies that are made of another one
+        builds = getattr(type(inner), "build_on_device", None)
+        self._builds_on_device = builds is not SparsePolicy.build_on_device
         self._observes_queries = policy.selects and policy.observed_queries > 0
 
     @property
@@ -203,10 +206,11 @@ class DecodeAttention:
             kv_lens: tokens that each of `seqs` will have after it. Those that will still be within
                 the budget with one more are not built for.
         """
-        if not self._has_state:
+        if not self._has_state or not self._builds_on_device:
             return None
         lens = zip(seqs, kv_lens, strict=True)
-        return PrefillBuild(self.states, {seq: n for seq, n in lens if n >= self._budget_tokens})
+        built = {seq: n for seq, n in lens if n >= self._budget_tokens}
+        return PrefillBuild(self.states, built) if built else None
 
     def begin_step(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> DecodeStep:
         """Fix the rows of a step, after `store.reserve` and before the first layer writes.

@@ -262,7 +262,7 @@ def choose_backend(backend: str | None, device: torch.device) -> str:
         check_backend(backend, device)
     if device.type == "cpu" or backend == "stream":
         return backend or "inline"
-    reason = _why_no_memory_operations(device)
+    reason = why_no_memory_operations(device)
     if reason is None:
         return "graph"
     _say_once(f"{reason}: using backend='stream', which is slower")
@@ -294,7 +294,7 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _why_no_memory_operations(device: torch.device) -> str | None:
+def why_no_memory_operations(device: torch.device) -> str | None:
     """None if streams of `device` can write and wait for values in host memory."""
     try:
         driver = _driver()

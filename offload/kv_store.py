@@ -145,6 +145,11 @@ class KVStore:
         """
         return self._sequence(seq).page_table
 
+    def renew_page_table(self, seq: int) -> None:
+        """Go on with a copy of the page table: who has the old one may read it for ever."""
+        sequence = self._sequence(seq)
+        sequence.page_table = sequence.page_table.copy()
+
     def reserve(self, seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
         """Make token positions kv_len .. kv_len + num_new_tokens[i] of seqs[i] writable.
 

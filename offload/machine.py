@@ -43,6 +43,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_usable_bytes": host_memory_limit_bytes(),
         "transparent_hugepages": _chosen(_read(_HUGEPAGES / "enabled")),
         "gpus": gpus(),
+        "gpu_backends": gpu_backends(),
         "nvidia_driver": nvidia_driver(),
     }
 
@@ -81,6 +82,16 @@ def gpus() -> list[str]:
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def gpu_backends() -> list[str]:
+    """How decode steps would run on each of `gpus()`: "graph", or "stream" and why."""
+    import torch
+
+    from offload.handshake import why_no_memory_operations
+
+    reasons = [why_no_memory_operations(torch.device("cuda", i)) for i in range(len(gpus()))]
+    return ["graph" if reason is None else f"stream: {reason}" for reason in reasons]
 
 
 def nvidia_driver() -> str | None:

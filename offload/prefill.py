@@ -68,6 +68,7 @@ def prefill(
             num_tokens=batch.num_tokens,
             past_tokens=0 if store is None else sum(store.kv_len(seq) for seq in seqs),
             slice_tokens=slice_tokens,
+            builds_index=store is not None and on_layer is not None,
         )
         check_prefill_memory(memory, hidden.device, device_budget_bytes)
     try:

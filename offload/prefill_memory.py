@@ -52,8 +52,13 @@ class PrefillMemory:
         slice_tokens: int,
         past_tokens: int = 0,
         page_tokens: int = 256,
+        builds_index: bool = True,
     ) -> PrefillMemory:
-        """Of `num_tokens` new tokens behind `past_tokens` cached ones."""
+        """Of `num_tokens` new tokens behind `past_tokens` cached ones.
+
+        Args:
+            builds_index: a policy builds from each layer's keys while they are on the device.
+        """
         n = min(slice_tokens, num_tokens)
         total_tokens = num_tokens + past_tokens
         q_width, kv_width = num_qo_heads * head_dim, num_kv_heads * head_dim
@@ -68,12 +73,13 @@ class PrefillMemory:
             item_bytes * (hidden_size + 2 * intermediate_size),
         )
         page_bytes = 2 * kv_width * page_tokens * item_bytes
+        index_bytes = INDEX_WORKSPACE_BYTES + 4 * _FLOAT32 * total_tokens * head_dim
         return cls(
             hidden_bytes=num_tokens * item_bytes * (hidden_size + 2 * head_dim),
             kv_bytes=2 * 2 * total_tokens * kv_width * item_bytes,
             slice_bytes=n * max(phases),
             copy_bytes=max(STAGING_BYTES, page_bytes),
-            index_bytes=INDEX_WORKSPACE_BYTES + 4 * _FLOAT32 * total_tokens * head_dim,
+            index_bytes=index_bytes if builds_index else 0,
             rotary_bytes=4 * _FLOAT32 * num_tokens * head_dim,
         )
 
@@ -86,6 +92,7 @@ class PrefillMemory:
         num_tokens: int,
         slice_tokens: int,
         past_tokens: int = 0,
+        builds_index: bool = True,
     ) -> PrefillMemory:
         """`of_shape` for a model."""
         return cls.of_shape(
@@ -98,6 +105,7 @@ class PrefillMemory:
             num_tokens=num_tokens,
             slice_tokens=slice_tokens,
             past_tokens=past_tokens,
+            builds_index=builds_index,
         )
 
     @property
@@ -107,11 +115,11 @@ class PrefillMemory:
         return self.hidden_bytes + max(self.rotary_bytes, layers) + _MARGIN_BYTES
 
     def __str__(self) -> str:
+        index = f", {format_bytes(self.index_bytes)} to build an index" if self.index_bytes else ""
         return (
             f"{format_bytes(self.total_bytes)}: {format_bytes(self.hidden_bytes)} of hidden states,"
             f" {format_bytes(self.kv_bytes)} of keys and values of two layers,"
-            f" {format_bytes(self.slice_bytes)} of activations of a slice,"
-            f" {format_bytes(self.index_bytes)} to build an index"
+            f" {format_bytes(self.slice_bytes)} of activations of a slice{index}"
         )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from offload.batch import pack
 from offload.cache import OffloadedCache
 from offload.runtime import Runtime
-from offload.torch_threads import torch_threads
 from offload.sampling import SamplingOptions
+from offload.torch_threads import torch_threads
 
 
 class TextSession:

@@ -53,6 +53,7 @@ def _print_table(facts: dict[str, Any]) -> None:
         f"{format_bytes(facts['memory_bytes'])}",
         "huge pages": facts["transparent_hugepages"],
         "GPUs": ", ".join(facts["gpus"]) or "none that torch can use",
+        "decode backend": ", ".join(facts["gpu_backends"]) or "native kernels, on the CPU",
         "NVIDIA driver": facts["nvidia_driver"] or "not loaded",
         "cache folder": facts["cache_folder"],
     }

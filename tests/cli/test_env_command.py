@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -37,6 +38,17 @@ def test_table() -> None:
     assert result.exit_code == 0
     for text in ("torch", "instruction set", isa_name(), "cache folder", "usable of"):
         assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("reason", "backend"),
+    [(None, "graph"), ("no stream memory operations", "stream: no stream memory operations")],
+)
+def test_gpus_and_the_backend_they_would_use(reason, backend, monkeypatch) -> None:
+    monkeypatch.setattr("offload.machine.gpus", lambda: ["NVIDIA T4"])
+    monkeypatch.setattr("offload.handshake.why_no_memory_operations", lambda device: reason)
+    assert describe_machine()["gpu_backends"] == [backend]
+    assert backend in runner.invoke(app, ["env"]).stdout
 
 
 def test_the_description_names_no_host_and_no_path() -> None:

@@ -6,71 +6,40 @@ Without a GPU the step runs inline, on CPU tensors; with one, as graph and as st
 from __future__ import annotations
 
 import copy
-from pathlib import Path
+import functools
 from typing import Any
 
 import pytest
 import torch
+from device_cases import GRAPH, INLINE, STREAM, greedy, load, small
 from tiny_models import TINY_MODELS, random_tokens
 from transformers import TextStreamer
 
-from offload import OffloadedModel
-from offload.policies import Policy, available_policies, make_policy
+from offload.policies import available_policies
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
-BACKENDS = [
-    pytest.param(("cpu", "inline"), id="inline"),
-    pytest.param(("cuda", "stream"), id="stream", marks=[pytest.mark.cuda, NO_GPU]),
-    pytest.param(("cuda", "graph"), id="graph", marks=[pytest.mark.cuda, NO_GPU]),
-]
 SPARSE = [name for name in available_policies() if name != "full"]
 
 
-def small(name: str, budget_tokens: int = 64) -> Policy:
-    options: dict[str, Any] = {"budget_tokens": budget_tokens, "sink_tokens": 4}
-    if name != "streaming_llm":
-        options["recent_tokens"] = 16
-    if name == "tidal_decode":
-        options["select_layers"] = (1,)
-    if name in ("tidal_decode", "exact_topk", "quest", "lfps", "lychee_cluster"):
-        options["dense_layers"] = 1
-    return make_policy(name, **options)
-
-
-def load(folder: Path, policy: Policy | str, device_and_backend: tuple[str, str | None]) -> Any:
-    device, backend = device_and_backend
-    return OffloadedModel.from_pretrained(
-        folder,
-        policy=policy,
-        dtype="float32",
-        device=device,
-        backend=backend,
-        num_threads=2,
-        page_tokens=16,
-        prefill_slice_tokens=64,
-    )
-
-
-def greedy(model: Any, tokens: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
-    tokens = tokens.to(model.device)
-    options = {
-        key: x.to(model.device) if isinstance(x, torch.Tensor) else x for key, x in options.items()
-    }
-    out = model.generate(
-        tokens,
-        **{"do_sample": False, "eos_token_id": None, "max_new_tokens": max_new_tokens, **options},
-    )
-    return out.cpu()
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=[INLINE, STREAM, GRAPH])
 def backend(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def full_model(backend, tiny_folders):
-    return load(tiny_folders["llama"], "full", backend)
+def loaded(tiny_folders):
+    """Loads the tiny llama once for each policy and backend."""
+
+    @functools.cache
+    def model(policy_name: str, device_and_backend: tuple[str, str | None]) -> Any:
+        policy = "full" if policy_name == "full" else small(policy_name)
+        return load(tiny_folders["llama"], policy, device_and_backend)
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def full_model(backend, loaded):
+    return loaded("full", backend)
 
 
 def padded_batch() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -85,9 +54,14 @@ def padded_batch() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("model_name", list(TINY_MODELS))
-def test_full_attention_gives_the_stock_tokens(backend, model_name, tiny_folders, stock_models):
+def test_full_attention_gives_the_stock_tokens(
+    backend, model_name, tiny_folders, stock_models, loaded
+):
     """Past a page boundary, and from prompts shorter than the GPU's window."""
-    model = load(tiny_folders[model_name], "full", backend)
+    if model_name == "llama":
+        model = loaded("full", backend)
+    else:
+        model = load(tiny_folders[model_name], "full", backend)
     for prompt_tokens in (1, 3, 70, 150):
         tokens = random_tokens(1, prompt_tokens)
         expected = greedy(stock_models[model_name], tokens, 40)
@@ -96,24 +70,22 @@ def test_full_attention_gives_the_stock_tokens(backend, model_name, tiny_folders
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_a_policy_gives_the_tokens_of_the_cpu_backend(backend, name, tiny_folders):
-    folder = tiny_folders["llama"]
+def test_a_policy_gives_the_tokens_of_the_cpu_backend(backend, name, loaded):
     tokens = random_tokens(1, 220)
-    expected = greedy(load(folder, small(name), ("cpu", None)), tokens, 60)
-    assert torch.equal(greedy(load(folder, small(name), backend), tokens, 60), expected)
+    expected = greedy(loaded(name, ("cpu", None)), tokens, 60)
+    assert torch.equal(greedy(loaded(name, backend), tokens, 60), expected)
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_a_prompt_below_the_budget_grows_beyond_it(backend, name, tiny_folders):
-    folder = tiny_folders["llama"]
+def test_a_prompt_below_the_budget_grows_beyond_it(backend, name, loaded):
     tokens = random_tokens(1, 9)
-    expected = greedy(load(folder, small(name), ("cpu", None)), tokens, 110)
-    assert torch.equal(greedy(load(folder, small(name), backend), tokens, 110), expected)
+    expected = greedy(loaded(name, ("cpu", None)), tokens, 110)
+    assert torch.equal(greedy(loaded(name, backend), tokens, 110), expected)
 
 
 @pytest.mark.parametrize("name", ["full", "exact_topk", "lychee_cluster"])
-def test_rows_of_a_batch_do_not_see_each_other(backend, name, tiny_folders):
-    model = load(tiny_folders["llama"], "full" if name == "full" else small(name), backend)
+def test_rows_of_a_batch_do_not_see_each_other(backend, name, loaded):
+    model = loaded(name, backend)
     tokens, mask, rows = padded_batch()
     out = greedy(model, tokens, 50, attention_mask=mask)
     for i, row in enumerate(rows):

@@ -100,7 +100,7 @@ def test_no_driver_at_all(monkeypatch):
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(handshake, "_driver", load_library)
-    reason = handshake._why_no_memory_operations(torch.device("cuda:0"))
+    reason = handshake.why_no_memory_operations(torch.device("cuda:0"))
     assert reason is not None
     assert "libcuda.so.1: cannot open" in reason
 
@@ -230,18 +230,25 @@ def test_a_conversation_without_pages_fails_and_others_go_on(eight_pages, stock)
     texts = [prompt[0].tolist() for prompt in prompts]
     for text, cache in zip(texts, caches, strict=True):
         text.append(forward(model, torch.tensor([text]), cache))
-    failed = []
+    failed: dict[int, str] = {}
     while not failed:
         for i, cache in enumerate(caches):
             try:
                 texts[i].append(forward(model, torch.tensor([texts[i][-1:]]), cache))
             except HostBudgetError as error:
+<<<<<<< HEAD
                 failed.append(i)
                 message = str(error)
     assert "raise max_memory={'cpu': ...} or shorten the context" in message
     assert caches[failed[0]].kv_lens == [len(texts[failed[0]]) - 1]
     lost, others = failed[0], [i for i in range(3) if i not in failed]
     assert others
+=======
+                failed[i] = str(error)
+    (lost,), others = failed, [i for i in range(3) if i not in failed]
+    assert "raise max_memory={'cpu': ...} or shorten the context" in failed[lost]
+    assert caches[lost].kv_lens == [len(texts[lost]) - 1]
+>>>>>>> faults
     for i in others:  # those whose page has room go on before anything is freed …
         texts[i].append(forward(model, torch.tensor([texts[i][-1:]]), caches[i]))
     caches[lost] = None
@@ -472,9 +479,7 @@ def in_a_process(program: str, *arguments: object) -> list[str]:
 def test_a_worker_that_is_stuck_for_good(driven_backend, tiny_folders, stock):
     """The error says what to do, doing it works in the same process, and the process can end."""
     lines = in_a_process(STUCK, tiny_folders["llama"], *driven_backend)
-    assert re.match(
-        r"True:.*layer 1 \(request 2 of 3\), attending; .* stuck there.*load it", lines[0]
-    )
+    assert re.match(r"True:.*layer 1 \(request 1 of 2\), attending; .* stuck.*load it", lines[0])
     assert re.match(r"True:.*its thread is stuck in an earlier step; load the model", lines[1])
     tokens = random_tokens(1, 100)
     assert lines[2:] == [str(greedy(stock, tokens, 20)[0].tolist()), "end"]

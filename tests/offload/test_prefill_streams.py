@@ -157,6 +157,12 @@ def test_memory_of_128k_tokens_of_llama_8b():
     # With two dense layers resident, and behind as many cached tokens, it still fits.
     longer = PrefillMemory.of_shape(num_tokens=64 * 1024, past_tokens=64 * 1024, **shape)
     assert longer.total_bytes < memory.total_bytes
+    # An index counts where one is built.
+    small = PrefillMemory.of_shape(num_tokens=100, **shape)
+    without = PrefillMemory.of_shape(num_tokens=100, builds_index=False, **shape)
+    assert small.total_bytes - without.total_bytes > 128 << 20
+    assert "to build an index" in str(small)
+    assert "index" not in str(without)
     assert 2 * weights + memory.total_bytes + context_bytes + GIB < 24 * GIB
 
 

@@ -252,16 +252,25 @@ def test_a_policy_without_it_is_built_later(pool):
 
     _, lean = tiny_lean_model()
     store = store_for(lean)
-    policy = HeavyHitter(budget_tokens=90, dense_layers=1)
-    attention = DecodeAttention(
-        policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.2
-    )
-    seq = store.new_sequence()
-    build = attention.prefill_build([seq], [120])
-    run_prefill(lean, store, [seq], [120], on_layer=build.on_layer)
-    build.finish()
-    assert attention.states.arrays_of(seq) is None
-    assert attention.states.ensure(seq, 121).layers[1]
+
+    class Sometimes(HeavyHitter):
+        def build_on_device(self, context):
+            return None
+
+    for policy_class in (HeavyHitter, Sometimes):
+        policy = policy_class(budget_tokens=90, dense_layers=1)
+        attention = DecodeAttention(
+            policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.2
+        )
+        seq = store.new_sequence()
+        build = attention.prefill_build([seq], [120])
+        assert (build is None) == (policy_class is HeavyHitter)
+        run_prefill(lean, store, [seq], [120], on_layer=None if build is None else build.on_layer)
+        if build is not None:
+            build.finish()
+        assert attention.states.arrays_of(seq) is None
+        assert attention.states.ensure(seq, 121).layers[1]
+    assert attention.prefill_build([seq], [50]) is None  # within the budget
 
 
 def test_dense_policies_have_nothing_to_build(pool):

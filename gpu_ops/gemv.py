@@ -15,8 +15,10 @@ from torch.nn import functional
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 
-_ROWS_PER_PROGRAM = 8
-_TILE_BYTES = 8192  # of the weights, for each load of a program
+# One warp for four outputs: with more warps than one, every load of x waits for all of them; with
+# fewer outputs the reads of x weigh too much, with more the small layers have too few programs.
+_ROWS_PER_PROGRAM = 4
+_BYTES_PER_LOAD = 1024  # of each weight row
 
 
 @jit
@@ -122,7 +124,7 @@ def gemv(
         out.copy_(gemv_reference(x, weight, bias=bias, norm=norm, glu=glu, residual=residual))
         return
     norm_weight, eps = (None, 0.0) if norm is None else norm
-    block_n, block_k, num_warps = launch or launch_shape(num_out, num_in, x.element_size(), glu=glu)
+    block_n, block_k, num_warps = launch or launch_shape(num_in, x.element_size(), glu=glu)
     gemv_kernel[(-(-num_out // block_n),)](
         x,
         weight,
@@ -141,13 +143,10 @@ def gemv(
     )
 
 
-def launch_shape(
-    num_out: int, num_in: int, item_bytes: int, *, glu: bool = False
-) -> tuple[int, int, int]:
+def launch_shape(num_in: int, item_bytes: int, *, glu: bool = False) -> tuple[int, int, int]:
     """Outputs of a program, inputs of one of its loads, and its warps."""
-    block_n = _ROWS_PER_PROGRAM // (2 if glu else 1)
-    block_k = min(next_power_of_2(num_in), _TILE_BYTES // item_bytes // block_n)
-    return block_n, block_k, 4
+    row_bytes = _BYTES_PER_LOAD // (2 if glu else 1)  # two rows of weights for each output
+    return _ROWS_PER_PROGRAM, min(next_power_of_2(num_in), row_bytes // item_bytes), 1
 
 
 def gemv_reference(

@@ -234,13 +234,9 @@ class DeviceDecoder:
             link.handshake.run((kind, self.on_mark), run, rows, slots)
         except BaseException:
             for seq in seqs:  # who knows what was written
-<<<<<<< HEAD
                 self._step.resident.forget(seq)
-=======
-                self.resident.forget(seq)
-                if self.coprocessor.is_stuck:
+                if link.coprocessor.is_stuck:
                     self.store.renew_page_table(seq)
->>>>>>> faults
             raise
         self._step.resident.advance(slots, kv_lens)
         if self._num_parts is None:

@@ -92,7 +92,7 @@ def measure(name: str, *, tune: bool) -> list[dict[str, Any]]:
         )
 
     add("torch", None, lambda weight: functional.linear(x, weight))
-    chosen = launch_shape(num_out, num_in, dtype.itemsize, glu=glu)
+    chosen = launch_shape(num_in, dtype.itemsize, glu=glu)
     for launch in [chosen, *(VARIANTS if tune else [])]:
         add(
             "offload",

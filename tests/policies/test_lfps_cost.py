@@ -17,6 +17,7 @@ from offload.policies.lfps_layout import num_words, top_bit
 
 SHORT, LONG = 8_192, 131_072
 ATTENDED, UNITS, STEPS = 1_024, 8, 40
+ROUNDS = 5  # at most, of so many steps
 
 
 @numba.njit

@@ -354,6 +354,7 @@ def lines_of_offload(action: Any) -> None:
     sys.settrace(trace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_cache", [True, False], ids=["own-cache", "conversation"])
 def test_ctrl_c_at_every_line(model, stock, own_cache):
     """… of a generation, or 40 of them: a step that is not whole leaves no trace."""
@@ -468,6 +469,7 @@ def in_a_process(program: str, *arguments: object) -> list[str]:
     return result.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stuck_for_good(driven_backend, tiny_folders, stock):
     """The error says what to do, doing it works in the same process, and the process can end."""
     lines = in_a_process(STUCK, tiny_folders["llama"], *driven_backend)

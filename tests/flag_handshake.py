@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from cpu_ops.coprocessor import Coprocessor
+from offload.attention import DecodeStep
 from offload.handshake import GraphHandshake, Step
 from offload.mailbox import Mailbox
 
@@ -43,6 +44,10 @@ class FlagHandshake(GraphHandshake):
     def prepare(self, key: Hashable, step: Step) -> None:
         self._steps[key] = step
         self._coprocessor.start()
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        super().run(key, step, rows, slots)
+        self._gpu.join()  # a GPU holds no locks of this process after its last flag
 
     def close(self) -> None:
         self._coprocessor.close()

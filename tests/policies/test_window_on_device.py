@@ -138,3 +138,21 @@ def test_merge_takes_all_or_nothing():
     window = np.ones((2, 4)), np.zeros(2)
     out, lse = torch.full((2, 4), 3.0), torch.tensor([float("-inf"), float("inf")])
     np.testing.assert_array_equal(merge(window, out, lse), [[1.0] * 4, [3.0] * 4])
+
+
+@pytest.mark.parametrize("name", ["exact_topk", "lfps", "lychee_cluster", "heavy_hitter"])
+def test_a_window_that_holds_all_the_mass(name, pool):
+    """Weights of what is left to the CPU are too small for a float: that is nothing, not NaN."""
+    rng = new_rng()
+    shape = Shape(num_layers=2)
+    world = World.random(rng, shape, POLICIES[name](), pool, [300])
+    coprocessor = world.coprocessor()
+    query, _, value = world.random_step(rng)
+    heads = query.view(2, 1, shape.num_kv_heads, -1, shape.head_dim)
+    heads[:] = heads[:, :, :, :1]  # of a group alike, and so is the newest key, only larger
+    given = (query, 100.0 * heads[:, :, :, 0].contiguous(), value)
+    out = decode_synchronously(world, coprocessor, given)
+    expected = value.repeat_interleave(shape.num_qo_heads // shape.num_kv_heads, dim=2)
+    assert relative_error(out[1, 0], expected[1, 0].reshape(-1).double().numpy()) < 1e-5
+    if name != "heavy_hitter":  # which gives no weights, and so attends with what it finds here
+        assert torch.isneginf(coprocessor.mailbox.lse[0]).all()

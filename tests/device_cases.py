@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from flag_handshake import make_flag_handshake
+from tiny_models import random_tokens
 
 from offload import OffloadedModel
 from offload.policies import Policy, make_policy
@@ -62,3 +64,12 @@ def greedy(model: Any, tokens: torch.Tensor, max_new_tokens: int, **options: Any
         **{"do_sample": False, "eos_token_id": None, "max_new_tokens": max_new_tokens, **options},
     )
     return out.cpu()
+
+
+def check_works(model: Any, stock: Any, prompt_tokens: int = 40) -> None:
+    """The stock tokens, and nothing left behind."""
+    tokens = random_tokens(1, prompt_tokens, seed=5)
+    assert torch.equal(greedy(model, tokens, 12), greedy(stock, tokens, 12))
+    gc.collect()
+    assert model.kv_store.num_sequences == 0
+    assert model.kv_store.host_bytes_used == 0

@@ -9,17 +9,15 @@ import ctypes
 import gc
 import logging
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
+from device_cases import FLAGS, GRAPH, INLINE, STREAM, check_works, greedy, load, small
 from tiny_models import random_tokens
 
 from cpu_ops.coprocessor import CoprocessorError
@@ -47,15 +45,6 @@ def model(backend, tiny_folders):
 @pytest.fixture(scope="module")
 def stock(stock_models):
     return stock_models["llama"]
-
-
-def check_works(model: Any, stock: Any, prompt_tokens: int = 40) -> None:
-    """The stock tokens, and nothing left behind."""
-    tokens = random_tokens(1, prompt_tokens, seed=5)
-    assert torch.equal(greedy(model, tokens, 12), greedy(stock, tokens, 12))
-    gc.collect()
-    assert model.kv_store.num_sequences == 0
-    assert model.kv_store.host_bytes_used == 0
 
 
 # The driver.
@@ -309,94 +298,6 @@ def test_host_memory_that_goes_in_the_middle_of_a_generation(model, stock, monke
     cache.batch_select_indices(torch.tensor([0, 2]))
     out = greedy(model, expected[[0, 2], :49], 20, past_key_values=cache)
     assert torch.equal(out, expected[[0, 2], :69])
-
-
-# Ctrl-C.
-
-
-@pytest.mark.parametrize("name", ["full", "exact_topk"])
-def test_ctrl_c_from_outside(backend, name, tiny_folders, stock):
-    """Again and again, at any moment of a generation; a conversation keeps whole steps."""
-    policy = "full" if name == "full" else small(name, 500)
-    model = load(tiny_folders["llama"], policy, backend)
-    prompt = random_tokens(1, 60)
-    expected = greedy(stock, prompt, 400)[0]
-    check_works(model, stock)
-    interrupted = 0
-    for delay in (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15):
-        cache = model.new_cache()
-        timer = threading.Timer(delay, signal.raise_signal, [signal.SIGINT])
-        timer.start()
-        try:
-            greedy(model, prompt, 400, past_key_values=cache)
-        except KeyboardInterrupt:
-            interrupted += 1
-        timer.join()
-        (kv_len,) = cache.kv_lens or [0]
-        more = greedy(model, expected[None, : max(kv_len + 1, 60)], 5, past_key_values=cache)[0]
-        assert torch.equal(more, expected[: len(more)])
-        del cache
-        check_works(model, stock)
-    assert interrupted
-
-
-def lines_of_offload(action: Any) -> None:
-    """Call `action` before every line of the package that this thread runs."""
-    package = str(Path(handshake.__file__).parent)
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(package):
-            return None
-        if event == "line":
-            action(frame)
-        return trace
-
-    sys.settrace(trace)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("own_cache", [True, False], ids=["own-cache", "conversation"])
-def test_ctrl_c_at_every_line(model, stock, own_cache):
-    """… of a generation, or 40 of them: a step that is not whole leaves no trace."""
-    prompt = random_tokens(1, 47)  # the second step needs a page
-    expected = greedy(stock, prompt, 12)
-    counter = [0, -1]
-
-    def count(frame: Any) -> None:
-        counter[0] += 1
-        if counter[0] == counter[1]:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
-
-    def run(cache: Any) -> None:
-        counter[0] = 0
-        lines_of_offload(count)
-        try:
-            greedy(model, prompt, 4, past_key_values=cache)
-        finally:
-            sys.settrace(None)
-
-    check_works(model, stock)  # the lines that only run once
-    run(None)
-    num_lines = counter[0]
-    assert num_lines > 300
-    for line in range(2, num_lines - 20, max(1, num_lines // 40) | 1):
-        counter[1] = line
-        cache = None if own_cache else model.new_cache()
-        with pytest.raises(KeyboardInterrupt):
-            run(cache)
-        counter[1] = -1
-        if cache is not None and cache.kv_lens:
-            kv_len = cache.kv_lens[0]
-            text = greedy(model, expected[:, : kv_len + 1], 3, past_key_values=cache)
-            assert torch.equal(text, expected[:, : kv_len + 4]), line
-            del text
-        del cache
-        gc.collect()
-        assert model.kv_store.num_sequences == 0, line
-        assert model.kv_store.host_bytes_used == 0, line
-    assert torch.get_num_threads() == 1
-    check_works(model, stock)
 
 
 # The worker.

@@ -26,7 +26,7 @@ PEERS_STAMP := $(PEERS)/.made
 
 NATIVE_SOURCES := setup.py $(wildcard cpp/*.cpp cpp/*.h cpp/isa/*.cpp cpp/isa/*.h)
 
-.PHONY: help venv build demo test lint format bench bench-gpu report peers clean
+.PHONY: help venv build demo test test-all lint format bench bench-gpu report peers clean
 
 help:  ## Show this.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -39,7 +39,10 @@ build: $(EXTENSION_STAMP)  ## Compile the extension if a C++ source changed.
 demo: venv  ## A small model answers a question about 6,000 tokens; converts it the first time.
 	$(BIN)/offload generate --demo
 
-test: venv $(TEST_STAMP)  ## Run the tests.
+test: venv $(TEST_STAMP)  ## Run the tests, all but the slow ones.
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: venv $(TEST_STAMP)  ## Run all tests; those of faults and recovery take minutes.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP)  ## Run every check that a commit must pass.

@@ -370,7 +370,6 @@ def in_a_process(program: str, *arguments: object) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_stuck_for_good(driven_backend, tiny_folders, stock):
     """The error says what to do, doing it works in the same process, and the process can end."""
     lines = in_a_process(STUCK, tiny_folders["llama"], *driven_backend)
@@ -416,6 +415,8 @@ sys.path[:0] = ["tests"]
 from pathlib import Path
 from device_cases import greedy, load
 from tiny_models import random_tokens
+
+pytestmark = pytest.mark.slow  # deadlines, forks and recoveries: minutes in all
 
 folder, device, backend = Path(sys.argv[1]), *sys.argv[2:]
 model = load(folder, "full", (device, backend))

@@ -19,6 +19,8 @@ from tiny_models import random_tokens
 
 import offload
 
+pytestmark = pytest.mark.slow  # deadlines, forks and recoveries: minutes in all
+
 
 @pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])
 def backend(request):
@@ -75,7 +77,6 @@ def lines_of_offload(action: Any) -> None:
     sys.settrace(trace)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("own_cache", [True, False], ids=["own-cache", "conversation"])
 def test_ctrl_c_at_every_line(model, stock, own_cache):
     """… of a generation, or 40 of them: a step that is not whole leaves no trace."""

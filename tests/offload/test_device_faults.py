@@ -25,6 +25,8 @@ from offload import HostBudgetError, handshake
 from offload.memory import DeviceMemoryError
 from offload.prefill import _attend as attend_of_prefill
 
+pytestmark = pytest.mark.slow  # deadlines, forks and recoveries: minutes in all
+
 
 @pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])
 def backend(request):
@@ -415,8 +417,6 @@ sys.path[:0] = ["tests"]
 from pathlib import Path
 from device_cases import greedy, load
 from tiny_models import random_tokens
-
-pytestmark = pytest.mark.slow  # deadlines, forks and recoveries: minutes in all
 
 folder, device, backend = Path(sys.argv[1]), *sys.argv[2:]
 model = load(folder, "full", (device, backend))

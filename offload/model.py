@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from offload.batch import RaggedBatch, pack
+from offload.budgets import device_kv_budget_bytes, kv_budget_bytes
 from offload.cache import OffloadedCache
 from offload.checkpoint import check_checkpoint
 from offload.config import RuntimeConfig, runtime_config
@@ -32,12 +33,7 @@ from offload.loading import (
     resolve_folder,
     with_calibrated_policy,
 )
-from offload.runtime import (
-    OffloadStats,
-    Runtime,
-    device_kv_budget_bytes,
-    kv_budget_bytes,
-)
+from offload.runtime import OffloadStats, Runtime
 from offload.sampling import fast_options
 from offload.token_loop import generate_on_device
 from offload.weights import move_to_huge_pages

@@ -14,16 +14,15 @@ import numpy.typing as npt
 import torch
 
 from offload.batch import RaggedBatch, one_token_each
+from offload.budgets import device_kv_budget_bytes, kv_budget_bytes, weight_bytes_of
 from offload.cache import OffloadedCache
 from offload.config import RuntimeConfig
 from offload.decode import Decoder
 from offload.interrupts import shielded
 from offload.kv_store import HostBudgetError, KVStore
 from offload.memory import (
-    DeviceMemoryError,
     available_cpus,
     format_bytes,
-    host_memory_limit_bytes,
 )
 from offload.models import LeanModel, lean_model_maker
 from offload.prefill import prefill
@@ -84,7 +83,7 @@ class Runtime:
         self.lean = lean_model_maker(stock.config.model_type)(stock)
         shape = self.lean.attention
         self.device = torch.device(config.device)
-        weight_bytes = _weight_bytes(stock)
+        weight_bytes = weight_bytes_of(stock)
         self.store = KVStore(
             num_layers=len(self.lean.layers),
             num_kv_heads=shape.num_kv_heads,
@@ -417,47 +416,3 @@ def decode_backend(lean: LeanModel, backend: str | None, device: torch.device) -
         raise NotImplementedError(f"backend='graph': {reason}; use backend='stream'")
     logger.warning("%s: using backend='stream', which is slower", reason)
     return "stream"
-
-
-def device_kv_budget_bytes(config: RuntimeConfig, weight_bytes: int) -> int | None:
-    """What max_memory leaves on the GPU beside the weights; None: as much as it has.
-
-    Raises:
-        DeviceMemoryError: if the weights alone do not fit.
-    """
-    device = torch.device(config.device)
-    limit = config.max_memory.get(device.index or 0)
-    if device.type == "cpu" or limit is None:
-        return None
-    if weight_bytes > limit:
-        raise DeviceMemoryError(
-            f"the weights need {format_bytes(weight_bytes)}, but max_memory[{device.index or 0}] "
-            f"is {format_bytes(limit)}; raise it, or choose a smaller dtype or model"
-        )
-    return limit - weight_bytes
-
-
-def kv_budget_bytes(config: RuntimeConfig, weight_bytes: int, *, loaded: bool) -> int:
-    """What is left for the KV store, before or after the weights are loaded.
-
-    Raises:
-        HostBudgetError: if the weights alone do not fit.
-    """
-    if config.device != "cpu":
-        weight_bytes = 0
-    limit, source = config.max_memory.get("cpu"), "max_memory['cpu'] is"
-    if limit is None:
-        limit = host_memory_limit_bytes() + (weight_bytes if loaded else 0)
-        source = "the host memory that this process may use is"
-    if weight_bytes > limit:
-        raise HostBudgetError(
-            f"the weights need {format_bytes(weight_bytes)}, but {source} {format_bytes(limit)}; "
-            "raise it, or choose a smaller dtype or model"
-        )
-    return limit - weight_bytes
-
-
-def _weight_bytes(stock: Any) -> int:
-    """Bytes of all weights; tied ones count once."""
-    weights = {weight.data_ptr(): weight.nbytes for weight in stock.parameters()}
-    return sum(weights.values())

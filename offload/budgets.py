@@ -1,0 +1,55 @@
+"""What a memory budget leaves for the KV cache beside the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload.config import RuntimeConfig
+from offload.memory import DeviceMemoryError, format_bytes, host_memory_limit_bytes
+from offload.page_pool import HostBudgetError
+
+
+def device_kv_budget_bytes(config: RuntimeConfig, weight_bytes: int) -> int | None:
+    """What max_memory leaves on the GPU beside the weights; None: as much as it has.
+
+    Raises:
+        DeviceMemoryError: if the weights alone do not fit.
+    """
+    device = torch.device(config.device)
+    limit = config.max_memory.get(device.index or 0)
+    if device.type == "cpu" or limit is None:
+        return None
+    if weight_bytes > limit:
+        raise DeviceMemoryError(
+            f"the weights need {format_bytes(weight_bytes)}, but max_memory[{device.index or 0}] "
+            f"is {format_bytes(limit)}; raise it, or choose a smaller dtype or model"
+        )
+    return limit - weight_bytes
+
+
+def kv_budget_bytes(config: RuntimeConfig, weight_bytes: int, *, loaded: bool) -> int:
+    """What is left for the KV store, before or after the weights are loaded.
+
+    Raises:
+        HostBudgetError: if the weights alone do not fit.
+    """
+    if config.device != "cpu":
+        weight_bytes = 0
+    limit, source = config.max_memory.get("cpu"), "max_memory['cpu'] is"
+    if limit is None:
+        limit = host_memory_limit_bytes() + (weight_bytes if loaded else 0)
+        source = "the host memory that this process may use is"
+    if weight_bytes > limit:
+        raise HostBudgetError(
+            f"the weights need {format_bytes(weight_bytes)}, but {source} {format_bytes(limit)}; "
+            "raise it, or choose a smaller dtype or model"
+        )
+    return limit - weight_bytes
+
+
+def weight_bytes_of(stock: Any) -> int:
+    """Bytes of all weights; tied ones count once."""
+    weights = {weight.data_ptr(): weight.nbytes for weight in stock.parameters()}
+    return sum(weights.values())

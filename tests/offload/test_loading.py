@@ -262,9 +262,9 @@ def test_missing_embedded_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_not_enough_memory(tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload import runtime
+    from offload import budgets
 
-    monkeypatch.setattr(runtime, "host_memory_limit_bytes", lambda: 1000)
+    monkeypatch.setattr(budgets, "host_memory_limit_bytes", lambda: 1000)
     with pytest.raises(HostBudgetError, match=r"weights need .* this process may use is 1000 B"):
         load(tiny_folders["llama"])
 

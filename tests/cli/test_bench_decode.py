@@ -26,6 +26,8 @@ from offload.cli import app, bench_decode
 from offload.config import BACKENDS, DTYPES
 from offload.policies import make_policy
 
+pytestmark = pytest.mark.slow
+
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 FAST = ["--steps", "6", "-r", "1", "--peer-steps", "2", "--threads", "1", "--device", "cpu"]
 SMALL = ["bench", "decode", "--shape", "tiny", "--budget-tokens", "256", *FAST]

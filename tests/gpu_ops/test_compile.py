@@ -11,6 +11,8 @@ import pytest
 
 from gpu_ops.launch import has_triton
 
+pytestmark = pytest.mark.slow
+
 MAX_REGISTERS = 168  # more would leave a multiprocessor fewer than three programs of four warps
 
 

@@ -18,6 +18,8 @@ from offload.benchmarks.peers.transformers_decode import (
 from offload.benchmarks.shapes import MODEL_SHAPES, random_model
 from offload.models import lean_model_maker
 
+pytestmark = pytest.mark.slow
+
 KV_LEN = 50
 
 

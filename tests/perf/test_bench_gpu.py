@@ -18,6 +18,8 @@ from perf.gpu_tables import (
     gpu_targets_table,
 )
 
+pytestmark = pytest.mark.slow
+
 TIMES = "\N{MULTIPLICATION SIGN}"
 TINY = ["--shape", "tiny", "--backend", "inline", "--kv-lens", "1200", "2400", "--steps", "14"]
 TINY += ["--repeats", "1", "--threads", "1", "--prefill-lengths", "1200", "1500"]

@@ -149,8 +149,8 @@ void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row
       sum += weight * part[group * head_dim + group + g];
       for (int64_t d = 0; d < head_dim; ++d) out[d] += weight * part[g * head_dim + d];
     }
-    // Known weights are relative to all that was scored. Beside a window on the device that holds all of the mass, those
-    // left here may all be too small for a float: that is attending to nothing.
+    // Known weights are relative to all that was scored. Beside a window on the device that holds all of the mass,
+    // those left here may all be too small for a float: that is attending to nothing.
     const bool vanishes = sum == 0.0f && !unit.weights.empty();
     float check = 0.0f;  // stays 0 unless some output is NaN or inf
     for (int64_t d = 0; d < head_dim; ++d) {

@@ -3,85 +3,22 @@
 #include "bindings.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
 #include "bandwidth.h"
 #include "clustering.h"
 #include "decode_attention.h"
 #include "dispatch.h"
-#include "linear.h"
 
 namespace offload {
-namespace {
-
-class PyLinear {
- public:
-  PyLinear(int dtype, int64_t in_features, const std::vector<int64_t>& weights, const std::vector<int64_t>& biases,
-           const std::vector<int64_t>& out_features)
-      : linear_(static_cast<DType>(dtype), in_features, blocks(weights, biases, out_features)) {}
-
-  void run(WorkerPool& pool, const std::string& isa, int64_t x, int num_rows, int64_t norm_weight, float norm_eps,
-           bool silu_mul, int64_t residual, int64_t out) const {
-    const KernelTable& kernels = kernels_for(isa);
-    const py::gil_scoped_release release;
-    linear_.run(kernels, pool, {pointer<const void>(x), num_rows, pointer<const void>(norm_weight), norm_eps, silu_mul},
-                pointer<const void>(residual), pointer<void>(out));
-  }
-
- private:
-  static std::vector<WeightBlock> blocks(const std::vector<int64_t>& weights, const std::vector<int64_t>& biases,
-                                         const std::vector<int64_t>& out_features) {
-    std::vector<WeightBlock> result;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      result.push_back({pointer<const void>(weights[i]), pointer<const void>(biases[i]), out_features[i]});
-    }
-    return result;
-  }
-
-  Linear linear_;
-};
-
-// Rotates the query heads of qkv in place and writes the rotated keys and the values of each row into its page.
-void rope_append(const std::string& isa, int dtype, int64_t qkv, int64_t cos, int64_t sin, int num_qo_heads,
-                 int num_kv_heads, int64_t head_dim, int page_shift, const Int64s& page_tables,
-                 const Int64s& table_strides, int64_t layer_idx, const Int64s& positions, int64_t q_norm,
-                 int64_t k_norm, float norm_eps) {
-  const KernelTable& kernels = kernels_for(isa);
-  const int64_t item = dtype_bytes(static_cast<DType>(dtype));
-  const int64_t head_bytes = head_dim * item;
-  for (py::ssize_t r = 0; r < positions.size(); ++r) {
-    char* head = pointer<char>(qkv) + r * (num_qo_heads + 2 * num_kv_heads) * head_bytes;
-    const char* c = pointer<const char>(cos) + r * head_bytes;
-    const char* s = pointer<const char>(sin) + r * head_bytes;
-    const int64_t position = positions.at(r);
-    const int64_t* pages = pointer<const int64_t>(page_tables.at(r)) + layer_idx * table_strides.at(r);
-    const AttentionShape shape{
-        num_qo_heads, num_kv_heads, static_cast<int>(head_dim), page_shift, static_cast<DType>(dtype), 0.0f};
-    for (int h = 0; h < num_qo_heads; ++h, head += head_bytes) {
-      kernels.rope_head[dtype](head, c, s, pointer<const void>(q_norm), norm_eps, head_dim);
-    }
-    const char* value = head + num_kv_heads * head_bytes;
-    for (int h = 0; h < num_kv_heads; ++h, head += head_bytes, value += head_bytes) {
-      kernels.rope_head[dtype](head, c, s, pointer<const void>(k_norm), norm_eps, head_dim);
-      std::memcpy(const_cast<void*>(shape.keys(pages, h).row(position)), head, static_cast<size_t>(head_bytes));
-      std::memcpy(const_cast<void*>(shape.values(pages, h).row(position)), value, static_cast<size_t>(head_bytes));
-    }
-  }
-}
-
-}  // namespace
-
 PYBIND11_MODULE(_native, m) {
   m.doc() = "CPU kernels of offload; use them through cpu_ops.native, which checks its arguments.";
   m.attr("MAX_GROUP_SIZE") = kMaxGroupSize;
   m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
   m.attr("HEAD_DIM_MULTIPLE") = kHeadDimMultiple;
-  m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
   m.def("available_isas", &available_isas);
   m.def("known_isas", &known_isas);
   m.def("default_isa", [] { return std::string(default_kernels().name); });
-  m.def("rope_append", &rope_append);
   m.def("top_k", [](const std::string& isa, int64_t x, int64_t n, int64_t k) {
     Int32s positions(static_cast<py::ssize_t>(std::max<int64_t>(0, std::min(n, k))));
     const int64_t count = top_k(kernels_for(isa), pointer<const float>(x), n, k, positions.mutable_data());
@@ -141,11 +78,7 @@ PYBIND11_MODULE(_native, m) {
 
   bind_attention(m);
   bind_coprocessor(m);
-
-  py::class_<PyLinear>(m, "Linear")
-      .def(py::init<int, int64_t, const std::vector<int64_t>&, const std::vector<int64_t>&,
-                    const std::vector<int64_t>&>())
-      .def("run", &PyLinear::run);
+  bind_layers(m);
 }
 
 }  // namespace offload

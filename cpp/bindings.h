@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "step_rows.h"
+
 namespace offload {
 
 namespace py = pybind11;
@@ -19,11 +21,18 @@ T* pointer(int64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// The rows of a step, in the arrays' memory; empty arrays are null.
+inline StepRows step_rows(const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
+                          const Int64s& policy_arrays, const Int64s& text_marks) {
+  const auto data = [](const Int64s& array) { return array.size() == 0 ? nullptr : array.data(); };
+  return {kv_lens.size(), data(page_tables), data(table_strides), data(kv_lens), data(policy_arrays), data(text_marks)};
+}
+
 // The DecodeAttention that a Python object of that name owns.
-class DecodeAttention;
 DecodeAttention& attention_of(const py::object& attention);
 
 void bind_attention(py::module_& m);
 void bind_coprocessor(py::module_& m);
+void bind_layers(py::module_& m);
 
 }  // namespace offload

@@ -1,10 +1,12 @@
 // The Python face of decode attention. The GIL is released for as long as the pool works.
+#include <chrono>
 #include <cstddef>
 #include <stdexcept>
 
 #include "bindings.h"
 #include "decode_attention.h"
 #include "dispatch.h"
+#include "step_rows.h"
 
 namespace offload {
 namespace {
@@ -13,21 +15,14 @@ constexpr const char* kPhaseNames[kNumPhases] = {"predict", "score", "select", "
 
 std::vector<QueryRow> query_rows(const AttentionShape& shape, int64_t layer_idx, int64_t query,
                                  int64_t query_stride_bytes, int64_t output, int64_t output_stride_bytes, int64_t lse,
-                                 const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
-                                 const Int64s& arrays, const Int64s& text_marks) {
-  const auto n = static_cast<size_t>(kv_lens.size());
-  std::vector<QueryRow> rows(n);
-  for (size_t r = 0; r < n; ++r) {
-    const auto i = static_cast<py::ssize_t>(r);
-    rows[r].pages = pointer<const int64_t>(page_tables.at(i)) + layer_idx * table_strides.at(i);
-    rows[r].kv_len = kv_lens.at(i);
-    rows[r].query = pointer<const char>(query) + i * query_stride_bytes;
-    rows[r].output = pointer<char>(output) + i * output_stride_bytes;
-    rows[r].lse = lse != 0 ? pointer<float>(lse) + i * shape.num_qo_heads : nullptr;
-    if (arrays.size() != 0 && arrays.at(i) != 0) {
-      rows[r].arrays = pointer<void* const>(arrays.at(i)) + layer_idx * kMaxPolicyArrays;
-    }
-    if (text_marks.size() != 0) rows[r].text_marks = pointer<const uint8_t>(text_marks.at(i));
+                                 const StepRows& step) {
+  std::vector<QueryRow> rows;
+  step.of_layer(layer_idx, rows);
+  for (int64_t r = 0; r < step.num_rows; ++r) {
+    QueryRow& row = rows[static_cast<size_t>(r)];
+    row.query = pointer<const char>(query) + r * query_stride_bytes;
+    row.output = pointer<char>(output) + r * output_stride_bytes;
+    row.lse = lse != 0 ? pointer<float>(lse) + r * shape.num_qo_heads : nullptr;
   }
   return rows;
 }
@@ -68,7 +63,7 @@ class PyDecodeAttention {
               int64_t lse, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
               const Int64s& arrays, const Int64s& text_marks, bool sparse, int first_row, bool prepares) {
     const auto rows = query_rows(shape_, layer_idx, query, query_stride_bytes, output, output_stride_bytes, lse,
-                                 page_tables, table_strides, kv_lens, arrays, text_marks);
+                                 step_rows(page_tables, table_strides, kv_lens, arrays, text_marks));
     std::string failure;
     {
       const py::gil_scoped_release release;
@@ -79,8 +74,8 @@ class PyDecodeAttention {
 
   void prepare(int64_t layer_idx, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
                const Int64s& arrays, const Int64s& text_marks) {
-    const auto rows =
-        query_rows(shape_, layer_idx, 0, 0, 0, 0, 0, page_tables, table_strides, kv_lens, arrays, text_marks);
+    const auto rows = query_rows(shape_, layer_idx, 0, 0, 0, 0, 0,
+                                 step_rows(page_tables, table_strides, kv_lens, arrays, text_marks));
     const py::gil_scoped_release release;
     attention_.prepare(layer_idx, rows);
   }
@@ -109,10 +104,50 @@ class PyDecodeAttention {
 
   DecodeAttention& attention() { return attention_; }
 
+  // Attends layers one after the other as DecoderLayers::run does, without its linear layers: for benches. `queries`:
+  // address of each layer's, contiguous. Returns (seconds, profile) of each layer.
+  py::list time_layers(const Int64s& queries, int64_t output, const Int64s& page_tables, const Int64s& table_strides,
+                       const Int64s& kv_lens, const Int64s& arrays, const Int64s& text_marks,
+                       const std::vector<bool>& sparse_layers) {
+    using Clock = std::chrono::steady_clock;
+    const StepRows step = step_rows(page_tables, table_strides, kv_lens, arrays, text_marks);
+    const int64_t row_bytes = shape_.num_qo_heads * shape_.row_bytes();
+    const int64_t* queries_of = queries.data();
+    const int64_t num_layers = queries.size();
+    std::vector<double> seconds(static_cast<size_t>(num_layers));
+    std::vector<WorkerProfile> profiles(seconds.size());
+    std::string failure;
+    {
+      const py::gil_scoped_release release;
+      std::vector<QueryRow> rows;
+      for (int64_t layer_idx = 0; layer_idx < num_layers && failure.empty(); ++layer_idx) {
+        const auto i = static_cast<size_t>(layer_idx);
+        attention_.start_profile();
+        const Clock::time_point start = Clock::now();
+        step.of_layer(layer_idx, rows);
+        for (int64_t r = 0; r < step.num_rows; ++r) {
+          rows[static_cast<size_t>(r)].query = pointer<const char>(queries_of[layer_idx]) + r * row_bytes;
+          rows[static_cast<size_t>(r)].output = pointer<char>(output) + r * row_bytes;
+        }
+        failure = attention_.attend(layer_idx, rows, sparse_layers[i], 0, true);
+        seconds[i] = std::chrono::duration<double>(Clock::now() - start).count();
+        profiles[i] = attention_.profile();
+      }
+    }
+    if (!failure.empty()) throw std::runtime_error(failure);
+    py::list result;
+    for (size_t i = 0; i < seconds.size(); ++i) result.append(py::make_tuple(seconds[i], as_dict(profiles[i])));
+    return result;
+  }
+
   void start_profile() { attention_.start_profile(); }
 
-  py::dict profile() const {
-    const WorkerProfile sum = attention_.profile();
+  py::dict profile() const { return as_dict(attention_.profile()); }
+
+  std::vector<std::vector<int32_t>> last_selection() const { return attention_.last_selection(); }
+
+ private:
+  static py::dict as_dict(const WorkerProfile& sum) {
     py::dict seconds;
     for (int i = 0; i < kNumPhases; ++i) seconds[kPhaseNames[i]] = sum.seconds[i];
     py::dict result;
@@ -123,9 +158,6 @@ class PyDecodeAttention {
     return result;
   }
 
-  std::vector<std::vector<int32_t>> last_selection() const { return attention_.last_selection(); }
-
- private:
   AttentionShape shape_;
   DecodeAttention attention_;
   bool per_query_head_ = false;
@@ -180,6 +212,7 @@ void bind_attention(py::module_& m) {
       .def("set_policy", &PyDecodeAttention::set_policy)
       .def("attend", &PyDecodeAttention::attend)
       .def("prepare", &PyDecodeAttention::prepare)
+      .def("time_layers", &PyDecodeAttention::time_layers)
       .def("attend_csr", &PyDecodeAttention::attend_csr)
       .def("start_profile", &PyDecodeAttention::start_profile)
       .def("profile", &PyDecodeAttention::profile)

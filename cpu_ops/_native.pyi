@@ -132,6 +132,17 @@ class DecodeAttention:
         arrays: _Int64s,
         text_marks: _Int64s,
     ) -> None: ...
+    def time_layers(
+        self,
+        queries: _Int64s,
+        output: int,
+        page_tables: _Int64s,
+        table_strides: _Int64s,
+        kv_lens: _Int64s,
+        policy_arrays: _Int64s,
+        text_marks: _Int64s,
+        sparse_layers: list[bool],
+    ) -> list[tuple[float, dict[str, Any]]]: ...
     def attend_csr(
         self,
         query: int,
@@ -219,3 +230,41 @@ class Linear:
         residual: int,
         out: int,
     ) -> None: ...
+
+class DecoderStep:
+    def __init__(
+        self,
+        hidden: int,
+        cos: int,
+        sin: int,
+        qkv: int,
+        attended: int,
+        gate_up: int,
+        kept_queries: int,
+        page_tables: _Int64s,
+        table_strides: _Int64s,
+        kv_lens: _Int64s,
+        policy_arrays: _Int64s,
+        text_marks: _Int64s,
+    ) -> None: ...
+
+class DecoderLayers:
+    def __init__(self, attention: DecodeAttention, isa: str) -> None: ...
+    def add(
+        self,
+        input_norm: int,
+        input_eps: float,
+        qkv: Linear,
+        q_norm: int,
+        k_norm: int,
+        qk_norm_eps: float,
+        o_proj: Linear,
+        mlp_norm: int,
+        mlp_eps: float,
+        gate_up: Linear,
+        down: Linear,
+        sparse: bool,
+    ) -> None: ...
+    def run(self, step: DecoderStep) -> None: ...
+    def project(self, layer_idx: int, step: DecoderStep) -> None: ...
+    def finish(self, layer_idx: int, step: DecoderStep) -> None: ...

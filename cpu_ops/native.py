@@ -140,7 +140,7 @@ class Linear:
         self._kept = (list(weights), biases)
         sizes = [int(weight.shape[0]) for weight in weights]
         self.out_features = sum(sizes)
-        self._native = _native.Linear(
+        self.native = _native.Linear(
             code,
             self.in_features,
             [weight.data_ptr() for weight in weights],
@@ -188,7 +188,7 @@ class Linear:
             _rows(name, y, self.out_features, self.dtype)
             if y.shape[0] != num_rows:
                 raise ValueError(f"{name} must have {num_rows} rows, got {y.shape[0]}")
-        self._native.run(
+        self.native.run(
             pool.native,
             self.isa,
             x.data_ptr(),

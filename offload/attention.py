@@ -333,6 +333,38 @@ class DecodeAttention:
         if self.on_attended is not None:
             self.on_attended(layer_idx, step, query, out)
 
+    def time_layers(
+        self, step: DecodeStep, queries: Sequence[Tensor], out: Tensor
+    ) -> list[tuple[float, dict[str, Any]]]:
+        """Attend layer after layer as a decode step does, but for the layers' linear parts: for
+        benches.
+
+        Args:
+            queries: of each layer [n, num_qo_heads * head_dim], rotated, contiguous.
+            out: of the same shape; holds the last layer's o then.
+
+        Returns:
+            (seconds, what `profile` would return) of each layer.
+
+        Raises:
+            As `attend`.
+        """
+        shape = (len(step.seqs), self._row_elements)
+        for x in (*queries, out):
+            if x.dtype != self.store.dtype or tuple(x.shape) != shape or not x.is_contiguous():
+                raise ValueError(
+                    f"queries and out must be {self.store.dtype} {list(shape)}, contiguous,"
+                    f" got {x.dtype} {list(x.shape)} with strides {x.stride()}"
+                )
+        if len(queries) != self.store.num_layers:
+            raise ValueError(f"expected {self.store.num_layers} queries, got {len(queries)}")
+        return self._native.time_layers(
+            np.array([query.data_ptr() for query in queries], np.int64),
+            out.data_ptr(),
+            *step.of(slice(None)),
+            self._sparse.tolist(),
+        )
+
     @property
     def on_prefill_queries(self) -> OnQueries | None:
         """What `prefill` shows its queries to: None unless the policy observes queries."""

@@ -1,42 +1,28 @@
 """Decode: a few new tokens per sequence, on the native kernels.
 
-`decode_layer` is the hot path; read it first. A step over more rows than the kernels take at once
-runs block by block, each through all layers: rows of one sequence are in order, so a later row
-finds the K/V of the earlier ones in the store whichever block they were in.
+The hot path is `DecoderLayers::run` in `cpp/decoder_layers.cpp`; read it first. A step over more
+rows than the kernels take at once runs block by block, each through all layers: rows of one
+sequence are in order, so a later row finds the K/V of the earlier ones in the store whichever block
+they were in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from cpu_ops.native import Linear, WorkerPool, rope_append
+from cpu_ops.decoder_layers import DecoderLayers, NativeLayer, Norm
+from cpu_ops.native import Linear, WorkerPool
 from offload.attention import DecodeAttention, DecodeStep
-from offload.batch import RaggedBatch
+from offload.batch import RaggedBatch, one_token_each
 from offload.kv_store import KVStore
 from offload.models import DecoderLayer, LeanModel
 from offload.policies import Policy
-
-Norm = tuple[torch.Tensor, float]  # RMSNorm weight and eps
-
-
-@dataclass(frozen=True)
-class NativeLayer:
-    """A decoder layer's weights as the native operators take them; nothing is copied."""
-
-    input_norm: Norm
-    qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    qk_norm_eps: float
-    o_proj: Linear
-    mlp_norm: Norm
-    gate_up: Linear
-    down: Linear
+from offload.sampling import SamplingOptions
 
 
 class Decoder:
@@ -57,7 +43,7 @@ class Decoder:
             pool=self.pool,
             sm_scale=model.attention.sm_scale,
         )
-        self.layers = [_native_layer(layer) for layer in model.layers]
+        self.stack = DecoderLayers([_native_layer(layer) for layer in model.layers], self.attention)
         self.final_norm = _norm(model.final_norm)
         self.lm_head = _linear(model.lm_head)
 
@@ -72,7 +58,7 @@ class Decoder:
             [num_tokens, hidden_size], before the final norm.
 
         Raises:
-            ValueError: for keys or values that are not finite.
+            RuntimeError: for keys or values that are not finite.
         """
         cos, sin = (table[0] for table in self.model.rotary_emb(hidden, batch.position_ids[None]))
         rows = [
@@ -85,44 +71,47 @@ class Decoder:
             step = self.attention.begin_step(
                 [seq for seq, _ in rows[block]], [position + 1 for _, position in rows[block]]
             )
-            rope = (cos[block], sin[block])
-            for layer_idx, layer in enumerate(self.layers):
-                self.decode_layer(layer_idx, layer, hidden[block], rope, step)
+            self._run_layers(hidden[block], (cos[block], sin[block]), step)
         return hidden
 
-    def decode_layer(
+    def choose_tokens(
         self,
-        layer_idx: int,
-        layer: NativeLayer,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        step: DecodeStep,
-    ) -> None:
-        """x [n, hidden_size] through one layer, in place; rope = cos, sin: [n, head_dim]."""
-        shape, pool = self.model.attention, self.pool
+        seqs: Sequence[int],
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        options: SamplingOptions,
+    ) -> torch.Tensor:
+        """One whole step, from the last tokens to the likeliest next: int64 [num_sequences].
 
-        # The policy's `prepare` runs inside `attend`: on a CPU there is nothing to overlap it with.
-        qkv = layer.qkv(pool, x, norm=layer.input_norm)
-        rope_append(
-            qkv,
-            *rope,
-            num_qo_heads=shape.num_qo_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            page_tokens=self.store.page_tokens,
-            page_tables=step.page_tables,
-            table_strides=step.table_strides,
-            layer_idx=layer_idx,
-            positions=step.positions,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            norm_eps=layer.qk_norm_eps,
-        )
-        o = x.new_empty(x.shape[0], shape.num_qo_heads * shape.head_dim)
-        self.attention.attend(layer_idx, step, qkv, o)
-        layer.o_proj(pool, o, out=x, residual=x)
-        gate_up = layer.gate_up(pool, x, norm=layer.mlp_norm)
-        layer.down(pool, gate_up, out=x, silu_mul=True, residual=x)
+        Args:
+            tokens, position_ids: int64 [num_sequences], of the last token of each.
+            options: greedy ones.
+
+        Raises:
+            As `decode`.
+        """
+        assert options.temperature == 0.0
+        batch = replace(one_token_each(len(seqs)), position_ids=position_ids)
+        hidden = self.decode(self.model.embed_tokens(tokens), batch, seqs)
+        return self.logits(hidden).float().argmax(dim=-1)
+
+    def _run_layers(
+        self, hidden: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], rows: DecodeStep
+    ) -> None:
+        """hidden [n, hidden_size] through all layers, in place; rope = cos, sin: [n, head_dim]."""
+        attention, stack = self.attention, self.stack
+        if attention.on_attended is not None or rows.in_turns:
+            step = stack.begin(hidden, rope, rows)
+            for layer_idx in range(stack.num_layers):
+                stack.project(layer_idx, step)
+                attention.attend(layer_idx, rows, step.qkv, step.attended)
+                stack.finish(layer_idx, step)
+            return
+        step = stack.begin(hidden, rope, rows, keeps_queries=attention.keeps_queries(rows))
+        stack.run(step)
+        if step.kept_queries is not None:
+            for layer_idx in attention.sparse_layers.nonzero()[0].tolist():
+                attention.record_step_queries(layer_idx, rows, step.kept_queries[layer_idx])
 
     def forget(self, seq: int) -> None:
         """`seq` was changed or freed: there is no copy of it here that could be out of date."""

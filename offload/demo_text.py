@@ -8,6 +8,7 @@ Python version always yields the same text.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
@@ -113,6 +114,15 @@ def _source_path(module: str) -> Path | None:
     return path if path.suffix == ".py" and path.is_file() else None
 
 
+@functools.cache
+def _module_docstrings(module: str) -> tuple[str, ...]:
+    """All of a module's docstrings; none if its source is not there."""
+    path = _source_path(module)
+    if path is None:
+        return ()
+    return tuple(_docstrings(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def stdlib_docstrings() -> Iterator[str]:
     """Yield the standard library's long docstrings, deterministic for one Python version.
 
@@ -124,10 +134,7 @@ def stdlib_docstrings() -> Iterator[str]:
     """
     seen: set[str] = set()
     for module in PROSE_MODULES:
-        path = _source_path(module)
-        if path is None:
-            continue
-        for docstring in _docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+        for docstring in _module_docstrings(module):
             if len(docstring) < MIN_DOCSTRING_CHARS or ">>>" in docstring or docstring in seen:
                 continue
             seen.add(docstring)

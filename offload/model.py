@@ -35,7 +35,7 @@ from offload.loading import (
 )
 from offload.runtime import OffloadStats, Runtime
 from offload.sampling import fast_options
-from offload.token_loop import generate_on_device
+from offload.token_loop import generate_tokens
 from offload.weights import move_to_huge_pages
 
 if TYPE_CHECKING:
@@ -198,11 +198,11 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Behind `generate()`: the stock loop, or the device's own where it can choose tokens."""
+        """Behind `generate()`: our loop where the step can choose tokens, or the stock one."""
         options = None
-        if self._offload.chooses_tokens and not synced_gpus and model_kwargs.get("use_cache"):
+        if not synced_gpus and model_kwargs.get("use_cache"):
             options = fast_options(logits_processor, stopping_criteria, generation_config)
-        if options is None:
+        if options is None or not self._offload.chooses_tokens(options):
             return super()._sample(
                 input_ids,
                 logits_processor,
@@ -212,7 +212,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
                 streamer=streamer,
                 **model_kwargs,
             )
-        return generate_on_device(
+        return generate_tokens(
             self, options, input_ids, stopping_criteria, generation_config, streamer, model_kwargs
         )
 

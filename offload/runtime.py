@@ -151,10 +151,13 @@ class Runtime:
         self._record(phase, batch.num_tokens, start)
         return hidden, phase
 
-    @property
-    def chooses_tokens(self) -> bool:
-        """Whether `choose_tokens` can be used."""
-        return not isinstance(self._decoder, Decoder)
+    def chooses_tokens(self, options: SamplingOptions) -> bool:
+        """Whether `choose_tokens` can be used.
+
+        Not to sample on the CPU: there the stock loop is as fast, and its tokens are those of
+        transformers with the same seed.
+        """
+        return options.temperature == 0.0 or not isinstance(self._decoder, Decoder)
 
     def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
         """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size]."""
@@ -176,17 +179,15 @@ class Runtime:
         Raises:
             As `run`.
         """
-        assert not isinstance(self._decoder, Decoder)
         start = time.perf_counter()
         batch = one_token_each(cache.batch_size)
-        decoder = self._decoder
 
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
             self._mark_text(batch, seqs, tokens)
             start += self._build_index(batch, seqs)
             with self._current_device():
-                return decoder.choose_tokens(seqs, tokens, position_ids, options)
+                return self._decoder.choose_tokens(seqs, tokens, position_ids, options)
 
         chosen = self._extend(cache, batch, compute)
         self._record("decode", batch.num_tokens, start)

@@ -1,8 +1,9 @@
-"""The fast path of `generate()` with a GPU: tokens are chosen inside the decode step.
+"""The fast path of `generate()`: tokens are chosen inside the decode step.
 
-The stock sampling loop runs a step, brings the logits to Python and chooses. Where all it would do
-with them is argmax, or temperature, top-k and top-p, the step does that itself: embedding, layers,
-logits and choice are one captured graph, and the host reads one token id per row.
+The stock sampling loop runs a step, brings the logits to Python and chooses, with much bookkeeping
+around it. Where all it would do with the logits is argmax, or temperature, top-k and top-p, the
+step does that itself. With a GPU, embedding, layers, logits and choice are then one captured graph,
+and the host reads one token id per row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from offload.model import OffloadedModel
 
 
-def generate_on_device(
+def generate_tokens(
     model: OffloadedModel,
     options: SamplingOptions,
     input_ids: Tensor,
@@ -27,7 +28,7 @@ def generate_on_device(
     streamer: Any,
     model_kwargs: dict[str, Any],
 ) -> Tensor:
-    """As the stock `_sample` does it, with the choice on the device.
+    """As the stock `_sample` does it, with the choice in the step.
 
     Returns:
         int64 [batch_size, tokens], prompt and new tokens.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ if not torch.cuda.is_available():
 from tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model
 
 from offload import OffloadedModel
+
+# A shell starts background jobs with SIGINT ignored; tests of ctrl-C want Python's handler.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Threads only slow tiny tensors down, above all on a busy machine.
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Tiny models whose decode steps are the GPU's, on every backend that this machine has."""
+"""Tiny models on every backend that this machine has."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from offload import OffloadedModel
 from offload.policies import Policy, make_policy
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+NATIVE = pytest.param(("cpu", None), id="native")
 INLINE = pytest.param(("cpu", "inline"), id="inline")
 # The graph backend's code, but a thread plays the GPU.
 FLAGS = pytest.param(("cpu", "flags"), id="flags")

@@ -1,7 +1,8 @@
 """Decode-step latency of the policies by context length and number of threads.
 
 Every policy runs the same decode steps over the same sequences: the new token's keys and values
-enter the store, and each layer attends, predictions included. Policies take turns within a step, so
+enter the store, and all layers attend in one native call, predictions included, as they do in a
+model but for its linear layers. Policies take turns within a step, so
 that a slow minute of a shared machine slows all of them. Before every turn the worker pool reads a
 buffer larger than the last level cache: in a real model a token's weights and its other layers pass
 through the cache between two visits of a layer, and rows left there by the step before would time
@@ -12,7 +13,6 @@ reference, on the same selection, before anything is timed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cpu_ops.native import WorkerPool
-from offload.attention import DecodeAttention
+from offload.attention import DecodeAttention, DecodeStep
 from offload.benchmarks.latency_plan import LayerPlan, plan_layers
 from offload.benchmarks.latency_reference import ExactAttention, SelectionQuality
 from offload.benchmarks.latency_workload import LatencyWorkload
@@ -32,6 +32,7 @@ from offload.torch_threads import torch_threads
 
 PHASES = ("predict", "score", "select", "attend", "update")
 WARMUP_STEPS = 2
+JUDGED_STEPS = 1  # after the timed ones: what is chosen there is compared with the exact attention
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class LatencyMeasurement:
         microseconds: median over the steps; _p10 and _p90 are percentiles, _mean the mean, which
             shows what a policy does in some steps only, and what disturbed the machine.
         phases: microseconds of each of PHASES, the mean over the workers' clocks; `other` is the
-            rest of the median: calls, waiting for the slowest worker.
+            rest of the median: starting the pool, waiting for the slowest worker.
         bytes_touched: keys, values and the policy's arrays, read or written.
         bandwidth: bytes_touched per second of the median.
         sequential_bandwidth, gather_bandwidth: bytes per second, medians of the same run.
@@ -113,17 +114,15 @@ def measure_latency(
 
     Args:
         options: of each policy, to show.
-        on_step: called after each of the `WARMUP_STEPS + repeats` steps per number of threads.
+        on_step: called after each of the `steps_needed(repeats)` steps per number of threads.
 
     Raises:
         ValueError: a policy that does not fit the workload, or too few steps in it.
         ArithmeticError: an output that differs from the reference.
     """
-    if not 1 <= repeats <= workload.num_steps - WARMUP_STEPS:
-        raise ValueError(
-            f"repeats must be in [1, {workload.num_steps - WARMUP_STEPS}] for this workload, "
-            f"got {repeats}"
-        )
+    most = workload.num_steps - steps_needed(0)
+    if not 1 <= repeats <= most:
+        raise ValueError(f"repeats must be in [1, {most}] for this workload, got {repeats}")
     budgets = [policy.budget_tokens for policy in policies.values() if policy.selects]
     row_tokens = min(workload.kv_len, max(budgets, default=1024))
     measurements: list[LatencyMeasurement] = []
@@ -140,7 +139,7 @@ def measure_latency(
                     }
                     _run(workload, list(turns.values()), yardstick, repeats, on_step)
                     if not qualities:
-                        qualities = _judge(workload, turns, WARMUP_STEPS + repeats - 1)
+                        qualities = _judge(workload, turns, WARMUP_STEPS + repeats)
                 measurements += [
                     turn.measurement(name, options.get(name, {}), yardstick, qualities[name])
                     for name, turn in turns.items()
@@ -160,9 +159,10 @@ def _run(
     repeats: int,
     on_step: Callable[[], None],
 ) -> None:
-    for step in range(WARMUP_STEPS + repeats):
+    num_steps = steps_needed(repeats)
+    for step in range(num_steps):
         kv_lens = workload.advance(step)
-        timed = step >= WARMUP_STEPS
+        timed = WARMUP_STEPS <= step < WARMUP_STEPS + repeats
         if timed:
             yardstick.gather()
         first = step % len(turns)
@@ -171,7 +171,7 @@ def _run(
             turn.take(step, kv_lens, record=timed)
         if step == 0:
             _check(workload, turns, kv_lens)
-        if step < WARMUP_STEPS + repeats - 1:
+        if step < num_steps - 1:
             workload.commit()  # the last step's rows stay writable: `rewind` drops them
         on_step()
 
@@ -272,28 +272,31 @@ class _Turns:
         self._error = 0.0
 
     def take(self, step: int, kv_lens: list[int], *, record: bool) -> None:
-        """One decode step through all layers."""
+        """One decode step through all layers: timed, or to look at what is chosen."""
         workload, attention = self._workload, self._attention
         if self._policy.reads_text and workload.text_marks is not None:
             for seq, marks, kv_len in zip(workload.seqs, workload.text_marks, kv_lens, strict=True):
                 attention.states.append_marks(seq, marks[kv_len - 1 : kv_len])
         begun = attention.begin_step(workload.seqs, kv_lens)
+        queries = [workload.queries(layer_idx, step) for layer_idx in range(workload.num_layers)]
+        if not record:
+            self._look(begun, queries)
+            return
+        timed = attention.time_layers(begun, queries, self._out)
+        for counts, (seconds, profile) in zip(self._layers, timed, strict=True):
+            counts.seconds.append(seconds)
+            counts.phase_seconds.append([profile["seconds"][phase] for phase in PHASES])
+            counts.bytes.append(profile["bytes"])
+            counts.scored.append(profile["scored_tokens"])
+            counts.attended.append(profile["attended_tokens"])
+
+    def _look(self, begun: DecodeStep, queries: list[torch.Tensor]) -> None:
+        """Keep each layer's output and selection."""
+        attention = self._attention
         self._outputs, self._selections = [], []
-        for layer_idx, counts in enumerate(self._layers):
-            query = workload.queries(layer_idx, step)
-            attention.start_profile()
-            start = time.perf_counter()
+        for layer_idx, query in enumerate(queries):
             attention.attend(layer_idx, begun, query, self._out)
-            seconds = time.perf_counter() - start
-            if record:
-                profile = attention.profile()
-                counts.seconds.append(seconds)
-                counts.phase_seconds.append([profile["seconds"][phase] for phase in PHASES])
-                counts.bytes.append(profile["bytes"])
-                counts.scored.append(profile["scored_tokens"])
-                counts.attended.append(profile["attended_tokens"])
-            if step == 0:
-                self._outputs.append(self._out[0].clone())
+            self._outputs.append(self._out[0].clone())
             self._selections.append(attention.last_selection()[: self._num_units])
 
     def check(self, layer_idx: int, exact: ExactAttention) -> None:
@@ -380,4 +383,4 @@ class _Turns:
 
 def steps_needed(repeats: int) -> int:
     """Steps that a workload must have."""
-    return WARMUP_STEPS + repeats
+    return WARMUP_STEPS + repeats + JUDGED_STEPS

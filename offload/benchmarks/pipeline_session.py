@@ -222,7 +222,7 @@ class InlineSession:
         positions = torch.from_numpy(step.positions)
         cos, sin = (t[0] for t in lean.rotary_emb(x, positions[None]))
         shape, pool = lean.attention, decoder.pool
-        for layer_idx, layer in enumerate(decoder.layers):
+        for layer_idx, layer in enumerate(decoder.stack.layers):
             qkv = layer.qkv(pool, x, norm=layer.input_norm)
             cache.rows.after_projection(layer_idx, 0, qkv, positions)
             rope_append(

@@ -88,11 +88,7 @@ class TextSession:
         assert self._cache is not None
         positions = torch.tensor([self._position])
         tokens = self._tokens[self._position : self._position + 1]
-        if self._runtime.chooses_tokens:
-            self._runtime.choose_tokens(self._cache, tokens, positions, SamplingOptions())
-        else:
-            hidden, phase = self._run(self._cache, tokens, positions)
-            int(self._runtime.logits(hidden, phase).argmax())
+        self._runtime.choose_tokens(self._cache, tokens, positions, SamplingOptions())
         self._position += 1
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Edges of the loop that chooses tokens on the device: the same tokens as the stock loop."""
+"""Edges of the loop that chooses tokens in the step: the same tokens as the stock loop."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from device_cases import GRAPH, INLINE, STREAM, greedy, load, small
+from device_cases import GRAPH, INLINE, NATIVE, STREAM, greedy, load, small
 from tiny_models import random_tokens
 
 
-@pytest.fixture(scope="module", params=[INLINE, STREAM, GRAPH])
+@pytest.fixture(scope="module", params=[NATIVE, INLINE, STREAM, GRAPH])
 def backend(request):
     return request.param
 
@@ -27,17 +27,17 @@ def stock(stock_models):
 
 @pytest.fixture
 def device_loops(monkeypatch):
-    """Counts the generations that ran on the device's loop."""
+    """Counts the generations that ran on our loop."""
     import offload.model
 
     calls: list[int] = []
-    run = offload.model.generate_on_device
+    run = offload.model.generate_tokens
 
     def counted(*args: Any) -> torch.Tensor:
         calls.append(len(args))
         return run(*args)
 
-    monkeypatch.setattr(offload.model, "generate_on_device", counted)
+    monkeypatch.setattr(offload.model, "generate_tokens", counted)
     return calls
 
 

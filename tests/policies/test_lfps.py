@@ -219,7 +219,7 @@ def policy_of(cls: type[LFPS] = Exact, **options) -> LFPS:
 def test_against_the_simulation(granularity, bypass_threshold, alpha, pool):
     policy = policy_of(granularity=granularity, bypass_threshold=bypass_threshold, alpha=alpha)
     run = Run(policy, pool, Text(600), 400)
-    for _ in range(150):
+    for _ in range(70):
         run.step()
     run.check_candidates()
     run.check_tables()

@@ -1,0 +1,199 @@
+"""A decoder's layers in one call of the C++ kernels: what a decode step is without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from cpu_ops import _native
+from cpu_ops.native import Linear, dtype_code, isa_name
+
+if TYPE_CHECKING:
+    from offload.attention import DecodeAttention, DecodeStep
+
+Norm = tuple[Tensor, float]  # RMSNorm weight and eps
+
+
+@dataclass(frozen=True)
+class NativeLayer:
+    """A decoder layer's weights as the native operators take them; nothing is copied.
+
+    Attributes:
+        qkv: hidden_size -> queries ++ keys ++ values. gate_up: hidden_size -> gate ++ up.
+        q_norm, k_norm: RMSNorm weights [head_dim] per head before RoPE, or None.
+    """
+
+    input_norm: Norm
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qk_norm_eps: float
+    o_proj: Linear
+    mlp_norm: Norm
+    gate_up: Linear
+    down: Linear
+
+
+class LayersStep:
+    """One step of some rows through `DecoderLayers`: the memory it works in.
+
+    Attributes:
+        hidden: [n, hidden_size]. qkv, attended: what a layer's attention reads and writes.
+        kept_queries: [num_layers, n, num_qo_heads * head_dim], rotated queries of the layers where
+            the policy has a say, if they were asked for.
+    """
+
+    def __init__(
+        self,
+        layers: DecoderLayers,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        rows: DecodeStep,
+        keeps_queries: bool,
+    ) -> None:
+        n = len(hidden)
+        self.rows = rows
+        self.hidden = hidden
+        self.qkv = hidden.new_empty(n, layers.qkv_features)
+        self.attended = hidden.new_empty(n, layers.query_features)
+        self.kept_queries = None
+        if keeps_queries:
+            self.kept_queries = hidden.new_empty(layers.num_layers, n, layers.query_features)
+        self._kept = (rope, gate_up := hidden.new_empty(n, layers.gate_up_features))
+        self.native = _native.DecoderStep(
+            hidden.data_ptr(),
+            rope[0].data_ptr(),
+            rope[1].data_ptr(),
+            self.qkv.data_ptr(),
+            self.attended.data_ptr(),
+            gate_up.data_ptr(),
+            0 if self.kept_queries is None else self.kept_queries.data_ptr(),
+            *rows.of(slice(None)),
+        )
+
+
+class DecoderLayers:
+    """All layers of a decoder, over the KV store and the worker pool of its `attention`.
+
+    Args:
+        isa: an ISA other than the process's (tests).
+
+    Attributes:
+        layers: as they were given.
+
+    Raises:
+        ValueError: layers whose shapes or dtypes do not fit each other or the attention.
+    """
+
+    def __init__(
+        self, layers: Sequence[NativeLayer], attention: DecodeAttention, *, isa: str | None = None
+    ) -> None:
+        store = attention.store
+        self.num_layers = len(layers)
+        self.query_features = attention.num_qo_heads * store.head_dim
+        self.qkv_features = self.query_features + 2 * store.num_kv_heads * store.head_dim
+        self.hidden_size = layers[0].qkv.in_features
+        self.gate_up_features = layers[0].gate_up.out_features
+        self._dtype, self._head_dim = store.dtype, store.head_dim
+        dtype_code(store.dtype)
+        if len(layers) != store.num_layers:
+            raise ValueError(f"expected {store.num_layers} layers, got {len(layers)}")
+        self.layers = tuple(layers)
+        self._attention = attention  # kept alive
+        self._native = _native.DecoderLayers(attention.native, isa or isa_name())
+        for layer, sparse in zip(layers, attention.sparse_layers.tolist(), strict=True):
+            self._check_layer(layer)
+            self._native.add(
+                *_address(layer.input_norm),
+                layer.qkv.native,
+                0 if layer.q_norm is None else layer.q_norm.data_ptr(),
+                0 if layer.k_norm is None else layer.k_norm.data_ptr(),
+                layer.qk_norm_eps,
+                layer.o_proj.native,
+                *_address(layer.mlp_norm),
+                layer.gate_up.native,
+                layer.down.native,
+                sparse,
+            )
+
+    def begin(
+        self,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        rows: DecodeStep,
+        *,
+        keeps_queries: bool = False,
+    ) -> LayersStep:
+        """A step that has not run yet.
+
+        Args:
+            hidden: [n, hidden_size], contiguous, n at most `Linear.max_rows`; overwritten.
+            rope: cos, sin: [n, head_dim], contiguous.
+            rows: of `attention.begin_step`.
+            keeps_queries: fill `kept_queries`.
+        """
+        n = len(rows.seqs)
+        if not 1 <= n <= Linear.max_rows:
+            raise ValueError(f"a step takes 1 to {Linear.max_rows} rows, got {n}")
+        for name, x, columns in (
+            ("hidden", hidden, self.hidden_size),
+            ("cos", rope[0], self._head_dim),
+            ("sin", rope[1], self._head_dim),
+        ):
+            if x.dtype != self._dtype or not x.is_cpu:
+                raise ValueError(f"{name} must be {self._dtype} on the CPU, got {x.dtype}")
+            if tuple(x.shape) != (n, columns) or not x.is_contiguous():
+                raise ValueError(
+                    f"{name} must be [{n}, {columns}], contiguous,"
+                    f" got {list(x.shape)} with strides {x.stride()}"
+                )
+        return LayersStep(self, hidden, rope, rows, keeps_queries)
+
+    def run(self, step: LayersStep) -> None:
+        """All layers; `step.hidden` is then what goes into the final norm.
+
+        Raises:
+            RuntimeError: NaN or inf in a query or the cache; names the layer.
+        """
+        self._native.run(step.native)
+
+    def project(self, layer_idx: int, step: LayersStep) -> None:
+        """One layer up to its attention: rotated queries in `step.qkv`, K/V in the store."""
+        self._native.project(layer_idx, step.native)
+
+    def finish(self, layer_idx: int, step: LayersStep) -> None:
+        """One layer from `step.attended` on."""
+        self._native.finish(layer_idx, step.native)
+
+    def _check_layer(self, layer: NativeLayer) -> None:
+        for name, linear, shape in (
+            ("qkv", layer.qkv, (self.hidden_size, self.qkv_features)),
+            ("o_proj", layer.o_proj, (self.query_features, self.hidden_size)),
+            ("gate_up", layer.gate_up, (self.hidden_size, self.gate_up_features)),
+            ("down", layer.down, (self.gate_up_features // 2, self.hidden_size)),
+        ):
+            got = (linear.in_features, linear.out_features)
+            if got != shape or linear.dtype != self._dtype:
+                raise ValueError(
+                    f"{name} must be {self._dtype} {shape[0]} -> {shape[1]},"
+                    f" got {linear.dtype} {got[0]} -> {got[1]}"
+                )
+        for name, weight, size in (
+            ("input_norm", layer.input_norm[0], self.hidden_size),
+            ("mlp_norm", layer.mlp_norm[0], self.hidden_size),
+            ("q_norm", layer.q_norm, self._head_dim),
+            ("k_norm", layer.k_norm, self._head_dim),
+        ):
+            if weight is not None and (weight.dtype != self._dtype or weight.shape != (size,)):
+                raise ValueError(
+                    f"{name} must be {self._dtype} [{size}], got {weight.dtype} "
+                    f"{list(weight.shape)}"
+                )
+
+
+def _address(norm: Norm) -> tuple[int, float]:
+    weight, eps = norm
+    return weight.data_ptr(), eps

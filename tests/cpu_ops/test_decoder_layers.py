@@ -1,0 +1,233 @@
+"""DecoderLayers: all layers in one call, against float64 and against its own parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import relative_error
+from seeded import new_rng
+
+from cpu_ops import native, reference
+from cpu_ops.decoder_layers import DecoderLayers, NativeLayer
+from cpu_ops.native import Linear, WorkerPool
+from offload.attention import DecodeAttention
+from offload.kv_store import KVStore
+from offload.policies import Policy, make_policy
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Relative L2 after two layers that round where transformers does, against none of it rounded.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+NUM_LAYERS, HIDDEN, INTERMEDIATE, EPS = 2, 96, 160, 1e-5
+NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
+QUERY_FEATURES, KV_FEATURES = NUM_QO_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
+
+
+@dataclass
+class Case:
+    """Layers over a store that holds random keys and values, and the rows of one step."""
+
+    layers: list[NativeLayer]
+    weights: list[dict[str, torch.Tensor]]
+    attention: DecodeAttention
+    seqs: list[int]
+    kv_lens: list[int]
+    hidden: torch.Tensor
+    rope: tuple[torch.Tensor, torch.Tensor]
+    past: list[tuple[np.ndarray, np.ndarray]]  # of each sequence: k, v [layers, heads, tokens, dim]
+
+    def stack(self, isa: str | None = None) -> DecoderLayers:
+        return DecoderLayers(self.layers, self.attention, isa=isa)
+
+
+def make_case(
+    pool: WorkerPool,
+    dtype: torch.dtype,
+    *,
+    rows: int = 2,
+    policy: Policy | str = "full",
+    kv_len: int = 37,
+    with_qk_norm: bool = False,
+    isa: str | None = None,
+) -> Case:
+    rng = new_rng()
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        x = rng.standard_normal(shape, dtype=np.float32) * scale
+        return torch.from_numpy(x.astype(np.float32)).to(dtype)
+
+    store = KVStore(
+        num_layers=NUM_LAYERS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        page_tokens=16,
+    )
+    policy = make_policy(policy) if isinstance(policy, str) else policy
+    attention = DecodeAttention(policy, store, num_qo_heads=NUM_QO_HEADS, pool=pool, isa=isa)
+    seqs, kv_lens, past = [], [], []
+    for row in range(rows):
+        n = kv_len + 5 * row
+        seq = store.new_sequence()
+        store.reserve([seq], [n])
+        k, v = (random(NUM_LAYERS, NUM_KV_HEADS, n, HEAD_DIM) for _ in range(2))
+        for layer_idx in range(NUM_LAYERS):
+            store.append(seq, layer_idx, k[layer_idx].transpose(0, 1), v[layer_idx].transpose(0, 1))
+        store.commit([seq], [n])
+        store.reserve([seq], [1])
+        seqs.append(seq)
+        kv_lens.append(n + 1)
+        past.append((k.double().numpy(), v.double().numpy()))
+    layers, weights = [], []
+    for _ in range(NUM_LAYERS):
+        w = {
+            "input_norm": random(HIDDEN, scale=0.3) + 1,
+            "q": random(QUERY_FEATURES, HIDDEN, scale=HIDDEN**-0.5),
+            "k": random(KV_FEATURES, HIDDEN, scale=HIDDEN**-0.5),
+            "v": random(KV_FEATURES, HIDDEN, scale=HIDDEN**-0.5),
+            "o": random(HIDDEN, QUERY_FEATURES, scale=QUERY_FEATURES**-0.5),
+            "mlp_norm": random(HIDDEN, scale=0.3) + 1,
+            "gate": random(INTERMEDIATE, HIDDEN, scale=HIDDEN**-0.5),
+            "up": random(INTERMEDIATE, HIDDEN, scale=HIDDEN**-0.5),
+            "down": random(HIDDEN, INTERMEDIATE, scale=INTERMEDIATE**-0.5),
+        }
+        if with_qk_norm:
+            w |= {"q_norm": random(HEAD_DIM) + 1, "k_norm": random(HEAD_DIM) + 1}
+        weights.append(w)
+        layers.append(
+            NativeLayer(
+                input_norm=(w["input_norm"], EPS),
+                qkv=Linear([w["q"], w["k"], w["v"]]),
+                q_norm=w.get("q_norm"),
+                k_norm=w.get("k_norm"),
+                qk_norm_eps=EPS if with_qk_norm else 0.0,
+                o_proj=Linear([w["o"]]),
+                mlp_norm=(w["mlp_norm"], EPS),
+                gate_up=Linear([w["gate"], w["up"]]),
+                down=Linear([w["down"]]),
+            )
+        )
+    angles = np.outer(np.array(kv_lens) - 1, 10000.0 ** (-np.arange(HEAD_DIM // 2) / 8))
+    cos, sin = (torch.from_numpy(np.tile(f(angles), 2)).to(dtype) for f in (np.cos, np.sin))
+    return Case(layers, weights, attention, seqs, kv_lens, random(rows, HIDDEN), (cos, sin), past)
+
+
+def float64_layers(case: Case, rows: int) -> np.ndarray:
+    """What full attention gives, with nothing rounded: [rows, hidden]."""
+    out = []
+    for row in range(rows):
+        x = case.hidden[row].double().numpy()
+        cos, sin = (table[row].double().numpy() for table in case.rope)
+        for layer_idx, weights in enumerate(case.weights):
+            w = {name: weight.double().numpy() for name, weight in weights.items()}
+            normed = reference.rms_norm(x, w["input_norm"], EPS)
+            q, k, v = ((w[name] @ normed).reshape(-1, HEAD_DIM) for name in "qkv")
+            if "q_norm" in w:
+                q, k = (reference.rms_norm(y, w[n], EPS) for y, n in ((q, "q_norm"), (k, "k_norm")))
+            q, k = (reference.rope(y, cos, sin) for y in (q, k))
+            keys, values = (
+                np.concatenate([past[layer_idx], new[:, None]], axis=1)
+                for past, new in zip(case.past[row], (k, v), strict=True)
+            )
+            attended = []
+            for head in range(NUM_QO_HEADS):
+                kv_head = head * NUM_KV_HEADS // NUM_QO_HEADS
+                scores = keys[kv_head] @ q[head] * HEAD_DIM**-0.5
+                p = np.exp(scores - scores.max())
+                attended.append(p / p.sum() @ values[kv_head])
+            x = x + w["o"] @ np.concatenate(attended)
+            normed = reference.rms_norm(x, w["mlp_norm"], EPS)
+            gate = w["gate"] @ normed
+            x = x + w["down"] @ (gate / (1 + np.exp(-gate)) * (w["up"] @ normed))
+        out.append(x)
+    return np.stack(out)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+def begin(case: Case, stack: DecoderLayers, **options):
+    rows = case.attention.begin_step(case.seqs, case.kv_lens)
+    return stack.begin(case.hidden.clone(), case.rope, rows, **options)
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_qk_norm", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_against_float64(pool, isa, dtype, with_qk_norm, rows):
+    case = make_case(pool, dtype, rows=rows, with_qk_norm=with_qk_norm, isa=isa)
+    stack = case.stack(isa)
+    step = begin(case, stack)
+    stack.run(step)
+    assert (
+        relative_error(step.hidden.double().numpy(), float64_layers(case, rows)) <= TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("name", ["full", "exact_topk", "quest", "streaming_llm"])
+def test_one_call_is_its_parts(pool, name):
+    """The same bits, and the queries it keeps are those of the layers with a policy."""
+    options = {} if name == "full" else {"budget_tokens": 32, "sink_tokens": 4}
+    if name in ("exact_topk", "quest"):
+        options |= {"recent_tokens": 8, "dense_layers": 1}
+    policy = make_policy(name, **options)
+    case = make_case(pool, torch.bfloat16, rows=3, policy=policy, kv_len=150)
+    stack = case.stack()
+    whole = begin(case, stack, keeps_queries=True)
+    stack.run(whole)
+
+    parts = begin(case, stack)
+    for layer_idx in range(NUM_LAYERS):
+        stack.project(layer_idx, parts)
+        if case.attention.sparse_layers[layer_idx]:
+            assert torch.equal(whole.kept_queries[layer_idx], parts.qkv[:, :QUERY_FEATURES])
+        case.attention.attend(layer_idx, parts.rows, parts.qkv, parts.attended)
+        stack.finish(layer_idx, parts)
+    assert torch.equal(whole.hidden, parts.hidden)
+    assert not torch.equal(whole.hidden, case.hidden)
+
+
+def test_non_finite_numbers_name_their_layer(pool):
+    case = make_case(pool, torch.float32)
+    case.weights[1]["k"][0, 0] = float("nan")
+    stack = case.stack()
+    with pytest.raises(RuntimeError, match=r"layer 1, query row \d, KV head 0"):
+        stack.run(begin(case, stack))
+
+
+def test_layers_that_do_not_fit(pool):
+    case = make_case(pool, torch.float32)
+    first, second = case.layers
+    half = Linear([torch.zeros(HIDDEN, QUERY_FEATURES, dtype=torch.float16)])
+    for layers, message in (
+        ([first], "expected 2 layers, got 1"),
+        ([first, replace(second, down=second.o_proj)], r"down must be .*32 160 -> 96"),
+        ([first, replace(second, o_proj=half)], r"o_proj must be torch.float32"),
+        ([first, replace(second, q_norm=torch.ones(3))], r"q_norm must be .* \[16\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DecoderLayers(layers, case.attention)
+
+
+def test_steps_that_do_not_fit(pool):
+    case = make_case(pool, torch.float32)
+    stack, rows = case.stack(), case.attention.begin_step(case.seqs, case.kv_lens)
+    cos, sin = case.rope
+    for hidden, rope, message in (
+        (case.hidden[:1], case.rope, r"hidden must be \[2, 96\]"),
+        (case.hidden.double(), case.rope, r"hidden must be torch.float32"),
+        (case.hidden.t().contiguous().t(), case.rope, r"hidden must be \[2, 96\], contiguous"),
+        (case.hidden, (cos, sin[:, :8]), r"sin must be \[2, 16\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stack.begin(hidden, rope, rows)
+    many = case.attention.begin_step(case.seqs[:1] * 17, case.kv_lens[:1] * 17)
+    with pytest.raises(ValueError, match="1 to 16 rows, got 17"):
+        stack.begin(case.hidden, case.rope, many)

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, available_cpus()}))
     parser.add_argument("--name", default="latency", help="of the results file, without .json")
-    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=11)
     arguments = parser.parse_args()
 
     machine = start_machine()

@@ -72,7 +72,7 @@ def latency(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
     repeats: Annotated[
         int, typer.Option("--repeats", "-r", min=1, help="Decode steps that are timed.")
-    ] = 12,
+    ] = 11,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_NAMES)}.")] = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, help="Of the made keys and queries.")] = 0,
     output: Annotated[str, typer.Option("--output", "-o", help=f"{', '.join(OUTPUTS)}.")] = "table",

@@ -6,12 +6,17 @@ namespace offload {
 
 std::string DecoderLayers::run(const DecoderStep& step) {
   for (int64_t layer_idx = 0; layer_idx < static_cast<int64_t>(layers_.size()); ++layer_idx) {
-    project(layer_idx, step);
-    const std::string failure = attend(layer_idx, step);
+    const std::string failure = decode_layer(layer_idx, step);
     if (!failure.empty()) return failure;
-    finish(layer_idx, step);
   }
   return {};
+}
+
+std::string DecoderLayers::decode_layer(int64_t layer_idx, const DecoderStep& step) {
+  project(layer_idx, step);
+  const std::string failure = attend(layer_idx, step);
+  if (failure.empty()) finish(layer_idx, step);
+  return failure;
 }
 
 void DecoderLayers::project(int64_t layer_idx, const DecoderStep& step) {

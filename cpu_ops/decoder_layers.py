@@ -92,6 +92,8 @@ class DecoderLayers:
         self, layers: Sequence[NativeLayer], attention: DecodeAttention, *, isa: str | None = None
     ) -> None:
         store = attention.store
+        if len(layers) != store.num_layers:
+            raise ValueError(f"expected {store.num_layers} layers, got {len(layers)}")
         self.num_layers = len(layers)
         self.query_features = attention.num_qo_heads * store.head_dim
         self.qkv_features = self.query_features + 2 * store.num_kv_heads * store.head_dim
@@ -99,8 +101,6 @@ class DecoderLayers:
         self.gate_up_features = layers[0].gate_up.out_features
         self._dtype, self._head_dim = store.dtype, store.head_dim
         dtype_code(store.dtype)
-        if len(layers) != store.num_layers:
-            raise ValueError(f"expected {store.num_layers} layers, got {len(layers)}")
         self.layers = tuple(layers)
         self._attention = attention  # kept alive
         self._native = _native.DecoderLayers(attention.native, isa or isa_name())
@@ -144,7 +144,9 @@ class DecoderLayers:
             ("sin", rope[1], self._head_dim),
         ):
             if x.dtype != self._dtype or not x.is_cpu:
-                raise ValueError(f"{name} must be {self._dtype} on the CPU, got {x.dtype}")
+                raise ValueError(
+                    f"{name} must be {self._dtype} on the CPU, got {x.dtype} on {x.device}"
+                )
             if tuple(x.shape) != (n, columns) or not x.is_contiguous():
                 raise ValueError(
                     f"{name} must be [{n}, {columns}], contiguous,"
@@ -154,6 +156,8 @@ class DecoderLayers:
 
     def run(self, step: LayersStep) -> None:
         """All layers; `step.hidden` is then what goes into the final norm.
+
+        One call into C++: ctrl-C is seen after it.
 
         Raises:
             RuntimeError: NaN or inf in a query or the cache; names the layer.
@@ -187,10 +191,13 @@ class DecoderLayers:
             ("q_norm", layer.q_norm, self._head_dim),
             ("k_norm", layer.k_norm, self._head_dim),
         ):
-            if weight is not None and (weight.dtype != self._dtype or weight.shape != (size,)):
+            if weight is None:
+                continue
+            fits = weight.is_cpu and weight.dtype == self._dtype and weight.shape == (size,)
+            if not fits or not weight.is_contiguous():
                 raise ValueError(
-                    f"{name} must be {self._dtype} [{size}], got {weight.dtype} "
-                    f"{list(weight.shape)}"
+                    f"{name} must be {self._dtype} [{size}] on the CPU, contiguous,"
+                    f" got {weight.dtype} {list(weight.shape)} on {weight.device}"
                 )
 
 

@@ -336,8 +336,8 @@ class DecodeAttention:
     def time_layers(
         self, step: DecodeStep, queries: Sequence[Tensor], out: Tensor
     ) -> list[tuple[float, dict[str, Any]]]:
-        """Attend layer after layer as a decode step does, but for the layers' linear parts: for
-        benches.
+        """Attend layer after layer as the CPU's decode step does, without its linear layers: for
+        benches. Policies prepare, and keep no queries for a later `build`.
 
         Args:
             queries: of each layer [n, num_qo_heads * head_dim], rotated, contiguous.
@@ -347,14 +347,19 @@ class DecodeAttention:
             (seconds, what `profile` would return) of each layer.
 
         Raises:
-            As `attend`.
+            ValueError: tensors that do not fit, or rows that must attend in turns.
+            RuntimeError: as `attend`.
         """
+        if step.in_turns:
+            raise ValueError("rows of one sequence whose policy has state cannot be timed together")
         shape = (len(step.seqs), self._row_elements)
         for x in (*queries, out):
-            if x.dtype != self.store.dtype or tuple(x.shape) != shape or not x.is_contiguous():
+            fits = x.is_cpu and x.dtype == self.store.dtype and tuple(x.shape) == shape
+            if not fits or not x.is_contiguous():
                 raise ValueError(
-                    f"queries and out must be {self.store.dtype} {list(shape)}, contiguous,"
-                    f" got {x.dtype} {list(x.shape)} with strides {x.stride()}"
+                    f"queries and out must be {self.store.dtype} {list(shape)} on the CPU,"
+                    f" contiguous, got {x.dtype} {list(x.shape)} on {x.device}"
+                    f" with strides {x.stride()}"
                 )
         if len(queries) != self.store.num_layers:
             raise ValueError(f"expected {self.store.num_layers} queries, got {len(queries)}")

@@ -1,9 +1,9 @@
 """Decode: a few new tokens per sequence, on the native kernels.
 
-The hot path is `DecoderLayers::run` in `cpp/decoder_layers.cpp`; read it first. A step over more
-rows than the kernels take at once runs block by block, each through all layers: rows of one
-sequence are in order, so a later row finds the K/V of the earlier ones in the store whichever block
-they were in.
+The hot path is `DecoderLayers::decode_layer` in `cpp/decoder_layers.cpp`; read it first. A step
+over more rows than the kernels take at once runs block by block, each through all layers: rows of
+one sequence are in order, so a later row finds the K/V of the earlier ones in the store whichever
+block they were in.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Decoder:
         assert options.temperature == 0.0
         batch = replace(one_token_each(len(seqs)), position_ids=position_ids)
         hidden = self.decode(self.model.embed_tokens(tokens), batch, seqs)
-        return self.logits(hidden).float().argmax(dim=-1)
+        return likeliest(self.logits(hidden))
 
     def _run_layers(
         self, hidden: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], rows: DecodeStep
@@ -129,6 +129,11 @@ class Decoder:
             rows = slice(start, start + self.max_rows)
             self.lm_head(self.pool, hidden[rows], out=logits[rows], norm=self.final_norm)
         return logits
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Logits [n, vocab_size] -> int64 [n], of equals the one that the stock loop takes."""
+    return logits.float().argmax(dim=-1)
 
 
 def _native_layer(layer: DecoderLayer) -> NativeLayer:

@@ -2,8 +2,8 @@
 
 `from_pretrained` returns an instance of a subclass of the stock class, made on the fly with
 `OffloadedModel` in front. It has the stock class's name, weights, config and `generate()`, so that
-pipelines, `save_pretrained` and evaluation harnesses take it for what it is; only the forward pass
-and the cache that `generate()` makes are ours.
+pipelines, `save_pretrained` and evaluation harnesses take it for what it is; only the forward pass,
+the cache that `generate()` makes and its loop over greedy tokens are ours.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             there are labels. Nothing has gradients.
 
         Raises:
-            ValueError: shapes that disagree, a context that is too long, K/V that are not finite.
+            ValueError, RuntimeError: shapes that disagree, a context that is too long; K/V that are
+                not finite.
             HostBudgetError: new tokens that do not fit; the cache is as it was.
             NotImplementedError: attention weights and hidden states.
         """
@@ -198,9 +199,13 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Behind `generate()`: our loop where the step can choose tokens, or the stock one."""
+        """Behind `generate()`: our loop where the step can choose tokens, or the stock one.
+
+        Ours has no forward pass that hooks could see.
+        """
         options = None
-        if not synced_gpus and model_kwargs.get("use_cache"):
+        hooked = self._forward_hooks or self._forward_pre_hooks
+        if not synced_gpus and not hooked and model_kwargs.get("use_cache"):
             options = fast_options(logits_processor, stopping_criteria, generation_config)
         if options is None or not self._offload.chooses_tokens(options):
             return super()._sample(

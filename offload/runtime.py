@@ -17,7 +17,7 @@ from offload.batch import RaggedBatch, one_token_each
 from offload.budgets import device_kv_budget_bytes, kv_budget_bytes, weight_bytes_of
 from offload.cache import OffloadedCache
 from offload.config import RuntimeConfig
-from offload.decode import Decoder
+from offload.decode import Decoder, likeliest
 from offload.interrupts import shielded
 from offload.kv_store import HostBudgetError, KVStore
 from offload.memory import (
@@ -154,13 +154,15 @@ class Runtime:
     def chooses_tokens(self, options: SamplingOptions) -> bool:
         """Whether `choose_tokens` can be used.
 
-        Not to sample on the CPU: there the stock loop is as fast, and its tokens are those of
-        transformers with the same seed.
+        Not to sample with the native decoder: the stock loop's tokens are those of transformers
+        with the same seed.
         """
         return options.temperature == 0.0 or not isinstance(self._decoder, Decoder)
 
     def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
         """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size]."""
+        if isinstance(self._decoder, Decoder):
+            return likeliest(logits)
         batch_size, vocab_size = logits.shape
         chooser = TokenChooser(batch_size, vocab_size, logits.device)
         chooser.use(options)

@@ -2,8 +2,8 @@
 
 The stock sampling loop runs a step, brings the logits to Python and chooses, with much bookkeeping
 around it. Where all it would do with the logits is argmax, or temperature, top-k and top-p, the
-step does that itself. With a GPU, embedding, layers, logits and choice are then one captured graph,
-and the host reads one token id per row.
+step does that itself (without a GPU: argmax only). With one, embedding, layers, logits and choice
+are then a captured graph, and the host reads one token id per row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def generate_tokens(
     text = torch.empty(batch_size, stopping_criteria.max_length, dtype=torch.int64)
     text[:, :length] = input_ids
     unfinished = torch.ones(batch_size, dtype=torch.bool)
-    cache, positions = outputs.past_key_values, _last_positions(model_kwargs, length)
+    cache, positions = outputs.past_key_values, _last_positions(model_kwargs, batch_size, length)
     tokens = model._offload.first_tokens(outputs.logits[:, -1], options)
     del outputs
     while True:
@@ -64,10 +64,10 @@ def generate_tokens(
     return text[:, :length].to(input_ids.device)
 
 
-def _last_positions(model_kwargs: dict[str, Any], length: int) -> Tensor:
+def _last_positions(model_kwargs: dict[str, Any], batch_size: int, length: int) -> Tensor:
     """int64 [batch_size]: the position id of the prompt's last token of each row."""
     position_ids = model_kwargs.get("position_ids")
     if position_ids is None:
-        return torch.tensor([length - 1])
-    last: Tensor = position_ids[:, -1].cpu().clone()
+        return torch.full((batch_size,), length - 1)
+    last: Tensor = position_ids[:, -1].cpu().expand(batch_size).clone()
     return last

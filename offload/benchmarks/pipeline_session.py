@@ -154,7 +154,8 @@ def open_session(settings: PipelineSettings, stock: Any, cache: ModelCache) -> P
 class InlineSession:
     """Decode steps wholly on the CPU: layers and attention take turns, nothing overlaps.
 
-    In its timelines the linear layers stand on the GPU's side.
+    In its timelines the linear layers stand on the GPU's side. It runs operator by operator from
+    Python, to mark each and to put structured keys in the place of the model's.
     """
 
     def __init__(self, settings: PipelineSettings, stock: Any, cache: ModelCache) -> None:

@@ -231,3 +231,38 @@ def test_steps_that_do_not_fit(pool):
     many = case.attention.begin_step(case.seqs[:1] * 17, case.kv_lens[:1] * 17)
     with pytest.raises(ValueError, match="1 to 16 rows, got 17"):
         stack.begin(case.hidden, case.rope, many)
+
+
+@pytest.mark.parametrize("name", ["full", "exact_topk", "lychee_cluster"])
+def test_timed_layers_attend_as_others_do(pool, name):
+    options = {} if name == "full" else {"budget_tokens": 64, "sink_tokens": 4, "recent_tokens": 8}
+    policy = make_policy(name, **options)
+    case = make_case(pool, torch.float32, rows=2, policy=policy, kv_len=300)
+    attention, rng = case.attention, new_rng()
+    rows = attention.begin_step(case.seqs, case.kv_lens)
+    shape = (NUM_LAYERS, 2, QUERY_FEATURES)
+    queries = list(torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)))
+    out = torch.zeros(2, QUERY_FEATURES)
+    timed = attention.time_layers(rows, queries, out)
+    assert len(timed) == NUM_LAYERS
+    for seconds, profile in timed:
+        assert 0 < sum(profile["seconds"].values()) < 2 * pool.num_threads * seconds
+        assert profile["attended_tokens"] >= 2 * NUM_KV_HEADS * (64 if options else 300)
+    expected = torch.zeros_like(out)
+    for layer_idx, query in enumerate(queries):
+        attention.attend(layer_idx, rows, query, expected)
+    assert torch.equal(out, expected)
+
+
+def test_layers_that_cannot_be_timed(pool):
+    lychee = make_policy("lychee_cluster", budget_tokens=64, sink_tokens=4, recent_tokens=8)
+    case = make_case(pool, torch.float32, policy=lychee, kv_len=300)
+    attention, out = case.attention, torch.zeros(2, QUERY_FEATURES)
+    rows = attention.begin_step(case.seqs, case.kv_lens)
+    with pytest.raises(ValueError, match="expected 2 queries, got 1"):
+        attention.time_layers(rows, [out], out)
+    with pytest.raises(ValueError, match=r"must be torch.float32 \[2, 96\] on the CPU"):
+        attention.time_layers(rows, [out, out[:1]], out)
+    same = attention.begin_step(case.seqs[:1] * 2, case.kv_lens[:1] * 2)
+    with pytest.raises(ValueError, match="cannot be timed together"):
+        attention.time_layers(same, [out, out], out)

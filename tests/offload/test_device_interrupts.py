@@ -1,6 +1,7 @@
 """Ctrl-C at any moment of a generation: the cache has whole steps, the model goes on.
 
-Without a GPU: `inline`, and `flags`, which is the graph backend with a thread in the GPU's place.
+Without a GPU: the CPU's own step, `inline`, and `flags`, which is the graph backend with a thread
+in the GPU's place.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_cases import FLAGS, GRAPH, INLINE, STREAM, check_works, greedy, load, small
+from device_cases import FLAGS, GRAPH, INLINE, NATIVE, STREAM, check_works, greedy, load, small
 from tiny_models import random_tokens
 
 import offload
@@ -22,7 +23,7 @@ import offload
 pytestmark = pytest.mark.slow  # deadlines, forks and recoveries: minutes in all
 
 
-@pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])
+@pytest.fixture(scope="module", params=[NATIVE, INLINE, FLAGS, STREAM, GRAPH])
 def backend(request):
     return request.param
 
@@ -56,7 +57,9 @@ def test_ctrl_c_from_outside(backend, name, tiny_folders, stock):
             interrupted += 1
         timer.join()
         (kv_len,) = cache.kv_lens or [0]
-        more = greedy(model, expected[None, : max(kv_len + 1, 60)], 5, past_key_values=cache)[0]
+        text = expected[None, : max(kv_len + 1, 60)]
+        options = {"attention_mask": torch.ones_like(text)}  # the text has the padding's token
+        more = greedy(model, text, 5, past_key_values=cache, **options)[0]
         assert torch.equal(more, expected[: len(more)])
         del cache
         check_works(model, stock)

@@ -69,6 +69,27 @@ def test_a_prompt_below_the_budget_grows_beyond_it(model):
     assert model._offload.attention.states.num_bytes == 0
 
 
+def test_queries_are_kept_in_native_steps(folder):
+    """LFPS builds its tables from them: the same as of layers that attend one by one."""
+    kept, texts = [], []
+    for one_by_one in (False, True):
+        model = load(folder, small("lfps", 96))
+        attention = model._offload.attention
+        if one_by_one:
+            attention.on_attended = lambda *_: None
+        cache = model.new_cache()
+        text = greedy(model, random_tokens(2, 9), 40, past_key_values=cache)
+        queries = attention.states._queries
+        kept.append([of_seq[i].in_order(48) for of_seq in queries.values() for i in of_seq])
+        texts.append(greedy(model, text, 80, past_key_values=cache))
+    native, expected = kept
+    assert len(native) == len(expected) == 2 * int(attention.sparse_layers.sum())
+    for a, b in zip(native, expected, strict=True):
+        assert a.shape[1] == 32
+        assert torch.equal(a, b)
+    assert torch.equal(*texts)
+
+
 def test_rows_of_a_batch_do_not_see_each_other(model):
     """Left-padded rows, one of them below the budget, as each alone."""
     rows = [random_tokens(1, LONG), random_tokens(1, 30), random_tokens(1, 150)]

@@ -26,7 +26,7 @@ def stock(stock_models):
 
 
 @pytest.fixture
-def device_loops(monkeypatch):
+def our_loops(monkeypatch):
     """Counts the generations that ran on our loop."""
     import offload.model
 
@@ -52,17 +52,17 @@ def padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, mask
 
 
-def test_one_new_token(model, stock, device_loops):
+def test_one_new_token(model, stock, our_loops):
     tokens, mask = padded(30, 7)
     for options in ({"attention_mask": mask}, {}):
         out = greedy(model, tokens, 1, **options)
         assert torch.equal(out, greedy(stock, tokens, 1, **options))
         assert out.shape == (2, 31)
     assert model.offload_stats().decode_tokens == 0  # the prompt's logits are enough
-    assert len(device_loops) == 2
+    assert len(our_loops) == 2
 
 
-def test_eos_at_the_first_token(model, stock, device_loops):
+def test_eos_at_the_first_token(model, stock, our_loops):
     """Of the only row, of one row, and of a prompt that ends with it."""
     tokens, mask = padded(30, 30, 12)
     first = greedy(stock, tokens, 1, attention_mask=mask)[:, -1]
@@ -76,10 +76,10 @@ def test_eos_at_the_first_token(model, stock, device_loops):
     ended = torch.cat([tokens[:1], first[:1, None]], dim=1)
     options = {"eos_token_id": int(first[0]), "pad_token_id": 258}
     assert torch.equal(greedy(model, ended, 9, **options), greedy(stock, ended, 9, **options))
-    assert len(device_loops) == 4
+    assert len(our_loops) == 4
 
 
-def test_a_cache_continued_across_calls(model, stock, device_loops):
+def test_a_cache_continued_across_calls(model, stock, our_loops):
     """With new text in between, of one token and of many, and with left padding."""
     cache, prompt = model.new_cache(), random_tokens(1, 21)
     text = greedy(model, prompt, 5, past_key_values=cache)
@@ -97,7 +97,7 @@ def test_a_cache_continued_across_calls(model, stock, device_loops):
     mask = torch.cat([mask, torch.ones(3, 5, dtype=mask.dtype)], dim=1)
     out = greedy(model, text, 7, attention_mask=mask, past_key_values=cache)
     assert torch.equal(out, greedy(stock, tokens, 12, attention_mask=mask[:, :40]))
-    assert len(device_loops) == 6
+    assert len(our_loops) == 6
 
 
 def test_a_row_that_has_ended_goes_on_in_the_next_call(model, stock):
@@ -113,7 +113,7 @@ def test_a_row_that_has_ended_goes_on_in_the_next_call(model, stock):
     assert torch.equal(out, greedy(stock, text, 4, attention_mask=mask))
 
 
-def test_embeddings_in_the_place_of_tokens(model, stock, device_loops):
+def test_embeddings_in_the_place_of_tokens(model, stock, our_loops):
     """The stock loop returns new tokens alone then; so does ours."""
     tokens, mask = padded(30, 18)
     embeddings = stock.get_input_embeddings()(tokens).detach()
@@ -128,10 +128,10 @@ def test_embeddings_in_the_place_of_tokens(model, stock, device_loops):
     options["attention_mask"] = mask.to(model.device)
     out = model.generate(inputs_embeds=embeddings.to(model.device), **options)
     assert torch.equal(out.cpu(), expected)
-    assert len(device_loops) == 1
+    assert len(our_loops) == 1
 
 
-def test_position_ids_with_left_padding(model, stock, device_loops):
+def test_position_ids_with_left_padding(model, stock, our_loops):
     """Given ones are those that generate() would make, or start elsewhere."""
     tokens, mask = padded(26, 9)
     made = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -143,15 +143,33 @@ def test_position_ids_with_left_padding(model, stock, device_loops):
         greedy(model, tokens, 10, attention_mask=mask, position_ids=made),
         greedy(model, tokens, 10, attention_mask=mask),
     )
-    assert len(device_loops) == 4
+    assert len(our_loops) == 4
 
 
-def test_without_a_cache_the_stock_loop_runs(model, stock, device_loops):
+def test_position_ids_for_all_rows(model, stock, our_loops):
+    tokens = random_tokens(2, 26)
+    options = {"position_ids": torch.arange(26)[None]}
+    assert torch.equal(greedy(model, tokens, 10, **options), greedy(stock, tokens, 10, **options))
+    assert len(our_loops) == 1
+
+
+def test_hooks_see_every_forward_pass(model, stock, our_loops):
+    tokens, passes = random_tokens(1, 20), []
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        assert torch.equal(greedy(model, tokens, 6), greedy(stock, tokens, 6))
+    finally:
+        hook.remove()
+    assert len(passes) == 6
+    assert not our_loops
+
+
+def test_without_a_cache_the_stock_loop_runs(model, stock, our_loops):
     tokens, mask = padded(20, 13)
     options = {"attention_mask": mask, "use_cache": False}
     out = greedy(model, tokens, 6, **options)
     assert torch.equal(out, greedy(stock, tokens, 6, **options))
-    assert not device_loops
+    assert not our_loops
     assert model.kv_store.num_sequences == 0
 
 

@@ -68,6 +68,7 @@ SHORT_CONTEXT_RATIO = 6
 SHORT_CONTEXT_BUDGETS = 16  # a context is short up to so many of the policy's budgets
 _MAX_UNITS = 64
 _CHOICE = 2.5  # clusters to rank, for each that will be taken
+SIZE_OF_BEST = 1.45  # of the mean: large clusters have high bounds
 # Of the scratch `units`, int32: the units that the last search opened, where the clusters of each
 # end in its scores, then these. What was opened and how many candidates that gave stays until the
 # next search: `prepare` reads it.
@@ -353,8 +354,8 @@ def _take_clusters(
 ) -> bool:
     """Flag the chunks of the best of the visited clusters, about `wanted` tokens; False for NaN.
 
-    The sizes of clusters are not known before they are walked: as many as hold `wanted` tokens on
-    average are taken, and more while that was too few.
+    The sizes of clusters are not known before they are walked: as many as should hold `wanted`
+    tokens are taken, and more while that was too few.
     """
     header, _, _, ranges, blocks, _, links, high = index
     flags, _, _, _, score_address, _, picked_address, units_address = scratch
@@ -367,8 +368,9 @@ def _take_clusters(
     first_offset = ctx.arrays[STARTS] + 4 * len(blocks)
     taken = 0
     k = 0
+    size = SIZE_OF_BEST * cluster_tokens(ctx, header)
     while (taken < needed or taken < 0.9 * wanted) and k < visited and taken < room:
-        k = min(visited, k + 1 + int((wanted - taken) / cluster_tokens(ctx, header)))
+        k = min(visited, k + 1 + int((wanted - taken) / size))
         count: int = top_k(  # type: ignore[call-arg]
             pointer, ctx.top_k, score_address, visited, k, picked_address
         )
@@ -388,6 +390,7 @@ def _take_clusters(
         for p in range(count):
             cluster = np.int64(picked[p])
             taken += _flag_cluster(index, cluster, flags, room - taken, partial)
+        size = max(1.0, taken / k)
     return True
 
 

@@ -13,6 +13,7 @@ from cpu_ops.native import WorkerPool
 from offload.policies import make_policy
 from offload.policies.lychee_cluster import LycheeCluster
 from offload.policies.lychee_index import LycheeIndex, grow_index
+from offload.policies.lychee_search import SIZE_OF_BEST
 
 SMALL = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0
@@ -105,12 +106,14 @@ def test_search_takes_the_clusters_of_largest_bound(radius_weight, pool):
             members = index.members(head)
             order = np.argsort(-upper_bounds(stream, index, query, head))
             sizes = [sum(starts[c + 1] - starts[c] for c in members[i]) for i in order]
-            # As many of the best as hold the budget, guessed from the mean size of a cluster.
+            # As many of the best as hold the budget, guessed from the size of clusters.
             wanted = policy.budget_tokens - 20 - max(0, stream.kv_len - 16 - index.indexed_end)
             k = taken = 0
+            size = SIZE_OF_BEST * (index.indexed_end - 4) / index.num_clusters
             while taken < wanted:
-                k += 1 + int((wanted - taken) * index.num_clusters / (index.indexed_end - 4))
+                k += 1 + int((wanted - taken) / size)
                 taken = sum(sizes[:k])
+                size = taken / k
             # One more: float32 may see two neighbours in the other order.
             allowed = {c for i in order[: k + 1] for c in members[i]}
             assert set(chunks) <= allowed

@@ -5,11 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from attention_cases import TOLERANCE, relative_error
+from seeded import new_rng
 from torch import Tensor
 
 from cpu_ops import reference
@@ -18,7 +22,10 @@ from cpu_ops.native import WorkerPool
 from offload.attention import DecodeAttention, DecodeStep
 from offload.kv_store import KVStore
 from offload.mailbox import Mailbox
-from offload.policies import Policy
+from offload.policies import Full, Policy
+
+SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8, "dense_layers": 1}
+FLOAT32 = TOLERANCE[torch.float32]
 
 Step = tuple[Tensor, Tensor, Tensor]  # q [layers, n, Hq * D]; k, v [layers, n, Hkv, D]
 
@@ -296,3 +303,51 @@ class FlagGpu:
 
     def _end(self) -> None:
         self._requests[len(self.coprocessor.requests), 0] = 1
+
+
+def full_world(pool: WorkerPool, kv_lens: Sequence[int] = (60, 30), **shape: Any) -> World:
+    return World.random(new_rng(), Shape(**shape), Full(), pool, kv_lens)
+
+
+@contextmanager
+def started(world: World, **options: Any) -> Iterator[tuple[Coprocessor, FlagGpu]]:
+    if not world.attention.policy.selects:
+        options = {"sink_tokens": 4, "recent_tokens": 8, **options}
+    coprocessor = world.coprocessor(**options)
+    coprocessor.start()
+    gpu = FlagGpu(world, coprocessor)
+    yield coprocessor, gpu
+    gpu.stop()
+    coprocessor.close()
+
+
+def launch(world: World, coprocessor: Coprocessor, gpu: FlagGpu, rng: np.random.Generator) -> int:
+    """Begin a step of all sequences and hand it to the GPU."""
+    given = world.random_step(rng)
+    kv_lens = [world.store.kv_len(seq) + 1 for seq in world.seqs]
+    if world.attention.builds_state(world.seqs, kv_lens):
+        coprocessor.wait()
+    step = world.open(given)
+    slots = range(len(world.seqs))
+    number = coprocessor.begin_step(step, slots)
+    gpu.launch(given, step, slots)
+    world.commit(step)
+    return number
+
+
+def check_last(world: World, gpu: FlagGpu, coprocessor: Coprocessor) -> None:
+    """One more step, beside full attention."""
+    given = world.random_step(new_rng())
+    step = world.open(given)
+    coprocessor.begin_step(step, range(len(world.seqs)))
+    gpu.launch(given, step, range(len(world.seqs)))
+    coprocessor.wait()
+    gpu.synchronize()
+    check_dense(world, gpu.outputs[-1], given[0], step.kv_lens)
+
+
+def check_dense(world: World, out: np.ndarray, q: torch.Tensor, kv_lens: np.ndarray) -> None:
+    for layer_idx in range(world.shape.num_layers):
+        for row, kv_len in enumerate(kv_lens.tolist()):
+            expected, _ = world.window_part(q[layer_idx, row], layer_idx, row, kv_len, kv_len, 0)
+            assert relative_error(out[layer_idx, row], expected.reshape(-1)) < FLOAT32

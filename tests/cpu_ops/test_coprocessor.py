@@ -1,45 +1,37 @@
-"""The coprocessor driven by flags: results, running ahead, and everything that may go wrong."""
+"""The coprocessor driven by flags: results, running ahead, and calls that do not fit."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import TOLERANCE, relative_error
-from coprocessor_cases import FlagGpu, Shape, World, decode_synchronously
+from attention_cases import relative_error
+from coprocessor_cases import (
+    FLOAT32,
+    SMALL,
+    Shape,
+    World,
+    check_dense,
+    check_last,
+    decode_synchronously,
+    full_world,
+    launch,
+    started,
+)
 from seeded import new_rng
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
 from cpu_ops.native import WorkerPool
 from offload.mailbox import Mailbox
 from offload.policies import Full, Policy, make_policy
-from offload.policies.base import SparsePolicy
-from offload.policies.callback import (
-    Callback,
-    callback,
-    offset_floats,
-    read_context,
-    score_tokens,
-    view_int32,
-)
-
-SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8, "dense_layers": 1}
-FLOAT32 = TOLERANCE[torch.float32]
 
 
 @pytest.fixture(params=[1, 3])
@@ -47,54 +39,6 @@ def pool(request):
     pool = WorkerPool(request.param)
     yield pool
     pool.close()
-
-
-def full_world(pool: WorkerPool, kv_lens: Sequence[int] = (60, 30), **shape: Any) -> World:
-    return World.random(new_rng(), Shape(**shape), Full(), pool, kv_lens)
-
-
-@contextmanager
-def started(world: World, **options: Any) -> Iterator[tuple[Coprocessor, FlagGpu]]:
-    if not world.attention.policy.selects:
-        options = {"sink_tokens": 4, "recent_tokens": 8, **options}
-    coprocessor = world.coprocessor(**options)
-    coprocessor.start()
-    gpu = FlagGpu(world, coprocessor)
-    yield coprocessor, gpu
-    gpu.stop()
-    coprocessor.close()
-
-
-def launch(world: World, coprocessor: Coprocessor, gpu: FlagGpu, rng: np.random.Generator) -> int:
-    """Begin a step of all sequences and hand it to the GPU."""
-    given = world.random_step(rng)
-    kv_lens = [world.store.kv_len(seq) + 1 for seq in world.seqs]
-    if world.attention.builds_state(world.seqs, kv_lens):
-        coprocessor.wait()
-    step = world.open(given)
-    slots = range(len(world.seqs))
-    number = coprocessor.begin_step(step, slots)
-    gpu.launch(given, step, slots)
-    world.commit(step)
-    return number
-
-
-def check_last(world: World, gpu: FlagGpu, coprocessor: Coprocessor) -> None:
-    """One more step, beside full attention."""
-    given = world.random_step(new_rng())
-    step = world.open(given)
-    coprocessor.begin_step(step, range(len(world.seqs)))
-    gpu.launch(given, step, range(len(world.seqs)))
-    coprocessor.wait()
-    gpu.synchronize()
-    check_dense(world, gpu.outputs[-1], given[0], step.kv_lens)
-
-
-def check_dense(world: World, out: np.ndarray, q: torch.Tensor, kv_lens: np.ndarray) -> None:
-    for layer_idx in range(world.shape.num_layers):
-        for row, kv_len in enumerate(kv_lens.tolist()):
-            expected, _ = world.window_part(q[layer_idx, row], layer_idx, row, kv_len, kv_len, 0)
-            assert relative_error(out[layer_idx, row], expected.reshape(-1)) < FLOAT32
 
 
 @pytest.mark.parametrize("name", ["full", "quest", "lychee_cluster", "lfps"])
@@ -185,182 +129,6 @@ def test_steps_keep_their_memory_until_they_are_done(pool):
         assert held() is None
 
 
-def test_a_gpu_that_does_not_come(pool):
-    world = full_world(pool)
-    with started(world, deadline_seconds=0.3) as (coprocessor, gpu):
-        begin = time.monotonic()
-        coprocessor.begin_step(world.open(world.random_step(new_rng())), [0, 1])
-        message = r"the GPU did not come to layer 0 \(request 1 of 3\) within 0.3 s"
-        with pytest.raises(CoprocessorError, match=message):
-            coprocessor.wait()
-        assert time.monotonic() - begin < 1.0
-        coprocessor.abort()
-        coprocessor.reset()
-        coprocessor.start()
-        check_last(world, gpu, coprocessor)
-
-
-def test_a_gpu_that_does_not_end_the_step(pool):
-    world = full_world(pool)
-    with started(world, deadline_seconds=0.3) as (coprocessor, gpu):
-        gpu._end = lambda: None
-        launch(world, coprocessor, gpu, new_rng())
-        with pytest.raises(CoprocessorError, match="the GPU did not come to the end of the step"):
-            coprocessor.wait()
-
-
-@pytest.mark.parametrize("fault", ["stall", "die"])
-def test_a_thread_that_does_not_come_back(fault, pool):
-    """The host names the layer in time, the GPU runs to its end, and serving can start again."""
-    rng = new_rng()
-    world = full_world(pool)
-    with started(world, deadline_seconds=0.4) as (coprocessor, gpu):
-        launch(world, coprocessor, gpu, rng)
-        coprocessor.wait()
-        if fault == "stall":
-            coprocessor.stall(1, seconds=2.0)
-        else:
-            coprocessor.die(1)
-        for _ in range(3):
-            launch(world, coprocessor, gpu, rng)
-        begin = time.monotonic()
-        with pytest.raises(
-            CoprocessorError,
-            match=r"the CPU side made no progress within 0.4 s: layer 1 \(request 2 of 3\)",
-        ):
-            coprocessor.wait()
-        assert time.monotonic() - begin < 0.8
-        coprocessor.abort()
-        gpu.synchronize()
-        with pytest.raises(CoprocessorError, match="it was aborted; reset"):
-            coprocessor.wait()
-        coprocessor.reset()
-        assert not coprocessor.mailbox.requests.any()
-        assert not coprocessor.mailbox.replies.any()
-        coprocessor.start()
-        check_last(world, gpu, coprocessor)
-        if fault == "stall":  # the one that was left behind wakes up, and does no harm
-            time.sleep(max(0.0, begin + 2.2 - time.monotonic()))
-            check_last(world, gpu, coprocessor)
-
-
-def test_a_short_stall_only_costs_time(pool):
-    rng = new_rng()
-    world = full_world(pool)
-    with started(world) as (coprocessor, gpu):
-        coprocessor.stall(2, seconds=0.2)
-        begin = time.monotonic()
-        launch(world, coprocessor, gpu, rng)
-        with pytest.raises(CoprocessorError, match=r"was not done within 0.05 s: layer 2"):
-            coprocessor.wait(0.05)
-        coprocessor.wait()
-        assert time.monotonic() - begin >= 0.2
-        check_last(world, gpu, coprocessor)
-
-
-def test_non_finite_numbers_fail_the_step(pool):
-    world = full_world(pool)
-    with started(world) as (coprocessor, gpu):
-        given = world.random_step(new_rng())
-        given[0][1, 1, 5] = float("nan")
-        step = world.open(given)
-        coprocessor.begin_step(step, [0, 1])
-        gpu.launch(given, step, [0, 1])
-        with pytest.raises(CoprocessorError, match="non-finite attention in layer 1, query row 1"):
-            coprocessor.wait()
-        gpu.synchronize()  # not hung, even before abort()
-        coprocessor.abort()
-        coprocessor.reset()
-        coprocessor.start()
-        check_last(world, gpu, coprocessor)
-    world = full_world(pool)
-    coprocessor = world.coprocessor(sink_tokens=4, recent_tokens=8)
-    with pytest.raises(RuntimeError, match="non-finite attention in layer 1, query row 1"):
-        decode_synchronously(world, coprocessor, given)
-    coprocessor.abort()
-    coprocessor.reset()
-    given = world.random_step(new_rng())
-    out = decode_synchronously(world, coprocessor, given)
-    assert np.isfinite(out).all()
-
-
-def test_abort_in_the_middle_of_good_steps(pool):
-    rng = new_rng()
-    world = full_world(pool)
-    with started(world) as (coprocessor, gpu):
-        for round_ in range(20):
-            for _ in range(3):
-                launch(world, coprocessor, gpu, rng)
-            time.sleep(0.0005 * round_)
-            coprocessor.abort()
-            gpu.synchronize()
-            coprocessor.reset()
-            world.truncate([60, 30])
-            coprocessor.start()
-        check_last(world, gpu, coprocessor)
-
-
-@callback
-def select(pointer: Any) -> int:
-    ctx = read_context(pointer)
-    while view_int32(ctx.arrays[0], 2)[0] == 0:  # the call below may change it, for all LLVM knows
-        score_tokens(pointer, ctx.score_tokens, offset_floats(ctx.arrays[0], 1), 1, ctx.arrays[1])
-    return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Stuck(SparsePolicy):
-    """Its select() does not return before its array says so."""
-
-    name: ClassVar[str] = "stuck"
-    select: ClassVar[Callback | None] = select
-
-    def build(self, context):
-        return np.zeros(2, np.int32), np.zeros(64, np.float32)
-
-
-def test_a_callback_that_hangs():
-    """Python and the GPU get away; what hangs keeps its memory, and cannot be used any more."""
-    pool = WorkerPool(2)
-    world = World.random(new_rng(), Shape(), Stuck(**SMALL), pool, [100])
-    with started(world, deadline_seconds=0.4) as (coprocessor, gpu):
-        launch(world, coprocessor, gpu, new_rng())
-        with pytest.raises(CoprocessorError, match=r"layer 1 \(request 2 of 3\), attending"):
-            coprocessor.wait()
-        coprocessor.abort()
-        gpu.synchronize()
-        for call in (coprocessor.reset, coprocessor.start, coprocessor.wait):
-            with pytest.raises(CoprocessorError, match="its thread is stuck"):
-                call()
-        arrays = world.attention.states.arrays_of(world.seqs[0])
-        assert arrays is not None
-        flags = [of_layer[0] for of_layer in arrays.layers if of_layer]
-        mailbox = weakref.ref(coprocessor.mailbox)
-    del coprocessor, gpu
-    gc.collect()
-    assert mailbox() is not None
-    for flag in flags:
-        flag[0] = 1
-    time.sleep(0.05)
-    pool.close()
-
-
-def test_ctrl_c_ends_the_wait(pool):
-    world = full_world(pool)
-    with started(world) as (coprocessor, gpu):
-        coprocessor.begin_step(world.open(world.random_step(new_rng())), [0, 1])
-        timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
-        begin = time.monotonic()
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            coprocessor.wait()
-        assert time.monotonic() - begin < 2.0
-        coprocessor.abort()
-        coprocessor.reset()
-        coprocessor.start()
-        check_last(world, gpu, coprocessor)
-
-
 def test_serving_nothing(pool):
     """Keys and values are stored, lse is -inf; afterwards everything is as before."""
     rng = new_rng()
@@ -440,65 +208,6 @@ def test_threads_end(pool):
     del coprocessor
     gc.collect()
     assert len(os.listdir("/proc/self/task")) == before
-
-
-FORK = """
-import os, sys
-sys.path[:0] = ["tests"]
-import numpy as np, torch
-torch.set_num_threads(1)
-from coprocessor_cases import FlagGpu, Shape, World, decode_synchronously
-from cpu_ops.coprocessor import CoprocessorError
-from cpu_ops.native import WorkerPool
-from offload.policies import Full
-
-rng = np.random.default_rng(0)
-pool = WorkerPool(3)
-world = World.random(rng, Shape(), Full(), pool, [50])
-driven = world.coprocessor(sink_tokens=2, recent_tokens=3)
-called = world.coprocessor(sink_tokens=2, recent_tokens=3)
-driven.start()
-gpu = FlagGpu(world, driven)
-def run():
-    given = world.random_step(rng)
-    step = world.open(given)
-    driven.begin_step(step, [0])
-    gpu.launch(given, step, [0])
-    driven.wait()
-    gpu.synchronize()
-    world.commit(step)
-run()
-child = os.fork()
-if child == 0:
-    refused = 0
-    for call in (driven.wait, driven.abort, lambda: driven.begin_step(None, [])):
-        try:
-            call()
-        except CoprocessorError as error:
-            refused += "belongs to the parent process" in str(error)
-        except AttributeError:
-            pass
-    serves = np.isfinite(decode_synchronously(world, called, world.random_step(rng))).all()
-    driven.close()
-    del driven, gpu
-    os._exit(0 if refused == 2 and serves else 1)
-status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-run()
-print(status, np.isfinite(gpu.outputs[-1]).all())
-"""
-
-
-def test_a_forked_child_is_refused_and_the_parent_goes_on():
-    """The thread stays in the parent; serving synchronously works in both."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.stdout.split() == ["0", "True"], result.stderr
 
 
 def test_calls_out_of_order(pool):

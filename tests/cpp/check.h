@@ -21,8 +21,14 @@
 
 namespace offload::test {
 
+// The same draws in each run; other ones under OFFLOAD_TEST_SEED, as in tests/seeded.py.
+inline uint64_t seed() {
+  const char* text = std::getenv("OFFLOAD_TEST_SEED");
+  return text != nullptr ? std::strtoull(text, nullptr, 10) : 0;
+}
+
 inline std::mt19937_64& generator() {
-  static std::mt19937_64 engine(std::random_device{}());
+  static std::mt19937_64 engine(seed());
   return engine;
 }
 

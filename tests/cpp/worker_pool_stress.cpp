@@ -83,8 +83,8 @@ void several_callers() {
   WorkerPool pool(3, 20);
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 3; ++caller) {
-    callers.emplace_back([&pool] {
-      std::minstd_rand random(std::random_device{}());
+    callers.emplace_back([&pool, caller] {
+      std::minstd_rand random(static_cast<unsigned>(test::seed()) * 3 + static_cast<unsigned>(caller) + 1);
       for (int job = 0; job < 400; ++job) {
         std::vector<int64_t> seen(random() % 9, -1);
         pool.parallel_for(static_cast<int64_t>(seen.size()),

@@ -339,7 +339,7 @@ import sys, time, torch
 sys.path[:0] = ["tests", "tests/cpu_ops"]
 from pathlib import Path
 from device_cases import greedy, load
-from test_coprocessor import SMALL, Stuck
+from test_coprocessor_faults import SMALL, Stuck
 from tiny_models import random_tokens
 from cpu_ops.coprocessor import CoprocessorError
 

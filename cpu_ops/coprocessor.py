@@ -39,7 +39,8 @@ from torch import Tensor
 from cpu_ops import _native
 
 if TYPE_CHECKING:
-    from offload.attention import DecodeAttention, DecodeStep
+    from offload.attention import DecodeAttention
+    from offload.decode_step import DecodeStep
     from offload.mailbox import Mailbox
 
 Request = tuple[int, int, int]

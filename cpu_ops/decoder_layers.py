@@ -12,7 +12,8 @@ from cpu_ops import _native
 from cpu_ops.native import Linear, dtype_code, isa_name
 
 if TYPE_CHECKING:
-    from offload.attention import DecodeAttention, DecodeStep
+    from offload.attention import DecodeAttention
+    from offload.decode_step import DecodeStep
 
 Norm = tuple[Tensor, float]  # RMSNorm weight and eps
 

@@ -17,8 +17,9 @@ from torch import nn
 
 from cpu_ops.decoder_layers import DecoderLayers, NativeLayer, Norm
 from cpu_ops.native import Linear, WorkerPool
-from offload.attention import DecodeAttention, DecodeStep
+from offload.attention import DecodeAttention
 from offload.batch import RaggedBatch, one_token_each
+from offload.decode_step import DecodeStep
 from offload.kv_store import KVStore
 from offload.models import DecoderLayer, LeanModel
 from offload.policies import Policy

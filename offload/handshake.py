@@ -24,8 +24,8 @@ from typing import Protocol
 import torch
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
-from offload.attention import DecodeStep
 from offload.config import check_backend
+from offload.decode_step import DecodeStep
 from offload.interrupts import shielded
 from offload.mailbox import Mailbox
 

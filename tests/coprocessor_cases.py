@@ -19,7 +19,8 @@ from torch import Tensor
 from cpu_ops import reference
 from cpu_ops.coprocessor import Coprocessor, Request
 from cpu_ops.native import WorkerPool
-from offload.attention import DecodeAttention, DecodeStep
+from offload.attention import DecodeAttention
+from offload.decode_step import DecodeStep
 from offload.kv_store import KVStore
 from offload.mailbox import Mailbox
 from offload.policies import Full, Policy

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cpu_ops.coprocessor import Coprocessor
-from offload.attention import DecodeStep
+from offload.decode_step import DecodeStep
 from offload.handshake import GraphHandshake, Step
 from offload.mailbox import Mailbox
 

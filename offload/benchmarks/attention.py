@@ -23,9 +23,10 @@ import numpy.typing as npt
 import torch
 
 from cpu_ops.native import WorkerPool, measure_gather_bandwidth, measure_read_bandwidth
-from offload.attention import DecodeAttention, DecodeStep
+from offload.attention import DecodeAttention
 from offload.benchmarks.attention_cache import AttentionCache
 from offload.benchmarks.attention_reference import AttentionReference, Selection
+from offload.decode_step import DecodeStep
 from offload.policies import ExactTopK, Full, Policy
 
 KERNELS = ("dense", "sparse", "topk")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpu_ops.coprocessor import TraceEvent
-from offload.attention import DecodeStep
 from offload.benchmarks.gpu_marks import START, GpuMarks
 from offload.benchmarks.model_cache import ModelCache
 from offload.benchmarks.step_timeline import (
@@ -18,6 +17,7 @@ from offload.benchmarks.step_timeline import (
     clock_offset_ns,
     shifted,
 )
+from offload.decode_step import DecodeStep
 from offload.device_decode import DeviceDecoder
 from offload.handshake import Step, make_handshake
 from offload.memory import available_cpus

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from offload.attention import DecodeAttention, DecodeStep
+from offload.attention import DecodeAttention
 from offload.benchmarks.selection_metrics import (
     ReferenceBudget,
     Stability,
@@ -19,6 +19,7 @@ from offload.benchmarks.selection_metrics import (
     relative_error,
     selection_quality,
 )
+from offload.decode_step import DecodeStep
 from offload.policies import Policy
 
 

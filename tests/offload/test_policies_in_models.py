@@ -8,24 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from device_cases import small
 from tiny_models import random_tokens
 
 from offload import OffloadedModel
-from offload.policies import Policy, available_policies, make_policy
+from offload.policies import Policy, available_policies
 
 SPARSE = [name for name in available_policies() if name != "full"]
 LONG = 220  # tokens of a prompt that is far over the small budget
-
-
-def small(name: str, budget_tokens: int = 64) -> Policy:
-    options: dict[str, Any] = {"budget_tokens": budget_tokens, "sink_tokens": 4}
-    if name != "streaming_llm":
-        options["recent_tokens"] = 16
-    if name == "tidal_decode":
-        options["select_layers"] = (1,)
-    if name in ("tidal_decode", "exact_topk", "quest", "lfps", "lychee_cluster"):
-        options["dense_layers"] = 1
-    return make_policy(name, **options)
 
 
 def load(folder: Path, policy: Policy | str) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from seeded import new_rng
 
 from cpu_ops import reference
 from cpu_ops.native import WorkerPool
@@ -25,7 +26,7 @@ class Stream:
 
     policy: LycheeCluster
     pool: WorkerPool
-    rng: np.random.Generator = field(default_factory=np.random.default_rng)
+    rng: np.random.Generator = field(default_factory=new_rng)
     text: bool = True
     dtype: torch.dtype = torch.float32
 

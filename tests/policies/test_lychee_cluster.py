@@ -172,7 +172,7 @@ def test_selection_has_the_heaviest_candidates(pool):
             weights = np.exp(2 * (scores[head] - scores[head].max()) * HEAD_DIM**-0.5)
             best = np.sort(weights)[-len(tokens) :].sum()
             kept.append(weights[chosen].sum() / best)
-    assert np.mean(kept) > 0.4  # random tokens: 0.05
+    assert np.mean(kept) > 0.35  # ten seeds: 0.44 to 0.53; random tokens: 0.05
 
 
 def test_forks_have_their_own_index(pool):

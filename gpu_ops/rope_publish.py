@@ -21,7 +21,8 @@ from gpu_ops.checks import (
     check_reachable,
     check_tensor,
 )
-from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
+from gpu_ops.flags import check_flag_and_counter, raise_last
+from gpu_ops.launch import is_interpreted, jit, next_power_of_2, pointer, runs_kernel, tl
 
 
 @jit
@@ -39,6 +40,8 @@ def rope_publish_kernel(
     window: tl.tensor,
     page_table: tl.tensor,
     max_pages: tl.tensor,
+    flag: tl.tensor,
+    counter: tl.tensor,
     NUM_QO_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -46,18 +49,18 @@ def rope_publish_kernel(
     RECENT_TOKENS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least HEAD_DIM // 2
+    INTERPRETED: tl.constexpr,
 ) -> None:
     """One program per row and head of qkv; it holds the head as its two halves."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions + row)
-    if position < 0:
-        return
+    is_active = position >= 0
 
     HALF: tl.constexpr = HEAD_DIM // 2
     dtype = qkv.dtype.element_ty
     d = tl.arange(0, BLOCK)
-    inside = d < HALF
+    inside = (d < HALF) & is_active
     x = qkv + (row * (NUM_QO_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM + d
     low = tl.load(x, mask=inside, other=0.0)
     high = tl.load(x + HALF, mask=inside, other=0.0)
@@ -107,12 +110,16 @@ def rope_publish_kernel(
                 tl.store(window + slot, low, mask=inside)
                 tl.store(window + slot + HALF, high, mask=inside)
         if page_table is not None:
-            address = tl.load(page_table + row * max_pages + position // PAGE_TOKENS)
+            of_table = page_table + row * max_pages + position // PAGE_TOKENS
+            address = tl.load(of_table, mask=is_active, other=0)
             slot = (kv_head * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM + d
             # The compiler knows nothing of the address; half a row is whole 16-byte vectors.
             page = tl.multiple_of(address.to(tl.pointer_type(dtype)) + slot, 16)
             tl.store(page, low, mask=inside)
             tl.store(page + HALF, high, mask=inside)
+    if flag is not None:
+        num_programs = tl.num_programs(0) * tl.num_programs(1)
+        raise_last(flag, counter, num_programs, INTERPRETED)
 
 
 def rope_publish(
@@ -132,6 +139,8 @@ def rope_publish(
     sink_tokens: int = 0,
     page_table: Tensor | None = None,
     page_tokens: int = 0,
+    flag: Tensor | None = None,
+    counter: Tensor | None = None,
 ) -> None:
     """Rotate q and k (x * cos + rotate_half(x) * sin) and write q, k and v where they are needed.
 
@@ -151,6 +160,8 @@ def rope_publish(
         page_table: int64 [n, max_pages], the addresses of each row's GPU pages of this layer,
             laid out as the host store's: [K|V][num_kv_heads][page_tokens][head_dim].
         page_tokens: of `page_table`.
+        flag: int32 in pinned host memory: raised when everything is written.
+        counter: with `flag`: int32 [1], 0 before and after; no two launches at a time share it.
     """
     check_dtype("qkv", qkv)
     n, head_dim = cos.shape
@@ -187,8 +198,9 @@ def rope_publish(
     if page_table is not None:
         check_page_tokens(page_tokens)
         check_tensor("page_table", page_table, (n, page_table.shape[1]), torch.int64, device)
+    check_flag_and_counter(flag, counter, device)
     if not runs_kernel(qkv):
-        return rope_publish_reference(
+        rope_publish_reference(
             qkv,
             cos,
             sin,
@@ -205,6 +217,9 @@ def rope_publish(
             page_table=page_table,
             page_tokens=page_tokens,
         )
+        if flag is not None:
+            flag[0] = 1
+        return
     rope_publish_kernel[(n, num_heads)](
         qkv,
         cos,
@@ -219,6 +234,8 @@ def rope_publish(
         window,
         page_table,
         0 if page_table is None else page_table.shape[1],
+        None if flag is None else pointer(flag),
+        counter,
         num_qo_heads,
         num_kv_heads,
         head_dim,
@@ -226,6 +243,7 @@ def rope_publish(
         recent_tokens,
         page_tokens,
         next_power_of_2(head_dim // 2),
+        is_interpreted(),
         num_warps=1,
         enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of a float32 product
     )

@@ -24,26 +24,15 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-    from triton.language.extra.cuda import globaltimer
 
     has_triton = True
 except ModuleNotFoundError as error:
     if error.name != "triton":  # a broken installation must not pass for a missing one
         raise
-    triton = tl = globaltimer = None
+    triton = tl = None
     has_triton = False
 
-__all__ = [
-    "globaltimer",
-    "has_triton",
-    "interpreted",
-    "is_interpreted",
-    "jit",
-    "next_power_of_2",
-    "pointer",
-    "runs_kernel",
-    "tl",
-]
+__all__ = ["has_triton", "interpreted", "jit", "next_power_of_2", "pointer", "runs_kernel", "tl"]
 
 # Fixed by now: triton's own device functions (tl.sum, …) are either compiled or interpreted.
 _interprets = has_triton and bool(triton.knobs.runtime.interpret)
@@ -85,11 +74,6 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         _on_cpu.reset(token)
-
-
-def is_interpreted() -> bool:
-    """Whether kernels are run by Triton's interpreter, which knows no inline assembly."""
-    return _interprets
 
 
 def pointer(x: Tensor) -> Any:

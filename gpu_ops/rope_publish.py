@@ -21,8 +21,7 @@ from gpu_ops.checks import (
     check_reachable,
     check_tensor,
 )
-from gpu_ops.flags import check_flag_and_counter, raise_last
-from gpu_ops.launch import is_interpreted, jit, next_power_of_2, pointer, runs_kernel, tl
+from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
 
 
 @jit
@@ -40,8 +39,6 @@ def rope_publish_kernel(
     window: tl.tensor,
     page_table: tl.tensor,
     max_pages: tl.tensor,
-    flag: tl.tensor,
-    counter: tl.tensor,
     NUM_QO_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -49,18 +46,18 @@ def rope_publish_kernel(
     RECENT_TOKENS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least HEAD_DIM // 2
-    INTERPRETED: tl.constexpr,
 ) -> None:
     """One program per row and head of qkv; it holds the head as its two halves."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions + row)
-    is_active = position >= 0
+    if position < 0:
+        return
 
     HALF: tl.constexpr = HEAD_DIM // 2
     dtype = qkv.dtype.element_ty
     d = tl.arange(0, BLOCK)
-    inside = (d < HALF) & is_active
+    inside = d < HALF
     x = qkv + (row * (NUM_QO_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM + d
     low = tl.load(x, mask=inside, other=0.0)
     high = tl.load(x + HALF, mask=inside, other=0.0)
@@ -110,16 +107,12 @@ def rope_publish_kernel(
                 tl.store(window + slot, low, mask=inside)
                 tl.store(window + slot + HALF, high, mask=inside)
         if page_table is not None:
-            of_table = page_table + row * max_pages + position // PAGE_TOKENS
-            address = tl.load(of_table, mask=is_active, other=0)
+            address = tl.load(page_table + row * max_pages + position // PAGE_TOKENS)
             slot = (kv_head * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM + d
             # The compiler knows nothing of the address; half a row is whole 16-byte vectors.
             page = tl.multiple_of(address.to(tl.pointer_type(dtype)) + slot, 16)
             tl.store(page, low, mask=inside)
             tl.store(page + HALF, high, mask=inside)
-    if flag is not None:
-        num_programs = tl.num_programs(0) * tl.num_programs(1)
-        raise_last(flag, counter, num_programs, INTERPRETED)
 
 
 def rope_publish(
@@ -139,8 +132,6 @@ def rope_publish(
     sink_tokens: int = 0,
     page_table: Tensor | None = None,
     page_tokens: int = 0,
-    flag: Tensor | None = None,
-    counter: Tensor | None = None,
 ) -> None:
     """Rotate q and k (x * cos + rotate_half(x) * sin) and write q, k and v where they are needed.
 
@@ -160,8 +151,6 @@ def rope_publish(
         page_table: int64 [n, max_pages], the addresses of each row's GPU pages of this layer,
             laid out as the host store's: [K|V][num_kv_heads][page_tokens][head_dim].
         page_tokens: of `page_table`.
-        flag: int32 in pinned host memory: raised when everything is written.
-        counter: with `flag`: int32 [1], 0 before and after; no two launches at a time share it.
     """
     check_dtype("qkv", qkv)
     n, head_dim = cos.shape
@@ -198,9 +187,8 @@ def rope_publish(
     if page_table is not None:
         check_page_tokens(page_tokens)
         check_tensor("page_table", page_table, (n, page_table.shape[1]), torch.int64, device)
-    check_flag_and_counter(flag, counter, device)
     if not runs_kernel(qkv):
-        rope_publish_reference(
+        return rope_publish_reference(
             qkv,
             cos,
             sin,
@@ -217,9 +205,6 @@ def rope_publish(
             page_table=page_table,
             page_tokens=page_tokens,
         )
-        if flag is not None:
-            flag[0] = 1
-        return
     rope_publish_kernel[(n, num_heads)](
         qkv,
         cos,
@@ -234,8 +219,6 @@ def rope_publish(
         window,
         page_table,
         0 if page_table is None else page_table.shape[1],
-        None if flag is None else pointer(flag),
-        counter,
         num_qo_heads,
         num_kv_heads,
         head_dim,
@@ -243,7 +226,6 @@ def rope_publish(
         recent_tokens,
         page_tokens,
         next_power_of_2(head_dim // 2),
-        is_interpreted(),
         num_warps=1,
         enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of a float32 product
     )

@@ -19,7 +19,7 @@ from cpu_ops.native import WorkerPool
 from offload.attention import DecodeAttention
 from offload.batch import RaggedBatch
 from offload.device_linear import DeviceWeights, linear_path
-from offload.device_step import DeviceStep, HostLink, Marks, StepBuffers, part_rows
+from offload.device_step import DeviceStep, HostLink, StepBuffers, part_rows
 from offload.handshake import Handshake, Step, make_handshake
 from offload.kv_store import KVStore
 from offload.mailbox import Mailbox
@@ -45,7 +45,7 @@ class DeviceDecoder:
         make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
     Attributes:
-        after_projection, marks: see `DeviceStep`; steps with other marks are captured apart.
+        after_projection, on_mark: see `DeviceStep`; steps with other marks are captured apart.
     """
 
     max_rows = 1  # new tokens per sequence; more are a prefill
@@ -74,7 +74,7 @@ class DeviceDecoder:
             sm_scale=model.attention.sm_scale,
         )
         self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
-        self.marks: Marks | None = None
+        self.on_mark: Callable[[str, int], None] | None = None
         self._sink_tokens = policy.sink_tokens if policy.selects else _SINK_TOKENS
         self._recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
         self._weights = DeviceWeights.of(model)
@@ -201,8 +201,8 @@ class DeviceDecoder:
     def _prepare(self, link: HostLink, kind: str, run: Step) -> None:
         """Do what the first run of a step needs; it may run the step, with no row in use."""
         self._step.buffers.host_state.fill_(-1)
-        self._step.after_projection, self._step.marks = self.after_projection, self.marks
-        link.handshake.prepare((kind, self.marks), run)
+        self._step.after_projection, self._step.on_mark = self.after_projection, self.on_mark
+        link.handshake.prepare((kind, self.on_mark), run)
 
     def _write_state(
         self,
@@ -231,7 +231,7 @@ class DeviceDecoder:
         start = time.perf_counter()
         rows = self.attention.begin_step(seqs, kv_lens)
         try:
-            link.handshake.run((kind, self.marks), run, rows, slots)
+            link.handshake.run((kind, self.on_mark), run, rows, slots)
         except BaseException:
             for seq in seqs:  # who knows what was written
                 self._step.resident.forget(seq)

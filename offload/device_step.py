@@ -15,14 +15,14 @@ for one while the device computes for the other:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from cpu_ops.coprocessor import Coprocessor
+from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.window_attention import window_attention
@@ -54,8 +54,8 @@ class StepBuffers:
         self.chooser = TokenChooser(num_rows, model.lm_head.out_features, device)
         self.hidden = rows(model.hidden_size)
         self.query = rows(heads)
-        # Of programs that have raised, and that have seen, a flag.
-        self.arrivals = torch.zeros(2, 1, dtype=torch.int32, device=device)
+        self.window_out = rows(heads, torch.float32)
+        self.window_lse = rows(shape.num_qo_heads, torch.float32)
         self.attended = rows(heads)
         num_splits = num_kv_splits(shape.num_kv_heads, _num_multiprocessors(device))
         self.partial_lse = torch.zeros(num_rows, shape.num_qo_heads, num_splits, device=device)
@@ -89,16 +89,6 @@ def part_rows(num_rows: int, num_parts: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
-class Marks(Protocol):
-    """Where times on the device are written to."""
-
-    def mark(self, kind: str, layer: int = -1) -> None:
-        """All that was launched since the last mark was of this kind."""
-
-    def inside(self, kinds: Sequence[str], layer: int) -> Tensor:
-        """int64 [len(kinds)]: where the next kernel writes when it has done what, in ns."""
-
-
 @dataclass(frozen=True)
 class _Part:
     """Some rows on their way through the layers."""
@@ -117,7 +107,8 @@ class DeviceStep:
         after_projection: called after the q, k, v projection of each layer with (layer_idx, first
             row, qkv [n, (num_qo_heads + 2 num_kv_heads) * head_dim], positions [n]) and may
             overwrite qkv; for benches.
-        marks: of the times at which what was launched is done; for traces.
+        on_mark: called with (kind, layer_idx) of what was launched since the call before; for
+            traces.
     """
 
     model: LeanModel
@@ -126,7 +117,7 @@ class DeviceStep:
     buffers: StepBuffers
     resident: ResidentKV
     after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
-    marks: Marks | None = None
+    on_mark: Callable[[str, int], None] | None = None
     _linear_paths: dict[tuple[int, int], LinearPath] = field(default_factory=dict)
 
     def run_layers(self, link: HostLink) -> None:
@@ -175,9 +166,6 @@ class DeviceStep:
         qkv = part.linears.qkv(layer, part.x)
         if self.after_projection is not None:
             self.after_projection(layer_idx, rows.start, qkv, b.positions[rows])
-        self._mark("linear", layer_idx)
-        request = link.request_of.get((layer_idx, rows.start))
-        flags = None if request is None else link.handshake.flags(request)
         rope_publish(
             qkv,
             *part.rope,
@@ -193,12 +181,10 @@ class DeviceStep:
             sink_tokens=self.resident.sink_tokens,
             page_table=None if page_table is None else page_table[rows],
             page_tokens=self.store.page_tokens,
-            flag=None if flags is None else flags[0],
-            counter=None if flags is None else b.arrivals[0],
         )
-        self._mark("rope", layer_idx)
-        if request is not None and flags is None:
-            link.handshake.publish(request)
+        self._mark("linear", layer_idx)
+        if window is not None:
+            link.handshake.publish(link.request_of[layer_idx, rows.start])
 
     def attend_and_finish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
         """The rest of a layer."""
@@ -220,22 +206,23 @@ class DeviceStep:
             self._mark("attention", layer_idx)
         else:
             # The window here; what else the policy chooses, the host attends to meanwhile.
-            request = link.request_of[layer_idx, rows.start]
-            flags = link.handshake.flags(request)
-            if flags is None:
-                link.handshake.await_reply(request)
-                self._mark("wait", layer_idx)
             window_attention(
                 b.query[rows],
                 window[rows],
                 b.positions[rows],
                 sm_scale=shape.sm_scale,
-                host_out=link.mailbox.output[rows],
-                host_lse=link.mailbox.lse[rows],
-                out=attended,
-                flag=None if flags is None else flags[1],
-                counter=None if flags is None else b.arrivals[1],
-                times=self._times_of_wait(layer_idx) if flags is not None else None,
+                out=b.window_out[rows],
+                lse=b.window_lse[rows],
+            )
+            self._mark("window", layer_idx)
+            link.handshake.await_reply(link.request_of[layer_idx, rows.start])
+            self._mark("wait", layer_idx)
+            merge_state(
+                b.window_out[rows],
+                b.window_lse[rows],
+                link.mailbox.output[rows],
+                link.mailbox.lse[rows],
+                attended,
             )
             self._mark("merge", layer_idx)
         part.linears.add_attention(layer, part.x, attended)
@@ -247,13 +234,9 @@ class DeviceStep:
             self._linear_paths[key] = linear_path(self.weights, rows.stop - rows.start)
         return self._linear_paths[key]
 
-    def _times_of_wait(self, layer_idx: int) -> Tensor | None:
-        """Where the kernel marks the end of the window's attention, and of the wait after it."""
-        return None if self.marks is None else self.marks.inside(("window", "wait"), layer_idx)
-
     def _mark(self, kind: str, layer_idx: int = -1) -> None:
-        if self.marks is not None:
-            self.marks.mark(kind, layer_idx)
+        if self.on_mark is not None:
+            self.on_mark(kind, layer_idx)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

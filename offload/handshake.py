@@ -1,20 +1,20 @@
 """How the GPU asks the CPU side for attention in the middle of a decode step, and waits for it.
 
-The only file that knows streams and graphs. A decode step is a function that launches work: with
-`flags(i)` the kernel that writes request i (see `Mailbox`) raises the first and the kernel that
-reads the answer waits for the second; without, the step calls `publish(i)` and `await_reply(i)`
-between its launches. Backends with the same results:
+The only file that knows streams, graphs and flags. A decode step is a function that launches work
+and calls `publish(i)` when request i (see `Mailbox`) is written, and `await_reply(i)` before it
+launches what reads the answer. Backends with the same results:
 
-    graph   the step is captured once as one CUDA graph, flags are in mapped host memory; worker
-            threads see the flag, attend and raise the reply. No Python, no host callback, no
-            synchronisation in a step.
+    graph   the step is captured once as one CUDA graph. publish and await_reply become memory
+            operations of the stream on flags in mapped host memory; worker threads see the flag,
+            attend and raise the reply. No Python, no host callback, no synchronisation in a step.
     stream  the step is launched operation by operation; the calling thread waits for an event per
-            request and attends. For debugging, and for steps that cannot be captured.
+            request and attends. For drivers without stream memory operations.
     inline  no GPU: the calling thread attends where the step awaits the reply.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import time
@@ -22,10 +22,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
-from gpu_ops.flags import raise_flag
 from offload.config import check_backend
 from offload.decode_step import DecodeStep
 from offload.interrupts import shielded
@@ -33,10 +31,10 @@ from offload.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
-_FLAG_CAPABILITY = (7, 0)  # loads that acquire and stores that release
+_WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_CAN_USE_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 
 Step = Callable[[], None]
-Flags = tuple[Tensor, Tensor]  # of a request and its reply: int32 [1] each
 
 
 class HandshakeError(RuntimeError):
@@ -47,9 +45,6 @@ class Handshake(Protocol):
     """Runs decode steps whose requests a coprocessor serves."""
 
     name: str
-
-    def flags(self, request: int) -> Flags | None:
-        """The flags of a request, where kernels see to them; else the next two are called."""
 
     def publish(self, request: int) -> None:
         """What the step has launched so far writes request `request`."""
@@ -86,9 +81,6 @@ class InlineHandshake:
     def __init__(self, coprocessor: Coprocessor) -> None:
         self._coprocessor = coprocessor
 
-    def flags(self, request: int) -> None:
-        """The calling thread does without."""
-
     def publish(self, request: int) -> None:
         """Nothing is asynchronous: the request is there."""
 
@@ -121,9 +113,6 @@ class StreamHandshake:
     def __init__(self, coprocessor: Coprocessor) -> None:
         self._coprocessor = coprocessor
         self._published = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def flags(self, request: int) -> None:
-        """The calling thread does without."""
 
     def publish(self, request: int) -> None:
         self._published.record()
@@ -166,26 +155,21 @@ class GraphHandshake:
     ) -> None:
         self._coprocessor = coprocessor
         self._deadline_seconds = deadline_seconds
-        self._on_device = torch.empty(0, device="cuda")
-        self._requests, self._replies = mailbox.requests[:, :1], mailbox.replies[:, :1]
-        # Of the run before a capture: nobody reads these requests, and all replies are there.
-        self._unread = torch.zeros_like(mailbox.requests, pin_memory=True)[:, :1]
-        self._given = torch.zeros_like(mailbox.replies, pin_memory=True)[:, :1]
+        self._requests = [row.data_ptr() for row in mailbox.requests]
+        self._replies = [row.data_ptr() for row in mailbox.replies]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._is_warming_up = False
+        self._warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def flags(self, request: int) -> Flags:
-        if self._is_warming_up:
-            return self._unread[request], self._given[request]
-        return self._requests[request], self._replies[request]
-
     def publish(self, request: int) -> None:
-        """Kernels raise the flag."""
+        if not self._warming_up:
+            _write_value(self._requests[request], 1)
 
     def await_reply(self, request: int) -> None:
-        """Kernels wait for the flag."""
+        if not self._warming_up:
+            _wait_value(self._replies[request], 1)
+            _write_value(self._replies[request], 0)
 
     def prepare(self, key: Hashable, step: Step) -> None:
         """Capture `step`. It is run once before, without the CPU side, to load its kernels."""
@@ -222,18 +206,16 @@ class GraphHandshake:
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            self._is_warming_up = True
-            self._given.fill_(1)
+            self._warming_up = True
             try:
                 with torch.random.fork_rng([self._stream.device_index]):  # its draws do not count
                     step()
-                    raise_flag(self._unread[-1], self._on_device)
             finally:
-                self._is_warming_up = False
+                self._warming_up = False
             self._stream.synchronize()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 step()
-                raise_flag(self._requests[-1], self._on_device)
+                _write_value(self._requests[-1], 1)
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph
 
@@ -280,7 +262,7 @@ def choose_backend(backend: str | None, device: torch.device) -> str:
         check_backend(backend, device)
     if device.type == "cpu" or backend == "stream":
         return backend or "inline"
-    reason = why_no_flags(device)
+    reason = why_no_memory_operations(device)
     if reason is None:
         return "graph"
     _say_once(f"{reason}: using backend='stream', which is slower")
@@ -307,12 +289,51 @@ def _say_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-def why_no_flags(device: torch.device) -> str | None:
-    """None if kernels of `device` can wait for the CPU, and the CPU for them."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _FLAG_CAPABILITY:
-        return (
-            f"this GPU has compute capability {capability[0]}.{capability[1]}, and flags between "
-            f"GPU and CPU need {_FLAG_CAPABILITY[0]}.{_FLAG_CAPABILITY[1]}"
-        )
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def why_no_memory_operations(device: torch.device) -> str | None:
+    """None if streams of `device` can write and wait for values in host memory."""
+    try:
+        driver = _driver()
+        write, wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+    except (OSError, AttributeError) as error:
+        return f"the CUDA driver has no stream memory operations ({error})"
+    del write, wait
+    supported = ctypes.c_int(0)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    code = driver.cuDeviceGetAttribute(ctypes.byref(supported), _CAN_USE_STREAM_MEM_OPS, index)
+    if code != 0 or not supported.value:
+        return "this GPU or its driver has no stream memory operations"
     return None
+
+
+def _write_value(address: int, value: int) -> None:
+    _check(
+        _driver().cuStreamWriteValue32_v2(
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            ctypes.c_uint64(address),
+            ctypes.c_uint32(value),
+            ctypes.c_uint(0),
+        ),
+        "cuStreamWriteValue32",
+    )
+
+
+def _wait_value(address: int, value: int) -> None:
+    _check(
+        _driver().cuStreamWaitValue32_v2(
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            ctypes.c_uint64(address),
+            ctypes.c_uint32(value),
+            ctypes.c_uint(_WAIT_EQUAL),
+        ),
+        "cuStreamWaitValue32",
+    )
+
+
+def _check(code: int, function: str) -> None:
+    if code != 0:
+        raise RuntimeError(f"{function} failed with CUDA driver error {code}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -24,12 +26,20 @@ class FlagHandshake(GraphHandshake):
     ) -> None:
         self._coprocessor = coprocessor
         self._deadline_seconds = deadline_seconds
-        self._requests, self._replies = mailbox.requests[:, :1], mailbox.replies[:, :1]
-        self._is_warming_up = False
+        self._requests = [ctypes.c_int32.from_address(row.data_ptr()) for row in mailbox.requests]
+        self._replies = [ctypes.c_int32.from_address(row.data_ptr()) for row in mailbox.replies]
         self._steps: dict[Hashable, Step] = {}
         self._gpu = threading.Thread()
         self._finished: Any = _NoEvent()
         self._stream = None  # type: ignore[assignment]
+
+    def publish(self, request: int) -> None:
+        self._requests[request].value = 1
+
+    def await_reply(self, request: int) -> None:
+        while self._replies[request].value != 1:
+            time.sleep(0)
+        self._replies[request].value = 0
 
     def prepare(self, key: Hashable, step: Step) -> None:
         self._steps[key] = step
@@ -48,7 +58,7 @@ class FlagHandshake(GraphHandshake):
         @torch.no_grad()
         def run() -> None:
             step()
-            self._requests[-1][0] = 1
+            self.publish(-1)
 
         self._gpu = threading.Thread(target=run, daemon=True)
         self._gpu.start()

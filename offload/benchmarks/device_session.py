@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpu_ops.coprocessor import TraceEvent
-from offload.benchmarks.gpu_marks import GpuMarks
+from offload.benchmarks.gpu_marks import START, GpuMarks
 from offload.benchmarks.model_cache import ModelCache
 from offload.benchmarks.step_timeline import (
     Interval,
@@ -73,7 +73,13 @@ class DeviceSession:
         if self._without_host:
             raise ValueError("a step without the host has nothing to trace")
         marks = GpuMarks(self._device)
-        self._decoder.marks = marks
+
+        def mark(kind: str, layer_idx: int) -> None:
+            if kind == START:
+                marks.clear()
+            marks.mark(kind, layer_idx)
+
+        self._decoder.on_mark = mark
         timelines = []
         try:
             self._step()  # captures the step with its marks
@@ -87,7 +93,7 @@ class DeviceSession:
                 timelines.append(_timeline(start, end, marks.read(), coprocessor.events()))
             coprocessor.trace(False)
         finally:
-            self._decoder.marks = None
+            self._decoder.on_mark = None
         return timelines
 
     def rewind(self) -> None:
@@ -127,9 +133,6 @@ class WithoutHost:
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-
-    def flags(self, request: int) -> None:
-        """Nobody waits."""
 
     def publish(self, request: int) -> None:
         """Nobody is asked."""

@@ -9,7 +9,6 @@ On the CPU a mark is a reading of the monotonic clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,26 +54,19 @@ class GpuMarks:
         return self._times
 
     def mark(self, kind: str, layer: int = -1) -> None:
-        """Everything launched since the last mark was of this kind; `START` begins anew."""
-        if kind == START:
-            self._names.clear()
-        (slot,) = self._take([kind], layer)
+        """Everything launched since the last mark was of this kind."""
+        slot = len(self._names)
+        if slot == len(self._times):
+            raise ValueError(f"a step sets at most {slot} marks; raise capacity")
+        self._names.append((kind, layer))
         if self._times.is_cuda:
             _mark_kernel[(1,)](self._times, slot, num_warps=1)
         else:
             self._times[slot] = time.perf_counter_ns()
 
-    def inside(self, kinds: Sequence[str], layer: int) -> Tensor:
-        """Marks that the next kernel sets itself: int64 [len(kinds)]."""
-        slots = self._take(kinds, layer)
-        return self._times[slots[0] : slots[-1] + 1]
-
-    def _take(self, kinds: Sequence[str], layer: int) -> range:
-        first, end = len(self._names), len(self._names) + len(kinds)
-        if end > len(self._times):
-            raise ValueError(f"a step sets at most {len(self._times)} marks; raise capacity")
-        self._names += [(kind, layer) for kind in kinds]
-        return range(first, end)
+    def clear(self) -> None:
+        """The next mark is the first of a step that is captured, or run, anew."""
+        self._names.clear()
 
     def read(self) -> list[Interval]:
         """What the last step did, by the GPU's clock. Waits for the device."""

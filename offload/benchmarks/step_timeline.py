@@ -19,7 +19,7 @@ import numpy as np
 
 # What counts as work; a side that reports any other kind waits.
 CPU_WORK = ("store", "attend", "update", "prepare", "warm")
-GPU_WORK = ("linear", "rope", "window", "attention", "merge", "sample", "copy")
+GPU_WORK = ("linear", "window", "attention", "merge", "sample", "copy")
 WAITS = ("wait",)
 SHARES = ("overlapped", "waiting", "exposed", "handshake")
 Span = tuple[int, int]

@@ -20,9 +20,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
-from gpu_ops.flags import raise_flag
 from gpu_ops.gemv import gemv
 from gpu_ops.greedy import SamplingBuffers, greedy_tokens
+from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
@@ -85,8 +85,7 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     table = zeros(n, 512, dtype=torch.int64)
     window = zeros(n, 2, num_kv_heads, 16 + 64, head_dim)
     rope = {"num_kv_heads": num_kv_heads, "query": query, "host_query": query, "host_kv": kv}
-    flags = {"flag": zeros(1, dtype=torch.int32), "counter": zeros(1, dtype=torch.int32)}
-    rope_publish(qkv, angle, angle, positions, **rope, window=window, sink_tokens=16, **flags)
+    rope_publish(qkv, angle, angle, positions, **rope, window=window, sink_tokens=16)
     rope_publish(
         qkv,
         angle,
@@ -100,13 +99,8 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     )
 
     out, lse = zeros(*query.shape, dtype=torch.float32), zeros(n, num_qo_heads, dtype=torch.float32)
-    host = {"host_out": out, "host_lse": lse}
-    window_attention(query, window, positions, sm_scale=0.125, **host, out=query)
-    for times in (None, zeros(2, dtype=torch.int64)):
-        window_attention(
-            query, window, positions, sm_scale=0.125, **host, out=query, **flags, times=times
-        )
-    raise_flag(flags["flag"], query)
+    window_attention(query, window, positions, sm_scale=0.125, out=out, lse=lse)
+    merge_state(out, lse, out, lse, query)
     num_splits = num_kv_splits(num_kv_heads, 132)
     paged_decode_attention(
         query,

@@ -34,7 +34,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "gemv_kernel",
         "kept_mass_kernel",
         "merge_splits_kernel",
-        "raise_flag_kernel",
+        "merge_state_kernel",
         "paged_attention_kernel",
         "pick_greedy_kernel",
         "pick_kernel",

@@ -108,17 +108,6 @@ def test_rotates(
     assert step.host_kv[1].isnan().all()
 
 
-@pytest.mark.parametrize("positions", [[5, -1, 0], [-1]])
-def test_raises_the_flag(device: str, positions: list[int]) -> None:
-    step = Step(device, torch.float32, positions)
-    flag = torch.zeros(1, dtype=torch.int32, pin_memory=device == "cuda")
-    counter = torch.zeros(1, dtype=torch.int32, device=device)
-    step.publish(flag=flag, counter=counter)
-    assert flag.tolist() == [1]
-    assert counter.tolist() == [0]
-    assert torch.equal(step.host_query[step.active], step.query[step.active].cpu())
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounds_like_prefill(device: str, dtype: torch.dtype) -> None:
     step = Step(device, dtype, [7, 8])

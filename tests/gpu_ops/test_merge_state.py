@@ -1,0 +1,86 @@
+"""merge_state against float64, and the parts that are missing or complete."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from operands import DTYPES, TOLERANCE, assert_close, attention, poisoned, random
+from seeded import new_rng
+
+from gpu_ops.merge_state import merge_state
+
+INFINITY = float("inf")
+NAN = float("nan")
+
+
+def host(x: torch.Tensor, device: str) -> torch.Tensor:
+    """Where the CPU leaves its part."""
+    return x.cpu().pin_memory() if device == "cuda" else x.cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 3), (128, 4), (96, 1)])
+@pytest.mark.parametrize("split", [1, 20, 39])
+def test_parts_make_a_whole(
+    device: str, dtype: torch.dtype, head_dim: int, group_size: int, split: int
+) -> None:
+    rng = new_rng()
+    n, heads = 2, 2 * group_size
+    query = random(rng, n, heads * head_dim, dtype=torch.float32, device="cpu", scale=3.0)
+    keys, values = random(rng, 2, 2, 40, head_dim, dtype=torch.float32, device="cpu")
+    whole = torch.stack([attention(q, keys, values, 0.2)[0] for q in query])
+    parts = []
+    for tokens in (slice(split), slice(split, None)):
+        both = [attention(q, keys[:, tokens], values[:, tokens], 0.2) for q in query]
+        parts += [torch.stack(x).float() for x in zip(*both, strict=True)]
+    out = poisoned(n, heads * head_dim, dtype=dtype, device=device)
+    o_a, lse_a = parts[0].to(device), parts[1].to(device)
+    merge_state(o_a, lse_a, host(parts[2], device), host(parts[3], device), out)
+    assert_close(out, whole, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("a", "lse_a", "b", "lse_b", "expected"),
+    [
+        (1.0, 0.0, 3.0, 0.0, 2.0),
+        (1.0, 500.0, 3.0, 500.0, 2.0),
+        (1.0, -500.0, 3.0, -500.0, 2.0),
+        (1.0, 200.0, 3.0, -200.0, 1.0),
+        (1.0, 2.0, NAN, -INFINITY, 1.0),  # the CPU had nothing to attend to
+        (NAN, -INFINITY, 3.0, 1.0, 3.0),
+        (NAN, -INFINITY, NAN, -INFINITY, 0.0),  # an inactive row
+        (1.0, 900.0, 3.0, INFINITY, 3.0),  # the CPU's answer is complete
+        (NAN, -INFINITY, 3.0, INFINITY, 3.0),
+        (NAN, NAN, 3.0, INFINITY, 3.0),
+    ],
+)
+def test_weights(
+    device: str, a: float, lse_a: float, b: float, lse_b: float, expected: float
+) -> None:
+    o_a, o_b = (torch.full((1, 64), x) for x in (a, b))
+    out = poisoned(1, 64, dtype=torch.float32, device=device)
+    merge_state(
+        o_a.to(device),
+        torch.tensor([[lse_a]], device=device),
+        host(o_b, device),
+        host(torch.tensor([[lse_b]]), device),
+        out,
+    )
+    assert out.tolist() == [[expected] * 64]
+
+
+def test_wrong_operands() -> None:
+    o, lse = torch.zeros(2, 128), torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=r"o_b must be torch.float32, got torch.float16"):
+        merge_state(o, lse, o.half(), lse, o.clone())
+    with pytest.raises(ValueError, match=r"lse_b must be \[2, 2\], got \[2, 1\]"):
+        merge_state(o, lse, o, lse[:, :1], o.clone())
+    with pytest.raises(ValueError, match=r"o_a must have 3 heads, got 128 columns"):
+        merge_state(o, torch.zeros(2, 3), o, lse, o.clone())
+
+
+@pytest.mark.cuda
+def test_host_memory_must_be_pinned() -> None:
+    o, lse = torch.zeros(1, 64, device="cuda"), torch.zeros(1, 1, device="cuda")
+    with pytest.raises(ValueError, match=r"o_b must be on cuda:0 or in pinned host memory"):
+        merge_state(o, lse, o.cpu(), lse.cpu(), o.clone())

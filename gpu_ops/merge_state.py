@@ -21,6 +21,11 @@ def merge_state_kernel(
 ) -> None:
     """One program per row and query head."""
     head = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < HEAD_DIM
+    # Not after the lse says that it counts: that would be a second trip to the host's memory.
+    part_a = tl.load(o_a + head * HEAD_DIM + d, mask=inside, other=0.0)
+    part_b = tl.load(o_b + head * HEAD_DIM + d, mask=inside, other=0.0)
     a, b = tl.load(lse_a + head), tl.load(lse_b + head)
     none = float("-inf")
     is_complete = b == float("inf")
@@ -34,11 +39,8 @@ def merge_state_kernel(
     total = weight_a + weight_b
     total = tl.where(total > 0, total, 1.0)
 
-    d = tl.arange(0, BLOCK)
-    inside = d < HEAD_DIM
-    # A part that does not count is not read: nobody may have written it.
-    part_a = tl.load(o_a + head * HEAD_DIM + d, mask=inside & has_a, other=0.0)
-    part_b = tl.load(o_b + head * HEAD_DIM + d, mask=inside & has_b, other=0.0)
+    # A part that does not count may be anything: nobody may have written it.
+    part_a, part_b = tl.where(has_a, part_a, 0.0), tl.where(has_b, part_b, 0.0)
     o = part_a * (weight_a / total) + part_b * (weight_b / total)
     tl.store(out + head * HEAD_DIM + d, o.to(out.dtype.element_ty), mask=inside)
 
@@ -46,7 +48,7 @@ def merge_state_kernel(
 def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Tensor) -> None:
     """out = the softmax over what both parts attended to.
 
-    A part whose lse is -inf attended to nothing, and its o is not read; two of them give 0. Where
+    A part whose lse is -inf attended to nothing, and its o may be anything; two give 0. Where
     lse_b is +inf, o_b is the complete answer and part a is ignored (a bypassed head of LFPS).
 
     Args:

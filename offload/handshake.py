@@ -4,17 +4,17 @@ The only file that knows streams, graphs and flags. A decode step is a function 
 and calls `publish(i)` when request i (see `Mailbox`) is written, and `await_reply(i)` before it
 launches what reads the answer. Backends with the same results:
 
-    graph   the step is captured once as one CUDA graph. publish and await_reply become memory
-            operations of the stream on flags in mapped host memory; worker threads see the flag,
-            attend and raise the reply. No Python, no host callback, no synchronisation in a step.
+    graph   the step is captured once as one CUDA graph. publish and await_reply become kernels of
+            one thread that raise, and wait for, flags in mapped host memory; worker threads see the
+            flag, attend and raise the reply. No Python, no host callback, no synchronisation in a
+            step.
     stream  the step is launched operation by operation; the calling thread waits for an event per
-            request and attends. For drivers without stream memory operations.
+            request and attends. For debugging, and for steps that cannot be captured.
     inline  no GPU: the calling thread attends where the step awaits the reply.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import time
@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
+from gpu_ops.flags import await_flag, raise_flag
 from offload.config import check_backend
 from offload.decode_step import DecodeStep
 from offload.interrupts import shielded
@@ -31,8 +32,7 @@ from offload.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
-_WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
-_CAN_USE_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+_FLAG_CAPABILITY = (7, 0)  # loads that acquire and stores that release
 
 Step = Callable[[], None]
 
@@ -155,21 +155,21 @@ class GraphHandshake:
     ) -> None:
         self._coprocessor = coprocessor
         self._deadline_seconds = deadline_seconds
-        self._requests = [row.data_ptr() for row in mailbox.requests]
-        self._replies = [row.data_ptr() for row in mailbox.replies]
+        self._requests, self._replies = mailbox.requests[:, :1], mailbox.replies[:, :1]
+        self._never_read = torch.ones_like(mailbox.requests, pin_memory=True)[0, :1]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._warming_up = False
+        self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def publish(self, request: int) -> None:
-        if not self._warming_up:
-            _write_value(self._requests[request], 1)
+        flag = self._never_read if self._is_warming_up else self._requests[request]
+        raise_flag(flag, self._stream.device)
 
     def await_reply(self, request: int) -> None:
-        if not self._warming_up:
-            _wait_value(self._replies[request], 1)
-            _write_value(self._replies[request], 0)
+        # While nobody answers, the flag that `publish` has raised.
+        flag = self._never_read if self._is_warming_up else self._replies[request]
+        await_flag(flag, self._stream.device)
 
     def prepare(self, key: Hashable, step: Step) -> None:
         """Capture `step`. It is run once before, without the CPU side, to load its kernels."""
@@ -206,16 +206,16 @@ class GraphHandshake:
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            self._warming_up = True
+            self._is_warming_up = True
             try:
                 with torch.random.fork_rng([self._stream.device_index]):  # its draws do not count
                     step()
             finally:
-                self._warming_up = False
+                self._is_warming_up = False
             self._stream.synchronize()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 step()
-                _write_value(self._requests[-1], 1)
+                self.publish(-1)
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph
 
@@ -262,7 +262,7 @@ def choose_backend(backend: str | None, device: torch.device) -> str:
         check_backend(backend, device)
     if device.type == "cpu" or backend == "stream":
         return backend or "inline"
-    reason = why_no_memory_operations(device)
+    reason = why_no_flags(device)
     if reason is None:
         return "graph"
     _say_once(f"{reason}: using backend='stream', which is slower")
@@ -289,51 +289,12 @@ def _say_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def why_no_memory_operations(device: torch.device) -> str | None:
-    """None if streams of `device` can write and wait for values in host memory."""
-    try:
-        driver = _driver()
-        write, wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
-    except (OSError, AttributeError) as error:
-        return f"the CUDA driver has no stream memory operations ({error})"
-    del write, wait
-    supported = ctypes.c_int(0)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    code = driver.cuDeviceGetAttribute(ctypes.byref(supported), _CAN_USE_STREAM_MEM_OPS, index)
-    if code != 0 or not supported.value:
-        return "this GPU or its driver has no stream memory operations"
+def why_no_flags(device: torch.device) -> str | None:
+    """None if kernels of `device` can wait for the CPU, and the CPU for them."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FLAG_CAPABILITY:
+        return (
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, and flags between "
+            f"GPU and CPU need {_FLAG_CAPABILITY[0]}.{_FLAG_CAPABILITY[1]}"
+        )
     return None
-
-
-def _write_value(address: int, value: int) -> None:
-    _check(
-        _driver().cuStreamWriteValue32_v2(
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-            ctypes.c_uint64(address),
-            ctypes.c_uint32(value),
-            ctypes.c_uint(0),
-        ),
-        "cuStreamWriteValue32",
-    )
-
-
-def _wait_value(address: int, value: int) -> None:
-    _check(
-        _driver().cuStreamWaitValue32_v2(
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-            ctypes.c_uint64(address),
-            ctypes.c_uint32(value),
-            ctypes.c_uint(_WAIT_EQUAL),
-        ),
-        "cuStreamWaitValue32",
-    )
-
-
-def _check(code: int, function: str) -> None:
-    if code != 0:
-        raise RuntimeError(f"{function} failed with CUDA driver error {code}")

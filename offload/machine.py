@@ -88,9 +88,9 @@ def gpu_backends() -> list[str]:
     """How decode steps would run on each of `gpus()`: "graph", or "stream" and why."""
     import torch
 
-    from offload.handshake import why_no_memory_operations
+    from offload.handshake import why_no_flags
 
-    reasons = [why_no_memory_operations(torch.device("cuda", i)) for i in range(len(gpus()))]
+    reasons = [why_no_flags(torch.device("cuda", i)) for i in range(len(gpus()))]
     return ["graph" if reason is None else f"stream: {reason}" for reason in reasons]
 
 

@@ -42,11 +42,11 @@ def test_table() -> None:
 
 @pytest.mark.parametrize(
     ("reason", "backend"),
-    [(None, "graph"), ("no stream memory operations", "stream: no stream memory operations")],
+    [(None, "graph"), ("it cannot wait", "stream: it cannot wait")],
 )
 def test_gpus_and_the_backend_they_would_use(reason, backend, monkeypatch) -> None:
     monkeypatch.setattr("offload.machine.gpus", lambda: ["NVIDIA T4"])
-    monkeypatch.setattr("offload.handshake.why_no_memory_operations", lambda device: reason)
+    monkeypatch.setattr("offload.handshake.why_no_flags", lambda device: reason)
     assert describe_machine()["gpu_backends"] == [backend]
     assert backend in runner.invoke(app, ["env"]).stdout
 

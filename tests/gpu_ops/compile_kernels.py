@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
+from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.gemv import gemv
 from gpu_ops.greedy import SamplingBuffers, greedy_tokens
 from gpu_ops.merge_state import merge_state
@@ -101,6 +102,9 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     out, lse = zeros(*query.shape, dtype=torch.float32), zeros(n, num_qo_heads, dtype=torch.float32)
     window_attention(query, window, positions, sm_scale=0.125, out=out, lse=lse)
     merge_state(out, lse, out, lse, query)
+    flag = zeros(1, dtype=torch.int32)
+    raise_flag(flag, flag.device)
+    await_flag(flag, flag.device)
     num_splits = num_kv_splits(num_kv_heads, 132)
     paged_decode_attention(
         query,

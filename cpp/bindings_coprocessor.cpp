@@ -156,12 +156,12 @@ class PyCoprocessor {
 
   void record(bool on) { core_.trace().record(on); }
 
-  // (kind, layer, request, start_ns, end_ns) of each event, and how many were lost.
+  // (kind, layer, request, start_ns, end_ns, worker, row, unit) of each event, and how many were lost.
   py::tuple drain() {
     py::list events;
     for (const TraceEvent& e : core_.trace().drain()) {
-      events.append(
-          py::make_tuple(kTraceKindNames[static_cast<int>(e.kind)], e.layer_idx, e.request, e.start_ns, e.end_ns));
+      const char* kind = kTraceKindNames[static_cast<int>(e.kind)];
+      events.append(py::make_tuple(kind, e.layer_idx, e.request, e.start_ns, e.end_ns, e.worker, e.row, e.unit));
     }
     return py::make_tuple(events, core_.trace().take_num_lost());
   }

@@ -55,8 +55,12 @@ class TraceEvent(NamedTuple):
 
     Attributes:
         kind: wait (for the GPU), store (keys and values), attend, update, prepare or warm (read
-            ahead for the next request).
-        layer_idx, request: -1 at the end of a step.
+            ahead for the next request). A worker's tasks are of these kinds, and ask (the policy),
+            score (candidates), choose (among them), merge or remember (what to read ahead).
+        layer_idx, request: -1 at the end of a step. Tasks have no request: -1.
+        worker: of the pool; -1 for what the leading thread did, which spans the workers' tasks.
+        row: of those of a task's request; -1: several.
+        unit: of the row, the first of a task's; -1: all.
     """
 
     kind: str
@@ -64,6 +68,9 @@ class TraceEvent(NamedTuple):
     request: int
     start_ns: int
     end_ns: int
+    worker: int = -1
+    row: int = -1
+    unit: int = -1
 
 
 class Coprocessor:
@@ -261,8 +268,8 @@ class Coprocessor:
         self._native.record(on)
 
     def events(self) -> list[TraceEvent]:
-        """Events recorded since the last call; what nobody collects in time is lost, and counted
-        in `num_lost_events`."""
+        """Events recorded since the last call, the leading thread's and then each worker's; what
+        nobody collects in time is lost, and counted in `num_lost_events`."""
         events, num_lost = self._native.drain()
         self.num_lost_events += num_lost
         return [TraceEvent(*event) for event in events]

@@ -14,6 +14,7 @@ from offload.benchmarks.model_cache import ModelCache
 from offload.benchmarks.step_timeline import (
     Interval,
     StepTimeline,
+    Task,
     clock_offset_ns,
     shifted,
 )
@@ -90,7 +91,10 @@ class DeviceSession:
                 self._step()
                 end = time.monotonic_ns()
                 torch.cuda.synchronize(self._device)
-                timelines.append(_timeline(start, end, marks.read(), coprocessor.events()))
+                num_workers = self._decoder.pool.num_threads
+                timelines.append(
+                    _timeline(start, end, marks.read(), coprocessor.events(), num_workers)
+                )
             coprocessor.trace(False)
         finally:
             self._decoder.on_mark = None
@@ -161,19 +165,29 @@ def _without_host(*args: Any, **options: Any) -> WithoutHost:
 
 
 def _timeline(
-    start: int, end: int, marks: Sequence[Interval], events: Sequence[TraceEvent]
+    start: int,
+    end: int,
+    marks: Sequence[Interval],
+    events: Sequence[TraceEvent],
+    num_workers: int,
 ) -> StepTimeline:
     """One step on the CPU's clock.
 
     A request rises after the GPU's mark before it and is seen when the CPU's wait ends; a reply is
     written after the CPU's attention ends and seen before the GPU's wait does.
     """
-    seen = {e.layer_idx: e.end_ns for e in events if e.kind == "wait"}
-    attended = {e.layer_idx: e.end_ns for e in events if e.kind == "attend"}
+    led = [e for e in events if e.worker < 0]
+    seen = {e.layer_idx: e.end_ns for e in led if e.kind == "wait"}
+    attended = {e.layer_idx: e.end_ns for e in led if e.kind == "attend"}
     raised = [
         (m.end_ns, seen[m.layer]) for m in marks if m.kind == "linear" and m.layer in attended
     ]
     answered = [(attended[m.layer], m.end_ns) for m in marks if m.kind == "wait"]
     offset, _ = clock_offset_ns(raised, answered)
-    cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in events)
-    return StepTimeline(start, end, cpu, shifted(marks, offset))
+    cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in led)
+    tasks = tuple(
+        Task(e.kind, e.layer_idx, e.start_ns, e.end_ns, e.worker, e.row, e.unit)
+        for e in events
+        if e.worker >= 0
+    )
+    return StepTimeline(start, end, cpu, shifted(marks, offset), tasks, num_workers)

@@ -17,6 +17,7 @@ from offload.benchmarks.step_timeline import (
     Interval,
     StepShares,
     StepTimeline,
+    Task,
     clock_offset_ns,
     intersection,
     length,
@@ -44,6 +45,13 @@ STEP = StepTimeline(
         Interval("merge", 0, 1620, 1650),
         Interval("linear", 0, 1650, 1990),
     ),
+    tasks=(
+        Task("ask", 0, 1340, 1400, 0, 0, 2),
+        Task("attend", 0, 1400, 1600, 0, 0, 2),
+        Task("warm", 0, 1640, 1690, 1, -1, -1),
+        Task("attend", 0, 1450, 1550, 1, 0, 2),
+    ),
+    num_workers=3,
 )
 
 
@@ -62,7 +70,11 @@ def test_work_beyond_the_step_does_not_count() -> None:
     step = StepTimeline(
         100,
         200,
-        cpu=(Interval("prepare", 1, 50, 120), Interval("update", 1, 190, 300)),
+        cpu=(
+            Interval("prepare", 1, 50, 120),
+            Interval("warm", 1, 120, 190),  # fills a wait
+            Interval("update", 1, 190, 300),
+        ),
         gpu=(Interval("linear", 0, 0, 150),),
     )
     assert step_shares(step) == StepShares(100, 20, 30, 10, 40)
@@ -118,6 +130,8 @@ def test_sums_and_medians() -> None:
 def test_bad_intervals(intervals: tuple[Interval, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StepTimeline(0, 10, intervals, ())
+    with pytest.raises(ValueError, match="unknown worker kind 'wait'; available: prepare, warm"):
+        StepTimeline(0, 10, (), (), (Task("wait", 0, 1, 2, 0, 0, 0),))
     with pytest.raises(ValueError, match="a step cannot end at 0 ns"):
         StepTimeline(0, 0, (), ())
 
@@ -177,7 +191,11 @@ def test_trace(tmp_path: Path) -> None:
     assert copy["tid"] != window["tid"]
     assert copy["args"] == {}
     threads = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
-    assert threads == ["kernels", "copies"]
+    assert threads == ["kernels", "copies", "requests", "worker 0", "worker 1", "worker 2"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    tasks = [(rows[e["tid"]], e["name"], e["ts"], e["args"]) for e in work if e["tid"] > 2]
+    one = {"layer": 0, "row": 0, "unit": 2}
+    assert tasks == [("worker 1", "warm", 0.64, {"layer": 0}), ("worker 1", "attend", 0.45, one)]
     with pytest.raises(ValueError, match="no steps to write a trace of"):
         chrome_trace([])
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cpu_ops.coprocessor import TraceEvent
+from cpu_ops.trace import TraceEvent
 from offload.benchmarks.gpu_marks import START, GpuMarks
 from offload.benchmarks.model_cache import ModelCache
 from offload.benchmarks.step_timeline import (
     Interval,
     StepTimeline,
-    Task,
     clock_offset_ns,
     shifted,
 )
+from offload.benchmarks.worker_tasks import worker_tasks
 from offload.decode_step import DecodeStep
 from offload.device_decode import DeviceDecoder
 from offload.handshake import Step, make_handshake
@@ -84,18 +85,19 @@ class DeviceSession:
         timelines = []
         try:
             self._step()  # captures the step with its marks
-            (coprocessor,) = self._decoder.coprocessors
-            coprocessor.trace(True)
+            attention, num_workers = self._decoder.attention, self._decoder.pool.num_threads
+            attention.trace(True)
             for _ in range(num_steps):
                 start = time.monotonic_ns()
                 self._step()
                 end = time.monotonic_ns()
                 torch.cuda.synchronize(self._device)
-                num_workers = self._decoder.pool.num_threads
+                events, num_lost = attention.trace_events()
+                timeline = _timeline(start, end, marks.read(), events)
                 timelines.append(
-                    _timeline(start, end, marks.read(), coprocessor.events(), num_workers)
+                    replace(timeline, num_workers=num_workers, num_lost_events=num_lost)
                 )
-            coprocessor.trace(False)
+            attention.trace(False)
         finally:
             self._decoder.on_mark = None
         return timelines
@@ -165,11 +167,7 @@ def _without_host(*args: Any, **options: Any) -> WithoutHost:
 
 
 def _timeline(
-    start: int,
-    end: int,
-    marks: Sequence[Interval],
-    events: Sequence[TraceEvent],
-    num_workers: int,
+    start: int, end: int, marks: Sequence[Interval], events: Sequence[TraceEvent]
 ) -> StepTimeline:
     """One step on the CPU's clock.
 
@@ -185,9 +183,4 @@ def _timeline(
     answered = [(attended[m.layer], m.end_ns) for m in marks if m.kind == "wait"]
     offset, _ = clock_offset_ns(raised, answered)
     cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in led)
-    tasks = tuple(
-        Task(e.kind, e.layer_idx, e.start_ns, e.end_ns, e.worker, e.row, e.unit)
-        for e in events
-        if e.worker >= 0
-    )
-    return StepTimeline(start, end, cpu, shifted(marks, offset), tasks, num_workers)
+    return StepTimeline(start, end, cpu, shifted(marks, offset), worker_tasks(events))

@@ -60,6 +60,7 @@ class StepTimeline:
     Attributes:
         cpu: of the thread that leads the workers.
         tasks: of the workers, `num_workers` of them.
+        num_lost_events: of the CPU's, for which there was no room.
     """
 
     start_ns: int
@@ -68,6 +69,7 @@ class StepTimeline:
     gpu: tuple[Interval, ...]
     tasks: tuple[Task, ...] = ()
     num_workers: int = 0
+    num_lost_events: int = 0
 
     def __post_init__(self) -> None:
         if self.end_ns <= self.start_ns:

@@ -146,7 +146,7 @@ def test_serving_nothing(pool):
 def test_events(pool):
     rng = new_rng()
     policy = make_policy("lfps", **SMALL)
-    world = World.random(rng, Shape(), policy, pool, [100])
+    world = World.random(rng, Shape(), policy, pool, [100, 90])
     with started(world) as (coprocessor, gpu):
         launch(world, coprocessor, gpu, rng)
         coprocessor.wait()
@@ -178,8 +178,8 @@ def test_events(pool):
 
 
 def check_tasks(events, tasks, num_workers):
-    """Of one step of one row under a policy that proposes: what workers did lies within what the
-    thread that leads them did, with the right layers and units."""
+    """Of one step of two rows under a policy that proposes: what workers did lies within what the
+    thread that leads them did, with the right layers, rows and units."""
     within = dict.fromkeys(("ask", "score", "choose", "attend", "merge"), "attend")
     within["remember"] = "warm"
     for task in tasks:
@@ -195,7 +195,7 @@ def check_tasks(events, tasks, num_workers):
         kind: sorted((t.layer_idx, t.row, t.unit) for t in tasks if t.kind == kind)
         for kind in (*within, "update", "prepare")
     }
-    units = [(layer_idx, 0, unit) for layer_idx in (1, 2) for unit in (0, 1)]
+    units = [(layer, row, unit) for layer in (1, 2) for row in (0, 1) for unit in (0, 1)]
     assert done["ask"] == done["choose"] == done["update"] == done["prepare"] == units
     assert sorted(set(done["score"])) == units
     assert [place for place in done["merge"] if place[0] > 0] == units

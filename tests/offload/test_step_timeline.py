@@ -14,6 +14,7 @@ from offload.benchmarks.chrome_trace import chrome_trace, write_chrome_trace
 from offload.benchmarks.gpu_marks import START, GpuMarks
 from offload.benchmarks.step_timeline import (
     SHARES,
+    TASKS,
     Interval,
     StepShares,
     StepTimeline,
@@ -26,6 +27,13 @@ from offload.benchmarks.step_timeline import (
     step_shares,
     summed,
     union,
+)
+from offload.benchmarks.worker_tasks import (
+    TASK_MEANINGS,
+    layer_replies,
+    reply_lines,
+    task_lines,
+    workers_row,
 )
 
 # Linear layers, a request, host attention beside the window's, then the GPU waits and merges.
@@ -118,6 +126,37 @@ def test_sums_and_medians() -> None:
     assert median_microseconds([STEP])["gpu"]["linear"] == pytest.approx(0.64)
     with pytest.raises(ValueError, match="no steps to sum up"):
         summed([])
+
+
+def test_what_workers_share_of_a_reply() -> None:
+    (reply,) = layer_replies([STEP])
+    assert reply.layer == 0
+    assert reply.microseconds == pytest.approx(0.29)  # from the request seen
+    assert reply.before_tasks_microseconds == pytest.approx(0.03)
+    assert reply.after_tasks_microseconds == 0
+    assert reply.busy_workers == pytest.approx((60 + 200 + 100) / 290)
+    assert reply.idle_share == pytest.approx(1 - (60 + 200 + 100) / (3 * 270))
+    workers = workers_row([STEP, STEP])
+    assert workers is not None
+    assert workers["task_microseconds"] == {"warm": 0.05, "ask": 0.06, "attend": 0.3}
+    assert [line[0] for line in task_lines(workers)] == ["warm", "ask", "attend"]
+    assert {*TASK_MEANINGS} == {*TASKS}
+    assert [line[4] for line in reply_lines(workers)] == ["1.2 of 3", "1.2 of 3"]
+
+
+def test_replies_of_several_layers() -> None:
+    """Each has its own wait; where there is none, a request is seen when its layer is attended."""
+    cpu, tasks = [], []
+    for layer, microseconds in ((0, 10), (1, 30), (2, 20)):
+        start = 100_000 * layer
+        if layer > 0:
+            cpu.append(Interval("wait", layer, start, start + 5000))
+        cpu.append(Interval("attend", layer, start + 7000, start + microseconds * 1000))
+        tasks.append(Task("attend", layer, start + 8000, start + 9000, 0, 0, 0))
+    replies = layer_replies([StepTimeline(0, 300_000, (*cpu,), (), (*tasks,), 1)])
+    assert [reply.microseconds for reply in replies] == [3, 25, 15]
+    assert [reply.before_tasks_microseconds for reply in replies] == [1, 3, 3]
+    assert [reply.after_tasks_microseconds for reply in replies] == [1, 21, 11]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ class DeviceSession:
                 end = time.monotonic_ns()
                 torch.cuda.synchronize(self._device)
                 events, num_lost = attention.trace_events()
-                timeline = _timeline(start, end, marks.read(), events)
+                timeline = timeline_of(start, end, marks.read(), events)
                 timelines.append(
                     replace(timeline, num_workers=num_workers, num_lost_events=num_lost)
                 )
@@ -166,7 +166,7 @@ def _without_host(*args: Any, **options: Any) -> WithoutHost:
     return WithoutHost()
 
 
-def _timeline(
+def timeline_of(
     start: int, end: int, marks: Sequence[Interval], events: Sequence[TraceEvent]
 ) -> StepTimeline:
     """One step on the CPU's clock.

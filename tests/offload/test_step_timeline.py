@@ -10,7 +10,9 @@ import pytest
 import torch
 from seeded import new_rng
 
+from cpu_ops.trace import TraceEvent
 from offload.benchmarks.chrome_trace import chrome_trace, write_chrome_trace
+from offload.benchmarks.device_session import timeline_of
 from offload.benchmarks.gpu_marks import START, GpuMarks
 from offload.benchmarks.step_timeline import (
     SHARES,
@@ -142,6 +144,20 @@ def test_what_workers_share_of_a_reply() -> None:
     assert [line[0] for line in task_lines(workers)] == ["warm", "ask", "attend"]
     assert {*TASK_MEANINGS} == {*TASKS}
     assert [line[4] for line in reply_lines(workers)] == ["1.2 of 3", "1.2 of 3"]
+
+
+def test_clocks_are_aligned_by_what_the_leading_thread_did() -> None:
+    """Workers' tasks have some of its kinds; they end before it does."""
+    events = [
+        TraceEvent("wait", 0, 0, 1000, 1310),
+        TraceEvent("attend", 0, 0, 1330, 1600),
+        TraceEvent("attend", 0, -1, 1400, 1500, worker=1, row=0, unit=3),
+    ]
+    marks = [Interval("linear", 0, 0, 300), Interval("wait", 0, 400, 620)]
+    step = timeline_of(1000, 2000, marks, events)
+    assert step.cpu == (Interval("wait", 0, 1000, 1310), Interval("attend", 0, 1330, 1600))
+    assert step.tasks == (Task("attend", 0, 1400, 1500, 1, 0, 3),)
+    assert step.gpu[1] == Interval("wait", 0, 400 + 995, 620 + 995)
 
 
 def test_replies_of_several_layers() -> None:

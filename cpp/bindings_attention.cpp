@@ -102,6 +102,18 @@ class PyDecodeAttention {
     if (!failure.empty()) throw std::runtime_error(failure);
   }
 
+  void record(bool on) { attention_.trace().record(on); }
+
+  // (kind, layer, request, start_ns, end_ns, worker, row, unit) of each event, and how many were lost.
+  py::tuple drain() {
+    py::list events;
+    for (const TraceEvent& e : attention_.trace().drain()) {
+      const char* kind = kTraceKindNames[static_cast<int>(e.kind)];
+      events.append(py::make_tuple(kind, e.layer_idx, e.request, e.start_ns, e.end_ns, e.worker, e.row, e.unit));
+    }
+    return py::make_tuple(events, attention_.trace().take_num_lost());
+  }
+
   DecodeAttention& attention() { return attention_; }
 
   // Attends layers one after the other as DecoderLayers::run does, without its linear layers: for benches. `queries`:
@@ -216,6 +228,8 @@ void bind_attention(py::module_& m) {
       .def("attend_csr", &PyDecodeAttention::attend_csr)
       .def("start_profile", &PyDecodeAttention::start_profile)
       .def("profile", &PyDecodeAttention::profile)
+      .def("record", &PyDecodeAttention::record)
+      .def("drain", &PyDecodeAttention::drain)
       .def("last_selection", &PyDecodeAttention::last_selection);
 }
 

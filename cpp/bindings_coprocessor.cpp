@@ -154,18 +154,6 @@ class PyCoprocessor {
   void close_for_good() { close(kLastGraceNs); }
   bool forked() const { return core_.forked(); }
 
-  void record(bool on) { core_.trace().record(on); }
-
-  // (kind, layer, request, start_ns, end_ns) of each event, and how many were lost.
-  py::tuple drain() {
-    py::list events;
-    for (const TraceEvent& e : core_.trace().drain()) {
-      events.append(
-          py::make_tuple(kTraceKindNames[static_cast<int>(e.kind)], e.layer_idx, e.request, e.start_ns, e.end_ns));
-    }
-    return py::make_tuple(events, core_.trace().take_num_lost());
-  }
-
   void inject_stall(int64_t layer_idx, int64_t ns) { core_.inject_stall(layer_idx, ns); }
   void inject_death(int64_t layer_idx) { core_.inject_death(layer_idx); }
 
@@ -197,8 +185,6 @@ void bind_coprocessor(py::module_& m) {
       .def("reset", &PyCoprocessor::reset)
       .def("close", &PyCoprocessor::close_for_good)
       .def("forked", &PyCoprocessor::forked)
-      .def("record", &PyCoprocessor::record)
-      .def("drain", &PyCoprocessor::drain)
       .def("inject_stall", &PyCoprocessor::inject_stall)
       .def("inject_death", &PyCoprocessor::inject_death);
 }

@@ -11,7 +11,11 @@
 namespace offload {
 
 DecodeAttention::DecodeAttention(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool)
-    : shape_(shape), kernels_(kernels), pool_(pool), dense_scores_(static_cast<size_t>(pool.num_threads())) {}
+    : shape_(shape),
+      kernels_(kernels),
+      pool_(pool),
+      trace_(pool.num_threads()),
+      dense_scores_(static_cast<size_t>(pool.num_threads())) {}
 
 void DecodeAttention::report_non_finite(int64_t layer_idx, int row_idx, int unit) {
   if (failed_.exchange(true)) return;
@@ -259,10 +263,13 @@ void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int ro
 
 void DecodeAttention::update(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   if (sparse_rows_.empty() || !policy_.learns()) return;
+  task_rings_ = trace_.workers();
   pool_.parallel_for_near(static_cast<int64_t>(sparse_rows_.size()) * units(), [&](int64_t task, int worker) {
     const int r = sparse_rows_[static_cast<size_t>(task / units())];
     const int unit = static_cast<int>(task % units());
-    if (unit_of(r, unit).sparse) update_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
+    if (!unit_of(r, unit).sparse) return;
+    const TraceSpan span = task_span(TraceKind::update, layer_idx, r, unit, worker);
+    update_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
   });
 }
 
@@ -280,6 +287,7 @@ WorkerProfile DecodeAttention::profile() const {
 std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row,
                                     bool prepares, const AttendOptions& options) {
   failed_.store(false);
+  task_rings_ = trace_.workers();
   options_ = options;
   queries_loaded_ = false;
   const size_t count = rows.size() * static_cast<size_t>(units());
@@ -331,7 +339,9 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
         Unit& unit = unit_of(r, u);
         unit.asks = has_callbacks && asks_policy(unit.role);
         // A list of sinks and recent tokens is written sooner than the pool starts.
-        if (!unit.asks && asks_policy(unit.role)) ask_unit(layer_idx, rows[static_cast<size_t>(r)], r, u, 0);
+        if (unit.asks || !asks_policy(unit.role)) continue;
+        const TraceSpan span = task_span(TraceKind::ask, layer_idx, r, u, 0);
+        ask_unit(layer_idx, rows[static_cast<size_t>(r)], r, u, 0);
       }
     }
   }

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "policy.h"
 #include "staged_lanes.h"
+#include "trace.h"
 #include "worker_pool.h"
 
 namespace offload {
@@ -94,6 +95,7 @@ class DecodeAttention {
 
   const AttentionShape& shape() const { return shape_; }
   WorkerPool& pool() { return pool_; }
+  Trace& trace() { return trace_; }  // of each worker's tasks, and of who leads them
 
   void set_policy(const PolicyFunctions& policy) { policy_ = policy; }
   void set_units_per_row(bool per_query_head) { per_query_head_ = per_query_head; }
@@ -207,6 +209,12 @@ class DecodeAttention {
     return profiles_.empty() ? nullptr : &profiles_[static_cast<size_t>(worker)];
   }
 
+  // Of a task in a job whose leader has set task_rings_.
+  TraceSpan task_span(TraceKind kind, int64_t layer_idx, int row_idx, int unit, int worker) {
+    return {task_rings_ == nullptr ? nullptr : task_rings_ + worker,
+            {kind, layer_idx, -1, 0, 0, worker, row_idx, unit}};
+  }
+
   // decode_attention_select.cpp: what to attend to
   PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void finish_context(const PolicyContext& context);
@@ -257,6 +265,8 @@ class DecodeAttention {
   WorkerPool& pool_;
   PolicyFunctions policy_;
   bool per_query_head_ = false;
+  Trace trace_;
+  TraceRing* task_rings_ = nullptr;  // of each worker, in this call; null while nothing is recorded
 
   // Scratch only grows: a step in steady state allocates nothing.
   AttendOptions options_;

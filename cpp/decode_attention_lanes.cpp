@@ -14,6 +14,7 @@ constexpr int64_t kMinScoreTokens = 128;
 constexpr int64_t kMinPieceTokens = 128;
 
 enum LaneStage : int { kAsk, kScore, kAttend, kMerge };
+constexpr TraceKind kStageKinds[] = {TraceKind::ask, TraceKind::score, TraceKind::attend, TraceKind::merge};
 
 int64_t divide_rounded(int64_t a, int64_t b) { return (a + b / 2) / b; }
 
@@ -86,6 +87,7 @@ int64_t DecodeAttention::plan_lanes(int64_t layer_idx, const std::vector<QueryRo
     for (int u = 0; u < units(); ++u) {
       const Unit& unit = unit_of(r, u);
       if (is_null(row, unit)) {
+        const TraceSpan span = task_span(TraceKind::merge, layer_idx, r, u, 0);
         merge_unit(layer_idx, row, r, u, 0);
       } else {
         const int64_t most = unit.asks ? std::max<int64_t>(1, unit.n) : blocks_of(unit);
@@ -135,7 +137,8 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
     void task(int64_t index, int stage, int64_t i, int worker) {
       const Lane& lane = self.lanes_[static_cast<size_t>(index)];
       const QueryRow& row = rows[static_cast<size_t>(lane.row)];
-      const int u = lane.first_unit;
+      const int u = lane.first_unit + (stage == kMerge ? static_cast<int>(i) : 0);
+      const TraceSpan span = self.task_span(kStageKinds[stage], layer_idx, lane.row, u, worker);
       if (stage == kAsk) {
         if (prepares && self.policy_.prepare != nullptr) self.prepare_unit(layer_idx, row, lane.row, u, worker);
         self.ask_unit(layer_idx, row, lane.row, u, worker);
@@ -144,7 +147,7 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
       } else if (stage == kAttend) {
         self.attend_piece(row, self.piece_of(lane, i), worker);
       } else {
-        self.merge_unit(layer_idx, row, lane.row, u + static_cast<int>(i), worker);
+        self.merge_unit(layer_idx, row, lane.row, u, worker);
       }
     }
 
@@ -152,7 +155,10 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
       const Lane& lane = self.lanes_[static_cast<size_t>(index)];
       const QueryRow& row = rows[static_cast<size_t>(lane.row)];
       Unit& unit = self.unit_of(lane.row, lane.first_unit);
-      if (stage == kScore) self.finish_proposal(layer_idx, row, lane.row, lane.first_unit, worker);
+      if (stage == kScore) {
+        const TraceSpan span = self.task_span(TraceKind::choose, layer_idx, lane.row, lane.first_unit, worker);
+        self.finish_proposal(layer_idx, row, lane.row, lane.first_unit, worker);
+      }
       if (self.failed_.load(std::memory_order_relaxed)) {
         self.staged_.cancel();
         return {};
@@ -174,6 +180,7 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
         return {kMerge, lane.num_units};
       }
       for (int u = lane.first_unit; u < lane.first_unit + lane.num_units; ++u) {
+        const TraceSpan span = self.task_span(TraceKind::merge, layer_idx, lane.row, u, worker);
         self.merge_unit(layer_idx, row, lane.row, u, worker);
       }
       return {};

@@ -28,11 +28,11 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
     int64_t num_chunks;
   };
   const int group = shape_.group_size();
+  const int per_head = units() / shape_.num_kv_heads;
   std::deque<Wave> waves;
   int64_t longest = 0;
   int64_t all_chunks = 0;
   const auto scans = [&](int r, int kv_head) {
-    const int per_head = units() / shape_.num_kv_heads;
     for (int u = kv_head * per_head; u < (kv_head + 1) * per_head; ++u) {
       if (asks_policy(unit_of(r, u).role)) return true;
     }
@@ -97,10 +97,13 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
     const QueryRow& row = rows[static_cast<size_t>(wave.row)];
     if (task.head_of_wave < 0) {
       if (task.wave >= 3) wait_for(waves[static_cast<size_t>(task.wave - 3)].heads_left);
+      const TraceSpan span = task_span(TraceKind::score, layer_idx, wave.row, wave.heads[0] * per_head, worker);
       scan_chunks(row, wave, task.first_chunk, task.num_chunks, slot, worker);
       wave.ranges_left.fetch_sub(1, std::memory_order_acq_rel);
     } else {
       wait_for(wave.ranges_left);
+      const int first_unit = wave.heads[task.head_of_wave] * per_head;
+      const TraceSpan span = task_span(TraceKind::choose, layer_idx, wave.row, first_unit, worker);
       finish_scan(layer_idx, row, wave, task.head_of_wave, slot, worker);
       wave.heads_left.fetch_sub(1, std::memory_order_acq_rel);
     }

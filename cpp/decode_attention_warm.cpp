@@ -53,9 +53,11 @@ void DecodeAttention::remember(int64_t layer_idx, const std::vector<QueryRow>& r
   std::vector<Remembered>& of_layer = remembered_[static_cast<size_t>(layer_idx)];
   const size_t count = (static_cast<size_t>(first_row_) + rows.size()) * static_cast<size_t>(units());
   if (of_layer.size() < count) of_layer.resize(count);
-  pool_.parallel_for_near(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int) {
+  task_rings_ = trace_.workers();
+  pool_.parallel_for_near(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int worker) {
     const int r = static_cast<int>(task / units());
     const int u = static_cast<int>(task % units());
+    const TraceSpan span = task_span(TraceKind::remember, layer_idx, r, u, worker);
     const Unit& unit = unit_of(r, u);
     Remembered& remembered = remembered_of(layer_idx, first_row_ + r, u);
     remembered.scored.clear();
@@ -76,6 +78,7 @@ void DecodeAttention::warm_up(int64_t layer_idx, const std::vector<QueryRow>& ro
   const auto known = static_cast<int64_t>(remembered_[static_cast<size_t>(layer_idx)].size());
   if (known < int64_t{first_row} * units() + num_units) return;
   const int64_t threads = pool_.num_threads();
+  task_rings_ = trace_.workers();
   const auto read_share = [&](Reader& reader, int64_t task, int64_t rank, int64_t sharers) {
     const int r = static_cast<int>(task / units());
     const int u = static_cast<int>(task % units());
@@ -94,6 +97,7 @@ void DecodeAttention::warm_up(int64_t layer_idx, const std::vector<QueryRow>& ro
   };
   pool_.parallel_for_near(threads, [&](int64_t task, int worker) {
     if (task != worker) return;  // another core's cache is of no use
+    const TraceSpan span = task_span(TraceKind::warm, layer_idx, -1, -1, worker);
     Reader reader(stop, 0);
     const int64_t begin = pool_.block_begin(worker, num_units);
     const int64_t end = pool_.block_begin(worker + 1, num_units);

@@ -14,6 +14,7 @@ constexpr size_t kManyRows = 8;  // from here on the pool copies K/V; below, one
 StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
                        std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens)
     : attention_(attention),
+      trace_(attention.trace()),
       mailbox_(mailbox),
       requests_(std::move(requests)),
       sparse_layers_(std::move(sparse_layers)) {
@@ -82,8 +83,12 @@ void StepServer::store_rows(size_t first, size_t last, int64_t end_layer) {
     for (size_t row = first; row < last; ++row) store_row(row, end_layer);
     return;
   }
-  attention_.pool().parallel_for(static_cast<int64_t>(last - first),
-                                 [&](int64_t task, int) { store_row(first + static_cast<size_t>(task), end_layer); });
+  TraceRing* rings = trace_.workers();
+  attention_.pool().parallel_for(static_cast<int64_t>(last - first), [&](int64_t task, int worker) {
+    const TraceEvent event{TraceKind::store, end_layer - 1, -1, 0, 0, worker, static_cast<int32_t>(task)};
+    const TraceSpan span(rings == nullptr ? nullptr : rings + worker, event);
+    store_row(first + static_cast<size_t>(task), end_layer);
+  });
 }
 
 void StepServer::store(int request) {

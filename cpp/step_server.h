@@ -56,7 +56,7 @@ class StepServer {
              std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens);
 
   const std::vector<Request>& requests() const { return requests_; }
-  Trace& trace() { return trace_; }
+  Trace& trace() { return trace_; }  // the attention's
 
   // A step's requests are served in their order, each as: prepare, warm_up, store, attend, update, remember.
   void begin(const ServedStep& step);
@@ -80,11 +80,11 @@ class StepServer {
   void keep_queries(int request);
 
   DecodeAttention& attention_;
+  Trace& trace_;
   const Mailbox mailbox_;
   const std::vector<Request> requests_;
   const std::vector<uint8_t> sparse_layers_;
   AttendOptions options_;
-  Trace trace_;
 
   const ServedStep* step_ = nullptr;
   std::vector<int64_t> num_stored_;  // layers, of each row

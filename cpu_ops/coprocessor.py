@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from cpu_ops import _native
+from cpu_ops.trace import TraceEvent
 
 if TYPE_CHECKING:
     from offload.attention import DecodeAttention
@@ -48,22 +49,6 @@ Request = tuple[int, int, int]
 
 class CoprocessorError(RuntimeError):
     """The CPU or the GPU failed in the middle of a step, or did not get on in time."""
-
-
-class TraceEvent(NamedTuple):
-    """What the coprocessor did and when; by the clock of `time.monotonic_ns`.
-
-    Attributes:
-        kind: wait (for the GPU), store (keys and values), attend, update, prepare or warm (read
-            ahead for the next request).
-        layer_idx, request: -1 at the end of a step.
-    """
-
-    kind: str
-    layer_idx: int
-    request: int
-    start_ns: int
-    end_ns: int
 
 
 class Coprocessor:
@@ -258,14 +243,14 @@ class Coprocessor:
 
     def trace(self, on: bool) -> None:
         """Record events from now on, or no more."""
-        self._native.record(on)
+        self.attention.trace(on)
 
     def events(self) -> list[TraceEvent]:
-        """Events recorded since the last call; what nobody collects in time is lost, and counted
-        in `num_lost_events`."""
-        events, num_lost = self._native.drain()
+        """Events recorded since the last call, the leading thread's and then each worker's; what
+        nobody collects in time is lost, and counted in `num_lost_events`."""
+        events, num_lost = self.attention.trace_events()
         self.num_lost_events += num_lost
-        return [TraceEvent(*event) for event in events]
+        return events
 
     def serve_nothing(self, on: bool) -> None:
         """Have the thread store keys and values, but attend to nothing: for benches that ask what

@@ -25,6 +25,7 @@ from cpu_ops.native import (
     isa_name,
     page_shift,
 )
+from cpu_ops.trace import TraceEvent
 from offload.decode_step import DecodeStep
 from offload.kv_store import KVStore
 from offload.page_pool import Int64Array
@@ -355,6 +356,16 @@ class DecodeAttention:
         attended_tokens: tokens x units whose keys were scored exactly, and which were attended.
         """
         return self._native.profile()
+
+    def trace(self, on: bool) -> None:
+        """Record what each worker does, and a `Coprocessor`'s thread, from now on, or no more."""
+        self._native.record(on)
+
+    def trace_events(self) -> tuple[list[TraceEvent], int]:
+        """What was recorded since the last call, and how many events were lost because nobody
+        collected them in time: first those of the leading thread, then each worker's."""
+        events, num_lost = self._native.drain()
+        return [TraceEvent(*event) for event in events], num_lost
 
     def native_csr(
         self,

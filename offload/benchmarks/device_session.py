@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cpu_ops.coprocessor import TraceEvent
+from cpu_ops.trace import TraceEvent
 from offload.benchmarks.gpu_marks import START, GpuMarks
 from offload.benchmarks.model_cache import ModelCache
 from offload.benchmarks.step_timeline import (
@@ -17,6 +18,7 @@ from offload.benchmarks.step_timeline import (
     clock_offset_ns,
     shifted,
 )
+from offload.benchmarks.worker_tasks import worker_tasks
 from offload.decode_step import DecodeStep
 from offload.device_decode import DeviceDecoder
 from offload.handshake import Step, make_handshake
@@ -83,15 +85,19 @@ class DeviceSession:
         timelines = []
         try:
             self._step()  # captures the step with its marks
-            (coprocessor,) = self._decoder.coprocessors
-            coprocessor.trace(True)
+            attention, num_workers = self._decoder.attention, self._decoder.pool.num_threads
+            attention.trace(True)
             for _ in range(num_steps):
                 start = time.monotonic_ns()
                 self._step()
                 end = time.monotonic_ns()
                 torch.cuda.synchronize(self._device)
-                timelines.append(_timeline(start, end, marks.read(), coprocessor.events()))
-            coprocessor.trace(False)
+                events, num_lost = attention.trace_events()
+                timeline = timeline_of(start, end, marks.read(), events)
+                timelines.append(
+                    replace(timeline, num_workers=num_workers, num_lost_events=num_lost)
+                )
+            attention.trace(False)
         finally:
             self._decoder.on_mark = None
         return timelines
@@ -160,7 +166,7 @@ def _without_host(*args: Any, **options: Any) -> WithoutHost:
     return WithoutHost()
 
 
-def _timeline(
+def timeline_of(
     start: int, end: int, marks: Sequence[Interval], events: Sequence[TraceEvent]
 ) -> StepTimeline:
     """One step on the CPU's clock.
@@ -168,12 +174,13 @@ def _timeline(
     A request rises after the GPU's mark before it and is seen when the CPU's wait ends; a reply is
     written after the CPU's attention ends and seen before the GPU's wait does.
     """
-    seen = {e.layer_idx: e.end_ns for e in events if e.kind == "wait"}
-    attended = {e.layer_idx: e.end_ns for e in events if e.kind == "attend"}
+    led = [e for e in events if e.worker < 0]
+    seen = {e.layer_idx: e.end_ns for e in led if e.kind == "wait"}
+    attended = {e.layer_idx: e.end_ns for e in led if e.kind == "attend"}
     raised = [
         (m.end_ns, seen[m.layer]) for m in marks if m.kind == "linear" and m.layer in attended
     ]
     answered = [(attended[m.layer], m.end_ns) for m in marks if m.kind == "wait"]
     offset, _ = clock_offset_ns(raised, answered)
-    cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in events)
-    return StepTimeline(start, end, cpu, shifted(marks, offset))
+    cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in led)
+    return StepTimeline(start, end, cpu, shifted(marks, offset), worker_tasks(events))

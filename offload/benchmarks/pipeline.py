@@ -20,6 +20,7 @@ from offload.benchmarks.step_timeline import (
     step_shares,
     summed,
 )
+from offload.benchmarks.worker_tasks import workers_row
 from offload.memory import format_bytes
 
 WARM_UP_STEPS = 4
@@ -78,6 +79,7 @@ class PipelineMeasurement:
         traced_milliseconds: the same with marks; None, as `shares`, if no step was traced.
         shares: of the traced steps.
         microseconds: of each side and kind of work, all layers of a step together (median).
+        workers: `workers_row` of the traced steps.
     """
 
     batch_size: int
@@ -88,6 +90,7 @@ class PipelineMeasurement:
     traced_milliseconds: float | None
     shares: StepShares | None
     microseconds: dict[str, dict[str, float]]
+    workers: dict[str, Any] | None
     memory: dict[str, int]
 
     @property
@@ -106,6 +109,7 @@ class PipelineMeasurement:
             "traced_milliseconds": self.traced_milliseconds,
             "shares": self.shares and {name: self.shares.share(name) for name in SHARES},
             "microseconds": self.microseconds,
+            "workers": self.workers,
             "memory": self.memory,
         }
 
@@ -198,6 +202,7 @@ def pipeline_measurement(
         ),
         shares=summed(step_shares(step) for step in traced) if traced else None,
         microseconds=median_microseconds(traced),
+        workers=workers_row(traced),
         memory=session.memory(),
     )
 

@@ -20,6 +20,7 @@ from offload.benchmarks.model_cache import ModelCache, structured_model_cache
 from offload.benchmarks.pipeline import PipelineSession
 from offload.benchmarks.shapes import MODEL_SHAPES, random_model
 from offload.benchmarks.step_timeline import Interval, StepTimeline
+from offload.benchmarks.worker_tasks import worker_tasks
 from offload.decode import Decoder
 from offload.models import lean_model_maker
 from offload.policies import Policy
@@ -183,7 +184,9 @@ class InlineSession:
         return seconds
 
     def trace(self, num_steps: int) -> list[StepTimeline]:
+        attention, num_workers = self._decoder.attention, self._decoder.pool.num_threads
         timelines = []
+        attention.trace(True)
         for _ in range(num_steps):
             marks = GpuMarks(torch.device("cpu"))
             start = time.perf_counter_ns()
@@ -192,7 +195,12 @@ class InlineSession:
             intervals = marks.read()
             cpu = [Interval(*i) for i in intervals if i.kind == "attend"]
             gpu = [i._replace(kind="wait") if i.kind == "attend" else i for i in intervals]
-            timelines.append(StepTimeline(start, end, tuple(cpu), tuple(gpu)))
+            events, num_lost = attention.trace_events()
+            tasks = worker_tasks(events)
+            timelines.append(
+                StepTimeline(start, end, tuple(cpu), tuple(gpu), tasks, num_workers, num_lost)
+            )
+        attention.trace(False)
         return timelines
 
     def rewind(self) -> None:

@@ -7,6 +7,9 @@ split four ways, which add up to all of it:
     waiting     only the GPU works: the CPU waits for queries
     exposed     only the CPU works: the GPU waits for its answer
     handshake   neither works: flags on their way, gaps between kernels
+
+Reading ahead (`warm`) is no work: it fills a wait, and nobody waits for it. What each worker of the
+CPU's pool did stands beside it; `worker_tasks` sums it up.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-# What counts as work; a side that reports any other kind waits.
-CPU_WORK = ("store", "attend", "update", "prepare", "warm")
+# What counts as work, and what each side does while it waits.
+CPU_WORK = ("store", "attend", "update", "prepare")
+CPU_WAITS = ("warm", "wait")
 GPU_WORK = ("linear", "window", "attention", "merge", "sample", "copy")
-WAITS = ("wait",)
+GPU_WAITS = ("wait",)
+# Of a worker, in the order in which a layer comes to them; and those that a reply waits for.
+ATTEND_TASKS = ("ask", "score", "choose", "attend", "merge")
+TASKS = ("prepare", "warm", "store", *ATTEND_TASKS, "update", "remember")
 SHARES = ("overlapped", "waiting", "exposed", "handshake")
 Span = tuple[int, int]
 
@@ -34,22 +41,48 @@ class Interval(NamedTuple):
     end_ns: int
 
 
+class Task(NamedTuple):
+    """What one worker did; row and unit are -1 where it was more than one."""
+
+    kind: str
+    layer: int
+    start_ns: int
+    end_ns: int
+    worker: int
+    row: int
+    unit: int
+
+
 @dataclass(frozen=True)
 class StepTimeline:
-    """One decode step; all times are of one clock."""
+    """One decode step; all times are of one clock.
+
+    Attributes:
+        cpu: of the thread that leads the workers.
+        tasks: of the workers, `num_workers` of them.
+        num_lost_events: of the CPU's, for which there was no room.
+    """
 
     start_ns: int
     end_ns: int
     cpu: tuple[Interval, ...]
     gpu: tuple[Interval, ...]
+    tasks: tuple[Task, ...] = ()
+    num_workers: int = 0
+    num_lost_events: int = 0
 
     def __post_init__(self) -> None:
         if self.end_ns <= self.start_ns:
             raise ValueError(f"a step cannot end at {self.end_ns} ns: it starts at {self.start_ns}")
-        for side, intervals, work in (("cpu", self.cpu, CPU_WORK), ("gpu", self.gpu, GPU_WORK)):
+        sides: tuple[tuple[str, Sequence[Interval | Task], Sequence[str]], ...] = (
+            ("cpu", self.cpu, (*CPU_WORK, *CPU_WAITS)),
+            ("gpu", self.gpu, (*GPU_WORK, *GPU_WAITS)),
+            ("worker", self.tasks, TASKS),
+        )
+        for side, intervals, kinds in sides:
             for interval in intervals:
-                if interval.kind not in (*work, *WAITS):
-                    known = ", ".join((*work, *WAITS))
+                if interval.kind not in kinds:
+                    known = ", ".join(kinds)
                     raise ValueError(f"unknown {side} kind {interval.kind!r}; available: {known}")
                 if interval.end_ns < interval.start_ns:
                     raise ValueError(
@@ -100,7 +133,7 @@ def summed(shares: Iterable[StepShares]) -> StepShares:
 def median_microseconds(steps: Sequence[StepTimeline]) -> dict[str, dict[str, float]]:
     """Of each side and kind: the median over steps of its time, all layers together."""
     table: dict[str, dict[str, float]] = {}
-    for side, kinds in (("gpu", (*GPU_WORK, *WAITS)), ("cpu", (*CPU_WORK, *WAITS))):
+    for side, kinds in (("gpu", (*GPU_WORK, *GPU_WAITS)), ("cpu", (*CPU_WORK, *CPU_WAITS))):
         table[side] = {}
         for kind in kinds:
             times = [

@@ -81,6 +81,8 @@ def pipeline(
     real attention, and selections differ from step to step. Shares of a traced step:
     [bold]overlapped[/bold] (GPU and CPU work), [bold]waiting[/bold] (the CPU waits for the GPU),
     [bold]exposed[/bold] (the GPU waits for the CPU) and [bold]handshake[/bold] (neither works).
+    Then what the CPU's workers did in a layer, and how many of them were busy from its request to
+    the reply.
 
     [bold]Examples[/bold]
 
@@ -178,9 +180,8 @@ def _measure(
 
 
 def _print_tables(document: dict[str, Any]) -> None:
-    from rich.table import Table
-
     from offload.benchmarks.pipeline import memory_line, share_lines, step_line, work_lines
+    from offload.benchmarks.worker_tasks import reply_lines, task_lines
 
     settings, console = document["settings"], stdout()
     console.print(
@@ -190,16 +191,32 @@ def _print_tables(document: dict[str, Any]) -> None:
     )
     console.print(step_line(document))
     console.print(memory_line(document) + "\n")
-    shares = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("share", "of a step", "ms", "what it is"):
-        shares.add_column(column, justify="right" if column in ("of a step", "ms") else "left")
-    for line in share_lines(document):
-        shares.add_row(*line)
-    console.print(shares)
-    console.print()
-    work = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("side", "work", "µs per step", "of a step"):
-        work.add_column(column, justify="left" if column in ("side", "work") else "right")
-    for line in work_lines(document):
-        work.add_row(*line)
-    console.print(work)
+    _print_table(["share", "of a step", "ms", "what it is"], share_lines(document))
+    _print_table(["side", "work", "µs per step", "of a step"], work_lines(document))
+    if workers := document["workers"]:
+        columns = ["worker task", "µs per layer, all workers", "what it is"]
+        _print_table(columns, task_lines(workers))
+        columns = [
+            "layer",
+            "µs to the reply",
+            "before tasks",
+            "after tasks",
+            "busy workers",
+            "idle",
+        ]
+        _print_table(columns, reply_lines(workers))
+        if num_lost := workers["num_lost_events"]:
+            stderr().print(f"{num_lost:,} events of the workers are missing: too many in a step")
+
+
+def _print_table(columns: list[str], lines: list[list[str]]) -> None:
+    """Numbers stand to the right, words to the left."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column, cell in zip(columns, lines[0] if lines else columns, strict=True):
+        table.add_column(column, justify="right" if cell[0].isdigit() else "left")
+    for line in lines:
+        table.add_row(*line)
+    stdout().print(table)
+    stdout().print()

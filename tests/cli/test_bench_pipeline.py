@@ -47,8 +47,20 @@ def test_json_and_trace(tmp_path: Path) -> None:
     assert document["microseconds"]["cpu"]["attend"] > 0
     assert document["memory"]["kv_host"] >= 2 * 4 * 3 * 2 * 2 * 256 * 32 * 2
     events = json.loads(path.read_text())["traceEvents"]
-    layers = [e["args"]["layer"] for e in events if e["name"] == "attend"]
-    assert layers == [0, 1, 2, 3] * 2
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    attend = [(rows[e["pid"], e["tid"]], e["args"]) for e in events if e["name"] == "attend"]
+    led = [args["layer"] for row, args in attend if row == "requests"]
+    assert led == [0, 1, 2, 3] * 2
+    places = {tuple(args.values()) for row, args in attend if row == "worker 0"}
+    assert {(2, row, unit) for row in (0, 1) for unit in (0, 1)} <= places
+    workers = document["workers"]
+    assert (workers["num_workers"], workers["num_lost_events"]) == (1, 0)
+    assert min(workers["task_microseconds"].values()) > 0
+    assert [reply["layer"] for reply in workers["replies"]] == [0, 1, 2, 3]
+    for reply in workers["replies"]:
+        assert reply["microseconds"] > reply["before_tasks_microseconds"] > 0
+        assert 0 < reply["busy_workers"] <= 1
+        assert 0 <= reply["idle_share"] < 1
     assert f"wrote {path}" in result.stderr.replace("\n", "")
 
 
@@ -57,7 +69,9 @@ def test_tables() -> None:
     assert result.exit_code == 0, result.output
     assert "tiny, 600 tokens, batch 1, float32, full, backend inline" in result.stdout
     assert "4 steps; " in result.stdout
-    assert [line.split()[0] for line in result.stdout.splitlines() if "%" in line][:4] == [*SHARES]
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines if "%" in line][:4] == [*SHARES]
+    assert {"attend", "median", "slowest:"} <= {line.split()[0] for line in lines if line}
     assert "KV on the host" in result.stdout
 
 
@@ -119,6 +133,7 @@ def test_measurement_without_traces() -> None:
     assert row["shares"] is None
     assert row["traced_milliseconds"] is None
     assert row["microseconds"] == {"gpu": {}, "cpu": {}}
+    assert row["workers"] is None
 
 
 def test_several_sessions_over_one_cache() -> None:

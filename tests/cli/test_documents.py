@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cpu_ops.native import WorkerPool, known_isas
 from offload.attention import DecodeAttention
-from offload.benchmarks.step_timeline import CPU_WORK, GPU_WORK, SHARES
+from offload.benchmarks.step_timeline import CPU_WAITS, CPU_WORK, GPU_WORK, SHARES, TASKS
 from offload.cli import app
 from offload.config import BACKENDS, RuntimeConfig
 from offload.demo_text import DEMO_NEEDLE
@@ -102,7 +102,7 @@ def test_links_between_the_documents_lead_somewhere() -> None:
 
 
 def test_the_gpu_document_has_the_names_of_the_code() -> None:
-    kinds = {*CPU_WORK, *GPU_WORK} - {"copy"}  # of traces that have copies
+    kinds = {*CPU_WORK, *CPU_WAITS, *GPU_WORK, *TASKS} - {"copy"}  # of traces that have copies
     for name in (*SHARES, *kinds, *BACKENDS):
         assert f"`{name}`" in GPU, name
     options = [option.name for option in dataclasses.fields(RuntimeConfig)]

@@ -212,6 +212,29 @@ void steps_are_the_same(int num_threads, int num_steps, bool traced, bool propos
   }
 }
 
+// A ring that nobody drains keeps what came first, and counts the rest; the others have room.
+void rings_count_what_they_lose() {
+  Trace trace(2);
+  CHECK(trace.leader() == nullptr && trace.workers() == nullptr, "off");
+  trace.record(true);
+  for (uint64_t i = 0; i < Trace::kCapacity + 3; ++i) {
+    const TraceSpan span(trace.workers() + 1, {TraceKind::ask, static_cast<int64_t>(i), -1, 0, 0, 1, 0, 2});
+  }
+  {
+    const TraceSpan span(trace, TraceKind::attend, 7, 0);
+  }
+  trace.record(false);
+  {
+    const TraceSpan span(trace, TraceKind::attend, 8, 0);
+  }
+  CHECK(trace.take_num_lost() == 3 && trace.take_num_lost() == 0, "lost");
+  const std::vector<TraceEvent> events = trace.drain();
+  CHECK(events.size() == Trace::kCapacity + 1 && trace.drain().empty(), "%zu events", events.size());
+  CHECK(events[0].worker == -1 && events[0].layer_idx == 7, "the leading thread's come first");
+  CHECK(events[1].layer_idx == 0 && events[1].worker == 1 && events[1].unit == 2, "the oldest stay");
+  CHECK(events[1].start_ns > 0 && events[1].start_ns <= events[1].end_ns, "times");
+}
+
 // Aborted anywhere, also while the thread is stalled or dead: the GPU ends, and the next steps are served.
 void aborts(int rounds) {
   Side side;
@@ -257,6 +280,7 @@ int main() {
     for (const bool proposes : {false, true}) steps_are_the_same(threads, 40, threads == 2, proposes, true);
   }
   steps_are_the_same(3, 20, false, true, false);
+  rings_count_what_they_lose();
   aborts(60);
   std::puts("ok");
 }

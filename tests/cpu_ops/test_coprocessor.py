@@ -146,7 +146,7 @@ def test_serving_nothing(pool):
 def test_events(pool):
     rng = new_rng()
     policy = make_policy("lfps", **SMALL)
-    world = World.random(rng, Shape(), policy, pool, [100])
+    world = World.random(rng, Shape(), policy, pool, [100, 90])
     with started(world) as (coprocessor, gpu):
         launch(world, coprocessor, gpu, rng)
         coprocessor.wait()
@@ -155,8 +155,10 @@ def test_events(pool):
         start = time.monotonic_ns()
         launch(world, coprocessor, gpu, rng)
         coprocessor.wait()
-        events = coprocessor.events()
+        recorded = coprocessor.events()
         end = time.monotonic_ns()
+        events = [event for event in recorded if event.worker < 0]
+        check_tasks(events, [event for event in recorded if event.worker >= 0], pool.num_threads)
         # Whether it reads ahead depends on how far the GPU is.
         assert all(event.layer_idx > 0 for event in events if event.kind == "warm")
         kinds = [(e.kind, e.layer_idx, e.request) for e in events if e.kind != "warm"]
@@ -173,6 +175,31 @@ def test_events(pool):
         coprocessor.wait()
         assert coprocessor.events() == []
         assert coprocessor.num_lost_events == 0
+
+
+def check_tasks(events, tasks, num_workers):
+    """Of one step of two rows under a policy that proposes: what workers did lies within what the
+    thread that leads them did, with the right layers, rows and units."""
+    within = dict.fromkeys(("ask", "score", "choose", "attend", "merge"), "attend")
+    within["remember"] = "warm"
+    for task in tasks:
+        led = within.get(task.kind, task.kind), task.layer_idx
+        spans = [e for e in events if (e.kind, e.layer_idx) == led]
+        assert any(e.start_ns <= task.start_ns <= task.end_ns <= e.end_ns for e in spans), task
+        assert task.worker < num_workers, task
+        assert task.request == -1, task
+    for worker in range(num_workers):
+        own = [task for task in tasks if task.worker == worker]
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(own))
+    done = {
+        kind: sorted((t.layer_idx, t.row, t.unit) for t in tasks if t.kind == kind)
+        for kind in (*within, "update", "prepare")
+    }
+    units = [(layer, row, unit) for layer in (1, 2) for row in (0, 1) for unit in (0, 1)]
+    assert done["ask"] == done["choose"] == done["update"] == done["prepare"] == units
+    assert sorted(set(done["score"])) == units
+    assert [place for place in done["merge"] if place[0] > 0] == units
+    assert {layer_idx for layer_idx, _, _ in done["attend"]} == {0, 1, 2}
 
 
 def test_two_models_in_one_process(pool):

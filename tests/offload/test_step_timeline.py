@@ -10,13 +10,17 @@ import pytest
 import torch
 from seeded import new_rng
 
+from cpu_ops.trace import TraceEvent
 from offload.benchmarks.chrome_trace import chrome_trace, write_chrome_trace
+from offload.benchmarks.device_session import timeline_of
 from offload.benchmarks.gpu_marks import START, GpuMarks
 from offload.benchmarks.step_timeline import (
     SHARES,
+    TASKS,
     Interval,
     StepShares,
     StepTimeline,
+    Task,
     clock_offset_ns,
     intersection,
     length,
@@ -25,6 +29,13 @@ from offload.benchmarks.step_timeline import (
     step_shares,
     summed,
     union,
+)
+from offload.benchmarks.worker_tasks import (
+    TASK_MEANINGS,
+    layer_replies,
+    reply_lines,
+    task_lines,
+    workers_row,
 )
 
 # Linear layers, a request, host attention beside the window's, then the GPU waits and merges.
@@ -44,6 +55,13 @@ STEP = StepTimeline(
         Interval("merge", 0, 1620, 1650),
         Interval("linear", 0, 1650, 1990),
     ),
+    tasks=(
+        Task("ask", 0, 1340, 1400, 0, 0, 2),
+        Task("attend", 0, 1400, 1600, 0, 0, 2),
+        Task("warm", 0, 1640, 1690, 1, -1, -1),
+        Task("attend", 0, 1450, 1550, 1, 0, 2),
+    ),
+    num_workers=3,
 )
 
 
@@ -62,7 +80,11 @@ def test_work_beyond_the_step_does_not_count() -> None:
     step = StepTimeline(
         100,
         200,
-        cpu=(Interval("prepare", 1, 50, 120), Interval("update", 1, 190, 300)),
+        cpu=(
+            Interval("prepare", 1, 50, 120),
+            Interval("warm", 1, 120, 190),  # fills a wait
+            Interval("update", 1, 190, 300),
+        ),
         gpu=(Interval("linear", 0, 0, 150),),
     )
     assert step_shares(step) == StepShares(100, 20, 30, 10, 40)
@@ -108,6 +130,51 @@ def test_sums_and_medians() -> None:
         summed([])
 
 
+def test_what_workers_share_of_a_reply() -> None:
+    (reply,) = layer_replies([STEP])
+    assert reply.layer == 0
+    assert reply.microseconds == pytest.approx(0.29)  # from the request seen
+    assert reply.before_tasks_microseconds == pytest.approx(0.03)
+    assert reply.after_tasks_microseconds == 0
+    assert reply.busy_workers == pytest.approx((60 + 200 + 100) / 290)
+    assert reply.idle_share == pytest.approx(1 - (60 + 200 + 100) / (3 * 270))
+    workers = workers_row([STEP, STEP])
+    assert workers is not None
+    assert workers["task_microseconds"] == {"warm": 0.05, "ask": 0.06, "attend": 0.3}
+    assert [line[0] for line in task_lines(workers)] == ["warm", "ask", "attend"]
+    assert {*TASK_MEANINGS} == {*TASKS}
+    assert [line[4] for line in reply_lines(workers)] == ["1.2 of 3", "1.2 of 3"]
+
+
+def test_clocks_are_aligned_by_what_the_leading_thread_did() -> None:
+    """Workers' tasks have some of its kinds; they end before it does."""
+    events = [
+        TraceEvent("wait", 0, 0, 1000, 1310),
+        TraceEvent("attend", 0, 0, 1330, 1600),
+        TraceEvent("attend", 0, -1, 1400, 1500, worker=1, row=0, unit=3),
+    ]
+    marks = [Interval("linear", 0, 0, 300), Interval("wait", 0, 400, 620)]
+    step = timeline_of(1000, 2000, marks, events)
+    assert step.cpu == (Interval("wait", 0, 1000, 1310), Interval("attend", 0, 1330, 1600))
+    assert step.tasks == (Task("attend", 0, 1400, 1500, 1, 0, 3),)
+    assert step.gpu[1] == Interval("wait", 0, 400 + 995, 620 + 995)
+
+
+def test_replies_of_several_layers() -> None:
+    """Each has its own wait; where there is none, a request is seen when its layer is attended."""
+    cpu, tasks = [], []
+    for layer, microseconds in ((0, 10), (1, 30), (2, 20)):
+        start = 100_000 * layer
+        if layer > 0:
+            cpu.append(Interval("wait", layer, start, start + 5000))
+        cpu.append(Interval("attend", layer, start + 7000, start + microseconds * 1000))
+        tasks.append(Task("attend", layer, start + 8000, start + 9000, 0, 0, 0))
+    replies = layer_replies([StepTimeline(0, 300_000, (*cpu,), (), (*tasks,), 1)])
+    assert [reply.microseconds for reply in replies] == [3, 25, 15]
+    assert [reply.before_tasks_microseconds for reply in replies] == [1, 3, 3]
+    assert [reply.after_tasks_microseconds for reply in replies] == [1, 21, 11]
+
+
 @pytest.mark.parametrize(
     ("intervals", "message"),
     [
@@ -118,6 +185,8 @@ def test_sums_and_medians() -> None:
 def test_bad_intervals(intervals: tuple[Interval, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StepTimeline(0, 10, intervals, ())
+    with pytest.raises(ValueError, match="unknown worker kind 'wait'; available: prepare, warm"):
+        StepTimeline(0, 10, (), (), (Task("wait", 0, 1, 2, 0, 0, 0),))
     with pytest.raises(ValueError, match="a step cannot end at 0 ns"):
         StepTimeline(0, 0, (), ())
 
@@ -177,7 +246,11 @@ def test_trace(tmp_path: Path) -> None:
     assert copy["tid"] != window["tid"]
     assert copy["args"] == {}
     threads = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
-    assert threads == ["kernels", "copies"]
+    assert threads == ["kernels", "copies", "requests", "worker 0", "worker 1", "worker 2"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    tasks = [(rows[e["tid"]], e["name"], e["ts"], e["args"]) for e in work if e["tid"] > 2]
+    one = {"layer": 0, "row": 0, "unit": 2}
+    assert tasks == [("worker 1", "warm", 0.64, {"layer": 0}), ("worker 1", "attend", 0.45, one)]
     with pytest.raises(ValueError, match="no steps to write a trace of"):
         chrome_trace([])
 

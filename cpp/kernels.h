@@ -104,6 +104,8 @@ struct KernelTable {
   int64_t (*filter_at_least)(const float* x, int64_t n, float threshold, int32_t* positions, int64_t capacity);
 
   int64_t (*count_at_least)(const float* x, int64_t n, float threshold);
+  // The least and the largest of x[0..n) that are no NaN; inf and -inf where all are.
+  void (*extremes)(const float* x, int64_t n, float* lowest, float* highest);
 
   // Elementwise, float32 in and out with the value rounded to the dtype at the points where transformers rounds.
   void (*to_float[kNumDTypes])(const void* x, int64_t n, float* out);

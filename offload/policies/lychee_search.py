@@ -225,26 +225,28 @@ def _take_best_key(keys: Any) -> int:
 
 
 @numba.njit(cache=True)
-def _flag_cluster(index: Any, cluster: int, flags: Any, room: int, bounds: Any) -> int:
-    """Flag the chunks of a cluster, the newest first, while `room` tokens last; tokens flagged.
+def _flag_clusters(index: Any, clusters: Any, flags: Any, room: int, bounds: Any) -> int:
+    """Flag the chunks of clusters, the newest first, while `room` tokens last; tokens flagged.
 
     A chunk that fits in part only is noted in `bounds` (chunk, first token).
     """
     header, _, _, _, blocks, offsets, links, high = index
+    num_clusters = header[NUM_CLUSTERS]
     taken = 0
-    link = link_of(links, high, cluster)
-    while link > 0 and taken < room:
-        chunk = link - 1
-        word, bit = chunk >> 6, np.uint64(1) << np.uint64(chunk & 63)
-        if flags[word] & bit:
-            break  # the cluster was taken in an earlier round
-        start, end = chunk_start(blocks, offsets, chunk), chunk_start(blocks, offsets, chunk + 1)
-        if taken + end - start > room:
-            bounds[0], bounds[1] = chunk, end - (room - taken)
-            start = bounds[1]
-        flags[word] |= bit
-        taken += end - start
-        link = link_of(links, high, header[NUM_CLUSTERS] + chunk)
+    for cluster in clusters:
+        link = link_of(links, high, cluster)
+        while link > 0 and taken < room:
+            chunk = link - 1
+            word, bit = chunk >> 6, np.uint64(1) << np.uint64(chunk & 63)
+            if flags[word] & bit:
+                break  # the cluster was taken in an earlier round
+            start, end = chunk_start(blocks, offsets, chunk), chunk_start(blocks, offsets, link)
+            if taken + end - start > room:
+                bounds[0], bounds[1] = chunk, end - (room - taken)
+                start = bounds[1]
+            flags[word] |= bit
+            taken += end - start
+            link = link_of(links, high, num_clusters + chunk)
     return taken
 
 
@@ -417,9 +419,7 @@ def _take_clusters(
             chunk = max(link_of(links, high, cluster) - 1, 0)
             prefetch_line(ctx.arrays[LINKS] + 2 * (first_link + chunk))
             prefetch_line(first_offset + chunk)
-        for p in range(count):
-            cluster = np.int64(picked[p])
-            taken += _flag_cluster(index, cluster, flags, room - taken, partial)
+        taken += _flag_clusters(index, picked[:count], flags, room - taken, partial)
         size = max(1.0, taken / k)
     return True
 

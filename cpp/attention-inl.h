@@ -240,6 +240,30 @@ static float exp_shifted(float* x, int64_t n, float* sum) {
   return maximum;
 }
 
+// The least and the largest of the numbers among x[0..n); inf and -inf where there is none.
+static void extremes(const float* x, int64_t n, float* lowest, float* highest) {
+  constexpr int U = 4;  // against the latency of a maximum
+  const int64_t whole = n / W * W;
+  F top[U], bottom[U];  // of x and of -x
+  for (int u = 0; u < U; ++u) top[u] = bottom[u] = f_set1(-INFINITY);
+  const auto look = [&](int64_t i, int u) {
+    const F v = f_load(x + i);  // first of the two, so that a NaN is dropped
+    top[u] = f_max(v, top[u]);
+    bottom[u] = f_max(f_sub(f_zero(), v), bottom[u]);
+  };
+  int64_t i = 0;
+  for (; i + U * W <= whole; i += U * W) {
+    for (int u = 0; u < U; ++u) look(i + u * W, u);
+  }
+  for (; i < whole; i += W) look(i, 0);
+  *highest = f_max_lane(f_max(f_max(top[0], top[1]), f_max(top[2], top[3])));
+  *lowest = -f_max_lane(f_max(f_max(bottom[0], bottom[1]), f_max(bottom[2], bottom[3])));
+  for (; i < n; ++i) {
+    *highest = x[i] > *highest ? x[i] : *highest;
+    *lowest = x[i] < *lowest ? x[i] : *lowest;
+  }
+}
+
 static void scale_add(const float* x, float factor, int64_t n, bool accumulate, float* importance) {
   const int64_t whole = n / W * W;
   const F f = f_set1(factor);

@@ -129,6 +129,7 @@ static inline KernelTable make_table(const char* name) {
   fill_dtype<Bf16>(&table, DType::bf16);
   table.exp_shifted = exp_shifted;
   table.scale_add = scale_add;
+  table.extremes = extremes;
   table.filter_at_least = filter_at_least;
   table.count_at_least = count_at_least;
   table.score_int8 = score_int8;

@@ -104,6 +104,8 @@ struct KernelTable {
   int64_t (*filter_at_least)(const float* x, int64_t n, float threshold, int32_t* positions, int64_t capacity);
 
   int64_t (*count_at_least)(const float* x, int64_t n, float threshold);
+  // The least and the largest of x[0..n) that are no NaN; inf and -inf where all are.
+  void (*extremes)(const float* x, int64_t n, float* lowest, float* highest);
 
   // Elementwise, float32 in and out with the value rounded to the dtype at the points where transformers rounds.
   void (*to_float[kNumDTypes])(const void* x, int64_t n, float* out);
@@ -124,7 +126,8 @@ struct KernelTable {
                              int64_t last, float* out, int64_t out_stride);
 
   // For indexes of clustered keys (clustering-inl.h).
-  // scores[g * n + i] = <query[g], rows[i]> with int8 rows [n, head_dim]; raw sums
+  // scores[g * n + i] = <query[g], rows[i]> with int8 rows [n, head_dim]; raw sums. Queries are rounded to 1/32767 of
+  // their largest value; one that is not finite scores NaN.
   void (*score_int8)(const float* query, int group_size, int head_dim, const int8_t* rows, int64_t n, float* scores);
   // out[d] = Σ_i rows[i][d]; width a multiple of kHeadDimMultiple
   void (*sum_rows[kNumDTypes])(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t width, float* out);

@@ -71,6 +71,20 @@ static inline void f_store_as(Bf16* p, F x) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
+// 8 sums of whole numbers, and how products of int8 rows with int16 queries are added: two neighbours to a lane.
+using I = __m256i;
+static inline I i_zero() { return _mm256_setzero_si256(); }
+static inline I i_load_pairs(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+static inline I i_load_half(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+static inline I i_add_products(I sums, I row, const int16_t* query) {
+  const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(query));
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(row, q));
+}
+static inline F f_from_ints(I x) { return _mm256_cvtepi32_ps(x); }
 template <int G, int R>
 static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
   for (int g = 0; g < G; ++g) {

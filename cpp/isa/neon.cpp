@@ -60,6 +60,20 @@ static inline void f_store_as(Bf16* p, F x) {
   const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
   vst1_u16(reinterpret_cast<uint16_t*>(p), vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, quiet), 16));
 }
+// 4 sums of whole numbers, and how products of int8 rows with int16 queries are added.
+using I = int32x4_t;
+static inline I i_zero() { return vdupq_n_s32(0); }
+static inline int16x8_t i_load_pairs(const int8_t* p) { return vmovl_s8(vld1_s8(p)); }
+static inline int16x8_t i_load_half(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, sizeof four);
+  return vmovl_s8(vcreate_s8(static_cast<uint32_t>(four)));
+}
+static inline I i_add_products(I sums, int16x8_t row, const int16_t* query) {
+  const int16x8_t q = vld1q_s16(query);
+  return vmlal_high_s16(vmlal_s16(sums, vget_low_s16(row), vget_low_s16(q)), row, q);
+}
+static inline F f_from_ints(I x) { return vcvtq_f32_s32(x); }
 template <int G, int R>
 static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
   for (int g = 0; g < G; ++g) {

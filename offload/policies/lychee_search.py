@@ -75,6 +75,7 @@ SIZE_OF_BEST = 1.45  # of the mean: large clusters have high bounds
 ENDS, PARTIAL = _MAX_UNITS, 2 * _MAX_UNITS
 OPENED, FOUND, NEAR = PARTIAL + 2, PARTIAL + 3, PARTIAL + 4
 UNITS_LENGTH = 256
+_NO_KEY = np.int32(-(1 << 31))
 
 _as_int8 = _cast(types.int8)
 _as_int64 = _cast(types.int64)
@@ -202,26 +203,50 @@ def take_best(scores: Any, n: int) -> int:
 
 
 @numba.njit(cache=True)
-def _flag_cluster(index: Any, cluster: int, flags: Any, room: int, bounds: Any) -> int:
-    """Flag the chunks of a cluster, the newest first, while `room` tokens last; tokens flagged.
+def _order_scores(scores: Any, keys: Any) -> None:
+    """int32 keys in the order of float32 scores, NaN below all; may be the same memory."""
+    for i in range(len(keys)):
+        bits = np.int32(bits_of_float(scores[i]))
+        key = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+        keys[i] = key if scores[i] == scores[i] else _NO_KEY
+
+
+@numba.njit(cache=True)
+def _take_best_key(keys: Any) -> int:
+    """Position of the first of the largest keys, which is then taken out; -1 if none is left."""
+    largest = _NO_KEY
+    for i in range(len(keys)):
+        largest = max(largest, keys[i])
+    best = np.int32(len(keys))
+    for i in range(len(keys)):
+        best = min(best, np.int32(i) if keys[i] == largest else np.int32(len(keys)))
+    keys[best] = _NO_KEY
+    return int(best) if largest > _NO_KEY else -1
+
+
+@numba.njit(cache=True)
+def _flag_clusters(index: Any, clusters: Any, flags: Any, room: int, bounds: Any) -> int:
+    """Flag the chunks of clusters, the newest first, while `room` tokens last; tokens flagged.
 
     A chunk that fits in part only is noted in `bounds` (chunk, first token).
     """
     header, _, _, _, blocks, offsets, links, high = index
+    num_clusters = header[NUM_CLUSTERS]
     taken = 0
-    link = link_of(links, high, cluster)
-    while link > 0 and taken < room:
-        chunk = link - 1
-        word, bit = chunk >> 6, np.uint64(1) << np.uint64(chunk & 63)
-        if flags[word] & bit:
-            break  # the cluster was taken in an earlier round
-        start, end = chunk_start(blocks, offsets, chunk), chunk_start(blocks, offsets, chunk + 1)
-        if taken + end - start > room:
-            bounds[0], bounds[1] = chunk, end - (room - taken)
-            start = bounds[1]
-        flags[word] |= bit
-        taken += end - start
-        link = link_of(links, high, header[NUM_CLUSTERS] + chunk)
+    for cluster in clusters:
+        link = link_of(links, high, cluster)
+        while link > 0 and taken < room:
+            chunk = link - 1
+            word, bit = chunk >> 6, np.uint64(1) << np.uint64(chunk & 63)
+            if flags[word] & bit:
+                break  # the cluster was taken in an earlier round
+            start, end = chunk_start(blocks, offsets, chunk), chunk_start(blocks, offsets, link)
+            if taken + end - start > room:
+                bounds[0], bounds[1] = chunk, end - (room - taken)
+                start = bounds[1]
+            flags[word] |= bit
+            taken += end - start
+            link = link_of(links, high, num_clusters + chunk)
     return taken
 
 
@@ -252,16 +277,21 @@ def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, tokens: Any) 
 @numba.njit(cache=True)
 def _sum_queries(ctx: Any, address: int) -> float:
     """Write the sum of the group's queries; its norm."""
-    query = view_float32(ctx.query, ctx.group_size * ctx.head_dim)
-    total = view_float32(address, ctx.head_dim)
-    squares = 0.0
-    for d in range(ctx.head_dim):
-        x = np.float32(0)
-        for g in range(ctx.group_size):
-            x += query[g * ctx.head_dim + d]
-        total[d] = x
-        squares += x * x
-    return float(np.sqrt(squares))
+    width = ctx.head_dim
+    query = view_float32(ctx.query, ctx.group_size * width)
+    total = view_float32(address, width)
+    total[:] = query[:width]
+    for g in range(1, ctx.group_size):
+        head = query[g * width : (g + 1) * width]
+        for d in range(width):
+            total[d] += head[d]
+    a = b = c = e = 0.0  # side by side: each waits for its last addition
+    for d in range(0, width, 4):
+        a += total[d] * total[d]
+        b += total[d + 1] * total[d + 1]
+        c += total[d + 2] * total[d + 2]
+        e += total[d + 3] * total[d + 3]
+    return float(np.sqrt((a + b) + (c + e)))
 
 
 @numba.njit(inline="always")
@@ -316,10 +346,12 @@ def _visit_units(
     prepared = np.uint64(0)
     for i in range(units[OPENED]):
         prepared |= np.uint64(1) << np.uint64(units[i])
+    keys = view_int32(score_address, num_units)
+    _order_scores(scores, keys)
     kept = 0
     visited = 0
     while kept < num_units and (kept < ctx.parameters[KEPT_UNITS] or visited < enough):
-        unit = take_best(scores, num_units)
+        unit = _take_best_key(keys)
         if unit < 0:
             return -1
         units[kept] = unit
@@ -387,9 +419,7 @@ def _take_clusters(
             chunk = max(link_of(links, high, cluster) - 1, 0)
             prefetch_line(ctx.arrays[LINKS] + 2 * (first_link + chunk))
             prefetch_line(first_offset + chunk)
-        for p in range(count):
-            cluster = np.int64(picked[p])
-            taken += _flag_cluster(index, cluster, flags, room - taken, partial)
+        taken += _flag_clusters(index, picked[:count], flags, room - taken, partial)
         size = max(1.0, taken / k)
     return True
 

@@ -312,6 +312,15 @@ void check_selection(const KernelTable& table, int64_t n) {
       CHECK(std::equal(actual.data(), actual.data() + capacity, expected.data()), "%s", table.name);
     }
   }
+  for (const int64_t hole : {int64_t{-1}, int64_t{0}, n - 1}) {  // a NaN is no extreme
+    if (hole >= 0) x[hole] = NAN;
+    float ends[2], expected[2];
+    table.extremes(x.data(), n, ends, ends + 1);
+    scalar.extremes(x.data(), n, expected, expected + 1);
+    CHECK(ends[0] == expected[0] && ends[1] == expected[1], "%s: %g, %g", table.name, static_cast<double>(ends[0]),
+          static_cast<double>(ends[1]));
+    if (hole >= 0) x[hole] = 0.0f;
+  }
   const int64_t k = uniform(1, n);
   Exact<int32_t> actual(k), expected(k);
   CHECK(top_k(table, x.data(), n, k, actual.data()) == k, "%s", table.name);

@@ -36,9 +36,24 @@ def test_score_int8(isa, head_dim, group_size):
     query = rng.standard_normal((group_size, head_dim), dtype=np.float32)
     for n in (1, 3, 4, 5, 16, 19):
         rows = rng.integers(-127, 128, (n, head_dim), dtype=np.int8)
-        wide, whole = query.astype(np.float64), rows.astype(np.float64)
+        # Queries count in steps of 1/32767 of their largest value.
+        largest = np.abs(query).max(axis=1, keepdims=True)
+        wide = np.rint(query * (np.float32(32767) / largest)) * (largest.astype(np.float64) / 32767)
+        whole = rows.astype(np.float64)
         error = np.abs(score_int8(query, rows, isa=isa).numpy() - wide @ whole.T)
         assert (error <= 1e-6 * (np.abs(wide) @ np.abs(whole).T)).all()  # sums may cancel
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_score_int8_of_queries_without_steps(isa):
+    """Zeros score 0, and what is not finite scores NaN; neither is rounded."""
+    query = np.ones((5, 48), np.float32)
+    query[1], query[2], query[3, 40], query[4, 7] = 0, 1e-40, np.nan, -np.inf
+    rows = np.full((6, 48), 3, np.int8)
+    scores = score_int8(query, rows, isa=isa).numpy()
+    np.testing.assert_allclose(scores[0], 144, rtol=1e-6)
+    assert (scores[1:3] == 0).all()
+    assert np.isnan(scores[3:]).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)

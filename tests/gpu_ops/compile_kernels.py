@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
+from gpu_ops.chunk_clusters import chunk_means, covering_radii, fill_empty, mean_directions
 from gpu_ops.gemv import gemv
 from gpu_ops.greedy import SamplingBuffers, greedy_tokens
 from gpu_ops.merge_state import merge_state
@@ -132,6 +133,19 @@ def sample_all(dtype: torch.dtype, n: int, vocab_size: int) -> None:
     )
 
 
+def cluster_all(dtype: torch.dtype, heads: int, n: int, num_clusters: int, head_dim: int) -> None:
+    """The steps of clustering, once."""
+    starts = torch.arange(0, 16 * n + 1, 16)
+    chunk_means(torch.zeros(heads, 16 * n, head_dim, dtype=dtype), starts)
+    points, centroids = torch.zeros(heads, n, head_dim), torch.zeros(heads, num_clusters, head_dim)
+    labels = torch.zeros(heads, n, dtype=torch.int64)
+    fill_empty(labels, torch.zeros(heads, n), num_clusters)
+    mean_directions(points, labels, centroids.to(torch.int64), centroids)
+    units = labels[:, :num_clusters].contiguous()
+    rows = torch.zeros(heads, num_clusters + 4, head_dim, dtype=torch.int8)
+    covering_radii(points, labels, units, rows, torch.zeros(rows.shape[:2]))
+
+
 if __name__ == "__main__":
     driver.set_active(Hopper())
     JITFunction.run = compile_only(JITFunction.run)
@@ -140,3 +154,4 @@ if __name__ == "__main__":
         call_all(dtype, 2, 8, 4, 128)
     call_all(torch.bfloat16, 1, 3, 3, 64)
     sample_all(torch.bfloat16, 1, 128256)
+    cluster_all(torch.bfloat16, 8, 2048, 1024, 128)

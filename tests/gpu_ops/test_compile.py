@@ -28,13 +28,18 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     kernels = [line.split() for line in run.stdout.splitlines()]
     assert {name for name, *_ in kernels} == {
+        "add_points_kernel",
         "add_rms_norm_kernel",
         "chunk_max_kernel",
+        "chunk_means_kernel",
+        "cover_kernel",
         "digit_kernel",
+        "fill_empty_kernel",
         "gemv_kernel",
         "kept_mass_kernel",
         "merge_splits_kernel",
         "merge_state_kernel",
+        "normalize_sums_kernel",
         "paged_attention_kernel",
         "pick_greedy_kernel",
         "pick_kernel",

@@ -25,7 +25,7 @@ from offload.prefill_memory import PrefillMemory, check_prefill_memory
 OnQueries = Callable[[int, int, torch.Tensor, int], None]
 # Gets (layer_idx, seq, keys, values), each [num_kv_heads, kv_len, head_dim]: all tokens of the
 # sequence, cached ones included. They are overwritten soon after it returns, in the order of the
-# stream that is current then.
+# stream that is current then: not the one that the layers compute on.
 OnLayer = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 
 
@@ -116,8 +116,9 @@ def _run_layers(
                 x += _mlp(layer, x)
             stream.write_out(layer_idx)
             if store is not None and on_layer is not None:
-                for sequence, seq in enumerate(seqs):
-                    on_layer(layer_idx, seq, *stream.rows(sequence))
+                with stream.beside():
+                    for sequence, seq in enumerate(seqs):
+                        on_layer(layer_idx, seq, *stream.rows(sequence))
             stream.end(layer_idx)
         stream.finish()
     finally:

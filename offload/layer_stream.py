@@ -72,9 +72,19 @@ class LayerStream:
                 like.device, priority=_FIRST
             )
             self._loaded = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-        rows = (2, shape.num_kv_heads, self._starts[-1], shape.head_dim)
+        # Each [K|V, num_kv_heads, tokens, head_dim]. On a device tokens come first in memory, so
+        # that strides are the same for prompts of any length (`prefill_attention`).
+        tokens, heads = self._starts[-1], shape.num_kv_heads
         num_buffers = 1 if self._side is None else 2
-        self._buffers = [like.new_empty(rows) for _ in range(num_buffers)]
+        if copies_alongside(like):
+            self._buffers = [
+                like.new_empty(2, tokens, heads, shape.head_dim).transpose(1, 2)
+                for _ in range(num_buffers)
+            ]
+        else:
+            self._buffers = [
+                like.new_empty(2, heads, tokens, shape.head_dim) for _ in range(num_buffers)
+            ]
         self._current = self._buffers[0]
         flags = (0 if store is None else store.num_layers, batch.num_sequences, 2)
         self._is_finite = torch.ones(flags, dtype=torch.bool, device=like.device)

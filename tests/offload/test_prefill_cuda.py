@@ -20,7 +20,15 @@ from offload.attention import DecodeAttention
 from offload.layer_stream import LayerStream
 from offload.memory import DeviceMemoryError
 from offload.policies import make_policy
-from offload.prefill_attention import _causal, _unmasked, attend
+from offload.prefill_attention import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    _causal,
+    _unmasked,
+    attend,
+    attention_kernel,
+)
 from offload.prefill_memory import PrefillMemory
 
 pytestmark = [
@@ -72,6 +80,36 @@ def test_attend(dtype, head_dim, num_past, num_before, n, group_size):
     o = attend(q, past, new, 0.11)
     assert o.shape == expected.shape
     assert error_of(o, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("num_past", "num_before"), [(0, 0), (0, 2048), (0, 6200), (33, 4096)])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_attend_by_cudnn(dtype, head_dim, num_past, num_before, tokens_first):
+    """Whole slices on a Hopper: as one softmax over all keys."""
+    n, num_kv_heads = 2048, 2
+    q = random(8, n, head_dim, dtype=dtype, scale=2)
+    rows = random(2, num_kv_heads, num_past + num_before + n, head_dim, dtype=dtype)
+    if tokens_first:
+        q = q.transpose(0, 1).contiguous().transpose(0, 1)
+        rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
+    if attention_kernel(q, num_kv_heads) != CUDNN:
+        pytest.skip("cuDNN's attention is for Hopper and datacenter Blackwell")
+    past = (rows[0][:, :num_past], rows[1][:, :num_past]) if num_past else None
+    o = attend(q, past, (rows[0][:, num_past:], rows[1][:, num_past:]), 0.11)
+    expected, _ = reference_attention(q, rows[0], rows[1], 0.11)
+    assert error_of(o, expected) < TOLERANCE[dtype]
+
+
+def test_attention_kernels():
+    """What is chosen where: a prompt's last slice, of any length, does not go to cuDNN."""
+    q = random(8, 4096, 64, dtype=torch.bfloat16)
+    assert attention_kernel(q.float(), 2) == EFFICIENT
+    assert attention_kernel(q[:, :4000], 2) == FLASH
+    assert attention_kernel(q.cpu(), 2) == "cpu"
+    if torch.cuda.get_device_capability() == (9, 0) and torch.backends.cudnn.version() >= 90100:
+        assert attention_kernel(q, 2) == CUDNN
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

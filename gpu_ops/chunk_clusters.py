@@ -136,7 +136,7 @@ def fill_empty_kernel(
     for first in range(0, n, BLOCK):
         inside = first + offset < n
         label = tl.load(labels + first + offset, mask=inside, other=0)
-        tl.atomic_add(counts + label, tl.full([BLOCK], 1, tl.int32), mask=inside)
+        tl.atomic_add(counts + label, tl.full([BLOCK], 1, tl.int32), mask=inside, sem="relaxed")
     tl.debug_barrier()
     for first in range(0, num_clusters, BLOCK):
         c = first + offset

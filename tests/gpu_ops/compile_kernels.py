@@ -23,12 +23,14 @@ from gpu_ops import launch
 from gpu_ops.chunk_clusters import chunk_means, covering_radii, fill_empty, mean_directions
 from gpu_ops.gemv import gemv
 from gpu_ops.greedy import SamplingBuffers, greedy_tokens
+from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
+from gpu_ops.rotate import rotate_tokens
 from gpu_ops.sampling import sample_tokens
-from gpu_ops.silu_mul import silu_mul
+from gpu_ops.silu_mul import activate, silu_mul
 from gpu_ops.window_attention import window_attention
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -133,6 +135,15 @@ def sample_all(dtype: torch.dtype, n: int, vocab_size: int) -> None:
     )
 
 
+def prefill_all(dtype: torch.dtype, n: int, num_heads: int, head_dim: int) -> None:
+    """The operators on a prefill slice, once."""
+    x, table = torch.zeros(n, num_heads, head_dim, dtype=dtype), torch.zeros(n, head_dim)
+    rotate_tokens(x, table.to(dtype), table.to(dtype))
+    o, lse = x.transpose(0, 1), torch.zeros(num_heads, n)
+    merge_parts(o, lse, o, lse)
+    activate(x, x)
+
+
 def cluster_all(dtype: torch.dtype, heads: int, n: int, num_clusters: int, head_dim: int) -> None:
     """The steps of clustering, once."""
     starts = torch.arange(0, 16 * n + 1, 16)
@@ -155,3 +166,4 @@ if __name__ == "__main__":
     call_all(torch.bfloat16, 1, 3, 3, 64)
     sample_all(torch.bfloat16, 1, 128256)
     cluster_all(torch.bfloat16, 8, 2048, 1024, 128)
+    prefill_all(torch.bfloat16, 8192, 32, 128)

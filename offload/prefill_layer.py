@@ -16,6 +16,11 @@ from gpu_ops.silu_mul import activate
 from offload.models import DecoderLayer
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether the kernels of `gpu_ops` are for `x`."""
+    return x.is_cuda
+
+
 def project_qkv(layer: DecoderLayer, head_dim: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [n, num_heads, head_dim] of x [n, hidden_size], not yet rotated."""
     x = _norm(layer.input_norm, x)
@@ -34,7 +39,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x * cos + rotate_half(x) * sin, with the rounding points of transformers. In memory heads come
     first, tokens on a GPU: so do the projections have it, and so attention takes it.
     """
-    if x.is_cuda:
+    if has_kernels(x):
         return rotate_tokens(x, cos, sin).transpose(0, 1)
     half = x.shape[-1] // 2
     x = x.transpose(0, 1)
@@ -47,7 +52,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def add_mlp(layer: DecoderLayer, x: Tensor, delta: Tensor) -> None:
     """x += delta, the output projection of attention; x += the MLP of that: [n, hidden_size]."""
-    if x.is_cuda:
+    if has_kernels(x):
         normed = delta  # its memory does for both
         add_rms_norm(x, delta, *_weight_and_eps(layer.mlp_norm), normed)
     else:
@@ -60,7 +65,7 @@ def add_mlp(layer: DecoderLayer, x: Tensor, delta: Tensor) -> None:
 
 def _norm(norm: nn.Module, x: Tensor) -> Tensor:
     """RMSNorm over the last dimension."""
-    if not x.is_cuda:
+    if not has_kernels(x):
         normed: Tensor = norm(x)
         return normed
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_ops.checks import check_dtype, check_tensor
-from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.launch import jit, jit_for_any, next_power_of_2, runs_kernel, tl
 
 _POINTS = 16  # points of a program
 _SCAN = 2048  # points or clusters that a program of `fill_empty` looks at together
@@ -19,7 +19,7 @@ _SCAN = 2048  # points or clusters that a program of `fill_empty` looks at toget
 _FIXED_POINT = float(1 << 40)
 
 
-@jit
+@jit_for_any("head_stride", "num_chunks")
 def chunk_means_kernel(
     keys: tl.tensor,
     head_stride: tl.tensor,
@@ -114,7 +114,7 @@ def chunk_means_reference(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor,
     return points.float(), norms.float(), furthest.sqrt().float()
 
 
-@jit
+@jit_for_any("n", "num_clusters")
 def fill_empty_kernel(
     labels: tl.tensor,
     products: tl.tensor,
@@ -181,10 +181,7 @@ def fill_empty(labels: Tensor, products: Tensor, num_clusters: int) -> None:
     if not runs_kernel(labels):
         return fill_empty_reference(labels, products, num_clusters)
     counts = labels.new_empty(num_heads, num_clusters, dtype=torch.int32)
-    block = min(_SCAN, max(32, next_power_of_2(n)))
-    fill_empty_kernel[(num_heads,)](
-        labels, products, counts, n, num_clusters, block, num_warps=8 if block == _SCAN else 4
-    )
+    fill_empty_kernel[(num_heads,)](labels, products, counts, n, num_clusters, _SCAN, num_warps=8)
 
 
 def fill_empty_reference(labels: Tensor, products: Tensor, num_clusters: int) -> None:
@@ -199,7 +196,7 @@ def fill_empty_reference(labels: Tensor, products: Tensor, num_clusters: int) ->
             of_head[point] = cluster
 
 
-@jit
+@jit_for_any("n", "num_clusters")
 def add_points_kernel(
     points: tl.tensor,
     labels: tl.tensor,
@@ -277,7 +274,7 @@ def mean_directions_reference(points: Tensor, labels: Tensor, centroids: Tensor)
         centroids[head] = sums * torch.where(squares > 0, squares.rsqrt(), 1.0)
 
 
-@jit
+@jit_for_any("n", "num_clusters", "num_units")
 def cover_kernel(
     points: tl.tensor,
     labels: tl.tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import relative_error
@@ -266,6 +267,42 @@ def test_the_host_waits_for_nothing(monkeypatch, name):
         built = attention.states.arrays_of(seq)
         assert built is not None
         assert [len(arrays) > 0 for arrays in built.layers] == [False] + [True] * 5
+    pool.close()
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["quest", "lychee_cluster"])
+def test_an_index_built_beside_the_next_layer(name):
+    """Bit by bit the one that is built from the same keys when nothing else runs."""
+    _, lean = cuda_model(torch.bfloat16, **SHAPE, max_position_embeddings=16384)
+    store = store_for(lean, torch.bfloat16, pinned=True, host_budget_bytes=1 << 30)
+    pool = WorkerPool(2)
+    policy = make_policy(name, budget_tokens=200, dense_layers=1)
+    attention = DecodeAttention(
+        policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.125
+    )
+    for n in (9000, 12_000):
+        seq = store.new_sequence()
+        build = attention.prefill_build([seq], [n])
+        run_prefill(
+            lean,
+            store,
+            [seq],
+            [n],
+            device="cuda",
+            slice_tokens=4096,
+            on_queries=attention.on_prefill_queries,
+            on_layer=build.on_layer,
+        )
+        build.finish()
+        built = attention.states.arrays_of(seq)
+        for layer_idx in range(1, store.num_layers):
+            keys, values = (x.to("cuda") for x in store.gather(seq, layer_idx))
+            context = attention.states.build_context(seq, layer_idx, keys, values, n + 1)
+            finish = policy.build_on_device(context)
+            torch.cuda.synchronize()
+            for array, expected in zip(built.layers[layer_idx], finish(), strict=True):
+                np.testing.assert_array_equal(array, expected)
     pool.close()
     store.close()
 

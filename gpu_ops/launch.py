@@ -32,7 +32,16 @@ except ModuleNotFoundError as error:
     triton = tl = None
     has_triton = False
 
-__all__ = ["has_triton", "interpreted", "jit", "next_power_of_2", "pointer", "runs_kernel", "tl"]
+__all__ = [
+    "has_triton",
+    "interpreted",
+    "jit",
+    "jit_for_any",
+    "next_power_of_2",
+    "pointer",
+    "runs_kernel",
+    "tl",
+]
 
 # Fixed by now: triton's own device functions (tl.sum, …) are either compiled or interpreted.
 _interprets = has_triton and bool(triton.knobs.runtime.interpret)
@@ -42,6 +51,17 @@ _on_cpu: ContextVar[bool] = ContextVar("kernels run on CPU tensors", default=Fal
 def jit(function: Callable[..., None]) -> Any:
     """`triton.jit`, or the function as it is where triton is not installed."""
     return triton.jit(function) if has_triton else function
+
+
+def jit_for_any(*sizes: str) -> Callable[[Callable[..., None]], Any]:
+    """`jit` that does not compile again for multiples of 16, and 1, of these arguments.
+
+    For sizes that depend on a prompt, which should not wait for the compiler in the middle.
+    """
+    if not has_triton:
+        return lambda function: function
+    decorate: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=list(sizes))
+    return decorate
 
 
 def runs_kernel(x: Tensor) -> bool:

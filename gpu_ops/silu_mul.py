@@ -26,6 +26,30 @@ def silu_mul_kernel(
     tl.store(out + row * SIZE + column, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 
+@jit
+def activate_kernel(gate: tl.tensor, up: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """One program per block of elements."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(gate + i, mask=i < size, other=0.0).to(tl.float32)
+    y = tl.load(up + i, mask=i < size, other=0.0).to(tl.float32)
+    activated = (x / (1.0 + tl.exp(-x))).to(gate.dtype.element_ty).to(tl.float32)
+    tl.store(gate + i, (activated * y).to(gate.dtype.element_ty), mask=i < size)
+
+
+def activate(gate: Tensor, up: Tensor) -> None:
+    """gate = silu(gate) * up, rounded to the dtype after each of the two; both of one shape."""
+    check_dtype("gate", gate)
+    check_tensor("gate", gate, gate.shape, gate.dtype, gate.device)
+    check_tensor("up", up, gate.shape, gate.dtype, gate.device)
+    if not runs_kernel(gate):
+        functional.silu(gate, inplace=True).mul_(up)
+        return
+    block = _THREADS * 16 // gate.element_size()
+    activate_kernel[(-(-gate.numel() // block),)](
+        gate, up, gate.numel(), block, num_warps=_THREADS // 32
+    )
+
+
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """out = silu(gate) * up, rounded to the dtype after each of the two.
 

@@ -7,6 +7,7 @@ the host's copy afterwards would bring all of them back.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +27,17 @@ class _Pending:
     build: DeviceBuild
     done: torch.cuda.Event | None  # by the device; None where there was nothing to wait for
 
+    def is_done(self) -> bool:
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+
 
 class PrefillBuild:
     """One prefill's builds. `on_layer` goes to `prefill`; afterwards `finish`.
 
-    A layer is finished on the host when the one after it has been queued, so that the device has
-    work in the meantime. Sequences are built again later, on the host, if the policy cannot build
-    on a device, or if `finish` is not reached.
+    A layer is finished on the host once the device is found to have done its part, so that the host
+    waits for nothing before `finish` (LycheeCluster: about 1 ms of a layer of 128K tokens, beside
+    hundreds of the device). Sequences are built again later, on the host, if the policy cannot
+    build on a device, or if `finish` is not reached.
 
     Args:
         kv_lens: of the sequences to build for, the tokens that they will have.
@@ -44,7 +49,7 @@ class PrefillBuild:
     def __init__(self, states: PolicyStates, kv_lens: Mapping[int, int]) -> None:
         self._states = states
         self._kv_lens = dict(kv_lens)
-        self._pending: list[_Pending] = []
+        self._pending: deque[_Pending] = deque()
         self._layers: dict[int, dict[int, Sequence[npt.NDArray[Any]]]] = {
             seq: {} for seq in kv_lens
         }
@@ -73,24 +78,23 @@ class PrefillBuild:
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record(torch.cuda.current_stream(keys.device))
             self._pending.append(_Pending(seq, layer_idx, build, done))
-        self._finish_before(layer_idx)
+        while self._pending and self._pending[0].is_done():
+            self._make_arrays(self._pending.popleft())
         self.host_seconds += time.perf_counter() - start
 
     def finish(self) -> None:
         """Wait for the last builds, and hand everything to the policy states."""
         start = time.perf_counter()
-        self._finish_before(None)
+        while self._pending:
+            self._make_arrays(self._pending.popleft())
         for seq, kv_len in self._kv_lens.items():
             if seq in self._layers:
                 self._states.install(seq, self._layers[seq], kv_len + 1)
         self._layers.clear()
         self.host_seconds += time.perf_counter() - start
 
-    def _finish_before(self, layer_idx: int | None) -> None:
-        """Make the arrays of what was queued before this layer (None: of everything)."""
-        while self._pending and self._pending[0].layer_idx != layer_idx:
-            pending = self._pending.pop(0)
-            if pending.seq in self._layers:
-                if pending.done is not None:
-                    pending.done.synchronize()
-                self._layers[pending.seq][pending.layer_idx] = pending.build()
+    def _make_arrays(self, pending: _Pending) -> None:
+        if pending.seq in self._layers:
+            if pending.done is not None:
+                pending.done.synchronize()
+            self._layers[pending.seq][pending.layer_idx] = pending.build()

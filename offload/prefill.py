@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn import functional
 
 from offload.batch import RaggedBatch
 from offload.kv_store import KVStore
@@ -19,13 +18,14 @@ from offload.layer_stream import LayerStream
 from offload.memory import DeviceMemoryError
 from offload.models import DecoderLayer, LeanModel
 from offload.prefill_attention import aligns_last, attend
+from offload.prefill_layer import add_mlp, project_qkv, rotate
 from offload.prefill_memory import PrefillMemory, check_prefill_memory
 
 # Gets (seq, layer_idx, queries [num_qo_heads, n, head_dim] rotated, kv_len of the last of them).
 OnQueries = Callable[[int, int, torch.Tensor, int], None]
 # Gets (layer_idx, seq, keys, values), each [num_kv_heads, kv_len, head_dim]: all tokens of the
 # sequence, cached ones included. They are overwritten soon after it returns, in the order of the
-# stream that is current then.
+# stream that is current then: not the one that the layers compute on.
 OnLayer = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 
 
@@ -111,13 +111,17 @@ def _run_layers(
                         kv_len = stream.past_len(sequence) + last - batch.indptr[sequence]
                         queries = q[:, first - start : last - start]
                         on_queries(seqs[sequence], layer_idx, queries, kv_len)
-                x += layer.o_proj(_attend(q, batch, stream, model.attention.sm_scale, start, stop))
+                delta = layer.o_proj(
+                    _attend(q, batch, stream, model.attention.sm_scale, start, stop)
+                )
                 del q
-                x += _mlp(layer, x)
+                add_mlp(layer, x, delta)
+                del delta
             stream.write_out(layer_idx)
             if store is not None and on_layer is not None:
-                for sequence, seq in enumerate(seqs):
-                    on_layer(layer_idx, seq, *stream.rows(sequence))
+                with stream.beside():
+                    for sequence, seq in enumerate(seqs):
+                        on_layer(layer_idx, seq, *stream.rows(sequence))
             stream.end(layer_idx)
         stream.finish()
     finally:
@@ -159,49 +163,13 @@ def _attend(
     Returns:
         [n, num_qo_heads * head_dim].
     """
-    o = torch.empty_like(q.transpose(0, 1), memory_format=torch.contiguous_format)
+    parts = []
     for sequence, first, last in batch.spans(start, stop):
-        of_slice = slice(first - start, last - start)
         past_len = stream.past_len(sequence)
         kv_len = past_len + last - batch.indptr[sequence]
         past = None
         if past_len and not aligns_last(q):
             past = stream.rows(sequence, 0, past_len)
         new = stream.rows(sequence, 0 if past is None else past_len, kv_len)
-        o[of_slice] = attend(q[:, of_slice], past, new, sm_scale)
-    return o.flatten(1)
-
-
-def _mlp(layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
-    x = layer.mlp_norm(x)
-    gate = functional.silu(layer.gate_proj(x), inplace=True)
-    output: torch.Tensor = layer.down_proj(gate.mul_(layer.up_proj(x)))
-    return output
-
-
-def project_qkv(
-    layer: DecoderLayer, head_dim: int, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [n, num_heads, head_dim] of x [n, hidden_size], not yet rotated."""
-    x = layer.input_norm(x)
-    q, k, v = (
-        projection(x).unflatten(1, (-1, head_dim))
-        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
-    )
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = layer.q_norm(q), layer.k_norm(k)
-    return q, k, v
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding: x [n, num_heads, head_dim] -> [num_heads, n, head_dim], contiguous.
-
-    x * cos + rotate_half(x) * sin, with the rounding points of transformers.
-    """
-    half = x.shape[-1] // 2
-    x = x.transpose(0, 1)
-    x1, x2 = x[..., :half], x[..., half:]
-    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
-    torch.sub(x1 * cos[:, :half], x2 * sin[:, :half], out=rotated[..., :half])
-    torch.add(x2 * cos[:, half:], x1 * sin[:, half:], out=rotated[..., half:])
-    return rotated
+        parts.append(attend(q[:, first - start : last - start], past, new, sm_scale))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)

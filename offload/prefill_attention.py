@@ -1,27 +1,47 @@
 """Exact attention of many queries at once, with the log-sum-exp, on whatever device they are.
 
 The public scaled_dot_product_attention calls the same functions of torch but does not return the
-log-sum-exp, without which two parts of a softmax cannot be merged. They differ in what they take:
+log-sum-exp, without which two parts of a softmax cannot be merged. `attention_kernel` chooses; they
+differ in what they take:
 
-    CPU                        flash; with `is_causal`, as many keys as queries
-    CUDA, bfloat16, float16    flash; fewer KV heads than query heads; `is_causal` aligns the last
-                               query with the last key (torch.nn.attention.bias relies on it too)
-    CUDA, float32              memory-efficient; `is_causal` aligns the first query with the first
-                               key; the log-sum-exp is padded to a multiple of 32 queries
+    CPU         `is_causal` takes as many keys as queries
+    EFFICIENT   CUDA, float32: `is_causal` aligns the first query with the first key; the
+                log-sum-exp is padded to a multiple of 32 queries
+    FLASH       CUDA, bfloat16 and float16 (FlashAttention 2): fewer KV heads than query heads;
+                `is_causal` aligns the last query with the last key (torch.nn.attention.bias relies
+                on it too), so that one call does for a slice
+    CUDNN       the same dtypes on Hopper and datacenter Blackwell, whose tensor cores FLASH leaves
+                half idle: fewer KV heads, too; `is_causal` aligns the first query with the first
+                key, so that a slice takes a square call for its own keys and calls without a mask
+                for those before, whose results are merged
+
+cuDNN makes a plan for each shape and stride that it has not seen yet, which takes it 0.1 to 0.4 s.
+So it gets few: power-of-two slices, over pieces of keys that are such a slice times a power of two.
+The last slice of a prompt is of any length and goes to FLASH.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from gpu_ops.merge_parts import merge_parts
+
 KV = tuple[Tensor, Tensor]  # keys, values: each [num_kv_heads, kv_len, head_dim]
 
+CPU, EFFICIENT, FLASH, CUDNN = "cpu", "efficient", "flash", "cudnn"
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cuda_flash = torch.ops.aten._scaled_dot_product_flash_attention
 _cuda_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+_cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 _FLASH_HEAD_DIM = 256  # the largest that flash attention takes on CUDA
 _FLASH_CAPABILITY = (8, 0)
+_CUDNN_HEAD_DIM = 128
+_CUDNN_CAPABILITIES = (9, 10)  # majors
+_CUDNN_VERSION = 90100
+_CUDNN_QUERIES = 2048  # below, a call's overhead is as much as it saves
 
 
 def attend(q: Tensor, past: KV | None, new: KV, sm_scale: float) -> Tensor:
@@ -35,12 +55,15 @@ def attend(q: Tensor, past: KV | None, new: KV, sm_scale: float) -> Tensor:
     Returns:
         [n, num_qo_heads, head_dim].
     """
-    num_kv_heads, num_new, head_dim = new[0].shape
+    num_kv_heads, num_new, _ = new[0].shape
     num_before = num_new - q.shape[1]
-    q = q.reshape(num_kv_heads, -1, q.shape[1], head_dim)  # the group's query heads together
-    if aligns_last(q):
+    kernel = attention_kernel(q, num_kv_heads)
+    q = q.reshape(num_kv_heads, -1, *q.shape[1:])  # the group's query heads together
+    if kernel == FLASH:
         o, lse = _causal(q, new, sm_scale)
         parts = [past]
+    elif kernel == CUDNN:
+        return _attend_by_cudnn(q, past, new, sm_scale)
     else:
         o, lse = _causal(q, (new[0][:, num_before:], new[1][:, num_before:]), sm_scale)
         before = (new[0][:, :num_before], new[1][:, :num_before]) if num_before else None
@@ -49,6 +72,49 @@ def attend(q: Tensor, past: KV | None, new: KV, sm_scale: float) -> Tensor:
         if part is not None:
             o, lse = merge_state(o, lse, *_unmasked(q, part, sm_scale))
     return o.flatten(0, 1).transpose(0, 1)
+
+
+def attention_kernel(q: Tensor, num_kv_heads: int) -> str:
+    """CPU, EFFICIENT, FLASH or CUDNN, for queries [num_qo_heads, n, head_dim]."""
+    if not q.is_cuda:
+        return CPU
+    if not aligns_last(q):
+        return EFFICIENT
+    num_heads, n, head_dim = q.shape
+    if not suits_cudnn(n, head_dim, torch.cuda.get_device_capability(q.device)):
+        return FLASH
+    return CUDNN if _cudnn_works(q.device, q.dtype, num_heads, num_kv_heads, head_dim) else FLASH
+
+
+def suits_cudnn(n: int, head_dim: int, capability: tuple[int, int]) -> bool:
+    """Whether cuDNN is the faster one for n queries: many, and not of a length of their own."""
+    is_power_of_two = n & (n - 1) == 0
+    return (
+        capability[0] in _CUDNN_CAPABILITIES
+        and n >= _CUDNN_QUERIES
+        and is_power_of_two
+        and head_dim <= _CUDNN_HEAD_DIM
+        and head_dim % 8 == 0
+    )
+
+
+@functools.cache
+def _cudnn_works(
+    device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> bool:
+    """Whether this torch's cuDNN takes such heads: its answer to a small call."""
+    if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    if version is None or version < _CUDNN_VERSION:
+        return False
+    shape = (num_kv_heads, num_heads // num_kv_heads, 128, head_dim)
+    q = torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        _cudnn(q, (q[:, 0], q[:, 0]), True, 1.0)
+    except RuntimeError:
+        return False
+    return True
 
 
 def aligns_last(q: Tensor) -> bool:
@@ -67,6 +133,32 @@ def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple
     weight_a, weight_b = ((part - lse).exp()[..., None] for part in (lse_a, lse_b))
     o = (o_a * weight_a).add_(o_b * weight_b)
     return o.to(o_a.dtype), lse
+
+
+def key_pieces(n: int, num_keys: int) -> list[tuple[int, int]]:
+    """(first, last + 1) of keys in pieces of n times a power of two, then what is left."""
+    pieces, first = [], 0
+    while num_keys - first >= n:
+        last = first + n * (1 << ((num_keys - first) // n).bit_length() - 1)
+        pieces.append((first, last))
+        first = last
+    return [*pieces, (first, num_keys)] if first < num_keys else pieces
+
+
+def _attend_by_cudnn(q: Tensor, past: KV | None, new: KV, sm_scale: float) -> Tensor:
+    """`attend` of queries [num_kv_heads, group_size, n, head_dim]."""
+    n = q.shape[2]
+    num_before = new[0].shape[1] - n
+    o, lse = _cudnn(q, (new[0][:, num_before:], new[1][:, num_before:]), True, sm_scale)
+    o, lse = o.flatten(0, 1), lse.flatten(0, 1)
+    before = new[0][:, :num_before], new[1][:, :num_before]
+    for keys, values in [before] if past is None else [before, past]:
+        for first, last in key_pieces(n, keys.shape[1]):
+            piece = keys[:, first:last], values[:, first:last]
+            is_whole = (last - first) % n == 0
+            part, part_lse = (_cudnn if is_whole else _grouped)(q, piece, False, sm_scale)
+            merge_parts(o, lse, part.flatten(0, 1), part_lse.flatten(0, 1).contiguous())
+    return o.transpose(0, 1)
 
 
 def _causal(q: Tensor, kv: KV, sm_scale: float) -> tuple[Tensor, Tensor]:
@@ -89,13 +181,38 @@ def _unmasked(q: Tensor, kv: KV, sm_scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(q: Tensor, kv: KV, is_causal: bool, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """Flash attention on CUDA, which knows that a group of query heads shares a KV head."""
-    keys, values = (rows[None] for rows in kv)
+    """FLASH, which knows that a group of query heads shares a KV head."""
+    keys, values = (_as_batch(rows) for rows in kv)
     o, lse, *_ = _cuda_flash(
-        q.flatten(0, 1)[None], keys, values, 0.0, is_causal, False, scale=sm_scale
+        _as_batch(q.flatten(0, 1)), keys, values, 0.0, is_causal, False, scale=sm_scale
     )
     # Older versions of torch pad the log-sum-exp to a multiple of 128 queries.
     return o[0].unflatten(0, q.shape[:2]), lse[0, :, : q.shape[2]].unflatten(0, q.shape[:2])
+
+
+def _cudnn(q: Tensor, kv: KV, is_causal: bool, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """CUDNN: of as many queries as keys, if causal."""
+    if is_causal and q.shape[2] != kv[0].shape[1]:
+        raise ValueError(
+            f"cuDNN's causal mask needs as many keys as queries, got {kv[0].shape[1]} and "
+            f"{q.shape[2]}"
+        )
+    keys, values = (_as_batch(rows) for rows in kv)
+    o, lse, *_ = _cudnn_attention(
+        _as_batch(q.flatten(0, 1)), keys, values, None, True, 0.0, is_causal, scale=sm_scale
+    )
+    return o[0].unflatten(0, q.shape[:2]), lse.reshape(q.shape[:3])
+
+
+def _as_batch(rows: Tensor) -> Tensor:
+    """rows [num_heads, n, head_dim] as a batch of one.
+
+    Its stride depends on nothing else in the buffer that `rows` is part of, if tokens come before
+    heads there: cuDNN's plans are for strides, too.
+    """
+    if rows.stride(0) < rows.stride(1):
+        return rows.transpose(0, 1)[None].transpose(1, 2)
+    return rows[None]
 
 
 def _attention(

@@ -10,7 +10,7 @@ from offload.device_copy import STAGING_BYTES
 from offload.memory import DeviceMemoryError, format_bytes
 from offload.models import LeanModel
 
-# cuBLAS's workspace (32 MiB on Hopper, one per stream), and what the allocator rounds up and keeps.
+# cuBLAS's workspaces (32 MiB per stream on Hopper), and what the allocator rounds up and keeps.
 _MARGIN_BYTES = 256 * 2**20
 _FLOAT32 = 4
 # Of a policy's build on a device, beside what grows with the tokens of one head
@@ -111,7 +111,8 @@ class PrefillMemory:
     @property
     def total_bytes(self) -> int:
         """At the peak, with what torch's allocator and cuBLAS take beside it."""
-        layers = self.kv_bytes + self.copy_bytes + max(self.slice_bytes, self.index_bytes)
+        # An index is built while the next layer computes, from memory of its own.
+        layers = self.kv_bytes + self.copy_bytes + self.slice_bytes + self.index_bytes
         return self.hidden_bytes + max(self.rotary_bytes, layers) + _MARGIN_BYTES
 
     def __str__(self) -> str:

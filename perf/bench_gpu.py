@@ -105,13 +105,18 @@ def _parts(
     bench: gpu_steps.GPUBench, options: argparse.Namespace
 ) -> dict[str, tuple[Callable[[], list[dict[str, Any]]], dict[str, Any]]]:
     """Of each part: what runs it, and its own settings."""
+    cap = {"memory_cap_bytes": parse_size(options.memory_cap, name="--memory-cap")}
     of_batch = {
         "kv_len": options.batch_kv_len,
         "batch_size": options.batch_size,
-        "memory_cap_bytes": parse_size(options.memory_cap, name="--memory-cap"),
         "distinct_layers": options.batch_distinct_layers,
+        **cap,
     }
-    of_prefill = {"lengths": options.prefill_lengths, "slice_tokens": options.prefill_slice_tokens}
+    of_prefill = {
+        "lengths": options.prefill_lengths,
+        "slice_tokens": options.prefill_slice_tokens,
+        **cap,
+    }
     of_handshake = {"kv_len": options.handshake_kv_len}
     of_smollm2 = {
         "model": options.smollm2,
@@ -203,7 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--batch-kv-len", type=int, default=32768)
     parser.add_argument("--batch-distinct-layers", type=int, default=8)
-    parser.add_argument("--memory-cap", default="24GiB", help="of the part batch")
+    parser.add_argument(
+        "--memory-cap", default="24GiB", help="of our prefill and of the part batch"
+    )
     parser.add_argument("--handshake-kv-len", type=int, default=4096)
     parser.add_argument("--smollm2", default=EMBEDDED_MODEL, help="folder of the converted model")
     parser.add_argument(

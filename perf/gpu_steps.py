@@ -32,7 +32,9 @@ from offload.benchmarks.peers.transformers_decode import prefill_seconds
 from offload.benchmarks.pipeline import measure_pipeline
 from offload.benchmarks.pipeline_session import PipelineSettings, open_session
 from offload.benchmarks.shapes import MODEL_SHAPES
+from offload.budgets import weight_bytes_of
 from offload.kv_store import KVStore
+from offload.memory import format_bytes
 from offload.policies import Policy, make_policy
 from offload.prefill import prefill
 
@@ -176,22 +178,42 @@ def handshake(bench: GPUBench, *, kv_len: int) -> Rows:
 
 
 @torch.inference_mode()
-def prefill_rows(bench: GPUBench, *, lengths: Sequence[int], slice_tokens: int) -> Rows:
-    """Seconds of a prompt: our prefill without a store, with one, with the policy's index."""
+def prefill_rows(
+    bench: GPUBench, *, lengths: Sequence[int], slice_tokens: int, memory_cap_bytes: int
+) -> Rows:
+    """Seconds of a prompt: our prefill without a store, with one, with the policy's index.
+
+    Ours run with the GPU's memory capped; each row has what torch's allocator gave out at most,
+    weights included, and what it held.
+    """
     rows = []
     policy = bench.policies[0]
+    weight_bytes = weight_bytes_of(bench.model.stock)
     for num_tokens in lengths:
-        with _prefill_attention(bench, num_tokens, policy) as attention:
+        with (
+            _memory_cap(bench, memory_cap_bytes),
+            _prefill_attention(bench, num_tokens, policy) as attention,
+        ):
             for engine in (NO_OFFLOAD, STREAMED, INDEXED):
+                if bench.is_cuda:
+                    torch.cuda.reset_peak_memory_stats()
                 seconds = [
-                    _prefill_seconds(bench, attention, num_tokens, slice_tokens, engine)
+                    _prefill_seconds(
+                        bench, attention, num_tokens, slice_tokens, engine, memory_cap_bytes
+                    )
                     for _ in range(1 + bench.repeats)
-                ][1:]
-                rows.append(
-                    seconds_row(engine, num_tokens, 1, seconds)
-                    | {"policy": policy.name if engine == INDEXED else None}
-                )
-                bench.say(describe(rows[-1]))
+                ]
+                row = seconds_row(engine, num_tokens, 1, seconds[1:]) | {
+                    "policy": policy.name if engine == INDEXED else None,
+                    "first_milliseconds": 1e3 * seconds[0],
+                    "weight_bytes": weight_bytes,
+                    **_peak_memory(bench),
+                }
+                rows.append(row)
+                bench.say(describe(row))
+                if bench.is_cuda:
+                    peak, held = row["device_peak_bytes"], row["device_reserved_bytes"]
+                    bench.say(f"    peak {format_bytes(peak)}, held {format_bytes(held)}")
         bench.release()
         if num_tokens == min(lengths):
             seconds = [prefill_seconds(bench.model.stock, num_tokens=num_tokens) for _ in range(2)][
@@ -201,6 +223,16 @@ def prefill_rows(bench: GPUBench, *, lengths: Sequence[int], slice_tokens: int) 
             bench.say(describe(rows[-1]))
             bench.release()
     return rows
+
+
+def _peak_memory(bench: GPUBench) -> dict[str, int | None]:
+    """Bytes since the peak was last reset; None without a GPU."""
+    if not bench.is_cuda:
+        return {"device_peak_bytes": None, "device_reserved_bytes": None}
+    return {
+        "device_peak_bytes": torch.cuda.max_memory_allocated(),
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
 
 
 def _ours(
@@ -241,7 +273,12 @@ def _prefill_attention(
 
 
 def _prefill_seconds(
-    bench: GPUBench, attention: DecodeAttention, num_tokens: int, slice_tokens: int, engine: str
+    bench: GPUBench,
+    attention: DecodeAttention,
+    num_tokens: int,
+    slice_tokens: int,
+    engine: str,
+    memory_cap_bytes: int,
 ) -> float:
     """One prompt, until all of it is where it belongs."""
     device, store = bench.settings.device, attention.store
@@ -261,6 +298,7 @@ def _prefill_seconds(
         slice_tokens=slice_tokens,
         on_queries=None if build is None else attention.on_prefill_queries,
         on_layer=None if build is None else build.on_layer,
+        device_budget_bytes=memory_cap_bytes,
     )
     store.commit([seq], [num_tokens])
     if build is not None:

@@ -21,6 +21,7 @@ GROWTH = 1.25
 HANDSHAKE_US = 10.0
 DEVICE_BYTES = 1.5 * 2**30
 STREAMED_RATIO, INDEXED_RATIO = 1.05, 1.15
+PREFILL_BYTES = 24 * 2**30
 BATCH_RATIO = 10.0
 
 
@@ -74,6 +75,7 @@ def gpu_prefill_table(results: Results) -> str:
             f"{row['milliseconds'] / 1e3:.2f}",
             f"{row['kv_len'] / row['milliseconds'] * 1e3:,.0f}",
             f"{row['milliseconds'] / base[row['kv_len']]:.3f}",
+            *_prefill_memory(row),
         ]
         for row in prefill["rows"]
     ]
@@ -82,8 +84,20 @@ def gpu_prefill_table(results: Results) -> str:
         f"Prefill of one prompt in slices of {slices:,} tokens; *{NO_OFFLOAD}* is the same code "
         "with the same kernels, which drops each layer's keys and values on the GPU."
     )
+    cap = prefill["settings"].get("memory_cap_bytes")
+    if cap is not None:
+        title += f" Ours ran with the GPU's memory capped at {format_bytes(cap)}."
     header = ["prefill", "tokens", "s", "tokens/s", "of without offload"]
+    header += ["GPU peak", "beside the weights"]
     return "\n\n".join([title, markdown_table(header, lines), gpu_machine_line(prefill)])
+
+
+def _prefill_memory(row: Row) -> list[str]:
+    """The GPU's memory at the peak, and without the weights, where it was measured."""
+    peak = row.get("device_peak_bytes")
+    if peak is None:
+        return ["", ""]
+    return [format_bytes(peak), format_bytes(peak - row["weight_bytes"])]
 
 
 def gpu_batch_table(results: Results) -> str:
@@ -188,6 +202,12 @@ def _prefill_checks(results: Results) -> list[list[str]]:
                     label = f"prefill of {row['kv_len']:,}, {engine}"
                     wanted = f"≤ {limit}{TIMES}"
                     lines.append(_line(label, f"{ratio:.3f}{TIMES}", wanted, ratio <= limit))
+    for row in _of(prefill, INDEXED):
+        held = row.get("device_reserved_bytes")
+        if held is not None and row["kv_len"] == max(base["kv_len"] for base in prefill["rows"]):
+            label = f"GPU memory in prefill of {row['kv_len']:,}, weights included"
+            wanted = f"≤ {format_bytes(int(PREFILL_BYTES))}"
+            lines.append(_line(label, format_bytes(held), wanted, held <= PREFILL_BYTES))
     return lines
 
 

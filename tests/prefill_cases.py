@@ -21,7 +21,7 @@ from offload.prefill import prefill
 class ImmediateStream:
     """Stands in for a CUDA stream, its events and its context."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, priority: int = 0) -> None:
         self.synchronized = 0
 
     def synchronize(self) -> None:

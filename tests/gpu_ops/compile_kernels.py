@@ -20,15 +20,18 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
+from gpu_ops.chunk_clusters import chunk_means, covering_radii, fill_empty, mean_directions
 from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.gemv import gemv
 from gpu_ops.greedy import SamplingBuffers, greedy_tokens
+from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
+from gpu_ops.rotate import rotate_tokens
 from gpu_ops.sampling import sample_tokens
-from gpu_ops.silu_mul import silu_mul
+from gpu_ops.silu_mul import activate, silu_mul
 from gpu_ops.window_attention import window_attention
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -136,6 +139,28 @@ def sample_all(dtype: torch.dtype, n: int, vocab_size: int) -> None:
     )
 
 
+def prefill_all(dtype: torch.dtype, n: int, num_heads: int, head_dim: int) -> None:
+    """The operators on a prefill slice, once."""
+    x, table = torch.zeros(n, num_heads, head_dim, dtype=dtype), torch.zeros(n, head_dim)
+    rotate_tokens(x, table.to(dtype), table.to(dtype))
+    o, lse = x.transpose(0, 1), torch.zeros(num_heads, n)
+    merge_parts(o, lse, o, lse)
+    activate(x, x)
+
+
+def cluster_all(dtype: torch.dtype, heads: int, n: int, num_clusters: int, head_dim: int) -> None:
+    """The steps of clustering, once."""
+    starts = torch.arange(0, 16 * n + 1, 16)
+    chunk_means(torch.zeros(heads, 16 * n, head_dim, dtype=dtype), starts)
+    points, centroids = torch.zeros(heads, n, head_dim), torch.zeros(heads, num_clusters, head_dim)
+    labels = torch.zeros(heads, n, dtype=torch.int64)
+    fill_empty(labels, torch.zeros(heads, n), num_clusters)
+    mean_directions(points, labels, centroids.to(torch.int64), centroids)
+    units = labels[:, :num_clusters].contiguous()
+    rows = torch.zeros(heads, num_clusters + 4, head_dim, dtype=torch.int8)
+    covering_radii(points, labels, units, rows, torch.zeros(rows.shape[:2]))
+
+
 if __name__ == "__main__":
     driver.set_active(Hopper())
     JITFunction.run = compile_only(JITFunction.run)
@@ -144,3 +169,5 @@ if __name__ == "__main__":
         call_all(dtype, 2, 8, 4, 128)
     call_all(torch.bfloat16, 1, 3, 3, 64)
     sample_all(torch.bfloat16, 1, 128256)
+    cluster_all(torch.bfloat16, 8, 2048, 1024, 128)
+    prefill_all(torch.bfloat16, 8192, 32, 128)

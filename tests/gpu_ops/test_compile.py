@@ -28,19 +28,27 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     kernels = [line.split() for line in run.stdout.splitlines()]
     assert {name for name, *_ in kernels} == {
+        "activate_kernel",
+        "add_points_kernel",
         "add_rms_norm_kernel",
         "chunk_max_kernel",
+        "chunk_means_kernel",
+        "cover_kernel",
         "digit_kernel",
+        "fill_empty_kernel",
         "gemv_kernel",
         "kept_mass_kernel",
+        "merge_parts_kernel",
         "merge_splits_kernel",
         "await_flag_kernel",
         "merge_state_kernel",
+        "normalize_sums_kernel",
         "raise_flag_kernel",
         "paged_attention_kernel",
         "pick_greedy_kernel",
         "pick_kernel",
         "rope_publish_kernel",
+        "rotate_kernel",
         "silu_mul_kernel",
         "window_attention_kernel",
     }

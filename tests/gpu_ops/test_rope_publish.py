@@ -11,7 +11,7 @@ from operands import DTYPES, TOLERANCE, assert_close, poisoned, random
 from seeded import new_rng
 
 from gpu_ops.rope_publish import rope_publish
-from offload.prefill import rotate
+from offload.prefill_layer import rotate
 
 EPS = 1e-6
 PAGE_TOKENS = 16

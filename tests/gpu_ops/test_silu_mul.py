@@ -8,7 +8,7 @@ from operands import DTYPES, TOLERANCE, assert_close, poisoned, random
 from seeded import new_rng
 from torch.nn import functional
 
-from gpu_ops.silu_mul import silu_mul
+from gpu_ops.silu_mul import activate, silu_mul
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -37,6 +37,17 @@ def test_large_gates(device: str) -> None:
     assert out.tolist() == [[0.0, 200.0]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "size"), [(1, 8), (3, 1023), (2, 1025)])
+def test_activates_in_place(device: str, dtype: torch.dtype, n: int, size: int) -> None:
+    gate, up = random(new_rng(), 2, n, size, dtype=dtype, device=device, scale=4.0)
+    expected = gate.double() / (1 + (-gate.double()).exp()) * up.double()
+    activate(gate, up)
+    assert_close(gate, expected, TOLERANCE[dtype])
+
+
 def test_wrong_operands() -> None:
+    with pytest.raises(ValueError, match=r"up must be \[2, 8\], got \[2, 4\]"):
+        activate(torch.zeros(2, 8), torch.zeros(2, 4))
     with pytest.raises(ValueError, match=r"gate_up must be \[2, 16\], got \[2, 8\]"):
         silu_mul(torch.zeros(2, 8), torch.zeros(2, 8))

@@ -19,7 +19,7 @@ from offload.benchmarks.structured_cache import structured_layer
 from offload.kv_store import HostBudgetError
 from offload.models import lean_model_maker
 from offload.policies import make_policy
-from offload.prefill import rotate
+from offload.prefill_layer import rotate
 
 SHAPE = MODEL_SHAPES["tiny"]
 CPU = torch.device("cpu")

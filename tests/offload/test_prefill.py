@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from prefill_cases import reference_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from offload import prefill_attention
 from offload.batch import pack
-from offload.prefill import rotate
-from offload.prefill_attention import attend, merge_state
+from offload.prefill_attention import attend, key_pieces, merge_state, suits_cudnn
+from offload.prefill_layer import rotate
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -31,6 +33,65 @@ def test_attend(num_past: int, num_before: int, num_queries: int, group_size: in
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     expected = weights @ values.double().repeat_interleave(group_size, 0)
     torch.testing.assert_close(o, expected.transpose(0, 1).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_past", [0, 1, 33])
+@pytest.mark.parametrize("num_before", [0, 8, 7, 24, 53])
+@pytest.mark.parametrize("queries_first", [False, True])
+def test_attend_by_cudnn(monkeypatch, num_past: int, num_before: int, queries_first: bool) -> None:
+    """Its square calls and merged pieces, on a stand-in that masks as cuDNN does."""
+    shapes = []
+
+    def cudnn(q, keys, values, bias, with_lse, dropout, is_causal, *, scale):
+        shapes.append((q.shape, keys.shape, is_causal))
+        group_size = q.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(group_size, 1).double() for x in (keys, values))
+        scores = q.double() @ keys.mT * scale
+        if is_causal:  # the first query sees the first key only
+            hidden = torch.ones(scores.shape[-2:]).triu(1).bool()
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return (scores.softmax(-1) @ values).float(), scores.logsumexp(-1, keepdim=True).float()
+
+    def flash(q, keys, values, dropout, is_causal, debug, *, scale):
+        assert not is_causal
+        o, lse = cudnn(q, keys, values, None, True, dropout, False, scale=scale)
+        shapes.pop()
+        return o, lse[..., 0]
+
+    monkeypatch.setattr(prefill_attention, "attention_kernel", lambda *_: prefill_attention.CUDNN)
+    monkeypatch.setattr(prefill_attention, "_cudnn_attention", cudnn)
+    monkeypatch.setattr(prefill_attention, "_cuda_flash", flash)
+    q = normal(6, 8, 16, seed=1) * 3
+    rows = normal(2, 2, num_past + num_before + 8, 16, seed=2)
+    if queries_first:
+        q = q.transpose(0, 1).contiguous().transpose(0, 1)
+        rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
+    past = (rows[0, :, :num_past], rows[1, :, :num_past]) if num_past else None
+    o = attend(q, past, (rows[0, :, num_past:], rows[1, :, num_past:]), 0.25)
+    expected, _ = reference_attention(q, rows[0], rows[1], 0.25)
+    torch.testing.assert_close(o, expected.float(), rtol=1e-5, atol=1e-5)
+    for q_shape, keys_shape, is_causal in shapes:
+        assert q_shape == (1, 6, 8, 16)
+        assert keys_shape[2] in ((8,) if is_causal else (8, 16, 32))
+
+
+def test_cudnn_gets_few_shapes() -> None:
+    """A plan takes it long: the lengths of prompts and their last slices are none of them."""
+    assert key_pieces(8, 0) == []
+    assert key_pieces(8, 7) == [(0, 7)]
+    assert key_pieces(8, 59) == [(0, 32), (32, 48), (48, 56), (56, 59)]
+    hopper = (9, 0)
+    assert suits_cudnn(8192, 128, hopper)
+    assert suits_cudnn(2048, 64, hopper)
+    for n, head_dim, capability in [
+        (8191, 128, hopper),
+        (6144, 128, hopper),
+        (1024, 128, hopper),
+        (8192, 256, hopper),
+        (8192, 128, (8, 0)),
+        (8192, 128, (12, 0)),
+    ]:
+        assert not suits_cudnn(n, head_dim, capability)
 
 
 def test_merge_state_with_distant_parts() -> None:

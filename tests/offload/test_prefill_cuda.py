@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import relative_error
@@ -20,7 +21,15 @@ from offload.attention import DecodeAttention
 from offload.layer_stream import LayerStream
 from offload.memory import DeviceMemoryError
 from offload.policies import make_policy
-from offload.prefill_attention import _causal, _unmasked, attend
+from offload.prefill_attention import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    _causal,
+    _unmasked,
+    attend,
+    attention_kernel,
+)
 from offload.prefill_memory import PrefillMemory
 
 pytestmark = [
@@ -72,6 +81,36 @@ def test_attend(dtype, head_dim, num_past, num_before, n, group_size):
     o = attend(q, past, new, 0.11)
     assert o.shape == expected.shape
     assert error_of(o, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("num_past", "num_before"), [(0, 0), (0, 2048), (0, 6200), (33, 4096)])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_attend_by_cudnn(dtype, head_dim, num_past, num_before, tokens_first):
+    """Whole slices on a Hopper: as one softmax over all keys."""
+    n, num_kv_heads = 2048, 2
+    q = random(8, n, head_dim, dtype=dtype, scale=2)
+    rows = random(2, num_kv_heads, num_past + num_before + n, head_dim, dtype=dtype)
+    if tokens_first:
+        q = q.transpose(0, 1).contiguous().transpose(0, 1)
+        rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
+    if attention_kernel(q, num_kv_heads) != CUDNN:
+        pytest.skip("cuDNN's attention is for Hopper and datacenter Blackwell")
+    past = (rows[0][:, :num_past], rows[1][:, :num_past]) if num_past else None
+    o = attend(q, past, (rows[0][:, num_past:], rows[1][:, num_past:]), 0.11)
+    expected, _ = reference_attention(q, rows[0], rows[1], 0.11)
+    assert error_of(o, expected) < TOLERANCE[dtype]
+
+
+def test_attention_kernels():
+    """What is chosen where: a prompt's last slice, of any length, does not go to cuDNN."""
+    q = random(8, 4096, 64, dtype=torch.bfloat16)
+    assert attention_kernel(q.float(), 2) == EFFICIENT
+    assert attention_kernel(q[:, :4000], 2) == FLASH
+    assert attention_kernel(q.cpu(), 2) == "cpu"
+    if torch.cuda.get_device_capability() == (9, 0) and torch.backends.cudnn.version() >= 90100:
+        assert attention_kernel(q, 2) == CUDNN
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -186,7 +225,7 @@ def test_what_is_stored_is_what_was_computed(pinned):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", ["quest", "lfps", "lychee_cluster"])
 def test_the_host_waits_for_nothing(monkeypatch, name):
-    """From the first layer to the last, but for the event of the layer before."""
+    """From the first layer to the last."""
     _, lean = cuda_model(torch.bfloat16, **SHAPE, max_position_embeddings=4096)
     store = store_for(lean, torch.bfloat16, pinned=True)
     pool = WorkerPool(2)
@@ -228,6 +267,42 @@ def test_the_host_waits_for_nothing(monkeypatch, name):
         built = attention.states.arrays_of(seq)
         assert built is not None
         assert [len(arrays) > 0 for arrays in built.layers] == [False] + [True] * 5
+    pool.close()
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["quest", "lychee_cluster"])
+def test_an_index_built_beside_the_next_layer(name):
+    """Bit by bit the one that is built from the same keys when nothing else runs."""
+    _, lean = cuda_model(torch.bfloat16, **SHAPE, max_position_embeddings=16384)
+    store = store_for(lean, torch.bfloat16, pinned=True, host_budget_bytes=1 << 30)
+    pool = WorkerPool(2)
+    policy = make_policy(name, budget_tokens=200, dense_layers=1)
+    attention = DecodeAttention(
+        policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.125
+    )
+    for n in (9000, 12_000):
+        seq = store.new_sequence()
+        build = attention.prefill_build([seq], [n])
+        run_prefill(
+            lean,
+            store,
+            [seq],
+            [n],
+            device="cuda",
+            slice_tokens=4096,
+            on_queries=attention.on_prefill_queries,
+            on_layer=build.on_layer,
+        )
+        build.finish()
+        built = attention.states.arrays_of(seq)
+        for layer_idx in range(1, store.num_layers):
+            keys, values = (x.to("cuda") for x in store.gather(seq, layer_idx))
+            context = attention.states.build_context(seq, layer_idx, keys, values, n + 1)
+            finish = policy.build_on_device(context)
+            torch.cuda.synchronize()
+            for array, expected in zip(built.layers[layer_idx], finish(), strict=True):
+                np.testing.assert_array_equal(array, expected)
     pool.close()
     store.close()
 

@@ -16,7 +16,7 @@ from prefill_cases import (
 )
 from tiny_models import random_tokens
 
-from offload import device_copy
+from offload import device_copy, prefill_layer
 from offload.device_copy import copy_from_pages, copy_to_pages
 from offload.kv_store import HostBudgetError
 from offload.memory import DeviceMemoryError
@@ -79,6 +79,24 @@ def test_copies_alongside_change_nothing(monkeypatch, past):
     for record, other in zip(seen, other_seen, strict=True):
         assert torch.equal(record[2], other[2])
         assert (*record[:2], record[3]) == (*other[:2], other[3])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_steps_of_a_device_are_those_of_the_cpu(monkeypatch, name):
+    """Norms, rotation and activation by the operators of `gpu_ops`: their references here."""
+    _, lean = tiny_lean_model(name)
+    results = []
+    for on_device in (False, True):
+        if on_device:
+            copy_alongside(monkeypatch)
+            monkeypatch.setattr(prefill_layer, "has_kernels", lambda x: True)
+        store = store_for(lean)
+        seqs = [store.new_sequence() for _ in range(2)]
+        run_prefill(lean, store, seqs, [20, 31])
+        hidden = run_prefill(lean, store, seqs, [30, 7], seed=1)
+        results.append([hidden, *(torch.cat(cached(store, seq)) for seq in seqs)])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_on_layer_sees_all_tokens():

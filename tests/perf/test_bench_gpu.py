@@ -170,7 +170,15 @@ def made_results() -> dict[str, Any]:
         "prefill": [
             row("without offload", 32768, 1000.0),
             row("streamed out", 32768, 1040.0),
-            row("streamed out, with index", 32768, 1200.0, policy="lychee_cluster"),
+            row(
+                "streamed out, with index",
+                32768,
+                1200.0,
+                policy="lychee_cluster",
+                weight_bytes=15 * 2**30,
+                device_peak_bytes=21 * 2**30,
+                device_reserved_bytes=22 * 2**30,
+            ),
         ],
         "batch": [
             row("offload", 32768, 20.0, policy="lychee_cluster"),
@@ -184,7 +192,7 @@ def made_results() -> dict[str, Any]:
     }
     of_part: dict[str, dict[str, Any]] = {
         "batch": {"kv_len": 32768, "memory_cap_bytes": 24 * 2**30},
-        "prefill": {"slice_tokens": 8192},
+        "prefill": {"slice_tokens": 8192, "memory_cap_bytes": 24 * 2**30},
         "smollm2": {"model": "smollm2", "dtype": "bfloat16", "context": 7168},
     }
     return {
@@ -222,6 +230,12 @@ def test_targets() -> None:
             "**missed**",
         ],
         [
+            "GPU memory in prefill of 32,768, weights included",
+            "22.00 GiB",
+            "≤ 24.00 GiB",
+            "met",
+        ],
+        [
             f"batch 1 {TIMES} 32,768 under 24.00 GiB, tokens/s against transformers, KV offloaded",
             f"15.0{TIMES}",
             f"≥ 10{TIMES}",
@@ -234,6 +248,12 @@ def test_targets() -> None:
             "**missed**",
         ],
     ]
+
+
+def test_memory_of_a_prefill() -> None:
+    table = gpu_prefill_table(made_results())
+    assert "memory capped at 24.00 GiB" in table
+    assert "1.200 | 21.00 GiB | 6.00 GiB |" in table
 
 
 def test_peers_of_another_run_do_not_count() -> None:

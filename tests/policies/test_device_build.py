@@ -10,14 +10,16 @@ import torch
 from attention_cases import relative_error
 from prefill_cases import run_prefill, store_for, tiny_lean_model
 from seeded import new_rng
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_ops import clustering
 from cpu_ops.native import WorkerPool
+from gpu_ops.chunk_clusters import chunk_means
 from offload.attention import DecodeAttention
 from offload.policies import make_policy
 from offload.policies.base import BuildContext
 from offload.policies.lfps_layout import unlist_all
-from offload.policies.lychee_device import _fill_empty, chunk_means, spherical_kmeans
+from offload.policies.lychee_device import spherical_kmeans
 from offload.policies.lychee_index import LycheeIndex
 from offload.policy_prefill import PrefillBuild
 
@@ -142,7 +144,7 @@ def test_chunk_means(device, dtype, pool):
     keys[1, 20:30] = 0
     starts = np.array([4, 20, 30, 31, 47, 199])
     expected = clustering.chunk_means(pool, keys, starts)
-    results = chunk_means(keys.to(device), starts)
+    results = chunk_means(keys.to(device), torch.from_numpy(starts).to(device))
     for x, y in zip(results, expected, strict=True):
         assert relative_error(x.cpu().numpy(), y) < 1e-6
 
@@ -172,24 +174,39 @@ def test_spherical_kmeans(device, n, k, pool, monkeypatch):
         np.testing.assert_array_equal(labels, expected_labels)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_fill_empty_as_one_after_the_other(device):
-    rng = new_rng()
-    for num_clusters in (1, 5, 30):
-        labels = rng.integers(0, num_clusters, (4, 31)) // rng.integers(1, 5, (4, 1))
-        products = rng.choice(np.linspace(0, 1, 12, dtype=np.float32), (4, 31))
-        filled = _fill_empty(
-            torch.from_numpy(labels).to(device), torch.from_numpy(products).to(device), num_clusters
-        )
-        for head in range(4):
-            expected = labels[head].copy()
-            counts = np.bincount(expected, minlength=num_clusters)
-            worst = iter(np.argsort(products[head], kind="stable"))
-            for cluster in np.flatnonzero(counts == 0):
-                point = next(p for p in worst if counts[expected[p]] > 1)
-                counts[expected[point]] -= 1
-                expected[point], counts[cluster] = cluster, 1
-            np.testing.assert_array_equal(filled[head].cpu().numpy(), expected)
+def test_an_index_takes_few_launches(monkeypatch, pool):
+    """Each is a few microseconds of the device, however short the prompt, in each layer."""
+
+    class Launches(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            views = ("view", "expand", "slice", "select", "transpose", "squeeze", "empty", "alias")
+            self.count += not any(word in str(function) for word in views)
+            return function(*args, **(kwargs or {}))
+
+    launches = Launches()
+
+    def as_kernel(name, num_kernels, result=None):
+        def call(*args):
+            launches.count += num_kernels
+            return result(*args) if result is not None else None
+
+        monkeypatch.setattr(f"offload.policies.lychee_device.{name}", call)
+
+    def no_means(keys, starts):
+        points = torch.empty(len(keys), len(starts) - 1, keys.shape[2])
+        return points, points[..., 0], points[..., 0]
+
+    as_kernel("chunk_means", 1, no_means)
+    as_kernel("fill_empty", 1)
+    as_kernel("mean_directions", 2)
+    as_kernel("covering_radii", 3, lambda *args: torch.empty_like(args[-1]))
+    policy = make_policy("lychee_cluster", budget_tokens=81)
+    context = context_of(new_rng(), pool)
+    with launches:
+        policy.build_on_device(context)
+    assert 5 * 2 * policy.iterations <= launches.count <= 5 * 2 * policy.iterations + 60
 
 
 def test_a_chunk_less_context(pool):

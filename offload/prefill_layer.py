@@ -1,0 +1,78 @@
+"""A decoder layer over a prefill slice, but for its attention.
+
+On a GPU the steps between the projections are kernels of `gpu_ops`: torch's operators would read
+and write the slice a dozen times where once will do. On a CPU they are torch's, with the rounding
+of transformers; the kernels round at the same points.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gpu_ops.rms_norm import add_rms_norm
+from gpu_ops.rotate import rotate_tokens
+from gpu_ops.silu_mul import activate
+from offload.models import DecoderLayer
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether the kernels of `gpu_ops` are for `x`."""
+    return x.is_cuda
+
+
+def project_qkv(layer: DecoderLayer, head_dim: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [n, num_heads, head_dim] of x [n, hidden_size], not yet rotated."""
+    x = _norm(layer.input_norm, x)
+    q, k, v = (
+        projection(x).unflatten(1, (-1, head_dim))
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = _norm(layer.q_norm, q), _norm(layer.k_norm, k)
+    return q, k, v
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: x [n, num_heads, head_dim] -> [num_heads, n, head_dim].
+
+    x * cos + rotate_half(x) * sin, with the rounding points of transformers. In memory heads come
+    first, tokens on a GPU: so do the projections have it, and so attention takes it.
+    """
+    if has_kernels(x):
+        return rotate_tokens(x, cos, sin).transpose(0, 1)
+    half = x.shape[-1] // 2
+    x = x.transpose(0, 1)
+    x1, x2 = x[..., :half], x[..., half:]
+    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
+    torch.sub(x1 * cos[:, :half], x2 * sin[:, :half], out=rotated[..., :half])
+    torch.add(x2 * cos[:, half:], x1 * sin[:, half:], out=rotated[..., half:])
+    return rotated
+
+
+def add_mlp(layer: DecoderLayer, x: Tensor, delta: Tensor) -> None:
+    """x += delta, the output projection of attention; x += the MLP of that: [n, hidden_size]."""
+    if has_kernels(x):
+        normed = delta  # its memory does for both
+        add_rms_norm(x, delta, *_weight_and_eps(layer.mlp_norm), normed)
+    else:
+        x += delta
+        normed = layer.mlp_norm(x)
+    gate = layer.gate_proj(normed)
+    activate(gate, layer.up_proj(normed))
+    x += layer.down_proj(gate)
+
+
+def _norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """RMSNorm over the last dimension."""
+    if not has_kernels(x):
+        normed: Tensor = norm(x)
+        return normed
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    width = x.shape[-1]
+    add_rms_norm(x.reshape(-1, width), None, *_weight_and_eps(norm), out.view(-1, width))
+    return out
+
+
+def _weight_and_eps(norm: nn.Module) -> tuple[Tensor, float]:
+    return norm.weight, float(norm.variance_epsilon)  # type: ignore[arg-type, return-value]

@@ -251,8 +251,8 @@ def _flag_clusters(index: Any, clusters: Any, flags: Any, room: int, bounds: Any
 
 
 @numba.njit(cache=True)
-def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, tokens: Any) -> int:
-    """Tokens below `last` of the flagged chunks, ascending; clears the flags."""
+def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, address: int) -> int:
+    """Tokens below `last` of the flagged chunks, ascending, at `address`; clears the flags."""
     _, _, _, _, blocks, offsets, _, _ = index
     count = 0
     for word in range(len(flags)):
@@ -268,8 +268,9 @@ def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, tokens: Any) 
                 start = bounds[1]
             end = min(chunk_start(blocks, offsets, chunk + 1), last)
             first = np.int32(start)
+            tokens = view_int32(address + 4 * count, MAX_CHUNK_TOKENS)
             for i in range(MAX_CHUNK_TOKENS):  # one vector; what is too much is written over
-                tokens[count + i] = first + np.int32(i)
+                tokens[i] = first + np.int32(i)
             count += max(0, end - start)
     return count
 
@@ -448,7 +449,7 @@ def propose(pointer: Any) -> int:
         if not _take_clusters(pointer, ctx, index, scratch, visited, needed, wanted):
             return -1
         partial = view_int32(scratch[7] + 4 * PARTIAL, 2)
-        count = _write_flagged(index, scratch[0], partial, ctx.last, tokens)
+        count = _write_flagged(index, scratch[0], partial, ctx.last, ctx.candidates)
         view_int32(scratch[7], UNITS_LENGTH)[FOUND] = count
         ctx.bytes_touched += 4 * count
     for token in range(ctx.last - buffered, ctx.last):

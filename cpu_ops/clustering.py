@@ -112,7 +112,10 @@ def spherical_kmeans(
 def score_int8(
     query: Float32Array, rows: npt.NDArray[np.int8], *, isa: str | None = None
 ) -> Tensor:
-    """query float32 [group_size, head_dim] times int8 rows [n, head_dim]: f32 [group_size, n]."""
+    """query float32 [group_size, head_dim] times int8 rows [n, head_dim]: f32 [group_size, n].
+
+    Queries are rounded to 1/32767 of their largest value.
+    """
     check_head_dim(query.shape[1])
     if query.dtype != np.float32 or rows.dtype != np.int8 or query.shape[1] != rows.shape[1]:
         raise ValueError(

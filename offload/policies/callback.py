@@ -248,6 +248,7 @@ def score_int8(
 
     `query` is the address of float32 [num_queries, head_dim], `rows` of int8 [n, head_dim],
     contiguous, `scores` of float32 [num_queries, n]; the caller multiplies by the rows' scales.
+    Queries are rounded to 1/32767 of their largest value; one that is not finite scores NaN.
     """
     return types.void(context, *[types.int64] * 6), _call_primitive(types.void, 5)
 

@@ -2,7 +2,7 @@
 
 Source: Li et al., LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and
 Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `lychee_chunks`; index: `lychee_index`; search:
-`lychee_search`; updates: `lychee_graft`.
+`lychee_search`; updates: `lychee_graft`; the arrays as they see them: `lychee_views`.
 
 Two things differ from the paper, both for the attention mass they keep on real text. The clusters
 found hold `candidate_ratio` times the tokens that are attended, and exact attention weights choose

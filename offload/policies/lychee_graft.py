@@ -32,11 +32,9 @@ from offload.policies.lychee_index import (
     ROWS,
     SPREAD_STEP,
 )
-from offload.policies.lychee_search import (
-    MAX_CHUNK,
-    MIN_CHUNK,
+from offload.policies.lychee_search import MAX_CHUNK, MIN_CHUNK, UNINDEXED_LIMIT, take_best
+from offload.policies.lychee_views import (
     NEAR,
-    UNINDEXED_LIMIT,
     bfloat16_bits_up,
     bits_of_float,
     from_bfloat16,
@@ -46,7 +44,6 @@ from offload.policies.lychee_search import (
     scratch_of,
     set_link,
     step_of,
-    take_best,
 )
 
 _GRAFT_UNITS = 3  # coarse units in which a new chunk looks for its cluster

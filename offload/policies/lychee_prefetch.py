@@ -28,15 +28,8 @@ from offload.policies.lychee_index import (
     SCRATCH_BYTES,
     STARTS,
 )
-from offload.policies.lychee_search import (
-    ENDS,
-    FOUND,
-    OPENED,
-    UNITS_LENGTH,
-    index_of,
-    prefetch_unit,
-    scratch_of,
-)
+from offload.policies.lychee_search import prefetch_unit
+from offload.policies.lychee_views import ENDS, FOUND, OPENED, UNITS_LENGTH, index_of, scratch_of
 
 _MOST_BYTES = 1 << 20  # of one KV head: half of a second-level cache
 

@@ -16,7 +16,7 @@ from seeded import new_rng
 from cpu_ops.native import WorkerPool
 from offload.policies.callback import prefetch
 from offload.policies.lychee_cluster import LycheeCluster
-from offload.policies.lychee_search import FOUND, OPENED, UNITS_LENGTH
+from offload.policies.lychee_views import FOUND, OPENED, UNITS_LENGTH
 
 POLICY = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0

@@ -156,20 +156,20 @@ class GraphHandshake:
         self._coprocessor = coprocessor
         self._deadline_seconds = deadline_seconds
         self._requests, self._replies = mailbox.requests[:, :1], mailbox.replies[:, :1]
-        self._never_read = torch.ones_like(mailbox.requests, pin_memory=True)[0, :1]
+        # For the run before a capture, in which the GPU answers itself.
+        self._practice = torch.zeros_like(mailbox.requests, pin_memory=True)[:, :1]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def publish(self, request: int) -> None:
-        flag = self._never_read if self._is_warming_up else self._requests[request]
-        raise_flag(flag, self._stream.device)
+        flags = self._practice if self._is_warming_up else self._requests
+        raise_flag(flags[request], self._stream.device)
 
     def await_reply(self, request: int) -> None:
-        # While nobody answers, the flag that `publish` has raised.
-        flag = self._never_read if self._is_warming_up else self._replies[request]
-        await_flag(flag, self._stream.device)
+        flags = self._practice if self._is_warming_up else self._replies
+        await_flag(flags[request], self._stream.device)
 
     def prepare(self, key: Hashable, step: Step) -> None:
         """Capture `step`. It is run once before, without the CPU side, to load its kernels."""

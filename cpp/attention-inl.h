@@ -5,6 +5,7 @@
 // Included inside a per-ISA namespace after tile_ops-inl.h.
 
 inline constexpr int kGatherTile = 32;  // rows: enough to hide DRAM latency at one tile's distance
+inline constexpr int kTilesAhead = 3;   // where keys or values are read alone
 
 // A contiguous tile stays inside one page.
 static inline int tile_size(const RowSource& source, const TokenSpan& tokens, int64_t begin) {
@@ -91,28 +92,69 @@ struct GatherWindow {
   const T* const* next() const { return pointers[side ^ 1]; }
 };
 
+// Gathered rows tile by tile, prefetched some tiles ahead: where most are in the cache already, one tile is done sooner
+// than a row of the next comes from memory.
+template <class T>
+class GatherStream {
+ public:
+  GatherStream(const RowSource& source, const TokenSpan& tokens) : source_(source), tokens_(tokens) {
+    for (int i = 0; i <= kTilesAhead; ++i) look_up(i);
+    for (int i = 1; i < kTilesAhead; ++i) {
+      const Prefetch<T> early{pointers_[i]};
+      for (int r = 0; r < counts_[i]; ++r) early.row(r, source.row_bytes);
+    }
+  }
+  int64_t begin() const { return begin_; }
+  int count() const { return counts_[at_ % kTiles]; }  // 0 after the last
+  GatheredRows<T> now() const { return {pointers_[at_ % kTiles]}; }
+  // The rows to prefetch beside the current ones, as many as these are.
+  Prefetch<T> ahead() const {
+    const int i = (at_ + kTilesAhead) % kTiles;
+    return {counts_[i] > 0 ? pointers_[i] : nullptr};
+  }
+  void advance() {
+    begin_ += count();
+    ++at_;
+    look_up(at_ + kTilesAhead);
+  }
+
+ private:
+  static constexpr int kTiles = kTilesAhead + 1;
+
+  void look_up(int tile) {
+    const int i = tile % kTiles;
+    counts_[i] = tile_size(source_, tokens_, looked_up_);
+    if (counts_[i] <= 0) return;
+    gather_pointers(source_, tokens_, looked_up_, counts_[i], pointers_[i]);
+    for (int r = counts_[i]; r < kGatherTile; ++r) pointers_[i][r] = pointers_[i][counts_[i] - 1];
+    looked_up_ += counts_[i];
+  }
+
+  const RowSource& source_;
+  const TokenSpan& tokens_;
+  const T* pointers_[kTiles][kGatherTile];
+  int counts_[kTiles];
+  int at_ = 0;
+  int64_t begin_ = 0;
+  int64_t looked_up_ = 0;
+};
+
 template <class T>
 static void score(const ScoreArgs& args) {
+  const typename TileOps<T>::Session session;
   const QueryBlock<T> query(args.query, args.group_size, args.head_dim);
-  const int64_t n = args.tokens.n;
-  int count = tile_size(args.keys, args.tokens, 0);
   if (args.tokens.indices == nullptr) {
+    const int64_t n = args.tokens.n;
+    int count = tile_size(args.keys, args.tokens, 0);
     for (int64_t begin = 0; begin < n; begin += count, count = tile_size(args.keys, args.tokens, begin)) {
       score_tile<T>(query.packed, args.group_size, args.head_dim, rows_from<T>(args.keys, args.tokens.first + begin),
                     count, Prefetch<T>(), args.scale, args.scores + begin, args.score_stride);
     }
     return;
   }
-  GatherWindow<T> keys;
-  gather_pointers(args.keys, args.tokens, 0, count, keys.pointers[0]);
-  for (int64_t begin = 0; begin < n; keys.side ^= 1) {
-    const int next_count = tile_size(args.keys, args.tokens, begin + count);
-    gather_pointers(args.keys, args.tokens, begin + count, next_count, keys.pointers[keys.side ^ 1]);
-    const Prefetch<T> ahead{next_count >= count ? keys.next() : nullptr};
-    score_tile<T>(query.packed, args.group_size, args.head_dim, keys.now(), count, ahead, args.scale,
-                  args.scores + begin, args.score_stride);
-    begin += count;
-    count = next_count;
+  for (GatherStream<T> keys(args.keys, args.tokens); keys.count() > 0; keys.advance()) {
+    score_tile<T>(query.packed, args.group_size, args.head_dim, keys.now(), keys.count(), keys.ahead(), args.scale,
+                  args.scores + keys.begin(), args.score_stride);
   }
 }
 
@@ -181,6 +223,7 @@ static inline void attend_tile(const AttendArgs& args, const typename TileOps<T>
 
 template <class T>
 static void attend(const AttendArgs& args) {
+  const typename TileOps<T>::Session session;
   const bool given = args.weights != nullptr;  // weights instead of scores: keys are not read
   const int64_t head_dim = args.head_dim;
   const int64_t n = args.tokens.n;
@@ -199,16 +242,21 @@ static void attend(const AttendArgs& args) {
       attend_tile<T>(args, query.packed, begin, count, rows_from<T>(args.keys, token), Prefetch<T>(),
                      rows_from<T>(args.values, token), Prefetch<T>(), p);
     }
+  } else if (given) {
+    for (GatherStream<T> values(args.values, args.tokens); values.count() > 0; values.advance()) {
+      attend_tile<T>(args, query.packed, values.begin(), values.count(), values.now(), Prefetch<T>(), values.now(),
+                     values.ahead(), p);
+    }
   } else {
     GatherWindow<T> keys, values;
-    if (!given) gather_pointers(args.keys, args.tokens, 0, count, keys.pointers[0]);
+    gather_pointers(args.keys, args.tokens, 0, count, keys.pointers[0]);
     gather_pointers(args.values, args.tokens, 0, count, values.pointers[0]);
     for (int64_t begin = 0; begin < n; keys.side ^= 1, values.side ^= 1) {
       const int next_count = tile_size(args.values, args.tokens, begin + count);
-      if (!given) gather_pointers(args.keys, args.tokens, begin + count, next_count, keys.pointers[keys.side ^ 1]);
+      gather_pointers(args.keys, args.tokens, begin + count, next_count, keys.pointers[keys.side ^ 1]);
       gather_pointers(args.values, args.tokens, begin + count, next_count, values.pointers[values.side ^ 1]);
       const Prefetch<T> after_keys{values.now().pointers};
-      const Prefetch<T> after_values{next_count < count ? nullptr : given ? values.next() : keys.next()};
+      const Prefetch<T> after_values{next_count < count ? nullptr : keys.next()};
       attend_tile<T>(args, query.packed, begin, count, keys.now(), after_keys, values.now(), after_values, p);
       begin += count;
       count = next_count;

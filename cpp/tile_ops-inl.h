@@ -37,8 +37,14 @@ struct Prefetch {
   }
 };
 
+// What a call of score() or attend() holds while it runs.
+struct NoSession {
+  NoSession() {}
+};
+
 template <class T>
 struct TileOps {
+  using Session = NoSession;
   // What score() and project() multiply with: the inputs as they are.
   using Query = float;
   static constexpr int64_t block_stride(int64_t head_dim) { return kHeadBlock * head_dim; }  // of a packed head block

@@ -2,9 +2,9 @@
 // Included inside a per-ISA namespace after tile_ops-inl.h. Weights of values are rounded to bf16, as FlashAttention
 // does. head_dim must be a multiple of 32.
 
-template <>
-struct TileOps<Bf16> {
+struct PairOps {
   using Query = Bf16;
+  using Session = NoSession;
   static constexpr int64_t block_stride(int64_t head_dim) { return kHeadBlock * head_dim; }
 
   static void pack_heads(const float* query, int group_size, int64_t head_dim, Query* packed) {
@@ -106,7 +106,7 @@ struct TileOps<Bf16> {
     }
   }
 
- private:
+ protected:
   // A load the compiler may neither reorder nor fold into its use: memory must see a row's lines in ascending order.
   static __m512i load_in_order(const Bf16* p) {
     __m512i x = _mm512_loadu_si512(p);

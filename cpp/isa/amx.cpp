@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../kernels.h"
+#include "amx_attention.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -159,7 +160,10 @@ const KernelTable* amx_table() {
   static const KernelTable table = [] {
     KernelTable improved = *avx512_bf16_table();
     improved.name = "amx";
-    improved.linear[static_cast<int>(DType::bf16)] = amx::linear;
+    const int bf16 = static_cast<int>(DType::bf16);
+    improved.linear[bf16] = amx::linear;
+    improved.score[bf16] = amx::score;
+    improved.attend[bf16] = amx::attend;
     return improved;
   }();
   return &table;

@@ -19,6 +19,8 @@ namespace offload::avx512_bf16 {
 #include "../vector_math-inl.h"
 #include "../tile_ops-inl.h"
 #include "../tile_ops_bf16-inl.h"
+template <>
+struct TileOps<Bf16> : PairOps {};
 #include "../attention-inl.h"
 #include "../clustering-inl.h"
 #include "../elementwise-inl.h"

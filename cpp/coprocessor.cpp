@@ -88,7 +88,7 @@ struct Coprocessor::State {
   bool wait_for(int request, const Thread& self);
   bool pass_faults(int request, Thread& self);
   bool serve_step(const ServedStep& step, Thread& self);
-  void prepare(int request);
+  void warm_up(int request);
   void answer_nothing(const ServedStep& step, int request) const;
   void run(Thread& self);
   // Also for a thread that cannot do it any more.
@@ -179,19 +179,22 @@ void Coprocessor::State::answer_nothing(const ServedStep& step, int request) con
   }
 }
 
-// What can be done before the GPU asks.
-void Coprocessor::State::prepare(int request) {
+// While the GPU does not ask yet.
+void Coprocessor::State::warm_up(int request) {
   progress(At::preparing, request);
-  server.prepare(request);
   int32_t* flag = request_flag(static_cast<size_t>(request));
-  if (warms_up.load(std::memory_order_relaxed) && !is_up(flag)) server.warm_up(request, flag);
+  if (!is_up(flag)) server.warm_up(request, flag);
 }
 
 // False: the thread is to end.
 bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
   const int num = static_cast<int>(num_requests());
   server.begin(step);
-  if (!idle) prepare(0);
+  if (!idle) {
+    progress(At::preparing, 0);
+    server.prepare(0);
+    if (warms_up.load(std::memory_order_relaxed)) warm_up(0);
+  }
   for (int i = 0; i < num; ++i) {
     if (!wait_for(i, self)) return false;
     progress(At::storing, i);
@@ -210,10 +213,10 @@ bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
     set(reply_flag(static_cast<size_t>(i)), 1);
     if (idle) continue;
     progress(At::updating, i);
-    server.update(i);
-    const bool in_time = !is_up(request_flag(static_cast<size_t>(i) + 1));
-    if (warms_up.load(std::memory_order_relaxed) && in_time) server.remember(i);
-    if (i + 1 < num) prepare(i + 1);
+    server.update_and_prepare_next(i);
+    if (!warms_up.load(std::memory_order_relaxed)) continue;
+    if (!is_up(request_flag(static_cast<size_t>(i) + 1))) server.remember(i);
+    if (i + 1 < num) warm_up(i + 1);
   }
   if (!wait_for(num, self)) return false;
   progress(At::storing, num);

@@ -262,14 +262,34 @@ void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int ro
 }
 
 void DecodeAttention::update(int64_t layer_idx, const std::vector<QueryRow>& rows) {
-  if (sparse_rows_.empty() || !policy_.learns()) return;
+  if (num_updates() == 0) return;
   task_rings_ = trace_.workers();
-  pool_.parallel_for_near(static_cast<int64_t>(sparse_rows_.size()) * units(), [&](int64_t task, int worker) {
-    const int r = sparse_rows_[static_cast<size_t>(task / units())];
-    const int unit = static_cast<int>(task % units());
-    if (!unit_of(r, unit).sparse) return;
-    const TraceSpan span = task_span(TraceKind::update, layer_idx, r, unit, worker);
-    update_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
+  pool_.parallel_for_near(num_updates(),
+                          [&](int64_t task, int worker) { update_task(layer_idx, rows, task, worker); });
+}
+
+void DecodeAttention::update_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker) {
+  const int r = sparse_rows_[static_cast<size_t>(task / units())];
+  const int unit = static_cast<int>(task % units());
+  if (!unit_of(r, unit).sparse) return;
+  const TraceSpan span = task_span(TraceKind::update, layer_idx, r, unit, worker);
+  update_unit(layer_idx, rows[static_cast<size_t>(r)], r, unit, worker);
+}
+
+int64_t DecodeAttention::num_updates() const {
+  return policy_.learns() ? static_cast<int64_t>(sparse_rows_.size()) * units() : 0;
+}
+
+// Where workers share a unit, one of them prepares it, which is the one that will ask for it, and the other updates.
+void DecodeAttention::update_and_prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t next_layer_idx,
+                                         const std::vector<QueryRow>& next_rows) {
+  const int64_t updates = num_updates();
+  const int64_t prepares = policy_.prepare != nullptr ? static_cast<int64_t>(next_rows.size()) * units() : 0;
+  if (updates == 0 && prepares == 0) return;
+  task_rings_ = trace_.workers();
+  pool_.parallel_for_near(2 * std::max(updates, prepares), [&](int64_t task, int worker) {
+    if (task % 2 == 0 && task / 2 < prepares) prepare_task(next_layer_idx, next_rows, task / 2, worker);
+    if (task % 2 == 1 && task / 2 < updates) update_task(layer_idx, rows, task / 2, worker);
   });
 }
 

@@ -110,6 +110,9 @@ class DecodeAttention {
   void update(int64_t layer_idx, const std::vector<QueryRow>& rows);
   // The policy's prepare() for rows that will be attended sparsely.
   void prepare(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  // Both at a time, of what comes one after the other: neither has a task for every worker.
+  void update_and_prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t next_layer_idx,
+                          const std::vector<QueryRow>& next_rows);
   // For callers with time to spare. remember() notes what the last attend(), of these rows, read under the policy;
   // warm_up() brings what was noted of a layer's rows into the workers' caches until *stop is not 0.
   void remember(int64_t layer_idx, const std::vector<QueryRow>& rows);
@@ -218,6 +221,7 @@ class DecodeAttention {
   // decode_attention_select.cpp: what to attend to
   PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void finish_context(const PolicyContext& context);
+  void prepare_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker);
   void prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void ask_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void score_range(const QueryRow& row, int row_idx, int unit, int64_t range, int worker);
@@ -245,6 +249,8 @@ class DecodeAttention {
   void merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   float* attended_weights(const QueryRow& row, int row_idx, int unit);
   void score_window(const QueryRow& row, int row_idx, int unit, float* lse);
+  int64_t num_updates() const;
+  void update_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker);
   void update_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void report_non_finite(int64_t layer_idx, int row_idx, int unit);
 

@@ -112,14 +112,17 @@ void DecodeAttention::finish_context(const PolicyContext& context) {
 void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   if (policy_.prepare == nullptr) return;
   task_rings_ = trace_.workers();
-  pool_.parallel_for_near(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int worker) {
-    const int r = static_cast<int>(task / units());
-    const int unit = static_cast<int>(task % units());
-    const QueryRow& row = rows[static_cast<size_t>(r)];
-    if (row.kv_len <= policy_.budget_tokens || !asks_policy(role_of(layer_idx, unit))) return;
-    const TraceSpan span = task_span(TraceKind::prepare, layer_idx, r, unit, worker);
-    prepare_unit(layer_idx, row, r, unit, worker);
-  });
+  pool_.parallel_for_near(static_cast<int64_t>(rows.size()) * units(),
+                          [&](int64_t task, int worker) { prepare_task(layer_idx, rows, task, worker); });
+}
+
+void DecodeAttention::prepare_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker) {
+  const int r = static_cast<int>(task / units());
+  const int unit = static_cast<int>(task % units());
+  const QueryRow& row = rows[static_cast<size_t>(r)];
+  if (row.kv_len <= policy_.budget_tokens || !asks_policy(role_of(layer_idx, unit))) return;
+  const TraceSpan span = task_span(TraceKind::prepare, layer_idx, r, unit, worker);
+  prepare_unit(layer_idx, row, r, unit, worker);
 }
 
 void DecodeAttention::prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker) {

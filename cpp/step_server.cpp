@@ -54,8 +54,8 @@ size_t StepServer::rows_of(int request, std::vector<QueryRow>& rows) const {
 }
 
 void StepServer::prepare(int request) {
+  if (!is_sparse(request)) return;
   const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
-  if (sparse_layers_[static_cast<size_t>(layer_idx)] == 0) return;
   const TraceSpan span(trace_, TraceKind::prepare, layer_idx, request);
   rows_of(request, prepared_rows_);
   attention_.prepare(layer_idx, prepared_rows_);
@@ -102,7 +102,7 @@ std::string StepServer::attend(int request) {
   if (rows_.empty()) return {};
   const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
   const TraceSpan span(trace_, TraceKind::attend, layer_idx, request);
-  const bool sparse = sparse_layers_[static_cast<size_t>(layer_idx)] != 0;
+  const bool sparse = is_sparse(request);
   if (sparse && step_->queries != nullptr) keep_queries(request);
   return attention_.attend(layer_idx, rows_, sparse, static_cast<int>(first_), false, options_);
 }
@@ -119,25 +119,41 @@ void StepServer::keep_queries(int request) {
   }
 }
 
-void StepServer::update(int request) {
-  if (rows_.empty()) return;
+bool StepServer::is_sparse(int request) const {
   const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
-  if (sparse_layers_[static_cast<size_t>(layer_idx)] == 0) return;
+  return sparse_layers_[static_cast<size_t>(layer_idx)] != 0;
+}
+
+void StepServer::update(int request) {
+  if (rows_.empty() || !is_sparse(request)) return;
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
   const TraceSpan span(trace_, TraceKind::update, layer_idx, request);
   attention_.update(layer_idx, rows_);
 }
 
-void StepServer::remember(int request) {
-  if (rows_.empty()) return;
+void StepServer::update_and_prepare_next(int request) {
+  const auto next = static_cast<size_t>(request) + 1;
+  if (next == requests_.size() || rows_.empty() || !is_sparse(request) || !is_sparse(request + 1)) {
+    update(request);
+    if (next < requests_.size()) prepare(request + 1);
+    return;
+  }
   const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
-  if (sparse_layers_[static_cast<size_t>(layer_idx)] == 0) return;
+  const TraceSpan span(trace_, TraceKind::update, layer_idx, request);
+  rows_of(request + 1, prepared_rows_);
+  attention_.update_and_prepare(layer_idx, rows_, requests_[next].layer_idx, prepared_rows_);
+}
+
+void StepServer::remember(int request) {
+  if (rows_.empty() || !is_sparse(request)) return;
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
   const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
   attention_.remember(layer_idx, rows_);
 }
 
 void StepServer::warm_up(int request, int32_t* stop) {
+  if (!is_sparse(request)) return;
   const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
-  if (sparse_layers_[static_cast<size_t>(layer_idx)] == 0) return;
   const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
   const size_t first = rows_of(request, prepared_rows_);
   attention_.warm_up(layer_idx, prepared_rows_, static_cast<int>(first), stop);

@@ -58,7 +58,8 @@ class StepServer {
   const std::vector<Request>& requests() const { return requests_; }
   Trace& trace() { return trace_; }  // the attention's
 
-  // A step's requests are served in their order, each as: prepare, warm_up, store, attend, update, remember.
+  // A step's requests are served in their order, each as: prepare, warm_up, store, attend, update, remember. update and
+  // the next request's prepare may be done at a time.
   void begin(const ServedStep& step);
   void prepare(int request);
   // K/V of the request's rows, of all layers up to its own.
@@ -66,6 +67,7 @@ class StepServer {
   // Writes output and lse; returns what was wrong, or an empty string.
   std::string attend(int request);
   void update(int request);
+  void update_and_prepare_next(int request);
   // Reads ahead for the request, until *stop is not 0; remember() notes what for. Optional.
   void remember(int request);
   void warm_up(int request, int32_t* stop);
@@ -73,6 +75,7 @@ class StepServer {
   void end();
 
  private:
+  bool is_sparse(int request) const;
   // Fills `rows` and returns which row of the step is the first.
   size_t rows_of(int request, std::vector<QueryRow>& rows) const;
   void store_rows(size_t first, size_t last, int64_t end_layer);

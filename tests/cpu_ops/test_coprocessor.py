@@ -164,8 +164,9 @@ def test_events(pool):
         kinds = [(e.kind, e.layer_idx, e.request) for e in events if e.kind != "warm"]
         sparse = ["wait", "store", "attend", "update"]
         expected = [(kind, 0, 0) for kind in ["wait", "store", "attend"]]
-        for layer_idx in (1, 2):
-            expected += [(kind, layer_idx, layer_idx) for kind in ["prepare", *sparse]]
+        # Layer 2 is prepared while layer 1 is updated.
+        expected += [(kind, 1, 1) for kind in ["prepare", *sparse]]
+        expected += [(kind, 2, 2) for kind in sparse]
         expected += [("wait", -1, -1), ("store", -1, -1)]
         assert kinds == expected
         assert all(start <= event.start_ns <= event.end_ns <= end for event in events)
@@ -183,8 +184,10 @@ def check_tasks(events, tasks, num_workers):
     within = dict.fromkeys(("ask", "score", "choose", "attend", "merge"), "attend")
     within["remember"] = "warm"
     for task in tasks:
-        led = within.get(task.kind, task.kind), task.layer_idx
-        spans = [e for e in events if (e.kind, e.layer_idx) == led]
+        led = [(within.get(task.kind, task.kind), task.layer_idx)]
+        if task.kind == "prepare":
+            led.append(("update", task.layer_idx - 1))
+        spans = [e for e in events if (e.kind, e.layer_idx) in led]
         assert any(e.start_ns <= task.start_ns <= task.end_ns <= e.end_ns for e in spans), task
         assert task.worker < num_workers, task
         assert task.request == -1, task

@@ -109,7 +109,7 @@ def decode(bench: GPUBench) -> Rows:
     return rows
 
 
-def peers(bench: GPUBench, *, stock_steps: int = 8) -> Rows:
+def peers(bench: GPUBench, *, stock_steps: int = 4) -> Rows:
     """transformers at each context, with KV on the GPU and offloaded."""
     rows = []
     for kv_len in bench.kv_lens:

@@ -220,7 +220,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--smollm2-context", type=int, default=7168)
     parser.add_argument("--smollm2-tokens", type=int, default=64)
-    parser.add_argument("--smollm2-dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument(
+        "--smollm2-dtype",
+        choices=list(DTYPES),
+        default="float32",
+        help="in bfloat16 GPU and CPU round a prompt otherwise, and near-ties part their tokens",
+    )
     parser.add_argument("--name", default="gpu", help="of the results files: NAME-PART.json")
     parser.add_argument("--output", type=Path, help="their folder; default: perf/results")
     parser.add_argument("--commit", help="of this tree, where there is no repository")

@@ -264,8 +264,7 @@ void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int ro
 void DecodeAttention::update(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   if (num_updates() == 0) return;
   task_rings_ = trace_.workers();
-  pool_.parallel_for_near(num_updates(),
-                          [&](int64_t task, int worker) { update_task(layer_idx, rows, task, worker); });
+  pool_.parallel_for_near(num_updates(), [&](int64_t task, int worker) { update_task(layer_idx, rows, task, worker); });
 }
 
 void DecodeAttention::update_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker) {

@@ -1,11 +1,12 @@
 // Scoring and attention over any tokens of one KV head: one body for dense and sparse, for every dtype.
-// Tiles of rows are named by pointers, so pages and gathers cost the inner loops nothing. In a gather, a tile's values
-// are prefetched while its keys are scored, and the next keys while those values are accumulated. Contiguous tiles are
-// whole pages: all keys, then all values, one sequential run.
+// Tiles of rows are named by pointers, so pages and gathers cost the inner loops nothing. In a gather of both, a tile's
+// values are prefetched while its keys are scored, and the next keys while those values are accumulated; in a gather of
+// one, rows are prefetched some tiles ahead. Contiguous tiles are whole pages: all keys, then all values, one sequential
+// run.
 // Included inside a per-ISA namespace after tile_ops-inl.h.
 
-inline constexpr int kGatherTile = 32;  // rows: enough to hide DRAM latency at one tile's distance
-inline constexpr int kTilesAhead = 3;   // where keys or values are read alone
+inline constexpr int kGatherTile = 32;  // rows: enough for DRAM's latency, where most come from there
+inline constexpr int kTilesAhead = 3;   // where keys or values are read alone, and most may be in the cache
 
 // A contiguous tile stays inside one page.
 static inline int tile_size(const RowSource& source, const TokenSpan& tokens, int64_t begin) {

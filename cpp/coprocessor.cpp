@@ -21,7 +21,7 @@ void set(int32_t* flag, int32_t value) { std::atomic_ref<int32_t>(*flag).store(v
 
 enum class At : int { idle, preparing, waiting, storing, attending, updating, stalled };
 constexpr const char* kAtNames[] = {"between steps",           "preparing", "waiting for the GPU",
-                                    "storing keys and values", "attending", "updating policy",
+                                    "storing keys and values", "attending", "updating policy, or preparing the next layer",
                                     "stalled on purpose"};
 
 }  // namespace

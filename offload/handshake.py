@@ -4,10 +4,10 @@ The only file that knows streams, graphs and flags. A decode step is a function 
 and calls `publish(i)` when request i (see `Mailbox`) is written, and `await_reply(i)` before it
 launches what reads the answer. Backends with the same results:
 
-    graph   the step is captured once as one CUDA graph. publish and await_reply become kernels of
-            one thread that raise, and wait for, flags in mapped host memory; worker threads see the
-            flag, attend and raise the reply. No Python, no host callback, no synchronisation in a
-            step.
+    graph   the step is captured once as one CUDA graph. publish and await_reply become kernels in
+            which one thread raises, or waits for, a flag in mapped host memory; worker threads see
+            the flag, attend and raise the reply. No Python, no host callback, no synchronisation in
+            a step.
     stream  the step is launched operation by operation; the calling thread waits for an event per
             request and attends. For debugging, and for steps that cannot be captured.
     inline  no GPU: the calling thread attends where the step awaits the reply.

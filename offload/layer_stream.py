@@ -15,6 +15,7 @@ Elsewhere one buffer will do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -27,6 +28,12 @@ from offload.models import AttentionShape
 from offload.prefill_attention import KV
 
 _FIRST = -1  # a stream's priority; others have 0
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: torch keeps a workspace of products, and free memory, for each."""
+    return torch.cuda.Stream(device, priority=_FIRST)  # type: ignore[no-untyped-call]
 
 
 def copies_alongside(like: Tensor) -> bool:
@@ -68,9 +75,7 @@ class LayerStream:
         self._side: torch.cuda.Stream | None = None
         self._loaded: list[torch.cuda.Event] = []
         if store is not None and copies_alongside(like):
-            self._side = torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                like.device, priority=_FIRST
-            )
+            self._side = _side_stream(like.device)
             self._loaded = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         # Each [K|V, num_kv_heads, tokens, head_dim]. On a device tokens come first in memory, so
         # that strides are the same for prompts of any length (`prefill_attention`).

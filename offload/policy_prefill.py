@@ -19,6 +19,8 @@ from torch import Tensor
 from offload.policies.base import DeviceBuild
 from offload.policy_state import PolicyStates
 
+_LAYERS_PENDING = 3
+
 
 @dataclass(frozen=True)
 class _Pending:
@@ -34,10 +36,10 @@ class _Pending:
 class PrefillBuild:
     """One prefill's builds. `on_layer` goes to `prefill`; afterwards `finish`.
 
-    A layer is finished on the host once the device is found to have done its part, so that the host
-    waits for nothing before `finish` (LycheeCluster: about 1 ms of a layer of 128K tokens, beside
-    hundreds of the device). Sequences are built again later, on the host, if the policy cannot
-    build on a device, or if `finish` is not reached.
+    A layer is finished on the host once the device is found to have done its part (LycheeCluster:
+    about 1 ms of a layer of 128K tokens, beside hundreds of the device). The host waits only where
+    it is some layers ahead: what is pending holds pinned memory. Sequences are built again later,
+    on the host, if the policy cannot build on a device, or if `finish` is not reached.
 
     Args:
         kv_lens: of the sequences to build for, the tokens that they will have.
@@ -78,7 +80,8 @@ class PrefillBuild:
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record(torch.cuda.current_stream(keys.device))
             self._pending.append(_Pending(seq, layer_idx, build, done))
-        while self._pending and self._pending[0].is_done():
+        most = _LAYERS_PENDING * len(self._kv_lens)
+        while self._pending and (self._pending[0].is_done() or len(self._pending) > most):
             self._make_arrays(self._pending.popleft())
         self.host_seconds += time.perf_counter() - start
 

@@ -83,6 +83,8 @@ def attention_kernel(q: Tensor, num_kv_heads: int) -> str:
     num_heads, n, head_dim = q.shape
     if not suits_cudnn(n, head_dim, torch.cuda.get_device_capability(q.device)):
         return FLASH
+    if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+        return FLASH
     return CUDNN if _cudnn_works(q.device, q.dtype, num_heads, num_kv_heads, head_dim) else FLASH
 
 
@@ -102,16 +104,16 @@ def suits_cudnn(n: int, head_dim: int, capability: tuple[int, int]) -> bool:
 def _cudnn_works(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> bool:
-    """Whether this torch's cuDNN takes such heads: its answer to a small call."""
-    if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
-        return False
+    """Whether this torch's cuDNN takes such heads: its answer to two small calls."""
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     if version is None or version < _CUDNN_VERSION:
         return False
     shape = (num_kv_heads, num_heads // num_kv_heads, 128, head_dim)
     q = torch.zeros(shape, dtype=dtype, device=device)
+    rows = q.new_zeros(num_kv_heads, 256, head_dim)
     try:
         _cudnn(q, (q[:, 0], q[:, 0]), True, 1.0)
+        _cudnn(q, (rows, rows), False, 1.0)
     except RuntimeError:
         return False
     return True

@@ -63,7 +63,8 @@ class PrefillMemory:
         total_tokens = num_tokens + past_tokens
         q_width, kv_width = num_qo_heads * head_dim, num_kv_heads * head_dim
         phases = (
-            # RMSNorm of transformers: the input and its scaled copy, in float32.
+            # An upper bound where kernels of our own do it. RMSNorm: the input and its scaled copy,
+            # in float32.
             2 * _FLOAT32 * hidden_size,
             # Queries, two halves of products and the rotated queries; keys and values.
             item_bytes * (3 * q_width + 2 * kv_width),

@@ -187,20 +187,22 @@ class InlineSession:
         attention, num_workers = self._decoder.attention, self._decoder.pool.num_threads
         timelines = []
         attention.trace(True)
-        for _ in range(num_steps):
-            marks = GpuMarks(torch.device("cpu"))
-            start = time.perf_counter_ns()
-            self._step(marks)
-            end = time.perf_counter_ns()
-            intervals = marks.read()
-            cpu = [Interval(*i) for i in intervals if i.kind == "attend"]
-            gpu = [i._replace(kind="wait") if i.kind == "attend" else i for i in intervals]
-            events, num_lost = attention.trace_events()
-            tasks = worker_tasks(events)
-            timelines.append(
-                StepTimeline(start, end, tuple(cpu), tuple(gpu), tasks, num_workers, num_lost)
-            )
-        attention.trace(False)
+        try:
+            for _ in range(num_steps):
+                marks = GpuMarks(torch.device("cpu"))
+                start = time.perf_counter_ns()
+                self._step(marks)
+                end = time.perf_counter_ns()
+                intervals = marks.read()
+                cpu = [Interval(*i) for i in intervals if i.kind == "attend"]
+                gpu = [i._replace(kind="wait") if i.kind == "attend" else i for i in intervals]
+                events, num_lost = attention.trace_events()
+                tasks = worker_tasks(events)
+                timelines.append(
+                    StepTimeline(start, end, tuple(cpu), tuple(gpu), tasks, num_workers, num_lost)
+                )
+        finally:
+            attention.trace(False)
         return timelines
 
     def rewind(self) -> None:

@@ -3,7 +3,8 @@
 A policy is a frozen dataclass of options plus up to five native callbacks (see `callback`), which
 the C++ worker pool calls without the GIL for every query row and selection unit:
 
-    prepare   before the query is known: may overlap the linear layers
+    prepare   before the query is known: may overlap the linear layers, and runs beside observe and
+              append of the layer before: it touches the arrays of its own layer only
     propose   name candidates, whose keys the runtime then scores on all threads; or answer
     select    write the chosen token indices, sorted and unique, and return how many
     observe   see the attention weights of what was attended

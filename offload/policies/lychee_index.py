@@ -98,7 +98,7 @@ def split_starts(starts: Array, capacity_chunks: int) -> tuple[Array, Array]:
 def scratch_bytes(
     num_clusters: int, capacity_chunks: int, candidate_capacity: int, head_dim: int
 ) -> int:
-    """Of one KV head; the callbacks' `_scratch` cuts it up."""
+    """Of one KV head; `lychee_views.scratch_of` cuts it up."""
     flags = (capacity_chunks // 64 + 1) * 8
     floats = head_dim * (MAX_CHUNK_TOKENS + 3) + max(num_clusters, 64)
     candidates = candidate_capacity + MAX_CHUNK_TOKENS  # chunks are written whole

@@ -45,7 +45,7 @@ def reference_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=Non
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [32, 48, 64, 96, 128, 256])
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8])
 def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
     rng = new_rng()
     for kv_len in LENGTHS:
@@ -62,14 +62,15 @@ def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [48, 64, 96, 128, 256])
-@pytest.mark.parametrize("group_size", [1, 3, 4, 5])
+@pytest.mark.parametrize("group_size", [1, 3, 4, 5, 8])
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_csr_matches_reference(isa, dtype, head_dim, group_size, per_query_head, pool):
     rng = new_rng()
     kv_len = 1500
     cache = Cache.random(rng, kv_len=kv_len, head_dim=head_dim, dtype=dtype, page_tokens=64)
     num_rows = cache.store.num_kv_heads * (group_size if per_query_head else 1)
-    counts = rng.permutation([0, 1, 31, 32, 33, 400, kv_len, 5, 64, 129][:num_rows])
+    lengths = [0, 1, 31, 32, 33, 400, kv_len, 5, 64, 129, 2, 40, 96, 200, 97, 65]
+    counts = rng.permutation(lengths[:num_rows])
     selection = [np.sort(rng.choice(kv_len, n, replace=False)) for n in counts]
     queries = queries_of(cache, rng, group_size)
     out, lse, weights = native.attend_csr(

@@ -1,9 +1,8 @@
 // Scoring and attention over any tokens of one KV head: one body for dense and sparse, for every dtype.
 // Tiles of rows are named by pointers, so pages and gathers cost the inner loops nothing. In a gather of both, a tile's
 // values are prefetched while its keys are scored, and the next keys while those values are accumulated; in a gather of
-// one, rows are prefetched some tiles ahead. Contiguous tiles are whole pages: all keys, then all values, one sequential
-// run.
-// Included inside a per-ISA namespace after tile_ops-inl.h.
+// one, rows are prefetched some tiles ahead. Contiguous tiles are whole pages: all keys, then all values, one
+// sequential run. Included inside a per-ISA namespace after tile_ops-inl.h.
 
 inline constexpr int kGatherTile = 32;  // rows: enough for DRAM's latency, where most come from there
 inline constexpr int kTilesAhead = 3;   // where keys or values are read alone, and most may be in the cache

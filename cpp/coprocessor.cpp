@@ -20,8 +20,9 @@ bool is_up(int32_t* flag) { return std::atomic_ref<int32_t>(*flag).load(std::mem
 void set(int32_t* flag, int32_t value) { std::atomic_ref<int32_t>(*flag).store(value, std::memory_order_release); }
 
 enum class At : int { idle, preparing, waiting, storing, attending, updating, stalled };
-constexpr const char* kAtNames[] = {"between steps",           "preparing", "waiting for the GPU",
-                                    "storing keys and values", "attending", "updating policy, or preparing the next layer",
+constexpr const char* kAtNames[] = {"between steps",       "preparing",
+                                    "waiting for the GPU", "storing keys and values",
+                                    "attending",           "updating policy, or preparing the next layer",
                                     "stalled on purpose"};
 
 }  // namespace

@@ -1,6 +1,6 @@
 // What TileOps for bf16 are made of with dot-product instructions (AVX512-BF16): two products and an add per lane and
-// instruction. Included inside a per-ISA namespace after tile_ops-inl.h. Weights of values are rounded to bf16, as FlashAttention
-// does. head_dim must be a multiple of 32.
+// instruction. Included inside a per-ISA namespace after tile_ops-inl.h. Weights of values are rounded to bf16, as
+// FlashAttention does. head_dim must be a multiple of 32.
 
 struct PairOps {
   using Query = Bf16;

@@ -1,8 +1,8 @@
 // AMX on top of AVX512-BF16, for bf16: attention of four query heads and more (amx_attention.cpp), and linear layers of
-// more than four rows (batches, verified draft tokens), which the vector kernel passes over several times. A tile multiplies 16 weight rows, as the checkpoint has
-// them, with 16 input rows. Run on a 16-core Xeon: all kernel tests pass, and a 4,096 x 14,336 layer takes 0.62 to 0.67
-// of the vector kernel's time for 8 rows and 0.34 to 0.37 for 16, on 1 and 8 threads. tests/cpp/amx_parity.cpp models
-// the tile instructions in C++ for machines without them.
+// more than four rows (batches, verified draft tokens), which the vector kernel passes over several times. A tile
+// multiplies 16 weight rows, as the checkpoint has them, with 16 input rows. Run on a 16-core Xeon: all kernel tests
+// pass, and a 4,096 x 14,336 layer takes 0.62 to 0.67 of the vector kernel's time for 8 rows and 0.34 to 0.37 for 16,
+// on 1 and 8 threads. tests/cpp/amx_parity.cpp models the tile instructions in C++ for machines without them.
 #include <cstdint>
 
 #include "../kernels.h"

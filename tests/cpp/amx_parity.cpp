@@ -1,5 +1,6 @@
-// The AMX kernel on a CPU without AMX: its tile instructions are replaced by a model in C++, its packing, padding and
-// tile shapes are the real ones. Needs AVX512-BF16, which the kernel falls back to. Prints "no AVX512-BF16" without.
+// The AMX kernels on a CPU without AMX: their tile instructions are replaced by a model in C++, their packing, padding
+// and tile shapes are the real ones. Needs AVX512-BF16, which the kernel falls back to. Prints "no AVX512-BF16"
+// without.
 #include <immintrin.h>
 
 #include <cstring>
@@ -81,6 +82,63 @@ alignas(64) Tiles tiles;
 #define _tile_stored(t, to, stride) ::offload::test::tiles.store(t, to, stride)
 #define _tile_dpbf16ps(c, a, b) ::offload::test::tiles.dpbf16ps(c, a, b)
 #include "isa/amx.cpp"
+#include "isa/amx_attention.cpp"
+
+namespace offload::test {
+
+// Gathered tokens of one KV head: scores, and attention with and without given weights, beside the vector kernels that
+// round as these do.
+void check_attention(int group_size, int head_dim, int64_t n) {
+  constexpr int type = static_cast<int>(DType::bf16);
+  const int64_t total = 2 * n;
+  Exact<Bf16> rows(total * head_dim, 1);
+  rows.fill([] { return from_float<Bf16>(normal()); });
+  const auto page = reinterpret_cast<int64_t>(rows.data());
+  const RowSource source{&page, 0, head_dim * int64_t{sizeof(Bf16)}, 62};
+  Exact<float> query(int64_t{group_size} * head_dim);
+  query.fill([] { return to_float(from_float<Bf16>(normal())); });
+  Exact<int32_t> indices(n);
+  int32_t next = 0;
+  indices.fill([&] { return next += 2; });
+  for (int64_t i = 0; i < n; ++i) indices.data()[i] -= 1;
+  Exact<float> weights(group_size * n);
+  weights.fill([] { return std::abs(normal()); });
+  const TokenSpan tokens{indices.data(), 0, n};
+  const auto score = [&](const KernelTable& kernels) {
+    Exact<float> scores(group_size * n);
+    kernels.score[type]({query.data(), group_size, head_dim, source, tokens, 0.1f, scores.data(), n});
+    return scores;
+  };
+  const auto attend = [&](const KernelTable& kernels, bool given) {
+    Exact<float> acc(int64_t{group_size} * head_dim), row_max(group_size), row_sum(group_size);
+    AttendArgs args{};
+    args.query = query.data();
+    args.group_size = group_size;
+    args.head_dim = head_dim;
+    args.keys = args.values = source;
+    args.tokens = tokens;
+    args.scale = 0.1f;
+    if (given) args.weights = weights.data();
+    args.weight_stride = n;
+    args.acc = acc.data();
+    args.row_max = row_max.data();
+    args.row_sum = row_sum.data();
+    args.ends = true;
+    kernels.attend[type](args);
+    return acc;
+  };
+  const KernelTable &amx = *amx_table(), &vectors = *avx512_bf16_table();
+  const double errors[] = {error_of_sums(score(amx), score(vectors), head_dim),
+                           error_of_sums(attend(amx, true), attend(vectors, true), n),
+                           error_of_sums(attend(amx, false), attend(vectors, false), n)};
+  for (const double error : errors) {
+    CHECK(error < 1e-4, "%lld tokens of %d, %d heads: error %g", static_cast<long long>(n), head_dim, group_size,
+          error);
+  }
+  CHECK(!tiles.configured, "tiles are released");
+}
+
+}  // namespace offload::test
 
 int main() {
   using namespace offload;
@@ -115,5 +173,10 @@ int main() {
     }
   }
   CHECK(multiplied > 0, "the tiles were used");
+  for (const int group_size : {4, 5, 8}) {
+    for (const int head_dim : {32, 64, 96, 128, 256}) {
+      for (const int64_t n : {1, 15, 16, 17, 31, 32, 33, 200}) check_attention(group_size, head_dim, n);
+    }
+  }
   std::puts("ok");
 }

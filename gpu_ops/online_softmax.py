@@ -1,4 +1,4 @@
-"""Device functions that window_attention and paged_attention share: a softmax over tiles of keys.
+"""Device functions that window attention and split KV share: a softmax over tiles of keys.
 
 A state is (row_max, row_sum, acc) of a KV head's group of query heads, in base 2: scores carry the
 factor log2(e), as the GPU's exponential is a power of two.
@@ -31,11 +31,57 @@ def load_query(
 
 
 @jit
-def attend_tile(
+def score_tile(
     q: tl.tensor,
     keys: tl.tensor,  # pointer to the first key of the tile; rows of HEAD_DIM follow each other
-    values: tl.tensor,
     num_tokens: tl.tensor,  # of the tile, at least 1
+    scale: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_G, BLOCK_T]: the scores; -inf where there is no token."""
+    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    exists = t < num_tokens
+    inside = exists[:, None] & (d < HEAD_DIM)[None, :]
+    # The compiler knows nothing of addresses from a page table; rows are whole 16-byte vectors.
+    offsets = t[:, None] * HEAD_DIM + d[None, :]
+    k = tl.load(tl.multiple_of(keys + offsets, (16, 16)), inside, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    return tl.where(exists[None, :], scores, float("-inf"))
+
+
+@jit
+def weigh_tile(
+    scores: tl.tensor,
+    values: tl.tensor,  # as keys
+    num_tokens: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    acc: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """The state after the tile of these scores."""
+    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    inside = (t < num_tokens)[:, None] & (d < HEAD_DIM)[None, :]
+    offsets = t[:, None] * HEAD_DIM + d[None, :]
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    decay = tl.exp2(row_max - new_max)
+    v = tl.load(tl.multiple_of(values + offsets, (16, 16)), inside, other=0.0)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_max, row_sum * decay + tl.sum(weights, 1), acc
+
+
+@jit
+def attend_tile(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    num_tokens: tl.tensor,
     scale: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
@@ -45,21 +91,10 @@ def attend_tile(
     BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
     """The state after the tile. Each key and value is loaded once for the whole group."""
-    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    exists = t < num_tokens
-    inside = exists[:, None] & (d < HEAD_DIM)[None, :]
-    # The compiler knows nothing of addresses from a page table; rows are whole 16-byte vectors.
-    offsets = t[:, None] * HEAD_DIM + d[None, :]
-    k = tl.load(tl.multiple_of(keys + offsets, (16, 16)), inside, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where(exists[None, :], scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
-    decay = tl.exp2(row_max - new_max)
-    v = tl.load(tl.multiple_of(values + offsets, (16, 16)), inside, other=0.0)
-    acc = acc * decay[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-    return new_max, row_sum * decay + tl.sum(weights, 1), acc
+    scores = score_tile(q, keys, num_tokens, scale, HEAD_DIM, BLOCK_T, BLOCK_D)
+    return weigh_tile(
+        scores, values, num_tokens, row_max, row_sum, acc, HEAD_DIM, BLOCK_T, BLOCK_D
+    )
 
 
 def tile_tokens(head_dim: int, itemsize: int) -> int:

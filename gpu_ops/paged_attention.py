@@ -1,14 +1,6 @@
-"""Decode attention over GPU pages: the layers whose KV stays on the GPU.
-
-Flash decoding: every row's tokens are split into equal pieces, each attended to by one program per
-KV head, and a second kernel merges the pieces. The grid is fixed when a CUDA graph is captured, so
-the number of splits is too; how long they are is computed on the device from the row's position.
-All splits of the longest row run at once on the whole GPU, whatever the lengths of the others.
-"""
+"""Decode attention over GPU pages: the layers whose KV stays on the GPU."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -20,132 +12,18 @@ from gpu_ops.checks import (
     check_page_tokens,
     check_tensor,
 )
-from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
-from gpu_ops.online_softmax import MIN_GROUP, attend_tile, load_query, tile_tokens
+from gpu_ops.launch import runs_kernel
 from gpu_ops.rope_publish import page_at
+from gpu_ops.split_kv import PROGRAMS_PER_MULTIPROCESSOR, attend_pages
 from gpu_ops.window_attention import attend_reference
 
-_PROGRAMS_PER_MULTIPROCESSOR = 2
 _MAX_SPLITS = 128
-# Rows of a batch fill the GPU together, so that their pieces need not be as small.
-_MAX_TILES_PER_SPLIT = 8
-# Of these, one is for the address that the next tile of keys is loaded from.
-_NUM_STAGES = 5
 
 
 def num_kv_splits(num_kv_heads: int, num_multiprocessors: int) -> int:
     """Splits with which one row fills the GPU: two programs on each multiprocessor."""
-    programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+    programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
     return max(1, min(_MAX_SPLITS, programs // num_kv_heads))
-
-
-@jit
-def split_length(
-    kv_len: tl.tensor, NUM_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, MIN_TILES: tl.constexpr
-) -> tl.tensor:
-    """Tokens of every split but the last: whole tiles."""
-    tiles = tl.cdiv(kv_len, NUM_SPLITS * BLOCK_T)
-    return tl.maximum(tiles, MIN_TILES) * BLOCK_T
-
-
-@jit
-def paged_attention_kernel(
-    query: tl.tensor,
-    page_table: tl.tensor,
-    positions: tl.tensor,
-    partial_out: tl.tensor,
-    partial_lse: tl.tensor,  # in base 2
-    max_pages: tl.tensor,
-    scale: tl.tensor,  # sm_scale * log2(e)
-    NUM_SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_T: tl.constexpr,  # divides PAGE_TOKENS: a tile lies in one page, contiguous
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """One program per split, KV head and row."""
-    split, kv_head = tl.program_id(0), tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    kv_len = (tl.load(positions + row) + 1).to(tl.int32)
-    length = split_length(kv_len, NUM_SPLITS, BLOCK_T, MIN_TILES)
-    first = split * length
-    last = tl.minimum(first + length, kv_len)
-    if first >= last:
-        return  # nor does the second kernel read it
-
-    first_head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE
-    q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
-    pages = page_table + row * max_pages
-    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(first, last, BLOCK_T):
-        page = tl.load(pages + start // PAGE_TOKENS).to(tl.pointer_type(query.dtype.element_ty))
-        keys = page + (kv_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * HEAD_DIM
-        row_max, row_sum, acc = attend_tile(
-            q,
-            keys,
-            keys + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM,
-            last - start,
-            scale,
-            row_max,
-            row_sum,
-            acc,
-            HEAD_DIM,
-            BLOCK_T,
-            BLOCK_D,
-        )
-
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    target = (first_head + g) * NUM_SPLITS + split
-    inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
-    o = acc / row_sum[:, None]
-    tl.store(partial_out + target[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
-    tl.store(partial_lse + target, row_max + tl.log2(row_sum), mask=g < GROUP_SIZE)
-
-
-@jit
-def merge_splits_kernel(
-    partial_out: tl.tensor,
-    partial_lse: tl.tensor,
-    positions: tl.tensor,
-    out: tl.tensor,
-    NUM_SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    NUM_QO_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,  # of the kernel before
-    BLOCK_S: tl.constexpr,  # at least NUM_SPLITS
-    TILE_S: tl.constexpr,  # of splits; divides BLOCK_S
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """One program per row and query head."""
-    row = tl.program_id(0).to(tl.int64)
-    head = row * NUM_QO_HEADS + tl.program_id(1)
-    kv_len = (tl.load(positions + row) + 1).to(tl.int32)
-    used = tl.cdiv(kv_len, split_length(kv_len, NUM_SPLITS, BLOCK_T, MIN_TILES))
-    d = tl.arange(0, BLOCK_D)
-    inside = d < HEAD_DIM
-
-    splits = tl.arange(0, BLOCK_S)
-    of_head = partial_lse + head * NUM_SPLITS
-    largest = tl.max(tl.load(of_head + splits, mask=splits < used, other=float("-inf")), 0)
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, used, TILE_S):
-        s = start + tl.arange(0, TILE_S)
-        lse = tl.load(of_head + s, mask=s < used, other=float("-inf"))
-        weights = tl.exp2(lse - largest)
-        rows = partial_out + (head * NUM_SPLITS + s)[:, None] * HEAD_DIM + d[None, :]
-        o = tl.load(rows, mask=(s < used)[:, None] & inside[None, :], other=0.0)
-        acc += tl.sum(weights[:, None] * o, 0)
-        total += tl.sum(weights, 0)
-    o = acc / tl.where(total > 0, total, 1.0)  # an inactive row has no splits: 0
-    tl.store(out + head * HEAD_DIM + d, o.to(out.dtype.element_ty), mask=inside)
 
 
 def paged_decode_attention(
@@ -202,44 +80,21 @@ def paged_decode_attention(
             sm_scale=sm_scale,
             out=out,
         )
-    block_t = min(page_tokens, tile_tokens(head_dim, query.element_size()))
-    block_d = next_power_of_2(head_dim)
-    block_s = next_power_of_2(num_splits)
-    min_tiles = min(n, _MAX_TILES_PER_SPLIT)
-    paged_attention_kernel[(num_splits, num_kv_heads, n)](
+    attend_pages(
         query,
         page_table,
         positions,
-        partial_out,
-        partial_lse,
-        page_table.shape[1],
-        sm_scale * math.log2(math.e),
-        num_splits,
-        min_tiles,
-        num_kv_heads,
-        group_size,
-        head_dim,
-        page_tokens,
-        max(MIN_GROUP, next_power_of_2(group_size)),
-        block_t,
-        block_d,
-        num_warps=4,
-        num_stages=_NUM_STAGES,
-    )
-    merge_splits_kernel[(n, num_qo_heads)](
-        partial_out,
-        partial_lse,
-        positions,
-        out,
-        num_splits,
-        min_tiles,
-        num_qo_heads,
-        head_dim,
-        block_t,
-        block_s,
-        min(16, block_s),
-        block_d,
-        num_warps=4,
+        None,
+        page_heads=num_kv_heads,
+        group_size=group_size,
+        page_tokens=page_tokens,
+        sm_scale=sm_scale,
+        partial_out=partial_out,
+        partial_lse=partial_lse,
+        out=out,
+        lse=None,
+        scores=None,
+        launch=None,
     )
 
 
@@ -261,8 +116,20 @@ def paged_decode_attention_reference(
         if position < 0:
             continue
         kv_len = position + 1
-        addresses = page_table[row, : -(-kv_len // page_tokens)].tolist()
-        pages = [page_at(address, page_shape, query.dtype) for address in addresses]
-        kv = torch.cat(pages, dim=2)[:, :, :kv_len]
+        kv = gather_pages(page_table[row], kv_len, page_shape, query.dtype)
         o, _ = attend_reference(query[row].view(-1, head_dim), kv[0], kv[1], sm_scale)
         out[row] = o.flatten()
+
+
+def gather_pages(
+    page_table: Tensor, kv_len: int, page_shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> Tensor:
+    """[2, heads, kv_len, head_dim]: a row's tokens, copied from its pages in CPU memory.
+
+    Args:
+        page_table: int64 [max_pages], addresses.
+        page_shape: (2, heads, page_tokens, head_dim).
+    """
+    addresses = page_table[: -(-kv_len // page_shape[2])].tolist()
+    pages = [page_at(address, page_shape, dtype) for address in addresses]
+    return torch.cat(pages, dim=2)[:, :, :kv_len]

@@ -1,0 +1,249 @@
+"""Flash decoding over pages of KV on the GPU: what paged and retrieval attention share.
+
+Every row's tokens are split into equal pieces, each attended to by one program per KV head, and a
+second kernel merges the pieces. The grid is fixed when a CUDA graph is captured, so the number of
+splits is too; how long they are is computed on the device from the row's position. All splits of
+the longest row run at once on the whole GPU, whatever the lengths of the others.
+
+Why a second launch and not the last program to arrive: with one KV head there are 264 pieces of
+each of its query heads, half a megabyte that a single multiprocessor would read one after the other
+(5 us and more), and that a launch reads on many.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gpu_ops.launch import jit, next_power_of_2, tl
+from gpu_ops.online_softmax import MIN_GROUP, load_query, score_tile, tile_tokens, weigh_tile
+
+PROGRAMS_PER_MULTIPROCESSOR = 2
+# Rows of a batch fill the GPU together, so that their pieces need not be as small.
+_MAX_TILES_PER_SPLIT = 8
+_MERGED_ELEMENTS = 4096  # of the pieces of a head, that a program has in registers at once
+_MANY_SPLITS = 64  # beyond, the merge of a head is worth several programs
+
+
+@dataclass(frozen=True)
+class SplitLaunch:
+    """How a split is computed.
+
+    Args:
+        tile_tokens: keys that are loaded together, a power of two of at least 16; a page may be
+            smaller.
+        num_warps: of a program.
+        num_stages: tiles in flight; one is for the address that the next tile is loaded from.
+    """
+
+    tile_tokens: int
+    num_warps: int = 4
+    num_stages: int = 5
+
+    @classmethod
+    def default(cls, head_dim: int, itemsize: int) -> SplitLaunch:
+        """What two programs on each multiprocessor have the shared memory for."""
+        return cls(tile_tokens(head_dim, itemsize))
+
+
+@jit
+def split_length(
+    kv_len: tl.tensor, NUM_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, MIN_TILES: tl.constexpr
+) -> tl.tensor:
+    """Tokens of every split but the last: whole tiles."""
+    tiles = tl.cdiv(kv_len, NUM_SPLITS * BLOCK_T)
+    return tl.maximum(tiles, MIN_TILES) * BLOCK_T
+
+
+@jit
+def paged_attention_kernel(
+    query: tl.tensor,
+    page_table: tl.tensor,
+    positions: tl.tensor,
+    heads: tl.tensor,  # the KV head of each head in a page; None: pages have all, in order
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,  # in base 2
+    scores: tl.tensor,  # None, or of [row, head in a page, query head of the group, token]; base 2
+    max_pages: tl.tensor,
+    max_tokens: tl.tensor,  # of scores
+    scale: tl.tensor,  # sm_scale * log2(e)
+    NUM_SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PAGE_HEADS: tl.constexpr,
+    NUM_QO_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # divides PAGE_TOKENS: a tile lies in one page, contiguous
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program per split, head of the pages and row."""
+    split, page_head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    kv_len = (tl.load(positions + row) + 1).to(tl.int32)
+    length = split_length(kv_len, NUM_SPLITS, BLOCK_T, MIN_TILES)
+    first = split * length
+    last = tl.minimum(first + length, kv_len)
+    if first >= last:
+        return  # nor does the second kernel read it
+
+    kv_head = page_head
+    if heads is not None:
+        kv_head = tl.load(heads + page_head)
+    first_head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE
+    q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
+    pages = page_table + row * max_pages
+    g, t, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(first, last, BLOCK_T):
+        page = tl.load(pages + start // PAGE_TOKENS).to(tl.pointer_type(query.dtype.element_ty))
+        keys = page + (page_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * HEAD_DIM
+        of_tile = score_tile(q, keys, last - start, scale, HEAD_DIM, BLOCK_T, BLOCK_D)
+        if scores is not None:
+            score_row = (row * PAGE_HEADS + page_head) * GROUP_SIZE + g
+            target = scores + score_row[:, None] * max_tokens + (start + t)[None, :]
+            kept = (g < GROUP_SIZE)[:, None] & (start + t < last)[None, :]
+            tl.store(target, of_tile, mask=kept)
+        row_max, row_sum, acc = weigh_tile(
+            of_tile,
+            keys + PAGE_HEADS * PAGE_TOKENS * HEAD_DIM,
+            last - start,
+            row_max,
+            row_sum,
+            acc,
+            HEAD_DIM,
+            BLOCK_T,
+            BLOCK_D,
+        )
+
+    target = (first_head + g) * NUM_SPLITS + split
+    inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
+    o = acc / row_sum[:, None]
+    tl.store(partial_out + target[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
+    tl.store(partial_lse + target, row_max + tl.log2(row_sum), mask=g < GROUP_SIZE)
+
+
+@jit
+def merge_splits_kernel(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    positions: tl.tensor,
+    heads: tl.tensor,  # as above
+    out: tl.tensor,
+    lse: tl.tensor,  # natural log; None: nobody wants it
+    NUM_SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    NUM_QO_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # of the kernel before
+    BLOCK_S: tl.constexpr,  # at least NUM_SPLITS
+    TILE_S: tl.constexpr,  # of splits; divides BLOCK_S
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program per row, query head of the pages' heads, and BLOCK_D elements of it."""
+    row = tl.program_id(0).to(tl.int64)
+    page_head, piece = tl.program_id(1) // GROUP_SIZE, tl.program_id(2)
+    kv_head = page_head
+    if heads is not None:
+        kv_head = tl.load(heads + page_head)
+    head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE + tl.program_id(1) % GROUP_SIZE
+    kv_len = (tl.load(positions + row) + 1).to(tl.int32)
+    used = tl.cdiv(kv_len, split_length(kv_len, NUM_SPLITS, BLOCK_T, MIN_TILES))
+    d = piece * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = d < HEAD_DIM
+
+    splits = tl.arange(0, BLOCK_S)
+    of_head = partial_lse + head * NUM_SPLITS
+    largest = tl.max(tl.load(of_head + splits, mask=splits < used, other=float("-inf")), 0)
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, used, TILE_S):
+        s = start + tl.arange(0, TILE_S)
+        of_split = tl.load(of_head + s, mask=s < used, other=float("-inf"))
+        weights = tl.exp2(of_split - largest)
+        rows = partial_out + (head * NUM_SPLITS + s)[:, None] * HEAD_DIM + d[None, :]
+        o = tl.load(rows, mask=(s < used)[:, None] & inside[None, :], other=0.0)
+        acc += tl.sum(weights[:, None] * o, 0)
+        total += tl.sum(weights, 0)
+    total = tl.where(used > 0, total, 1.0)  # an inactive row has no splits: 0, and an lse of -inf
+    tl.store(out + head * HEAD_DIM + d, (acc / total).to(out.dtype.element_ty), mask=inside)
+    if lse is not None:
+        tl.store(lse + head, (largest + tl.log2(total)) * 0.6931471805599453, mask=piece == 0)
+
+
+def attend_pages(
+    query: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    heads: Tensor | None,
+    *,
+    page_heads: int,
+    group_size: int,
+    page_tokens: int,
+    sm_scale: float,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scores: Tensor | None,
+    launch: SplitLaunch | None,
+) -> None:
+    """Launch both kernels; the wrappers have checked the operands."""
+    n, num_qo_heads, num_splits, head_dim = partial_out.shape
+    launch = launch or SplitLaunch.default(head_dim, query.element_size())
+    block_t = min(page_tokens, launch.tile_tokens)
+    block_d = next_power_of_2(head_dim)
+    min_tiles = min(n, _MAX_TILES_PER_SPLIT)
+    paged_attention_kernel[(num_splits, page_heads, n)](
+        query,
+        page_table,
+        positions,
+        heads,
+        partial_out,
+        partial_lse,
+        scores,
+        page_table.shape[1],
+        0 if scores is None else scores.shape[-1],
+        sm_scale * math.log2(math.e),
+        num_splits,
+        min_tiles,
+        page_heads,
+        num_qo_heads,
+        group_size,
+        head_dim,
+        page_tokens,
+        max(MIN_GROUP, next_power_of_2(group_size)),
+        block_t,
+        block_d,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    block_s = next_power_of_2(num_splits)
+    merged_d, tile_s = block_d, min(16, block_s)
+    if num_splits > _MANY_SPLITS:
+        merged_d = min(32, block_d)
+        tile_s = min(block_s, _MERGED_ELEMENTS // merged_d)
+    merge_splits_kernel[(n, page_heads * group_size, -(-head_dim // merged_d))](
+        partial_out,
+        partial_lse,
+        positions,
+        heads,
+        out,
+        lse,
+        num_splits,
+        min_tiles,
+        num_qo_heads,
+        group_size,
+        head_dim,
+        block_t,
+        block_s,
+        tile_s,
+        merged_d,
+        num_warps=4,
+    )

@@ -23,6 +23,7 @@ from gpu_ops.checks import (
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.online_softmax import MIN_GROUP, attend_tile, load_query, tile_tokens
 from gpu_ops.rope_publish import page_at
+from gpu_ops.split_state import merge_states, split_length, store_state
 from gpu_ops.window_attention import attend_reference
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -37,15 +38,6 @@ def num_kv_splits(num_kv_heads: int, num_multiprocessors: int) -> int:
     """Splits with which one row fills the GPU: two programs on each multiprocessor."""
     programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
     return max(1, min(_MAX_SPLITS, programs // num_kv_heads))
-
-
-@jit
-def split_length(
-    kv_len: tl.tensor, NUM_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, MIN_TILES: tl.constexpr
-) -> tl.tensor:
-    """Tokens of every split but the last: whole tiles."""
-    tiles = tl.cdiv(kv_len, NUM_SPLITS * BLOCK_T)
-    return tl.maximum(tiles, MIN_TILES) * BLOCK_T
 
 
 @jit
@@ -100,12 +92,19 @@ def paged_attention_kernel(
             BLOCK_D,
         )
 
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    target = (first_head + g) * NUM_SPLITS + split
-    inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
-    o = acc / row_sum[:, None]
-    tl.store(partial_out + target[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
-    tl.store(partial_lse + target, row_max + tl.log2(row_sum), mask=g < GROUP_SIZE)
+    slots = (first_head + tl.arange(0, BLOCK_G)) * NUM_SPLITS + split
+    store_state(
+        partial_out,
+        partial_lse,
+        slots,
+        row_max,
+        row_sum,
+        acc,
+        GROUP_SIZE,
+        HEAD_DIM,
+        BLOCK_G,
+        BLOCK_D,
+    )
 
 
 @jit
@@ -129,23 +128,11 @@ def merge_splits_kernel(
     kv_len = (tl.load(positions + row) + 1).to(tl.int32)
     used = tl.cdiv(kv_len, split_length(kv_len, NUM_SPLITS, BLOCK_T, MIN_TILES))
     d = tl.arange(0, BLOCK_D)
-    inside = d < HEAD_DIM
-
-    splits = tl.arange(0, BLOCK_S)
-    of_head = partial_lse + head * NUM_SPLITS
-    largest = tl.max(tl.load(of_head + splits, mask=splits < used, other=float("-inf")), 0)
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, used, TILE_S):
-        s = start + tl.arange(0, TILE_S)
-        lse = tl.load(of_head + s, mask=s < used, other=float("-inf"))
-        weights = tl.exp2(lse - largest)
-        rows = partial_out + (head * NUM_SPLITS + s)[:, None] * HEAD_DIM + d[None, :]
-        o = tl.load(rows, mask=(s < used)[:, None] & inside[None, :], other=0.0)
-        acc += tl.sum(weights[:, None] * o, 0)
-        total += tl.sum(weights, 0)
+    _, total, acc = merge_states(
+        partial_out, partial_lse, head * NUM_SPLITS, 1, used, d, HEAD_DIM, BLOCK_S, TILE_S
+    )
     o = acc / tl.where(total > 0, total, 1.0)  # an inactive row has no splits: 0
-    tl.store(out + head * HEAD_DIM + d, o.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + head * HEAD_DIM + d, o.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 def paged_decode_attention(

@@ -1,0 +1,319 @@
+"""Attention to rows that `gather_rows` brought, merged into what the window has given.
+
+Split over tokens as `paged_attention`: a grid that is fixed at capture, pieces whose length is
+computed from the counts on the device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gpu_ops.checks import check_dtype, check_group, check_tensor
+from gpu_ops.gather_rows import check_fixed, check_gathered, check_units, gathered_tokens
+from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_tile, load_query, tile_tokens
+from gpu_ops.paged_attention import num_kv_splits
+from gpu_ops.split_state import merge_states, split_length, store_state
+from gpu_ops.window_attention import attend_reference
+
+_MIN_TOKENS_PER_SPLIT = 32
+_MAX_TILES_PER_SPLIT = 8  # at least, in a batch whose rows fill the GPU together
+
+
+def num_gathered_splits(num_heads: int, capacity: int, num_multiprocessors: int) -> int:
+    """Splits with which the heads of one row fill the GPU, as far as there are tokens for them."""
+    by_tokens = -(-capacity // _MIN_TOKENS_PER_SPLIT)
+    return max(1, min(by_tokens, num_kv_splits(num_heads, num_multiprocessors)))
+
+
+@jit
+def gathered_attention_kernel(
+    query: tl.tensor,
+    gathered: tl.tensor,
+    counts: tl.tensor,
+    positions: tl.tensor,
+    heads: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    capacity: tl.tensor,
+    scale: tl.tensor,  # sm_scale * log2(e)
+    NUM_SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_UNITS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    FIXED_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program per split, gathered head and row."""
+    split, slot = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    kv_head = tl.load(heads + slot)
+    num_tokens = gathered_tokens(counts, positions, row, kv_head, capacity, FIXED_TOKENS, NUM_UNITS)
+    length = split_length(num_tokens, NUM_SPLITS, BLOCK_T, MIN_TILES)
+    first = split * length
+    last = tl.minimum(first + length, num_tokens)
+    if first >= last:
+        return  # nor does the second kernel read it
+
+    q = load_query(
+        query,
+        (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE,
+        GROUP_SIZE,
+        HEAD_DIM,
+        BLOCK_G,
+        BLOCK_D,
+    )
+    keys = gathered + (row * 2 * NUM_HEADS + slot) * capacity * HEAD_DIM
+    values = keys + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM
+    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(first, last, BLOCK_T):
+        row_max, row_sum, acc = attend_tile(
+            q,
+            keys + start * HEAD_DIM,
+            values + start * HEAD_DIM,
+            last - start,
+            scale,
+            row_max,
+            row_sum,
+            acc,
+            HEAD_DIM,
+            BLOCK_T,
+            BLOCK_D,
+        )
+    g = tl.arange(0, BLOCK_G)
+    slots = ((row * NUM_HEADS + slot) * GROUP_SIZE + g) * NUM_SPLITS + split
+    store_state(
+        partial_out,
+        partial_lse,
+        slots,
+        row_max,
+        row_sum,
+        acc,
+        GROUP_SIZE,
+        HEAD_DIM,
+        BLOCK_G,
+        BLOCK_D,
+    )
+
+
+@jit
+def merge_gathered_kernel(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    counts: tl.tensor,
+    positions: tl.tensor,
+    heads: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    capacity: tl.tensor,
+    NUM_SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_UNITS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    FIXED_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # of the kernel before
+    BLOCK_S: tl.constexpr,
+    TILE_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program per query head of the gathered KV heads, and row."""
+    member, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kv_head = tl.load(heads + member // GROUP_SIZE)
+    num_tokens = gathered_tokens(counts, positions, row, kv_head, capacity, FIXED_TOKENS, NUM_UNITS)
+    if num_tokens == 0:
+        return  # the window's part is the whole
+    used = tl.cdiv(num_tokens, split_length(num_tokens, NUM_SPLITS, BLOCK_T, MIN_TILES))
+    d = tl.arange(0, BLOCK_D)
+    first_slot = (row * NUM_HEADS * GROUP_SIZE + member) * NUM_SPLITS
+    largest, total, acc = merge_states(
+        partial_out, partial_lse, first_slot, 1, used, d, HEAD_DIM, BLOCK_S, TILE_S
+    )
+
+    head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE + member % GROUP_SIZE
+    window = tl.load(lse + head) * 1.4426950408889634  # base 2
+    window_out = tl.load(out + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+    # A part of no tokens may be anything.
+    window_out = tl.where(window > float("-inf"), window_out, 0.0)
+    new_largest = tl.maximum(largest, window)
+    weight, window_weight = tl.exp2(largest - new_largest), tl.exp2(window - new_largest)
+    new_total = total * weight + window_weight
+    o = (acc * weight + window_out * window_weight) / new_total
+    tl.store(out + head * HEAD_DIM + d, o, mask=d < HEAD_DIM)
+    tl.store(lse + head, (new_largest + tl.log2(new_total)) * 0.6931471805599453)
+
+
+def gathered_attention(
+    query: Tensor,
+    gathered: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    heads: Tensor,
+    *,
+    group_size: int,
+    sink_tokens: int,
+    recent_tokens: int,
+    sm_scale: float,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend the query heads of `heads` to their gathered tokens, and merge that into (out, lse).
+
+    Heads that gathered nothing, other heads, and inactive rows stay as they are.
+
+    Args:
+        query: [n, num_qo_heads * head_dim].
+        gathered: [n, 2, num_heads, capacity, head_dim] in query's dtype, as `gather_rows` fills it.
+        counts: int32 [n, num_units] of `gather_rows`: tokens of each selection, of which the sinks
+            and the recent ones are not gathered. num_units is num_kv_heads, or 1.
+        positions: int64 [n], -1 for an inactive row.
+        heads: int32 [num_heads], distinct KV heads.
+        partial_out, partial_lse: scratch, float32 [n, num_heads * group_size, num_splits, head_dim]
+            and [n, num_heads * group_size, num_splits] with the num_splits of
+            `num_gathered_splits`.
+        out: float32 [n, num_qo_heads * head_dim]: on entry attention to the window, normalised.
+        lse: float32 [n, num_qo_heads], natural log; -inf where the window attended to nothing, and
+            then `out` may be anything.
+
+    Raises:
+        ValueError: operands that do not fit together.
+    """
+    check_dtype("query", query)
+    device = query.device
+    check_tensor("gathered", gathered, gathered.shape, query.dtype, device)
+    n, num_heads, capacity, head_dim = check_gathered("gathered", gathered, device)
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
+    num_qo_heads = query.shape[-1] // head_dim
+    num_kv_heads = num_qo_heads // group_size
+    check_group(num_qo_heads, num_kv_heads)
+    num_units = check_units(counts, num_kv_heads)
+    fixed_tokens = check_fixed(sink_tokens, recent_tokens)
+    if partial_lse.dim() != 3:
+        raise ValueError(
+            "partial_lse must be [n, num_heads * group_size, num_splits],"
+            f" got {list(partial_lse.shape)}"
+        )
+    num_splits = partial_lse.shape[2]
+    shape = (n, num_kv_heads * group_size * head_dim)
+    partial = (n, num_heads * group_size, num_splits)
+    check_tensor("query", query, shape, query.dtype, device)
+    check_tensor("counts", counts, (n, num_units), torch.int32, device)
+    check_tensor("positions", positions, (n,), torch.int64, device)
+    check_tensor("heads", heads, (num_heads,), torch.int32, device)
+    check_tensor("partial_lse", partial_lse, partial, torch.float32, device)
+    check_tensor("partial_out", partial_out, (*partial, head_dim), torch.float32, device)
+    check_tensor("out", out, shape, torch.float32, device)
+    check_tensor("lse", lse, (n, num_kv_heads * group_size), torch.float32, device)
+    if not runs_kernel(query):
+        return gathered_attention_reference(
+            query,
+            gathered,
+            counts,
+            positions,
+            heads,
+            group_size=group_size,
+            fixed_tokens=fixed_tokens,
+            sm_scale=sm_scale,
+            out=out,
+            lse=lse,
+        )
+    block_t = tile_tokens(head_dim, query.element_size())
+    block_d = next_power_of_2(head_dim)
+    block_s = next_power_of_2(num_splits)
+    min_tiles = min(n, _MAX_TILES_PER_SPLIT)
+    gathered_attention_kernel[(num_splits, num_heads, n)](
+        query,
+        gathered,
+        counts,
+        positions,
+        heads,
+        partial_out,
+        partial_lse,
+        capacity,
+        sm_scale * math.log2(math.e),
+        num_splits,
+        min_tiles,
+        num_heads,
+        num_units,
+        num_kv_heads,
+        group_size,
+        fixed_tokens,
+        head_dim,
+        max(MIN_GROUP, next_power_of_2(group_size)),
+        block_t,
+        block_d,
+        num_warps=4,
+        num_stages=NUM_STAGES,
+    )
+    merge_gathered_kernel[(num_heads * group_size, n)](
+        partial_out,
+        partial_lse,
+        counts,
+        positions,
+        heads,
+        out,
+        lse,
+        capacity,
+        num_splits,
+        min_tiles,
+        num_heads,
+        num_units,
+        num_kv_heads,
+        group_size,
+        fixed_tokens,
+        head_dim,
+        block_t,
+        block_s,
+        min(16, block_s),
+        block_d,
+        num_warps=4,
+    )
+
+
+def gathered_attention_reference(
+    query: Tensor,
+    gathered: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    heads: Tensor,
+    *,
+    group_size: int,
+    fixed_tokens: int,
+    sm_scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """`gathered_attention` by torch, in float32."""
+    head_dim = gathered.shape[4]
+    for row, position in enumerate(positions.tolist()):
+        for slot, kv_head in enumerate(heads.tolist() if position >= 0 else ()):
+            count = int(counts[row, kv_head if counts.shape[1] > 1 else 0])
+            num_tokens = min(max(count - fixed_tokens, 0), gathered.shape[3])
+            if not num_tokens:
+                continue
+            group = slice(kv_head * group_size, (kv_head + 1) * group_size)
+            kv = gathered[row, :, slot : slot + 1, :num_tokens]
+            q = query[row].view(-1, head_dim)[group]
+            o, part = attend_reference(q, kv[0], kv[1], sm_scale)
+            window, window_out = lse[row, group], out[row].view(-1, head_dim)[group]
+            window_out.masked_fill_((window == float("-inf"))[:, None], 0.0)
+            largest = torch.maximum(part, window)
+            weight, window_weight = (part - largest).exp(), (window - largest).exp()
+            total = weight + window_weight
+            window_out.mul_((window_weight / total)[:, None]).add_(o * (weight / total)[:, None])
+            window.copy_(largest + total.log())

@@ -1,0 +1,457 @@
+"""Decode attention over GPU pages of dense and block-sparse KV heads in one launch.
+
+LycheeDecode's kernel: few heads attend to everything, the others to some blocks each, so that heads
+differ in their work by a factor of thirty. The tiles of all (row, KV head) pairs are therefore one
+sequence, of which every program takes an equal share (stream-K): it may attend for the end of one
+pair and the beginning of the next, and leaves a partial state for each. A second kernel merges
+them. Both compute the shares from the counts and positions on the device, so that one capture
+serves all lengths and lists.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_ops.checks import (
+    MIN_PAGE_TOKENS,
+    check_dtype,
+    check_group,
+    check_head_dim,
+    check_page_tokens,
+    check_tensor,
+)
+from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.online_softmax import MIN_GROUP, attend_tile, load_query, tile_tokens
+from gpu_ops.rope_publish import page_at
+from gpu_ops.split_state import merge_states, store_state
+from gpu_ops.window_attention import attend_reference
+
+DENSE = -1  # a block count: the head attends to all tokens
+
+_MERGE_PROGRAMS = 128  # that the merge has at least, by parts of a head's output
+
+
+@dataclass(frozen=True)
+class HybridLaunch:
+    """How the kernels are launched.
+
+    Attributes:
+        tile_tokens: keys that a program attends to at a time, a power of two; None takes what
+            `online_softmax` does. Never more than a page or a block.
+        num_warps, num_stages: of a program of the first kernel.
+        segment_tiles: what each pair counts for beyond its tiles, as a program that changes over to
+            another pair has nothing in flight for a while.
+        merges_early: the merge is launched while the first kernel runs, and waits for it on the
+            GPU (programmatic dependent launch; from compute capability 9.0).
+    """
+
+    tile_tokens: int | None = None
+    num_warps: int = 4
+    num_stages: int = 4
+    segment_tiles: int = 1
+    merges_early: bool = False
+
+
+_LAUNCH = HybridLaunch()
+
+
+def hybrid_programs(num_multiprocessors: int) -> int:
+    """Programs that fill the GPU at once: two on each multiprocessor."""
+    return 2 * num_multiprocessors
+
+
+@jit
+def count_tiles(
+    block_counts: tl.tensor,
+    positions: tl.tensor,
+    pair: tl.tensor,
+    num_pairs: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> tl.tensor:
+    """Tiles that each pair attends to."""
+    exists = pair < num_pairs
+    count = tl.load(block_counts + pair, mask=exists, other=0)
+    position = tl.load(positions + pair // NUM_KV_HEADS, mask=exists, other=-1)
+    kv_len = (position + 1).to(tl.int32)
+    tiles = tl.where(count < 0, tl.cdiv(kv_len, BLOCK_T), count * (BLOCK_TOKENS // BLOCK_T))
+    return tl.where(kv_len > 0, tiles, 0)
+
+
+@jit
+def tile_start(
+    blocks: tl.tensor,
+    tile: tl.tensor,
+    last: tl.tensor,
+    is_dense: tl.tensor,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> tl.tensor:
+    """The first token of a pair's tile; of one from `last` on, something that is not used."""
+    nth = tile // (BLOCK_TOKENS // BLOCK_T)
+    # Dense is the list of all blocks.
+    block = tl.load(blocks + nth, mask=(is_dense == 0) & (tile < last), other=nth)
+    return block * BLOCK_TOKENS + tile % (BLOCK_TOKENS // BLOCK_T) * BLOCK_T
+
+
+@jit
+def hybrid_attention_kernel(
+    query: tl.tensor,
+    page_table: tl.tensor,
+    positions: tl.tensor,
+    block_indices: tl.tensor,
+    block_counts: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    num_pairs: tl.tensor,
+    max_pages: tl.tensor,
+    max_blocks: tl.tensor,
+    scale: tl.tensor,  # sm_scale * log2(e)
+    SEGMENT_TILES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # at least num_pairs
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # divides PAGE_TOKENS and BLOCK_TOKENS
+    BLOCK_D: tl.constexpr,
+    MERGES_EARLY: tl.constexpr,
+) -> None:
+    """Each program takes a share of the tiles of all pairs, one pair after the other."""
+    if MERGES_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.arange(0, BLOCK_P)
+    tiles = count_tiles(
+        block_counts, positions, pair, num_pairs, NUM_KV_HEADS, BLOCK_TOKENS, BLOCK_T
+    )
+    lengths = tl.where(tiles > 0, tiles + SEGMENT_TILES, 0)
+    ends = tl.cumsum(lengths, 0)
+    total = tl.sum(lengths, 0)
+    program = tl.program_id(0).to(tl.int64)
+    num_programs = tl.minimum(tl.num_programs(0), total)
+    if program >= num_programs:
+        return
+    begin = (program * total // num_programs).to(tl.int32)
+    end = ((program + 1) * total // num_programs).to(tl.int32)
+    first_pair = tl.sum((ends <= begin).to(tl.int32), 0)
+    last_pair = tl.sum((ends < end).to(tl.int32), 0)
+
+    for current in range(first_pair, last_pair + 1):
+        num_tiles = tl.sum(tl.where(pair == current, tiles, 0), 0)
+        pair_begin = tl.sum(tl.where(pair < current, lengths, 0), 0) + SEGMENT_TILES
+        first = tl.maximum(begin - pair_begin, 0)
+        last = tl.minimum(end - pair_begin, num_tiles)
+        if first < last:
+            row = tl.cast(current // NUM_KV_HEADS, tl.int64)
+            kv_head = current % NUM_KV_HEADS
+            kv_len = (tl.load(positions + row) + 1).to(tl.int32)
+            is_dense = tl.load(block_counts + current) < 0
+            blocks = block_indices + tl.cast(current, tl.int64) * max_blocks
+            pages = page_table + row * max_pages
+            first_head = tl.cast(current, tl.int64) * GROUP_SIZE
+            q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
+            # Not from -inf: the tiles of a block that ends the row may have no token at all.
+            row_max = tl.full([BLOCK_G], -1e30, tl.float32)
+            row_sum = tl.zeros([BLOCK_G], tl.float32)
+            acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+            # Where a tile is takes two loads, one after the other. They are made an iteration
+            # ahead, by hand: the compiler would give them most of its pipeline's stages.
+            start = tile_start(blocks, first, last, is_dense, BLOCK_TOKENS, BLOCK_T)
+            page = tl.load(pages + start // PAGE_TOKENS, mask=start < kv_len, other=0)
+            for tile in range(first, last):
+                keys = page.to(tl.pointer_type(query.dtype.element_ty))
+                keys += (kv_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * HEAD_DIM
+                num_tokens = kv_len - start
+                start = tile_start(blocks, tile + 1, last, is_dense, BLOCK_TOKENS, BLOCK_T)
+                page = tl.load(pages + start // PAGE_TOKENS, mask=start < kv_len, other=0)
+                row_max, row_sum, acc = attend_tile(
+                    q,
+                    keys,
+                    keys + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM,
+                    num_tokens,
+                    scale,
+                    row_max,
+                    row_sum,
+                    acc,
+                    HEAD_DIM,
+                    BLOCK_T,
+                    BLOCK_D,
+                )
+            # Programs and pairs both only grow along the sequence, so that their sum is unique.
+            store_state(
+                partial_out,
+                partial_lse,
+                (program + current) * GROUP_SIZE + tl.arange(0, BLOCK_G),
+                row_max,
+                row_sum,
+                acc,
+                GROUP_SIZE,
+                HEAD_DIM,
+                BLOCK_G,
+                BLOCK_D,
+            )
+
+
+@jit
+def merge_hybrid_kernel(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    positions: tl.tensor,
+    block_counts: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    num_pairs: tl.tensor,
+    NUM_PROGRAMS: tl.constexpr,  # of the kernel before
+    SEGMENT_TILES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # at least NUM_PROGRAMS
+    TILE_S: tl.constexpr,
+    PART_D: tl.constexpr,  # elements of a head that a program merges
+    HAS_LSE: tl.constexpr,
+    MERGES_EARLY: tl.constexpr,
+) -> None:
+    """One program per query head of a pair, and part of its output."""
+    head = tl.program_id(0)
+    current = head // GROUP_SIZE
+    pair = tl.arange(0, BLOCK_P)
+    tiles = count_tiles(
+        block_counts, positions, pair, num_pairs, NUM_KV_HEADS, BLOCK_TOKENS, BLOCK_T
+    )
+    lengths = tl.where(tiles > 0, tiles + SEGMENT_TILES, 0)
+    total = tl.sum(lengths, 0)
+    num_programs = tl.minimum(NUM_PROGRAMS, total).to(tl.int64)
+    num_tiles = tl.sum(tl.where(pair == current, tiles, 0), 0)
+    begin = (tl.sum(tl.where(pair < current, lengths, 0), 0) + SEGMENT_TILES).to(tl.int64)
+    # Program p has [p * total // num_programs, (p + 1) * total // num_programs).
+    divisor = tl.maximum(total, 1)
+    first = ((begin + 1) * num_programs - 1) // divisor
+    last = ((begin + num_tiles) * num_programs - 1) // divisor
+    used = tl.where(num_tiles > 0, last - first + 1, 0).to(tl.int32)
+    d = tl.program_id(1) * PART_D + tl.arange(0, PART_D)
+    if MERGES_EARLY:
+        tl.extra.cuda.gdc_wait()
+    first_slot = (first + current) * GROUP_SIZE + head % GROUP_SIZE
+    largest, sum_of_weights, acc = merge_states(
+        partial_out,
+        partial_lse,
+        first_slot,
+        GROUP_SIZE,
+        used,
+        d,
+        HEAD_DIM,
+        BLOCK_S,
+        TILE_S,
+    )
+    # A pair without tokens: 0, and an lse of -inf.
+    attended = sum_of_weights > 0
+    sum_of_weights = tl.where(attended, sum_of_weights, 1.0)
+    o = acc / sum_of_weights
+    target = out + head.to(tl.int64) * HEAD_DIM + d
+    tl.store(target, o.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+    if HAS_LSE:
+        natural = (largest + tl.log2(sum_of_weights)) * 0.6931471805599453
+        natural = tl.where(attended, natural, float("-inf"))
+        tl.store(lse + head, natural, mask=tl.program_id(1) == 0)
+
+
+def hybrid_attention(
+    query: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    block_indices: Tensor,
+    block_counts: Tensor,
+    *,
+    num_kv_heads: int,
+    page_tokens: int,
+    block_tokens: int,
+    sm_scale: float,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    launch: HybridLaunch = _LAUNCH,
+) -> None:
+    """Attend each KV head of each row to all tokens [0, position], or to some blocks of them.
+
+    Args:
+        query: [n, num_qo_heads * head_dim].
+        page_table: int64 [n, max_pages], addresses of GPU pages of this layer, each laid out
+            [K|V][num_kv_heads][page_tokens][head_dim] in query's dtype and aligned to 16 bytes.
+        positions: int64 [n], each row's last token, whose K/V are in their page; -1 for an inactive
+            row, whose out is 0 and lse -inf.
+        block_indices: int32 [n, num_kv_heads, max_blocks], distinct blocks in any order. Block b is
+            the tokens [b * block_tokens, (b + 1) * block_tokens) that the row has.
+        block_counts: int32 [n, num_kv_heads], blocks of each list, or `DENSE`. 0 is as inactive.
+        page_tokens, block_tokens: powers of two; of at least 64 for full speed.
+        partial_out, partial_lse: scratch, float32 [slots, group_size, head_dim] and
+            [slots, group_size] with slots = num_programs + n * num_kv_heads: the programs of the
+            launch, as many as `hybrid_programs` says.
+        out: [n, num_qo_heads * head_dim], query's dtype.
+        lse: optional float32 [n, num_qo_heads], natural log.
+        launch: how the kernels are launched.
+
+    Raises:
+        ValueError: operands that do not fit together.
+    """
+    check_dtype("query", query)
+    if partial_out.dim() != 3:
+        raise ValueError(
+            f"partial_out must be [slots, group_size, head_dim], got {list(partial_out.shape)}"
+        )
+    slots, group_size, head_dim = partial_out.shape
+    n, device = query.shape[0], query.device
+    num_qo_heads = num_kv_heads * group_size
+    num_pairs = n * num_kv_heads
+    check_head_dim(head_dim)
+    check_group(num_qo_heads, num_kv_heads)
+    check_page_tokens(page_tokens)
+    if block_tokens < MIN_PAGE_TOKENS or block_tokens & (block_tokens - 1):
+        raise ValueError(
+            f"block_tokens must be a power of two of at least {MIN_PAGE_TOKENS}, got {block_tokens}"
+        )
+    if slots <= num_pairs:
+        raise ValueError(
+            f"partial_out must have more slots than the {num_pairs} pairs of rows and KV heads,"
+            f" got {slots}"
+        )
+    shape, pairs = (n, num_qo_heads * head_dim), (n, num_kv_heads)
+    check_tensor("query", query, shape, query.dtype, device)
+    check_tensor("page_table", page_table, (n, page_table.shape[-1]), torch.int64, device)
+    check_tensor("positions", positions, (n,), torch.int64, device)
+    listed = (*pairs, block_indices.shape[-1])
+    check_tensor("block_indices", block_indices, listed, torch.int32, device)
+    check_tensor("block_counts", block_counts, pairs, torch.int32, device)
+    check_tensor("partial_out", partial_out, partial_out.shape, torch.float32, device)
+    check_tensor("partial_lse", partial_lse, (slots, group_size), torch.float32, device)
+    check_tensor("out", out, shape, query.dtype, device)
+    if lse is not None:
+        check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
+    tile = launch.tile_tokens or tile_tokens(head_dim, query.element_size())
+    if tile < MIN_PAGE_TOKENS or tile & (tile - 1):
+        raise ValueError(
+            f"tile_tokens must be a power of two of at least {MIN_PAGE_TOKENS}, got {tile}"
+        )
+    if not runs_kernel(query):
+        return hybrid_attention_reference(
+            query,
+            page_table,
+            positions,
+            block_indices,
+            block_counts,
+            page_tokens=page_tokens,
+            block_tokens=block_tokens,
+            head_dim=head_dim,
+            sm_scale=sm_scale,
+            out=out,
+            lse=lse,
+        )
+    block_t = min(tile, page_tokens, block_tokens)
+    block_d, block_p = next_power_of_2(head_dim), next_power_of_2(num_pairs)
+    num_programs = slots - num_pairs
+    hybrid_attention_kernel[(num_programs,)](
+        query,
+        page_table,
+        positions,
+        block_indices,
+        block_counts,
+        partial_out,
+        partial_lse,
+        num_pairs,
+        page_table.shape[1],
+        block_indices.shape[2],
+        sm_scale * math.log2(math.e),
+        launch.segment_tiles,
+        num_kv_heads,
+        group_size,
+        head_dim,
+        page_tokens,
+        block_tokens,
+        block_p,
+        max(MIN_GROUP, next_power_of_2(group_size)),
+        block_t,
+        block_d,
+        launch.merges_early,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    parts = min(block_d // 16, max(1, _MERGE_PROGRAMS // (num_pairs * group_size)))
+    part_d = block_d // next_power_of_2(parts)
+    block_s = next_power_of_2(num_programs)
+    merge_hybrid_kernel[(num_pairs * group_size, -(-head_dim // part_d))](
+        partial_out,
+        partial_lse,
+        positions,
+        block_counts,
+        out,
+        partial_lse if lse is None else lse,
+        num_pairs,
+        num_programs,
+        launch.segment_tiles,
+        num_kv_heads,
+        group_size,
+        head_dim,
+        block_tokens,
+        block_p,
+        block_t,
+        block_s,
+        min(4096 // part_d, block_s),
+        part_d,
+        lse is not None,
+        launch.merges_early,
+        num_warps=4,
+        **({"launch_pdl": True} if launch.merges_early else {}),
+    )
+
+
+def hybrid_attention_reference(
+    query: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    block_indices: Tensor,
+    block_counts: Tensor,
+    *,
+    page_tokens: int,
+    block_tokens: int,
+    head_dim: int,
+    sm_scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """`hybrid_attention` by torch, in float32; pages are CPU memory."""
+    num_kv_heads = block_counts.shape[1]
+    page_shape = (2, num_kv_heads, page_tokens, head_dim)
+    heads = out.view(len(out), num_kv_heads, -1, head_dim).zero_()
+    queries = query.view(heads.shape)
+    if lse is not None:
+        lse.fill_(float("-inf"))
+    for row, position in enumerate(positions.tolist()):
+        if position < 0:
+            continue
+        kv_len = position + 1
+        addresses = page_table[row, : -(-kv_len // page_tokens)].tolist()
+        pages = [page_at(address, page_shape, query.dtype) for address in addresses]
+        kv = torch.cat(pages, dim=2)[:, :, :kv_len]
+        for kv_head, count in enumerate(block_counts[row].tolist()):
+            chosen = torch.ones(kv_len, dtype=torch.bool)
+            if count >= 0:
+                blocks = block_indices[row, kv_head, :count]
+                chosen = torch.isin(torch.arange(kv_len) // block_tokens, blocks)
+            if not bool(chosen.any()):
+                continue
+            kept = kv[:, kv_head : kv_head + 1, chosen]
+            o, row_lse = attend_reference(queries[row, kv_head], kept[0], kept[1], sm_scale)
+            heads[row, kv_head] = o.to(out.dtype)
+            if lse is not None:
+                lse[row].view(num_kv_heads, -1)[kv_head] = row_lse

@@ -23,8 +23,7 @@ from torch import Tensor
 from offload.interrupts import shielded
 from offload.kv_store import KVStore
 from offload.memory import DeviceMemoryError, format_bytes
-
-_SLAB_PAGES = 32
+from offload.step_bytes import whole_slabs
 
 
 @dataclass
@@ -72,7 +71,7 @@ class DevicePages:
             DeviceMemoryError: before anything changes, if they do not fit.
         """
         while len(self._free) < num_pages:
-            self._grow(max(_SLAB_PAGES, num_pages - len(self._free)))
+            self._grow(whole_slabs(num_pages - len(self._free)))
         taken = self._free[-num_pages:][::-1] if num_pages else []
         del self._free[len(self._free) - num_pages :]
         return taken

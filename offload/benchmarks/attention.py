@@ -258,7 +258,7 @@ class _Rounds:
     def _attend(self, kernel: str, layer_idx: int, indices: npt.NDArray[np.int32]) -> None:
         attention, step = self._attention[kernel], self._step[kernel]
         if kernel == "sparse":
-            _attend_csr(attention, layer_idx, step, self._query, self._out, indices)
+            attend_csr_rows(attention, layer_idx, step, self._query, self._out, indices)
         else:
             attention.attend(layer_idx, step, self._query, self._out)
 
@@ -267,7 +267,7 @@ class _Rounds:
         measure_read_bandwidth(self._pool, self._query, repeats=2)
 
 
-def _attend_csr(
+def attend_csr_rows(
     attention: DecodeAttention,
     layer_idx: int,
     step: DecodeStep,
@@ -275,6 +275,7 @@ def _attend_csr(
     out: torch.Tensor,
     indices: npt.NDArray[np.int32],
 ) -> None:
+    """Attend the only row of `step` to `indices` int32 [num_kv_heads, tokens] of one layer."""
     num_kv_heads, tokens = indices.shape
     indptr = np.arange(num_kv_heads + 1, dtype=np.int64) * tokens
     pages = int(step.page_tables[0] + layer_idx * step.table_strides[0] * 8)

@@ -1,0 +1,397 @@
+"""What a machine was measured to do: the numbers that plans and predictions are made from.
+
+`profile_host` and `profile_device` measure them in some seconds; here is what they are, and where
+they are kept: a JSON file per machine in the cache folder. The file's name says which processor,
+threads, instruction set, GPU, driver and version of ours it is for, so that a machine that has
+changed has no profile instead of a wrong one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from offload.benchmarks.shapes import ModelShape
+
+_FORMAT = "offload-profile-1"
+OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Microseconds by size, linear between measured sizes and beyond the last two.
+
+    Attributes:
+        points: (size, microseconds), sizes ascending. Microseconds never fall from one to the next.
+
+    Raises:
+        ValueError: no points, sizes that do not ascend, costs that fall, numbers not finite.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        points = tuple((float(size), float(us)) for size, us in self.points)
+        if not points or not all(math.isfinite(x) and x >= 0 for point in points for x in point):
+            raise ValueError(f"a cost table needs finite points of at least 0, got {self.points}")
+        for (a, cost_a), (b, cost_b) in itertools.pairwise(points):
+            if a >= b or cost_a > cost_b:
+                raise ValueError(f"sizes of a cost table must ascend, and its costs: {points}")
+        object.__setattr__(self, "points", points)
+
+    @classmethod
+    def measured(cls, points: Sequence[tuple[float, float]]) -> CostTable:
+        """From noisy measurements: no size costs less than a smaller one."""
+        costs = itertools.accumulate((us for _, us in sorted(points)), max)
+        return cls(tuple(zip(sorted(size for size, _ in points), costs, strict=True)))
+
+    @classmethod
+    def straight(cls, fixed_us: float, us_per_size: float) -> CostTable:
+        """fixed_us + us_per_size * size."""
+        return cls(((0.0, fixed_us), (1e6, fixed_us + 1e6 * us_per_size)))
+
+    def us(self, size: float) -> float:
+        """Microseconds of `size`; nothing costs nothing."""
+        if size <= 0:
+            return 0.0
+        points = self.points
+        if len(points) == 1:
+            return points[0][1] * max(1.0, size / points[0][0]) if points[0][0] else points[0][1]
+        last = next((i for i, (at, _) in enumerate(points) if at >= size), len(points) - 1)
+        (a, cost_a), (b, cost_b) = points[max(0, last - 1)], points[max(1, last)]
+        # Before the first point too, but a kernel takes its time however little it does.
+        return max(cost_a + (cost_b - cost_a) / (b - a) * (size - a), 0.0)
+
+    @property
+    def fixed_us(self) -> float:
+        """What the least work costs, by the first two points."""
+        (a, cost_a), (b, cost_b) = (*self.points, self.points[-1])[:2]
+        return max(0.0, cost_a - (cost_b - cost_a) / (b - a) * a) if b > a else cost_a
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """What a GPU was measured to do. Bandwidths are bytes per second, costs microseconds.
+
+    Attributes:
+        name, driver: of the GPU.
+        capability: compute capability, as (9, 0).
+        num_multiprocessors: decides the scratch of attention.
+        memory_bytes: of the GPU in all.
+        read_bandwidth: of its own memory.
+        to_host_bandwidth, from_host_bandwidth: of copies over PCIe.
+        gemv: by bytes of a weight matrix that one row is multiplied with.
+        layer_linear_us: of a layer's linear layers, norms and rotation, by `shape_key` and then
+            number of rows; of shapes that were measured.
+        lm_head_us: of the last projection, alike.
+        attention: by bytes of keys and values in GPU pages.
+        retrieval: the same of heads that also publish their top-k.
+        gather: by bytes of rows that the GPU fetches from host pages.
+        gather_measured: whether the gather kernel was there, or PCIe copies stand for it.
+        window_us, merge_us, sampling_us: of those kernels, per layer and step.
+        round_trip_us: from a request to its reply when the CPU has nothing to attend to.
+        step_us: of a step beside its kernels: launch, state, the token to the host.
+    """
+
+    name: str
+    driver: str | None
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    memory_bytes: int
+    read_bandwidth: float
+    to_host_bandwidth: float
+    from_host_bandwidth: float
+    gemv: CostTable
+    layer_linear_us: dict[str, dict[int, float]]
+    lm_head_us: dict[str, dict[int, float]]
+    attention: CostTable
+    retrieval: CostTable
+    gather: CostTable
+    gather_measured: bool
+    window_us: float
+    merge_us: float
+    sampling_us: float
+    round_trip_us: float
+    step_us: float
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """What a machine was measured to do.
+
+    Attributes:
+        cpu, isa, num_threads: of the host, and of its worker pool.
+        version: of this program.
+        attention_heads: (num_qo_heads, num_kv_heads, head_dim) that attention was measured with.
+        read_bandwidth: bytes per second of reading host memory in order, on all threads.
+        attend_cold: microseconds of attending to selected rows, by their bytes (keys and values of
+            all heads), when no cache holds them.
+        attend_warm: the same of rows that the same threads have just read.
+        select_scale: by policy, what its units that select took in this program's own kernels, as a
+            multiple of what reading the bytes they look at takes; 1 where it was not measured.
+        device: the GPU, or None.
+    """
+
+    cpu: str
+    isa: str
+    num_threads: int
+    version: str
+    attention_heads: tuple[int, int, int]
+    read_bandwidth: float
+    attend_cold: CostTable
+    attend_warm: CostTable
+    select_scale: dict[str, float]
+    device: DeviceProfile | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_threads < 1 or not self.read_bandwidth > 0:
+            raise ValueError(
+                "num_threads must be at least 1 and read_bandwidth positive, "
+                f"got {self.num_threads} and {self.read_bandwidth}"
+            )
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a profile is for; see `machine_key`."""
+        return {
+            "cpu": self.cpu,
+            "isa": self.isa,
+            "num_threads": self.num_threads,
+            "gpu": None if self.device is None else self.device.name,
+            "driver": None if self.device is None else self.device.driver,
+            "version": self.version,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"format": _FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, document: Any, source: str = "") -> MachineProfile:
+        """What `as_json` returned.
+
+        Raises:
+            ValueError: something else; names the source.
+        """
+        name = f"machine profile {source}" if source else "machine profile"
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise ValueError(
+                f"{name} is of another format than {_FORMAT!r}; measure again with "
+                "`offload plan --remeasure`"
+            )
+        fields = {key: value for key, value in document.items() if key != "format"}
+        try:
+            device = fields.pop("device")
+            return cls(
+                **_tables(cls, fields),
+                device=None if device is None else DeviceProfile(**_tables(DeviceProfile, device)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{name} is damaged ({error}); measure again with `offload plan --remeasure`"
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON: the whole file or nothing, also where two processes write at once."""
+        target = Path(path)
+        text = json.dumps(self.as_json(), indent=1) + "\n"
+        descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=target.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(temporary).replace(target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> MachineProfile:
+        """Read a profile.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: damaged, or of another format; names the file.
+        """
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(f"no machine profile {path}")
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(
+                f"machine profile {path} is damaged, it is not JSON ({error}); measure again with "
+                "`offload plan --remeasure`"
+            ) from error
+        return cls.from_json(document, str(path))
+
+
+def shape_key(shape: ModelShape, item_bytes: int) -> str:
+    """Names the linear layers of a shape: equal keys take equally long."""
+    return (
+        f"{shape.hidden_size}x{shape.qkv_width}x{shape.intermediate_size}x{shape.vocab_size}"
+        f"x{item_bytes}"
+    )
+
+
+def machine_key(device: torch.device, num_threads: int) -> dict[str, Any]:
+    """What a profile of this machine must be for."""
+    from cpu_ops.native import isa_name
+    from offload import __version__
+    from offload.machine import cpu_model, nvidia_driver
+
+    gpu = driver = None
+    if device.type == "cuda":
+        import torch
+
+        gpu, driver = torch.cuda.get_device_name(device), nvidia_driver()
+    return {
+        "cpu": cpu_model(),
+        "isa": isa_name(),
+        "num_threads": num_threads,
+        "gpu": gpu,
+        "driver": driver,
+        "version": __version__,
+    }
+
+
+def profile_path(key: dict[str, Any]) -> Path:
+    """Where the profile of a machine is kept."""
+    from offload.gguf_conversion import cache_folder
+
+    described = json.dumps(key, sort_keys=True)
+    digest = hashlib.sha256(described.encode()).hexdigest()[:12]
+    return cache_folder() / "profiles" / f"{key['num_threads']}-threads-{digest}.json"
+
+
+def cached_profile(device: torch.device, num_threads: int) -> MachineProfile | None:
+    """The profile of this machine that was measured before; None if there is none.
+
+    Raises:
+        ValueError: a damaged file, or one that says that it is for another machine.
+    """
+    key = machine_key(device, num_threads)
+    path = profile_path(key)
+    if not path.is_file():
+        return None
+    profile = MachineProfile.load(path)
+    if profile.key != key:
+        different = ", ".join(
+            f"{name} {value!r} instead of {key[name]!r}"
+            for name, value in profile.key.items()
+            if value != key[name]
+        )
+        raise ValueError(
+            f"machine profile {path} is for another machine: {different}; measure again with "
+            "`offload plan --remeasure`"
+        )
+    return profile
+
+
+def store_profile(profile: MachineProfile) -> Path:
+    """Keep a profile for `cached_profile`.
+
+    Raises:
+        PermissionError: the cache folder cannot be written to.
+    """
+    path = profile_path(profile.key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.save(path)
+    except OSError as error:
+        raise PermissionError(
+            f"cannot write the machine profile to {path.parent} ({error.strerror}); "
+            "set OFFLOAD_CACHE to a folder that can be written to"
+        ) from error
+    return path
+
+
+def measure_profile(
+    device: torch.device,
+    num_threads: int,
+    *,
+    shape: ModelShape | None = None,
+    dtype: torch.dtype | None = None,
+    rows: int = 1,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> MachineProfile:
+    """Measure this machine; some seconds.
+
+    Args:
+        num_threads: of the worker pool.
+        shape: whose linear layers and heads are measured; default Llama-3.1-8B's.
+        dtype: of weights and KV cache; default bfloat16.
+        rows: sequences of a step, whose linear layers are measured beside those of one.
+        on_progress: gets what was measured, how many things were, and of how many.
+    """
+    from offload.profile_host import measure_host
+
+    if shape is None:
+        from offload.benchmarks.shapes import MODEL_SHAPES
+
+        shape = MODEL_SHAPES["llama-3.1-8b"]
+    if dtype is None:
+        import torch
+
+        dtype = torch.bfloat16
+    key = machine_key(device, num_threads)
+    host = measure_host(num_threads, shape, dtype, on_progress)
+    measured = None
+    if device.type == "cuda":
+        from offload.profile_device import measure_device
+
+        measured = measure_device(
+            device,
+            shape,
+            dtype,
+            rows=sorted({1, rows}),
+            driver=key["driver"],
+            num_threads=num_threads,
+            on_progress=on_progress,
+        )
+    return MachineProfile(
+        cpu=key["cpu"],
+        isa=key["isa"],
+        num_threads=num_threads,
+        version=key["version"],
+        device=measured,
+        **host,
+    )
+
+
+def _tables(cls: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON's lists and strings as the types of the fields of `cls`."""
+    types = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+    unknown = sorted(set(fields) - set(types))
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r}")
+    made: dict[str, Any] = {}
+    for name, value in fields.items():
+        kind = types[name]
+        if kind == "CostTable":
+            made[name] = CostTable(tuple((size, us) for size, us in value["points"]))
+        elif kind == "float":
+            made[name] = float(value)
+            if not math.isfinite(made[name]) or made[name] < 0:
+                raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
+        elif kind.startswith("tuple"):
+            made[name] = tuple(value)
+        elif kind == "dict[str, dict[int, float]]":
+            made[name] = {
+                key: {int(n): float(us) for n, us in of_rows.items()}
+                for key, of_rows in value.items()
+            }
+        else:
+            made[name] = value
+    return made

@@ -1,0 +1,323 @@
+"""Where each KV head of each layer is attended in a decode step, and the JSON file that says so.
+
+    CPU     the host's worker pool attends to the selected rows of host pages
+    GPU     all of the head's KV stays on the GPU, which attends to it; where the policy's role of
+            the head is RETRIEVE, the GPU also takes the top-k for the heads below
+    GATHER  the GPU fetches the selected rows from host pages and attends to them: only where the
+            selection is known before the query, and on the GPU
+
+A placement is made by `placement_choice`, from what the machine was measured to do.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy, check_roles
+
+UInt8Array = npt.NDArray[np.uint8]
+BoolArray = npt.NDArray[np.bool_]
+
+_FORMAT = "offload-placement-1"
+
+
+class Place(enum.IntEnum):
+    """Of a KV head in a layer."""
+
+    CPU = 0  # the host's pool attends to rows of host pages
+    GPU = 1  # the GPU keeps all of its KV and attends
+    GATHER = 2  # the GPU fetches the selected rows from host pages and attends
+
+
+LETTERS = {Place.CPU: ".", Place.GPU: "G", Place.GATHER: "g"}
+_PLACES = {letter: place for place, letter in LETTERS.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPlacement:
+    """The place of every KV head of one model.
+
+    Attributes:
+        places: uint8 [num_layers, num_kv_heads], values of `Place`; read-only.
+        source: the file it was read from, for messages; "" if there is none.
+
+    Raises:
+        ValueError: another shape or type, or values that are no place.
+    """
+
+    places: UInt8Array
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        places = np.array(self.places)
+        if places.ndim != 2 or 0 in places.shape:
+            raise ValueError(
+                f"{self._name}: places must be [num_layers, num_kv_heads], "
+                f"got shape {list(places.shape)}"
+            )
+        if places.dtype.kind not in "iu":
+            raise ValueError(f"{self._name}: places must be integers, got {places.dtype}")
+        if places.min() < min(Place) or places.max() > max(Place):
+            known = ", ".join(f"{place.value} = {place.name}" for place in Place)
+            raise ValueError(
+                f"{self._name}: places must be {known}, got {places.min()} to {places.max()}"
+            )
+        places = places.astype(np.uint8)
+        places.flags.writeable = False
+        object.__setattr__(self, "places", places)
+
+    @classmethod
+    def filled(cls, num_layers: int, num_kv_heads: int, place: Place) -> HeadPlacement:
+        """All heads in one place."""
+        return cls(np.full((num_layers, num_kv_heads), place, np.uint8))
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.places.shape[0])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.places.shape[1])
+
+    def of_layer(self, layer_idx: int, place: Place) -> tuple[int, ...]:
+        """The KV heads of a layer that are in a place, ascending."""
+        return tuple(np.flatnonzero(self.places[layer_idx] == place).tolist())
+
+    def counts(self, place: Place) -> list[int]:
+        """How many heads of each layer are in a place."""
+        return [int(n) for n in (self.places == place).sum(1)]
+
+    def check_model(self, *, num_layers: int, num_kv_heads: int) -> None:
+        """Refuse a model that this placement is not for.
+
+        Raises:
+            ValueError: names the file and both shapes.
+        """
+        if self.places.shape != (num_layers, num_kv_heads):
+            raise ValueError(
+                f"{self._name} was made for another model: it has num_layers={self.num_layers}, "
+                f"num_kv_heads={self.num_kv_heads}, this model has num_layers={num_layers}, "
+                f"num_kv_heads={num_kv_heads}; make one for it with `offload plan --json`"
+            )
+
+    def check_policy(self, policy: Policy, num_qo_heads: int) -> None:
+        """Refuse places that the policy's heads cannot have when a GPU decodes.
+
+        Raises:
+            ValueError: names the layer, the head and the rule.
+        """
+        roles = kv_head_roles(policy, self.num_layers, num_qo_heads, self.num_kv_heads)
+        if roles is None:
+            self._check_full(policy)
+            return
+        allowed = may_stay_on_gpu(policy, roles)
+        gathered = may_be_gathered(policy, roles, self.places)
+        for layer_idx, (of_layer, places) in enumerate(zip(roles, self.places, strict=True)):
+            on_gpu = places == Place.GPU
+            if (of_layer == DENSE).all() and not on_gpu.all():
+                self._refuse(
+                    layer_idx,
+                    int(np.flatnonzero(~on_gpu)[0]),
+                    f"policy {policy.name!r} leaves this layer dense, and dense layers stay on "
+                    "the GPU as a whole",
+                )
+            wrong = np.flatnonzero(on_gpu & ~allowed[layer_idx])
+            if wrong.size:
+                self._refuse(
+                    layer_idx,
+                    int(wrong[0]),
+                    f"policy {policy.name!r} has it {_ROLE_NAMES[int(of_layer[wrong[0]])]}; only "
+                    "heads that attend to everything, and then publish a plain top-k, stay on "
+                    "the GPU",
+                )
+            retrieves = of_layer == RETRIEVE
+            if policy.shares_selection and on_gpu[retrieves].any() and not on_gpu[retrieves].all():
+                self._refuse(
+                    layer_idx,
+                    int(np.flatnonzero(retrieves & ~on_gpu)[0]),
+                    f"the heads of this layer publish one selection together (policy "
+                    f"{policy.name!r}), so all of them are on the GPU or none",
+                )
+            wrong = np.flatnonzero((places == Place.GATHER) & ~gathered[layer_idx])
+            if wrong.size:
+                reason = (
+                    "the head above that publishes its tokens is not on the GPU"
+                    if of_layer[wrong[0]] == REUSE
+                    else f"policy {policy.name!r} has it {_ROLE_NAMES[int(of_layer[wrong[0]])]}, "
+                    "and only heads that reuse a selection can be gathered"
+                )
+                self._refuse(layer_idx, int(wrong[0]), reason)
+
+    def text(self) -> str:
+        """A letter per head and a line per layer: G on the GPU, g gathered, . on the CPU."""
+        return "\n".join("".join(LETTERS[Place(p)] for p in of_layer) for of_layer in self.places)
+
+    @classmethod
+    def from_text(cls, text: str, source: str = "") -> HeadPlacement:
+        """What `text` returns."""
+        rows = text.split()
+        name = _name_of(source)
+        if not rows or len({len(row) for row in rows}) != 1 or set("".join(rows)) - set(_PLACES):
+            raise ValueError(
+                f"{name} must have one line per layer of equally many letters, one per KV head: "
+                + ", ".join(f"{letter!r} = {place.name}" for letter, place in _PLACES.items())
+            )
+        return cls(np.array([[_PLACES[letter] for letter in row] for row in rows]), source)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` takes them."""
+        return {
+            "format": _FORMAT,
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "heads": self.text().split("\n"),
+        }
+
+    @classmethod
+    def from_json(cls, document: Any, source: str = "") -> HeadPlacement:
+        """From `as_json`'s values, or a document that has them as "placement" (`offload plan`).
+
+        Raises:
+            ValueError: something else; names the file.
+        """
+        name = _name_of(source)
+        if isinstance(document, dict) and "format" not in document:
+            document = document.get("placement")
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise ValueError(
+                f"{name} holds no placement: expected an object with format {_FORMAT!r}, or the "
+                "output of `offload plan --json`"
+            )
+        heads = document.get("heads")
+        if not isinstance(heads, list) or not all(isinstance(row, str) for row in heads):
+            raise ValueError(f"{name}: heads must be a list of strings, one per layer")
+        placement = cls.from_text("\n".join(heads), source)
+        for key in ("num_layers", "num_kv_heads"):
+            if document.get(key) != getattr(placement, key):
+                raise ValueError(
+                    f"{name} says {key}={document.get(key)!r}, but its heads have "
+                    f"{getattr(placement, key)}"
+                )
+        return placement
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, a line per layer."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> HeadPlacement:
+        """Read a placement or a plan.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: not JSON, or not a placement; names the file.
+        """
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"no placement file {path}; write one with `offload plan MODEL --json > {path}`"
+            )
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:  # also what is not UTF-8
+            raise ValueError(f"placement file {path} is not JSON: {error}") from error
+        return cls.from_json(document, str(path))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeadPlacement) and np.array_equal(self.places, other.places)
+
+    def __hash__(self) -> int:
+        return hash((self.places.shape, self.places.tobytes()))
+
+    def _check_full(self, policy: Policy) -> None:
+        """Of a policy that selects nothing: any head may stay on the GPU, and none is gathered."""
+        gathered = np.argwhere(self.places == Place.GATHER)
+        if len(gathered):
+            layer_idx, head = (int(x) for x in gathered[0])
+            self._refuse(layer_idx, head, f"policy {policy.name!r} selects no tokens to gather")
+
+    def _refuse(self, layer_idx: int, head: int, reason: str) -> None:
+        place = Place(int(self.places[layer_idx, head])).name
+        raise ValueError(
+            f"{self._name}: KV head {head} of layer {layer_idx} cannot be placed {place}: {reason}"
+        )
+
+    @property
+    def _name(self) -> str:
+        return _name_of(self.source)
+
+
+_ROLE_NAMES = {
+    DENSE: "attend to everything",
+    RETRIEVE: "retrieve",
+    SELECT: "select",
+    REUSE: "reuse",
+}
+
+
+def kv_head_roles(
+    policy: Policy, num_layers: int, num_qo_heads: int, num_kv_heads: int
+) -> UInt8Array | None:
+    """DENSE, RETRIEVE, SELECT or REUSE of each [layer, KV head]; None: the policy selects nothing.
+
+    Where units are query heads, a KV head has a role only if its layer is dense as a whole; else
+    the CPU asks the policy, whatever it says: SELECT.
+    """
+    if not policy.selects:
+        return None
+    num_units = num_qo_heads if policy.per_query_head else num_kv_heads
+    roles = check_roles(policy, policy.roles(num_layers, num_units))
+    if roles is None or policy.per_query_head:
+        sparse = np.arange(num_layers) >= policy.dense_layers
+        if roles is not None:
+            sparse = (roles != DENSE).any(axis=1)
+        return np.where(sparse[:, None], SELECT, np.full((1, num_kv_heads), DENSE)).astype(np.uint8)
+    return roles
+
+
+def may_stay_on_gpu(policy: Policy, roles: UInt8Array) -> BoolArray:
+    """[num_layers, num_kv_heads]: dense heads, and retrieving ones whose rule the GPU knows."""
+    allowed = roles == DENSE
+    if selects_top_k(policy):
+        allowed = allowed | (roles == RETRIEVE)
+    return allowed
+
+
+def may_be_gathered(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArray:
+    """[num_layers, num_kv_heads]: heads that reuse what a head above has published on the GPU.
+
+    Args:
+        places: where those above are.
+    """
+    gathered = np.zeros(roles.shape, np.bool_)
+    if policy.budget_tokens <= policy.sink_tokens + policy.recent_tokens:
+        return gathered  # there are no rows beside those of the window
+    published = np.zeros(roles.shape[1], np.bool_)  # by the GPU
+    for layer_idx, of_layer in enumerate(roles):
+        gathered[layer_idx] = (of_layer == REUSE) & published
+        publishes = (of_layer == RETRIEVE) | (of_layer == SELECT)
+        on_gpu = (of_layer == RETRIEVE) & (places[layer_idx] == Place.GPU)
+        if policy.shares_selection and publishes.any():
+            published[:] = on_gpu[publishes].all()
+        else:
+            published = np.where(publishes, on_gpu, published)
+    return gathered
+
+
+def selects_top_k(policy: Policy) -> bool:
+    """Whether retrieving heads publish the budget's largest weights, which a GPU can find."""
+    inner = getattr(policy, "inner", policy)
+    if inner.name == "lychee_decode":
+        return bool(inner.rule == "top_k")
+    return bool(inner.name == "exact_topk")
+
+
+def _name_of(source: str) -> str:
+    return f"placement file {source}" if source else "placement"

@@ -1,0 +1,100 @@
+"""Measures what the host does in a decode step: reading memory, and attending to selected rows."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from cpu_ops.native import WorkerPool, measure_read_bandwidth
+from offload.attention import DecodeAttention
+from offload.benchmarks.attention import attend_csr_rows
+from offload.benchmarks.attention_cache import AttentionCache
+from offload.machine_profile import CostTable, OnProgress
+from offload.memory import host_memory_limit_bytes
+from offload.policies import Full
+
+if TYPE_CHECKING:
+    from offload.benchmarks.shapes import ModelShape
+
+_KV_LEN = 16384
+_TOKENS = (32, 256, 1024, 2048, 4096)  # selected per KV head
+_REPEATS = 9
+_MAX_CACHE_BYTES = 4 * 2**30
+NUM_PARTS = 2 + len(_TOKENS)
+
+
+def measure_host(
+    num_threads: int,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> dict[str, Any]:
+    """The host's fields of a `MachineProfile`.
+
+    Every repeat attends to another layer of a cache of random keys that is larger than the
+    processor's caches, then at once to the same rows again: cold, and warm. Figures are medians.
+    """
+    layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * _KV_LEN
+    most_bytes = min(_MAX_CACHE_BYTES, host_memory_limit_bytes() // 4)
+    cache = AttentionCache(
+        max_layers=max(2, most_bytes // layer_bytes),
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        kv_len=_KV_LEN,
+        dtype=dtype,
+    )
+    pool = WorkerPool(num_threads)
+    try:
+        on_progress("host memory", 1, NUM_PARTS)
+        bandwidth = measure_read_bandwidth(pool, cache.memory)
+        attention = DecodeAttention(Full(), cache.store, num_qo_heads=shape.num_qo_heads, pool=pool)
+        cold, warm = [], []
+        for i, tokens in enumerate(_TOKENS):
+            on_progress("host attention", 2 + i, NUM_PARTS)
+            num_bytes = 2 * shape.num_kv_heads * tokens * cache.row_bytes
+            seconds = _attend_seconds(cache, attention, pool, shape.num_qo_heads, tokens)
+            cold.append((num_bytes, 1e6 * seconds[0]))
+            warm.append((num_bytes, 1e6 * seconds[1]))
+        on_progress("host attention", NUM_PARTS, NUM_PARTS)
+    finally:
+        pool.close()
+        cache.close()
+    attend_cold = CostTable.measured(cold)
+    return {
+        "attention_heads": (shape.num_qo_heads, shape.num_kv_heads, shape.head_dim),
+        "read_bandwidth": bandwidth,
+        "attend_cold": attend_cold,
+        # Noise must not make what is in a cache slower than what is not.
+        "attend_warm": CostTable.measured(
+            [(size, min(us, attend_cold.us(size))) for size, us in warm]
+        ),
+        "select_scale": {},
+    }
+
+
+def _attend_seconds(
+    cache: AttentionCache,
+    attention: DecodeAttention,
+    pool: WorkerPool,
+    num_qo_heads: int,
+    tokens: int,
+) -> tuple[float, float]:
+    """Median seconds of one layer, with rows that no cache holds and with rows just read."""
+    step = attention.begin_step([cache.seq], [cache.kv_len])
+    query = cache.random_query(num_qo_heads)
+    out = torch.empty_like(query)
+    times: list[list[float]] = [[], []]
+    for repeat in range(_REPEATS + 1):
+        layer_idx = repeat % cache.num_layers
+        indices = cache.random_selection(tokens, seed=repeat)
+        measure_read_bandwidth(pool, query, repeats=2)  # workers spin, as inside a step
+        for of_kind in times:
+            start = time.perf_counter()
+            attend_csr_rows(attention, layer_idx, step, query, out, indices)
+            if repeat:  # the first one also loads code
+                of_kind.append(time.perf_counter() - start)
+    cold, warm = (float(np.median(of_kind)) for of_kind in times)
+    return cold, warm

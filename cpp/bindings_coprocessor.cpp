@@ -20,6 +20,22 @@ std::vector<Request> requests_of(const std::vector<std::vector<int64_t>>& reques
   return result;
 }
 
+// Addresses in the order of offload/mailbox.py's tensors.
+Mailbox mailbox_of(const std::vector<int64_t>& addresses, int64_t max_rows, int64_t selection_units,
+                   int64_t selection_tokens) {
+  return {pointer<const char>(addresses.at(0)),
+          pointer<const char>(addresses.at(1)),
+          pointer<float>(addresses.at(2)),
+          pointer<float>(addresses.at(3)),
+          pointer<int32_t>(addresses.at(4)),
+          pointer<int32_t>(addresses.at(5)),
+          max_rows,
+          pointer<const int32_t>(addresses.at(6)),
+          pointer<const int32_t>(addresses.at(7)),
+          selection_units,
+          selection_tokens};
+}
+
 // Rows in the order of their slots.
 ServedStep step_of(const Int64s& slots, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
                    const Int64s& arrays, const Int64s& text_marks, int64_t queries) {
@@ -46,14 +62,12 @@ ServedStep step_of(const Int64s& slots, const Int64s& page_tables, const Int64s&
 // done. Where the thread is stuck they are never released.
 class PyCoprocessor {
  public:
-  PyCoprocessor(py::object attention, const std::vector<int64_t>& mailbox, int64_t max_rows,
-                const std::vector<std::vector<int64_t>>& requests, const std::vector<uint8_t>& sparse_layers,
-                int64_t sink_tokens, int64_t recent_tokens, py::object keep)
-      : core_(
-            attention_of(attention),
-            {pointer<const char>(mailbox.at(0)), pointer<const char>(mailbox.at(1)), pointer<float>(mailbox.at(2)),
-             pointer<float>(mailbox.at(3)), pointer<int32_t>(mailbox.at(4)), pointer<int32_t>(mailbox.at(5)), max_rows},
-            requests_of(requests), sparse_layers, sink_tokens, recent_tokens),
+  PyCoprocessor(py::object attention, const std::vector<int64_t>& mailbox, int64_t max_rows, int64_t selection_units,
+                int64_t selection_tokens, const std::vector<std::vector<int64_t>>& requests,
+                const std::vector<uint8_t>& sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
+                const std::vector<uint8_t>& device_heads, const std::vector<uint8_t>& publishing_heads, py::object keep)
+      : core_(attention_of(attention), mailbox_of(mailbox, max_rows, selection_units, selection_tokens),
+              requests_of(requests), sparse_layers, sink_tokens, recent_tokens, {device_heads, publishing_heads}),
         kept_{std::move(attention), std::move(keep)} {}
 
   ~PyCoprocessor() {
@@ -86,11 +100,13 @@ class PyCoprocessor {
   }
 
   void end() {
+    std::string failure;
     {
       const py::gil_scoped_release release;
-      core_.end();
+      failure = core_.end();
     }
     kept_steps_.clear();
+    if (!failure.empty()) throw std::runtime_error(failure);
   }
 
   void start() { core_.start(); }
@@ -169,8 +185,9 @@ class PyCoprocessor {
 void bind_coprocessor(py::module_& m) {
   m.attr("FLAG_STRIDE") = kFlagStride;
   py::class_<PyCoprocessor>(m, "Coprocessor")
-      .def(py::init<py::object, const std::vector<int64_t>&, int64_t, const std::vector<std::vector<int64_t>>&,
-                    const std::vector<uint8_t>&, int64_t, int64_t, py::object>())
+      .def(py::init<py::object, const std::vector<int64_t>&, int64_t, int64_t, int64_t,
+                    const std::vector<std::vector<int64_t>>&, const std::vector<uint8_t>&, int64_t, int64_t,
+                    const std::vector<uint8_t>&, const std::vector<uint8_t>&, py::object>())
       .def("set_deadline", &PyCoprocessor::set_deadline)
       .def("set_idle", &PyCoprocessor::set_idle)
       .def("set_warm_up", &PyCoprocessor::set_warm_up)

@@ -46,10 +46,11 @@ struct Coprocessor::Thread {
 
 struct Coprocessor::State {
   State(DecodeAttention& a, const Mailbox& m, std::vector<Request> requests, std::vector<uint8_t> sparse_layers,
-        int64_t sink_tokens, int64_t recent_tokens)
+        int64_t sink_tokens, int64_t recent_tokens, DeviceHeads device_heads)
       : attention(a),
         mailbox(m),
-        server(a, m, std::move(requests), std::move(sparse_layers), sink_tokens, recent_tokens) {}
+        server(a, m, std::move(requests), std::move(sparse_layers), sink_tokens, recent_tokens,
+               std::move(device_heads)) {}
 
   int32_t* request_flag(size_t i) const { return mailbox.requests + static_cast<int64_t>(i) * kFlagStride; }
   int32_t* reply_flag(size_t i) const { return mailbox.replies + static_cast<int64_t>(i) * kFlagStride; }
@@ -191,7 +192,7 @@ void Coprocessor::State::warm_up(int request) {
 bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
   const int num = static_cast<int>(num_requests());
   server.begin(step);
-  if (!idle) {
+  if (!idle && num > 0) {
     progress(At::preparing, 0);
     server.prepare(0);
     if (warms_up.load(std::memory_order_relaxed)) warm_up(0);
@@ -221,7 +222,10 @@ bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
   }
   if (!wait_for(num, self)) return false;
   progress(At::storing, num);
-  server.end();
+  if (const std::string message = server.end(); !message.empty()) {
+    fail(message);
+    return false;
+  }
   return true;
 }
 
@@ -255,9 +259,10 @@ void Coprocessor::State::run(Thread& self) {
 }
 
 Coprocessor::Coprocessor(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
-                         std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens)
+                         std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
+                         DeviceHeads device_heads)
     : state_(std::make_shared<State>(attention, mailbox, std::move(requests), std::move(sparse_layers), sink_tokens,
-                                     recent_tokens)) {}
+                                     recent_tokens, std::move(device_heads))) {}
 
 Coprocessor::~Coprocessor() {
   if (close(0) != Retirement::stuck && !forked()) return;
@@ -288,7 +293,7 @@ std::string Coprocessor::serve(int request) {
   return failure;
 }
 
-void Coprocessor::end() { state_->server.end(); }
+std::string Coprocessor::end() { return state_->server.end(); }
 
 void Coprocessor::start() {
   thread_ = std::make_shared<Thread>();

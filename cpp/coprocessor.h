@@ -29,7 +29,8 @@ class Coprocessor {
   enum class Retirement { gone, left_behind, stuck };
 
   Coprocessor(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
-              std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens);
+              std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
+              DeviceHeads device_heads = {});
   // Where the thread did not end: leaks what it may touch.
   ~Coprocessor();
   Coprocessor(const Coprocessor&) = delete;
@@ -44,7 +45,7 @@ class Coprocessor {
   // On the calling thread.
   void begin(ServedStep step);
   std::string serve(int request);
-  void end();
+  std::string end();
 
   // By the thread; start() may be called again after reset().
   void start();

@@ -18,12 +18,40 @@ DecodeAttention::DecodeAttention(const AttentionShape& shape, const KernelTable&
       dense_scores_(static_cast<size_t>(pool.num_threads())) {}
 
 void DecodeAttention::report_non_finite(int64_t layer_idx, int row_idx, int unit) {
-  if (failed_.exchange(true)) return;
+  if (!failed_.exchange(true)) failure_ = non_finite(layer_idx, row_idx, unit);
+}
+
+std::string DecodeAttention::non_finite(int64_t layer_idx, int row_idx, int unit) const {
   char text[160];
   std::snprintf(text, sizeof text,
                 "non-finite attention in layer %lld, query row %d, KV head %d: NaN or inf in q or the KV cache",
                 static_cast<long long>(layer_idx), row_idx, kv_head_of(unit));
-  failure_ = text;
+  return text;
+}
+
+void DecodeAttention::make_room_for_published(size_t num_rows) {
+  const size_t count = num_rows * static_cast<size_t>(units());
+  if (published_.size() < count) published_.resize(count);
+}
+
+void DecodeAttention::publish(int row_of_step, int unit, const int32_t* tokens, int64_t n) {
+  make_room_for_published(static_cast<size_t>(row_of_step) + 1);
+  Published& published = published_[static_cast<size_t>(row_of_step * units() + unit)];
+  published.tokens = tokens;
+  published.n = n;
+}
+
+std::vector<std::vector<int32_t>> DecodeAttention::last_selection() const {
+  std::vector<std::vector<int32_t>> lists(num_selections_);
+  for (size_t i = 0; i < num_selections_; ++i) {
+    const Unit& unit = units_[i];
+    if (unit.role == Role::reuse) {
+      lists[i].assign(unit.indices, unit.indices + unit.n);
+    } else {
+      lists[i] = selection_[i];
+    }
+  }
+  return lists;
 }
 
 void DecodeAttention::load_queries(const std::vector<QueryRow>& rows) {
@@ -138,7 +166,9 @@ void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row
   if (empty) {
     const int64_t item = options_.float_output ? int64_t{sizeof(float)} : dtype_bytes(shape_.dtype);
     const int64_t bytes = group * head_dim * item;
-    std::memset(static_cast<char*>(row.output) + unit_idx * bytes, 0, static_cast<size_t>(bytes));
+    if (unit.role != Role::elsewhere) {  // else nobody reads it
+      std::memset(static_cast<char*>(row.output) + unit_idx * bytes, 0, static_cast<size_t>(bytes));
+    }
     std::fill_n(lse, group, -INFINITY);
     if (row.lse != nullptr) std::fill_n(row.lse + unit_idx * group, group, -INFINITY);
   }
@@ -317,8 +347,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
   if (selection_.size() < count) selection_.resize(count);
   num_selections_ = count;
   first_row_ = first_row;
-  const size_t published = (static_cast<size_t>(first_row) + rows.size()) * static_cast<size_t>(units());
-  if (published_.size() < published) published_.resize(published);
+  make_room_for_published(static_cast<size_t>(first_row) + rows.size());
   sparse_rows_.clear();
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
     const QueryRow& row = rows[static_cast<size_t>(r)];
@@ -326,8 +355,12 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     if (chosen) sparse_rows_.push_back(r);
     for (int u = 0; u < units(); ++u) {
       Unit& unit = unit_of(r, u);
-      unit.role = chosen ? role_of(layer_idx, u) : row.indptr != nullptr ? Role::select : Role::dense;
-      unit.sparse = chosen && unit.role != Role::dense;
+      const bool elsewhere = options.elsewhere != nullptr && options.elsewhere[kv_head_of(u)] != 0;
+      unit.role = elsewhere               ? Role::elsewhere
+                  : chosen                ? role_of(layer_idx, u)
+                  : row.indptr != nullptr ? Role::select
+                                          : Role::dense;
+      unit.sparse = chosen && unit.role != Role::dense && !elsewhere;
       // What select_unit() or finish_proposal() overwrites keeps its size, so that nothing is zeroed.
       if (!unit.sparse || unit.role != Role::select) selection_[static_cast<size_t>(r * units() + u)].clear();
       unit.asks = false;
@@ -340,10 +373,10 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
       if (row.indptr != nullptr && row.weights != nullptr)
         unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
       if (unit.role == Role::reuse) {
-        selection_[static_cast<size_t>(r * units() + u)] = published_of(r, u);
-        unit.indices = published_of(r, u).data();
-        unit.n = static_cast<int64_t>(published_of(r, u).size());
+        unit.indices = published_of(r, u).tokens;
+        unit.n = published_of(r, u).n;
       }
+      if (elsewhere) unit.n = 0;
     }
   }
   if (!sparse_rows_.empty() && policy_.asks_queries()) load_queries(rows);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -85,8 +86,9 @@ struct AttendOptions {
   bool window_on_device = false;
   int64_t sink_tokens = 0;  // of that window; where a policy selects, as many as its own
   int64_t recent_tokens = 0;
-  bool float_output = false;    // output is float32 instead of the shape's dtype
-  bool defers_updates = false;  // the policy's observe() and append() wait for update()
+  const uint8_t* elsewhere = nullptr;  // [num_kv_heads] of this layer, or null: 1 where somebody else attends to all
+  bool float_output = false;           // output is float32 instead of the shape's dtype
+  bool defers_updates = false;         // the policy's observe() and append() wait for update()
 };
 
 class DecodeAttention {
@@ -116,13 +118,20 @@ class DecodeAttention {
   // For callers with time to spare. remember() notes what the last attend(), of these rows, read under the policy;
   // warm_up() brings what was noted of a layer's rows into the workers' caches until *stop is not 0.
   void remember(int64_t layer_idx, const std::vector<QueryRow>& rows);
-  void warm_up(int64_t layer_idx, const std::vector<QueryRow>& rows, int first_row, int32_t* stop);
+  // `elsewhere` as in AttendOptions.
+  void warm_up(int64_t layer_idx, const std::vector<QueryRow>& rows, int first_row, int32_t* stop,
+               const uint8_t* elsewhere = nullptr);
+
+  // What a unit of a row of the step would have published, had it been attended here: sinks, chosen, recent tokens.
+  // They are read where they are until something else is published.
+  void publish(int row_of_step, int unit, const int32_t* tokens, int64_t n);
+  // Names who found numbers that are not finite; as attend() returns it.
+  std::string non_finite(int64_t layer_idx, int row_idx, int unit) const;
+  int num_units() const { return units(); }
 
   // Which tokens each unit of each row of the last attend() attended; empty where it was all of them, or none because
   // the policy answered.
-  std::vector<std::vector<int32_t>> last_selection() const {
-    return {selection_.begin(), selection_.begin() + static_cast<std::ptrdiff_t>(num_selections_)};
-  }
+  std::vector<std::vector<int32_t>> last_selection() const;
 
   // Counts from now on; off until the first call.
   void start_profile() { profiles_.assign(static_cast<size_t>(pool_.num_threads()), WorkerProfile{}); }
@@ -179,6 +188,29 @@ class DecodeAttention {
     std::vector<int32_t> attended;
     bool reads_keys = false;  // of what was attended, and not only its values
   };
+  // What a unit last published: its own list, or one that lies elsewhere.
+  struct Published {
+    std::vector<int32_t> own;
+    const int32_t* tokens = nullptr;
+    int64_t n = 0;
+
+    void set(const std::vector<int32_t>& list) {
+      own = list;
+      set_own();
+    }
+    void set_own() {
+      tokens = own.data();
+      n = static_cast<int64_t>(own.size());
+    }
+  };
+  // What a unit will probably read, in one of the lists above or a GPU's.
+  struct Forecast {
+    int row = 0;
+    int kv_head = 0;
+    std::span<const int32_t> scored;
+    std::span<const int32_t> attended;
+    bool reads_keys = false;
+  };
   // Scratch of a wave: some KV heads of a row whose keys are scanned together.
   struct ScanSlot {
     std::vector<float> weights;     // [heads, group_size, kv_len], relative to each chunk's maximum
@@ -229,9 +261,10 @@ class DecodeAttention {
   void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void gather_weights(Unit& unit, int64_t first, int64_t last) const;
   void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance, int worker);
-  std::vector<int32_t>& published_of(int row_idx, int unit) {
+  Published& published_of(int row_idx, int unit) {
     return published_[static_cast<size_t>((first_row_ + row_idx) * units() + unit)];
   }
+  void make_room_for_published(size_t num_rows);
 
   // decode_attention_scan.cpp: exact weights of all keys
   void scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows);
@@ -264,7 +297,9 @@ class DecodeAttention {
   Piece piece_of(const Lane& lane, int64_t split);
   void run_lanes(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares);
 
-  Remembered& remembered_of(int64_t layer_idx, int row, int unit);  // decode_attention_warm.cpp
+  // decode_attention_warm.cpp
+  Remembered& remembered_of(int64_t layer_idx, int row, int unit);
+  Forecast forecast(int64_t layer_idx, const QueryRow& row, int row_of_step, int unit);
 
   const AttentionShape shape_;
   const KernelTable& kernels_;
@@ -281,7 +316,7 @@ class DecodeAttention {
   std::vector<int> sparse_rows_;  // those of the last attend() that the policy had a say in
   size_t num_selections_ = 0;
   std::vector<std::vector<int32_t>> selection_;
-  std::vector<std::vector<int32_t>> published_;  // of each row of the step and unit; kept from layer to layer
+  std::vector<Published> published_;  // of each row of the step and unit; kept from layer to layer
   int first_row_ = 0;
   std::unique_ptr<Unit[]> units_;
   size_t units_capacity_ = 0;
@@ -293,6 +328,7 @@ class DecodeAttention {
   ScanSlot slots_[3];
   std::vector<std::vector<float>> dense_scores_;     // of each worker: [units, group, kScoreTile]
   std::vector<std::vector<Remembered>> remembered_;  // [layer][row of the step, unit]
+  std::vector<Forecast> forecasts_;
   std::vector<WorkerProfile> profiles_;              // of each worker; empty while nobody asks
   std::atomic<bool> failed_{false};
   std::string failure_;

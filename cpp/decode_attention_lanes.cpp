@@ -73,19 +73,33 @@ int64_t DecodeAttention::plan_lanes(int64_t layer_idx, const std::vector<QueryRo
   };
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
     const QueryRow& row = rows[static_cast<size_t>(r)];
-    const Unit& first = unit_of(r, 0);
-    if (first.role == Role::dense && !is_null(row, first)) {
-      const int64_t wanted = std::max<int64_t>(1, (first.end - first.begin) * units() / piece_tokens_);
-      const int64_t splits = std::min(wanted, blocks_of(first));
-      const int64_t groups = std::min<int64_t>(units(), ceil_div(wanted, splits));
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t begin = units() * g / groups;
-        add(r, static_cast<int>(begin), static_cast<int>(units() * (g + 1) / groups - begin), splits);
+    int num_dense = 0;
+    const Unit* dense = nullptr;
+    for (int u = 0; u < units(); ++u) {
+      const Unit& unit = unit_of(r, u);
+      if (unit.role != Role::dense || is_null(row, unit)) continue;
+      ++num_dense;
+      dense = &unit;  // the others have its tokens
+    }
+    if (num_dense > 0) {
+      const int64_t wanted = std::max<int64_t>(1, (dense->end - dense->begin) * num_dense / piece_tokens_);
+      const int64_t splits = std::min(wanted, blocks_of(*dense));
+      const int64_t groups = std::min<int64_t>(num_dense, ceil_div(wanted, splits));
+      for (int first = 0; first < units();) {  // runs of units that are attended here
+        int last = first;
+        while (last < units() && unit_of(r, last).role == Role::dense) ++last;
+        const int64_t of_run = ceil_div((last - first) * groups, num_dense);
+        for (int64_t g = 0; g < of_run; ++g) {
+          const int64_t begin = first + (last - first) * g / of_run;
+          const int64_t end = first + (last - first) * (g + 1) / of_run;
+          add(r, static_cast<int>(begin), static_cast<int>(end - begin), splits);
+        }
+        first = last + 1;
       }
-      continue;
     }
     for (int u = 0; u < units(); ++u) {
       const Unit& unit = unit_of(r, u);
+      if (num_dense > 0 && unit.role == Role::dense) continue;
       if (is_null(row, unit)) {
         const TraceSpan span = task_span(TraceKind::merge, layer_idx, r, u, 0);
         merge_unit(layer_idx, row, r, u, 0);

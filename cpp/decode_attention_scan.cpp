@@ -125,7 +125,7 @@ void DecodeAttention::select_for_all(int64_t layer_idx, const QueryRow& row, int
   }
   select_unit(layer_idx, row, row_idx, first, unit_of(row_idx, first).importance.data(), worker);
   for (int u = first + 1; u < units(); ++u) {
-    if (unit_of(row_idx, u).role == Role::retrieve) published_of(row_idx, u) = published_of(row_idx, first);
+    if (unit_of(row_idx, u).role == Role::retrieve) published_of(row_idx, u).set(published_of(row_idx, first).own);
   }
 }
 

@@ -189,7 +189,10 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
     unit.n = 0;
     selection_[static_cast<size_t>(row_idx * units() + unit_idx)].clear();
     // Nothing was chosen: that is what the layers below inherit.
-    if (!policy_.roles.empty()) add_own(published_of(row_idx, unit_idx), nullptr, 0);
+    if (!policy_.roles.empty()) {
+      add_own(published_of(row_idx, unit_idx).own, nullptr, 0);
+      published_of(row_idx, unit_idx).set_own();
+    }
     float check = 0.0f;  // stays 0 unless some output is NaN or inf
     for (int i = 0; i < group * shape_.head_dim; ++i) check += output[i] * 0.0f;
     for (int g = 0; g < group; ++g) check += lse[g] * 0.0f;
@@ -253,7 +256,7 @@ void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, in
   }
   unit.indices = chosen.data();
   unit.weights.resize(static_cast<size_t>(group * unit.n));  // filled where they are needed
-  if (!policy_.roles.empty()) published_of(row_idx, unit_idx) = chosen;
+  if (!policy_.roles.empty()) published_of(row_idx, unit_idx).set(chosen);
 }
 
 // The weights of attended tokens [first, last) of a unit whose candidates were scored.
@@ -280,7 +283,8 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   Unit& unit = unit_of(row_idx, unit_idx);
   const bool attends_to_all = unit.role == Role::retrieve;
   std::vector<int32_t>& chosen =
-      attends_to_all ? published_of(row_idx, unit_idx) : selection_[static_cast<size_t>(row_idx * units() + unit_idx)];
+      attends_to_all ? published_of(row_idx, unit_idx).own
+                     : selection_[static_cast<size_t>(row_idx * units() + unit_idx)];
   PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
   chosen.resize(static_cast<size_t>(policy_.budget_tokens));
   for (int64_t i = 0; i < policy_.sink_tokens; ++i) chosen[static_cast<size_t>(i)] = static_cast<int32_t>(i);
@@ -293,10 +297,10 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   std::iota(chosen.begin() + end, chosen.begin() + end + (row.kv_len - ctx.last), static_cast<int32_t>(ctx.last));
   end += row.kv_len - ctx.last;
   chosen.resize(static_cast<size_t>(end));
-  if (attends_to_all) return;
+  if (attends_to_all) return published_of(row_idx, unit_idx).set_own();
   unit.indices = chosen.data();
   unit.n = end;
-  if (!policy_.roles.empty()) published_of(row_idx, unit_idx) = chosen;
+  if (!policy_.roles.empty()) published_of(row_idx, unit_idx).set(chosen);
 }
 
 }  // namespace offload

@@ -21,11 +21,11 @@ class Reader {
  public:
   Reader(int32_t* stop, int64_t kv_len) : stop_(stop), kv_len_(kv_len) {}
 
-  // Tokens are hints: of another sequence, or cut off since.
+  // Tokens are hints: of another sequence, cut off since, or being written by a GPU.
   void read(const RowSource& source, const int32_t* tokens, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       if (i % kRowsPerLook == 0 && is_over()) return;
-      if (tokens[i] >= kv_len_) continue;
+      if (tokens[i] < 0 || tokens[i] >= kv_len_) continue;
       prefetch_row(source.row(tokens[i]), source.row_bytes);
       bytes_ += source.row_bytes;
     }
@@ -49,6 +49,11 @@ DecodeAttention::Remembered& DecodeAttention::remembered_of(int64_t layer_idx, i
 
 void DecodeAttention::remember(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   if (sparse_rows_.empty() || !policy_.asks_queries()) return;
+  bool chose = false;  // what reuses is known before: by what was published
+  for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()) && !chose; ++i) {
+    chose = units_[i].sparse && units_[i].role != Role::reuse;
+  }
+  if (!chose) return;
   if (remembered_.size() <= static_cast<size_t>(layer_idx)) remembered_.resize(static_cast<size_t>(layer_idx) + 1);
   std::vector<Remembered>& of_layer = remembered_[static_cast<size_t>(layer_idx)];
   const size_t count = (static_cast<size_t>(first_row_) + rows.size()) * static_cast<size_t>(units());
@@ -62,7 +67,7 @@ void DecodeAttention::remember(int64_t layer_idx, const std::vector<QueryRow>& r
     Remembered& remembered = remembered_of(layer_idx, first_row_ + r, u);
     remembered.scored.clear();
     remembered.attended.clear();
-    if (!unit.sparse || unit.answered || unit.indices == nullptr) return;
+    if (!unit.sparse || unit.answered || unit.indices == nullptr || unit.role == Role::reuse) return;
     remembered.attended.assign(unit.indices + unit.begin, unit.indices + unit.end);
     // Where the weights were known before, keys are not read again.
     remembered.reads_keys = unit.weights.empty();
@@ -72,42 +77,74 @@ void DecodeAttention::remember(int64_t layer_idx, const std::vector<QueryRow>& r
   });
 }
 
-void DecodeAttention::warm_up(int64_t layer_idx, const std::vector<QueryRow>& rows, int first_row, int32_t* stop) {
-  if (rows.empty() || remembered_.size() <= static_cast<size_t>(layer_idx)) return;
-  const int64_t num_units = static_cast<int64_t>(rows.size()) * units();
-  const auto known = static_cast<int64_t>(remembered_[static_cast<size_t>(layer_idx)].size());
-  if (known < int64_t{first_row} * units() + num_units) return;
+// What a unit of the next request will read: of one that reuses that is certain, of others what it read in the step
+// before.
+DecodeAttention::Forecast DecodeAttention::forecast(int64_t layer_idx, const QueryRow& row, int row_of_step, int unit) {
+  Forecast result;
+  if (row.kv_len <= policy_.budget_tokens) return result;
+  if (role_of(layer_idx, unit) == Role::reuse) {
+    const auto i = static_cast<size_t>(row_of_step * units() + unit);
+    if (i >= published_.size()) return result;
+    const Published& published = published_[i];
+    const int64_t begin = std::min(policy_.sink_tokens, published.n);
+    const int64_t end = std::max(begin, published.n - policy_.recent_tokens);
+    result.attended = {published.tokens + begin, static_cast<size_t>(end - begin)};
+    result.reads_keys = true;
+    return result;
+  }
+  if (remembered_.size() <= static_cast<size_t>(layer_idx)) return result;
+  const std::vector<Remembered>& of_layer = remembered_[static_cast<size_t>(layer_idx)];
+  const auto i = static_cast<size_t>(row_of_step * units() + unit);
+  if (i >= of_layer.size()) return result;
+  result.scored = of_layer[i].scored;
+  result.attended = of_layer[i].attended;
+  result.reads_keys = of_layer[i].reads_keys;
+  return result;
+}
+
+void DecodeAttention::warm_up(int64_t layer_idx, const std::vector<QueryRow>& rows, int first_row, int32_t* stop,
+                              const uint8_t* elsewhere) {
+  forecasts_.clear();  // by lane, as run_lanes() will have them: workers meet the same units again
+  bool any = false;
+  for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
+    for (int u = 0; u < units(); ++u) {
+      if (elsewhere != nullptr && elsewhere[kv_head_of(u)] != 0) continue;
+      forecasts_.push_back(forecast(layer_idx, rows[static_cast<size_t>(r)], first_row + r, u));
+      forecasts_.back().row = r;
+      forecasts_.back().kv_head = kv_head_of(u);
+      any = any || !forecasts_.back().attended.empty() || !forecasts_.back().scored.empty();
+    }
+  }
+  if (!any) return;
+  const auto num_lanes = static_cast<int64_t>(forecasts_.size());
   const int64_t threads = pool_.num_threads();
   task_rings_ = trace_.workers();
-  const auto read_share = [&](Reader& reader, int64_t task, int64_t rank, int64_t sharers) {
-    const int r = static_cast<int>(task / units());
-    const int u = static_cast<int>(task % units());
-    const QueryRow& row = rows[static_cast<size_t>(r)];
-    const int kv_head = kv_head_of(u);
-    const Remembered& remembered = remembered_of(layer_idx, first_row + r, u);
+  const auto read_share = [&](Reader& reader, int64_t lane, int64_t rank, int64_t sharers) {
+    const Forecast& forecast = forecasts_[static_cast<size_t>(lane)];
+    const QueryRow& row = rows[static_cast<size_t>(forecast.row)];
     reader.turn_to(row.kv_len);
-    const auto share_of = [&](const RowSource& source, const std::vector<int32_t>& tokens) {
+    const auto share_of = [&](const RowSource& source, std::span<const int32_t> tokens) {
       const auto n = static_cast<int64_t>(tokens.size());
       const int64_t begin = n * rank / sharers;
       reader.read(source, tokens.data() + begin, n * (rank + 1) / sharers - begin);
     };
-    share_of(shape_.keys(row.pages, kv_head), remembered.scored);
-    if (remembered.reads_keys) share_of(shape_.keys(row.pages, kv_head), remembered.attended);
-    share_of(shape_.values(row.pages, kv_head), remembered.attended);
+    share_of(shape_.keys(row.pages, forecast.kv_head), forecast.scored);
+    if (forecast.reads_keys) share_of(shape_.keys(row.pages, forecast.kv_head), forecast.attended);
+    share_of(shape_.values(row.pages, forecast.kv_head), forecast.attended);
   };
   pool_.parallel_for_near(threads, [&](int64_t task, int worker) {
     if (task != worker) return;  // another core's cache is of no use
     const TraceSpan span = task_span(TraceKind::warm, layer_idx, -1, -1, worker);
     Reader reader(stop, 0);
-    const int64_t begin = pool_.block_begin(worker, num_units);
-    const int64_t end = pool_.block_begin(worker + 1, num_units);
+    const int64_t begin = pool_.block_begin(worker, num_lanes);
+    const int64_t end = pool_.block_begin(worker + 1, num_lanes);
     for (int64_t i = begin; i < end && !reader.is_over(); ++i) {
-      read_share(reader, i, 0, std::max<int64_t>(1, (i + 1) * threads / num_units - i * threads / num_units));
+      read_share(reader, i, 0, std::max<int64_t>(1, (i + 1) * threads / num_lanes - i * threads / num_lanes));
     }
     if (begin == end) {  // fewer units than workers: a share of the unit before
       const int64_t i = begin - 1;
-      const int64_t first = i * threads / num_units;
-      read_share(reader, i, worker - first, (i + 1) * threads / num_units - first);
+      const int64_t first = i * threads / num_lanes;
+      read_share(reader, i, worker - first, (i + 1) * threads / num_lanes - first);
     }
   });
 }

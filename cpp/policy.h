@@ -65,6 +65,7 @@ enum class Role : uint8_t {
   retrieve = 1,  // full attention, and publishes the policy's selection
   select = 2,    // attends to the policy's selection and publishes it
   reuse = 3,     // attends to what the same unit last published in this step
+  elsewhere = 4,  // somebody else attends to all of it (a GPU): nothing is done here
 };
 
 struct PolicyFunctions {

@@ -12,12 +12,14 @@ constexpr size_t kManyRows = 8;  // from here on the pool copies K/V; below, one
 }  // namespace
 
 StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
-                       std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens)
+                       std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
+                       DeviceHeads device_heads)
     : attention_(attention),
       trace_(attention.trace()),
       mailbox_(mailbox),
       requests_(std::move(requests)),
-      sparse_layers_(std::move(sparse_layers)) {
+      sparse_layers_(std::move(sparse_layers)),
+      device_heads_(std::move(device_heads)) {
   options_.window_on_device = true;
   options_.sink_tokens = sink_tokens;
   options_.recent_tokens = recent_tokens;
@@ -28,6 +30,37 @@ StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, std::
 void StepServer::begin(const ServedStep& step) {
   step_ = &step;
   num_stored_.assign(step.rows.size(), 0);
+  num_taken_over_.assign(step.rows.size(), 0);
+}
+
+const uint8_t* StepServer::elsewhere(int64_t layer_idx) const {
+  if (device_heads_.attended.empty()) return nullptr;
+  return device_heads_.attended.data() + layer_idx * attention_.shape().num_kv_heads;
+}
+
+// What the GPU published in layers before `end_layer` is what units of the layers below inherit.
+std::string StepServer::take_over(size_t first, size_t last, int64_t end_layer) {
+  if (device_heads_.published.empty()) return {};
+  const int heads = attention_.shape().num_kv_heads;
+  const int per_head = attention_.num_units() / heads;
+  for (size_t row = first; row < last; ++row) {
+    const StepRow& of_step = step_->rows[row];
+    for (int64_t& layer_idx = num_taken_over_[row]; layer_idx < end_layer; ++layer_idx) {
+      for (int h = 0; h < heads; ++h) {
+        if (device_heads_.published[static_cast<size_t>(layer_idx * heads + h)] == 0) continue;
+        const int64_t list = of_step.slot * mailbox_.selection_units + std::min<int64_t>(h, mailbox_.selection_units - 1);
+        const int64_t n = mailbox_.counts[list];
+        const int unit = h * per_head;
+        if (n < 0 || n > mailbox_.selection_tokens) {
+          return attention_.non_finite(layer_idx, static_cast<int>(row - first), unit);
+        }
+        for (int u = unit; u < unit + per_head; ++u) {
+          attention_.publish(static_cast<int>(row), u, mailbox_.selection + list * mailbox_.selection_tokens, n);
+        }
+      }
+    }
+  }
+  return {};
 }
 
 // Rows of a step are sorted by slot, so those of a request follow each other.
@@ -104,6 +137,8 @@ std::string StepServer::attend(int request) {
   const TraceSpan span(trace_, TraceKind::attend, layer_idx, request);
   const bool sparse = is_sparse(request);
   if (sparse && step_->queries != nullptr) keep_queries(request);
+  if (std::string failure = take_over(first_, first_ + rows_.size(), layer_idx); !failure.empty()) return failure;
+  options_.elsewhere = elsewhere(layer_idx);
   return attention_.attend(layer_idx, rows_, sparse, static_cast<int>(first_), false, options_);
 }
 
@@ -156,13 +191,16 @@ void StepServer::warm_up(int request, int32_t* stop) {
   const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
   const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
   const size_t first = rows_of(request, prepared_rows_);
-  attention_.warm_up(layer_idx, prepared_rows_, static_cast<int>(first), stop);
+  attention_.warm_up(layer_idx, prepared_rows_, static_cast<int>(first), stop, elsewhere(layer_idx));
 }
 
-void StepServer::end() {
+std::string StepServer::end() {
   const TraceSpan span(trace_, TraceKind::store, -1, -1);
-  store_rows(0, step_->rows.size(), static_cast<int64_t>(sparse_layers_.size()));
+  const auto num_layers = static_cast<int64_t>(sparse_layers_.size());
+  store_rows(0, step_->rows.size(), num_layers);
+  std::string failure = take_over(0, step_->rows.size(), num_layers);
   step_ = nullptr;
+  return failure;
 }
 
 }  // namespace offload

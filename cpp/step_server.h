@@ -23,6 +23,18 @@ struct Mailbox {
   int32_t* requests;
   int32_t* replies;
   int64_t max_rows;
+  // What a GPU's heads published: lists of `selection_tokens` int32 and their lengths, of each row and of each KV head,
+  // or one for all of them. Null where no GPU publishes.
+  const int32_t* selection = nullptr;
+  const int32_t* counts = nullptr;
+  int64_t selection_units = 0;
+  int64_t selection_tokens = 0;
+};
+
+// What the GPU does of each [layer, KV head], in whole layers that are asked for or not.
+struct DeviceHeads {
+  std::vector<uint8_t> attended;   // 1: the GPU attends to all of it
+  std::vector<uint8_t> published;  // 1: and publishes a selection, which is in the mailbox before the next request
 };
 
 // Rows [first_row, first_row + num_rows) of the mailbox in one layer.
@@ -53,7 +65,8 @@ struct ServedStep {
 class StepServer {
  public:
   StepServer(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
-             std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens);
+             std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
+             DeviceHeads device_heads = {});
 
   const std::vector<Request>& requests() const { return requests_; }
   Trace& trace() { return trace_; }  // the attention's
@@ -71,8 +84,8 @@ class StepServer {
   // Reads ahead for the request, until *stop is not 0; remember() notes what for. Optional.
   void remember(int request);
   void warm_up(int request, int32_t* stop);
-  // Stores the K/V of the layers that are left.
-  void end();
+  // Stores the K/V of the layers that are left; returns what was wrong with what the GPU published, or an empty string.
+  std::string end();
 
  private:
   bool is_sparse(int request) const;
@@ -81,16 +94,20 @@ class StepServer {
   void store_rows(size_t first, size_t last, int64_t end_layer);
   void store_row(size_t row, int64_t end_layer);
   void keep_queries(int request);
+  std::string take_over(size_t first, size_t last, int64_t end_layer);
+  const uint8_t* elsewhere(int64_t layer_idx) const;
 
   DecodeAttention& attention_;
   Trace& trace_;
   const Mailbox mailbox_;
   const std::vector<Request> requests_;
   const std::vector<uint8_t> sparse_layers_;
+  const DeviceHeads device_heads_;
   AttendOptions options_;
 
   const ServedStep* step_ = nullptr;
-  std::vector<int64_t> num_stored_;  // layers, of each row
+  std::vector<int64_t> num_stored_;      // layers, of each row
+  std::vector<int64_t> num_taken_over_;  // likewise, of what the GPU published
   std::vector<QueryRow> rows_;       // of the request that is attended
   std::vector<QueryRow> prepared_rows_;
   size_t first_ = 0;  // rows_[0] is step_->rows[first_]

@@ -166,10 +166,14 @@ class Coprocessor:
         attention: DecodeAttention,
         mailbox: list[int],
         max_rows: int,
+        selection_units: int,
+        selection_tokens: int,
         requests: list[list[int]],
         sparse_layers: list[bool],
         sink_tokens: int,
         recent_tokens: int,
+        device_heads: list[bool],
+        publishing_heads: list[bool],
         keep: object,
     ) -> None: ...
     def set_deadline(self, ns: int) -> None: ...

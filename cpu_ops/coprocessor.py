@@ -63,6 +63,9 @@ class Coprocessor:
         sink_tokens, recent_tokens: the window on the GPU; None takes the policy's. They must be the
             policy's where it selects, and must be given where it does not.
         deadline_seconds: how long one side waits for the other before it gives up.
+        device_heads: bool [num_layers, num_kv_heads], heads to which the GPU attends by itself; of
+            those of `publishing_heads` it puts the selection into the mailbox, before the next
+            request. None: no head, as far as there are requests.
 
     Raises:
         ValueError: a mailbox that does not fit the attention, requests outside of it, a window that
@@ -78,6 +81,8 @@ class Coprocessor:
         sink_tokens: int | None = None,
         recent_tokens: int | None = None,
         deadline_seconds: float = 5.0,
+        device_heads: npt.NDArray[np.bool_] | None = None,
+        publishing_heads: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         _check_mailbox(attention, mailbox)
         self.requests = tuple((int(a), int(b), int(c)) for a, b, c in requests)
@@ -94,10 +99,14 @@ class Coprocessor:
             attention.native,
             [x.data_ptr() for x in mailbox.tensors],
             mailbox.max_rows,
+            mailbox.selection.shape[1],
+            mailbox.selection.shape[2],
             [list(request) for request in self.requests],
             attention.sparse_layers.tolist(),
             self.sink_tokens,
             self.recent_tokens,
+            _head_flags("device_heads", device_heads, attention),
+            _check_publishing(publishing_heads, attention, mailbox),
             mailbox,
         )
         self._native.set_deadline(round(deadline_seconds * 1e9))
@@ -316,6 +325,7 @@ def _check_mailbox(attention: DecodeAttention, mailbox: Mailbox) -> None:
     store = attention.store
     rows, columns = mailbox.max_rows, attention.num_qo_heads * store.head_dim
     flags = mailbox.requests.shape[1] if mailbox.requests.dim() == 2 else 0
+    units, tokens = mailbox.selection.shape[1:] if mailbox.selection.dim() == 3 else (0, 0)
     expected: dict[str, tuple[torch.dtype, list[int]]] = {
         "query": (store.dtype, [rows, columns]),
         "kv": (store.dtype, [store.num_layers, rows, 2, store.num_kv_heads, store.head_dim]),
@@ -323,6 +333,8 @@ def _check_mailbox(attention: DecodeAttention, mailbox: Mailbox) -> None:
         "lse": (torch.float32, [rows, attention.num_qo_heads]),
         "requests": (torch.int32, [mailbox.num_requests + 1, flags]),
         "replies": (torch.int32, [mailbox.num_requests, flags]),
+        "selection": (torch.int32, [rows, units, tokens]),
+        "counts": (torch.int32, [rows, units]),
     }
     for (name, (dtype, shape)), x in zip(expected.items(), mailbox.tensors, strict=True):
         if x.dtype != dtype or list(x.shape) != shape or not x.is_contiguous() or not x.is_cpu:
@@ -335,7 +347,7 @@ def _check_mailbox(attention: DecodeAttention, mailbox: Mailbox) -> None:
 
 
 def _check_requests(requests: Sequence[Request], mailbox: Mailbox) -> None:
-    if len(requests) != mailbox.num_requests or not requests:
+    if len(requests) != mailbox.num_requests:
         raise ValueError(
             f"the mailbox has flags for {mailbox.num_requests} requests, got {len(requests)}"
         )
@@ -357,6 +369,32 @@ def _check_requests(requests: Sequence[Request], mailbox: Mailbox) -> None:
                 " of the same rows"
             )
         layer_of[rows] = layer_idx
+
+
+def _head_flags(
+    name: str, heads: npt.NDArray[np.bool_] | None, attention: DecodeAttention
+) -> list[bool]:
+    if heads is None:
+        return []
+    shape = (attention.store.num_layers, attention.store.num_kv_heads)
+    if heads.shape != shape:
+        raise ValueError(f"{name} must be [num_layers, num_kv_heads] = {shape}, got {heads.shape}")
+    return [bool(flag) for flag in heads.reshape(-1)]
+
+
+def _check_publishing(
+    heads: npt.NDArray[np.bool_] | None, attention: DecodeAttention, mailbox: Mailbox
+) -> list[bool]:
+    flags = _head_flags("publishing_heads", heads, attention)
+    units, tokens = mailbox.selection.shape[1:]
+    if any(flags) and (
+        units not in (1, attention.store.num_kv_heads) or tokens < attention.policy.budget_tokens
+    ):
+        raise ValueError(
+            f"mailbox.selection must have 1 or {attention.store.num_kv_heads} lists of at least "
+            f"budget_tokens={attention.policy.budget_tokens} tokens, got {units} of {tokens}"
+        )
+    return flags
 
 
 def _window(name: str, given: int | None, attention: DecodeAttention) -> int:

@@ -39,8 +39,10 @@ def rope_publish_kernel(
     window: tl.tensor,
     page_table: tl.tensor,
     max_pages: tl.tensor,
+    page_slots: tl.tensor,  # None: pages hold all KV heads
     NUM_QO_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    NUM_PAGE_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
     RECENT_TOKENS: tl.constexpr,
@@ -107,12 +109,18 @@ def rope_publish_kernel(
                 tl.store(window + slot, low, mask=inside)
                 tl.store(window + slot + HALF, high, mask=inside)
         if page_table is not None:
-            address = tl.load(page_table + row * max_pages + position // PAGE_TOKENS)
-            slot = (kv_head * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM + d
-            # The compiler knows nothing of the address; half a row is whole 16-byte vectors.
-            page = tl.multiple_of(address.to(tl.pointer_type(dtype)) + slot, 16)
-            tl.store(page, low, mask=inside)
-            tl.store(page + HALF, high, mask=inside)
+            page_head = kv_head
+            if page_slots is not None:
+                page_head = tl.load(page_slots + kv_head % NUM_KV_HEADS).to(tl.int64)
+                if page_head >= 0 and kv_head >= NUM_KV_HEADS:
+                    page_head += NUM_PAGE_HEADS
+            if page_head >= 0:
+                address = tl.load(page_table + row * max_pages + position // PAGE_TOKENS)
+                slot = (page_head * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM + d
+                # The compiler knows nothing of the address; half a row is whole 16-byte vectors.
+                page = tl.multiple_of(address.to(tl.pointer_type(dtype)) + slot, 16)
+                tl.store(page, low, mask=inside)
+                tl.store(page + HALF, high, mask=inside)
 
 
 def rope_publish(
@@ -132,6 +140,8 @@ def rope_publish(
     sink_tokens: int = 0,
     page_table: Tensor | None = None,
     page_tokens: int = 0,
+    page_slots: Tensor | None = None,
+    num_page_heads: int = 0,
 ) -> None:
     """Rotate q and k (x * cos + rotate_half(x) * sin) and write q, k and v where they are needed.
 
@@ -151,6 +161,8 @@ def rope_publish(
         page_table: int64 [n, max_pages], the addresses of each row's GPU pages of this layer,
             laid out as the host store's: [K|V][num_kv_heads][page_tokens][head_dim].
         page_tokens: of `page_table`.
+        page_slots: int32 [num_kv_heads], where pages hold only `num_page_heads` of the KV heads:
+            each head's place in a page, or -1.
     """
     check_dtype("qkv", qkv)
     n, head_dim = cos.shape
@@ -187,6 +199,12 @@ def rope_publish(
     if page_table is not None:
         check_page_tokens(page_tokens)
         check_tensor("page_table", page_table, (n, page_table.shape[1]), torch.int64, device)
+    if page_slots is None:
+        num_page_heads = num_kv_heads
+    else:
+        check_tensor("page_slots", page_slots, (num_kv_heads,), torch.int32, device)
+        if not 1 <= num_page_heads <= num_kv_heads:
+            raise ValueError(f"num_page_heads must be in [1, {num_kv_heads}], got {num_page_heads}")
     if not runs_kernel(qkv):
         return rope_publish_reference(
             qkv,
@@ -204,6 +222,8 @@ def rope_publish(
             sink_tokens=sink_tokens,
             page_table=page_table,
             page_tokens=page_tokens,
+            page_slots=page_slots,
+            num_page_heads=num_page_heads,
         )
     rope_publish_kernel[(n, num_heads)](
         qkv,
@@ -219,8 +239,10 @@ def rope_publish(
         window,
         page_table,
         0 if page_table is None else page_table.shape[1],
+        page_slots,
         num_qo_heads,
         num_kv_heads,
+        num_page_heads,
         head_dim,
         sink_tokens,
         recent_tokens,
@@ -248,6 +270,8 @@ def rope_publish_reference(
     sink_tokens: int,
     page_table: Tensor | None,
     page_tokens: int,
+    page_slots: Tensor | None,
+    num_page_heads: int,
 ) -> None:
     """`rope_publish` by torch; pages are CPU memory."""
     n, head_dim = cos.shape
@@ -275,8 +299,9 @@ def rope_publish_reference(
                 window[row, :, :, index] = kv[row]
         if page_table is not None:
             address = int(page_table[row, position // page_tokens])
-            page = page_at(address, (2, num_kv_heads, page_tokens, head_dim), qkv.dtype)
-            page[:, :, position % page_tokens] = kv[row]
+            page = page_at(address, (2, num_page_heads, page_tokens, head_dim), qkv.dtype)
+            held = slice(None) if page_slots is None else page_slots.argsort()[-num_page_heads:]
+            page[:, :, position % page_tokens] = kv[row][:, held]
 
 
 def page_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

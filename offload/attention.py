@@ -97,11 +97,13 @@ class DecodeAttention:
             sm_scale,
         )
         self._budget_tokens = 0
+        self._roles: npt.NDArray[np.uint8] | None = None
         self._sparse = np.zeros(store.num_layers, bool)
         asking: list[int] = []
         if policy.selects:
             num_units = num_qo_heads if policy.per_query_head else store.num_kv_heads
             roles = check_roles(policy, policy.roles(store.num_layers, num_units))
+            self._roles = roles
             if roles is None:
                 self._sparse[policy.dense_layers :] = True
                 asking = np.flatnonzero(self._sparse).tolist()
@@ -142,6 +144,11 @@ class DecodeAttention:
         builds = getattr(type(inner), "build_on_device", None)
         self._builds_on_device = builds is not SparsePolicy.build_on_device
         self._observes_queries = policy.selects and policy.observed_queries > 0
+
+    @property
+    def roles(self) -> npt.NDArray[np.uint8] | None:
+        """The policy's, of each [layer, unit]; see `Policy.roles`."""
+        return self._roles
 
     @property
     def is_dense(self) -> list[bool]:

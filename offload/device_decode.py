@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,20 +19,24 @@ from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.native import WorkerPool
 from offload.attention import DecodeAttention
 from offload.batch import RaggedBatch
+from offload.device_heads import DeviceHeads
 from offload.device_linear import DeviceWeights, linear_path
 from offload.device_step import DeviceStep, HostLink, StepBuffers, part_rows
 from offload.handshake import Handshake, Step, make_handshake
 from offload.kv_store import KVStore
+from offload.layer_heads import layer_heads
 from offload.mailbox import Mailbox
 from offload.memory import DeviceMemoryError
 from offload.models import LeanModel
 from offload.parts_choice import PartsChoice
+from offload.placement import HeadPlacement, Place
 from offload.policies import Policy
 from offload.resident import ResidentKV
 from offload.sampling import SamplingOptions
 
 # Of policies that name none (full attention): enough for the GPU to have something to do.
 _SINK_TOKENS, _RECENT_TOKENS = 4, 64
+_MIN_SCORE_TOKENS = 4096
 
 
 class DeviceDecoder:
@@ -41,6 +46,8 @@ class DeviceDecoder:
         backend: as `handshake.choose_backend` returns it.
         deadline_seconds: after which a step that one side does not finish is an error.
         device_budget_bytes: of what stays on the GPU beside weights and buffers.
+        placement: where each KV head is attended to; None: layers that the policy leaves dense on
+            the GPU, all others on the CPU.
         num_parts: parts that the rows of a step are cut into; None: what proves faster.
         make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
@@ -61,6 +68,7 @@ class DeviceDecoder:
         num_threads: int | None,
         deadline_seconds: float = 5.0,
         device_budget_bytes: int | None = None,
+        placement: HeadPlacement | None = None,
         num_parts: int | None = None,
         make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
@@ -83,23 +91,43 @@ class DeviceDecoder:
         self._deadline_seconds = deadline_seconds
         self._device_budget_bytes = device_budget_bytes
         self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
-        is_resident = self.attention.is_dense if policy.selects else [False] * len(model.layers)
-        self._host_layers = [i for i, resident in enumerate(is_resident) if not resident]
-        self._resident_layers = [i for i, resident in enumerate(is_resident) if resident]
-        self._num_slots = 0
-        self._step: DeviceStep  # with the first slots
+        self._num_slots = self._max_tokens = 0
+        self._step: DeviceStep | None = None  # with the first slots
         self._links: dict[tuple[int, int], HostLink] = {}
         self._choices: dict[int, PartsChoice] = {}
+        if placement is None:
+            places = np.full((len(model.layers), store.num_kv_heads), Place.CPU, np.uint8)
+            if policy.selects:
+                places[np.array(self.attention.is_dense)] = Place.GPU
+            placement = HeadPlacement(places)
+        self.place(placement)
 
     @property
     def device_bytes(self) -> int:
         """Of the KV cache that is on the device."""
-        return self._step.resident.num_bytes if self._num_slots else 0
+        return self._running.resident.num_bytes if self._num_slots else 0
 
     @property
     def coprocessors(self) -> list[Coprocessor]:
         """Of all kinds of steps that there have been."""
         return [link.coprocessor for link in self._links.values()]
+
+    def place(self, placement: HeadPlacement) -> None:
+        """Attend as `placement` says from now on.
+
+        Raises:
+            ValueError: a placement of another model, or that the policy does not allow.
+        """
+        policy = self.attention.policy
+        num_kv_heads = self.store.num_kv_heads
+        placement.check_model(num_layers=len(self.model.layers), num_kv_heads=num_kv_heads)
+        placement.check_policy(policy, self.model.attention.num_qo_heads)
+        self.placement = placement
+        roles = None if policy.per_query_head else self.attention.roles
+        self._layers = layer_heads(placement.places, roles)
+        self._num_slots = 0
+        self._drop_links()
+        self._step = None
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
         """Run all layers over one new token per sequence, for which room is reserved.
@@ -117,8 +145,8 @@ class DeviceDecoder:
             DeviceMemoryError: the resident layers do not fit.
         """
         slots, kv_lens = self._bind(seqs)
-        link, b = self._choose_link(slots), self._step.buffers
-        run = functools.partial(self._step.run_layers, link)
+        link, b = self._choose_link(slots), self._running.buffers
+        run = functools.partial(self._running.run_layers, link)
         self._prepare(link, "layers", run)
         self._write_state(slots, kv_lens, batch.position_ids)
         at = torch.tensor(slots, device=self.device)
@@ -147,12 +175,12 @@ class DeviceDecoder:
         slots, kv_lens = self._bind(seqs)
         link, samples = self._choose_link(slots), options.temperature > 0.0
         kind = "sampled tokens" if samples else "tokens"
-        run = functools.partial(self._step.run_tokens, link, samples=samples)
-        self._step.buffers.chooser.use(options)
+        run = functools.partial(self._running.run_tokens, link, samples=samples)
+        self._running.buffers.chooser.use(options)
         self._prepare(link, kind, run)
         self._write_state(slots, kv_lens, position_ids, tokens)
         self._run(link, kind, run, seqs, slots, kv_lens)
-        return self._step.buffers.host_tokens[slots]
+        return self._running.buffers.host_tokens[slots]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] before the final norm -> [n, vocab_size]."""
@@ -162,7 +190,7 @@ class DeviceDecoder:
     def forget(self, seq: int) -> None:
         """`seq` was changed or freed outside of a decode step."""
         if self._num_slots:
-            self._step.resident.forget(seq)
+            self._running.resident.forget(seq)
 
     def check_usable(self) -> None:
         """Raise CoprocessorError where an earlier fault was for good, or after a fork."""
@@ -174,12 +202,17 @@ class DeviceDecoder:
         self._drop_links()
         self.pool.close()
 
+    @property
+    def _running(self) -> DeviceStep:
+        assert self._step is not None
+        return self._step
+
     def _bind(self, seqs: Sequence[int]) -> tuple[list[int], list[int]]:
         """Slots for `seqs`, and their kv_lens after the step, for which there is room."""
-        self._make_slots(len(seqs))
         kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
-        slots = self._step.resident.bind(seqs)
-        self._step.resident.reserve(slots, kv_lens)
+        self._make_slots(len(seqs), max(kv_lens))
+        slots = self._running.resident.bind(seqs)
+        self._running.resident.reserve(slots, kv_lens)
         return slots, kv_lens
 
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
@@ -200,8 +233,8 @@ class DeviceDecoder:
 
     def _prepare(self, link: HostLink, kind: str, run: Step) -> None:
         """Do what the first run of a step needs; it may run the step, with no row in use."""
-        self._step.buffers.host_state.fill_(-1)
-        self._step.after_projection, self._step.on_mark = self.after_projection, self.on_mark
+        self._running.buffers.host_state.fill_(-1)
+        self._running.after_projection, self._running.on_mark = self.after_projection, self.on_mark
         link.handshake.prepare((kind, self.on_mark), run)
 
     def _write_state(
@@ -211,7 +244,7 @@ class DeviceDecoder:
         position_ids: Tensor,
         tokens: Tensor | None = None,
     ) -> None:
-        state = self._step.buffers.host_state.numpy()
+        state = self._running.buffers.host_state.numpy()
         state.fill(-1)
         state[0, slots] = kv_lens
         state[0, slots] -= 1
@@ -234,22 +267,26 @@ class DeviceDecoder:
             link.handshake.run((kind, self.on_mark), run, rows, slots)
         except BaseException:
             for seq in seqs:  # who knows what was written
-                self._step.resident.forget(seq)
+                self._running.resident.forget(seq)
                 if link.coprocessor.is_stuck:
                     self.store.renew_page_table(seq)
             raise
-        self._step.resident.advance(slots, kv_lens)
+        self._running.resident.advance(slots, kv_lens)
         if self._num_parts is None:
             self._choice(link.num_rows).record(link.num_parts, time.perf_counter() - start)
 
-    def _make_slots(self, num_sequences: int) -> None:
-        """Room for at least `num_sequences` rows; more than there was means new captures."""
-        if num_sequences <= self._num_slots:
+    def _make_slots(self, num_sequences: int, kv_len: int) -> None:
+        """Room for at least `num_sequences` rows, and where heads publish on the GPU for the scores
+        of `kv_len` tokens; more than there was means new captures.
+        """
+        if num_sequences <= self._num_slots and kv_len <= self._max_tokens:
             return
+        num_slots = max(_bucket(num_sequences), self._num_slots)
         self._num_slots = 0  # whatever happens below
+        self._max_tokens = self._room_for(kv_len)
         self._drop_links()
         self._choices.clear()
-        num_slots = _bucket(num_sequences)
+        self._step = None  # its memory first
         try:
             self._step = self._make_step(num_slots)
         except torch.OutOfMemoryError as error:
@@ -260,28 +297,52 @@ class DeviceDecoder:
             ) from error
         self._num_slots = num_slots
 
+    def _room_for(self, kv_len: int) -> int:
+        """Tokens that a step is made for: all that the model can have, unless heads publish. The
+        scores of these are kept, and get room as the context grows, which is rare.
+        """
+        max_tokens: int = self.model.max_context
+        if any(layer.publishing for layer in self._layers):
+            max_tokens = min(max_tokens, max(_MIN_SCORE_TOKENS, 1 << (kv_len - 1).bit_length()))
+        page_tokens = self.store.page_tokens
+        return -(-max_tokens // page_tokens) * page_tokens
+
     def _make_step(self, num_slots: int) -> DeviceStep:
+        layers = self._layers
         resident = ResidentKV(
             self.store,
-            host_layers=self._host_layers,
-            resident_layers=self._resident_layers,
+            window_layers=[i for i, layer in enumerate(layers) if layer.has_window],
+            resident_heads={i: layer.resident for i, layer in enumerate(layers)},
+            gathered_layers=[i for i, layer in enumerate(layers) if layer.gathered],
             sink_tokens=self._sink_tokens,
             recent_tokens=self._recent_tokens,
             num_slots=num_slots,
-            max_context=self.model.max_context,
+            max_context=self._max_tokens,
             device=self.device,
             budget_bytes=self._device_budget_bytes,
         )
+        heads = DeviceHeads(
+            self.model,
+            layers,
+            self.attention.policy,
+            num_rows=num_slots,
+            max_tokens=self._max_tokens,
+            page_tokens=self.store.page_tokens,
+            dtype=self.store.dtype,
+            device=self.device,
+        )
         buffers = StepBuffers(self.model, num_slots, self.store.dtype, self.device)
-        return DeviceStep(self.model, self._weights, self.store, buffers, resident)
+        return DeviceStep(self.model, self._weights, self.store, buffers, resident, heads)
 
     def _make_link(self, num_rows: int, num_parts: int) -> HostLink:
         parts = part_rows(num_rows, num_parts)
         requests = [
             (layer_idx, rows.start, rows.stop - rows.start)
-            for layer_idx in self._host_layers
+            for layer_idx, layer in enumerate(self._layers)
+            if layer.host
             for rows in parts
         ]
+        heads = self._running.heads
         shape = self.model.attention
         mailbox = Mailbox.allocate(
             num_layers=len(self._weights.layers),
@@ -292,7 +353,12 @@ class DeviceDecoder:
             dtype=self.store.dtype,
             num_requests=len(requests),
             pinned=self.device.type == "cuda",
+            selection_units=heads.selection.shape[1],
+            selection_tokens=heads.selection.shape[2],
         )
+        publishing = np.zeros(self.placement.places.shape, bool)
+        for layer_idx, layer in enumerate(self._layers):
+            publishing[layer_idx, list(layer.publishing)] = True
         coprocessor = Coprocessor(
             self.attention,
             mailbox,
@@ -300,6 +366,8 @@ class DeviceDecoder:
             sink_tokens=self._sink_tokens,
             recent_tokens=self._recent_tokens,
             deadline_seconds=self._deadline_seconds,
+            device_heads=self.placement.places != Place.CPU,
+            publishing_heads=publishing,
         )
         handshake = self._make_handshake(
             self._backend, coprocessor, mailbox, deadline_seconds=self._deadline_seconds

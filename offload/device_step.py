@@ -26,8 +26,9 @@ from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.window_attention import window_attention
+from offload.device_heads import DeviceHeads
 from offload.device_linear import DeviceWeights, LinearPath, linear_path
-from offload.handshake import Handshake
+from offload.handshake import Beside, Handshake
 from offload.kv_store import KVStore
 from offload.mailbox import Mailbox
 from offload.models import LeanModel
@@ -57,6 +58,9 @@ class StepBuffers:
         self.window_out = rows(heads, torch.float32)
         self.window_lse = rows(shape.num_qo_heads, torch.float32)
         self.attended = rows(heads)
+        # What the host attended to in layers in which it does nothing.
+        self.no_out = rows(heads, torch.float32)
+        self.no_lse = rows(shape.num_qo_heads, torch.float32).fill_(float("-inf"))
         num_splits = num_kv_splits(shape.num_kv_heads, _num_multiprocessors(device))
         self.partial_lse = torch.zeros(num_rows, shape.num_qo_heads, num_splits, device=device)
         self.partial_out = torch.zeros(*self.partial_lse.shape, shape.head_dim, device=device)
@@ -97,6 +101,15 @@ class _Part:
     x: Tensor  # [n, hidden_size]
     rope: tuple[Tensor, Tensor]  # cos, sin: [n, head_dim]
     linears: LinearPath
+    beside: _BesidePart
+
+
+@dataclass
+class _BesidePart:
+    """What runs beside a part's own work and was not joined yet."""
+
+    publishing: Beside | None = None  # a selection to the mailbox
+    gathering: Beside | None = None  # the next layer's rows from the host
 
 
 @dataclass
@@ -116,6 +129,7 @@ class DeviceStep:
     store: KVStore
     buffers: StepBuffers
     resident: ResidentKV
+    heads: DeviceHeads
     after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
     on_mark: Callable[[str, int], None] | None = None
     _linear_paths: dict[tuple[int, int], LinearPath] = field(default_factory=dict)
@@ -145,7 +159,7 @@ class DeviceStep:
         tables = self.model.rotary_emb(b.hidden[: link.num_rows], rope_positions)
         cos, sin = (table[0].contiguous() for table in tables)
         parts = [
-            _Part(rows, b.hidden[rows], (cos[rows], sin[rows]), self._linears(rows))
+            _Part(rows, b.hidden[rows], (cos[rows], sin[rows]), self._linears(rows), _BesidePart())
             for rows in link.parts
         ]
         for layer_idx in range(num_layers + 1):
@@ -155,6 +169,7 @@ class DeviceStep:
                 if layer_idx < num_layers:
                     self.project_and_publish(layer_idx, part, link)
         for part in parts:
+            self._join_publishing(part, link)
             part.linears.finish(part.x)
 
     def project_and_publish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
@@ -162,6 +177,8 @@ class DeviceStep:
         b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
         window = self.resident.windows.get(layer_idx)
         page_table = self.resident.page_tables.get(layer_idx)
+
+        placed = self.heads.layers[layer_idx]
 
         qkv = part.linears.qkv(layer, part.x)
         if self.after_projection is not None:
@@ -181,17 +198,19 @@ class DeviceStep:
             sink_tokens=self.resident.sink_tokens,
             page_table=None if page_table is None else page_table[rows],
             page_tokens=self.store.page_tokens,
+            page_slots=self.heads.page_slots(layer_idx),
+            num_page_heads=len(placed.resident),
         )
         self._mark("linear", layer_idx)
-        if window is not None:
+        if placed.host:
+            self._join_publishing(part, link)
             link.handshake.publish(link.request_of[layer_idx, rows.start])
 
     def attend_and_finish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
         """The rest of a layer."""
         b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
         shape, attended = self.model.attention, b.attended[rows]
-        window = self.resident.windows.get(layer_idx)
-        if window is None:
+        if self.heads.layers[layer_idx].is_resident:
             paged_decode_attention(
                 b.query[rows],
                 self.resident.page_tables[layer_idx][rows],
@@ -205,28 +224,60 @@ class DeviceStep:
             )
             self._mark("attention", layer_idx)
         else:
-            # The window here; what else the policy chooses, the host attends to meanwhile.
-            window_attention(
-                b.query[rows],
-                window[rows],
-                b.positions[rows],
-                sm_scale=shape.sm_scale,
-                out=b.window_out[rows],
-                lse=b.window_lse[rows],
-            )
-            self._mark("window", layer_idx)
-            link.handshake.await_reply(link.request_of[layer_idx, rows.start])
-            self._mark("wait", layer_idx)
-            merge_state(
-                b.window_out[rows],
-                b.window_lse[rows],
-                link.mailbox.output[rows],
-                link.mailbox.lse[rows],
-                attended,
-            )
-            self._mark("merge", layer_idx)
+            self.attend_in_parts(layer_idx, part, link)
+        self.gather_next(layer_idx, part, link)
         part.linears.add_attention(layer, part.x, attended)
         part.linears.add_mlp(layer, part.x)
+
+    def attend_in_parts(self, layer_idx: int, part: _Part, link: HostLink) -> None:
+        """The GPU's heads and windows here; what else the policy chooses, the host meanwhile."""
+        b, rows, placed = self.buffers, part.rows, self.heads.layers[layer_idx]
+        out, lse = b.window_out[rows], b.window_lse[rows]
+        host_out, host_lse = b.no_out[rows], b.no_lse[rows]
+        if placed.has_window:
+            window_attention(
+                b.query[rows],
+                self.resident.windows[layer_idx][rows],
+                b.positions[rows],
+                sm_scale=self.model.attention.sm_scale,
+                out=out,
+                lse=lse,
+            )
+            self._mark("window", layer_idx)
+        if placed.gathered:
+            if part.beside.gathering is not None:
+                link.handshake.join(part.beside.gathering)
+                part.beside.gathering = None
+            self.heads.attend_gathered(layer_idx, rows, b.query, b.positions, out, lse)
+            self._mark("gathered", layer_idx)
+        if placed.resident:
+            self.heads.attend_resident(
+                layer_idx, rows, b.query, b.positions, self.resident.page_tables, out, lse
+            )
+            self._mark("attention", layer_idx)
+        if placed.publishing:
+            self._join_publishing(part, link)
+            with link.handshake.beside() as part.beside.publishing:
+                self.heads.publish(layer_idx, rows, b.positions, lse, link.mailbox)
+        if placed.host:
+            link.handshake.await_reply(link.request_of[layer_idx, rows.start])
+            self._mark("wait", layer_idx)
+            host_out, host_lse = link.mailbox.output[rows], link.mailbox.lse[rows]
+        merge_state(out, lse, host_out, host_lse, b.attended[rows])
+        self._mark("merge", layer_idx)
+
+    def gather_next(self, layer_idx: int, part: _Part, link: HostLink) -> None:
+        """The rows of the next layer's gathered heads, while this one is finished."""
+        after = layer_idx + 1
+        if after < len(self.heads.layers) and self.heads.layers[after].gathered:
+            with link.handshake.beside() as part.beside.gathering:
+                tables = self.resident.host_pages.tables
+                self.heads.gather(after, part.rows, self.buffers.positions, tables)
+
+    def _join_publishing(self, part: _Part, link: HostLink) -> None:
+        if part.beside.publishing is not None:
+            link.handshake.join(part.beside.publishing)
+            part.beside.publishing = None
 
     def _linears(self, rows: slice) -> LinearPath:
         key = (rows.start, rows.stop)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -41,6 +42,34 @@ class HandshakeError(RuntimeError):
     """The GPU did not do its part of a decode step in time."""
 
 
+class Beside:
+    """Work beside the step's own: what `Handshake.beside` gives and `join` takes."""
+
+    def __init__(self) -> None:
+        self.done: torch.cuda.Event | None = None
+
+
+class SideStream:
+    """A stream that forks from the current one, and is joined by it."""
+
+    def __init__(self) -> None:
+        # Before the step's own kernels, where both are ready: it has little to do, and others wait.
+        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside(self) -> Iterator[Beside]:
+        work = Beside()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield work
+            work.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            work.done.record(self._stream)
+
+    def join(self, work: Beside) -> None:
+        if work.done is not None:
+            torch.cuda.current_stream().wait_event(work.done)
+
+
 class Handshake(Protocol):
     """Runs decode steps whose requests a coprocessor serves."""
 
@@ -51,6 +80,12 @@ class Handshake(Protocol):
 
     def await_reply(self, request: int) -> None:
         """What the step launches next reads the reply."""
+
+    def beside(self) -> AbstractContextManager[Beside]:
+        """What the step launches inside runs beside what it launches afterwards."""
+
+    def join(self, work: Beside) -> None:
+        """What the step launches next comes after `work`; each must be joined before its end."""
 
     def prepare(self, key: Hashable, step: Step) -> None:
         """Do what running `step` for the first time needs, while no row of it is in use."""
@@ -87,6 +122,13 @@ class InlineHandshake:
     def await_reply(self, request: int) -> None:
         self._coprocessor.serve(request)
 
+    @contextmanager
+    def beside(self) -> Iterator[Beside]:
+        yield Beside()
+
+    def join(self, work: Beside) -> None:
+        """It is done."""
+
     def prepare(self, key: Hashable, step: Step) -> None:
         """Nothing to prepare."""
 
@@ -113,6 +155,7 @@ class StreamHandshake:
     def __init__(self, coprocessor: Coprocessor) -> None:
         self._coprocessor = coprocessor
         self._published = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._side = SideStream()
 
     def publish(self, request: int) -> None:
         self._published.record()
@@ -120,6 +163,12 @@ class StreamHandshake:
     def await_reply(self, request: int) -> None:
         self._published.synchronize()
         self._coprocessor.serve(request)
+
+    def beside(self) -> AbstractContextManager[Beside]:
+        return self._side.beside()
+
+    def join(self, work: Beside) -> None:
+        self._side.join(work)
 
     def prepare(self, key: Hashable, step: Step) -> None:
         """Nothing to prepare."""
@@ -162,6 +211,7 @@ class GraphHandshake:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._side = SideStream()
 
     def publish(self, request: int) -> None:
         flags = self._practice if self._is_warming_up else self._requests
@@ -170,6 +220,12 @@ class GraphHandshake:
     def await_reply(self, request: int) -> None:
         flags = self._practice if self._is_warming_up else self._replies
         await_flag(flags[request], self._stream.device)
+
+    def beside(self) -> AbstractContextManager[Beside]:
+        return self._side.beside()
+
+    def join(self, work: Beside) -> None:
+        self._side.join(work)
 
     def prepare(self, key: Hashable, step: Step) -> None:
         """Capture `step`. It is run once before, without the CPU side, to load its kernels."""

@@ -10,6 +10,8 @@ slots, one sequence each; all tensors are contiguous.
     lse       float32 [max_rows, num_qo_heads]                    natural log
     requests  int32   [num_requests + 1, 16]
     replies   int32   [num_requests, 16]
+    selection int32   [max_rows, selection_units, selection_tokens]   what the GPU's heads last
+    counts    int32   [max_rows, selection_units]                     published, and how many tokens
 
 An lse of -inf: the CPU attended to nothing. An lse of +inf: the output is the whole answer, what
 others attended to does not count.
@@ -18,11 +20,15 @@ A flag is element [i, 0], alone in its cache line. The GPU sets `requests[i]` to
 request i are in `query` and `kv`; the CPU resets it when it has seen it. The CPU sets `replies[i]`
 to 1 when `output` and `lse` are there; the GPU waits for that and resets it. The last of `requests`
 says that all layers of the step are in `kv`.
+
+A selection unit is a KV head, or all of them where they share a selection; there are none where no
+head on the GPU publishes. What layer l publishes is there before the next request is raised. A
+count of -1: the numbers were not finite.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -40,6 +46,8 @@ class Mailbox:
     lse: Tensor
     requests: Tensor
     replies: Tensor
+    selection: Tensor
+    counts: Tensor
 
     @classmethod
     def allocate(
@@ -53,16 +61,19 @@ class Mailbox:
         head_dim: int,
         dtype: torch.dtype,
         pinned: bool,
+        selection_units: int = 0,
+        selection_tokens: int = 0,
     ) -> Mailbox:
         """A mailbox with all flags down, in which the CPU has attended to nothing yet.
 
         Args:
-            num_requests: requests of one step.
+            num_requests: requests of one step; 0 if the GPU attends to everything.
             dtype: of queries, keys and values: the KV store's.
             pinned: in memory that CUDA kernels can read and write (needs a GPU).
         """
+        if num_requests < 0:
+            raise ValueError(f"num_requests must not be negative, got {num_requests}")
         sizes = {
-            "num_requests": num_requests,
             "max_rows": max_rows,
             "num_layers": num_layers,
             "num_qo_heads": num_qo_heads,
@@ -83,6 +94,8 @@ class Mailbox:
             lse=zeros(max_rows, num_qo_heads),
             requests=zeros(num_requests + 1, FLAG_STRIDE, of=torch.int32),
             replies=zeros(num_requests, FLAG_STRIDE, of=torch.int32),
+            selection=zeros(max_rows, selection_units, selection_tokens, of=torch.int32),
+            counts=zeros(max_rows, selection_units, of=torch.int32),
         )
         mailbox.lse.fill_(float("-inf"))
         return mailbox
@@ -100,9 +113,9 @@ class Mailbox:
         return int(self.replies.shape[0])
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """query, kv, output, lse, requests, replies."""
-        return self.query, self.kv, self.output, self.lse, self.requests, self.replies
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All, in the order of their declaration."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def host_bytes(self) -> int:

@@ -285,7 +285,7 @@ def kv_head_roles(
 def may_stay_on_gpu(policy: Policy, roles: UInt8Array) -> BoolArray:
     """[num_layers, num_kv_heads]: dense heads, and retrieving ones whose rule the GPU knows."""
     allowed = roles == DENSE
-    if selects_top_k(policy):
+    if policy.device_top_k() is not None:
         allowed = allowed | (roles == RETRIEVE)
     return allowed
 
@@ -309,14 +309,6 @@ def may_be_gathered(policy: Policy, roles: UInt8Array, places: UInt8Array) -> Bo
         else:
             published = np.where(publishes, on_gpu, published)
     return gathered
-
-
-def selects_top_k(policy: Policy) -> bool:
-    """Whether retrieving heads publish the budget's largest weights, which a GPU can find."""
-    inner = getattr(policy, "inner", policy)
-    if inner.name == "lychee_decode":
-        return bool(inner.rule == "top_k")
-    return bool(inner.name == "exact_topk")
 
 
 def _name_of(source: str) -> str:

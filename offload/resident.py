@@ -1,29 +1,31 @@
-"""What stays on the GPU beside the weights: windows of all layers, whole KV of a few.
+"""What stays on the GPU beside the weights: windows of all layers, whole KV of some heads.
 
 A *slot* is a row of a decode step. While a sequence is bound to a slot, the GPU holds of it
-    - in every layer whose attention the host computes: its sink tokens and its recent window;
-    - in the resident layers (those a policy leaves dense): every token, in pages.
+    - in every layer that has heads which are not resident: its sink tokens and its recent window;
+    - of the resident heads (those of layers that a policy leaves dense, and others that placement
+      puts there): every token, in pages of the layer's resident heads;
+    - of layers whose rows the GPU fetches: the addresses of the host's pages.
 The host store has all of it too, so that binding is only copying, and forks, truncation and beams
 need no GPU code: a slot that no longer tells the truth is bound again.
 
 Window layout: [num_slots, 2, num_kv_heads, sink_tokens + recent_tokens, head_dim]; token p is at p
-if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens. Pages have the layout
-of the store's pages and are found through a table of addresses int64 [num_slots, max_pages].
+if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens. Pages are laid out
+[K|V][resident heads][page_tokens][head_dim] and are found through a table of addresses int64
+[num_slots, max_pages].
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from offload.device_pages import DevicePages, PageBudget
 from offload.interrupts import shielded
 from offload.kv_store import KVStore
 from offload.memory import DeviceMemoryError, format_bytes
-from offload.step_bytes import whole_slabs
 
 
 @dataclass
@@ -35,92 +37,64 @@ class Slot:
     last_used: int = 0
 
 
-class DevicePages:
-    """Pages of one shape on a device, handed out by address.
+class HostPages:
+    """Addresses of the host's pages, for kernels that fetch rows of them.
 
-    Args:
-        budget_bytes: hard limit of all slabs; None: what the device has.
+    Attributes:
+        tables: int64 [num_slots, max_pages] of each layer.
     """
 
     def __init__(
-        self,
-        page_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        budget_bytes: int | None,
+        self, layers: Sequence[int], num_slots: int, max_pages: int, device: torch.device
     ) -> None:
-        self.page_bytes = math.prod(page_shape) * dtype.itemsize
-        self.reserved_bytes = 0
-        self._page_shape, self._dtype, self._device = page_shape, dtype, device
-        self._budget_bytes = budget_bytes
-        self._pages: dict[int, Tensor] = {}  # by address
-        self._free: list[int] = []
+        self._layers = list(layers)
+        self._tables = torch.zeros(
+            len(self._layers), num_slots, max_pages, dtype=torch.int64, device=device
+        )
+        self.tables = dict(zip(self._layers, self._tables, strict=True))
+        self._known: dict[int, tuple[int, int]] = {}  # of a slot: its pages, and the last's address
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_bytes(self) -> int:
+        return self._tables.nbytes
 
-    def page(self, address: int) -> Tensor:
-        """The page itself: [*page_shape]."""
-        return self._pages[address]
+    def update(self, slot: int, addresses: torch.Tensor) -> None:
+        """The pages of the sequence in `slot`: int64 [num_layers, num_pages] of all layers.
 
-    def allocate(self, num_pages: int) -> list[int]:
-        """Addresses of `num_pages` pages.
-
-        Raises:
-            DeviceMemoryError: before anything changes, if they do not fit.
+        Only a sequence's last page is ever exchanged for another, for its copy.
         """
-        while len(self._free) < num_pages:
-            self._grow(whole_slabs(num_pages - len(self._free)))
-        taken = self._free[-num_pages:][::-1] if num_pages else []
-        del self._free[len(self._free) - num_pages :]
-        return taken
+        if not self._layers or not addresses.shape[1]:
+            return
+        known = (addresses.shape[1], int(addresses[self._layers[0], -1]))
+        if self._known.get(slot) != known:
+            self._known[slot] = known
+            self._tables[:, slot, : known[0]] = addresses[self._layers].to(self._tables.device)
 
-    def release(self, addresses: Sequence[int]) -> None:
-        self._free += reversed(addresses)
-
-    def _grow(self, num_pages: int) -> None:
-        num_bytes = num_pages * self.page_bytes
-        left = None if self._budget_bytes is None else self._budget_bytes - self.reserved_bytes
-        if left is not None and num_bytes > left:
-            num_pages = left // self.page_bytes
-            num_bytes = num_pages * self.page_bytes
-        if num_pages < 1:
-            raise DeviceMemoryError(
-                f"the layers that stay on the GPU need another page of "
-                f"{format_bytes(self.page_bytes)} beside {format_bytes(self.reserved_bytes)}, "
-                f"but their budget is {format_bytes(self._budget_bytes or 0)}; raise max_memory "
-                "of the device, lower the policy's dense_layers or shorten the context"
-            )
-        try:
-            slab = torch.empty(num_pages, *self._page_shape, dtype=self._dtype, device=self._device)
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                f"the GPU has no {format_bytes(num_bytes)} left for the layers that stay on it; "
-                "lower the policy's dense_layers, the batch size or the context"
-            ) from error
-        self.reserved_bytes += num_bytes
-        for page in slab:
-            self._pages[page.data_ptr()] = page
-            self._free.append(page.data_ptr())
+    def forget(self, slot: int) -> None:
+        self._known.pop(slot, None)
 
 
 class ResidentKV:
     """The GPU's share of the KV cache of up to `num_slots` sequences.
 
     Args:
-        host_layers: layers whose attention the host computes: windows only.
-        resident_layers: layers whose KV stays on the GPU as a whole.
+        window_layers: layers of which the GPU keeps sink tokens and the recent window.
+        resident_heads: by layer, the KV heads whose tokens all stay on the GPU.
+        gathered_layers: layers of whose host pages the GPU fetches rows.
         max_context: tokens a sequence may have.
         budget_bytes: hard limit of the pages; None: what the device has.
+
+    Raises:
+        DeviceMemoryError: a budget that cannot hold one page of each resident head.
     """
 
     def __init__(
         self,
         store: KVStore,
         *,
-        host_layers: Sequence[int],
-        resident_layers: Sequence[int],
+        window_layers: Sequence[int],
+        resident_heads: Mapping[int, Sequence[int]],
+        gathered_layers: Sequence[int] = (),
         sink_tokens: int,
         recent_tokens: int,
         num_slots: int,
@@ -129,35 +103,48 @@ class ResidentKV:
         budget_bytes: int | None = None,
     ) -> None:
         self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
-        self.host_layers, self.resident_layers = tuple(host_layers), tuple(resident_layers)
+        self.resident_heads = {
+            layer_idx: tuple(heads) for layer_idx, heads in resident_heads.items() if heads
+        }
         self.slots = [Slot() for _ in range(num_slots)]
         self._store = store
         self._clock = 0
+        self._budget = PageBudget(budget_bytes)
+        self._pages = {
+            count: DevicePages(
+                (2, count, store.page_tokens, store.head_dim), store.dtype, device, self._budget
+            )
+            for count in sorted({len(heads) for heads in self.resident_heads.values()})
+        }
+        self._check_budget()
         shape = (num_slots, 2, store.num_kv_heads, sink_tokens + recent_tokens, store.head_dim)
         self.windows = {
             layer_idx: torch.zeros(shape, dtype=store.dtype, device=device)
-            for layer_idx in host_layers
+            for layer_idx in window_layers
         }
-        self._pages = DevicePages(
-            (2, store.num_kv_heads, store.page_tokens, store.head_dim),
-            store.dtype,
-            device,
-            budget_bytes,
-        )
         max_pages = -(-max_context // store.page_tokens)
         self.page_tables = {
             layer_idx: torch.zeros(num_slots, max_pages, dtype=torch.int64, device=device)
-            for layer_idx in resident_layers
+            for layer_idx in self.resident_heads
         }
-        self._addresses: list[list[list[int]]] = [
-            [[] for _ in self.resident_layers] for _ in self.slots
+        self.host_pages = HostPages(gathered_layers, num_slots, max_pages, device)
+        self._addresses: list[dict[int, list[int]]] = [
+            {layer_idx: [] for layer_idx in self.resident_heads} for _ in self.slots
         ]
 
     @property
     def num_bytes(self) -> int:
         """Device bytes of windows, pages and tables."""
         tensors = [*self.windows.values(), *self.page_tables.values()]
-        return sum(tensor.nbytes for tensor in tensors) + self._pages.reserved_bytes
+        return (
+            sum(tensor.nbytes for tensor in tensors)
+            + self.host_pages.num_bytes
+            + self._budget.reserved_bytes
+        )
+
+    def page(self, layer_idx: int, address: int) -> Tensor:
+        """A page of a layer: [2, resident heads, page_tokens, head_dim]."""
+        return self._pages[len(self.resident_heads[layer_idx])].page(address)
 
     def bind(self, seqs: Sequence[int]) -> list[int]:
         """A slot for each of `seqs` (distinct, at most as many as there are slots).
@@ -185,6 +172,8 @@ class ResidentKV:
             kv_len = self._store.kv_len(seq)
             if slot.seq != seq or slot.kv_len != kv_len:
                 self._load(index, seq, kv_len)
+                slot = self.slots[index]
+            self._update_host_pages(index, seq, kv_len)
             slot.last_used = self._clock
             chosen.append(index)
         return chosen
@@ -205,44 +194,76 @@ class ResidentKV:
             if slot.seq == seq:
                 self._clear(index)
 
+    def _check_budget(self) -> None:
+        """A page of each resident head, before anything is allocated."""
+        limit = self._budget.limit_bytes
+        if limit is None:
+            return
+        needed = sum(self._pages[len(heads)].page_bytes for heads in self.resident_heads.values())
+        if needed > limit:
+            num_heads = sum(len(heads) for heads in self.resident_heads.values())
+            raise DeviceMemoryError(
+                f"a page of {self._store.page_tokens} tokens of each of the {num_heads} KV heads "
+                f"that stay on the GPU needs {format_bytes(needed)}, but their budget is "
+                f"{format_bytes(limit)}; raise max_memory of the device, lower the policy's "
+                "dense_layers or place fewer heads there"
+            )
+
+    def _update_host_pages(self, index: int, seq: int, kv_len: int) -> None:
+        if self.host_pages.tables:
+            num_pages = -(-kv_len // self._store.page_tokens)
+            table = self._store.page_table(seq)[:, :num_pages]
+            self.host_pages.update(index, torch.from_numpy(table))
+
     def _clear(self, index: int) -> None:
         self.slots[index] = Slot()
+        self.host_pages.forget(index)
         with shielded():
-            for addresses in self._addresses[index]:
-                self._pages.release(addresses)
+            for layer_idx, addresses in self._addresses[index].items():
+                self._pages[len(self.resident_heads[layer_idx])].release(addresses)
                 addresses.clear()
 
     def _reserve(self, index: int, kv_len: int) -> None:
         needed = -(-kv_len // self._store.page_tokens)
-        missing = [needed - len(addresses) for addresses in self._addresses[index]]
-        if max(missing, default=0) <= 0:
+        missing = {
+            layer_idx: needed - len(addresses)
+            for layer_idx, addresses in self._addresses[index].items()
+            if len(addresses) < needed
+        }
+        if not missing:
             return
         with shielded():
-            new = self._allocate(index, sum(max(0, count) for count in missing))
-            for layer_idx, addresses, count in zip(
-                self.resident_layers, self._addresses[index], missing, strict=True
-            ):
-                if count <= 0:
-                    continue
-                taken, new = new[:count], new[count:]
-                table = self.page_tables[layer_idx]
+            new = self._allocate(index, missing)
+            for layer_idx, taken in new.items():
+                addresses, table = self._addresses[index][layer_idx], self.page_tables[layer_idx]
                 table[index, len(addresses) : needed] = torch.tensor(taken).to(table.device)
                 addresses += taken
 
-    def _allocate(self, index: int, num_pages: int) -> list[int]:
-        """Pages for slot `index`; if need be, those of slots that are not in this step."""
-        while True:
-            try:
-                return self._pages.allocate(num_pages)
-            except DeviceMemoryError:
-                idle = [
-                    i
-                    for i, slot in enumerate(self.slots)
-                    if i != index and slot.last_used != self._clock and any(self._addresses[i])
-                ]
-                if not idle:
-                    raise
-                self._clear(min(idle, key=lambda i: self.slots[i].last_used))
+    def _allocate(self, index: int, missing: Mapping[int, int]) -> dict[int, list[int]]:
+        """Pages of layers for slot `index`; if need be, those of slots not in this step."""
+        new: dict[int, list[int]] = {}
+        for layer_idx, count in missing.items():
+            pages = self._pages[len(self.resident_heads[layer_idx])]
+            while layer_idx not in new:
+                try:
+                    new[layer_idx] = pages.allocate(count)
+                except DeviceMemoryError:
+                    if not self._clear_idle(index):
+                        for of_layer, taken in new.items():
+                            self._pages[len(self.resident_heads[of_layer])].release(taken)
+                        raise
+        return new
+
+    def _clear_idle(self, index: int) -> bool:
+        """Give back the pages of the slot used longest ago that is not in this step."""
+        idle = [
+            i
+            for i, slot in enumerate(self.slots)
+            if i != index and slot.last_used != self._clock and any(self._addresses[i].values())
+        ]
+        if idle:
+            self._clear(min(idle, key=lambda i: self.slots[i].last_used))
+        return bool(idle)
 
     def _load(self, index: int, seq: int, kv_len: int) -> None:
         """Copy what the slot must know of `seq` from the host store."""
@@ -259,10 +280,18 @@ class ResidentKV:
                 places = (self.sink_tokens + positions % self.recent_tokens).to(window.device)
                 for side, rows in enumerate(self._store.gather(seq, layer_idx, first, kv_len)):
                     window[index, side][:, places] = rows.to(window.device)
-        page_tokens = self._store.page_tokens
-        for layer_idx, addresses in zip(self.resident_layers, self._addresses[index], strict=True):
-            for first, _, run in self._store.page_views(seq, layer_idx):
-                for number, host_page in enumerate(run, first // page_tokens):
-                    page = self._pages.page(addresses[number])
-                    page[:, :, : host_page.shape[2]].copy_(host_page, non_blocking=True)
+        for layer_idx, addresses in self._addresses[index].items():
+            self._load_pages(layer_idx, seq, addresses)
         self.slots[index] = Slot(seq, kv_len)
+
+    def _load_pages(self, layer_idx: int, seq: int, addresses: Sequence[int]) -> None:
+        heads = self.resident_heads[layer_idx]
+        for first, _, run in self._store.page_views(seq, layer_idx):
+            for number, host_page in enumerate(run, first // self._store.page_tokens):
+                page = self.page(layer_idx, addresses[number])[:, :, : host_page.shape[2]]
+                if len(heads) == self._store.num_kv_heads:
+                    page.copy_(host_page, non_blocking=True)
+                    continue
+                for place, head in enumerate(heads):  # of each side, as a whole is one piece
+                    for side in range(2):
+                        page[side, place].copy_(host_page[side, head], non_blocking=True)

@@ -23,7 +23,7 @@ from offload.config import DTYPES
 from offload.gguf_conversion import EMBEDDED_MODEL
 from offload.memory import parse_size
 from offload.policies import available_policies, make_policy
-from perf import gpu_steps
+from perf import gpu_heads, gpu_steps
 from perf.gpu_smollm2 import compare_devices
 from perf.results_file import start_machine, write_results
 
@@ -118,6 +118,7 @@ def _parts(
         **cap,
     }
     of_handshake = {"kv_len": options.handshake_kv_len}
+    of_heads = {"names": options.head_policies, "gathered": options.gathered_heads}
     of_smollm2 = {
         "model": options.smollm2,
         "context": options.smollm2_context,
@@ -131,6 +132,10 @@ def _parts(
         "prefill": (lambda: gpu_steps.prefill_rows(bench, **of_prefill), of_prefill),
         "batch": (lambda: gpu_steps.batch(bench, **of_batch), of_batch),
         "handshake": (lambda: gpu_steps.handshake(bench, **of_handshake), of_handshake),
+        "heads": (
+            lambda: gpu_heads.heads(bench, **of_heads),
+            {"kv_lens": options.kv_lens, "budgets": gpu_heads.BUDGETS} | of_heads,
+        ),
         "smollm2": (
             lambda: compare_devices(
                 **of_smollm2,
@@ -144,7 +149,7 @@ def _parts(
     }
 
 
-PARTS = ("decode", "peers", "prefill", "batch", "handshake", "smollm2")
+PARTS = ("decode", "heads", "peers", "prefill", "batch", "handshake", "smollm2")
 
 
 def _policy(name: str) -> Any:
@@ -212,6 +217,16 @@ def _parser() -> argparse.ArgumentParser:
         "--memory-cap", default="24GiB", help="of our prefill and of the part batch"
     )
     parser.add_argument("--handshake-kv-len", type=int, default=4096)
+    parser.add_argument(
+        "--head-policies", type=_names(tuple(gpu_heads.BUDGETS)), default=list(gpu_heads.BUDGETS)
+    )
+    parser.add_argument(
+        "--gathered-heads",
+        type=int,
+        nargs="+",
+        default=[-1, 0, 2, 4, 6, 8],
+        help="of a layer, of part heads; -1: retrieving heads on the CPU, too",
+    )
     parser.add_argument("--smollm2", default=EMBEDDED_MODEL, help="folder of the converted model")
     parser.add_argument(
         "--smollm2-policies",

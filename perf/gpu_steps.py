@@ -101,7 +101,7 @@ def decode(bench: GPUBench) -> Rows:
     for kv_len in bench.kv_lens:
         with bench.caches(kv_len, bench.policies) as (settings, cache):
             for policy in bench.policies:
-                row = _ours(bench, replace(settings, policy=policy), cache)
+                row = measure_ours(bench, replace(settings, policy=policy), cache)
                 rows.append({"engine": OURS, **row})
                 bench.say(describe(rows[-1]))
         rows.append(graph_row(bench.model, kv_len, num_steps=bench.num_steps))
@@ -136,7 +136,7 @@ def batch(
         with bench.caches(
             kv_len, policies, batch_size=batch_size, distinct_layers=distinct_layers
         ) as (settings, cache):
-            rows.append({"engine": OURS, **_ours(bench, settings, cache)})
+            rows.append({"engine": OURS, **measure_ours(bench, settings, cache)})
             bench.say(describe(rows[-1]))
         if bench.is_cuda:  # transformers offloads from CUDA devices only
             rows.append(
@@ -170,7 +170,7 @@ def handshake(bench: GPUBench, *, kv_len: int) -> Rows:
     with bench.caches(kv_len, [policy], distinct_layers=1) as (settings, cache):
         for engine, host_work in ((NULL_WORK, "attend"), (NO_HANDSHAKE, "none")):
             of_engine = replace(settings, host_work=host_work)
-            row = _ours(bench, of_engine, cache, traced_steps=0)
+            row = measure_ours(bench, of_engine, cache, traced_steps=0)
             num_layers = bench.model.stock.config.num_hidden_layers - policy.dense_layers
             rows.append({"engine": engine, "host_layers": num_layers, **row})
             bench.say(describe(rows[-1]))
@@ -235,9 +235,10 @@ def _peak_memory(bench: GPUBench) -> dict[str, int | None]:
     }
 
 
-def _ours(
+def measure_ours(
     bench: GPUBench, settings: PipelineSettings, cache: ModelCache, traced_steps: int = 8
 ) -> dict[str, Any]:
+    """A row about our steps with `settings` over `cache`."""
     session = open_session(settings, bench.model.stock, cache)
     try:
         measurement, _ = measure_pipeline(session, repeats=bench.repeats, traced_steps=traced_steps)

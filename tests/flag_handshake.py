@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from cpu_ops.coprocessor import Coprocessor
 from offload.decode_step import DecodeStep
-from offload.handshake import GraphHandshake, Step
+from offload.handshake import Beside, GraphHandshake, Step
 from offload.mailbox import Mailbox
 
 
@@ -40,6 +41,13 @@ class FlagHandshake(GraphHandshake):
         while self._replies[request].value != 1:
             time.sleep(0)
         self._replies[request].value = 0
+
+    @contextmanager
+    def beside(self) -> Iterator[Beside]:
+        yield Beside()
+
+    def join(self, work: Beside) -> None:
+        """It is done."""
 
     def prepare(self, key: Hashable, step: Step) -> None:
         self._steps[key] = step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from offload.benchmarks.step_timeline import (
 from offload.benchmarks.worker_tasks import worker_tasks
 from offload.decode_step import DecodeStep
 from offload.device_decode import DeviceDecoder
-from offload.handshake import Step, make_handshake
+from offload.handshake import Beside, SideStream, Step, make_handshake
 from offload.memory import available_cpus
 from offload.models import lean_model_maker
 from offload.sampling import SamplingOptions
@@ -45,6 +46,7 @@ class DeviceSession:
             backend=settings.backend,
             num_threads=settings.num_threads or max(1, available_cpus() - 1),
             num_parts=settings.num_parts,
+            placement=settings.placement,
             make_handshake=_without_host if settings.host_work == "none" else make_handshake,
         )
         self._decoder.after_projection = cache.rows.after_projection
@@ -139,12 +141,19 @@ class WithoutHost:
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._side = SideStream()
 
     def publish(self, request: int) -> None:
         """Nobody is asked."""
 
     def await_reply(self, request: int) -> None:
         """Nobody answers."""
+
+    def beside(self) -> AbstractContextManager[Beside]:
+        return self._side.beside()
+
+    def join(self, work: Beside) -> None:
+        self._side.join(work)
 
     def prepare(self, key: Hashable, step: Step) -> None:
         if key not in self._graphs:

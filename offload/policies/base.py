@@ -68,6 +68,18 @@ class BuildContext:
 
 
 @dataclass(frozen=True)
+class DeviceTopK:
+    """A rule of `select` that a GPU can follow: the heaviest tokens by importance, ties to the
+    lowest positions, as many as the budget has room for.
+
+    Attributes:
+        ratio: of kv_len, at most so many with sinks and recent window; None: no such limit.
+    """
+
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
 class Policy:
     """Base of all policies.
 
@@ -137,6 +149,10 @@ class Policy:
         None: DENSE in the first dense_layers, SELECT from there on. A layer is DENSE as a whole or
         not at all, RETRIEVE needs `scans_keys`, and above a unit that reuses, one publishes.
         """
+        return None
+
+    def device_top_k(self) -> DeviceTopK | None:
+        """How units that RETRIEVE choose, if a GPU that holds their KV can do it; else None."""
         return None
 
     def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:

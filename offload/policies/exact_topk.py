@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from offload.policies.base import SparsePolicy
+from offload.policies.base import DeviceTopK, SparsePolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -47,3 +47,7 @@ class ExactTopK(SparsePolicy):
     name: ClassVar[str] = "exact_topk"
     scans_keys: ClassVar[bool] = True
     select: ClassVar[Callback | None] = select
+
+    def device_top_k(self) -> DeviceTopK | None:
+        """The same on a GPU."""
+        return DeviceTopK()

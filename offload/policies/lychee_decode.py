@@ -24,7 +24,7 @@ from offload.head_roles import (
     default_retrieval_heads,
     evenly_spaced_heads,
 )
-from offload.policies.base import RETRIEVE, REUSE, SparsePolicy
+from offload.policies.base import RETRIEVE, REUSE, DeviceTopK, SparsePolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -200,6 +200,10 @@ class LycheeDecode(SparsePolicy):
         roles = np.where(retrieval, RETRIEVE, REUSE).astype(np.uint8)
         roles[: self.dense_layers] = RETRIEVE
         return roles
+
+    def device_top_k(self) -> DeviceTopK | None:
+        """Of the rules "top_k" and "ratio"."""
+        return DeviceTopK(self.ratio) if self.rule in ("top_k", "ratio") else None
 
     def with_roles(self, roles: HeadRoles) -> LycheeDecode:
         """The same policy with roles that were made for its model."""

@@ -35,6 +35,7 @@ from offload.policies.base import (
     SELECT,
     BuildContext,
     DeviceBuild,
+    DeviceTopK,
     Policy,
 )
 from offload.policies.exact_topk import ExactTopK
@@ -143,6 +144,10 @@ class TidalDecode(Policy):
         roles[: min((*layers, num_layers))] = DENSE
         roles[list(layers)] = RETRIEVE if self.inner.scans_keys else SELECT
         return roles
+
+    def device_top_k(self) -> DeviceTopK | None:
+        """The inner policy's."""
+        return self.inner.device_top_k()
 
     def parameters(self) -> tuple[float, ...]:
         return self.inner.parameters()

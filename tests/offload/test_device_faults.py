@@ -130,7 +130,7 @@ def test_resident_layers_beyond_their_budget(backend, tiny_folders, stock):
     budget = small("exact_topk", 400)  # all tokens: exact
     model = load(tiny_folders["llama"], budget, backend)
     resident_pages(model, 7)
-    message = "raise max_memory of the device, lower the policy's dense_layers or shorten"
+    message = "raise max_memory of the device, lower the policy's dense_layers, place fewer"
     for prompt_tokens, new_tokens in ((150, 5), (100, 30)):
         with pytest.raises(DeviceMemoryError, match=message):
             greedy(model, random_tokens(1, prompt_tokens), new_tokens)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from seeded import new_rng
 
+from offload.device_pages import DevicePages, PageBudget
 from offload.kv_store import KVStore
 from offload.memory import DeviceMemoryError
-from offload.resident import DevicePages, ResidentKV
+from offload.resident import ResidentKV
+from offload.step_bytes import DEVICE_SLAB_PAGES
 
 HEADS, HEAD_DIM, PAGE_TOKENS = 2, 8, 4
 SINKS, RECENT = 2, 5
@@ -41,11 +45,13 @@ def extend(store: KVStore, seq: int, num_tokens: int) -> None:
     store.commit([seq], [num_tokens])
 
 
-def resident_of(store: KVStore, num_slots: int = 2, **options) -> ResidentKV:
+def resident_of(
+    store: KVStore, num_slots: int = 2, layers: dict[str, Any] | None = None, **options: Any
+) -> ResidentKV:
+    layers = layers or {}
     return ResidentKV(
         store,
-        host_layers=[1, 2],
-        resident_layers=[0],
+        **{"window_layers": [1, 2], "resident_heads": {0: (0, 1)}, **layers},
         sink_tokens=SINKS,
         recent_tokens=RECENT,
         num_slots=num_slots,
@@ -70,7 +76,7 @@ def check_slot(resident: ResidentKV, store: KVStore, slot: int, seq: int) -> Non
         first = number * PAGE_TOKENS
         if first >= kv_len:
             continue
-        page = resident._pages.page(address)
+        page = resident.page(0, address)
         stop = min(first + PAGE_TOKENS, kv_len)
         assert torch.equal(page[0, :, : stop - first], keys[:, first:stop])
         assert torch.equal(page[1, :, : stop - first], values[:, first:stop])
@@ -147,8 +153,71 @@ def test_a_budget_that_is_too_small_is_refused_and_nothing_is_bound(store):
 
 
 def test_device_pages_are_distinct():
-    pages = DevicePages((2, 4), torch.float32, torch.device("cpu"), None)
+    pages = DevicePages((2, 4), torch.float32, torch.device("cpu"), PageBudget())
     first, second = pages.allocate(3), pages.allocate(40)
     assert len({*first, *second}) == 43
     pages.release(first)
     assert set(pages.allocate(3)) == set(first)
+
+
+def test_pages_of_some_heads_hold_those_heads(store):
+    layers = {"window_layers": [0, 2], "resident_heads": {0: (1,), 1: (0, 1), 2: ()}}
+    resident = resident_of(store, layers=layers)
+    kv_len = 3 * PAGE_TOKENS + 1
+    (slot,) = resident.bind([sequence_of(store, 5), sequence_of(store, kv_len)])[1:]
+    seq = resident.slots[slot].seq
+    for layer_idx, heads in ((0, [1]), (1, [0, 1])):
+        rows = torch.stack(store.gather(seq, layer_idx))[:, heads]
+        addresses = resident.page_tables[layer_idx][slot].tolist()
+        pages = [resident.page(layer_idx, address) for address in addresses[:4]]
+        assert torch.equal(torch.cat(pages, dim=2)[:, :, :kv_len], rows)
+    assert set(resident.page_tables) == {0, 1}
+    page_bytes = 2 * PAGE_TOKENS * HEAD_DIM * 4
+    windows = sum(window.nbytes for window in resident.windows.values())
+    tables = sum(table.nbytes for table in resident.page_tables.values())
+    assert resident.num_bytes == windows + tables + DEVICE_SLAB_PAGES * page_bytes * (1 + 2)
+
+
+def test_pages_of_all_shapes_share_one_budget(store):
+    layers = {"window_layers": [0, 2], "resident_heads": {0: (1,), 1: (0, 1)}}
+    page_bytes = 2 * PAGE_TOKENS * HEAD_DIM * 4
+    resident = resident_of(store, layers=layers, budget_bytes=6 * page_bytes)
+    a, b = sequence_of(store, PAGE_TOKENS + 1), sequence_of(store, 3 * PAGE_TOKENS)
+    resident.bind([a])  # 2 pages of one head, 2 of two
+    with pytest.raises(DeviceMemoryError, match=r"budget is 1.50 KiB"):
+        resident.bind([a, b])
+    assert resident.slots[1].seq is None
+    resident.bind([a])
+
+
+def test_a_budget_below_one_page_of_each_head_is_refused(store):
+    layers = {"window_layers": [0, 2], "resident_heads": {0: (1,), 1: (0, 1)}}
+    page_bytes = 2 * PAGE_TOKENS * HEAD_DIM * 4
+    with pytest.raises(DeviceMemoryError, match=r"each of the 3 KV heads .* needs 768 B, but"):
+        resident_of(store, layers=layers, budget_bytes=3 * page_bytes - 1)
+    resident_of(store, layers=layers, budget_bytes=3 * page_bytes)
+
+
+def test_the_addresses_of_host_pages_follow_a_copy_on_write(store):
+    layers = {"window_layers": [0, 1, 2], "resident_heads": {}, "gathered_layers": [1, 2]}
+    resident = resident_of(store, layers=layers)
+    seq = sequence_of(store, PAGE_TOKENS + 1)
+
+    def check(seq: int) -> None:
+        (slot,) = resident.bind([seq])
+        num_pages = -(-store.kv_len(seq) // PAGE_TOKENS)
+        for layer_idx in (1, 2):
+            table = resident.host_pages.tables[layer_idx][slot, :num_pages]
+            assert table.tolist() == store.page_table(seq)[layer_idx, :num_pages].tolist()
+
+    check(seq)
+    child = store.fork(seq)
+    old = int(store.page_table(seq)[1, 1])
+    extend(store, seq, 1)  # copies the page that the child shares
+    resident.advance([0], [store.kv_len(seq)])
+    assert int(store.page_table(seq)[1, 1]) != old
+    check(seq)
+    extend(store, seq, PAGE_TOKENS)
+    resident.advance([0], [store.kv_len(seq)])
+    check(seq)
+    check(child)

@@ -1,0 +1,78 @@
+"""Part `heads` of `perf.bench_gpu`: retrieval heads on the GPU, and who attends to the other heads.
+
+LycheeDecode with layer 0 and an eighth of the KV heads retrieving, and TidalDecode, each with its
+retrieving heads on the CPU, on the GPU, and with the rows of more and more of the other heads
+fetched by the GPU; beside the graph with all KV on the GPU, and transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from offload.benchmarks.decode_engines import OURS, describe, graph_row, stock_row
+from offload.benchmarks.pipeline_session import PipelineSettings
+from offload.benchmarks.shapes import MODEL_SHAPES
+from offload.placement import HeadPlacement, Place
+from offload.policies import Policy, make_policy
+from offload.policies.base import DENSE, RETRIEVE, REUSE
+from perf.gpu_steps import GPUBench, Rows, measure_ours
+
+RETRIEVAL_SHARE = 8  # one KV head in so many retrieves, beside those of layer 0
+BUDGETS = {"lychee_decode": 2048, "tidal_decode": 1024}
+
+
+def head_policies(settings: PipelineSettings, names: list[str]) -> list[Policy]:
+    """The policies of this part."""
+    shape = MODEL_SHAPES[settings.shape]
+    options: dict[str, dict[str, Any]] = {
+        "lychee_decode": {
+            "retrieval_heads": max(1, shape.num_layers * shape.num_kv_heads // RETRIEVAL_SHARE)
+        },
+        "tidal_decode": {},
+    }
+    return [make_policy(name, budget_tokens=BUDGETS[name], **options[name]) for name in names]
+
+
+def placement(settings: PipelineSettings, policy: Policy, num_gathered: int) -> HeadPlacement:
+    """Retrieving heads on the GPU, and of each layer's others `num_gathered`; -1: all on the CPU
+    that a policy does not leave dense."""
+    shape = MODEL_SHAPES[settings.shape]
+    roles = policy.roles(shape.num_layers, shape.num_kv_heads)
+    assert roles is not None
+    places = np.full(roles.shape, Place.CPU, np.uint8)
+    places[roles == DENSE] = Place.GPU
+    if num_gathered >= 0:
+        places[roles == RETRIEVE] = Place.GPU
+        for of_layer, of_roles in zip(places, roles, strict=True):
+            of_layer[np.flatnonzero(of_roles == REUSE)[:num_gathered]] = Place.GATHER
+    return HeadPlacement(places)
+
+
+def heads(bench: GPUBench, *, names: list[str], gathered: list[int], peers: bool = True) -> Rows:
+    """Time per token at each context.
+
+    Args:
+        names: of BUDGETS.
+        gathered: heads of a layer whose rows the GPU fetches; -1: retrieving heads on the CPU too.
+    """
+    policies = head_policies(bench.settings, names)
+    rows: Rows = []
+    for kv_len in bench.kv_lens:
+        with bench.caches(kv_len, policies) as (settings, cache):
+            for policy in policies:
+                for count in gathered:
+                    of_policy = replace(
+                        settings, policy=policy, placement=placement(settings, policy, count)
+                    )
+                    row = measure_ours(bench, of_policy, cache)
+                    rows.append({"engine": OURS, "gathered_heads": count, **row})
+                    bench.say(f"gathered {count}: {describe(rows[-1])}")
+        if peers:
+            rows.append(graph_row(bench.model, kv_len, num_steps=bench.num_steps))
+            bench.say(describe(rows[-1]))
+            rows.append(stock_row(bench.model, kv_len, offloaded=False, num_steps=4))
+            bench.say(describe(rows[-1]))
+    return rows

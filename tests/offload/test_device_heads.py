@@ -1,0 +1,123 @@
+"""Heads on the GPU, heads whose rows it fetches, heads of the CPU: the same tokens, wherever."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
+from tiny_models import random_tokens
+
+from offload.placement import HeadPlacement, Place
+from offload.policies import Policy, make_policy
+from offload.policies.base import DENSE, RETRIEVE, REUSE
+
+WINDOW = {"budget_tokens": 64, "sink_tokens": 4, "recent_tokens": 16}
+
+
+def policies() -> dict[str, Policy]:
+    return {
+        "lychee_decode": make_policy("lychee_decode", **WINDOW),
+        "lychee_decode_ratio": make_policy("lychee_decode", rule="ratio", ratio=0.2, **WINDOW),
+        "tidal_decode": make_policy("tidal_decode", dense_layers=1, select_layers=(1,), **WINDOW),
+        "full": make_policy("full"),
+    }
+
+
+def placement_of(model: Any, kind: str) -> HeadPlacement:
+    """retrieval: heads that retrieve, or nobody; gathered: and the rows of all that reuse;
+    mixed: the rows of every second one. Roles are the model's own, by its calibration."""
+    decoder = model._offload._decoder
+    places, roles = np.array(decoder.placement.places), decoder.attention.roles
+    if roles is None:  # full attention
+        places[:, 0] = Place.GPU
+        return HeadPlacement(places)
+    places[(roles == RETRIEVE) | (roles == DENSE)] = Place.GPU
+    if kind == "gathered":
+        places[roles == REUSE] = Place.GATHER
+    if kind == "mixed":
+        every_second = np.arange(places.size).reshape(places.shape) % 2 == 0
+        places[(roles == REUSE) & every_second] = Place.GATHER
+    return HeadPlacement(places)
+
+
+@pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_folders: dict[str, Path]):
+    """Tokens of the CPU's own step, which has nothing on a GPU."""
+
+    @functools.cache
+    def tokens_of(name: str, prompt_tokens: int) -> torch.Tensor:
+        model = load(tiny_folders["llama"], policies()[name], ("cpu", None))
+        return greedy(model, random_tokens(1, prompt_tokens), 50)
+
+    return tokens_of
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "gathered", "mixed"])
+@pytest.mark.parametrize("name", list(policies()))
+def test_the_tokens_do_not_depend_on_the_place(backend, name, kind, tiny_folders, expected):
+    policy = policies()[name]
+    if name == "full" and kind != "retrieval":
+        pytest.skip("full attention has no heads that reuse a selection")
+    model = load(tiny_folders["llama"], policy, backend)
+    model._offload._decoder.place(placement_of(model, kind))
+    for prompt_tokens in (200, 30):  # the second grows beyond the budget
+        out = greedy(model, random_tokens(1, prompt_tokens), 50)
+        assert torch.equal(out, expected(name, prompt_tokens))
+    assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "mixed"])
+def test_rows_of_a_batch_in_two_parts(backend, kind, tiny_folders, expected):
+    policy = policies()["lychee_decode"]
+    model = load(tiny_folders["llama"], policy, backend)
+    model._offload._decoder.place(placement_of(model, kind))
+    model._offload._decoder._num_parts = 2
+    prompts = [200, 30, 200]
+    tokens = torch.zeros(3, 200, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for i, n in enumerate(prompts):
+        tokens[i, 200 - n :] = random_tokens(1, n)[0]
+        mask[i, 200 - n :] = 1
+    out = greedy(model, tokens, 50, attention_mask=mask)
+    for i, n in enumerate(prompts):
+        assert torch.equal(out[i, 200:], expected("lychee_decode", n)[0, n:])
+
+
+def test_a_context_beyond_the_room_for_scores_gets_more(
+    backend, tiny_folders, expected, monkeypatch
+):
+    """The step is made anew, and the sequence goes on."""
+    monkeypatch.setattr("offload.device_decode._MIN_SCORE_TOKENS", 16)
+    policy = policies()["lychee_decode"]
+    model = load(tiny_folders["llama"], policy, backend)
+    decoder = model._offload._decoder
+    decoder.place(placement_of(model, "mixed"))
+    assert torch.equal(
+        greedy(model, random_tokens(1, 200), 50), expected("lychee_decode", 200)
+    )  # 200 + 50 tokens are within 256
+    assert decoder._max_tokens == 256
+    assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
+    decoder.place(decoder.placement)
+    assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
+    assert decoder._max_tokens == 128
+
+
+def test_a_fork_writes_to_pages_of_its_own(backend, tiny_folders):
+    """Beams share pages until one writes: addresses that the GPU fetches from change."""
+    policy = policies()["lychee_decode"]
+    plain = load(tiny_folders["llama"], policy, ("cpu", None))
+    model = load(tiny_folders["llama"], policy, backend)
+    model._offload._decoder.place(placement_of(model, "gathered"))
+    tokens = random_tokens(1, 150)
+    options = {"num_beams": 3, "num_return_sequences": 3}
+    assert torch.equal(greedy(model, tokens, 30, **options), greedy(plain, tokens, 30, **options))

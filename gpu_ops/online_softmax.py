@@ -92,9 +92,7 @@ def attend_tile(
 ) -> tl.tensor:
     """The state after the tile. Each key and value is loaded once for the whole group."""
     scores = score_tile(q, keys, num_tokens, scale, HEAD_DIM, BLOCK_T, BLOCK_D)
-    return weigh_tile(
-        scores, values, num_tokens, row_max, row_sum, acc, HEAD_DIM, BLOCK_T, BLOCK_D
-    )
+    return weigh_tile(scores, values, num_tokens, row_max, row_sum, acc, HEAD_DIM, BLOCK_T, BLOCK_D)
 
 
 def tile_tokens(head_dim: int, itemsize: int) -> int:

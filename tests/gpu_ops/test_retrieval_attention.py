@@ -231,9 +231,7 @@ def test_wrong_operands() -> None:
     refuses("multiple of group_size, got 2 and 3", group_size=3)
     refuses("heads must be 1 to 1 KV heads, got 2", group_size=2, head_list=heads.repeat(2))
     refuses("heads must be torch.int32, got torch.int64", head_list=heads.long())
-    refuses(
-        r"partial_lse must be \[1, 2, 4\], got \[1, 2, 3\]", partial_lse=torch.zeros(1, 2, 3)
-    )
+    refuses(r"partial_lse must be \[1, 2, 4\], got \[1, 2, 3\]", partial_lse=torch.zeros(1, 2, 3))
     refuses("room for all pages' 32 tokens, got 31", scores=torch.zeros(1, 1, 1, 31))
     refuses(r"scores must be \[1, 1, 1, 32\]", scores=torch.zeros(1, 1, 2, 32))
     refuses(r"num_splits must be in 1..1024", partial_out=torch.zeros(1, 2, 1025, 64))

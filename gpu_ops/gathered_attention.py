@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dtype, check_group, check_tensor
+from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.gather_rows import check_fixed, check_gathered, check_units, gathered_tokens
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_tile, load_query, tile_tokens
@@ -198,9 +198,12 @@ def gathered_attention(
     n, num_heads, capacity, head_dim = check_gathered("gathered", gathered, device)
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
-    num_qo_heads = query.shape[-1] // head_dim
-    num_kv_heads = num_qo_heads // group_size
-    check_group(num_qo_heads, num_kv_heads)
+    num_kv_heads, rest = divmod(query.shape[-1], group_size * head_dim)
+    if rest or not num_kv_heads:
+        raise ValueError(
+            f"query must have groups of {group_size} heads of {head_dim},"
+            f" got {query.shape[-1]} columns"
+        )
     num_units = check_units(counts, num_kv_heads)
     fixed_tokens = check_fixed(sink_tokens, recent_tokens)
     if partial_lse.dim() != 3:

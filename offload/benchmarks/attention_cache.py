@@ -18,8 +18,9 @@ class AttentionCache:
     """One sequence of `kv_len` random tokens.
 
     Args:
-        max_layers: as many layers are made as it takes to exceed the last level cache eight times,
-            but not more than this.
+        min_layers, max_layers: as many layers are made as it takes to exceed the last level cache
+            eight times, but not fewer and not more than these.
+        pinned: whether a GPU can read it.
 
     Attributes:
         seq: its handle in `store`.
@@ -30,13 +31,21 @@ class AttentionCache:
     """
 
     def __init__(
-        self, *, max_layers: int, num_kv_heads: int, head_dim: int, kv_len: int, dtype: torch.dtype
+        self,
+        *,
+        max_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kv_len: int,
+        dtype: torch.dtype,
+        min_layers: int = 1,
+        pinned: bool = False,
     ) -> None:
         self.kv_len = kv_len
         self.row_bytes = head_dim * dtype.itemsize
         layer_bytes = 2 * num_kv_heads * kv_len * self.row_bytes
         wanted = -(-8 * last_level_cache_bytes() // layer_bytes)
-        self.num_layers = max(1, min(max_layers, wanted))
+        self.num_layers = max(min_layers, min(max_layers, wanted))
         page_bytes = 2 * num_kv_heads * 256 * self.row_bytes
         pages = self.num_layers * -(-kv_len // 256)
         self.store = KVStore(
@@ -46,6 +55,7 @@ class AttentionCache:
             dtype=dtype,
             page_tokens=256,
             slab_bytes=pages * page_bytes,
+            pinned=pinned,
         )
         self.seq = self.store.new_sequence()
         self._fill()

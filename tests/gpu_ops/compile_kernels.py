@@ -22,8 +22,11 @@ from triton.runtime.jit import JITFunction
 from gpu_ops import launch
 from gpu_ops.chunk_clusters import chunk_means, covering_radii, fill_empty, mean_directions
 from gpu_ops.flags import await_flag, raise_flag
+from gpu_ops.gather_rows import gather_rows
+from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.gemv import gemv
 from gpu_ops.greedy import SamplingBuffers, greedy_tokens
+from gpu_ops.hybrid_attention import HybridLaunch, hybrid_attention, hybrid_programs
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
@@ -122,6 +125,54 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     )
 
 
+def select_all(
+    dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, head_dim: int
+) -> None:
+    """The operators on selected tokens, once."""
+    capacity, num_qo_heads, num_programs = 1024, num_kv_heads * group_size, hybrid_programs(132)
+    counts, positions = torch.zeros(n, num_kv_heads, dtype=torch.int32), torch.zeros(n).long()
+    selection = torch.zeros(n, num_kv_heads, 4 + capacity + 64, dtype=torch.int32)
+    table = torch.zeros(n, 512, dtype=torch.int64)
+    heads = torch.arange(num_kv_heads, dtype=torch.int32)
+    query = torch.zeros(n, num_qo_heads * head_dim, dtype=dtype)
+    gathered = torch.zeros(n, 2, num_kv_heads, capacity, head_dim, dtype=dtype)
+    window = {"sink_tokens": 4, "recent_tokens": 64}
+    pages = {"num_kv_heads": num_kv_heads, "page_tokens": 256}
+    gather_rows(selection, counts, table, positions, heads, out=gathered, **pages, **window)
+    num_splits = num_gathered_splits(num_kv_heads, capacity, 132)
+    gathered_attention(
+        query,
+        gathered,
+        counts,
+        positions,
+        heads,
+        group_size=group_size,
+        sm_scale=0.125,
+        partial_out=torch.zeros(n, num_qo_heads, num_splits, head_dim),
+        partial_lse=torch.zeros(n, num_qo_heads, num_splits),
+        out=query.float(),
+        lse=torch.zeros(n, num_qo_heads),
+        **window,
+    )
+    slots = num_programs + n * num_kv_heads
+    for merges_early in (False, True):
+        hybrid_attention(
+            query,
+            table,
+            positions,
+            torch.zeros(n, num_kv_heads, 64, dtype=torch.int32),
+            counts,
+            block_tokens=64,
+            sm_scale=0.125,
+            partial_out=torch.zeros(slots, group_size, head_dim),
+            partial_lse=torch.zeros(slots, group_size),
+            out=query,
+            lse=torch.zeros(n, num_qo_heads),
+            launch=HybridLaunch(merges_early=merges_early),
+            **pages,
+        )
+
+
 def sample_all(dtype: torch.dtype, n: int, vocab_size: int) -> None:
     """The operators on logits, once."""
     logits = torch.zeros(n, vocab_size, dtype=dtype)
@@ -167,7 +218,9 @@ if __name__ == "__main__":
     launch._on_cpu.set(True)  # what interpreted() does, but here triton compiles
     for dtype in DTYPES:
         call_all(dtype, 2, 8, 4, 128)
+        select_all(dtype, 2, 8, 4, 128)
     call_all(torch.bfloat16, 1, 3, 3, 64)
+    select_all(torch.bfloat16, 64, 3, 3, 64)
     sample_all(torch.bfloat16, 1, 128256)
     cluster_all(torch.bfloat16, 8, 2048, 1024, 128)
     prefill_all(torch.bfloat16, 8192, 32, 128)

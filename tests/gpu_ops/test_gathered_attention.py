@@ -1,0 +1,239 @@
+"""gathered_attention against float64: what it merges into a window's result, and what it leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from host_pages import HostPages, Selections
+from operands import DTYPES, TOLERANCE, assert_close, attention, poisoned, random
+from seeded import new_rng
+
+from gpu_ops.gather_rows import gather_rows
+from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
+
+
+class Step:
+    """Rows of one step: gathered tokens, and attention to some window before.
+
+    Args:
+        middle: per row and unit how many tokens are gathered, as of `Selections`.
+        has_window: whether the window attended to anything; else its output is NaN.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        middle: list[list[int]],
+        *,
+        capacity: int = 40,
+        inactive: tuple[int, ...] = (),
+        heads: tuple[int, ...] = (2, 0),
+        num_kv_heads: int = 3,
+        group_size: int = 3,
+        head_dim: int = 64,
+        num_splits: int = 3,
+        has_window: bool = True,
+    ) -> None:
+        rng = self.rng = new_rng()
+        n, num_qo_heads = len(middle), num_kv_heads * group_size
+        self.device, self.dtype, self.heads, self.group_size = device, dtype, heads, group_size
+        self.capacity, self.sm_scale = capacity, head_dim**-0.5
+        kv_lens = [capacity + 20] * n
+        self.lists = Selections(rng, device, kv_lens, middle, capacity)
+        self.positions = torch.tensor(kv_lens, device=device) - 1
+        self.positions[list(inactive)] = -1
+        shape = (n, 2, len(heads), capacity, head_dim)
+        # Whatever an earlier step has left beyond this one's tokens must not count.
+        self.gathered = poisoned(*shape, dtype=dtype, device=device)
+        self.query = random(rng, n, num_qo_heads * head_dim, dtype=dtype, device=device, scale=2.0)
+        window = random(
+            rng, n, 2, num_kv_heads, 7, head_dim, dtype=dtype, device=device, scale=1.5
+        ).double()
+        parts = [
+            attention(self.query[i], window[i, 0], window[i, 1], self.sm_scale) for i in range(n)
+        ]
+        self.window = window
+        self.window_out = torch.stack([o for o, _ in parts]).float()
+        self.window_lse = torch.stack([lse for _, lse in parts]).float()
+        if not has_window:
+            self.window = window[:, :, :, :0]
+            self.window_out.fill_(float("nan"))
+            self.window_lse.fill_(float("-inf"))
+        self.out, self.lse = self.window_out.clone(), self.window_lse.clone()
+        partial = (n, len(heads) * group_size, num_splits)
+        options = {"dtype": torch.float32, "device": device}
+        self.options: dict[str, Any] = self.lists.options() | {
+            "group_size": group_size,
+            "sm_scale": self.sm_scale,
+            "partial_out": poisoned(*partial, head_dim, **options),
+            "partial_lse": poisoned(*partial, **options),
+        }
+        self.fill()
+
+    def fill(self) -> None:
+        """Random keys and values where the lists have tokens, NaN beyond."""
+        self.gathered.fill_(float("nan"))
+        for row in range(len(self.gathered)):
+            for slot, kv_head in enumerate(self.heads):
+                kv = self.gathered[row, :, slot, : len(self.lists.of_head(row, kv_head))]
+                kv.copy_(random(self.rng, *kv.shape, dtype=self.dtype, device=self.device))
+
+    def run(self, **options: Any) -> None:
+        gathered_attention(
+            self.query,
+            self.gathered,
+            self.lists.counts,
+            self.positions,
+            torch.tensor(self.heads, dtype=torch.int32, device=self.device),
+            out=self.out,
+            lse=self.lse,
+            **self.options | options,
+        )
+
+    def check(self, tolerance: float) -> None:
+        """Softmaxes over window and tokens of heads that gathered some; others are as before."""
+        n, group_size = len(self.query), self.group_size
+        out = self.out.view(n, self.lse.shape[1] // group_size, group_size, -1)
+        query, before = self.query.view(out.shape), self.window_out.view(out.shape)
+        lse, lse_before = (x.view(out.shape[:3]) for x in (self.lse, self.window_lse))
+        for row, position in enumerate(self.positions.tolist()):
+            for kv_head in range(out.shape[1]):
+                slot = self.heads.index(kv_head) if kv_head in self.heads else -1
+                num_tokens = len(self.lists.of_head(row, kv_head))
+                if slot < 0 or position < 0 or not num_tokens:
+                    assert torch.equal(
+                        out[row, kv_head].nan_to_num(7.0), before[row, kv_head].nan_to_num(7.0)
+                    )
+                    assert torch.equal(lse[row, kv_head], lse_before[row, kv_head])
+                    continue
+                kv = self.gathered[row, :, slot, :num_tokens].double()
+                kv = torch.cat((self.window[row, :, kv_head], kv), dim=1)[:, None]
+                o, expected_lse = attention(
+                    query[row, kv_head].flatten(), kv[0], kv[1], self.sm_scale
+                )
+                assert_close(out[row, kv_head].flatten(), o, tolerance)
+                assert_close(lse[row, kv_head], expected_lse, 1e-5)
+
+
+def check(device: str, dtype: torch.dtype, *arguments: Any, **options: Any) -> None:
+    step = Step(device, dtype, *arguments, **options)
+    step.run()
+    step.check(2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group_size", [1, 3, 4, 7])
+def test_shapes(device: str, dtype: torch.dtype, head_dim: int, group_size: int) -> None:
+    middle = [[33, 7, 40], [9, 9, 9]]
+    check(device, dtype, middle, head_dim=head_dim, group_size=group_size, inactive=(1,))
+
+
+@pytest.mark.parametrize("middle", [0, 1, 15, 16, 17, 39, 40, -3, -7])
+@pytest.mark.parametrize("shared", [True, False])
+def test_counts(device: str, middle: int, shared: bool) -> None:
+    check(device, torch.float32, [[middle] if shared else [5, 3, middle]])
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 20])
+def test_splits(device: str, num_splits: int) -> None:
+    middle = [[300, 64, 1], [17, 130, 299]]
+    check(device, torch.float32, middle, capacity=300, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("heads", [(0,), (1, 0), (2, 1, 0)])
+def test_heads(device: str, heads: tuple[int, ...]) -> None:
+    check(device, torch.float32, [[20, 0, 9]], heads=heads)
+
+
+def test_without_a_window(device: str) -> None:
+    """Its output may be anything; heads that gathered nothing keep it."""
+    check(device, torch.float32, [[20, 4, 9], [0, 0, 6]], has_window=False)
+
+
+def test_after_gather_rows(device: str) -> None:
+    """The two together, over host pages."""
+    middle, kv_lens = [[20, 7, 40], [0, 1, 33]], [60, 60]
+    step = Step(device, torch.bfloat16, middle)
+    host = HostPages(
+        step.rng, device, torch.bfloat16, kv_lens, num_kv_heads=3, head_dim=64, page_tokens=16
+    )
+    step.gathered.fill_(float("nan"))
+    gather_rows(
+        step.lists.selection,
+        step.lists.counts,
+        host.table,
+        step.positions,
+        torch.tensor(step.heads, dtype=torch.int32, device=device),
+        num_kv_heads=3,
+        page_tokens=16,
+        out=step.gathered,
+        **step.lists.options(),
+    )
+    step.run()
+    step.check(2 * TOLERANCE[torch.bfloat16])
+    tokens = step.lists.of_head(0, 2)
+    assert torch.equal(step.gathered[0, :, 0, :40].cpu(), host.kv[0][:, 2, tokens])
+
+
+LARGE = {"capacity": 4096, "num_kv_heads": 8, "group_size": 4, "head_dim": 128}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(5,), (0, 1, 2, 3, 4, 5, 6, 7)])
+def test_real_sizes(dtype: torch.dtype, heads: tuple[int, ...]) -> None:
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    step = Step(
+        "cuda",
+        dtype,
+        [[4096] * 8, [1, 4095, 0, 2000, 64, 65, 63, 1024]],
+        heads=heads,
+        num_splits=num_gathered_splits(len(heads), 4096, multiprocessors),
+        **LARGE,
+    )
+    step.run()
+    step.check(8 * TOLERANCE[dtype])  # long sums of what nearly cancels
+
+
+@pytest.mark.cuda
+def test_graph_replays_with_other_counts() -> None:
+    step = Step("cuda", torch.bfloat16, [[4096] * 8], heads=(6, 1, 3), num_splits=64, **LARGE)
+    step.run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.run()
+    for middle, position in ((1, 4000), (3000, 5000), (0, 4115), (4096, -1), (77, 4115)):
+        kv_lens = [4096 + 20]
+        lists = Selections(step.rng, "cuda", kv_lens, [[middle] * 8], 4096)
+        step.lists.counts.copy_(lists.counts)
+        step.lists.chosen = lists.chosen
+        step.positions.fill_(position)
+        step.fill()
+        step.out.copy_(step.window_out)
+        step.lse.copy_(step.window_lse)
+        graph.replay()
+        step.check(8 * TOLERANCE[torch.bfloat16])
+
+
+def test_number_of_splits() -> None:
+    assert num_gathered_splits(8, 4096, 132) == 33  # two programs on each multiprocessor
+    assert num_gathered_splits(1, 4096, 132) == 128
+    assert num_gathered_splits(1, 256, 132) == 8
+    assert num_gathered_splits(64, 16, 4) == 1
+
+
+def test_wrong_operands() -> None:
+    step = Step("cpu", torch.float32, [[5, 5, 5]])
+    with pytest.raises(ValueError, match="groups of 8 heads of 64, got 576 columns"):
+        step.run(group_size=8)
+    with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
+        step.run(group_size=0)
+    with pytest.raises(ValueError, match=r"partial_lse must be \[1, 6, 4\], got \[1, 7, 4\]"):
+        step.run(partial_lse=torch.zeros(1, 7, 4))
+    step.lists.counts = step.lists.counts[:, :2]
+    with pytest.raises(ValueError, match=r"counts must be \[n, 1\] or .*=3\], got \[1, 2\]"):
+        step.run()

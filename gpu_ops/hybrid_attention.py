@@ -244,15 +244,7 @@ def merge_hybrid_kernel(
         tl.extra.cuda.gdc_wait()
     first_slot = (first + current) * GROUP_SIZE + head % GROUP_SIZE
     largest, sum_of_weights, acc = merge_states(
-        partial_out,
-        partial_lse,
-        first_slot,
-        GROUP_SIZE,
-        used,
-        d,
-        HEAD_DIM,
-        BLOCK_S,
-        TILE_S,
+        partial_out, partial_lse, first_slot, GROUP_SIZE, used, d, HEAD_DIM, BLOCK_S, TILE_S
     )
     # A pair without tokens: 0, and an lse of -inf.
     attended = sum_of_weights > 0

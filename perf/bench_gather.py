@@ -215,7 +215,7 @@ class Bench:
         return rows
 
     def _check(self, out: Tensor, selection: Indices, heads: int) -> float:
-        """Relative L2 error of `out` [QO_HEADS * HEAD_DIM], of layer 0; ArithmeticError if wrong."""
+        """Relative L2 error of `out` [QO_HEADS * HEAD_DIM] of layer 0; ArithmeticError if wrong."""
         expected = []
         for kv_head in range(heads):
             tokens = torch.from_numpy(selection[kv_head]).long()

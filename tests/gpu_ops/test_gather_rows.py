@@ -40,6 +40,7 @@ class Step:
         self.host = HostPages(rng, device, dtype, kv_lens, head_dim=head_dim, **sizes)
         self.device, self.kv_lens, self.capacity, self.heads = device, kv_lens, capacity, heads
         self.lists = Selections(rng, device, kv_lens, middle, capacity)
+        self.head_indices = torch.tensor(heads, dtype=torch.int32, device=device)
         self.positions = torch.tensor(kv_lens, device=device) - 1
         shape = (len(kv_lens), 2, len(heads), capacity, head_dim)
         self.out = poisoned(*shape, dtype=dtype, device=device)
@@ -51,7 +52,7 @@ class Step:
             self.lists.counts,
             self.host.table,
             self.positions,
-            torch.tensor(self.heads, dtype=torch.int32, device=self.device),
+            self.head_indices,
             out=self.out,
             **self.options | options,
         )

@@ -43,6 +43,7 @@ class Step:
         self.capacity, self.sm_scale = capacity, head_dim**-0.5
         kv_lens = [capacity + 20] * n
         self.lists = Selections(rng, device, kv_lens, middle, capacity)
+        self.head_indices = torch.tensor(heads, dtype=torch.int32, device=device)
         self.positions = torch.tensor(kv_lens, device=device) - 1
         self.positions[list(inactive)] = -1
         shape = (n, 2, len(heads), capacity, head_dim)
@@ -87,7 +88,7 @@ class Step:
             self.gathered,
             self.lists.counts,
             self.positions,
-            torch.tensor(self.heads, dtype=torch.int32, device=self.device),
+            self.head_indices,
             out=self.out,
             lse=self.lse,
             **self.options | options,

@@ -264,7 +264,9 @@ def candidates_kernel(
 
     # Of none to choose, one is looked at: it tells whether there is NaN or infinity.
     k = tl.maximum(num_chosen(kv_len, sink_tokens, recent_tokens, budget_tokens, RATIO), 1)
-    num_groups = tl.cdiv(last, CHUNK) * (CHUNK >> group_level(last, MAX_GROUPS, MAX_LEVEL))
+    # Groups of a chunk, in this order so that the compiler knows the factor, and loads vectors.
+    level = group_level(last, MAX_GROUPS, MAX_LEVEL)
+    num_groups = (tl.cdiv(last, CHUNK) << (MAX_LEVEL - level)) * (CHUNK >> MAX_LEVEL)
     group = tl.arange(0, MAX_GROUPS)
     of_groups = tl.load(maxima + target * MAX_GROUPS + group, mask=group < num_groups, other=-1)
     high = tl.max(of_groups, 0)

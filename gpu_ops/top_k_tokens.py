@@ -35,23 +35,26 @@ from gpu_ops.top_k_candidates import (
 
 
 @jit
-def load_candidates(
+def join_segments(
     of_list: tl.tensor,
     of_segments: tl.tensor,  # candidates of each segment
     length: tl.tensor,
-    start: tl.tensor,
     total: tl.tensor,
     SEGMENTS: tl.constexpr,
     TILE: tl.constexpr,
-) -> tl.tensor:
-    """TILE candidates of all segments' as one list, from the start-th; -1 after the last."""
-    j = start + tl.arange(0, TILE)
+) -> None:
+    """Close the gaps between the segments' candidates, in place."""
     segment = tl.arange(0, SEGMENTS)
-    gap = tl.zeros([TILE], tl.int32)  # between the place in the list and that in the memory
-    for i in tl.static_range(1, SEGMENTS):
-        before = tl.sum(tl.where(segment < i, of_segments, 0), 0)
-        gap = tl.where(j >= before, i * length - before, gap)
-    return tl.load(of_list + j + gap, mask=j < total, other=-1)
+    for start in range(0, total, TILE):
+        j = start + tl.arange(0, TILE)
+        gap = tl.zeros([TILE], tl.int32)
+        for i in tl.static_range(1, SEGMENTS):
+            before = tl.sum(tl.where(segment < i, of_segments, 0), 0)
+            gap = tl.where(j >= before, i * length - before, gap)
+        x = tl.load(of_list + j + gap, mask=j < total)
+        tl.debug_barrier()  # nothing moves up, but within a tile one may take another's place
+        tl.store(of_list + j, x, mask=j < total)
+    tl.debug_barrier()
 
 
 @jit
@@ -59,17 +62,15 @@ def count_at_least(
     value: tl.tensor,
     first_bits: tl.tensor,  # importance of the first TILE candidates
     of_list: tl.tensor,
-    of_segments: tl.tensor,
-    length: tl.tensor,
     total: tl.tensor,
-    SEGMENTS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
     """Candidates whose importance reaches the value."""
     count = tl.sum((first_bits >= value).to(tl.int32), 0)
     for start in range(TILE, total, TILE):
-        x = load_candidates(of_list, of_segments, length, start, total, SEGMENTS, TILE)
-        count += tl.sum(((x >> 32).to(tl.int32) >= value).to(tl.int32), 0)
+        j = start + tl.arange(0, TILE)
+        bits = (tl.load(of_list + j, mask=j < total, other=-1) >> 32).to(tl.int32)
+        count += tl.sum((bits >= value).to(tl.int32), 0)
     return count
 
 
@@ -130,25 +131,23 @@ def select_tokens_kernel(
             other=0,
         )
         total = tl.sum(of_segments, 0)
-        x = load_candidates(of_list, of_segments, length, 0, total, SEGMENTS, TILE)
+        join_segments(of_list, of_segments, length, total, SEGMENTS, TILE)
+        x = tl.load(of_list + j, mask=j < total, other=-1)
         bits, token = (x >> 32).to(tl.int32), x.to(tl.int32)
         high = tl.max(bits, 0)
         low = tl.min(tl.where(j < total, bits, high), 0)
         for start in range(TILE, total, TILE):
-            other = load_candidates(of_list, of_segments, length, start, total, SEGMENTS, TILE)
-            other_bits = (other >> 32).to(tl.int32)
-            high = tl.maximum(high, tl.max(other_bits, 0))
             inside = start + j < total
-            low = tl.minimum(low, tl.min(tl.where(inside, other_bits, high), 0))
+            other = (tl.load(of_list + start + j, mask=inside, other=-1) >> 32).to(tl.int32)
+            high = tl.maximum(high, tl.max(other, 0))
+            low = tl.minimum(low, tl.min(tl.where(inside, other, high), 0))
         is_bad = is_bad | (high == 0x7F800000)
 
         # Invariant: k candidates or more reach `low`; `above` of them, fewer than k, exceed `high`.
         above = tl.zeros([], tl.int32)
         middle = low + 1  # first: are the lowest ones, perhaps many ties, needed at all?
         while low < high:
-            reach = count_at_least(
-                middle, bits, of_list, of_segments, length, total, SEGMENTS, TILE
-            )
+            reach = count_at_least(middle, bits, of_list, total, TILE)
             if reach > k:
                 low = middle
             elif reach < k:
@@ -164,7 +163,7 @@ def select_tokens_kernel(
         written = sink_tokens
         for start in range(0, total, TILE):
             if start > 0:
-                x = load_candidates(of_list, of_segments, length, start, total, SEGMENTS, TILE)
+                x = tl.load(of_list + start + j, mask=start + j < total, other=-1)
                 bits, token = (x >> 32).to(tl.int32), x.to(tl.int32)
             taken, place, found, num_ties = take(bits, low, ties)
             tl.store(

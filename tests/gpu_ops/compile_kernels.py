@@ -30,11 +30,14 @@ from gpu_ops.hybrid_attention import HybridLaunch, hybrid_attention, hybrid_prog
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
+from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.rotate import rotate_tokens
 from gpu_ops.sampling import sample_tokens
 from gpu_ops.silu_mul import activate, silu_mul
+from gpu_ops.top_k_candidates import TopKBuffers
+from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -173,6 +176,52 @@ def select_all(
         )
 
 
+def retrieve_all(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, group_size: int, head_dim: int
+) -> None:
+    """The operators of retrieval heads, once."""
+    num_qo_heads, max_tokens = num_kv_heads * group_size, 131072
+    num_splits = num_retrieval_splits(num_heads, 132)
+    query = torch.zeros(1, num_qo_heads * head_dim, dtype=dtype)
+    lse = torch.zeros(1, num_qo_heads)
+    positions, heads = torch.zeros(1, dtype=torch.int64), torch.zeros(num_heads, dtype=torch.int32)
+    scores = torch.zeros(1, num_heads, group_size, max_tokens)
+    retrieval_attention(
+        query,
+        torch.zeros(1, 512, dtype=torch.int64),
+        positions,
+        heads,
+        group_size=group_size,
+        page_tokens=256,
+        sm_scale=0.125,
+        partial_out=torch.zeros(1, num_qo_heads, num_splits, head_dim),
+        partial_lse=torch.zeros(1, num_qo_heads, num_splits),
+        out=query.float(),
+        lse=lse,
+        scores=scores,
+    )
+    for shared, ratio in ((False, None), (True, 0.1)):
+        lists = 1 if shared else num_kv_heads
+        selection = torch.zeros(1, lists, 2048, dtype=torch.int32)
+        counts = torch.zeros(1, lists, dtype=torch.int32)
+        top_k_tokens(
+            scores,
+            lse,
+            positions,
+            heads,
+            sink_tokens=16,
+            recent_tokens=64,
+            budget_tokens=2048,
+            shared=shared,
+            buffers=TopKBuffers.allocate(num_heads, max_tokens, 2048, "cpu"),
+            selection=selection,
+            counts=counts,
+            host_selection=selection,
+            host_counts=counts,
+            ratio=ratio,
+        )
+
+
 def sample_all(dtype: torch.dtype, n: int, vocab_size: int) -> None:
     """The operators on logits, once."""
     logits = torch.zeros(n, vocab_size, dtype=dtype)
@@ -221,6 +270,9 @@ if __name__ == "__main__":
         select_all(dtype, 2, 8, 4, 128)
     call_all(torch.bfloat16, 1, 3, 3, 64)
     select_all(torch.bfloat16, 64, 3, 3, 64)
+    for dtype in DTYPES:
+        retrieve_all(dtype, 1, 8, 4, 128)
+    retrieve_all(torch.bfloat16, 2, 3, 3, 64)
     sample_all(torch.bfloat16, 1, 128256)
     cluster_all(torch.bfloat16, 8, 2048, 1024, 128)
     prefill_all(torch.bfloat16, 8192, 32, 128)

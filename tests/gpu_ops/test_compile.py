@@ -33,6 +33,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "activate_kernel",
         "add_points_kernel",
         "add_rms_norm_kernel",
+        "candidates_kernel",
         "chunk_max_kernel",
         "chunk_means_kernel",
         "cover_kernel",
@@ -42,6 +43,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "gathered_attention_kernel",
         "gemv_kernel",
         "hybrid_attention_kernel",
+        "importance_kernel",
         "kept_mass_kernel",
         "merge_gathered_kernel",
         "merge_hybrid_kernel",
@@ -56,6 +58,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "pick_kernel",
         "rope_publish_kernel",
         "rotate_kernel",
+        "select_tokens_kernel",
         "silu_mul_kernel",
         "window_attention_kernel",
     }

@@ -170,7 +170,7 @@ class Case:
                     sinks, recent, _ = self.sizes.values()
                     middle = slice(sinks, kv_len - recent)
                     # Kernels may take numbers below the normal ones for 0.
-                    np.testing.assert_allclose(ours[middle], exact[middle], 2e-5, TINY)
+                    np.testing.assert_allclose(ours[middle], exact[middle], 4e-5, TINY)
                     np.testing.assert_array_equal(chosen[:count], self.expected(kv_len, ours))
 
     def float32(self, row: int, list_idx: int) -> npt.NDArray[Any] | None:
@@ -194,7 +194,7 @@ def assert_list(case: Case, chosen: npt.NDArray[Any], exact: npt.NDArray[Any], k
         assert different.max() < kv_len - recent
         k = case.num_chosen(kv_len)
         kth = np.sort(exact[sinks : kv_len - recent])[-k]
-        np.testing.assert_allclose(exact[different], kth, 4e-5, TINY)
+        np.testing.assert_allclose(exact[different], kth, 8e-5, TINY)
 
 
 def check(device: str, kv_lens: list[int], **options: Any) -> None:

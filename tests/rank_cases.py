@@ -79,9 +79,7 @@ def facts(folder: Path, policy: str = "full", **options: Any) -> dict[str, Any]:
     }
 
 
-def raises(
-    folder: Path, what: str, policy: str = "full", **options: Any
-) -> tuple[str, str]:
+def raises(folder: Path, what: str, policy: str = "full", **options: Any) -> tuple[str, str]:
     """Name and message of what loading, or using, a model raises on this rank."""
     try:
         if what == "load":

@@ -57,8 +57,8 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
-            process.join(10)
             process.kill()
+            process.join()
 
     @staticmethod
     def _receive(pipe: Connection) -> Any:

@@ -225,6 +225,7 @@ def generate(
     if tensor_parallel_size > 1 and not is_rank():
         stdin = _read_prompt(prompt_file) if prompt_file == "-" else None
         raise typer.Exit(run_ranks(tensor_parallel_size, sys.argv[1:], stdin=stdin))
+    is_silent = tensor_parallel_size > 1 and is_silent_rank()
 
     with running(verbose=verbose):
         from offload.policies import make_policy
@@ -249,11 +250,11 @@ def generate(
             runs = []
             for made in policies:
                 loaded = load(choice, made)
-                shown = not as_json and not is_silent_rank()
+                shown = not as_json and not is_silent
                 with _Screen(made.name, input_ids.shape[1], shown=shown) as screen:
                     runs.append(answer(loaded, made, sampling, tokenizer, input_ids, screen.text))
                 del loaded  # before the next is loaded: its weights and cache leave the memory
-    if is_silent_rank():
+    if is_silent:
         raise typer.Exit
     _print_result(model, prompt, expect, runs, as_json=as_json)
     missed = [run.policy for run in runs if expect is not None and expect not in run.answer]

@@ -131,7 +131,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def _stdin(stack: ExitStack, text: str | None) -> int | IO[Any]:
     if text is None:
         return subprocess.DEVNULL
-    file: IO[Any] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the stack is
+    file: IO[Any] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (the stack is one)
     file.write(text.encode())
     file.seek(0)
     return file

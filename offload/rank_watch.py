@@ -80,7 +80,8 @@ class RankWatch:
         me = psutil.Process()
         store.set(f"process/{rank}", json.dumps([me.pid, me.create_time()]))
         atexit.register(self.close)
-        threading.Thread(target=self._watch, name="rank watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="rank watch", daemon=True)
+        self._thread.start()
 
     @contextlib.contextmanager
     def section(self) -> Iterator[None]:
@@ -111,6 +112,8 @@ class RankWatch:
         """This rank takes no part in further sections."""
         if not self._ended.is_set():
             self._ended.set()
+            # The interpreter ends threads that it finds in native code by aborting the process.
+            self._thread.join(5.0)
             self._say(f"ended/{self._rank}", str(self._section))
 
     def _say(self, key: str, text: str) -> None:

@@ -101,7 +101,8 @@ def gemv(
         x: [1, in_features].
         weight: [out_features, in_features], or with `glu` [2 * out_features, in_features], the gate
             above the up projection.
-        out: [1, out_features]; may be `residual` itself.
+        out: [1, out_features]; may be `residual` itself. Where nothing but x, weight and bias is
+            given it may be float32: a summand that is rounded later.
         bias: [rows of weight].
         norm: (weight [in_features], eps) of an RMSNorm of x.
         residual: [1, out_features], added last.
@@ -112,7 +113,9 @@ def gemv(
     num_out, num_in = out.shape[-1], x.shape[-1]
     num_rows = num_out * (2 if glu else 1)
     check_tensor("x", x, (1, num_in), dtype, device)
-    check_tensor("out", out, (1, num_out), dtype, device)
+    is_summand = norm is None and residual is None and not glu
+    out_dtype = torch.float32 if is_summand and out.dtype == torch.float32 else dtype
+    check_tensor("out", out, (1, num_out), out_dtype, device)
     check_tensor("weight", weight, (num_rows, num_in), dtype, device)
     if bias is not None:
         check_tensor("bias", bias, (num_rows,), dtype, device)
@@ -121,6 +124,9 @@ def gemv(
     if residual is not None:
         check_tensor("residual", residual, (1, num_out), dtype, device)
     if not runs_kernel(x):
+        if out.dtype != dtype:
+            x, weight = x.to(out.dtype), weight.to(out.dtype)
+            bias = None if bias is None else bias.to(out.dtype)
         out.copy_(gemv_reference(x, weight, bias=bias, norm=norm, glu=glu, residual=residual))
         return
     norm_weight, eps = (None, 0.0) if norm is None else norm

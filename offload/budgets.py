@@ -9,6 +9,7 @@ import torch
 from offload.config import RuntimeConfig
 from offload.memory import DeviceMemoryError, format_bytes, host_memory_limit_bytes
 from offload.page_pool import HostBudgetError
+from offload.tensor_parallel import TensorParallel
 
 
 def device_kv_budget_bytes(config: RuntimeConfig, weight_bytes: int) -> int | None:
@@ -47,6 +48,24 @@ def kv_budget_bytes(config: RuntimeConfig, weight_bytes: int, *, loaded: bool) -
             "raise it, or choose a smaller dtype or model"
         )
     return limit - weight_bytes
+
+
+def rank_kv_budget_bytes(
+    config: RuntimeConfig, weight_bytes: int, num_kv_heads: int, ranks: TensorParallel | None
+) -> int:
+    """`kv_budget_bytes` of loaded weights, or of what all ranks have loaded this rank's part.
+
+    The parts are as the KV heads, so that all ranks have room for the same number of tokens: where
+    one refuses a sequence, all do.
+
+    Args:
+        weight_bytes, num_kv_heads: of this rank.
+    """
+    if ranks is None:
+        return kv_budget_bytes(config, weight_bytes, loaded=True)
+    all_bytes, all_heads = ranks.total(weight_bytes, num_kv_heads)
+    budget = ranks.least(kv_budget_bytes(config, all_bytes, loaded=True))
+    return budget // all_heads * num_kv_heads
 
 
 def weight_bytes_of(stock: Any) -> int:

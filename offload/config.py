@@ -14,6 +14,7 @@ from offload.policies import Policy, make_policy
 from offload.policies.full import Full
 
 BACKENDS = ("graph", "stream", "inline")
+_COUNTS = ("num_threads", "prefill_slice_tokens", "page_tokens", "tensor_parallel_size")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -33,13 +34,16 @@ class RuntimeConfig:
             With device="cpu", "cpu" covers the weights and the KV cache; with a GPU, "cpu" covers
             the KV cache, and the GPU's index its weights and the part of the KV cache there.
         num_threads: CPU threads of prefill and decoding; None is all CPUs this process may use,
-            with a GPU all but one: the driver and Python need it.
+            with a GPU all but one: the driver and Python need it. With ranks, of each rank; None
+            is its part of the CPUs.
         prefill_slice_tokens: tokens whose activations exist at one time during prefill.
         page_tokens: tokens in a page of the KV store.
         backend: how GPU and CPU wait for each other in a decode step, "graph" or "stream" (see
             `handshake`); None is the fastest the GPU can do. "inline" runs the GPU's code path on
             the CPU, for tests and debugging.
         deadline_seconds: after which a decode step that one side does not finish is an error.
+        tensor_parallel_size: processes that run the model together, each with a part of the heads
+            (see `tensor_parallel`). max_memory["cpu"] is for all of them, and rank i's GPU is i.
     """
 
     policy: Policy = field(default_factory=Full)
@@ -51,26 +55,33 @@ class RuntimeConfig:
     page_tokens: int = 256
     backend: str | None = None
     deadline_seconds: float = 5.0
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES.values():
             raise _unknown("dtype", self.dtype, ["auto", *DTYPES])
         device = _device(self.device)
         check_backend(self.backend, device)
+        for name in _COUNTS:
+            number = getattr(self, name)
+            if number is None and name == "num_threads":
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
         for key in self.max_memory:
-            if key != "cpu" and (device.type == "cpu" or key != (device.index or 0)):
+            if key != "cpu" and (device.type == "cpu" or key not in self._gpus(device)):
                 raise ValueError(
                     f"max_memory names device {key}, but device is {self.device!r}; "
                     f"give {_budget_example(device)}"
                 )
         if not self.deadline_seconds > 0:
             raise ValueError(f"deadline_seconds must be positive, got {self.deadline_seconds!r}")
-        for name in ("num_threads", "prefill_slice_tokens", "page_tokens"):
-            number = getattr(self, name)
-            if number is None and name == "num_threads":
-                continue
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+
+    def _gpus(self, device: torch.device) -> range:
+        """Indices of the GPUs that may have a limit."""
+        if device.index is None and self.tensor_parallel_size > 1:
+            return range(self.tensor_parallel_size)
+        return range(device.index or 0, (device.index or 0) + 1)
 
 
 def runtime_config(**options: Any) -> RuntimeConfig:

@@ -228,7 +228,10 @@ class DeviceDecoder:
 
     def _choice(self, num_rows: int) -> PartsChoice:
         if num_rows not in self._choices:
-            self._choices[num_rows] = PartsChoice((1, 2) if num_rows > 1 else (1,))
+            ranks = self.model.ranks
+            self._choices[num_rows] = PartsChoice(
+                (1, 2) if num_rows > 1 else (1,), int if ranks is None else ranks.agree
+            )
         return self._choices[num_rows]
 
     def _prepare(self, link: HostLink, kind: str, run: Step) -> None:

@@ -3,6 +3,10 @@
 One row goes through `gemv` kernels that do the norm, SwiGLU and residual sum themselves; several
 rows go through matrix products with kernels in between. Both work on static buffers, and round
 where transformers rounds.
+
+With ranks, attention's and the MLP's last projections are sums over them. One row is projected to
+float32 and rounded once, when the sum is added to the residual stream: that takes one kernel more.
+Several rows are summed in the model's dtype, and added by the norm that follows.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from gpu_ops.gemv import gemv
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.silu_mul import silu_mul
 from offload.models import DecoderLayer, LeanModel
+from offload.tensor_parallel import TensorParallel
 from offload.weights import fuse_rows
 
 Norm = tuple[Tensor, float]  # RMSNorm weight and eps
@@ -62,6 +67,7 @@ class DeviceWeights:
     layers: tuple[DeviceLayer, ...]
     final_norm: Norm
     lm_head: Weights
+    ranks: TensorParallel | None = None
 
     @classmethod
     def of(cls, model: LeanModel) -> DeviceWeights:
@@ -69,6 +75,7 @@ class DeviceWeights:
             layers=tuple(DeviceLayer.of(layer) for layer in model.layers),
             final_norm=_norm(model.final_norm),
             lm_head=fuse_rows([model.lm_head]),
+            ranks=model.ranks,
         )
 
 
@@ -103,6 +110,8 @@ class OneRow:
         self._qkv = like.new_empty(1, like.shape[0])
         self._gated = like.new_empty(1, layer.down[0].shape[1])
         self._logits = like.new_empty(1, weights.lm_head[0].shape[0])
+        self._ranks = weights.ranks
+        self._summand = like.new_empty(1, like.shape[1], dtype=torch.float32)
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         weight, bias = layer.qkv
@@ -110,14 +119,12 @@ class OneRow:
         return self._qkv
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
-        weight, bias = layer.o_proj
-        gemv(attended, weight, x, bias=bias, residual=x)
+        self._project_and_add(attended, layer.o_proj, x)
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
         weight, bias = layer.gate_up
         gemv(x, weight, self._gated, bias=bias, norm=layer.mlp_norm, glu=True)
-        weight, bias = layer.down
-        gemv(self._gated, weight, x, bias=bias, residual=x)
+        self._project_and_add(self._gated, layer.down, x)
 
     def finish(self, x: Tensor) -> None:
         """Nothing waits."""
@@ -126,6 +133,14 @@ class OneRow:
         weight, bias = weights.lm_head
         gemv(x, weight, self._logits, bias=bias, norm=weights.final_norm)
         return self._logits
+
+    def _project_and_add(self, row: Tensor, weights: Weights, x: Tensor) -> None:
+        weight, bias = weights
+        if self._ranks is None:
+            gemv(row, weight, x, bias=bias, residual=x)
+            return
+        gemv(row, weight, self._summand, bias=bias)
+        x += self._ranks.all_reduce(self._summand)
 
 
 class ManyRows:
@@ -137,18 +152,19 @@ class ManyRows:
         self._normed = like.new_empty(max_rows, like.shape[1])
         self._gated = like.new_empty(max_rows, layer.down[0].shape[1])
         self._waiting: Tensor | None = None  # what the next norm adds to x
+        self._ranks = weights.ranks
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         return functional.linear(self._add_and_norm(x, layer.input_norm), *layer.qkv)
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
-        self._waiting = functional.linear(attended, *layer.o_proj)
+        self._waiting = self._sum(functional.linear(attended, *layer.o_proj))
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
         gate_up = functional.linear(self._add_and_norm(x, layer.mlp_norm), *layer.gate_up)
         gated = self._gated[: len(x)]
         silu_mul(gate_up, gated)
-        self._waiting = functional.linear(gated, *layer.down)
+        self._waiting = self._sum(functional.linear(gated, *layer.down))
 
     def finish(self, x: Tensor) -> None:
         if self._waiting is not None:
@@ -157,6 +173,9 @@ class ManyRows:
 
     def logits(self, weights: DeviceWeights, x: Tensor) -> Tensor:
         return functional.linear(self._add_and_norm(x, weights.final_norm), *weights.lm_head)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x if self._ranks is None else self._ranks.all_reduce(x)
 
     def _add_and_norm(self, x: Tensor, norm: Norm) -> Tensor:
         normed = self._normed[: len(x)]

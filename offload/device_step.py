@@ -149,6 +149,8 @@ class DeviceStep:
         logits = self._linears(slice(0, n)).logits(self.weights, b.hidden[:n])
         self._mark("linear")
         tokens = b.chooser.choose(logits, samples=samples)
+        if self.model.ranks is not None:  # one of them draws for all
+            self.model.ranks.broadcast(tokens)
         b.host_tokens[:n].copy_(tokens, non_blocking=True)
         self._mark("sample")
 

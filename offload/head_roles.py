@@ -9,7 +9,7 @@ it was made for; `offload calibrate` writes it (`head_calibration`).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,11 @@ class HeadRoles:
         num_layers, num_kv_heads = retrieval.shape
         rows = tuple(tuple(bool(role) for role in row) for row in retrieval)
         return cls(model_type, num_layers, num_kv_heads, head_dim, rows, made_by)
+
+    def of_heads(self, heads: range) -> HeadRoles:
+        """The roles of some KV heads of every layer, as those of a model that has no others."""
+        rows = tuple(row[heads.start : heads.stop] for row in self.retrieval)
+        return replace(self, num_kv_heads=len(heads), retrieval=rows)
 
     @property
     def array(self) -> BoolArray:

@@ -1,6 +1,8 @@
-"""What a caller hands to `forward`: checks that name the shapes that disagree."""
+"""What a caller hands to `forward` and `generate`: checks that name what disagrees."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -79,3 +81,24 @@ def keep_positions(hidden: torch.Tensor, logits_to_keep: int | torch.Tensor) -> 
     if logits_to_keep.ndim == 2:
         return torch.take_along_dim(hidden, logits_to_keep[..., None], dim=1)
     return hidden[:, logits_to_keep]
+
+
+def refuse_unsupported(generation_config: Any, *, has_ranks: bool = False) -> None:
+    """Raise for generation options that would need another cache, or parts of the stock layers, or
+    with ranks would let each stop when its own clock says so."""
+    if has_ranks and generation_config.max_time is not None:
+        raise NotImplementedError(
+            f"max_time={generation_config.max_time} with tensor_parallel_size: the ranks' clocks "
+            "would stop them at different tokens; use max_new_tokens"
+        )
+    if generation_config.cache_implementation is not None:
+        raise ValueError(
+            f"cache_implementation={generation_config.cache_implementation!r}: the KV cache of an "
+            "offloaded model is its host store; leave cache_implementation out"
+        )
+    for name in ("assistant_early_exit", "use_mtp"):
+        if getattr(generation_config, name, None):
+            raise NotImplementedError(
+                f"{name}={getattr(generation_config, name)} is not supported; "
+                "assistant_model and prompt_lookup_num_tokens are"
+            )

@@ -12,10 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.budgets import device_kv_budget_bytes, kv_budget_bytes
 from offload.checkpoint import Checkpoint, check_config_file
 from offload.config import RuntimeConfig
 from offload.gguf_conversion import EMBEDDED_MODEL, converted_folder, embedded_gguf
 from offload.models import lean_model_maker
+from offload.rank_weights import rank_policy
+from offload.tensor_parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,38 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
     return _download(name, hub)
 
 
+def resolve_folder_once(
+    name_or_path: str | Path, hub: HubOptions, ranks: TensorParallel | None
+) -> Path:
+    """`resolve_folder`; with ranks by one of them, which may have to download or to convert."""
+    if ranks is None:
+        return resolve_folder(name_or_path, hub)
+    folder: Path = ranks.once(lambda: resolve_folder(name_or_path, hub))
+    return folder
+
+
+def check_before_loading(
+    checkpoint: Checkpoint, config: RuntimeConfig, ranks: TensorParallel | None
+) -> None:
+    """Refuse, before any weight is read, what would not fit.
+
+    Raises:
+        HostBudgetError, DeviceMemoryError: weights beyond max_memory. What one rank's GPU will hold
+            is known when it has its part (`keep_own_part`).
+        ValueError, NotImplementedError: a policy that is not for this model, or not for ranks; more
+            ranks than KV heads.
+    """
+    weight_bytes = checkpoint.weight_bytes(config.dtype)
+    kv_budget_bytes(config, weight_bytes, loaded=False)
+    shape = checkpoint.attention_shape
+    config.policy.check_model(**shape)
+    if ranks is None:
+        device_kv_budget_bytes(config, weight_bytes)
+        return
+    del shape["num_qo_heads"]
+    rank_policy(config.policy, ranks, **shape)
+
+
 def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
     """The stock model of a checked checkpoint; `dtype` None keeps the checkpoint's own.
 
@@ -97,8 +132,18 @@ def load_tokenizer(name_or_path: str | Path, hub: HubOptions | None = None) -> A
     return AutoTokenizer.from_pretrained(resolve_folder(name_or_path, hub))
 
 
-def with_calibrated_policy(stock: Any, config: RuntimeConfig, folder: Path) -> RuntimeConfig:
-    """The config, its policy with what it needs to learn from the model's attention first."""
+def with_calibrated_policy(
+    stock: Any, config: RuntimeConfig, folder: Path, ranks: TensorParallel | None = None
+) -> RuntimeConfig:
+    """The config, its policy with what it needs to learn from the model's attention first.
+
+    With ranks one of them learns; the model is still whole.
+    """
+    if ranks is not None:
+        return replace(
+            config,
+            policy=ranks.once(lambda: with_calibrated_policy(stock, config, folder).policy),
+        )
     from transformers import AutoTokenizer
 
     if config.policy.name != "lychee_decode":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,20 +22,28 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from offload.batch import RaggedBatch, pack
-from offload.budgets import device_kv_budget_bytes, kv_budget_bytes
 from offload.cache import OffloadedCache
 from offload.checkpoint import check_checkpoint
 from offload.config import RuntimeConfig, runtime_config
-from offload.inputs import check_mask, check_positions, keep_positions, rows_shape
+from offload.inputs import (
+    check_mask,
+    check_positions,
+    keep_positions,
+    refuse_unsupported,
+    rows_shape,
+)
 from offload.loading import (
     HubOptions,
+    check_before_loading,
     load_stock_model,
     load_vocabulary_marks,
-    resolve_folder,
+    resolve_folder_once,
     with_calibrated_policy,
 )
+from offload.rank_weights import keep_own_part
 from offload.runtime import OffloadStats, Runtime
 from offload.sampling import fast_options
+from offload.tensor_parallel import TensorParallel, connect
 from offload.token_loop import generate_tokens
 from offload.weights import move_to_huge_pages
 
@@ -46,7 +55,13 @@ if TYPE_CHECKING:
 else:
     _StockModel = object
 
-_RUNTIME_OPTIONS = ("prefill_slice_tokens", "page_tokens", "backend", "deadline_seconds")
+_RUNTIME_OPTIONS = (
+    "prefill_slice_tokens",
+    "page_tokens",
+    "backend",
+    "deadline_seconds",
+    "tensor_parallel_size",
+)
 
 
 class OffloadedModel(_StockModel):  # type: ignore[misc]
@@ -78,8 +93,8 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
                 {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
             kwargs: the standard cache_dir, force_download, local_files_only, token, revision and
-                gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend` and
-                `deadline_seconds` of `RuntimeConfig`.
+                gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend`, `deadline_seconds` and
+                `tensor_parallel_size` of `RuntimeConfig`.
 
         Raises:
             TypeError: an unknown keyword argument.
@@ -101,17 +116,17 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             num_threads=num_threads,
             **options,
         )
-        checkpoint = check_checkpoint(resolve_folder(name_or_path, HubOptions(**kwargs)))
-        weight_bytes = checkpoint.weight_bytes(config.dtype)
-        kv_budget_bytes(config, weight_bytes, loaded=False)
-        device_kv_budget_bytes(config, weight_bytes)
-        config.policy.check_model(**checkpoint.attention_shape)
-        stock = load_stock_model(checkpoint, config.dtype)
-        config = with_calibrated_policy(stock, config, checkpoint.folder)
-        marks = None
-        if config.policy.reads_text:
-            marks = load_vocabulary_marks(checkpoint.folder, stock.config.vocab_size)
-        return offloaded(stock, config, marks)
+        ranks = connect(config)
+        with nullcontext() if ranks is None else ranks.together():
+            folder = resolve_folder_once(name_or_path, HubOptions(**kwargs), ranks)
+            checkpoint = check_checkpoint(folder)
+            check_before_loading(checkpoint, config, ranks)
+            stock = load_stock_model(checkpoint, config.dtype)
+            config = with_calibrated_policy(stock, config, folder, ranks)
+            marks = None
+            if config.policy.reads_text:
+                marks = load_vocabulary_marks(folder, stock.config.vocab_size)
+            return offloaded(stock, config, marks, ranks)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -329,7 +344,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         max_cache_length: int,
     ) -> None:
         """Make the cache of a generation, once it is sure that all its tokens will fit."""
-        refuse_unsupported(generation_config)
+        refuse_unsupported(generation_config, has_ranks=self._offload.ranks is not None)
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool((mask[:, -1] != 0).all()):
             raise ValueError(
@@ -372,6 +387,15 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             raise NotImplementedError("an offloaded model cannot be trained; train the stock model")
         return super().train(False)
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock one; not of a part."""
+        if self._offload.ranks is not None:
+            raise NotImplementedError(
+                "save_pretrained with tensor_parallel_size: each rank has a part of the weights; "
+                "load the model without it and save that"
+            )
+        return super().save_pretrained(*args, **kwargs)
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Behind `generate_batch` and cache_implementation="paged"."""
         raise NotImplementedError(
@@ -391,21 +415,27 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
 
 
 def offloaded(
-    stock: Any, config: RuntimeConfig, vocabulary_marks: npt.NDArray[np.uint8] | None = None
+    stock: Any,
+    config: RuntimeConfig,
+    vocabulary_marks: npt.NDArray[np.uint8] | None = None,
+    ranks: TensorParallel | None = None,
 ) -> Any:
     """Turn a loaded stock model into an offloaded one, in place.
 
     Args:
         vocabulary_marks: uint8 [vocab_size] for policies that read the text; None: they cannot.
+        ranks: of which this process is one; the model keeps its part of the weights only.
 
     Raises:
         ValueError, NotImplementedError: if it cannot be.
     """
+    if ranks is not None:
+        config = keep_own_part(stock, config, ranks)
     if config.device == "cpu":
         move_to_huge_pages(stock)
     else:
         stock.to(config.device)
-    runtime = Runtime(stock.eval(), config, vocabulary_marks)
+    runtime = Runtime(stock.eval(), config, vocabulary_marks, ranks)
     stock_class: Any = type(stock)
     stock.__class__ = _offloaded_class(stock_class)
     stock._offload = runtime
@@ -417,18 +447,3 @@ def _offloaded_class(stock_class: Any) -> Any:
     # The stock name, because save_pretrained writes it to config.json as the architecture.
     namespace = {"__module__": __name__, "__doc__": OffloadedModel.__doc__}
     return type(stock_class.__name__, (OffloadedModel, stock_class), namespace)
-
-
-def refuse_unsupported(generation_config: Any) -> None:
-    """Raise for generation options that would need another cache, or parts of the stock layers."""
-    if generation_config.cache_implementation is not None:
-        raise ValueError(
-            f"cache_implementation={generation_config.cache_implementation!r}: the KV cache of an "
-            "offloaded model is its host store; leave cache_implementation out"
-        )
-    for name in ("assistant_early_exit", "use_mtp"):
-        if getattr(generation_config, name, None):
-            raise NotImplementedError(
-                f"{name}={getattr(generation_config, name)} is not supported; "
-                "assistant_model and prompt_lookup_num_tokens are"
-            )

@@ -8,7 +8,7 @@ for a long time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,12 +20,16 @@ _KEPT_STEPS = 1024  # until the next trial
 class PartsChoice:
     """Chooses among `options`, the first of which is used until there is something to compare.
 
+    Args:
+        agree: what all that take part in the steps make of each one's choice: with ranks, rank 0's.
+
     Attributes:
         num_parts: for the next step.
     """
 
-    def __init__(self, options: Sequence[int]) -> None:
+    def __init__(self, options: Sequence[int], agree: Callable[[int], int] = int) -> None:
         self.num_parts = options[0]
+        self._agree = agree
         self._options = tuple(options)
         self._times: dict[int, list[float]] = {}
         self._steps_until_trial = _SETTLED_STEPS
@@ -48,5 +52,7 @@ class PartsChoice:
         if untried:
             self.num_parts = untried[0]
             return
-        self.num_parts = min(self._times, key=lambda option: np.median(self._times[option][1:]))
+        self.num_parts = self._agree(
+            min(self._times, key=lambda option: float(np.median(self._times[option][1:])))
+        )
         self._steps_until_trial = _KEPT_STEPS

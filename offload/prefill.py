@@ -115,7 +115,7 @@ def _run_layers(
                     _attend(q, batch, stream, model.attention.sm_scale, start, stop)
                 )
                 del q
-                add_mlp(layer, x, delta)
+                add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks)
                 del delta
             stream.write_out(layer_idx)
             if store is not None and on_layer is not None:

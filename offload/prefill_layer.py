@@ -7,6 +7,8 @@ of transformers; the kernels round at the same points.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -50,7 +52,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated
 
 
-def add_mlp(layer: DecoderLayer, x: Tensor, delta: Tensor) -> None:
+def add_mlp(
+    layer: DecoderLayer, x: Tensor, delta: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
+) -> None:
     """x += delta, the output projection of attention; x += the MLP of that: [n, hidden_size]."""
     if has_kernels(x):
         normed = delta  # its memory does for both
@@ -60,7 +64,7 @@ def add_mlp(layer: DecoderLayer, x: Tensor, delta: Tensor) -> None:
         normed = layer.mlp_norm(x)
     gate = layer.gate_proj(normed)
     activate(gate, layer.up_proj(normed))
-    x += layer.down_proj(gate)
+    x += sum_over_ranks(layer.down_proj(gate))
 
 
 def _norm(norm: nn.Module, x: Tensor) -> Tensor:

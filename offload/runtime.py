@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from offload.batch import RaggedBatch, one_token_each
-from offload.budgets import device_kv_budget_bytes, kv_budget_bytes, weight_bytes_of
+from offload.budgets import device_kv_budget_bytes, rank_kv_budget_bytes, weight_bytes_of
 from offload.cache import OffloadedCache
 from offload.config import RuntimeConfig
 from offload.decode import Decoder, likeliest
@@ -26,8 +26,10 @@ from offload.memory import (
 )
 from offload.models import LeanModel, lean_model_maker
 from offload.prefill import prefill
+from offload.rank_weights import rank_view
 from offload.sampling import SamplingOptions, TokenChooser
 from offload.sequences import Sequences
+from offload.tensor_parallel import TensorParallel
 from offload.torch_threads import torch_threads
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ class Runtime:
 
     Args:
         vocabulary_marks: uint8 [vocab_size], text marks for policies that read the text.
+        ranks: those that run the model; `stock` and `config` are this one's (`keep_own_weights`,
+            `rank_config`).
     """
 
     def __init__(
@@ -77,10 +81,12 @@ class Runtime:
         stock: Any,
         config: RuntimeConfig,
         vocabulary_marks: npt.NDArray[np.uint8] | None = None,
+        ranks: TensorParallel | None = None,
     ) -> None:
         self.config = config
         self.stats = OffloadStats()
-        self.lean = lean_model_maker(stock.config.model_type)(stock)
+        self.ranks = ranks
+        self.lean = self._view(stock)
         shape = self.lean.attention
         self.device = torch.device(config.device)
         weight_bytes = weight_bytes_of(stock)
@@ -89,7 +95,7 @@ class Runtime:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=stock.dtype,
-            host_budget_bytes=kv_budget_bytes(config, weight_bytes, loaded=True),
+            host_budget_bytes=rank_kv_budget_bytes(config, weight_bytes, shape.num_kv_heads, ranks),
             page_tokens=config.page_tokens,
             pinned=self.device.type == "cuda",
         )
@@ -121,7 +127,7 @@ class Runtime:
             ValueError, RuntimeError: keys or values that are not finite. The cache is then as it
                 was before.
         """
-        with self._current_device():
+        with self._current_device(), self.together():
             return self._run(hidden, batch, cache, tokens)
 
     def _run(
@@ -133,6 +139,9 @@ class Runtime:
     ) -> tuple[torch.Tensor, str]:
         start = time.perf_counter()
         phase = "prefill"
+        if self.ranks is not None:
+            inputs = torch.tensor(batch.num_new_tokens) if tokens is None else tokens
+            self.ranks.check_same("the input", inputs)
         if cache is None:
             hidden = self._prefill(hidden, batch, None, [])
         else:
@@ -167,7 +176,8 @@ class Runtime:
         chooser = TokenChooser(batch_size, vocab_size, logits.device)
         chooser.use(options)
         with self._current_device():
-            return chooser.choose(logits.contiguous(), samples=options.temperature > 0.0).cpu()
+            chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
+            return (chosen if self.ranks is None else self.ranks.broadcast(chosen)).cpu()
 
     def choose_tokens(
         self,
@@ -191,7 +201,8 @@ class Runtime:
             with self._current_device():
                 return self._decoder.choose_tokens(seqs, tokens, position_ids, options)
 
-        chosen = self._extend(cache, batch, compute)
+        with self.together():
+            chosen = self._extend(cache, batch, compute)
         self._record("decode", batch.num_tokens, start)
         return chosen
 
@@ -207,7 +218,7 @@ class Runtime:
         """Refuse a model whose modules were replaced (by adapters, quantisation …) after loading:
         the lean layers would go on with the old ones.
         """
-        if lean_model_maker(stock.config.model_type)(stock) != self.lean:
+        if self._view(stock) != self.lean:
             raise NotImplementedError(
                 "modules of this model were replaced after it was loaded; change the stock model, "
                 "save it and load that"
@@ -248,6 +259,10 @@ class Runtime:
                 "max_memory={'cpu': ...} or lower max_new_tokens"
             )
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Around what all ranks must do together (`TensorParallel.together`)."""
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.together()
+
     @contextlib.contextmanager
     def generation(self, *, has_assistant: bool) -> Iterator[None]:
         """Around one `generate()`: new statistics, and no cache left behind by an error.
@@ -262,7 +277,9 @@ class Runtime:
         self._in_generation = True
         self._prefill_threads = self.config.num_threads or torch.get_num_threads()
         try:
-            with torch_threads(None if has_assistant else 1):
+            with torch_threads(None if has_assistant else 1), self.together():
+                if self.ranks is not None:
+                    self.ranks.share_random_state(self.device)
                 yield
         except BaseException:
             # The traceback of the error would keep the cache, and so its pages, alive.
@@ -301,6 +318,9 @@ class Runtime:
                 raise
             cache.commit(batch)
         return result
+
+    def _view(self, stock: Any) -> LeanModel:
+        return rank_view(lean_model_maker(stock.config.model_type)(stock), self.ranks)
 
     def _current_device(self) -> contextlib.AbstractContextManager[Any]:
         """Kernels are launched on torch's current device, whichever their tensors are on."""
@@ -388,8 +408,9 @@ def _make_decoder(
     from offload.device_decode import DeviceDecoder
 
     num_threads = config.num_threads
-    if num_threads is None and device.type == "cuda":
-        num_threads = max(1, available_cpus() - 1)
+    if num_threads is None and (device.type == "cuda" or lean.ranks is not None):
+        cpus = available_cpus() if lean.ranks is None else lean.ranks.num_cpus
+        num_threads = max(1, cpus - 1) if device.type == "cuda" else cpus
     return DeviceDecoder(
         lean,
         store,

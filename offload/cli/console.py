@@ -53,9 +53,11 @@ def running(*, verbose: bool = False) -> Iterator[None]:
 def _is_refusal(error: Exception) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
         return True
-    from offload.config import NoGPUError  # imports torch, which whoever raised it has done
+    # These import torch, which whoever raised them has done.
+    from offload.config import NoGPUError
+    from offload.rank_watch import PeerError
 
-    return isinstance(error, NoGPUError)
+    return isinstance(error, NoGPUError | PeerError)
 
 
 @contextlib.contextmanager

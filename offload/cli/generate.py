@@ -11,6 +11,7 @@ import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
 from offload.cli.options import memory_budgets, policy_options
+from offload.cli.ranks import is_rank, is_silent_rank, run_ranks
 from offload.demo_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
 from offload.policies import available_policies
 
@@ -142,6 +143,16 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="GPUs that run the model together, each with a part of its heads and its own "
+            "process. max-memory cpu= is for all of them, num-threads for each.",
+            rich_help_panel=_RUNTIME_PANEL,
+        ),
+    ] = 1,
     max_memory: Annotated[
         list[str] | None,
         typer.Option(
@@ -189,6 +200,11 @@ def generate(
         offload generate ./Llama-3.2-1B-Instruct -p "Why is the sky blue?"
         --temperature 0.7 --max-memory cpu=8GiB
 
+    On two GPUs:
+
+        offload generate ./Llama-3.1-8B-Instruct -f book.txt --device cuda
+        --tensor-parallel-size 2
+
     Figures for a script:
 
         offload generate --context 4000 -p "Summarise the text." --json | jq .runs
@@ -206,6 +222,10 @@ def generate(
     policy = _known_policy(policy or "full")
     options = policy_options(policy_option or [])
     budgets = memory_budgets(max_memory or [])
+    if tensor_parallel_size > 1 and not is_rank():
+        stdin = _read_prompt(prompt_file) if prompt_file == "-" else None
+        raise typer.Exit(run_ranks(tensor_parallel_size, sys.argv[1:], stdin=stdin))
+    is_silent = tensor_parallel_size > 1 and is_silent_rank()
 
     with running(verbose=verbose):
         from offload.policies import make_policy
@@ -223,14 +243,19 @@ def generate(
             input_ids = prompt_tokens(
                 tokenizer, prompt, chat=chat, context_tokens=context, needle=needle
             )
-            choice = ModelChoice(model, dtype, device, backend, budgets, num_threads)
+            choice = ModelChoice(
+                model, dtype, device, backend, budgets, num_threads, tensor_parallel_size
+            )
             sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
             runs = []
             for made in policies:
                 loaded = load(choice, made)
-                with _Screen(made.name, input_ids.shape[1], shown=not as_json) as screen:
+                shown = not as_json and not is_silent
+                with _Screen(made.name, input_ids.shape[1], shown=shown) as screen:
                     runs.append(answer(loaded, made, sampling, tokenizer, input_ids, screen.text))
                 del loaded  # before the next is loaded: its weights and cache leave the memory
+    if is_silent:
+        raise typer.Exit
     _print_result(model, prompt, expect, runs, as_json=as_json)
     missed = [run.policy for run in runs if expect is not None and expect not in run.answer]
     if missed:

@@ -21,6 +21,7 @@ class ModelChoice:
     backend: str | None
     max_memory: dict[int | str, int | str] | None
     num_threads: int | None
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Run:
-    """One answer and what it cost. Rates are tokens per second, sizes bytes.
+    """One answer and what it cost. Rates are tokens per second, sizes bytes of all ranks.
 
     The policy's own state beside the KV cache took policy_host_bytes and index_seconds to build.
     """
@@ -126,6 +127,7 @@ def load(choice: ModelChoice, policy: Policy) -> Any:
         backend=choice.backend,
         max_memory=choice.max_memory,
         num_threads=choice.num_threads,
+        tensor_parallel_size=choice.tensor_parallel_size,
     )
 
 
@@ -151,15 +153,20 @@ def answer(
     )
     new_ids = output_ids[0, input_ids.shape[1] :]
     stats = model.offload_stats()
+    sizes = [stats.kv_host_bytes, stats.kv_device_bytes, stats.policy_host_bytes]
+    ranks = model._offload.ranks
+    if ranks is not None:
+        with ranks.together():
+            sizes = ranks.total(*sizes)
     return Run(
         policy=policy.name,
         policy_options=asdict(policy),
         answer=tokenizer.decode(new_ids, skip_special_tokens=True).strip(),
         context_tokens=input_ids.shape[1],
         new_tokens=len(new_ids),
-        kv_host_bytes=stats.kv_host_bytes,
-        kv_device_bytes=stats.kv_device_bytes,
-        policy_host_bytes=stats.policy_host_bytes,
+        kv_host_bytes=sizes[0],
+        kv_device_bytes=sizes[1],
+        policy_host_bytes=sizes[2],
         index_seconds=stats.index_seconds,
         prefill_seconds=stats.prefill_seconds,
         prefill_tokens_per_second=stats.prefill_tokens_per_second,

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from offload.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class LeanModel:
         rotary_emb: (x, position_ids [1, n]) -> (cos, sin), each [1, n, head_dim] in x's dtype.
         max_context: tokens a sequence may have.
         max_context_reason: what bounds `max_context`, for messages.
+        ranks: the processes that run the model together, each with a part of the heads and of the
+            MLP (`attention` and `layers` are this one's); None: this process has all.
     """
 
     embed_tokens: nn.Module
@@ -67,6 +72,11 @@ class LeanModel:
     hidden_size: int
     max_context: int
     max_context_reason: str
+    ranks: TensorParallel | None = None
+
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of o_proj or down_proj [n, hidden_size], of which each rank has a summand."""
+        return x if self.ranks is None else self.ranks.all_reduce(x)
 
 
 def lean_model(stock: Any, *, has_qk_norm: bool) -> LeanModel:

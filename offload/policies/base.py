@@ -143,6 +143,16 @@ class Policy:
             ValueError: names the option, its value and what the model has.
         """
 
+    def of_heads(
+        self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
+    ) -> Policy:
+        """The policy for a process that has only these KV heads of a model.
+
+        Raises:
+            NotImplementedError: it needs all heads of a layer in one process.
+        """
+        return self
+
     def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8] | None:
         """DENSE, RETRIEVE, SELECT or REUSE of each [layer, unit].
 

@@ -205,6 +205,19 @@ class LycheeDecode(SparsePolicy):
         """Of the rules "top_k" and "ratio"."""
         return DeviceTopK(self.ratio) if self.rule in ("top_k", "ratio") else None
 
+    def of_heads(
+        self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
+    ) -> LycheeDecode:
+        """With these heads' part of the whole model's roles."""
+        roles = self.head_roles
+        if not isinstance(roles, HeadRoles):
+            count = self.retrieval_heads
+            if count is None:
+                count = default_retrieval_heads(num_layers, num_kv_heads)
+            spaced = evenly_spaced_heads(num_layers, num_kv_heads, count)
+            roles = HeadRoles.of(spaced, head_dim=head_dim)
+        return self.with_roles(roles.of_heads(heads))
+
     def with_roles(self, roles: HeadRoles) -> LycheeDecode:
         """The same policy with roles that were made for its model."""
         return replace(self, head_roles=roles, retrieval_heads=None)

@@ -22,7 +22,7 @@ Quest keeps 0.937 (0.661) of the mass of prose, exact top-k in every layer 0.987
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -133,6 +133,24 @@ class TidalDecode(Policy):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
         )
+
+    def of_heads(
+        self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
+    ) -> TidalDecode:
+        """With the whole model's select layers; only where no selection is shared by all heads."""
+        if self.scans_keys:
+            raise NotImplementedError(
+                f"tidal_decode with inner={self.inner.name!r} shares one selection among all heads "
+                "of a layer, which tensor_parallel_size splits over processes; use an inner policy "
+                "that selects for each head, such as quest, or lychee_decode"
+            )
+        layers = self.select_layers
+        if layers is None:
+            layers = default_select_layers(num_layers, num_kv_heads, self.dense_layers)
+        inner = self.inner.of_heads(
+            heads, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim
+        )
+        return replace(self, inner=inner, select_layers=layers or None)
 
     def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
         """Dense layers, select layers (RETRIEVE if the inner policy scans keys), reuse between."""

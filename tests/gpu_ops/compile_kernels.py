@@ -86,6 +86,7 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     row, square = x[:1], zeros(hidden_size, hidden_size)
     gemv(row, square, row, norm=(zeros(hidden_size), 1e-5))
     gemv(row, square, row, bias=zeros(hidden_size), residual=row)
+    gemv(row, square, zeros(1, hidden_size, dtype=torch.float32), bias=zeros(hidden_size))
     gemv(row, zeros(2 * hidden_size, hidden_size), row, norm=(zeros(hidden_size), 1e-5), glu=True)
 
     qkv = zeros(n, (num_qo_heads + 2 * num_kv_heads) * head_dim)

@@ -62,6 +62,19 @@ def test_the_residual_may_be_the_output(device: str) -> None:
     assert_close(residual, expected, TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_summand_is_not_rounded(device: str, dtype: torch.dtype, has_bias: bool) -> None:
+    rng = new_rng()
+    x = random(rng, 1, 1000, dtype=dtype, device=device)
+    weight = random(rng, 33, 1000, dtype=dtype, device=device, scale=1000**-0.5)
+    bias = random(rng, 33, dtype=dtype, device=device) if has_bias else None
+    out = poisoned(1, 33, dtype=torch.float32, device=device)
+    gemv(x, weight, out, bias=bias)
+    expected = expected_of(x, weight, bias, None, False, None)
+    assert_close(out, expected, TOLERANCE[torch.float32])
+
+
 def test_wrong_operands() -> None:
     x, weight, out = torch.zeros(1, 64), torch.zeros(8, 64), torch.zeros(1, 8)
     with pytest.raises(ValueError, match=r"x must be \[1, 64\], got \[2, 64\]"):
@@ -72,5 +85,7 @@ def test_wrong_operands() -> None:
         gemv(x, weight, out, bias=torch.zeros(1))
     with pytest.raises(ValueError, match=r"residual must be torch.float32, got torch.float16"):
         gemv(x, weight, out, residual=out.half())
+    with pytest.raises(ValueError, match=r"out must be torch.float16, got torch.float32"):
+        gemv(x.half(), weight.half(), out, residual=out.half())
     with pytest.raises(ValueError, match=r"norm must be \[64\], got \[8\]"):
         gemv(x, weight, out, norm=(weight[:, 0].contiguous(), EPS))

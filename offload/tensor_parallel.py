@@ -1,0 +1,270 @@
+"""Several GPUs of one host: the heads of one model split over processes, one GPU each.
+
+Every rank runs the same program on the same inputs. A rank has some of the KV heads with their
+query heads, and an equal part of the MLP; the partial results of the two projections that end in
+the residual stream are summed over the ranks, by NCCL between GPUs and by gloo between CPUs.
+Embeddings, norms and lm_head are on every rank, so that each has the whole residual stream.
+
+`connect` makes the one `TensorParallel` of a process, from the environment that torchrun sets up.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.memory import available_cpus
+from offload.rank_watch import LostConnectionError, RankWatch
+
+if TYPE_CHECKING:
+    from offload.config import RuntimeConfig
+
+_c10d: Any = dist  # not all that it documents has types
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Our messages are some KiB. NVLink multicast and registered buffers are for large ones, and both
+# take resources of the whole host.
+_NCCL_DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParallel:
+    """This process as one of `world_size` that run a model together.
+
+    Attributes:
+        rank: of this process, 0 .. world_size - 1; its GPU is cuda:rank.
+        group: of all ranks; NCCL for CUDA tensors, gloo for CPU tensors.
+        watch: see `RankWatch`.
+        num_cpus: CPUs that this rank may keep busy: its own, or its part of those that it shares.
+    """
+
+    rank: int
+    world_size: int
+    group: Any
+    watch: RankWatch
+    num_cpus: int
+
+    def together(self) -> AbstractContextManager[None]:
+        """Around work in which ranks wait for each other (see `RankWatch.section`)."""
+        return self.watch.section()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x = the sum of all ranks' x, in place; bitwise the same on all ranks.
+
+        On a GPU in the order of the current stream; a CUDA graph may capture it.
+        """
+        self._call(dist.all_reduce, x)
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """x = rank 0's x, in place; as `all_reduce`."""
+        self._call(dist.broadcast, x, group_src=0)
+        return x
+
+    def agree(self, value: int) -> int:
+        """Rank 0's value, on the host."""
+        return int(self.broadcast(torch.tensor([value]))[0])
+
+    def total(self, *values: int) -> list[int]:
+        """Each value summed over the ranks, on the host."""
+        return [int(x) for x in self.all_reduce(torch.tensor(values))]
+
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' values, on the host."""
+        x = torch.tensor([value])
+        self._call(dist.all_reduce, x, op=dist.ReduceOp.MIN)
+        return int(x[0])
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns, or raises, on rank 0: on all ranks; the others wait for it."""
+        made: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                made[0] = make()
+            except Exception as error:
+                made[1] = error
+        self._call(dist.broadcast_object_list, made, group_src=0, device=torch.device("cpu"))
+        if made[1] is not None:
+            raise made[1]
+        return made[0]
+
+    def share_random_state(self, device: torch.device) -> None:
+        """Rank 0's random state of torch, on all ranks: they draw the same from now on."""
+        torch.set_rng_state(self.broadcast(torch.get_rng_state()))
+        if device.type == "cuda":
+            state = self.broadcast(torch.cuda.get_rng_state(device))
+            torch.cuda.set_rng_state(state, device)
+
+    def check_same(self, what: str, x: Tensor) -> None:
+        """Refuse an int64 tensor that is not the same on all ranks.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        mine = torch.tensor([x.numel(), zlib.crc32(x.contiguous().cpu().numpy().tobytes())])
+        all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self._call(dist.all_gather, all_of_them, mine)
+        for rank, theirs in enumerate(all_of_them):
+            if not torch.equal(theirs, all_of_them[0]):
+                raise ValueError(
+                    f"{what} of rank {rank} ({int(theirs[0])} tokens) is not that of rank 0 "
+                    f"({int(all_of_them[0][0])} tokens); all ranks must get the same inputs"
+                )
+
+    def _call(self, collective: Callable[..., Any], *args: Any, **options: Any) -> None:
+        try:
+            collective(*args, group=self.group, **options)
+        except RuntimeError as error:
+            raise LostConnectionError(str(error)) from error
+
+
+def head_ranges(num_kv_heads: int, world_size: int) -> list[range]:
+    """The KV heads of each rank: as even as can be, the first ranks may have one more.
+
+    Raises:
+        ValueError: more ranks than KV heads.
+    """
+    if world_size > num_kv_heads:
+        raise ValueError(
+            f"tensor_parallel_size={world_size}: this model has {num_kv_heads} KV heads, and each "
+            f"rank needs one; use at most {num_kv_heads} ranks"
+        )
+    return _ranges(num_kv_heads, world_size)
+
+
+def mlp_ranges(intermediate_size: int, world_size: int) -> list[range]:
+    """The rows of gate and up of each rank, in multiples that matrix products like."""
+    multiple = next(m for m in (64, 16, 8, 1) if intermediate_size % m == 0)
+    parts = _ranges(intermediate_size // multiple, world_size)
+    return [range(multiple * part.start, multiple * part.stop) for part in parts]
+
+
+def check_environment(tensor_parallel_size: int, device: str) -> None:
+    """Refuse to be a rank where there is no place for one, before anything is started.
+
+    Raises:
+        ValueError: not under torchrun, another number of processes, too few GPUs, a device with
+            an index; says what to do.
+    """
+    size = tensor_parallel_size
+    command = f"torchrun --nproc-per-node {size} PROGRAM"
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"tensor_parallel_size={size} needs {size} processes that know of each other, but "
+            f"{', '.join(missing)} is not set; start the program with `{command}`, or use "
+            f"`offload generate --tensor-parallel-size {size}`"
+        )
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != size:
+        raise ValueError(
+            f"tensor_parallel_size={size}, but WORLD_SIZE={world_size} processes were started; "
+            f"start the program with `{command}`"
+        )
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
+        raise ValueError(
+            "tensor_parallel_size is for the GPUs of one host, but torchrun started processes on "
+            "several; use --nnodes 1"
+        )
+    if ":" in device:
+        raise ValueError(
+            f"device={device!r} with tensor_parallel_size={size}: rank i takes cuda:i; "
+            f"use device={device.partition(':')[0]!r}"
+        )
+    if device == "cuda" and torch.cuda.device_count() < size:
+        raise ValueError(
+            f"tensor_parallel_size={size} needs {size} GPUs, but torch finds "
+            f"{torch.cuda.device_count()} on this machine"
+        )
+
+
+def connect(config: RuntimeConfig) -> TensorParallel | None:
+    """The ranks of `config`; None where there is one only.
+
+    Waits for the other processes. A process connects once and keeps the connection.
+
+    Raises:
+        ValueError: see `check_environment`.
+    """
+    if config.tensor_parallel_size == 1:
+        return None
+    check_environment(config.tensor_parallel_size, config.device)
+    return _connect(torch.device(config.device).type)
+
+
+def rank_config(config: RuntimeConfig, ranks: TensorParallel) -> RuntimeConfig:
+    """What `config` means for one rank: its GPU, and of max_memory what concerns it.
+
+    Without a GPU its step runs inline: the native decoder runs all layers in one call, and has no
+    place to wait for other ranks.
+    """
+    if config.device == "cpu":
+        return replace(config, backend="inline")
+    limits = {key: n for key, n in config.max_memory.items() if key in ("cpu", ranks.rank)}
+    return replace(config, device=f"cuda:{ranks.rank}", max_memory=limits)
+
+
+@functools.cache
+def _connect(device_type: str) -> TensorParallel:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = "cpu:gloo"
+    if device_type == "cuda":
+        backend += ",cuda:nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        for name, value in _NCCL_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+    if dist.is_initialized():  # by the program, or by us with another device
+        group: Any = dist.new_group(backend=backend)
+    else:
+        dist.init_process_group(backend)
+        group = dist.group.WORLD
+    server = _c10d.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=30),
+        wait_for_workers=False,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = _c10d.PrefixStore(f"offload/{device_type}/{attempt}", server)
+    watch = RankWatch(store, rank, world_size)
+    with watch.section():
+        cpus: list[Any] = [None] * world_size
+        dist.all_gather_object(cpus, _cpus(), group=group)
+        ranks = TensorParallel(rank, world_size, group, watch, _share_of_cpus(cpus, rank))
+        if device_type == "cuda":
+            # NCCL connects at the first operation of its kind, and a CUDA graph cannot capture it.
+            ranks.all_reduce(torch.zeros(1, device="cuda"))
+            ranks.broadcast(torch.zeros(1, device="cuda"))
+            torch.cuda.synchronize()
+    return ranks
+
+
+def _cpus() -> tuple[frozenset[int], int]:
+    """The CPUs this process may run on, and how many it may keep busy."""
+    return frozenset(os.sched_getaffinity(0)), available_cpus()
+
+
+def _share_of_cpus(cpus: Sequence[tuple[frozenset[int], int]], rank: int) -> int:
+    """CPUs of a rank, of those that it shares with others."""
+    own, num_cpus = cpus[rank]
+    sharers = sum(1 for others, _ in cpus if own & others)
+    return max(1, num_cpus // sharers)
+
+
+def _ranges(count: int, parts: int) -> list[range]:
+    """0 .. count cut into parts of sizes that differ by at most 1, larger ones first."""
+    small, larger = divmod(count, parts)
+    sizes = [small + (part < larger) for part in range(parts)]
+    bounds = [0, *itertools.accumulate(sizes)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]

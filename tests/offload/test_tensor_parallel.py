@@ -1,0 +1,396 @@
+"""Ranks that split a model's heads give the tokens of one process, and none waits for a dead one.
+
+Two ranks are started once; they run `rank_cases` on CPU tensors with gloo, and with NCCL where
+there are two GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_cases import greedy, load, small
+from rank_processes import Ranks, rank_environment
+from tiny_models import byte_tokenizer, make_tiny_model, random_tokens
+from transformers import AutoModelForCausalLM
+
+from offload import OffloadedModel
+from offload.config import runtime_config
+from offload.head_roles import HeadRoles, evenly_spaced_heads
+from offload.parts_choice import PartsChoice
+from offload.policies import make_policy
+from offload.policies.lychee_decode import LycheeDecode
+from offload.rank_watch import PeerError, RankWatch
+from offload.tensor_parallel import (
+    _share_of_cpus,
+    check_environment,
+    head_ranges,
+    mlp_ranges,
+)
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+DEVICES = [
+    pytest.param({"device": "cpu"}, id="gloo"),
+    pytest.param({"device": "cuda"}, id="nccl", marks=[pytest.mark.cuda, TWO_GPUS]),
+    pytest.param(
+        {"device": "cuda", "backend": "stream"},
+        id="nccl-stream",
+        marks=[pytest.mark.cuda, TWO_GPUS],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def uneven_folder(tmp_path_factory):
+    """3 KV heads for 2 ranks, as SmolLM2-135M has them; biases, and an MLP that 64 divides."""
+    folder = tmp_path_factory.mktemp("uneven") / "llama"
+    make_tiny_model(
+        "llama-biases-rope", num_key_value_heads=3, intermediate_size=192
+    ).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def all_equal(results: list[torch.Tensor], expected: torch.Tensor) -> bool:
+    return all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "llama-biases-rope", "qwen2", "qwen3"])
+def test_full_attention_gives_the_stock_tokens(name, device, ranks, tiny_folders, stock_models):
+    for prompt_tokens in (3, 150):
+        tokens = random_tokens(1, prompt_tokens)
+        expected = greedy(stock_models[name], tokens, 40)
+        got = ranks.call(
+            "tokens_of",
+            folder=tiny_folders[name],
+            policy="full",
+            input_ids=tokens,
+            max_new_tokens=40,
+            load_options=device,
+        )
+        assert all_equal(got, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["streaming_llm", "exact_topk", "quest", "lychee_decode"])
+def test_a_policy_gives_the_tokens_of_one_process(policy, device, ranks, tiny_folders):
+    tokens = random_tokens(1, 220)
+    one = load(tiny_folders["llama"], small(policy), ("cpu", None))
+    got = ranks.call(
+        "tokens_of",
+        folder=tiny_folders["llama"],
+        policy=policy,
+        input_ids=tokens,
+        max_new_tokens=40,
+        load_options=device,
+    )
+    assert all_equal(got, greedy(one, tokens, 40))
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("policy", ["lychee_cluster", "lfps"])
+def test_policies_that_build_on_the_device(policy, device, ranks, tiny_folders):
+    """As above; compiling their callbacks takes too long to do it for gloo, too."""
+    test_a_policy_gives_the_tokens_of_one_process(policy, device, ranks, tiny_folders)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["full", "lychee_decode"])
+def test_heads_that_do_not_divide(policy, device, ranks, uneven_folder):
+    tokens, mask = random_tokens(3, 130), torch.ones(3, 130, dtype=torch.int64)
+    mask[1, :90], mask[2, :3] = 0, 0
+    one = load(uneven_folder, policy if policy == "full" else small(policy), ("cpu", None))
+    expected = greedy(one, tokens, 40, attention_mask=mask)
+    if policy == "full":
+        stock = AutoModelForCausalLM.from_pretrained(uneven_folder)
+        assert torch.equal(greedy(stock, tokens, 40, attention_mask=mask), expected)
+    got = ranks.call(
+        "tokens_of",
+        folder=uneven_folder,
+        policy=policy,
+        input_ids=tokens,
+        max_new_tokens=40,
+        attention_mask=mask,
+        load_options=device,
+    )
+    assert all_equal(got, expected)
+
+
+def test_beams_and_drafts(ranks, tiny_folders, stock_models):
+    tokens = random_tokens(1, 60)
+    for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 4}):
+        got = ranks.call(
+            "tokens_of",
+            folder=tiny_folders["llama"],
+            policy="full",
+            input_ids=tokens,
+            max_new_tokens=16,
+            **options,
+        )
+        assert all_equal(got, greedy(stock_models["llama"], tokens, 16, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "repetition_penalty": 1.2}])
+def test_ranks_draw_the_same_tokens(options, ranks, tiny_folders):
+    """In the step and in the stock loop, with a seed and without one."""
+    tokens, folder = random_tokens(2, 20), tiny_folders["llama"]
+    first, second, third = (
+        ranks.call(
+            "sampled", folder=folder, input_ids=tokens, seed=seed, temperature=2.0, **options
+        )
+        for seed in (7, 7, None)
+    )
+    for drawn in (first, second, third):
+        assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], third[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_compute_the_same_bits(dtype, ranks, uneven_folder):
+    tokens = random_tokens(2, 50)
+    of_rank = ranks.call("bitwise", folder=uneven_folder, input_ids=tokens, dtype=dtype)
+    assert all(torch.equal(a, b) for a, b in zip(*of_rank, strict=True))
+    expected = AutoModelForCausalLM.from_pretrained(uneven_folder)(tokens).logits.detach()
+    got = torch.cat(of_rank[0], dim=1)
+    error = float((got - expected).norm() / expected.norm())
+    assert error < (1e-5 if dtype == "float32" else 0.03)
+
+
+def test_each_rank_has_its_part(ranks, uneven_folder):
+    whole = load(uneven_folder, "full", ("cpu", "inline"), max_memory={"cpu": "40MiB"})
+    weights = sum(weight.nbytes for weight in whole.parameters())
+    parts = ranks.call("facts", folder=uneven_folder, max_memory={"cpu": "40MiB"})
+    assert [part["kv_heads"] for part in parts] == [2, 1]
+    assert [part["q_rows"] for part in parts] == [4 * 32, 2 * 32]
+    assert [part["gate_rows"] for part in parts] == [128, 64]
+    assert [part["o_bias"] for part in parts] == [True, False]
+    assert all(part["weight_bytes"] < weights for part in parts)
+    # Each has room for as many tokens as the other, and together they keep to the limit.
+    assert parts[0]["budget"] == 2 * parts[1]["budget"]
+    total = sum(part["budget"] + part["weight_bytes"] for part in parts)
+    assert 40 * 2**20 - 3 <= total <= 40 * 2**20
+
+
+def test_more_ranks_than_heads(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one head")
+    make_tiny_model("llama", num_key_value_heads=1).save_pretrained(folder)
+    for name, message in ranks.call("raises", folder=folder, what="load"):
+        assert name == "ValueError"
+        assert "this model has 1 KV heads" in message
+    with pytest.raises(ValueError, match="tensor_parallel_size=9: this model has 8 KV heads"):
+        head_ranges(8, 9)
+
+
+def test_what_does_not_work_with_ranks(ranks, tiny_folders):
+    folder = tiny_folders["llama"]
+    for name, message in ranks.call("raises", folder=folder, what="load", policy="tidal_decode"):
+        assert name == "NotImplementedError"
+        assert "shares one selection among all heads" in message
+    for name, message in ranks.call("raises", folder=folder, what="save"):
+        assert name == "NotImplementedError"
+        assert "load the model without it" in message
+    for name, message in ranks.call("raises", folder=folder, what="generate", max_time=3.0):
+        assert name == "NotImplementedError"
+        assert "max_new_tokens" in message
+    missing = folder / "missing"
+    for name, message in ranks.call("raises", folder=missing, what="load"):
+        assert name == "FileNotFoundError"
+        assert "missing" in message
+    # Errors that all ranks raise leave them as they were.
+    for name, message in ranks.call("other_inputs", folder=folder):
+        assert name == "ValueError"
+        assert "the input of rank 1 (7 tokens) is not that of rank 0" in message
+    assert ranks.call("raises", folder=folder, what="generate") == [("", ""), ("", "")]
+
+
+def test_a_killed_rank_ends_the_other(tiny_folders):
+    """Rank 0, which also holds the store through which ranks know of each other."""
+    failing = 0
+    ranks = Ranks(2)
+    try:
+        ranks.call("facts", folder=tiny_folders["llama"])
+        ranks.start("fails", folder=tiny_folders["llama"], kind="kill", rank=failing)
+        assert ranks.wait(failing, 20) == -9
+        start = time.monotonic()
+        ok, message = ranks._receive(ranks._pipes[1 - failing])
+        assert time.monotonic() - start < 10
+        assert not ok
+        assert "PeerError" in message
+        assert f"the process of rank {failing} (pid {ranks.processes[failing].pid}) is gone" in (
+            message
+        )
+    finally:
+        ranks.close()
+
+
+def test_a_rank_that_raises_ends_the_other(tiny_folders, capfd):
+    """Rank 1 raises and goes on; rank 0 waits for it in a collective operation."""
+    ranks = Ranks(2)
+    try:
+        ranks.call("facts", folder=tiny_folders["llama"])
+        ranks.start("fails", folder=tiny_folders["llama"], kind="raise", rank=1, catches=True)
+        ok, message = ranks._receive(ranks._pipes[1])
+        assert (ok, message) == (True, "RuntimeError: boom in the middle")
+        assert ranks.wait(0, 10) == 1
+    finally:
+        ranks.close()
+    assert "error: rank 1 failed: RuntimeError: boom in the middle" in capfd.readouterr().err
+
+
+def test_wrong_environments(monkeypatch, tiny_folders):
+    for name in rank_environment(0, 2, 1):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"RANK.* is not set; start .*torchrun --nproc-per-node 2"):
+        OffloadedModel.from_pretrained(tiny_folders["llama"], tensor_parallel_size=2)
+    for name, value in rank_environment(0, 3, 1).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2, but WORLD_SIZE=3 .*torchrun"):
+        OffloadedModel.from_pretrained(tiny_folders["llama"], tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="device='cuda:1' with tensor_parallel_size=3: rank i"):
+        check_environment(3, "cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="needs 3 GPUs, but torch finds 1"):
+        check_environment(3, "cuda")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="GPUs of one host"):
+        check_environment(3, "cpu")
+    with pytest.raises(ValueError, match="tensor_parallel_size must be an integer of at least 1"):
+        runtime_config(tensor_parallel_size=0)
+
+
+def test_parts_of_ranks():
+    assert head_ranges(3, 2) == [range(2), range(2, 3)]
+    assert head_ranges(8, 2) == [range(4), range(4, 8)]
+    assert mlp_ranges(1536, 2) == [range(768), range(768, 1536)]
+    assert mlp_ranges(14336, 3)[0] == range(4800)
+    assert mlp_ranges(96, 2) == [range(48), range(48, 96)]
+    assert mlp_ranges(7, 2) == [range(4), range(4, 7)]
+    # Four CPUs for both, or two each; a quota counts once.
+    own, other = frozenset({0, 1}), frozenset({2, 3})
+    assert _share_of_cpus([(own | other, 4), (own | other, 4)], 1) == 2
+    assert _share_of_cpus([(own, 2), (other, 2)], 1) == 2
+    assert _share_of_cpus([(own, 1), (own, 1)], 0) == 1
+
+
+def test_roles_of_some_heads():
+    roles = HeadRoles.of(evenly_spaced_heads(6, 3, 4), head_dim=64)
+    policy = LycheeDecode(head_roles=roles)
+    shape = {"num_layers": 6, "num_kv_heads": 3, "head_dim": 64}
+    parts = [policy.of_heads(heads, **shape) for heads in head_ranges(3, 2)]
+    joined = [(*a, *b) for a, b in zip(*(part.head_roles.retrieval for part in parts), strict=True)]
+    assert tuple(joined) == roles.retrieval
+    parts[1].check_model(num_layers=6, num_qo_heads=3, num_kv_heads=1, head_dim=64)
+    # Without roles: those of the whole model, not evenly spaced ones of each part.
+    spaced = [
+        LycheeDecode(retrieval_heads=4).of_heads(heads, **shape) for heads in head_ranges(3, 2)
+    ]
+    assert [part.head_roles.retrieval for part in spaced] == [
+        part.head_roles.retrieval for part in parts
+    ]
+
+
+def test_select_layers_of_tidal_decode_are_the_whole_models():
+    policy = make_policy("tidal_decode", inner="quest")
+    part = policy.of_heads(range(1), num_layers=30, num_kv_heads=3, head_dim=64)
+    assert part.select_layers == (2, 7, 14, 21)
+
+
+def test_parts_are_agreed_on():
+    asked = []
+
+    def agree(mine: int) -> int:
+        asked.append(mine)
+        return 2
+
+    choice = PartsChoice((1, 2), agree)
+    for _ in range(16 + 10):
+        choice.record(choice.num_parts, 1.0 if choice.num_parts == 1 else 2.0)
+    assert asked == [1]
+    assert choice.num_parts == 2
+
+
+class _Store(dict):
+    """What `RankWatch` needs of a torch store."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_a_rank_that_ends_early_is_not_waited_for():
+    store, reasons = _Store(), []
+    watch = RankWatch(store, 0, 2, on_stuck=reasons.append)
+    other = RankWatch(store, 1, 2, on_stuck=reasons.append)
+    with watch.section():
+        time.sleep(0.1)
+    with other.section():
+        pass
+    other.close()
+    with watch.section():
+        deadline = time.monotonic() + 10
+        while not reasons and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert reasons[0] == "rank 1 has ended; every rank must make the same calls"
+    watch.close()
+
+
+def test_errors_of_both_ranks_end_nobody():
+    store, reasons = _Store(), []
+    watches = [RankWatch(store, rank, 2, on_stuck=reasons.append) for rank in range(2)]
+    for watch in watches:
+        with pytest.raises(ValueError, match="the same"), watch.section():
+            raise ValueError("the same")
+    time.sleep(3.5)
+    assert reasons == []
+    for watch in watches:
+        watch.close()
+    assert issubclass(PeerError, RuntimeError)
+
+
+def test_the_command_starts_its_ranks(tiny_folders: dict[str, Path]) -> None:
+    one, two = (
+        _command(tiny_folders["llama"], "-n", "12", "--json", *options)
+        for options in ([], ["--tensor-parallel-size", "2"])
+    )
+    assert two.returncode == 0, two.stderr
+    runs = [json.loads(done.stdout)["runs"][0] for done in (one, two)]
+    assert runs[0]["answer"] == runs[1]["answer"]
+    # Each rank has half of the heads; the figures are of all.
+    assert runs[0]["kv_host_bytes"] == runs[1]["kv_host_bytes"]
+
+
+def test_the_command_fails_as_its_ranks_do(tmp_path: Path) -> None:
+    make_tiny_model("llama", num_key_value_heads=1).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    done = _command(tmp_path, "--tensor-parallel-size", "2")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("this model has 1 KV heads") == 1
+
+
+def _command(folder: Path, *arguments: str) -> Any:
+    command = [sys.executable, "-c", "from offload.cli import app; app()", "generate", str(folder)]
+    return subprocess.run(
+        [*command, "-p", "the quick brown fox", "--num-threads", "1", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )

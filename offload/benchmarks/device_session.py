@@ -181,7 +181,8 @@ def timeline_of(
     """One step on the CPU's clock.
 
     A request rises after the GPU's mark before it and is seen when the CPU's wait ends; a reply is
-    written after the CPU's attention ends and seen before the GPU's wait does.
+    written after the CPU's attention ends and seen before the GPU's wait does. Where the GPU asks
+    for nothing its first mark is taken for the start.
     """
     led = [e for e in events if e.worker < 0]
     seen = {e.layer_idx: e.end_ns for e in led if e.kind == "wait"}
@@ -190,6 +191,9 @@ def timeline_of(
         (m.end_ns, seen[m.layer]) for m in marks if m.kind == "linear" and m.layer in attended
     ]
     answered = [(attended[m.layer], m.end_ns) for m in marks if m.kind == "wait"]
-    offset, _ = clock_offset_ns(raised, answered)
+    if raised and answered:
+        offset, _ = clock_offset_ns(raised, answered)
+    else:
+        offset = start - min(m.start_ns for m in marks)
     cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in led)
     return StepTimeline(start, end, cpu, shifted(marks, offset), worker_tasks(events))

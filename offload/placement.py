@@ -284,7 +284,7 @@ def kv_head_roles(
 
 def may_stay_on_gpu(policy: Policy, roles: UInt8Array) -> BoolArray:
     """[num_layers, num_kv_heads]: dense heads, and retrieving ones whose rule the GPU knows."""
-    allowed = roles == DENSE
+    allowed: BoolArray = roles == DENSE
     if selects_top_k(policy):
         allowed = allowed | (roles == RETRIEVE)
     return allowed
@@ -313,7 +313,10 @@ def may_be_gathered(policy: Policy, roles: UInt8Array, places: UInt8Array) -> Bo
 
 def selects_top_k(policy: Policy) -> bool:
     """Whether retrieving heads publish the budget's largest weights, which a GPU can find."""
-    inner = getattr(policy, "inner", policy)
+    device_top_k: Any = getattr(policy, "device_top_k", None)
+    if device_top_k is not None:
+        return device_top_k() is not None
+    inner: Any = getattr(policy, "inner", policy)
     if inner.name == "lychee_decode":
         return bool(inner.rule == "top_k")
     return bool(inner.name == "exact_topk")

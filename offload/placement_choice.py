@@ -1,9 +1,9 @@
 """Chooses where KV heads are attended, by the predicted time of a step and the GPU's budget.
 
-What stays on the GPU as a whole is chosen first, most saved time per byte first: dense layers, which
-must, then retrieving heads. Then each layer's reusing heads are shared out between the CPU and rows
-that the GPU fetches, so that the slower of the two takes least. The result depends on nothing but
-the arguments.
+What stays on the GPU as a whole is chosen first: dense layers, which must, then retrieving heads,
+most saved time per byte first. Then each layer's reusing heads are shared out between the CPU and
+rows that the GPU fetches, so that the slower of the two takes least. The result depends on nothing
+but the arguments.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from offload.memory import DeviceMemoryError, format_bytes
 from offload.placement import (
+    BoolArray,
     HeadPlacement,
     Place,
     UInt8Array,
@@ -150,7 +151,7 @@ def _add_retrieving(
 
 def _by_benefit(
     places: UInt8Array,
-    movable: np.ndarray[tuple[int, int], np.dtype[np.bool_]],
+    movable: BoolArray,
     model: StepModel | None,
 ) -> list[int]:
     """Layers with movable heads; those whose moving saves most time per head come first."""
@@ -189,7 +190,7 @@ def _add_gathered(places: UInt8Array, model: StepModel, work: Workload, room: De
 
 def _best_count(
     places: UInt8Array,
-    eligible: np.ndarray[tuple[int, int], np.dtype[np.bool_]],
+    eligible: BoolArray,
     layer_idx: int,
     model: StepModel,
 ) -> int:

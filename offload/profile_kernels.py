@@ -52,7 +52,6 @@ def microseconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> fl
     times = []
     start_event, end_event = _events()
     for _ in range(ROUNDS):
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start_event.record()
         graph.replay()
         end_event.record()
@@ -305,8 +304,14 @@ class AttentionBench(Operands):
         lse = torch.zeros(1, shape.num_qo_heads, device=device)
         window_us = microseconds(
             [
-                lambda window=window: window_attention(
-                    query, window, position, sm_scale=shape.head_dim**-0.5, out=o, lse=lse
+                functools.partial(
+                    window_attention,
+                    query,
+                    window,
+                    position,
+                    sm_scale=shape.head_dim**-0.5,
+                    out=o,
+                    lse=lse,
                 )
                 for window in windows * 4
             ],

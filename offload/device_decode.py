@@ -26,6 +26,7 @@ from offload.mailbox import Mailbox
 from offload.memory import DeviceMemoryError
 from offload.models import LeanModel
 from offload.parts_choice import PartsChoice
+from offload.placement import HeadPlacement
 from offload.policies import Policy
 from offload.resident import ResidentKV
 from offload.sampling import SamplingOptions
@@ -41,6 +42,7 @@ class DeviceDecoder:
         backend: as `handshake.choose_backend` returns it.
         deadline_seconds: after which a step that one side does not finish is an error.
         device_budget_bytes: of what stays on the GPU beside weights and buffers.
+        placement: where each KV head is attended to.
         num_parts: parts that the rows of a step are cut into; None: what proves faster.
         make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
@@ -61,6 +63,7 @@ class DeviceDecoder:
         num_threads: int | None,
         deadline_seconds: float = 5.0,
         device_budget_bytes: int | None = None,
+        placement: HeadPlacement | None = None,
         num_parts: int | None = None,
         make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
@@ -77,6 +80,7 @@ class DeviceDecoder:
         self.on_mark: Callable[[str, int], None] | None = None
         self._sink_tokens = policy.sink_tokens if policy.selects else _SINK_TOKENS
         self._recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
+        self.placement = placement
         self._weights = DeviceWeights.of(model)
         self._backend = backend
         self._make_handshake = make_handshake

@@ -46,7 +46,13 @@ if TYPE_CHECKING:
 else:
     _StockModel = object
 
-_RUNTIME_OPTIONS = ("prefill_slice_tokens", "page_tokens", "backend", "deadline_seconds")
+_RUNTIME_OPTIONS = (
+    "prefill_slice_tokens",
+    "page_tokens",
+    "backend",
+    "deadline_seconds",
+    "placement",
+)
 
 
 class OffloadedModel(_StockModel):  # type: ignore[misc]
@@ -78,8 +84,8 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
                 {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
             kwargs: the standard cache_dir, force_download, local_files_only, token, revision and
-                gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend` and
-                `deadline_seconds` of `RuntimeConfig`.
+                gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend`,
+                `deadline_seconds` and `placement` of `RuntimeConfig`.
 
         Raises:
             TypeError: an unknown keyword argument.
@@ -106,6 +112,11 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         kv_budget_bytes(config, weight_bytes, loaded=False)
         device_kv_budget_bytes(config, weight_bytes)
         config.policy.check_model(**checkpoint.attention_shape)
+        if config.placement is not None:
+            shape = checkpoint.attention_shape
+            config.placement.check_model(
+                num_layers=shape["num_layers"], num_kv_heads=shape["num_kv_heads"]
+            )
         stock = load_stock_model(checkpoint, config.dtype)
         config = with_calibrated_policy(stock, config, checkpoint.folder)
         marks = None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.benchmarks.shapes import ModelShape
 from offload.machine_profile import DeviceProfile, MachineProfile
 from offload.memory import DeviceMemoryError, format_bytes, host_memory_limit_bytes
 from offload.page_pool import DEFAULT_SLAB_BYTES, HostBudgetError
@@ -202,11 +203,12 @@ def device_byte_counter(
     def count(placement: HeadPlacement) -> dict[str, int]:
         of_step = step_device_bytes(
             placement,
-            model,
+            model.shape,
             request.policy,
             kv_len=request.context,
             batch_size=request.batch_size,
             page_tokens=request.page_tokens,
+            item_bytes=model.dtype.itemsize,
             device=device,
         )
         return {"weights": weights, **of_step, "prefill, at its peak": prefill}
@@ -216,20 +218,21 @@ def device_byte_counter(
 
 def step_device_bytes(
     placement: HeadPlacement,
-    model: PlannedModel,
+    shape: ModelShape,
     policy: Policy,
     *,
     kv_len: int,
     batch_size: int,
     page_tokens: int,
+    item_bytes: int,
     device: DeviceProfile | None,
 ) -> dict[str, int]:
     """Of the decode step on the GPU beside the weights: what `DeviceDecoder` takes.
 
     Args:
-        device: None: CPU tensors, as with backend="inline".
+        device: None: its number of multiprocessors and its cuBLAS are not known, and not counted.
     """
-    shape, item, slots = model.shape, model.dtype.itemsize, num_slots(batch_size)
+    item, slots = item_bytes, num_slots(batch_size)
     resident = placement.counts(Place.GPU)
     gathered = placement.counts(Place.GATHER)
     on_cpu = placement.counts(Place.CPU)
@@ -299,19 +302,38 @@ def step_device_bytes(
 
 def prefill_bytes(request: PlanRequest) -> int:
     """Of a prefill of the whole batch at its peak."""
-    shape = request.model.shape
+    return prefill_memory(
+        request.model.shape,
+        request.policy,
+        num_tokens=request.batch_size * request.context,
+        item_bytes=request.model.dtype.itemsize,
+        slice_tokens=request.prefill_slice_tokens,
+        page_tokens=request.page_tokens,
+    ).total_bytes
+
+
+def prefill_memory(
+    shape: ModelShape,
+    policy: Policy,
+    *,
+    num_tokens: int,
+    item_bytes: int,
+    slice_tokens: int,
+    page_tokens: int,
+) -> PrefillMemory:
+    """`PrefillMemory.of` a model that is not loaded."""
     return PrefillMemory.of_shape(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_qo_heads=shape.num_qo_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        item_bytes=request.model.dtype.itemsize,
-        num_tokens=request.batch_size * request.context,
-        slice_tokens=request.prefill_slice_tokens,
-        page_tokens=request.page_tokens,
-        builds_index=request.policy.selects and request.policy.has_state(),
-    ).total_bytes
+        item_bytes=item_bytes,
+        num_tokens=num_tokens,
+        slice_tokens=slice_tokens,
+        page_tokens=page_tokens,
+        builds_index=policy.selects and policy.has_state(),
+    )
 
 
 def window_of(policy: Policy) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from offload.benchmarks.step_timeline import Interval, StepTimeline
 from offload.benchmarks.worker_tasks import worker_tasks
 from offload.decode import Decoder
 from offload.models import lean_model_maker
+from offload.placement import HeadPlacement
 from offload.policies import Policy
 
 
@@ -38,6 +39,7 @@ class PipelineSettings:
         host_work: "attend"; or "none", a step without attention on the host and without the
             handshake for it: what remains when both cost nothing.
         num_parts: parts that a batch is cut into, which take turns.
+        placement: of KV heads, where a GPU decodes; None: as `DeviceDecoder` has it.
     """
 
     shape: str
@@ -52,6 +54,7 @@ class PipelineSettings:
     seed: int = 0
     host_work: str = "attend"
     num_parts: int = 1
+    placement: HeadPlacement | None = None
 
     @property
     def device(self) -> torch.device:

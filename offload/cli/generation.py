@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from offload.cli.options import Scalar
@@ -21,6 +22,7 @@ class ModelChoice:
     backend: str | None
     max_memory: dict[int | str, int | str] | None
     num_threads: int | None
+    placement: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def load(choice: ModelChoice, policy: Policy) -> Any:
         backend=choice.backend,
         max_memory=choice.max_memory,
         num_threads=choice.num_threads,
+        placement=choice.placement,
     )
 
 

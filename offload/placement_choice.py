@@ -69,11 +69,15 @@ def choose_placement(
     places = _dense_places(work)
     _check_dense(places, work, room)
     if not work.policy.selects:
-        return _more_full_heads(places, room)
-    _add_retrieving(places, model, work, room)
+        places = _more_full_heads(places, room)
+    else:
+        _add_retrieving(places, model, work, room)
     if model is not None and gathers and work.is_sparse:
         _add_gathered(places, model, work, room)
-    return HeadPlacement(places)
+    chosen, least = HeadPlacement(places), least_placement(work)
+    if model is not None and model.step(least).milliseconds < model.step(chosen).milliseconds:
+        return least  # a GPU that attends more slowly than the CPU
+    return chosen
 
 
 def least_placement(work: Workload) -> HeadPlacement:
@@ -112,7 +116,7 @@ def _check_dense(places: UInt8Array, work: Workload, room: DeviceRoom) -> None:
     )
 
 
-def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> HeadPlacement:
+def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> UInt8Array:
     """As many layers of a policy that selects nothing as fit, the first ones first."""
     low, high = 0, len(places)
     while low < high:  # the most whole layers: what they take grows with each
@@ -128,7 +132,7 @@ def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> HeadPlacement:
             if not room.holds(HeadPlacement(trial)):
                 break
             places = trial
-    return HeadPlacement(places)
+    return places
 
 
 def _add_retrieving(
@@ -200,9 +204,10 @@ def _best_count(
     move the best number up.
     """
     heads = np.flatnonzero(eligible[layer_idx])
+    top_k_us = model.top_k_us(layer_idx - 1, places[layer_idx - 1]) if layer_idx else 0.0
     totals = []
     for count in range(len(heads) + 1):
         trial = places[layer_idx].copy()
         trial[heads[:count]] = Place.GATHER
-        totals.append(model.layer(layer_idx, trial).total)
+        totals.append(model.layer(layer_idx, trial, top_k_us=top_k_us).total)
     return int(np.argmin(totals))

@@ -198,7 +198,7 @@ class StepModel:
         waiting, layers = 0.0, []
         for layer_idx, places in enumerate(placement.places):
             layers.append(self.layer(layer_idx, places, top_k_us=waiting))
-            waiting = self._top_k_us(layer_idx, places)
+            waiting = self.top_k_us(layer_idx, places)
         if self._device is None:
             vocabulary = self.work.shape.vocab_size * self.work.shape.hidden_size
             last = 1e6 * vocabulary * self.work.item_bytes / self.profile.read_bandwidth
@@ -255,7 +255,7 @@ class StepModel:
         """Whether heads in GPU pages leave a selection."""
         return self.work.is_sparse and bool((roles == RETRIEVE).any())
 
-    def _top_k_us(self, layer_idx: int, places: UInt8Array) -> float:
+    def top_k_us(self, layer_idx: int, places: UInt8Array) -> float:
         """Of what a layer's heads publish on the GPU."""
         resident = self.roles[layer_idx][places == Place.GPU]
         if self._device is None or not self._publishes(resident):

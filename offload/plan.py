@@ -73,6 +73,13 @@ class PlanRequest:
                 f"a context of {self.context} tokens exceeds the {self.model.shape.max_context} "
                 f"tokens of {self.model.name}"
             )
+        known = {"cpu", self.device_index} if self.on_gpu else {"cpu"}
+        for key in self.max_memory:
+            if key not in known:
+                named = ", ".join(sorted(map(repr, known)))
+                raise ValueError(
+                    f"max_memory names {key!r}, but device is {self.device!r}; it may name {named}"
+                )
         shape = self.model.shape
         self.policy.check_model(
             num_layers=shape.num_layers,

@@ -313,6 +313,13 @@ def test_a_second_prompt_that_does_not_fit_is_noted() -> None:
             HostBudgetError,
             "weights and KV cache of 1 x 131,072 tokens need 30.96 GiB",
         ),
+        (
+            {"max_memory": {1: GIB}},
+            ValueError,
+            "names 1, but device is 'cuda'; it may name 'cpu', 0",
+        ),
+        ({"max_memory": {"gpu": GIB}}, ValueError, "max_memory names 'gpu'"),
+        ({"device": "cpu", "max_memory": {0: GIB}}, ValueError, "it may name 'cpu'$"),
         ({"context": 131073}, ValueError, "exceeds the 131072 tokens of llama-3.1-8b"),
         (
             {"policy": "tidal_decode", "policy_options": {"select_layers": (40,)}},

@@ -19,7 +19,7 @@ from offload.memory import DeviceMemoryError, available_cpus
 from offload.models import LeanModel
 from offload.placement import HeadPlacement
 from offload.placement_choice import DeviceRoom, choose_placement, least_placement
-from offload.plan import prefill_memory, step_device_bytes
+from offload.plan_bytes import prefill_memory, step_device_bytes
 from offload.step_model import StepModel, Workload
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from offload.machine_profile import CostTable
 from offload.memory import DeviceMemoryError
 from offload.placement import HeadPlacement, Place, may_be_gathered
 from offload.placement_choice import DeviceRoom, choose_placement, least_placement
-from offload.plan import step_device_bytes
+from offload.plan_bytes import step_device_bytes
 from offload.policies import make_policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE
 from offload.step_model import StepModel, Workload

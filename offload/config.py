@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload.memory import check_max_memory
+from offload.placement import HeadPlacement
 from offload.policies import Policy, make_policy
 from offload.policies.full import Full
 
@@ -44,6 +46,8 @@ class RuntimeConfig:
         deadline_seconds: after which a decode step that one side does not finish is an error.
         tensor_parallel_size: processes that run the model together, each with a part of the heads
             (see `tensor_parallel`). max_memory["cpu"] is for all of them, and rank i's GPU is i.
+        placement: which KV heads are attended where, of a GPU that decodes; None: chosen when the
+            model is loaded (`placement_for`). `offload plan` makes one.
     """
 
     policy: Policy = field(default_factory=Full)
@@ -56,11 +60,12 @@ class RuntimeConfig:
     backend: str | None = None
     deadline_seconds: float = 5.0
     tensor_parallel_size: int = 1
+    placement: HeadPlacement | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES.values():
             raise _unknown("dtype", self.dtype, ["auto", *DTYPES])
-        device = _device(self.device)
+        device = checked_device(self.device)
         check_backend(self.backend, device)
         for name in _COUNTS:
             number = getattr(self, name)
@@ -74,6 +79,10 @@ class RuntimeConfig:
                     f"max_memory names device {key}, but device is {self.device!r}; "
                     f"give {_budget_example(device)}"
                 )
+        if self.placement is not None and device.type == "cpu" and self.backend != "inline":
+            raise ValueError(
+                "placement is for a GPU that decodes, but device is 'cpu'; leave placement out"
+            )
         if not self.deadline_seconds > 0:
             raise ValueError(f"deadline_seconds must be positive, got {self.deadline_seconds!r}")
 
@@ -88,12 +97,14 @@ def runtime_config(**options: Any) -> RuntimeConfig:
     """`RuntimeConfig` from what a user writes.
 
     `policy` may be a name ("full", "exact_topk", …) or a policy object, `dtype` a name, "auto" or
-    a torch.dtype, `device` a string or a torch.device, `max_memory` a dict with size strings.
+    a torch.dtype, `device` a string or a torch.device, `max_memory` a dict with size strings,
+    `placement` the path of a file.
 
     Raises:
         ValueError: an unknown policy, dtype or device, or a value out of range.
         TypeError: an unknown option.
         NoGPUError: device="cuda" without a usable GPU.
+        FileNotFoundError: no such placement file.
     """
     known = [option.name for option in dataclasses.fields(RuntimeConfig)]
     for name in options:
@@ -107,6 +118,13 @@ def runtime_config(**options: Any) -> RuntimeConfig:
         options["device"] = str(options["device"])
     if "max_memory" in options:
         options["max_memory"] = check_max_memory(options["max_memory"])
+    if isinstance(options.get("placement"), (str, Path)):
+        options["placement"] = HeadPlacement.load(options["placement"])
+    if not isinstance(options.get("placement"), (HeadPlacement, type(None))):
+        raise ValueError(
+            "placement must be a HeadPlacement or the path of a plan's JSON, "
+            f"got {options['placement']!r}"
+        )
     return RuntimeConfig(**options)
 
 
@@ -121,8 +139,12 @@ def check_backend(backend: str | None, device: torch.device) -> None:
         raise ValueError(f"backend={backend!r} needs {needed}, but device is {str(device)!r}")
 
 
-def _device(name: str) -> torch.device:
-    """The device of that name, if this machine has it."""
+def checked_device(name: str) -> torch.device:
+    """The device of that name, if this machine has it.
+
+    Raises:
+        ValueError, NoGPUError: there is no such device.
+    """
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or name == "cpu:0":
         raise _unknown("device", name, ["cpu", "cuda", "cuda:0", "cuda:1 …"])

@@ -8,6 +8,7 @@ in `resident`. With device "cpu" and backend "inline" the same step runs on CPU 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -34,6 +35,8 @@ from offload.policies import Policy
 from offload.resident import ResidentKV
 from offload.sampling import SamplingOptions
 
+logger = logging.getLogger(__name__)
+
 # Of policies that name none (full attention): enough for the GPU to have something to do.
 _SINK_TOKENS, _RECENT_TOKENS = 4, 64
 _MIN_SCORE_TOKENS = 4096
@@ -48,6 +51,7 @@ class DeviceDecoder:
         device_budget_bytes: of what stays on the GPU beside weights and buffers.
         placement: where each KV head is attended to; None: layers that the policy leaves dense on
             the GPU, all others on the CPU.
+        keeps_placement: False: where the GPU has no room for the placement, it goes on without one.
         num_parts: parts that the rows of a step are cut into; None: what proves faster.
         make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
@@ -69,6 +73,7 @@ class DeviceDecoder:
         deadline_seconds: float = 5.0,
         device_budget_bytes: int | None = None,
         placement: HeadPlacement | None = None,
+        keeps_placement: bool = True,
         num_parts: int | None = None,
         make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
@@ -92,15 +97,11 @@ class DeviceDecoder:
         self._device_budget_bytes = device_budget_bytes
         self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
         self._num_slots = self._max_tokens = 0
+        self._keeps_placement = keeps_placement
         self._step: DeviceStep | None = None  # with the first slots
         self._links: dict[tuple[int, int], HostLink] = {}
         self._choices: dict[int, PartsChoice] = {}
-        if placement is None:
-            places = np.full((len(model.layers), store.num_kv_heads), Place.CPU, np.uint8)
-            if policy.selects:
-                places[np.array(self.attention.is_dense)] = Place.GPU
-            placement = HeadPlacement(places)
-        self.place(placement)
+        self.place(placement or self._least_placement())
 
     @property
     def device_bytes(self) -> int:
@@ -210,10 +211,28 @@ class DeviceDecoder:
     def _bind(self, seqs: Sequence[int]) -> tuple[list[int], list[int]]:
         """Slots for `seqs`, and their kv_lens after the step, for which there is room."""
         kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
+        try:
+            return self._bind_lens(seqs, kv_lens), kv_lens
+        except DeviceMemoryError as error:
+            least = self._least_placement()
+            if self._keeps_placement or self.placement == least:
+                raise
+            logger.warning("%s. From now on only dense layers stay there", error)
+            self.place(least)
+            return self._bind_lens(seqs, kv_lens), kv_lens
+
+    def _bind_lens(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         self._make_slots(len(seqs), max(kv_lens))
         slots = self._running.resident.bind(seqs)
         self._running.resident.reserve(slots, kv_lens)
-        return slots, kv_lens
+        return slots
+
+    def _least_placement(self) -> HeadPlacement:
+        """Layers that the policy leaves dense on the GPU, all others on the CPU."""
+        places = np.full((len(self.model.layers), self.store.num_kv_heads), Place.CPU, np.uint8)
+        if self.attention.policy.selects:
+            places[np.array(self.attention.is_dense)] = Place.GPU
+        return HeadPlacement(places)
 
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
         """The step that fits these slots, in as many parts as are fastest."""

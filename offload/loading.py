@@ -91,6 +91,10 @@ def check_before_loading(
     kv_budget_bytes(config, weight_bytes, loaded=False)
     shape = checkpoint.attention_shape
     config.policy.check_model(**shape)
+    if config.placement is not None:
+        config.placement.check_model(
+            num_layers=shape["num_layers"], num_kv_heads=shape["num_kv_heads"]
+        )
     if ranks is None:
         device_kv_budget_bytes(config, weight_bytes)
         return

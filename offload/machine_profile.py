@@ -97,7 +97,9 @@ class DeviceProfile:
             number of rows; of shapes that were measured.
         lm_head_us: of the last projection, alike.
         attention: by bytes of keys and values in GPU pages.
-        retrieval: the same of heads that also publish their top-k.
+        retrieval: the same of heads that also leave their scores, for a top-k.
+        top_k: by number of scores, one per query head and token: the top-k that follows, beside
+            the linear layers.
         gather: by bytes of rows that the GPU fetches from host pages.
         gather_measured: whether the gather kernel was there, or PCIe copies stand for it.
         window_us, merge_us, sampling_us: of those kernels, per layer and step.
@@ -118,6 +120,7 @@ class DeviceProfile:
     lm_head_us: dict[str, dict[int, float]]
     attention: CostTable
     retrieval: CostTable
+    top_k: CostTable
     gather: CostTable
     gather_measured: bool
     window_us: float

@@ -61,6 +61,7 @@ _RUNTIME_OPTIONS = (
     "backend",
     "deadline_seconds",
     "tensor_parallel_size",
+    "placement",
 )
 
 
@@ -93,8 +94,8 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
                 {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
             kwargs: the standard cache_dir, force_download, local_files_only, token, revision and
-                gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend`, `deadline_seconds` and
-                `tensor_parallel_size` of `RuntimeConfig`.
+                gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend`, `deadline_seconds`,
+                `tensor_parallel_size` and `placement` of `RuntimeConfig`.
 
         Raises:
             TypeError: an unknown keyword argument.

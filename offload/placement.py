@@ -90,6 +90,10 @@ class HeadPlacement:
         """The KV heads of a layer that are in a place, ascending."""
         return tuple(np.flatnonzero(self.places[layer_idx] == place).tolist())
 
+    def of_heads(self, heads: range) -> HeadPlacement:
+        """The part of some KV heads of each layer, as a rank has them."""
+        return HeadPlacement(self.places[:, heads.start : heads.stop].copy(), self.source)
+
     def counts(self, place: Place) -> list[int]:
         """How many heads of each layer are in a place."""
         return [int(n) for n in (self.places == place).sum(1)]
@@ -284,7 +288,7 @@ def kv_head_roles(
 
 def may_stay_on_gpu(policy: Policy, roles: UInt8Array) -> BoolArray:
     """[num_layers, num_kv_heads]: dense heads, and retrieving ones whose rule the GPU knows."""
-    allowed = roles == DENSE
+    allowed: BoolArray = roles == DENSE
     if policy.device_top_k() is not None:
         allowed = allowed | (roles == RETRIEVE)
     return allowed

@@ -1,9 +1,9 @@
 """Chooses where KV heads are attended, by the predicted time of a step and the GPU's budget.
 
-What stays on the GPU as a whole is chosen first, most saved time per byte first: dense layers, which
-must, then retrieving heads. Then each layer's reusing heads are shared out between the CPU and rows
-that the GPU fetches, so that the slower of the two takes least. The result depends on nothing but
-the arguments.
+What stays on the GPU as a whole is chosen first: dense layers, which must, then retrieving heads,
+most saved time per byte first. Then each layer's reusing heads are shared out between the CPU and
+rows that the GPU fetches, so that the slower of the two takes least. The result depends on nothing
+but the arguments.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from offload.memory import DeviceMemoryError, format_bytes
 from offload.placement import (
+    BoolArray,
     HeadPlacement,
     Place,
     UInt8Array,
@@ -68,11 +69,15 @@ def choose_placement(
     places = _dense_places(work)
     _check_dense(places, work, room)
     if not work.policy.selects:
-        return _more_full_heads(places, room)
-    _add_retrieving(places, model, work, room)
+        places = _more_full_heads(places, room)
+    else:
+        _add_retrieving(places, model, work, room)
     if model is not None and gathers and work.is_sparse:
         _add_gathered(places, model, work, room)
-    return HeadPlacement(places)
+    chosen, least = HeadPlacement(places), least_placement(work)
+    if model is not None and model.step(least).milliseconds < model.step(chosen).milliseconds:
+        return least  # a GPU that attends more slowly than the CPU
+    return chosen
 
 
 def least_placement(work: Workload) -> HeadPlacement:
@@ -111,7 +116,7 @@ def _check_dense(places: UInt8Array, work: Workload, room: DeviceRoom) -> None:
     )
 
 
-def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> HeadPlacement:
+def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> UInt8Array:
     """As many layers of a policy that selects nothing as fit, the first ones first."""
     low, high = 0, len(places)
     while low < high:  # the most whole layers: what they take grows with each
@@ -127,7 +132,7 @@ def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> HeadPlacement:
             if not room.holds(HeadPlacement(trial)):
                 break
             places = trial
-    return HeadPlacement(places)
+    return places
 
 
 def _add_retrieving(
@@ -150,7 +155,7 @@ def _add_retrieving(
 
 def _by_benefit(
     places: UInt8Array,
-    movable: np.ndarray[tuple[int, int], np.dtype[np.bool_]],
+    movable: BoolArray,
     model: StepModel | None,
 ) -> list[int]:
     """Layers with movable heads; those whose moving saves most time per head come first."""
@@ -189,7 +194,7 @@ def _add_gathered(places: UInt8Array, model: StepModel, work: Workload, room: De
 
 def _best_count(
     places: UInt8Array,
-    eligible: np.ndarray[tuple[int, int], np.dtype[np.bool_]],
+    eligible: BoolArray,
     layer_idx: int,
     model: StepModel,
 ) -> int:
@@ -199,9 +204,10 @@ def _best_count(
     move the best number up.
     """
     heads = np.flatnonzero(eligible[layer_idx])
+    top_k_us = model.top_k_us(layer_idx - 1, places[layer_idx - 1]) if layer_idx else 0.0
     totals = []
     for count in range(len(heads) + 1):
         trial = places[layer_idx].copy()
         trial[heads[:count]] = Place.GATHER
-        totals.append(model.layer(layer_idx, trial).total)
+        totals.append(model.layer(layer_idx, trial, top_k_us=top_k_us).total)
     return int(np.argmin(totals))

@@ -405,6 +405,7 @@ def _make_decoder(
     device = torch.device(config.device)
     if device.type == "cpu" and config.backend is None:
         return Decoder(lean, store, config.policy, config.num_threads)
+    from offload.auto_placement import placement_for
     from offload.device_decode import DeviceDecoder
 
     num_threads = config.num_threads
@@ -420,6 +421,8 @@ def _make_decoder(
         num_threads=num_threads,
         deadline_seconds=config.deadline_seconds,
         device_budget_bytes=device_kv_budget_bytes(config, weight_bytes),
+        placement=placement_for(config, lean, store, weight_bytes),
+        keeps_placement=config.placement is not None,
     )
 
 

@@ -19,6 +19,9 @@ _INT64 = 8
 # Of `gpu_ops.greedy` and `gpu_ops.sampling`: logits of a chunk, passes of a search, values of a
 # digit. tests compare the sum with the buffers themselves.
 _CHUNK, _PASSES, _DIGIT_VALUES = 2048, 16, 16
+# Of `gpu_ops.top_k_candidates.TopKLaunch`, and of retrieval attention.
+_TOP_K_GROUPS, _TOP_K_SEGMENTS, _MAX_SPLITS = 8192, 16, 128
+_MIN_SCORE_TOKENS = 4096
 # What torch gives cuBLAS for each stream: 32 MiB on Hopper, 8,320 KiB before.
 _CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 8320 * 2**10, 32 * 2**20
 
@@ -101,18 +104,59 @@ def gather_bytes(
 
 
 def retrieval_bytes(
-    num_heads: int, *, slots: int, group_size: int, max_context: int, budget_tokens: int
+    num_heads: int,
+    *,
+    slots: int,
+    group_size: int,
+    kv_len: int,
+    max_context: int,
+    budget_tokens: int,
+    shared: bool,
+    num_kv_heads: int,
 ) -> int:
-    """Of what heads take that retrieve on the GPU; all layers share it.
+    """Of what heads take that retrieve on the GPU; all layers share it (`DeviceHeads`).
 
-    Scores of all tokens, float32 [slots, num_heads, group_size, max_context], and the selections,
-    int32 [slots, num_heads, budget_tokens] with their counts.
+    Scores of all tokens, float32 [slots, num_heads, group_size, max_tokens]; scratch of the top-k,
+    12 bytes per token and list; and the selections, int32 [slots, units, budget_tokens].
 
     Args:
         num_heads: the most such heads of a layer.
+        shared: they publish one list together.
     """
-    scores = slots * num_heads * group_size * max_context * _FLOAT32
-    return scores + slots * num_heads * (budget_tokens + 1) * _INT32
+    if not num_heads:
+        return 0
+    max_tokens = min(max_context, score_tokens(kv_len))
+    lists, units = (1, 1) if shared else (num_heads, num_kv_heads)
+    scores = num_heads * group_size * max_tokens * _FLOAT32
+    top_k = lists * ((_INT32 + _INT64) * max_tokens + _INT32 * (_TOP_K_GROUPS + _TOP_K_SEGMENTS))
+    return slots * (scores + top_k + units * (budget_tokens + 1) * _INT32)
+
+
+def score_tokens(kv_len: int) -> int:
+    """Tokens that scores have room for: it grows with the context, rarely."""
+    return max(_MIN_SCORE_TOKENS, 1 << (kv_len - 1).bit_length())
+
+
+def partial_bytes(
+    heads_of_layers: Sequence[int],
+    *,
+    slots: int,
+    group_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_multiprocessors: int,
+) -> int:
+    """Of the splits' results of layers whose heads are on the GPU in part, or publish: at most.
+
+    Args:
+        heads_of_layers: how many resident heads each of them has.
+    """
+    splits = [
+        max(1, min(_MAX_SPLITS, 2 * num_multiprocessors // heads))
+        for heads in heads_of_layers
+        if heads
+    ]
+    return slots * group_size * num_kv_heads * most(splits) * (head_dim + 1) * _FLOAT32
 
 
 def step_buffer_bytes(shape: ModelShape, *, slots: int, item_bytes: int, num_splits: int) -> int:
@@ -124,7 +168,7 @@ def step_buffer_bytes(shape: ModelShape, *, slots: int, item_bytes: int, num_spl
     heads = shape.num_qo_heads * shape.head_dim
     row = 3 * _INT64  # positions and tokens
     row += item_bytes * (shape.hidden_size + 2 * heads)  # hidden, query, attended
-    row += _FLOAT32 * (heads + shape.num_qo_heads)  # the window's part
+    row += 2 * _FLOAT32 * (heads + shape.num_qo_heads)  # the window's part; the host's, if none
     row += _FLOAT32 * shape.num_qo_heads * num_splits * (shape.head_dim + 1)  # splits
     row += _chooser_bytes(shape.vocab_size)
     if slots == 1:
@@ -139,11 +183,24 @@ def cublas_bytes(capability: tuple[int, int]) -> int:
     return _CUBLAS_HOPPER_BYTES if capability[0] == 9 else _CUBLAS_BYTES
 
 
-def mailbox_bytes(shape: ModelShape, *, slots: int, item_bytes: int, num_requests: int) -> int:
-    """Of the host memory through which GPU and CPU meet (`Mailbox.allocate`)."""
+def mailbox_bytes(
+    shape: ModelShape,
+    *,
+    slots: int,
+    item_bytes: int,
+    num_requests: int,
+    selection_units: int = 0,
+    selection_tokens: int = 0,
+) -> int:
+    """Of the host memory through which GPU and CPU meet (`Mailbox.allocate`).
+
+    Args:
+        selection_units, selection_tokens: of what the GPU's heads publish for the CPU's.
+    """
     heads = shape.num_qo_heads * shape.head_dim
     row = item_bytes * heads + _FLOAT32 * (heads + shape.num_qo_heads)
     row += item_bytes * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
+    row += selection_units * (selection_tokens + 1) * _INT32
     flags = (2 * num_requests + 1) * 16 * _INT32
     return slots * row + flags
 

@@ -1,4 +1,4 @@
-"""How long a decode step will take: from a placement of heads and what the machine was measured to do.
+"""How long a decode step will take, by a placement of heads and what was measured of a machine.
 
 A layer on a GPU, with what goes on beside each other in one column:
 
@@ -151,8 +151,6 @@ class StepTime:
             row["layers"] += 1
             for name in ("linear", "gpu", "gather", "reply", "exposed", "merge", "total"):
                 row[name] = row.get(name, 0.0) + getattr(layer, name)
-                if name != "total":
-                    continue
         return list(rows.values())
 
 
@@ -197,21 +195,25 @@ class StepModel:
 
     def step(self, placement: HeadPlacement) -> StepTime:
         """Of a step whose heads are placed so; all on the CPU means wholly, if there is no GPU."""
-        layers = tuple(
-            self.layer(layer_idx, placement.places[layer_idx])
-            for layer_idx in range(self.work.shape.num_layers)
-        )
+        waiting, layers = 0.0, []
+        for layer_idx, places in enumerate(placement.places):
+            layers.append(self.layer(layer_idx, places, top_k_us=waiting))
+            waiting = self.top_k_us(layer_idx, places)
         if self._device is None:
             vocabulary = self.work.shape.vocab_size * self.work.shape.hidden_size
             last = 1e6 * vocabulary * self.work.item_bytes / self.profile.read_bandwidth
-            return StepTime(layers, last, 0.0, self.work.batch_size, tuple(self._assumed))
+            return StepTime(tuple(layers), last, 0.0, self.work.batch_size, tuple(self._assumed))
         last = self._lm_head_us(self._device) + self._device.sampling_us
         return StepTime(
-            layers, last, self._device.step_us, self.work.batch_size, tuple(self._assumed)
+            tuple(layers), last, self._device.step_us, self.work.batch_size, tuple(self._assumed)
         )
 
-    def layer(self, layer_idx: int, places: UInt8Array) -> LayerTime:
-        """Of one layer with its heads at `places` [num_kv_heads]."""
+    def layer(self, layer_idx: int, places: UInt8Array, *, top_k_us: float = 0.0) -> LayerTime:
+        """Of one layer with its heads at `places` [num_kv_heads].
+
+        Args:
+            top_k_us: what the layer before publishes takes, beside the linear layers in between.
+        """
         roles, work = self.roles[layer_idx], self.work
         on_cpu = roles[places == Place.CPU]
         if self._device is None:
@@ -224,13 +226,16 @@ class StepModel:
         gather = merge = reply = 0.0
         if num_gathered or len(on_cpu):
             gpu += device.window_us
+        if num_gathered or len(on_cpu) or self._publishes(resident):
             merge = device.merge_us
         fetched = work.batch_size * num_gathered * work.chosen_tokens * 2 * work.row_bytes
         if num_gathered:
-            gather = max(0.0, device.gather.us(fetched) - self._linear_us)
+            gather = max(0.0, top_k_us + device.gather.us(fetched) - self._linear_us)
         attend_fetched = device.attention.us(fetched)
         if len(on_cpu):
-            reply = device.round_trip_us + self._attend_us(on_cpu, window_on_gpu=True)
+            # The request waits for what the CPU's heads reuse.
+            reply = max(0.0, top_k_us - self._linear_us) + device.round_trip_us
+            reply += self._attend_us(on_cpu, window_on_gpu=True)
         # Rows that are still on their way are waited for before they are attended to.
         side = max(gpu, gather) + attend_fetched
         gpu += attend_fetched
@@ -246,11 +251,24 @@ class StepModel:
         ]
         return LayerTime(" + ".join(names), self._linear_us, gpu, gather, reply, exposed, merge)
 
+    def _publishes(self, roles: UInt8Array) -> bool:
+        """Whether heads in GPU pages leave a selection."""
+        return self.work.is_sparse and bool((roles == RETRIEVE).any())
+
+    def top_k_us(self, layer_idx: int, places: UInt8Array) -> float:
+        """Of what a layer's heads publish on the GPU."""
+        resident = self.roles[layer_idx][places == Place.GPU]
+        if self._device is None or not self._publishes(resident):
+            return 0.0
+        work = self.work
+        group_size = work.shape.num_qo_heads // work.shape.num_kv_heads
+        return self._device.top_k.us(work.batch_size * len(resident) * group_size * work.kv_len)
+
     def _resident_us(self, device: DeviceProfile, roles: UInt8Array) -> float:
         """Attention to all tokens of heads in GPU pages."""
         work = self.work
         of_head = work.batch_size * work.kv_len * 2 * work.row_bytes
-        if work.is_sparse and (roles == RETRIEVE).any():
+        if self._publishes(roles):
             return device.retrieval.us(len(roles) * of_head)
         return device.attention.us(len(roles) * of_head)
 
@@ -301,7 +319,8 @@ class StepModel:
 
     def _looked_at_bytes(self) -> tuple[float, bool]:
         """Of one KV head: what the policy reads to select, and whether keys are read again then."""
-        work, policy = self.work, getattr(self.work.policy, "inner", self.work.policy)
+        work = self.work
+        policy: Any = getattr(work.policy, "inner", work.policy)
         kept = work.state_bytes / work.shape.num_kv_heads
         if policy.scans_keys:
             return work.kv_len * (work.row_bytes + _FLOAT32), False

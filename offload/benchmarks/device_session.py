@@ -45,8 +45,8 @@ class DeviceSession:
             device=settings.device,
             backend=settings.backend,
             num_threads=settings.num_threads or max(1, available_cpus() - 1),
-            num_parts=settings.num_parts,
             placement=settings.placement,
+            num_parts=settings.num_parts,
             make_handshake=_without_host if settings.host_work == "none" else make_handshake,
         )
         self._decoder.after_projection = cache.rows.after_projection

@@ -39,7 +39,7 @@ class PipelineSettings:
         host_work: "attend"; or "none", a step without attention on the host and without the
             handshake for it: what remains when both cost nothing.
         num_parts: parts that a batch is cut into, which take turns.
-        placement: of `DeviceDecoder`.
+        placement: of KV heads, where a GPU decodes; None: as `DeviceDecoder` has it.
     """
 
     shape: str

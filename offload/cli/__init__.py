@@ -14,6 +14,7 @@ from offload import __version__
 from offload.cli import bench, calibrate
 from offload.cli.env import env
 from offload.cli.generate import generate
+from offload.cli.plan import plan
 
 app = typer.Typer(
     name="offload",
@@ -23,6 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(plan)
 app.command()(env)
 calibrate.register(app)
 app.add_typer(bench.app, name="bench")

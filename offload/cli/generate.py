@@ -161,6 +161,16 @@ def generate(
             rich_help_panel=_RUNTIME_PANEL,
         ),
     ] = None,
+    placement: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where KV heads are attended: the output of offload plan --json. "
+            r"\[default: chosen for this machine]",
+            rich_help_panel=_RUNTIME_PANEL,
+            show_default=False,
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, rich_help_panel=_SAMPLING_PANEL)
     ] = 128,
@@ -244,7 +254,14 @@ def generate(
                 tokenizer, prompt, chat=chat, context_tokens=context, needle=needle
             )
             choice = ModelChoice(
-                model, dtype, device, backend, budgets, num_threads, tensor_parallel_size
+                model,
+                dtype,
+                device,
+                backend,
+                budgets,
+                num_threads,
+                tensor_parallel_size,
+                placement,
             )
             sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
             runs = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from offload.cli.options import Scalar
@@ -22,6 +23,7 @@ class ModelChoice:
     max_memory: dict[int | str, int | str] | None
     num_threads: int | None
     tensor_parallel_size: int = 1
+    placement: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def load(choice: ModelChoice, policy: Policy) -> Any:
         max_memory=choice.max_memory,
         num_threads=choice.num_threads,
         tensor_parallel_size=choice.tensor_parallel_size,
+        placement=choice.placement,
     )
 
 

@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("command", "taught"),
     [
-        ([], ["generate", "env", "bench", "--version", "offload generate --demo"]),
+        ([], ["generate", "plan", "env", "bench", "--version", "offload generate --demo"]),
         (["generate"], ["--policy", "--needle", "--max-memory", "offload generate --demo", "| jq"]),
+        (["plan"], ["--profile", "--remeasure", "--budget-tokens", "--json", "offload plan"]),
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
         (["bench"], ["attention", "decode", "latency", "pipeline", "selection"]),
         (["bench", "attention"], ["--kv-len", "--threads", "dense", "sparse", "topk"]),

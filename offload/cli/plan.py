@@ -1,0 +1,350 @@
+"""`offload plan`: where heads go, what that takes, how fast it is; before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
+from offload.cli.options import Scalar, memory_budgets, policy_options
+from offload.policies import available_policies
+
+if TYPE_CHECKING:
+    from offload.machine_profile import MachineProfile
+    from offload.plan import Plan
+    from offload.plan_model import PlannedModel
+    from offload.policies import Policy
+
+# offload.benchmarks.shapes has these, but imports torch; tests compare the two.
+SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
+_MACHINE_PANEL = "On which machine"
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Folder, .gguf file, hub id, the embedded model's name, or a shape: "
+            f"{', '.join(SHAPE_NAMES)}. Only its config is read."
+        ),
+    ],
+    policy: Annotated[
+        str,
+        typer.Option(
+            help=f"Which cached tokens a decode step attends to: {', '.join(available_policies())}."
+        ),
+    ] = "lychee_decode",
+    policy_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="An option of the policy, such as dense_layers=1. Repeatable.",
+        ),
+    ] = None,
+    budget_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Short for --policy-option budget_tokens=N.", show_default=False),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help=r"Tokens of each sequence at its end. \[default: the model's longest]",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
+    max_memory: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE=SIZE",
+            help="Hard limits, such as 0=20GiB for the GPU and cpu=96GiB. Repeatable. "
+            r"\[default: what the machine has]",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")
+    ] = "auto",
+    placement: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Count and predict for these places of heads, instead of choosing the best.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help=r"cuda, cuda:1 or cpu. \[default: cuda if there is one, else cpu]",
+            show_default=False,
+            rich_help_panel=_MACHINE_PANEL,
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=r"CPU threads. \[default: all this process may use; with a GPU, but one]",
+            show_default=False,
+            rich_help_panel=_MACHINE_PANEL,
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Plan for the machine that this profile was measured on.",
+            rich_help_panel=_MACHINE_PANEL,
+        ),
+    ] = None,
+    save_profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the machine's profile here, for --profile elsewhere.",
+            rich_help_panel=_MACHINE_PANEL,
+        ),
+    ] = None,
+    remeasure: Annotated[
+        bool,
+        typer.Option(
+            "--remeasure",
+            help="Measure this machine again, though its profile is in the cache.",
+            rich_help_panel=_MACHINE_PANEL,
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; generate takes it as --placement.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")] = False,
+) -> None:
+    """Show which KV heads belong on the GPU, every byte on both sides, and the predicted speed.
+
+    The machine is measured the first time (some seconds) and its profile is kept in the cache
+    folder. No weights are read and nothing is allocated for the model: what cannot fit is refused
+    here, with both numbers and the option to change (exit code 1).
+
+    In the map of heads, one column per layer: [bold]G[/bold] keeps all of its KV on the GPU,
+    [bold]g[/bold] has its selected rows fetched over PCIe, [bold].[/bold] is attended by the CPU.
+
+    [bold]Examples[/bold]
+
+        offload plan llama-3.1-8b --context 131072 --max-memory 0=24GiB
+
+        offload plan ./Llama-3.1-8B-Instruct --policy tidal_decode --budget-tokens 2048
+        --batch 4 --context 32768 --json > plan.json
+
+        offload generate ./Llama-3.1-8B-Instruct --policy tidal_decode --device cuda
+        --placement plan.json
+
+    For another machine: --save-profile there, then
+
+        offload plan llama-3.1-8b --profile h200.json
+    """
+    if policy not in available_policies():
+        raise typer.BadParameter(
+            f"unknown policy {policy!r}; available: {', '.join(available_policies())}",
+            param_hint="--policy",
+        )
+    if remeasure and profile is not None:
+        raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
+    options = policy_options(policy_option or [])
+    if budget_tokens is not None:
+        options["budget_tokens"] = budget_tokens
+    budgets = memory_budgets(max_memory or [])
+    with running(verbose=verbose), quiet_transformers(verbose=verbose):
+        from offload.plan_model import planned_model
+
+        made_policy = _policy(policy, options)
+        planned = planned_model(model, dtype)
+        measured = _profile(profile, device, threads, planned, batch, remeasure=remeasure)
+        if save_profile is not None:
+            measured.save(save_profile)
+        found = _plan(
+            planned,
+            made_policy,
+            measured,
+            context=context or planned.shape.max_context,
+            batch=batch,
+            device=device,
+            budgets=budgets,
+            placement=placement,
+            elsewhere=profile is not None,
+        )
+        if as_json:
+            print_json(found.as_json())
+        else:
+            _print(found)
+
+
+def _policy(name: str, options: dict[str, Scalar]) -> Policy:
+    from offload.policies import make_policy
+
+    return make_policy(name, **options)
+
+
+def _profile(
+    file: Path | None,
+    device: str | None,
+    threads: int | None,
+    model: PlannedModel,
+    batch: int,
+    *,
+    remeasure: bool,
+) -> MachineProfile:
+    """The machine's profile: given, from the cache, or measured now."""
+    import torch
+    from rich.progress import Progress
+
+    from offload.config import checked_device
+    from offload.machine_profile import (
+        MachineProfile,
+        cached_profile,
+        measure_profile,
+        store_profile,
+    )
+    from offload.memory import available_cpus
+
+    if file is not None:
+        return MachineProfile.load(file)
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = checked_device(name)
+    if threads is None:
+        threads = max(1, available_cpus() - (where.type == "cuda"))
+    known = None if remeasure else cached_profile(where, threads)
+    if known is not None:
+        return known
+    with Progress(console=stderr(), transient=True) as progress:
+        task = progress.add_task("measuring this machine", total=None)
+        found = measure_profile(
+            where,
+            threads,
+            shape=model.shape,
+            dtype=model.dtype,
+            rows=batch,
+            on_progress=lambda what, done, total: progress.update(
+                task, description=what, completed=done, total=total
+            ),
+        )
+    path = store_profile(found)
+    stderr().print(f"[dim]measured this machine: {path}[/dim]", soft_wrap=True)
+    return found
+
+
+def _plan(
+    model: PlannedModel,
+    policy: Policy,
+    profile: MachineProfile,
+    *,
+    context: int,
+    batch: int,
+    device: str | None,
+    budgets: dict[int | str, int | str] | None,
+    placement: Path | None,
+    elsewhere: bool,
+) -> Plan:
+    from offload.memory import check_max_memory, parse_size
+    from offload.placement import HeadPlacement
+    from offload.plan import PlanRequest, make_plan
+
+    if elsewhere:  # what this machine has left does not bound another one
+        limits = {
+            key: parse_size(size, name=f"max_memory[{key!r}]")
+            for key, size in (budgets or {}).items()
+        }
+    else:
+        limits = check_max_memory(budgets)
+    request = PlanRequest(
+        model=model,
+        policy=policy,
+        context=context,
+        batch_size=batch,
+        device=device or ("cuda" if profile.device is not None else "cpu"),
+        max_memory=limits,
+        on_this_machine=not elsewhere,
+        placement=None if placement is None else HeadPlacement.load(placement),
+    )
+    return make_plan(request, profile)
+
+
+def _print(found: Plan) -> None:
+    request, console = found.request, stdout()
+    where = found.profile.cpu
+    if found.profile.device is not None and request.on_gpu:
+        where = f"{found.profile.device.name}, {where}"
+    console.print(
+        f"[bold]{request.model.name}, {request.batch_size} x {request.context:,} tokens, "
+        f"{request.model.dtype_name}, {request.policy.name}[/bold]\n"
+        f"{where}, {found.profile.num_threads} threads\n"
+    )
+    if request.on_gpu:
+        _print_heads(found)
+    _print_bytes("on the GPU", found.device_bytes, found.device_limit_bytes)
+    _print_bytes("on the host", found.host_bytes, found.host_limit_bytes)
+    _print_step(found)
+    for note in (*found.notes, *found.step.assumed):
+        stderr().print(f"[yellow]note:[/yellow] {note}", soft_wrap=True)
+
+
+def _print_heads(found: Plan) -> None:
+    """A line per KV head, a column per layer, in groups of eight."""
+    from offload.placement import LETTERS, Place
+
+    places = found.placement.places
+    counts = ", ".join(
+        f"{letter} {int((places == place).sum())}" for place, letter in sorted(LETTERS.items())
+    )
+    console = stdout()
+    console.print(f"KV heads by layer ({counts})")
+    for head in range(places.shape[1]):
+        letters = "".join(LETTERS[Place(int(p))] for p in places[:, head])
+        groups = " ".join(letters[i : i + 8] for i in range(0, len(letters), 8))
+        console.print(f"  head {head:<3} {groups}")
+    console.print()
+
+
+def _print_bytes(title: str, counted: dict[str, int], limit: int | None) -> None:
+    from rich.table import Table
+
+    from offload.memory import format_bytes
+
+    if not counted:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column(title)
+    table.add_column("", justify="right")
+    for name, num_bytes in counted.items():
+        if num_bytes:
+            table.add_row(name, format_bytes(num_bytes))
+    of_limit = "" if limit is None else f" of {format_bytes(limit)}"
+    table.add_row("[bold]in all[/bold]", f"{format_bytes(sum(counted.values()))}{of_limit}")
+    stdout().print(table)
+    stdout().print()
+
+
+def _print_step(found: Plan) -> None:
+    from rich.table import Table
+
+    step = found.step
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("predicted, ms per step")
+    for column in ("layers", "linear", "GPU attends", "waits", "merge", "in all"):
+        table.add_column(column, justify="right")
+
+    def cells(row: dict[str, Any], *names: str) -> list[str]:
+        return [f"{row[name] / 1e3:.2f}" for name in names]
+
+    for row in step.breakdown():
+        columns = cells(row, "linear", "gpu", "exposed", "merge", "total")
+        table.add_row(f"heads on {row['kind']}", str(row["layers"]), *columns)
+    table.add_row("last projection, token", "", "", "", "", "", f"{step.last / 1e3:.2f}")
+    table.add_row("launch and end", "", "", "", "", "", f"{step.fixed / 1e3:.2f}")
+    stdout().print(table)
+    stdout().print(
+        f"\n[bold]{step.milliseconds:.2f} ms per step, {step.tokens_per_second:,.1f} tokens/s"
+        "[/bold]"
+    )

@@ -1,0 +1,138 @@
+"""`offload plan`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from profile_cases import machine_profile
+from typer.testing import CliRunner
+
+from offload.benchmarks.shapes import MODEL_SHAPES
+from offload.cli import app
+from offload.cli.plan import SHAPE_NAMES
+from offload.placement import HeadPlacement
+
+runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
+
+
+@pytest.fixture
+def h200(tmp_path: Path) -> str:
+    path = tmp_path / "h200.json"
+    machine_profile().save(path)
+    return str(path)
+
+
+def test_it_shows_heads_bytes_and_speed(h200: str) -> None:
+    arguments = ["plan", "llama-3.1-8b", "--profile", h200, "--max-memory", "0=24GiB"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.stdout.split())
+    assert "llama-3.1-8b, 1 x 131,072 tokens, bfloat16, lychee_decode" in shown
+    assert "made GPU, made CPU, 15 threads" in shown
+    assert re.search(r"KV heads by layer \(\. \d+, G 51, g \d+\)", shown)
+    assert "weights 14.96 GiB" in shown
+    assert "of 24.00 GiB" in shown
+    assert "KV cache 16.00 GiB" in shown
+    assert "heads on GPU + CPU 11" in shown
+    assert "tokens/s" in shown
+    heads = [line for line in result.stdout.splitlines() if line.startswith("  head ")]
+    assert len(heads) == 8
+    assert {len("".join(line.split()[2:])) for line in heads} == {32}
+
+
+def test_json_is_a_placement(h200: str, tmp_path: Path) -> None:
+    arguments = ["plan", "llama-3.1-8b", "--profile", h200, "--budget-tokens", "2048", "--json"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["policy"] == "lychee_decode"
+    assert document["machine"]["gpu"] == "made GPU"
+    path = tmp_path / "plan.json"
+    path.write_text(result.stdout)
+    placement = HeadPlacement.load(path)
+    again = runner.invoke(app, [*arguments, "--placement", str(path)])
+    assert json.loads(again.stdout)["milliseconds_per_step"] == document["milliseconds_per_step"]
+    assert (placement.num_layers, placement.num_kv_heads) == (32, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--max-memory", "0=14GiB"], 1, "the weights need 14.96 GiB, but max_memory[0] is 14.00"),
+        (["--max-memory", "cpu=4GiB"], 1, "of host memory, but max_memory['cpu'] is 4.00 GiB"),
+        (["--max-memory", "0=lots"], 1, "cannot read 'lots' as a size"),
+        (["--context", "200000"], 1, "exceeds the 131072 tokens"),
+        (["--policy", "qest"], 2, "unknown policy 'qest'"),
+        (["--policy-option", "budget=3"], 1, "has no option 'budget'"),
+        (["--remeasure"], 2, "a given profile is not measured"),
+        (["--placement", "nowhere.json"], 1, "no placement file nowhere.json"),
+    ],
+)
+def test_refusals(h200: str, arguments: list[str], code: int, message: str) -> None:
+    result = runner.invoke(app, ["plan", "llama-3.1-8b", "--profile", h200, *arguments])
+    assert result.exit_code == code
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert result.stdout == ""
+
+
+def test_a_damaged_profile(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("{")
+    result = runner.invoke(app, ["plan", "llama-3.1-8b", "--profile", str(path)])
+    assert result.exit_code == 1
+    assert "profile.json is damaged" in result.stderr.replace("\n", "")
+
+
+def test_this_machine_is_measured_once(
+    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("offload.profile_host._KV_LEN", 4096)
+    monkeypatch.setattr("offload.profile_host._MAX_CACHE_BYTES", 16 * 2**20)
+    saved = tmp_path / "here.json"
+    arguments = ["plan", str(tiny_folders["llama"]), "--device", "cpu", "--threads", "1"]
+    arguments += ["--max-memory", "cpu=1GiB"]  # what is left changes
+    first = runner.invoke(app, [*arguments, "--save-profile", str(saved)])
+    assert first.exit_code == 0, first.output
+    assert "measured this machine" in first.stderr.replace("\n", "")
+    (kept,) = (tmp_path / "cache" / "profiles").iterdir()
+    assert kept.read_text() == saved.read_text()
+    second = runner.invoke(app, arguments)
+    assert second.exit_code == 0
+    assert "measured this machine" not in second.stderr
+    assert second.stdout == first.stdout
+    before = kept.stat().st_mtime_ns
+    assert runner.invoke(app, [*arguments, "--remeasure"]).exit_code == 0
+    assert kept.stat().st_mtime_ns > before
+
+
+def test_help_teaches() -> None:
+    result = runner.invoke(app, ["plan", "--help"])
+    assert result.exit_code == 0
+    for text in ("--profile", "--placement", "--max-memory", "offload generate", "attended by"):
+        assert text in result.stdout
+
+
+def test_help_is_fast() -> None:
+    check = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom offload.cli import app\n"
+        "assert CliRunner().invoke(app, ['plan', '--help']).exit_code == 0\n"
+        "sys.exit(','.join({'torch', 'transformers', 'numba'} & {*sys.modules}))"
+    )
+    start = time.monotonic()
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == ""
+    assert time.monotonic() - start < 20.0
+
+
+def test_shapes_that_it_offers_are_those_of_the_benchmark() -> None:
+    assert tuple(MODEL_SHAPES) == SHAPE_NAMES

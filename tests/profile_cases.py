@@ -1,0 +1,74 @@
+"""Machine profiles with made numbers, and workloads for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from offload.benchmarks.shapes import MODEL_SHAPES, ModelShape
+from offload.machine_profile import CostTable, DeviceProfile, MachineProfile, shape_key
+from offload.policies import make_policy
+from offload.step_model import Workload
+
+LLAMA = MODEL_SHAPES["llama-3.1-8b"]
+SMALL = ModelShape(6, 128, 8, 4, 32, 256, 512, 65536, 10000.0)
+
+
+def device_profile(**changes: Any) -> DeviceProfile:
+    """Roughly an H200."""
+    straight = CostTable.straight
+    return replace(
+        DeviceProfile(
+            name="made GPU",
+            driver="1.0",
+            capability=(9, 0),
+            num_multiprocessors=132,
+            memory_bytes=140 * 2**30,
+            read_bandwidth=4e12,
+            to_host_bandwidth=55e9,
+            from_host_bandwidth=55e9,
+            gemv=straight(3.0, 1 / 3.6e6),
+            layer_linear_us={shape_key(LLAMA, 2): {1: 129.0}},
+            lm_head_us={shape_key(LLAMA, 2): {1: 285.0}},
+            attention=straight(6.0, 1 / 4.2e6),
+            retrieval=straight(8.0, 1 / 4.0e6),
+            top_k=straight(20.0, 1e-5),
+            gather=straight(8.0, 1 / 5e4),
+            gather_measured=True,
+            window_us=6.6,
+            merge_us=4.6,
+            sampling_us=15.0,
+            round_trip_us=10.0,
+            step_us=120.0,
+        ),
+        **changes,
+    )
+
+
+def machine_profile(**changes: Any) -> MachineProfile:
+    """Roughly 15 threads of a Xeon beside it."""
+    return replace(
+        MachineProfile(
+            cpu="made CPU",
+            isa="avx2",
+            num_threads=15,
+            version="0",
+            attention_heads=(32, 8, 128),
+            read_bandwidth=190e9,
+            attend_cold=CostTable(((131072, 10), (1 << 20, 20), (1 << 22, 50), (1 << 24, 170))),
+            attend_warm=CostTable(((131072, 5), (1 << 20, 10), (1 << 22, 25), (1 << 24, 110))),
+            select_scale={},
+            device=device_profile(),
+        ),
+        **changes,
+    )
+
+
+def workload(
+    policy: str = "lychee_decode",
+    kv_len: int = 131072,
+    batch_size: int = 1,
+    shape: ModelShape = LLAMA,
+    **options: Any,
+) -> Workload:
+    return Workload(shape, make_policy(policy, **options), kv_len, batch_size)

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--segment-tiles", type=int, nargs="+", default=[4096], help="tokens")
     parser.add_argument("--top-k-warps", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--name", default="gpu-heads")
+    parser.add_argument("--name", default="gpu-retrieval")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit")
     options = parser.parse_args(arguments)

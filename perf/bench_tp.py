@@ -375,7 +375,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--grow-memory", default="0", help="host memory to touch beforehand")
     parser.add_argument("--work", help=argparse.SUPPRESS)  # the folder of a run's ranks
-    parser.add_argument("--name", default="tp", help="of the results file")
+    parser.add_argument("--name", default="gpu-tp", help="of the results file")
     parser.add_argument("--output", type=Path, help="its folder; default: perf/results")
     parser.add_argument("--commit", help="of this tree, where there is no repository")
     return parser

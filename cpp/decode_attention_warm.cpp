@@ -9,11 +9,12 @@ namespace offload {
 namespace {
 
 constexpr int64_t kBytesPerWorker = int64_t{1} << 20;  // half of a core's L2 where it is 2 MiB
-constexpr int64_t kRowsPerLook = 8;                    // at `stop`: under half a microsecond
+constexpr int64_t kRowsPerLook = 8;                    // at `stop`: about a microsecond
 
-// Forced inline: GCC takes a function that only prefetches for one without effects, and drops calls to it.
-[[gnu::always_inline]] inline void prefetch_row(const void* row, int64_t row_bytes) {
-  for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i, 0, 2);
+// By loads: a CPU drops prefetches that come faster than memory answers, and those are most of them here. On a Zen 5,
+// attending to 239 scattered tokens takes 81 ns a token cold, 42 after prefetches and 29 after loads.
+inline void touch_row(const void* row, int64_t row_bytes) {
+  for (int64_t i = 0; i < row_bytes; i += 64) static_cast<void>(static_cast<const volatile char*>(row)[i]);
 }
 
 // One worker's reading, until it has read enough or somebody else needs it.
@@ -26,7 +27,7 @@ class Reader {
     for (int64_t i = 0; i < n; ++i) {
       if (i % kRowsPerLook == 0 && is_over()) return;
       if (tokens[i] < 0 || tokens[i] >= kv_len_) continue;
-      prefetch_row(source.row(tokens[i]), source.row_bytes);
+      touch_row(source.row(tokens[i]), source.row_bytes);
       bytes_ += source.row_bytes;
     }
   }

@@ -181,6 +181,7 @@ class DecodeAttention {
     Scratch<float> importance;        // [considered]
     Scratch<int32_t> positions;       // with propose: where each attended token is among the considered ones
     std::atomic<int> scores_left{0};  // of unit 0: units of its row that retrieve and are not scanned
+    std::atomic<int> parts_left{0};   // in run_known(): to be attended
   };
   // What a unit read in the last step.
   struct Remembered {
@@ -210,6 +211,7 @@ class DecodeAttention {
     std::span<const int32_t> scored;
     std::span<const int32_t> attended;
     bool reads_keys = false;
+    bool is_certain = false;  // and it is in lists that were published
   };
   // Scratch of a wave: some KV heads of a row whose keys are scanned together.
   struct ScanSlot {
@@ -296,6 +298,9 @@ class DecodeAttention {
   StagedLanes::Stage begin_attending(const Lane& lane);
   Piece piece_of(const Lane& lane, int64_t split);
   void run_lanes(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares);
+  int64_t even_splits(int64_t num_lists, int64_t num_tokens) const;
+  bool plan_known(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  void run_known(int64_t layer_idx, const std::vector<QueryRow>& rows);
 
   // decode_attention_warm.cpp
   Remembered& remembered_of(int64_t layer_idx, int row, int unit);
@@ -324,6 +329,7 @@ class DecodeAttention {
   StagedLanes staged_;
   int64_t piece_tokens_ = 0;  // of a lane, about
   int64_t max_ranges_ = 0;    // of a unit
+  int64_t known_splits_ = 0;  // in run_known(), of each lane
   std::vector<float> parts_;  // [parts, unit_group, head_dim + 2]: acc, then max, then sum
   ScanSlot slots_[3];
   std::vector<std::vector<float>> dense_scores_;     // of each worker: [units, group, kScoreTile]

@@ -3,6 +3,7 @@
 // unit help another.
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "decode_attention.h"
 
@@ -12,6 +13,7 @@ namespace {
 // Of one task; shorter ones cost more to start than to run. 8 units of 1,024 tokens make 64 pieces for 15 threads.
 constexpr int64_t kMinScoreTokens = 128;
 constexpr int64_t kMinPieceTokens = 128;
+constexpr int64_t kMinEvenPieceTokens = 48;  // of lists that are known before, and read ahead
 
 enum LaneStage : int { kAsk, kScore, kAttend, kMerge };
 constexpr TraceKind kStageKinds[] = {TraceKind::ask, TraceKind::score, TraceKind::attend, TraceKind::merge};
@@ -141,6 +143,75 @@ DecodeAttention::Piece DecodeAttention::piece_of(const Lane& lane, int64_t split
   return {lane.row, lane.first_unit, lane.num_units, begin, bound(split + 1) - begin, static_cast<int>(split)};
 }
 
+// Into how many pieces each list is cut where all are known beforehand: so that every thread has as many, all of one
+// size. Where they would be too small, as many as there are otherwise.
+int64_t DecodeAttention::even_splits(int64_t num_lists, int64_t num_tokens) const {
+  const int64_t threads = pool_.num_threads();
+  if (threads == 1) return 1;
+  const int64_t of_list = num_tokens / num_lists;
+  const int64_t even = threads / std::gcd(threads, num_lists);
+  if (even * kMinEvenPieceTokens <= of_list) return even;
+  return std::clamp<int64_t>(divide_rounded(threads * kPiecesPerThread, num_lists), 1,
+                             std::max<int64_t>(1, of_list / kMinPieceTokens));
+}
+
+// False unless every unit that is attended here reuses a selection.
+bool DecodeAttention::plan_known(int64_t layer_idx, const std::vector<QueryRow>& rows) {
+  const size_t count = rows.size() * static_cast<size_t>(units());
+  int64_t num_tokens = 0;
+  for (size_t i = 0; i < count; ++i) {
+    Unit& unit = units_[i];
+    if (unit.role != Role::reuse && unit.role != Role::elsewhere) return false;
+    set_range(unit);
+    num_tokens += unit.end - unit.begin;
+  }
+  lanes_.clear();
+  for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
+    for (int u = 0; u < units(); ++u) {
+      if (!is_null(rows[static_cast<size_t>(r)], unit_of(r, u))) {
+        lanes_.push_back({r, u, 1, 0});
+      } else {
+        const TraceSpan span = task_span(TraceKind::merge, layer_idx, r, u, 0);
+        merge_unit(layer_idx, rows[static_cast<size_t>(r)], r, u, 0);
+      }
+    }
+  }
+  if (lanes_.empty()) return true;
+  known_splits_ = even_splits(static_cast<int64_t>(lanes_.size()), num_tokens);
+  int64_t part = 0;
+  for (const Lane& lane : lanes_) {
+    Unit& unit = unit_of(lane.row, lane.first_unit);
+    unit.first_part = part;
+    unit.num_parts = static_cast<int>(std::clamp<int64_t>(unit.end - unit.begin, 1, known_splits_));
+    unit.parts_left.store(unit.num_parts, std::memory_order_relaxed);
+    part += unit.num_parts;
+  }
+  const auto floats = static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2));
+  if (parts_.size() < floats) parts_.resize(floats);
+  return true;
+}
+
+// Pieces in the order of lists, of which every worker has a block of its own: the one that it has read ahead.
+void DecodeAttention::run_known(int64_t layer_idx, const std::vector<QueryRow>& rows) {
+  if (lanes_.empty()) return;
+  load_queries(rows);
+  const auto num_lanes = static_cast<int64_t>(lanes_.size());
+  pool_.parallel_for_near(num_lanes * known_splits_, [&](int64_t task, int worker) {
+    const Lane& lane = lanes_[static_cast<size_t>(task / known_splits_)];
+    const int64_t split = task % known_splits_;
+    Unit& unit = unit_of(lane.row, lane.first_unit);
+    if (split >= unit.num_parts) return;
+    const QueryRow& row = rows[static_cast<size_t>(lane.row)];
+    {
+      const TraceSpan span = task_span(TraceKind::attend, layer_idx, lane.row, lane.first_unit, worker);
+      attend_piece(row, piece_of(lane, split), worker);
+    }
+    if (unit.parts_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    const TraceSpan span = task_span(TraceKind::merge, layer_idx, lane.row, lane.first_unit, worker);
+    merge_unit(layer_idx, row, lane.row, lane.first_unit, worker);
+  });
+}
+
 void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares) {
   struct Body {
     DecodeAttention& self;
@@ -201,6 +272,7 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
     }
   };
 
+  if (plan_known(layer_idx, rows)) return run_known(layer_idx, rows);
   const int64_t all_tokens = plan_lanes(layer_idx, rows);
   if (lanes_.empty()) return;
   load_queries(rows);

@@ -90,7 +90,7 @@ DecodeAttention::Forecast DecodeAttention::forecast(int64_t layer_idx, const Que
     const int64_t begin = std::min(policy_.sink_tokens, published.n);
     const int64_t end = std::max(begin, published.n - policy_.recent_tokens);
     result.attended = {published.tokens + begin, static_cast<size_t>(end - begin)};
-    result.reads_keys = true;
+    result.reads_keys = result.is_certain = true;
     return result;
   }
   if (remembered_.size() <= static_cast<size_t>(layer_idx)) return result;
@@ -119,6 +119,11 @@ void DecodeAttention::warm_up(int64_t layer_idx, const std::vector<QueryRow>& ro
   if (!any) return;
   const auto num_lanes = static_cast<int64_t>(forecasts_.size());
   const int64_t threads = pool_.num_threads();
+  // As run_known() cuts them, or as workers share lanes.
+  const bool known = std::all_of(forecasts_.begin(), forecasts_.end(), [](const Forecast& f) { return f.is_certain; });
+  int64_t num_tokens = 0;
+  for (const Forecast& f : forecasts_) num_tokens += static_cast<int64_t>(f.attended.size());
+  const int64_t splits = known ? even_splits(num_lanes, num_tokens) : 0;
   task_rings_ = trace_.workers();
   const auto read_share = [&](Reader& reader, int64_t lane, int64_t rank, int64_t sharers) {
     const Forecast& forecast = forecasts_[static_cast<size_t>(lane)];
@@ -137,6 +142,13 @@ void DecodeAttention::warm_up(int64_t layer_idx, const std::vector<QueryRow>& ro
     if (task != worker) return;  // another core's cache is of no use
     const TraceSpan span = task_span(TraceKind::warm, layer_idx, -1, -1, worker);
     Reader reader(stop, 0);
+    if (known) {
+      const int64_t end = pool_.block_begin(worker + 1, num_lanes * splits);
+      for (int64_t i = pool_.block_begin(worker, num_lanes * splits); i < end && !reader.is_over(); ++i) {
+        read_share(reader, i / splits, i % splits, splits);
+      }
+      return;
+    }
     const int64_t begin = pool_.block_begin(worker, num_lanes);
     const int64_t end = pool_.block_begin(worker + 1, num_lanes);
     for (int64_t i = begin; i < end && !reader.is_over(); ++i) {

@@ -27,7 +27,7 @@ def test_one_rank_and_two(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "tp.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "gpu-tp.json").read_text())["rows"]
     decoded = [row for row in rows if row["part"] == "decode"]
     assert [(row["world_size"], row["num_parts"]) for row in decoded] == [
         (1, 1),

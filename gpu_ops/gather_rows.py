@@ -82,6 +82,8 @@ def locate_tile(
     budget_tokens: tl.tensor,
     capacity: tl.tensor,
     NUM_HEADS: tl.constexpr,
+    FIRST_SLOT: tl.constexpr,
+    OUT_HEADS: tl.constexpr,
     NUM_UNITS: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
     FIXED_TOKENS: tl.constexpr,
@@ -107,7 +109,7 @@ def locate_tile(
     token = tl.load(chosen + index, mask=present, other=0)
     page = tl.load(page_table + row * max_pages + token // PAGE_TOKENS, mask=present, other=0)
     key_rows = kv_head * PAGE_TOKENS + token % PAGE_TOKENS
-    target = ((row * 2 * NUM_HEADS + slot) * capacity + index) * HEAD_DIM
+    target = ((row * 2 * OUT_HEADS + FIRST_SLOT + slot) * capacity + index) * HEAD_DIM
     return page + key_rows.to(tl.int64) * ROW_BYTES, target, present
 
 
@@ -124,6 +126,8 @@ def gather_rows_kernel(
     budget_tokens: tl.tensor,
     capacity: tl.tensor,
     NUM_HEADS: tl.constexpr,
+    FIRST_SLOT: tl.constexpr,
+    OUT_HEADS: tl.constexpr,
     NUM_UNITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
@@ -161,6 +165,8 @@ def gather_rows_kernel(
             budget_tokens,
             capacity,
             NUM_HEADS,
+            FIRST_SLOT,
+            OUT_HEADS,
             NUM_UNITS,
             SINK_TOKENS,
             FIXED_TOKENS,
@@ -192,6 +198,8 @@ def gather_rows_kernel(
                 budget_tokens,
                 capacity,
                 NUM_HEADS,
+                FIRST_SLOT,
+                OUT_HEADS,
                 NUM_UNITS,
                 SINK_TOKENS,
                 FIXED_TOKENS,
@@ -202,7 +210,7 @@ def gather_rows_kernel(
                 BLOCK_T,
             )
             tl.store(k_out, k, mask=inside)
-            tl.store(k_out + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM, v, mask=inside)
+            tl.store(k_out + OUT_HEADS * capacity.to(tl.int64) * HEAD_DIM, v, mask=inside)
         # Who had one tile more than others in this row starts later in the next.
         first = (first - num_tiles * NUM_HEADS % num_programs + num_programs) % num_programs
 
@@ -219,6 +227,7 @@ def gather_rows(
     sink_tokens: int,
     recent_tokens: int,
     out: Tensor,
+    first_slot: int = 0,
     launch: GatherLaunch = _LAUNCH,
 ) -> None:
     """Copy keys and values of selected tokens, but for sinks and recent ones, out of host pages.
@@ -237,8 +246,9 @@ def gather_rows(
         positions: int64 [n], each row's last token; -1 for an inactive row, which gathers nothing.
         heads: int32 [num_heads], the KV heads to gather.
         page_tokens: a power of two.
-        out: [n, 2, num_heads, capacity, head_dim] with capacity = budget_tokens - sink_tokens -
-            recent_tokens: keys and values, token i of the middle at i.
+        out: [n, 2, at least num_heads, capacity, head_dim] with capacity = budget_tokens -
+            sink_tokens - recent_tokens: keys and values, token i of the middle at i.
+        first_slot: place in `out` of the first of `heads`; the others follow it.
         launch: how the kernel is spread over the GPU.
 
     Raises:
@@ -246,7 +256,12 @@ def gather_rows(
     """
     check_dtype("out", out)
     device = out.device
-    n, num_heads, capacity, head_dim = check_gathered("out", out, device)
+    n, out_heads, capacity, head_dim = check_gathered("out", out, device)
+    num_heads = heads.numel()
+    if not 0 <= first_slot <= first_slot + num_heads <= out_heads or num_heads < 1:
+        raise ValueError(
+            f"{num_heads} heads from slot {first_slot} do not lie in out's {out_heads}"
+        )
     check_page_tokens(page_tokens)
     num_units = check_units(counts, num_kv_heads)
     budget_tokens = capacity + check_fixed(sink_tokens, recent_tokens)
@@ -267,6 +282,7 @@ def gather_rows(
             sink_tokens=sink_tokens,
             recent_tokens=recent_tokens,
             out=out,
+            first_slot=first_slot,
         )
     row_bytes = head_dim * out.element_size()
     gather_rows_kernel[(launch.programs,)](
@@ -281,6 +297,8 @@ def gather_rows(
         budget_tokens,
         capacity,
         num_heads,
+        first_slot,
+        out_heads,
         num_units,
         num_kv_heads,
         sink_tokens,
@@ -308,11 +326,12 @@ def gather_rows_reference(
     sink_tokens: int,
     recent_tokens: int,
     out: Tensor,
+    first_slot: int = 0,
 ) -> None:
     """`gather_rows` by torch; pages are CPU memory."""
     page_shape = (2, num_kv_heads, page_tokens, out.shape[4])
     for row, position in enumerate(positions.tolist()):
-        for slot, kv_head in enumerate(heads.tolist() if position >= 0 else ()):
+        for slot, kv_head in enumerate(heads.tolist() if position >= 0 else (), first_slot):
             unit = kv_head if counts.shape[1] > 1 else 0
             count = min(int(counts[row, unit]), selection.shape[2])
             tokens = selection[row, unit, sink_tokens : max(sink_tokens, count - recent_tokens)]

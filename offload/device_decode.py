@@ -125,7 +125,9 @@ class DeviceDecoder:
         placement.check_policy(policy, self.model.attention.num_qo_heads)
         self.placement = placement
         roles = None if policy.per_query_head else self.attention.roles
-        self._layers = layer_heads(placement.places, roles)
+        self._layers = layer_heads(
+            placement.places, roles, shares_selection=policy.shares_selection
+        )
         self._num_slots = 0
         self._drop_links()
         self._step = None

@@ -61,6 +61,8 @@ class DeviceHeads:
 
         self._resident = {i: indices(x.resident) for i, x in enumerate(layers) if x.resident}
         self._gathered = {i: indices(x.gathered) for i, x in enumerate(layers) if x.gathered}
+        # Rows of two layers: one layer's are fetched while those of the other are attended to.
+        self._side = {layer_idx: i % 2 for i, layer_idx in enumerate(self._gathered)}
         self._page_slots = {
             i: _places_of(x.resident, shape.num_kv_heads).to(device)
             for i, x in enumerate(layers)
@@ -90,7 +92,7 @@ class DeviceHeads:
             lists = num_rows * (1 if policy.shares_selection else most_published)
             self._top_k = TopKBuffers.allocate(lists, max_tokens, budget, device)
         chosen = budget - policy.sink_tokens - policy.recent_tokens if most_gathered else 0
-        self._rows = empty(num_rows * 2 * most_gathered * chosen * shape.head_dim, of=dtype)
+        self._rows = empty(2, num_rows * 2 * most_gathered * chosen * shape.head_dim, of=dtype)
         self._gathered_splits = {
             i: num_gathered_splits(len(x.gathered), chosen, num_sms)
             for i, x in enumerate(layers)
@@ -176,20 +178,32 @@ class DeviceHeads:
         )
 
     def gather(
-        self, layer_idx: int, rows: slice, positions: Tensor, host_pages: Mapping[int, Tensor]
+        self,
+        layer_idx: int,
+        rows: slice,
+        positions: Tensor,
+        host_pages: Mapping[int, Tensor],
+        *,
+        early: bool,
     ) -> None:
-        """Fetch the rows of the layer's gathered heads that were published above."""
+        """Fetch rows of the layer's gathered heads: of the early ones, or of the others."""
+        num_early = self.layers[layer_idx].num_early
+        heads = self._gathered[layer_idx]
+        heads = heads[:num_early] if early else heads[num_early:]
+        if not len(heads):
+            return
         gather_rows(
             self.selection[rows],
             self.counts[rows],
             host_pages[layer_idx][rows],
             positions[rows],
-            self._gathered[layer_idx],
+            heads,
             num_kv_heads=self._shape.num_kv_heads,
             page_tokens=self._page_tokens,
             sink_tokens=self._policy.sink_tokens,
             recent_tokens=self._policy.recent_tokens,
             out=self._rows_of(layer_idx, rows),
+            first_slot=0 if early else num_early,
         )
 
     def attend_gathered(
@@ -237,7 +251,7 @@ class DeviceHeads:
         num_heads, policy = len(self.layers[layer_idx].gathered), self._policy
         chosen = policy.budget_tokens - policy.sink_tokens - policy.recent_tokens
         shape = (rows.stop - rows.start, 2, num_heads, chosen, self._shape.head_dim)
-        return _part_of(self._rows, rows, self._num_rows, shape)
+        return _part_of(self._rows[self._side[layer_idx]], rows, self._num_rows, shape)
 
 
 def _part_of(buffer: Tensor, rows: slice, num_rows: int, shape: tuple[int, ...]) -> Tensor:

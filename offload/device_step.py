@@ -35,6 +35,8 @@ from offload.models import LeanModel
 from offload.resident import ResidentKV
 from offload.sampling import TokenChooser
 
+_PUBLISHING, _GATHERING = 0, 1  # lanes of the handshake
+
 
 class StepBuffers:
     """The static tensors of steps with up to `num_rows` rows."""
@@ -109,7 +111,7 @@ class _BesidePart:
     """What runs beside a part's own work and was not joined yet."""
 
     publishing: Beside | None = None  # a selection to the mailbox
-    gathering: Beside | None = None  # the next layer's rows from the host
+    gathering: list[Beside] = field(default_factory=list)  # rows of a layer's heads from the host
 
 
 @dataclass
@@ -212,6 +214,10 @@ class DeviceStep:
         """The rest of a layer."""
         b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
         shape, attended = self.model.attention, b.attended[rows]
+        for gathering in part.beside.gathering:
+            link.handshake.join(gathering)
+        part.beside.gathering.clear()
+        self.gather_ahead(layer_idx + 1, part, link, early=True)
         if self.heads.layers[layer_idx].is_resident:
             paged_decode_attention(
                 b.query[rows],
@@ -227,7 +233,7 @@ class DeviceStep:
             self._mark("attention", layer_idx)
         else:
             self.attend_in_parts(layer_idx, part, link)
-        self.gather_next(layer_idx, part, link)
+        self.gather_ahead(layer_idx + 1, part, link, early=False)
         part.linears.add_attention(layer, part.x, attended)
         part.linears.add_mlp(layer, part.x)
 
@@ -247,9 +253,6 @@ class DeviceStep:
             )
             self._mark("window", layer_idx)
         if placed.gathered:
-            if part.beside.gathering is not None:
-                link.handshake.join(part.beside.gathering)
-                part.beside.gathering = None
             self.heads.attend_gathered(layer_idx, rows, b.query, b.positions, out, lse)
             self._mark("gathered", layer_idx)
         if placed.resident:
@@ -259,7 +262,7 @@ class DeviceStep:
             self._mark("attention", layer_idx)
         if placed.publishing:
             self._join_publishing(part, link)
-            with link.handshake.beside() as part.beside.publishing:
+            with link.handshake.beside(_PUBLISHING) as part.beside.publishing:
                 self.heads.publish(layer_idx, rows, b.positions, lse, link.mailbox)
         if placed.host:
             link.handshake.await_reply(link.request_of[layer_idx, rows.start])
@@ -268,13 +271,18 @@ class DeviceStep:
         merge_state(out, lse, host_out, host_lse, b.attended[rows])
         self._mark("merge", layer_idx)
 
-    def gather_next(self, layer_idx: int, part: _Part, link: HostLink) -> None:
-        """The rows of the next layer's gathered heads, while this one is finished."""
-        after = layer_idx + 1
-        if after < len(self.heads.layers) and self.heads.layers[after].gathered:
-            with link.handshake.beside() as part.beside.gathering:
-                tables = self.resident.host_pages.tables
-                self.heads.gather(after, part.rows, self.buffers.positions, tables)
+    def gather_ahead(self, layer_idx: int, part: _Part, link: HostLink, *, early: bool) -> None:
+        """Fetch rows of a layer's gathered heads, while the layer above attends, or is finished."""
+        if layer_idx == len(self.heads.layers):
+            return
+        placed = self.heads.layers[layer_idx]
+        if (placed.num_early if early else len(placed.gathered) - placed.num_early) == 0:
+            return
+        # What was just published comes first in its lane; the others need not wait for it.
+        with link.handshake.beside(_GATHERING if early else _PUBLISHING) as gathering:
+            tables = self.resident.host_pages.tables
+            self.heads.gather(layer_idx, part.rows, self.buffers.positions, tables, early=early)
+        part.beside.gathering.append(gathering)
 
     def _join_publishing(self, part: _Part, link: HostLink) -> None:
         if part.beside.publishing is not None:

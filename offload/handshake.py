@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _FLAG_CAPABILITY = (7, 0)  # loads that acquire and stores that release
 
 Step = Callable[[], None]
+NUM_LANES = 2  # of work beside a step's own
 
 
 class HandshakeError(RuntimeError):
@@ -65,7 +66,8 @@ class SideStream:
             work.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             work.done.record(self._stream)
 
-    def join(self, work: Beside) -> None:
+    @staticmethod
+    def join(work: Beside) -> None:
         if work.done is not None:
             torch.cuda.current_stream().wait_event(work.done)
 
@@ -81,8 +83,10 @@ class Handshake(Protocol):
     def await_reply(self, request: int) -> None:
         """What the step launches next reads the reply."""
 
-    def beside(self) -> AbstractContextManager[Beside]:
-        """What the step launches inside runs beside what it launches afterwards."""
+    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+        """What the step launches inside runs beside what it launches afterwards, and after what it
+        launched inside before in the same lane, which is below `NUM_LANES`.
+        """
 
     def join(self, work: Beside) -> None:
         """What the step launches next comes after `work`; each must be joined before its end."""
@@ -123,7 +127,7 @@ class InlineHandshake:
         self._coprocessor.serve(request)
 
     @contextmanager
-    def beside(self) -> Iterator[Beside]:
+    def beside(self, lane: int = 0) -> Iterator[Beside]:
         yield Beside()
 
     def join(self, work: Beside) -> None:
@@ -155,7 +159,7 @@ class StreamHandshake:
     def __init__(self, coprocessor: Coprocessor) -> None:
         self._coprocessor = coprocessor
         self._published = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._side = SideStream()
+        self._side = [SideStream() for _ in range(NUM_LANES)]
 
     def publish(self, request: int) -> None:
         self._published.record()
@@ -164,11 +168,11 @@ class StreamHandshake:
         self._published.synchronize()
         self._coprocessor.serve(request)
 
-    def beside(self) -> AbstractContextManager[Beside]:
-        return self._side.beside()
+    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+        return self._side[lane].beside()
 
     def join(self, work: Beside) -> None:
-        self._side.join(work)
+        SideStream.join(work)
 
     def prepare(self, key: Hashable, step: Step) -> None:
         """Nothing to prepare."""
@@ -211,7 +215,7 @@ class GraphHandshake:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._side = SideStream()
+        self._side = [SideStream() for _ in range(NUM_LANES)]
 
     def publish(self, request: int) -> None:
         flags = self._practice if self._is_warming_up else self._requests
@@ -221,11 +225,11 @@ class GraphHandshake:
         flags = self._practice if self._is_warming_up else self._replies
         await_flag(flags[request], self._stream.device)
 
-    def beside(self) -> AbstractContextManager[Beside]:
-        return self._side.beside()
+    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+        return self._side[lane].beside()
 
     def join(self, work: Beside) -> None:
-        self._side.join(work)
+        SideStream.join(work)
 
     def prepare(self, key: Hashable, step: Step) -> None:
         """Capture `step`. It is run once before, without the CPU side, to load its kernels."""

@@ -19,19 +19,22 @@ from offload.policies.base import RETRIEVE
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """KV heads of one layer by who attends to them, ascending; each is in one of the first three.
+    """KV heads of one layer by who attends to them; each is in one of the first three.
 
     Attributes:
         resident: the GPU, to all tokens.
         gathered: the GPU, to rows that it fetches from the host.
         host: the CPU.
         publishing: of the resident ones, those whose selection others reuse: all or none.
+        num_early: gathered ones whose selection is known before the layer above attends, the first
+            so many; the others wait for what is published there.
     """
 
     resident: tuple[int, ...]
     gathered: tuple[int, ...]
     host: tuple[int, ...]
     publishing: tuple[int, ...] = ()
+    num_early: int = 0
 
     @property
     def is_resident(self) -> bool:
@@ -45,15 +48,19 @@ class LayerHeads:
 
 
 def layer_heads(
-    places: npt.NDArray[np.uint8], roles: npt.NDArray[np.uint8] | None
+    places: npt.NDArray[np.uint8],
+    roles: npt.NDArray[np.uint8] | None,
+    *,
+    shares_selection: bool = False,
 ) -> tuple[LayerHeads, ...]:
     """Of each layer.
 
     Args:
         places: Place of each [layer, KV head].
         roles: of `Policy.roles` for units that are KV heads; None: nobody retrieves.
+        shares_selection: the policy's; what one head publishes is for all.
     """
-    layers = []
+    layers: list[LayerHeads] = []
     for layer_idx, of_layer in enumerate(places):
 
         def heads(place: Place, of_layer: npt.NDArray[np.uint8] = of_layer) -> tuple[int, ...]:
@@ -63,12 +70,17 @@ def layer_heads(
         publishes = (
             roles is not None and bool(resident) and roles[layer_idx, resident[0]] == RETRIEVE
         )
+        above = layers[-1].publishing if layers else ()
+        gathered = heads(Place.GATHER)
+        late = {head for head in gathered if head in above or (above and shares_selection)}
+        early = tuple(head for head in gathered if head not in late)
         layers.append(
             LayerHeads(
                 resident,
-                heads(Place.GATHER),
+                early + tuple(head for head in gathered if head in late),
                 heads(Place.CPU),
                 resident if publishes else (),
+                len(early),
             )
         )
     return tuple(layers)

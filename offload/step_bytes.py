@@ -93,14 +93,14 @@ def page_table_bytes(num_layers: int, *, slots: int, max_context: int, page_toke
 def gather_bytes(
     num_heads: int, *, slots: int, chosen_tokens: int, head_dim: int, item_bytes: int
 ) -> int:
-    """Of the buffer of fetched rows, [slots, 2, num_heads, chosen_tokens, head_dim]; all layers
-    share it.
+    """Of the two buffers of fetched rows, [slots, 2, num_heads, chosen_tokens, head_dim], which
+    layers use in turn.
 
     Args:
         num_heads: the most gathered heads of a layer.
         chosen_tokens: budget_tokens less sinks and recent window.
     """
-    return slots * page_bytes(num_heads, chosen_tokens, head_dim, item_bytes)
+    return 2 * slots * page_bytes(num_heads, chosen_tokens, head_dim, item_bytes)
 
 
 def retrieval_bytes(

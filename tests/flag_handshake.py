@@ -43,7 +43,7 @@ class FlagHandshake(GraphHandshake):
         self._replies[request].value = 0
 
     @contextmanager
-    def beside(self) -> Iterator[Beside]:
+    def beside(self, lane: int = 0) -> Iterator[Beside]:
         yield Beside()
 
     def join(self, work: Beside) -> None:

@@ -22,7 +22,7 @@ from offload.benchmarks.step_timeline import (
 from offload.benchmarks.worker_tasks import worker_tasks
 from offload.decode_step import DecodeStep
 from offload.device_decode import DeviceDecoder
-from offload.handshake import Beside, SideStream, Step, make_handshake
+from offload.handshake import NUM_LANES, Beside, SideStream, Step, make_handshake
 from offload.memory import available_cpus
 from offload.models import lean_model_maker
 from offload.sampling import SamplingOptions
@@ -141,7 +141,7 @@ class WithoutHost:
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._side = SideStream()
+        self._side = [SideStream() for _ in range(NUM_LANES)]
 
     def publish(self, request: int) -> None:
         """Nobody is asked."""
@@ -149,11 +149,11 @@ class WithoutHost:
     def await_reply(self, request: int) -> None:
         """Nobody answers."""
 
-    def beside(self) -> AbstractContextManager[Beside]:
-        return self._side.beside()
+    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+        return self._side[lane].beside()
 
     def join(self, work: Beside) -> None:
-        self._side.join(work)
+        SideStream.join(work)
 
     def prepare(self, key: Hashable, step: Step) -> None:
         if key not in self._graphs:

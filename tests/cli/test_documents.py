@@ -113,7 +113,7 @@ def test_options_in_the_documents_exist() -> None:
     known = {
         command: runner.invoke(app, [command, "--help"]).output for command in ("plan", "generate")
     }
-    blocks = "".join(re.findall(r"^```\n(.*?)^```", USER_TEXTS, re.MULTILINE | re.DOTALL))
+    blocks = "".join(re.findall(r"^```\w*\n(.*?)^```", USER_TEXTS, re.MULTILINE | re.DOTALL))
     lines = blocks.replace("\\\n", " ").splitlines()
     found = [
         (command, option)
@@ -130,6 +130,16 @@ def test_links_between_the_documents_lead_somewhere() -> None:
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", path.read_text("utf-8")):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_links_to_parts_of_the_documents_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        links = re.findall(r"\]\((?!https?:)([^)#\n]*)#([^)]+)\)", path.read_text("utf-8"))
+        for target, part in links:
+            text = (path.parent / target if target else path).read_text("utf-8")
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+            assert part in slugs, f"{path.name}: {target}#{part}"
 
 
 def test_the_gpu_document_has_the_names_of_the_code() -> None:

@@ -21,6 +21,10 @@ from gpu_ops.rope_publish import page_at
 class GatherLaunch:
     """How the kernel is spread over the GPU.
 
+    By default it has few multiprocessors, each to itself: loads of one multiprocessor come back in
+    order, so that whoever shares one with loads from the host waits for those, too. More programs
+    fetch faster (50 GB/s instead of 45 on an H200) and slow down what runs beside them.
+
     Attributes:
         programs: in all, of whatever is gathered.
         tile_bytes: keys and values that a program has in flight at a time.
@@ -30,9 +34,9 @@ class GatherLaunch:
             that the former stays within fewer of them.
     """
 
-    programs: int = 16
-    tile_bytes: int = 16384
-    num_warps: int = 4
+    programs: int = 4
+    tile_bytes: int = 65536
+    num_warps: int = 16
     heads_first: bool = True
 
     def __post_init__(self) -> None:

@@ -214,11 +214,8 @@ class DeviceStep:
         """The rest of a layer."""
         b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
         shape, attended = self.model.attention, b.attended[rows]
-        for gathering in part.beside.gathering:
-            link.handshake.join(gathering)
-        part.beside.gathering.clear()
-        self.gather_ahead(layer_idx + 1, part, link, early=True)
         if self.heads.layers[layer_idx].is_resident:
+            self.gather_ahead(layer_idx + 1, part, link, early=True)
             paged_decode_attention(
                 b.query[rows],
                 self.resident.page_tables[layer_idx][rows],
@@ -252,9 +249,6 @@ class DeviceStep:
                 lse=lse,
             )
             self._mark("window", layer_idx)
-        if placed.gathered:
-            self.heads.attend_gathered(layer_idx, rows, b.query, b.positions, out, lse)
-            self._mark("gathered", layer_idx)
         if placed.resident:
             self.heads.attend_resident(
                 layer_idx, rows, b.query, b.positions, self.resident.page_tables, out, lse
@@ -264,6 +258,13 @@ class DeviceStep:
             self._join_publishing(part, link)
             with link.handshake.beside(_PUBLISHING) as part.beside.publishing:
                 self.heads.publish(layer_idx, rows, b.positions, lse, link.mailbox)
+        for gathering in part.beside.gathering:
+            link.handshake.join(gathering)
+        part.beside.gathering.clear()
+        self.gather_ahead(layer_idx + 1, part, link, early=True)
+        if placed.gathered:
+            self.heads.attend_gathered(layer_idx, rows, b.query, b.positions, out, lse)
+            self._mark("gathered", layer_idx)
         if placed.host:
             link.handshake.await_reply(link.request_of[layer_idx, rows.start])
             self._mark("wait", layer_idx)

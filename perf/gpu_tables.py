@@ -31,7 +31,7 @@ def gpu_decode_table(results: Results) -> str:
     rows = [*decode["rows"], *_same_run_rows(results, "peers")]
     contexts = sorted({row["kv_len"] for row in rows})
     names = list(dict.fromkeys(_name(row) for row in rows))
-    cells = {(_name(row), row["kv_len"]): _milliseconds(row) for row in rows}
+    cells = {(_name(row), row["kv_len"]): milliseconds_cell(row) for row in rows}
     lines = [[name, *(cells.get((name, context), "") for context in contexts)] for name in names]
     settings = decode["settings"]
     title = (
@@ -105,7 +105,12 @@ def gpu_batch_table(results: Results) -> str:
     batch = results["batch"]
     settings = batch["settings"]
     lines = [
-        [_name(row), str(row["batch_size"]), f"{row['tokens_per_second']:,.1f}", _milliseconds(row)]
+        [
+            _name(row),
+            str(row["batch_size"]),
+            f"{row['tokens_per_second']:,.1f}",
+            milliseconds_cell(row),
+        ]
         for row in batch["rows"]
     ]
     title = (
@@ -133,11 +138,12 @@ def gpu_machine_line(result: dict[str, Any]) -> str:
     machine, settings = result["machine"], result["settings"]
     versions = machine["versions"]
     changed = " with changes" if machine["uncommitted_changes"] else ""
+    run = f", run {settings['run']}" if "run" in settings else ""  # of parts that share one
     return (
         f"*{', '.join(machine['gpus']) or 'no GPU'}, driver {machine['nvidia_driver']}; "
         f"{machine['cpu']}, {machine['cpus_usable']} CPUs, ISA {machine['isa']}; "
         f"torch {versions['torch']}, transformers {versions['transformers']}; commit "
-        f"{machine['commit'][:12]}{changed}, {machine['date']}, run {settings['run']}.*"
+        f"{machine['commit'][:12]}{changed}, {machine['date']}{run}.*"
     )
 
 
@@ -152,9 +158,9 @@ def _decode_checks(results: Results) -> list[list[str]]:
         if row is not None:
             found = row["milliseconds"]
             lines.append(
-                _line(
+                target_line(
                     f"time per token at {longest:,}, {name}",
-                    f"{_milliseconds(row)} ms",
+                    f"{milliseconds_cell(row)} ms",
                     f"≤ {limit:g} ms",
                     found <= limit,
                 )
@@ -172,15 +178,15 @@ def _decode_checks(results: Results) -> list[list[str]]:
         over = found_peers[engine]["milliseconds"] / time
         wanted = "faster" if ratio == 1 else f"≥ {ratio:g}{TIMES}"
         met = over > 1 if ratio == 1 else over >= ratio
-        lines.append(_line(label, f"{over:.2f}{TIMES}", wanted, met))
+        lines.append(target_line(label, f"{over:.2f}{TIMES}", wanted, met))
     growth = time / ours["lychee_cluster", shortest]["milliseconds"]
     label = f"growth from {shortest:,} to {longest:,}, LycheeCluster"
-    lines.append(_line(label, f"{growth:.2f}{TIMES}", f"≤ {GROWTH}{TIMES}", growth <= GROWTH))
+    lines.append(target_line(label, f"{growth:.2f}{TIMES}", f"≤ {GROWTH}{TIMES}", growth <= GROWTH))
     device = lychee["memory"].get("device")
     if device is not None:
         label = f"GPU memory at {longest:,} beyond the weights"
         wanted = f"≤ {format_bytes(int(DEVICE_BYTES))}"
-        lines.append(_line(label, format_bytes(device), wanted, device <= DEVICE_BYTES))
+        lines.append(target_line(label, format_bytes(device), wanted, device <= DEVICE_BYTES))
     return lines
 
 
@@ -189,7 +195,7 @@ def _handshake_checks(results: Results) -> list[list[str]]:
     exposed = (null["milliseconds"] - none["milliseconds"]) / null["host_layers"] * 1e3
     wanted = f"≤ {HANDSHAKE_US:g} µs"
     label = "exposed handshake cost per layer (null CPU work)"
-    return [_line(label, f"{exposed:.1f} µs", wanted, exposed <= HANDSHAKE_US)]
+    return [target_line(label, f"{exposed:.1f} µs", wanted, exposed <= HANDSHAKE_US)]
 
 
 def _prefill_checks(results: Results) -> list[list[str]]:
@@ -201,7 +207,7 @@ def _prefill_checks(results: Results) -> list[list[str]]:
                     ratio = row["milliseconds"] / base["milliseconds"]
                     label = f"prefill of {row['kv_len']:,}, {engine}"
                     wanted = f"≤ {limit}{TIMES}"
-                    lines.append(_line(label, f"{ratio:.3f}{TIMES}", wanted, ratio <= limit))
+                    lines.append(target_line(label, f"{ratio:.3f}{TIMES}", wanted, ratio <= limit))
     wanted = f"≤ {format_bytes(PREFILL_BYTES)}"
     held = [
         row["device_reserved_bytes"]
@@ -210,7 +216,7 @@ def _prefill_checks(results: Results) -> list[list[str]]:
     ]
     label = f"prefill of {PREFILL_TOKENS:,}, GPU memory with the weights"
     if held:
-        lines.append(_line(label, format_bytes(held[0]), wanted, held[0] <= PREFILL_BYTES))
+        lines.append(target_line(label, format_bytes(held[0]), wanted, held[0] <= PREFILL_BYTES))
     else:  # of a shorter prompt it says nothing
         lines.append([label, "", wanted, "not measured yet"])
     return lines
@@ -228,7 +234,7 @@ def _batch_checks(results: Results) -> list[list[str]]:
         f"{format_bytes(settings['memory_cap_bytes'])}, tokens/s against {STOCK_OFFLOADED}"
     )
     wanted = f"≥ {BATCH_RATIO:g}{TIMES}"
-    return [_line(label, f"{ratio:.1f}{TIMES}", wanted, ratio >= BATCH_RATIO)]
+    return [target_line(label, f"{ratio:.1f}{TIMES}", wanted, ratio >= BATCH_RATIO)]
 
 
 def _smollm2_checks(results: Results) -> list[list[str]]:
@@ -240,7 +246,7 @@ def _smollm2_checks(results: Results) -> list[list[str]]:
         f"{settings['model']}, {settings['dtype']}, greedy at {settings['context']:,} tokens: "
         "policies that say the CPU backend's tokens"
     )
-    return [_line(label, f"{len(same)} of {count}", "all", len(same) == count)]
+    return [target_line(label, f"{len(same)} of {count}", "all", len(same) == count)]
 
 
 _CHECKS: tuple[tuple[str, Callable[[Results], list[list[str]]]], ...] = (
@@ -270,10 +276,12 @@ def _name(row: Row) -> str:
     return row["engine"] + (f", `{row['policy']}`" if row.get("policy") else "")
 
 
-def _milliseconds(row: Row) -> str:
+def milliseconds_cell(row: Row) -> str:
+    """The median, and half of the 10th to 90th percentile."""
     spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
     return f"{row['milliseconds']:,.2f} ± {spread:,.2f}"
 
 
-def _line(label: str, measured: str, wanted: str, met: bool) -> list[str]:
+def target_line(label: str, measured: str, wanted: str, met: bool) -> list[str]:
+    """A line of a table of targets."""
     return [label, measured, wanted, mark(met)]

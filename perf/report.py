@@ -24,6 +24,17 @@ from perf.gpu_tables import (
     gpu_targets_table,
 )
 from perf.latency_tables import latency_phases_table, latency_table, latency_targets_table
+from perf.placement_tables import (
+    COMMANDS,
+    gpu_gather_table,
+    gpu_heads_table,
+    gpu_hybrid_table,
+    gpu_plan_table,
+    gpu_retrieval_table,
+    gpu_tp_table,
+    not_measured,
+)
+from perf.placement_targets import gpu_placement_targets_table
 from perf.results_file import ROOT, read_results
 from perf.selection_tables import (
     lfps_candidates_table,
@@ -44,6 +55,12 @@ def _gpu(make: Callable[[Results], str]) -> Callable[[dict[str, Any]], str]:
     return table
 
 
+def placement_targets() -> str:
+    """Of the files that there are, which may be none."""
+    found = {name: read_results(name) for name in COMMANDS}
+    return gpu_placement_targets_table({name: x for name, x in found.items() if x is not None})
+
+
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "attention": ("attention", attention_table),
@@ -54,8 +71,14 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "gpu-batch": ("gpu-batch", _gpu(gpu_batch_table)),
     "gpu-decode": ("gpu-decode", _gpu(gpu_decode_table)),
     "gpu-overlap": ("gpu-decode", _gpu(gpu_overlap_table)),
+    "gpu-gather": ("gpu-gather", gpu_gather_table),
+    "gpu-heads": ("gpu-heads", gpu_heads_table),
+    "gpu-hybrid": ("gpu-hybrid", gpu_hybrid_table),
+    "gpu-plan": ("gpu-plan", gpu_plan_table),
     "gpu-prefill": ("gpu-prefill", _gpu(gpu_prefill_table)),
+    "gpu-retrieval": ("gpu-retrieval", gpu_retrieval_table),
     "gpu-targets": ("gpu-decode", _gpu(gpu_targets_table)),
+    "gpu-tp": ("gpu-tp", gpu_tp_table),
     "latency": ("latency", latency_table),
     "latency-phases": ("latency", latency_phases_table),
     "latency-targets": ("latency", latency_targets_table),
@@ -67,6 +90,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "selection": ("selection", selection_table),
     "startup": ("startup", startup_table),
 }
+PLACEMENT_TARGETS = "gpu-placement-targets"  # of several files
 NOT_MEASURED = "*Not measured yet: run `make bench`.*"
 PLOT = ROOT / "docs" / "decode.svg"
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges"}
@@ -87,17 +111,24 @@ def render(text: str) -> str:
 
     def replace(match: re.Match[str]) -> str:
         name = match["name"]
-        if name not in SECTIONS:
-            raise ValueError(f"unknown section {name!r}; available: {', '.join(SECTIONS)}")
-        results_name, make = SECTIONS[name]
-        result = read_results(results_name)
-        if result is None:
-            content = "" if name.startswith("gpu-") else NOT_MEASURED
-        else:
-            content = make(result)
+        content = placement_targets() if name == PLACEMENT_TARGETS else _content(name)
         return f"<!-- perf:{name} -->\n{content}\n<!-- /perf:{name} -->"
 
     return _SECTION.sub(replace, text)
+
+
+def _content(name: str) -> str:
+    """The Markdown of a section, or what stands there while nothing was measured."""
+    if name not in SECTIONS:
+        available = ", ".join([*SECTIONS, PLACEMENT_TARGETS])
+        raise ValueError(f"unknown section {name!r}; available: {available}")
+    results_name, make = SECTIONS[name]
+    result = read_results(results_name)
+    if result is not None:
+        return make(result)
+    if results_name in COMMANDS:
+        return not_measured(results_name)
+    return "" if name.startswith("gpu-") else NOT_MEASURED
 
 
 def outdated() -> list[Path]:

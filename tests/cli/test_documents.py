@@ -20,13 +20,18 @@ from offload.cli import app
 from offload.config import BACKENDS, RuntimeConfig
 from offload.demo_text import DEMO_NEEDLE
 from offload.kv_store import KVStore
+from offload.mailbox import Mailbox
+from offload.placement import LETTERS
 from offload.policies import available_policies
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GPU = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+PLACEMENT = (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
+RANKS = (ROOT / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-TEXTS = README + GPU + CONTRIBUTING
+USER_TEXTS = README + GPU + PLACEMENT + RANKS
+TEXTS = USER_TEXTS + CONTRIBUTING
 
 
 def python_blocks(text: str) -> list[str]:
@@ -79,7 +84,7 @@ def test_readme_tells_what_the_demo_hides() -> None:
 
 def test_commands_in_the_documents_exist() -> None:
     runner = CliRunner(env={"COLUMNS": "200"})
-    for command in set(re.findall(r"offload (generate|env|bench [a-z]+)\b", README + GPU)):
+    for command in set(re.findall(r"offload (generate|plan|env|bench [a-z]+)\b", USER_TEXTS)):
         assert runner.invoke(app, [*command.split(), "--help"]).exit_code == 0
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"(?:^|`)make ([a-z-]+)\b", TEXTS, re.MULTILINE))
@@ -90,15 +95,51 @@ def test_commands_in_the_documents_exist() -> None:
 
 def test_files_in_the_documents_exist() -> None:
     for path in set(
-        re.findall(r"`((?:offload|cpu_ops|gpu_ops|cpp|perf|docs|tests)/[\w/.-]*)`", README + GPU)
+        re.findall(r"`((?:offload|cpu_ops|gpu_ops|cpp|perf|docs|tests)/[\w/.-]*)`", USER_TEXTS)
     ):
         assert (ROOT / path).exists(), path
+
+
+def test_the_placement_document_has_the_names_of_the_code() -> None:
+    for place, letter in LETTERS.items():
+        assert f"| `{place.name}` | `{letter}` |" in PLACEMENT
+    for name in ("selection", "counts"):
+        assert name in {field.name for field in dataclasses.fields(Mailbox)}
+        assert f"| `{name}` |" in PLACEMENT
+
+
+def test_options_in_the_documents_exist() -> None:
+    runner = CliRunner(env={"COLUMNS": "200"})
+    known = {
+        command: runner.invoke(app, [command, "--help"]).output for command in ("plan", "generate")
+    }
+    blocks = "".join(re.findall(r"^```\w*\n(.*?)^```", USER_TEXTS, re.MULTILINE | re.DOTALL))
+    lines = blocks.replace("\\\n", " ").splitlines()
+    found = [
+        (command, option)
+        for line in lines
+        for command, rest in re.findall(r"offload (plan|generate)\b(.*)", line)
+        for option in re.findall(r"--[a-z-]+", rest)
+    ]
+    assert {"--max-memory", "--placement", "--tensor-parallel-size"} <= {name for _, name in found}
+    for command, option in found:
+        assert option in known[command] or option == "--help", (command, option)
 
 
 def test_links_between_the_documents_lead_somewhere() -> None:
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", path.read_text("utf-8")):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_links_to_parts_of_the_documents_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        links = re.findall(r"\]\((?!https?:)([^)#\n]*)#([^)]+)\)", path.read_text("utf-8"))
+        for target, part in links:
+            text = (path.parent / target if target else path).read_text("utf-8")
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+            assert part in slugs, f"{path.name}: {target}#{part}"
 
 
 def test_the_gpu_document_has_the_names_of_the_code() -> None:

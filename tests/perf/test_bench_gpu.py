@@ -17,6 +17,7 @@ from perf.gpu_tables import (
     gpu_prefill_table,
     gpu_targets_table,
 )
+from perf.placement_tables import gpu_heads_table
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +93,22 @@ def test_handshake(tmp_path: Path) -> None:
     rows = run(tmp_path, "handshake")["handshake"]["rows"]
     assert [row["engine"] for row in rows] == ["null work on the CPU", "no handshake"]
     assert rows[0]["host_layers"] == 2
+
+
+def test_heads(tmp_path: Path) -> None:
+    arguments = [*TINY, "--only", "heads", "--kv-lens", "2400", "--gathered-heads", "-1", "0", "1"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "gpu-heads.json").read_text())
+    assert [(row["policy"], row.get("gathered_heads")) for row in result["rows"]] == [
+        *(("lychee_decode", count) for count in (-1, 0, 1)),
+        *(("tidal_decode", count) for count in (-1, 0, 1)),
+        (None, None),
+        (None, None),
+    ]
+    table = gpu_heads_table(result)
+    assert "budgets: `lychee_decode` 2,048, `tidal_decode` 1,024 tokens" in table
+    assert "| offload, `tidal_decode` | CPU | 0 |" in table
+    assert "| transformers, KV on the GPU |  |  |" in table
 
 
 def test_smollm2(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:

@@ -1,0 +1,331 @@
+"""Tables of placements, and issue 5's targets, from results that were made up."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perf import report, results_file
+from perf.placement_tables import (
+    COMMANDS,
+    gpu_gather_table,
+    gpu_heads_table,
+    gpu_hybrid_table,
+    gpu_plan_table,
+    gpu_retrieval_table,
+    gpu_tp_table,
+)
+from perf.placement_targets import gpu_placement_targets_table
+from perf.results_file import write_results
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+MACHINE: dict[str, Any] = {
+    "gpus": ["NVIDIA H200"],
+    "nvidia_driver": "580",
+    "cpu": "A CPU",
+    "cpus_usable": 16,
+    "isa": "amx",
+    "versions": {"torch": "2.11.0", "transformers": "5.17.0"},
+    "commit": "0123456789abcdef",
+    "uncommitted_changes": False,
+    "date": "2026-01-01",
+}
+
+
+def timed(milliseconds: float, **more: Any) -> dict[str, Any]:
+    return {
+        "milliseconds": milliseconds,
+        "milliseconds_p10": 0.9 * milliseconds,
+        "milliseconds_p90": 1.1 * milliseconds,
+        "kv_len": 131072,
+        **more,
+    }
+
+
+def ours(policy: str, gathered: int, milliseconds: float, kv_len: int = 131072) -> dict[str, Any]:
+    row = timed(milliseconds, engine="offload", policy=policy, gathered_heads=gathered)
+    return row | {"kv_len": kv_len, "memory": {"kv_device": 2**30}}
+
+
+def hybrid(engine: str, case: str, microseconds: float, fastest: bool = True) -> dict[str, Any]:
+    return {
+        "engine": engine,
+        "kv_len": 131072,
+        "case": case,
+        "microseconds": microseconds,
+        "gigabytes_per_second": 2000.0,
+        "fastest": fastest,
+    }
+
+
+def retrieval(variant: str, heads: int, share: float | None) -> dict[str, Any]:
+    return {
+        "variant": variant,
+        "tokens": 131072,
+        "heads": heads,
+        "microseconds": 150.0,
+        "bandwidth_share": share,
+    }
+
+
+def plan(number: int, error: float, planned: int) -> dict[str, Any]:
+    row = timed(
+        1.0,
+        policy="lychee_decode",
+        budget_tokens=1024 + number,
+        threads=15,
+        placement="chosen",
+        heads={"CPU": 100, "GPU": 40, "GATHER": 116},
+        predicted_milliseconds=1.0 + error,
+        error=error,
+    )
+    for name in ("kv_device", "device", "host"):
+        row |= {f"planned_{name}_bytes": 1000, f"{name}_bytes": 1000}
+    return row | {"planned_device_bytes": planned}
+
+
+def tp(world_size: int, parts: int, speed: float) -> dict[str, Any]:
+    return timed(
+        1.0,
+        part="decode",
+        policy="quest",
+        world_size=world_size,
+        num_parts=parts,
+        tokens_per_second=speed,
+        cpus_of_rank=16,
+        weight_bytes_of_rank=2**30,
+        memory={"kv_host": 2**31},
+    )
+
+
+def made_results() -> dict[str, Any]:
+    rows: dict[str, list[dict[str, Any]]] = {
+        "gpu-heads": [
+            ours("lychee_decode", -1, 9.0),
+            ours("lychee_decode", 4, 6.0, kv_len=4096),
+            ours("lychee_decode", 4, 6.5),
+            ours("tidal_decode", 0, 7.0),
+            timed(8.0, engine="all on the GPU, one graph", policy=None),
+            timed(13.0, engine="transformers, KV on the GPU", policy=None),
+        ],
+        "gpu-plan": [plan(n, -0.14 if n == 3 else 0.05, 1010 + n) for n in range(12)],
+        "gpu-hybrid": [
+            hybrid("torch, slow", "all dense", 900.0, False),
+            hybrid("torch, gqa", "all dense", 120.0),
+            hybrid("offload", "1/8 dense, 4,096 tokens", 40.0, False),
+            hybrid("offload", "1/8 dense, 4,096 tokens", 30.0),
+        ],
+        "gpu-retrieval": [
+            *(retrieval("attention, top-k", heads, share) for heads, share in ((1, 0.5), (8, 0.8))),
+            retrieval("top-k alone", 8, None),
+        ],
+        "gpu-tp": [
+            tp(1, 1, 100.0),
+            tp(1, 2, 90.0),
+            tp(2, 1, 150.0),
+            tp(2, 2, 161.0),
+            {"part": "all_reduce", "bytes": 16384, "microseconds": 13.7},
+            {"part": "tokens", "policy": "full", "equal": True},
+            {"part": "tokens", "policy": "quest", "equal": True},
+        ],
+        "gpu-gather": [
+            {
+                "engine": "GPU",
+                "tokens": 256,
+                "heads": 8,
+                "gather_microseconds": 24.0,
+                "microseconds": microseconds,
+                "gather_gigabytes_per_second": 43.1,
+            }
+            for microseconds in (40.0, 30.0)
+        ]
+        + [
+            {
+                "engine": "CPU",
+                "tokens": 256,
+                "heads": 8,
+                "threads": threads,
+                "microseconds": microseconds,
+                "microseconds_p10": microseconds - 2,
+                "microseconds_p90": microseconds + 2,
+            }
+            for threads, microseconds in ((4, 60.0), (15, 20.0))
+        ],
+    }
+    shared = {"shape": "llama-3.1-8b", "dtype": "bfloat16"}
+    settings: dict[str, dict[str, Any]] = {
+        "gpu-heads": {"run": "1", "budgets": {"lychee_decode": 2048, "tidal_decode": 1024}},
+        "gpu-hybrid": {"block_tokens": 64},
+        "gpu-retrieval": {
+            "budget_tokens": 2048,
+            "bandwidth_gigabytes_per_second": {"read": 4000.0, "copy": 3900.0},
+        },
+        "gpu-tp": {"device": "cuda", "batch_size": 4, "kv_len": 65536},
+        "gpu-gather": {"kv_len": 131072},
+    }
+    return {
+        name: {
+            "machine": MACHINE,
+            "settings": shared | settings.get(name, {}),
+            "rows": of_rows,
+        }
+        for name, of_rows in rows.items()
+    }
+
+
+def targets(results: dict[str, Any]) -> list[list[str]]:
+    lines = gpu_placement_targets_table(results).splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_targets() -> None:
+    assert targets(made_results()) == [
+        [
+            "time per token at 131,072, LycheeDecode, budget 2,048, best placement",
+            "6.50 ± 0.65 ms (4 gathered)",
+            "≤ 7 ms",
+            "met",
+        ],
+        [
+            "time per token at 131,072, TidalDecode, budget 1,024, best placement",
+            "7.00 ± 0.70 ms (0 gathered)",
+            "≤ 6.5 ms",
+            "**missed**",
+        ],
+        [
+            "LycheeDecode at 131,072 against transformers, KV on the GPU",
+            f"2.00{TIMES}",
+            f"≥ 2.7{TIMES}",
+            "**missed**",
+        ],
+        [
+            "LycheeDecode at 131,072 against all on the GPU, one graph",
+            f"1.23{TIMES}",
+            "faster",
+            "met",
+        ],
+        [
+            "predicted against measured time per token, 12 settings, worst",
+            "-14.0% (lychee_decode, 131,072, chosen)",
+            "within 15%",
+            "met",
+        ],
+        ["planned against taken bytes, worst", "+2.1%", "within 2%", "**missed**"],
+        [
+            "hybrid-head kernel at 131,072, 1/8 dense, 4,096 tokens, against torch's SDPA",
+            f"4.00{TIMES}",
+            f"≥ 5{TIMES}",
+            "**missed**",
+        ],
+        [
+            "retrieval heads with top-k at 131,072, 8 KV heads, of memory bandwidth",
+            "80%",
+            "≥ 80%",
+            "met",
+        ],
+        [
+            "retrieval heads with top-k at 131,072, 1 KV head, of memory bandwidth",
+            "50%",
+            "",
+            "",
+        ],
+        [
+            f"two GPUs against one, batch 4 {TIMES} 65,536, tokens/s, `quest`",
+            f"1.61{TIMES}",
+            f"≥ 1.6{TIMES}",
+            "met",
+        ],
+        ["the same tokens on two GPUs as on one", "2 of 2 policies", "all", "met"],
+    ]
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+    lines = targets({})
+    assert len(lines) == 11
+    assert {(line[1], line[3]) for line in lines} == {("", "not measured yet")}
+
+
+def test_other_settings_than_the_targets_do_not_count() -> None:
+    results = copy.deepcopy(made_results())
+    results["gpu-heads"]["settings"]["budgets"] = {"lychee_decode": 1024, "tidal_decode": 1024}
+    for row in results["gpu-heads"]["rows"]:
+        if row["policy"] == "tidal_decode":
+            row["kv_len"] = 4096
+    results["gpu-plan"]["rows"] = results["gpu-plan"]["rows"][:4]
+    results["gpu-hybrid"]["rows"] = [
+        row for row in results["gpu-hybrid"]["rows"] if row["engine"] == "offload"
+    ]
+    results["gpu-retrieval"]["rows"] = results["gpu-retrieval"]["rows"][:1]
+    results["gpu-tp"]["settings"]["batch_size"] = 2
+    by_label = {label: (found, verdict) for label, found, _, verdict in targets(results)}
+    assert [verdict for _, verdict in by_label.values()].count("not measured yet") == 8
+    assert by_label["predicted against measured time per token, 12 settings, worst"] == (
+        "-14.0% (lychee_decode, 131,072, chosen), of 4",
+        "not measured yet",
+    )
+    assert by_label["the same tokens on two GPUs as on one"][1] == "met"
+
+
+def test_different_tokens_and_a_bad_prediction_are_missed() -> None:
+    results = copy.deepcopy(made_results())
+    results["gpu-tp"]["rows"][-1]["equal"] = False
+    results["gpu-plan"]["rows"] = [plan(0, 0.16, 1000)]
+    found = {label: verdict for label, _, _, verdict in targets(results)}
+    assert found["the same tokens on two GPUs as on one"] == "**missed**"
+    assert found["predicted against measured time per token, 12 settings, worst"] == "**missed**"
+
+
+def test_tables() -> None:
+    results = made_results()
+    heads = gpu_heads_table(results["gpu-heads"])
+    assert "| offload, `lychee_decode` | CPU | 0 |  | 9.00 ± 0.90 | 1.00 GiB |" in heads
+    assert "| offload, `lychee_decode` | GPU | 4 | 6.00 ± 0.60 | 6.50 ± 0.65 | 1.00 GiB |" in heads
+    assert "| all on the GPU, one graph |  |  |  | 8.00 ± 0.80 |  |" in heads
+    assert heads.endswith("commit 0123456789ab, 2026-01-01, run 1.*")
+    gather = gpu_gather_table(results["gpu-gather"])
+    assert (
+        f"| 256 | 8 | 43.1 | 24.0 | 30.0 | 60.0 ± 2.0, GPU 2.00{TIMES} "
+        f"| 20.0 ± 2.0, CPU 1.50{TIMES} |" in gather
+    )
+    assert gather.endswith("commit 0123456789ab, 2026-01-01.*")
+    hybrid_table = gpu_hybrid_table(results["gpu-hybrid"])
+    assert "slow" not in hybrid_table
+    assert f"| offload | 131,072 | 1/8 dense, 4,096 tokens | 30.0 | 2,000 | 4.00{TIMES} |" in (
+        hybrid_table
+    )
+    retrieved = gpu_retrieval_table(results["gpu-retrieval"])
+    assert "| 131,072 | 8 |  |  | 150.0 | 150.0 |  | 80% |" in retrieved
+    assert "of 4,000 GB/s" in retrieved
+    assert (
+        "| `lychee_decode` | 131,072 | 1,027 | 15 | G 40 g 116 . 100 | 0.86 | 1.00 ± 0.10 "
+        "| -14.0% | +1.3% |" in gpu_plan_table(results["gpu-plan"])
+    )
+    of_two = gpu_tp_table(results["gpu-tp"])
+    assert "| `quest` | 2 | 2 | 1.00 ± 0.10 | 161.0 | 16 | 1.00 GiB | 2.00 GiB |" in of_two
+    assert f"faster: `quest` 1.61{TIMES}. An all-reduce of 16,384 bytes takes 13.7 µs" in of_two
+    assert "the same tokens under 2 of 2 policies" in of_two
+
+
+def test_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    section = "<!-- perf:{0} -->\n\n<!-- /perf:{0} -->"
+    for name, command in COMMANDS.items():
+        text = report.render(section.format(name))
+        assert f"*Not measured yet: run `python -m {command}`" in text
+    whole = section.format("gpu-placement-targets")
+    assert "budget 2,048, best placement |  | ≤ 7 ms | not measured yet |" in report.render(whole)
+    for name, result in made_results().items():
+        write_results(name, **result)
+        assert "0123456789ab" in report.render(section.format(name))
+    rendered = report.render(whole)
+    assert "not measured yet" not in rendered
+    assert report.render(rendered) == rendered
+
+
+def test_commands_exist() -> None:
+    for command in COMMANDS.values():
+        module = command.split()[0]
+        assert (results_file.ROOT / f"{module.replace('.', '/')}.py").is_file()

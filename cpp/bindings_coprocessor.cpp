@@ -167,7 +167,10 @@ class PyCoprocessor {
     const py::gil_scoped_release release;
     return core_.close(grace_ns);
   }
-  void close_for_good() { close(kLastGraceNs); }
+  void close_for_good() {
+    // Not in the destructor: others may be in a step of the same attention when this is collected.
+    if (close(kLastGraceNs) != Coprocessor::Retirement::stuck && !core_.forked()) core_.let_go();
+  }
   bool forked() const { return core_.forked(); }
 
   void inject_stall(int64_t layer_idx, int64_t ns) { core_.inject_stall(layer_idx, ns); }

@@ -295,6 +295,8 @@ std::string Coprocessor::serve(int request) {
 
 std::string Coprocessor::end() { return state_->server.end(); }
 
+void Coprocessor::let_go() { state_->attention.forget_published(); }
+
 void Coprocessor::start() {
   thread_ = std::make_shared<Thread>();
   thread_->thread = std::thread([state = state_, self = thread_] {

@@ -46,6 +46,8 @@ class Coprocessor {
   void begin(ServedStep step);
   std::string serve(int request);
   std::string end();
+  // Between steps: the attention keeps no addresses of the mailbox.
+  void let_go();
 
   // By the thread; start() may be called again after reset().
   void start();

@@ -41,6 +41,18 @@ void DecodeAttention::publish(int row_of_step, int unit, const int32_t* tokens, 
   published.n = n;
 }
 
+void DecodeAttention::forget_published() {
+  const size_t first = static_cast<size_t>(first_row_) * static_cast<size_t>(units());
+  for (size_t i = 0; i < published_.size(); ++i) {
+    Published& published = published_[i];
+    if (published.tokens == published.own.data()) continue;
+    // A unit of the last attend() that reuses it: what last_selection() would tell.
+    if (i >= first && i - first < num_selections_ && units_[i - first].role == Role::reuse) units_[i - first].n = 0;
+    published.own.clear();
+    published.set_own();
+  }
+}
+
 std::vector<std::vector<int32_t>> DecodeAttention::last_selection() const {
   std::vector<std::vector<int32_t>> lists(num_selections_);
   for (size_t i = 0; i < num_selections_; ++i) {

@@ -123,8 +123,10 @@ class DecodeAttention {
                const uint8_t* elsewhere = nullptr);
 
   // What a unit of a row of the step would have published, had it been attended here: sinks, chosen, recent tokens.
-  // They are read where they are until something else is published.
+  // They are read where they are until something else is published, or all such lists are forgotten: between steps,
+  // and before their memory goes away.
   void publish(int row_of_step, int unit, const int32_t* tokens, int64_t n);
+  void forget_published();
   // Names who found numbers that are not finite; as attend() returns it.
   std::string non_finite(int64_t layer_idx, int row_idx, int unit) const;
   int num_units() const { return units(); }
@@ -335,7 +337,7 @@ class DecodeAttention {
   std::vector<std::vector<float>> dense_scores_;     // of each worker: [units, group, kScoreTile]
   std::vector<std::vector<Remembered>> remembered_;  // [layer][row of the step, unit]
   std::vector<Forecast> forecasts_;
-  std::vector<WorkerProfile> profiles_;              // of each worker; empty while nobody asks
+  std::vector<WorkerProfile> profiles_;  // of each worker; empty while nobody asks
   std::atomic<bool> failed_{false};
   std::string failure_;
 };

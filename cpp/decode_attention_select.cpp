@@ -282,9 +282,8 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   const PhaseTimer timer(profile_of(worker), Phase::select);
   Unit& unit = unit_of(row_idx, unit_idx);
   const bool attends_to_all = unit.role == Role::retrieve;
-  std::vector<int32_t>& chosen =
-      attends_to_all ? published_of(row_idx, unit_idx).own
-                     : selection_[static_cast<size_t>(row_idx * units() + unit_idx)];
+  std::vector<int32_t>& chosen = attends_to_all ? published_of(row_idx, unit_idx).own
+                                                : selection_[static_cast<size_t>(row_idx * units() + unit_idx)];
   PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
   chosen.resize(static_cast<size_t>(policy_.budget_tokens));
   for (int64_t i = 0; i < policy_.sink_tokens; ++i) chosen[static_cast<size_t>(i)] = static_cast<int32_t>(i);

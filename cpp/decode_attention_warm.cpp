@@ -26,8 +26,10 @@ class Reader {
   void read(const RowSource& source, const int32_t* tokens, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       if (i % kRowsPerLook == 0 && is_over()) return;
-      if (tokens[i] < 0 || tokens[i] >= kv_len_) continue;
-      touch_row(source.row(tokens[i]), source.row_bytes);
+      // Once: the next look might find another.
+      const int32_t token = std::atomic_ref<int32_t>(const_cast<int32_t&>(tokens[i])).load(std::memory_order_relaxed);
+      if (token < 0 || token >= kv_len_) continue;
+      touch_row(source.row(token), source.row_bytes);
       bytes_ += source.row_bytes;
     }
   }

@@ -61,10 +61,10 @@ struct PolicyContext {
 
 // What a unit does in a layer where its row is longer than the budget.
 enum class Role : uint8_t {
-  dense = 0,     // full attention
-  retrieve = 1,  // full attention, and publishes the policy's selection
-  select = 2,    // attends to the policy's selection and publishes it
-  reuse = 3,     // attends to what the same unit last published in this step
+  dense = 0,      // full attention
+  retrieve = 1,   // full attention, and publishes the policy's selection
+  select = 2,     // attends to the policy's selection and publishes it
+  reuse = 3,      // attends to what the same unit last published in this step
   elsewhere = 4,  // somebody else attends to all of it (a GPU): nothing is done here
 };
 

@@ -1,6 +1,8 @@
 #include "step_server.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -8,6 +10,23 @@ namespace offload {
 namespace {
 
 constexpr size_t kManyRows = 8;  // from here on the pool copies K/V; below, one thread is as fast
+
+template <class Bits>
+bool any_has_all(const char* x, int64_t bytes, Bits exponent) {
+  int found = 0;  // no early end: vectorised
+  for (int64_t i = 0; i < bytes; i += static_cast<int64_t>(sizeof(Bits))) {
+    Bits bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    found |= (bits & exponent) == exponent;
+  }
+  return found != 0;
+}
+
+// NaN and infinity have all bits of the exponent set.
+bool all_finite(const char* x, int64_t bytes, DType dtype) {
+  if (dtype == DType::f32) return !any_has_all<uint32_t>(x, bytes, 0x7f800000);
+  return !any_has_all<uint16_t>(x, bytes, dtype == DType::f16 ? 0x7c00 : 0x7f80);
+}
 
 }  // namespace
 
@@ -31,6 +50,8 @@ void StepServer::begin(const ServedStep& step) {
   step_ = &step;
   num_stored_.assign(step.rows.size(), 0);
   num_taken_over_.assign(step.rows.size(), 0);
+  // The last step may have been of another mailbox, which is gone since.
+  attention_.forget_published();
 }
 
 const uint8_t* StepServer::elsewhere(int64_t layer_idx) const {
@@ -48,8 +69,11 @@ std::string StepServer::take_over(size_t first, size_t last, int64_t end_layer) 
     for (int64_t& layer_idx = num_taken_over_[row]; layer_idx < end_layer; ++layer_idx) {
       for (int h = 0; h < heads; ++h) {
         if (device_heads_.published[static_cast<size_t>(layer_idx * heads + h)] == 0) continue;
-        const int64_t list = of_step.slot * mailbox_.selection_units + std::min<int64_t>(h, mailbox_.selection_units - 1);
-        const int64_t n = mailbox_.counts[list];
+        const int64_t list =
+            of_step.slot * mailbox_.selection_units + std::min<int64_t>(h, mailbox_.selection_units - 1);
+        // The GPU may already be publishing what the head chose in the layer that is asked for.
+        auto& count = const_cast<int32_t&>(mailbox_.counts[list]);
+        const int64_t n = std::atomic_ref<int32_t>(count).load(std::memory_order_relaxed);
         const int unit = h * per_head;
         if (n < 0 || n > mailbox_.selection_tokens) {
           return attention_.non_finite(layer_idx, static_cast<int>(row - first), unit);
@@ -194,11 +218,33 @@ void StepServer::warm_up(int request, int32_t* stop) {
   attention_.warm_up(layer_idx, prepared_rows_, static_cast<int>(first), stop, elsewhere(layer_idx));
 }
 
+// Numbers that are not finite show in what is attended below. In layers that nobody asks for, and of which nothing is
+// published, only their keys and values can tell.
+std::string StepServer::check_unseen() const {
+  const AttentionShape& shape = attention_.shape();
+  const auto num_layers = static_cast<int64_t>(sparse_layers_.size());
+  const int64_t bytes = 2 * shape.num_kv_heads * shape.row_bytes();
+  int64_t first_layer = 0;
+  for (const Request& request : requests_) first_layer = std::max(first_layer, request.layer_idx + 1);
+  for (int64_t layer_idx = first_layer; layer_idx < num_layers; ++layer_idx) {
+    for (size_t row = 0; row < step_->rows.size(); ++row) {
+      const char* kv = mailbox_.kv + (layer_idx * mailbox_.max_rows + step_->rows[row].slot) * bytes;
+      if (all_finite(kv, bytes, shape.dtype)) continue;
+      char text[160];
+      std::snprintf(text, sizeof text, "non-finite keys or values in layer %lld, row %zu of the step: %s",
+                    static_cast<long long>(layer_idx), row, "NaN or inf above it, in the weights or in the KV cache");
+      return text;
+    }
+  }
+  return {};
+}
+
 std::string StepServer::end() {
   const TraceSpan span(trace_, TraceKind::store, -1, -1);
   const auto num_layers = static_cast<int64_t>(sparse_layers_.size());
   store_rows(0, step_->rows.size(), num_layers);
   std::string failure = take_over(0, step_->rows.size(), num_layers);
+  if (failure.empty()) failure = check_unseen();
   step_ = nullptr;
   return failure;
 }

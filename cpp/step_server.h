@@ -84,7 +84,8 @@ class StepServer {
   // Reads ahead for the request, until *stop is not 0; remember() notes what for. Optional.
   void remember(int request);
   void warm_up(int request, int32_t* stop);
-  // Stores the K/V of the layers that are left; returns what was wrong with what the GPU published, or an empty string.
+  // Stores the K/V of the layers that are left; returns what was wrong with them or with what the GPU published, or an
+  // empty string.
   std::string end();
 
  private:
@@ -95,6 +96,7 @@ class StepServer {
   void store_row(size_t row, int64_t end_layer);
   void keep_queries(int request);
   std::string take_over(size_t first, size_t last, int64_t end_layer);
+  std::string check_unseen() const;
   const uint8_t* elsewhere(int64_t layer_idx) const;
 
   DecodeAttention& attention_;
@@ -108,7 +110,7 @@ class StepServer {
   const ServedStep* step_ = nullptr;
   std::vector<int64_t> num_stored_;      // layers, of each row
   std::vector<int64_t> num_taken_over_;  // likewise, of what the GPU published
-  std::vector<QueryRow> rows_;       // of the request that is attended
+  std::vector<QueryRow> rows_;           // of the request that is attended
   std::vector<QueryRow> prepared_rows_;
   size_t first_ = 0;  // rows_[0] is step_->rows[first_]
 };

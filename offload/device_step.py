@@ -236,6 +236,7 @@ class DeviceStep:
 
     def attend_in_parts(self, layer_idx: int, part: _Part, link: HostLink) -> None:
         """The GPU's heads and windows here; what else the policy chooses, the host meanwhile."""
+        self._join_publishing(part, link)  # which reads the scores and lse that are written here
         b, rows, placed = self.buffers, part.rows, self.heads.layers[layer_idx]
         out, lse = b.window_out[rows], b.window_lse[rows]
         host_out, host_lse = b.no_out[rows], b.no_lse[rows]
@@ -255,7 +256,6 @@ class DeviceStep:
             )
             self._mark("attention", layer_idx)
         if placed.publishing:
-            self._join_publishing(part, link)
             with link.handshake.beside(_PUBLISHING) as part.beside.publishing:
                 self.heads.publish(layer_idx, rows, b.positions, lse, link.mailbox)
         for gathering in part.beside.gathering:

@@ -71,6 +71,9 @@ class SideStream:
         if work.done is not None:
             torch.cuda.current_stream().wait_event(work.done)
 
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
 
 class Handshake(Protocol):
     """Runs decode steps whose requests a coprocessor serves."""
@@ -186,6 +189,7 @@ class StreamHandshake:
         except BaseException:
             with shielded():
                 torch.cuda.current_stream().synchronize()
+                self._side.synchronize()  # nothing may have joined it yet
                 self._coprocessor.abort()
                 self._coprocessor.reset()
             raise

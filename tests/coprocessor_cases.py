@@ -55,6 +55,8 @@ class World:
     attention: DecodeAttention
     keys: list[Tensor] = field(default_factory=list)  # of each sequence [layers, kv_len, Hkv, D]
     values: list[Tensor] = field(default_factory=list)
+    # What the GPU does with (mailbox, layer_idx, row of the step, slot) when K and V are there.
+    heads_publish: Callable[[Mailbox, int, int, int], None] | None = None
 
     @classmethod
     def random(
@@ -138,8 +140,10 @@ class World:
         self,
         requests: Sequence[Request] | None = None,
         max_rows: int | None = None,
-        **options: int | float,
+        selection: tuple[int, int] = (0, 0),
+        **options: Any,
     ) -> Coprocessor:
+        """`selection`: lists of a row, and tokens of a list, that the GPU publishes."""
         shape = self.shape
         max_rows = len(self.seqs) if max_rows is None else max_rows
         if requests is None:
@@ -153,6 +157,8 @@ class World:
             head_dim=shape.head_dim,
             dtype=shape.dtype,
             pinned=False,
+            selection_units=selection[0],
+            selection_tokens=selection[1],
         )
         mailbox.query.fill_(float("nan"))
         mailbox.kv.fill_(float("nan"))
@@ -211,6 +217,8 @@ def play(
         for layer_idx in range(published[slots[i]], end_layer):
             mailbox.kv[layer_idx, slots[i], 0] = given[1][layer_idx, i]
             mailbox.kv[layer_idx, slots[i], 1] = given[2][layer_idx, i]
+            if world.heads_publish is not None:
+                world.heads_publish(mailbox, layer_idx, i, slots[i])
         published[slots[i]] = max(published[slots[i]], end_layer)
 
     for request, (layer_idx, first_row, num_rows) in enumerate(coprocessor.requests):

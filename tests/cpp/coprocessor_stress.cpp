@@ -4,7 +4,9 @@
 #include "coprocessor.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -212,6 +214,129 @@ void steps_are_the_same(int num_threads, int num_steps, bool traced, bool propos
   }
 }
 
+// Lists of each row and KV head that a GPU publishes, in memory that ends with them.
+struct Lists {
+  static constexpr int64_t kTokens = 40;  // the policy's budget
+  static constexpr int64_t kLists = kMaxRows * kShape.num_kv_heads;
+  Exact<int32_t> tokens = Exact<int32_t>(kLists * kTokens);
+  Exact<int32_t> counts = Exact<int32_t>(kLists);
+
+  Lists() {
+    tokens.fill([] { return -1; });
+    counts.fill([] { return 0; });
+  }
+  Mailbox in(Mailbox mailbox) const {
+    mailbox.selection = tokens.data();
+    mailbox.counts = counts.data();
+    mailbox.selection_units = kShape.num_kv_heads;
+    mailbox.selection_tokens = kTokens;
+    return mailbox;
+  }
+  // Sinks, some tokens in between, recent ones; others for each layer. Of a row within the budget nobody reads them.
+  void publish(const ServedStep& step, const Request& rows, int64_t layer_idx, int kv_head) {
+    for (const StepRow& row : step.rows) {
+      if (row.slot < rows.first_row || row.slot >= rows.first_row + rows.num_rows || row.kv_len <= kTokens) continue;
+      const int64_t list = row.slot * kShape.num_kv_heads + kv_head;
+      int32_t n = 0;
+      const auto add = [&](int64_t token) {
+        std::atomic_ref<int32_t>(tokens[list * kTokens + n++]).store(static_cast<int32_t>(token));
+      };
+      for (int64_t t = 0; t < 2; ++t) add(t);
+      for (int64_t t = 2 + (row.kv_len + layer_idx + kv_head) % 3; t < row.kv_len - 6 && n < kTokens - 6; t += 3)
+        add(t);
+      for (int64_t t = row.kv_len - 6; t < row.kv_len; ++t) add(t);
+      std::atomic_ref<int32_t>(counts[list]).store(n);
+    }
+  }
+};
+
+// A GPU that attends to the heads that retrieve: all of layer 0, and head 0 in layer 1, whose list it replaces while
+// the CPU attends to the other head. One attention serves mailboxes that come and go.
+void heads_of_the_gpu(int num_threads, int num_rounds, int num_steps) {
+  const std::vector<Request> whole{{1, 0, 3}, {2, 0, 3}}, parts{{1, 0, 1}, {1, 1, 2}, {2, 0, 1}, {2, 1, 2}};
+  const DeviceHeads heads{{1, 1, 1, 0, 0, 0}, {1, 1, 1, 0, 0, 0}};
+  PolicyFunctions policy = make_policy(false);
+  for (const Role role : {Role::retrieve, Role::retrieve, Role::retrieve, Role::reuse, Role::reuse, Role::reuse}) {
+    policy.roles.push_back(static_cast<uint8_t>(role));
+  }
+  WorkerPool one(1), pool(num_threads, 30);
+  DecodeAttention serial(kShape, *scalar_table(), one), parallel(kShape, *scalar_table(), pool);
+  serial.set_policy(policy);
+  parallel.set_policy(policy);
+  // Appends what the CPU answered; `raise` and `await` are of a request.
+  const auto play_heads = [&](const std::vector<Request>& requests, Side& side, Lists& lists, const Numbers& numbers,
+                              const ServedStep& step, auto&& raise, auto&& await, std::vector<float>& answers) {
+    for (size_t i = 0; i < requests.size(); ++i) {
+      const Request& r = requests[i];
+      for (int64_t row = r.first_row; row < r.first_row + r.num_rows; ++row) {
+        std::memcpy(side.query.data() + row * kRow, numbers.query.data() + (r.layer_idx * kMaxRows + row) * kRow,
+                    kRow * sizeof(uint16_t));
+        for (int64_t layer_idx = r.layer_idx == 1 ? 0 : 2; layer_idx <= r.layer_idx; ++layer_idx) {
+          const int64_t at = (layer_idx * kMaxRows + row) * kKv;
+          std::memcpy(side.kv.data() + at, numbers.kv.data() + at, kKv * sizeof(uint16_t));
+        }
+      }
+      if (r.layer_idx == 1) lists.publish(step, r, 0, 0);
+      if (r.layer_idx == 1) lists.publish(step, r, 0, 1);
+      raise(static_cast<int>(i));
+      const bool later = step.rows[0].kv_len % 2 == 1;  // beside the CPU's attending, or its reading ahead
+      if (r.layer_idx == 1 && !later) lists.publish(step, r, 1, 0);
+      await(static_cast<int>(i));
+      if (r.layer_idx == 1 && later) lists.publish(step, r, 1, 0);
+      for (int64_t j = r.first_row * kRow; j < (r.first_row + r.num_rows) * kRow; ++j) {
+        answers.push_back(side.output[static_cast<size_t>(j)]);
+        side.output[static_cast<size_t>(j)] = 0.0f;
+      }
+    }
+  };
+  for (int round = 0; round < num_rounds; ++round) {
+    const std::vector<Request>& requests = round % 4 < 2 ? whole : parts;
+    Side alone, driven;
+    Lists of_alone, of_driven;
+    std::vector<float> expected, answers;
+    Coprocessor called(serial, of_alone.in(alone.mailbox()), requests, {0, 1, 1}, 2, 6, heads);
+    Coprocessor threaded(parallel, of_driven.in(driven.mailbox()), requests, {0, 1, 1}, 2, 6, heads);
+    threaded.start();
+    for (int i = 0; i < num_steps; ++i) {
+      const Numbers numbers;
+      const ServedStep step = alone.step(30 + i);
+      called.begin(alone.step(30 + i));
+      play_heads(
+          requests, alone, of_alone, numbers, step, [](int) {},
+          [&](int request) {
+            const std::string failure = called.serve(request);
+            CHECK(failure.empty(), "%s", failure.c_str());
+          },
+          expected);
+      CHECK(called.end().empty(), "end");
+      const int64_t number = threaded.queue(driven.step(30 + i));
+      std::thread gpu([&] {
+        const std::atomic<bool> never{false};
+        play_heads(
+            requests, driven, of_driven, numbers, step,
+            [&](int request) {
+              std::atomic_ref<int32_t>(driven.requests[static_cast<size_t>(request * kFlagStride)]).store(1);
+            },
+            [&](int request) {
+              int32_t* reply = driven.replies.data() + request * kFlagStride;
+              wait_while(never, reply, 0);
+              std::atomic_ref<int32_t>(*reply).store(0);
+            },
+            answers);
+        std::atomic_ref<int32_t>(driven.requests[requests.size() * kFlagStride]).store(1);
+      });
+      std::string message;
+      CHECK(threaded.wait(number, 60'000'000'000, &message) == Coprocessor::Outcome::done, "%s", message.c_str());
+      gpu.join();
+    }
+    CHECK(threaded.close(10'000'000'000) == Coprocessor::Retirement::gone, "close");
+    if (round % 2 == 1) threaded.let_go();
+    if (round % 2 == 1) CHECK(parallel.last_selection()[1].empty(), "lists that are gone");
+    CHECK(relative_error(answers, expected) < 1e-5, "answers");
+    CHECK(alone.pages == driven.pages, "pages");
+  }
+}
+
 // A ring that nobody drains keeps what came first, and counts the rest; the others have room.
 void rings_count_what_they_lose() {
   Trace trace(2);
@@ -280,6 +405,7 @@ int main() {
     for (const bool proposes : {false, true}) steps_are_the_same(threads, 40, threads == 2, proposes, true);
   }
   steps_are_the_same(3, 20, false, true, false);
+  for (const int threads : {1, 3}) heads_of_the_gpu(threads, 4, 12);
   rings_count_what_they_lose();
   aborts(60);
   std::puts("ok");

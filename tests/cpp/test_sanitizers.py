@@ -76,6 +76,19 @@ def test_coprocessor_has_no_races(thread_folder):
     )
 
 
+def test_coprocessor_stays_in_bounds(address_folder):
+    """Also of mailboxes that are gone."""
+    program = compile_program(
+        address_folder,
+        "coprocessor_stress.cpp",
+        kernels=["scalar"],
+        units=[*ATTENTION, "coprocessor", "step_server"],
+        flags=ADDRESS,
+    )
+    result = run([program])
+    assert result.returncode == 0, result.stderr
+
+
 def test_decode_attention_stays_in_bounds(address_folder):
     program = compile_program(
         address_folder,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
 from tiny_models import random_tokens
 
+from offload.device_heads import DeviceHeads
+from offload.handshake import Beside, InlineHandshake
 from offload.placement import HeadPlacement, Place
 from offload.policies import Policy, make_policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE
@@ -110,6 +114,58 @@ def test_a_context_beyond_the_room_for_scores_gets_more(
     decoder.place(decoder.placement)
     assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
     assert decoder._max_tokens == 128
+
+
+class LateHandshake(InlineHandshake):
+    """What runs beside the step runs as late as a stream of its own may: when it is joined."""
+
+    def __init__(self, coprocessor: Any) -> None:
+        super().__init__(coprocessor)
+        self.late: list[tuple[Beside, list[Callable[[], None]]]] = []
+
+    @contextmanager
+    def beside(self) -> Iterator[Beside]:
+        self.late.append((Beside(), []))
+        yield self.late[-1][0]
+
+    def join(self, work: Beside) -> None:
+        while any(other is work for other, _ in self.late):  # with all that was launched before it
+            for launch in self.late.pop(0)[1]:
+                launch()
+
+    def run(self, *args: Any) -> None:
+        super().run(*args)
+        assert not self.late, "not joined in its step"
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("kind", ["retrieval", "gathered", "mixed"])
+def test_nothing_overwrites_what_is_read_beside(
+    kind, num_parts, tiny_folders, expected, monkeypatch
+):
+    """Scores and lse of a layer are read until its selection is published; on a GPU that may last
+    into the layers below."""
+    model = load(tiny_folders["llama"], policies()["lychee_decode"], INLINE.values[0])
+    decoder = model._offload._decoder
+    decoder.place(placement_of(model, kind))
+    decoder._num_parts = num_parts
+    handshakes: list[LateHandshake] = []
+
+    def make_handshake(backend: str, coprocessor: Any, *args: Any, **options: Any) -> LateHandshake:
+        handshakes.append(LateHandshake(coprocessor))
+        return handshakes[-1]
+
+    def later(work: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: handshakes[-1].late[-1][1].append(functools.partial(work, *args))
+
+    decoder._make_handshake = make_handshake
+    monkeypatch.setattr(DeviceHeads, "publish", later(DeviceHeads.publish))
+    monkeypatch.setattr(DeviceHeads, "gather", later(DeviceHeads.gather))
+    tokens = random_tokens(1, 200).repeat(2, 1)
+    out = greedy(model, tokens, 50)
+    assert len(handshakes) == 1
+    for row in out:
+        assert torch.equal(row, expected("lychee_decode", 200)[0])
 
 
 def test_a_fork_writes_to_pages_of_its_own(backend, tiny_folders):

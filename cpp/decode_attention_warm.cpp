@@ -11,9 +11,15 @@ namespace {
 constexpr int64_t kBytesPerWorker = int64_t{1} << 20;  // half of a core's L2 where it is 2 MiB
 constexpr int64_t kRowsPerLook = 8;                    // at `stop`: about a microsecond
 
-// By loads: a CPU drops prefetches that come faster than memory answers, and those are most of them here. On a Zen 5,
-// attending to 239 scattered tokens takes 81 ns a token cold, 42 after prefetches and 29 after loads.
-inline void touch_row(const void* row, int64_t row_bytes) {
+constexpr int64_t kRowsAhead = 16;
+
+// Prefetched, and then loaded: loads alone take three times as long on a Sapphire Rapids, and a Zen 5 drops most of the
+// prefetches that come as fast. Of 239 scattered tokens there, attention takes 81 ns a token cold, 42 after prefetches
+// and 29 after loads.
+[[gnu::always_inline]] inline void prefetch_row(const void* row, int64_t row_bytes) {
+  for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i, 0, 2);
+}
+[[gnu::always_inline]] inline void load_row(const void* row, int64_t row_bytes) {
   for (int64_t i = 0; i < row_bytes; i += 64) static_cast<void>(static_cast<const volatile char*>(row)[i]);
 }
 
@@ -24,12 +30,11 @@ class Reader {
 
   // Tokens are hints: of another sequence, cut off since, or being written by a GPU.
   void read(const RowSource& source, const int32_t* tokens, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = 0; i < n + kRowsAhead; ++i) {
       if (i % kRowsPerLook == 0 && is_over()) return;
-      // Once: the next look might find another.
-      const int32_t token = std::atomic_ref<int32_t>(const_cast<int32_t&>(tokens[i])).load(std::memory_order_relaxed);
-      if (token < 0 || token >= kv_len_) continue;
-      touch_row(source.row(token), source.row_bytes);
+      if (i < n) prefetch_row(row_of(source, tokens[i]), source.row_bytes);
+      if (i < kRowsAhead) continue;
+      load_row(row_of(source, tokens[i - kRowsAhead]), source.row_bytes);
       bytes_ += source.row_bytes;
     }
   }
@@ -39,6 +44,12 @@ class Reader {
   void turn_to(int64_t kv_len) { kv_len_ = kv_len; }
 
  private:
+  const void* row_of(const RowSource& source, const int32_t& token) const {
+    // Once: the next look might find another.
+    const int32_t t = std::atomic_ref<int32_t>(const_cast<int32_t&>(token)).load(std::memory_order_relaxed);
+    return source.row(t >= 0 && t < kv_len_ ? t : 0);
+  }
+
   int32_t* stop_;
   int64_t kv_len_;
   int64_t bytes_ = 0;

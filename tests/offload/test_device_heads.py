@@ -121,16 +121,19 @@ class LateHandshake(InlineHandshake):
 
     def __init__(self, coprocessor: Any) -> None:
         super().__init__(coprocessor)
-        self.late: list[tuple[Beside, list[Callable[[], None]]]] = []
+        self.late: list[tuple[int, Beside, list[Callable[[], None]]]] = []
 
     @contextmanager
-    def beside(self) -> Iterator[Beside]:
-        self.late.append((Beside(), []))
-        yield self.late[-1][0]
+    def beside(self, lane: int = 0) -> Iterator[Beside]:
+        self.late.append((lane, Beside(), []))
+        yield self.late[-1][1]
 
     def join(self, work: Beside) -> None:
-        while any(other is work for other, _ in self.late):  # with all that was launched before it
-            for launch in self.late.pop(0)[1]:
+        """With all that was launched before it in its lane, and nothing of another."""
+        lanes = [lane for lane, other, _ in self.late if other is work]
+        while any(other is work for _, other, _ in self.late):
+            first = next(i for i, (lane, _, _) in enumerate(self.late) if lane == lanes[0])
+            for launch in self.late.pop(first)[2]:
                 launch()
 
     def run(self, *args: Any) -> None:
@@ -156,7 +159,7 @@ def test_nothing_overwrites_what_is_read_beside(
         return handshakes[-1]
 
     def later(work: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: handshakes[-1].late[-1][1].append(functools.partial(work, *args))
+        return lambda *args: handshakes[-1].late[-1][2].append(functools.partial(work, *args))
 
     decoder._make_handshake = make_handshake
     monkeypatch.setattr(DeviceHeads, "publish", later(DeviceHeads.publish))

@@ -189,7 +189,8 @@ class StreamHandshake:
         except BaseException:
             with shielded():
                 torch.cuda.current_stream().synchronize()
-                self._side.synchronize()  # nothing may have joined it yet
+                for side in self._side:  # nothing may have joined them yet
+                    side.synchronize()
                 self._coprocessor.abort()
                 self._coprocessor.reset()
             raise

@@ -159,7 +159,10 @@ def test_nothing_overwrites_what_is_read_beside(
         return handshakes[-1]
 
     def later(work: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: handshakes[-1].late[-1][2].append(functools.partial(work, *args))
+        def launch(*args: Any, **options: Any) -> None:
+            handshakes[-1].late[-1][2].append(functools.partial(work, *args, **options))
+
+        return launch
 
     decoder._make_handshake = make_handshake
     monkeypatch.setattr(DeviceHeads, "publish", later(DeviceHeads.publish))

@@ -1,8 +1,9 @@
 """Part `heads` of `perf.bench_gpu`: retrieval heads on the GPU, and who attends to the other heads.
 
 LycheeDecode with layer 0 and an eighth of the KV heads retrieving, and TidalDecode, each with its
-retrieving heads on the CPU, on the GPU, and with the rows of more and more of the other heads
-fetched by the GPU; beside the graph with all KV on the GPU, and transformers.
+retrieving heads on the CPU, on the GPU, with the rows of more and more of the other heads fetched
+by the GPU, and placed as `offload plan` does; beside the graph with all KV on the GPU, and
+transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import numpy as np
 from offload.benchmarks.decode_engines import OURS, describe, graph_row, stock_row
 from offload.benchmarks.pipeline_session import PipelineSettings
 from offload.benchmarks.shapes import MODEL_SHAPES
+from offload.machine_profile import MachineProfile
 from offload.placement import HeadPlacement, Place
+from offload.plan import PlanRequest, make_plan
+from offload.plan_model import planned_model
 from offload.policies import Policy, make_policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE
 from perf.gpu_steps import GPUBench, Rows, measure_ours
@@ -51,6 +55,21 @@ def placement(settings: PipelineSettings, policy: Policy, num_gathered: int) -> 
     return HeadPlacement(places)
 
 
+def planned(settings: PipelineSettings, policy: Policy, profile: MachineProfile) -> HeadPlacement:
+    """What a plan for this machine chooses."""
+    model = replace(planned_model(settings.shape), dtype=settings.dtype)
+    request = PlanRequest(
+        model=model,
+        policy=policy,
+        context=min(settings.kv_len, model.shape.max_context),
+        batch_size=1,
+        device=str(settings.device),
+        max_memory={},
+        on_this_machine=False,
+    )
+    return make_plan(request, profile).placement
+
+
 def heads(bench: GPUBench, *, names: list[str], gathered: list[int], peers: bool = True) -> Rows:
     """Time per token at each context.
 
@@ -70,6 +89,13 @@ def heads(bench: GPUBench, *, names: list[str], gathered: list[int], peers: bool
                     row = measure_ours(bench, of_policy, cache)
                     rows.append({"engine": OURS, "gathered_heads": count, **row})
                     bench.say(f"gathered {count}: {describe(rows[-1])}")
+                if bench.is_cuda:
+                    chosen = planned(settings, policy, bench.profile)
+                    of_policy = replace(settings, policy=policy, placement=chosen)
+                    row = measure_ours(bench, of_policy, cache)
+                    heads = {place.name: sum(chosen.counts(place)) for place in Place}
+                    rows.append({"engine": OURS, "gathered_heads": None, "heads": heads, **row})
+                    bench.say(f"planned, {heads}: {describe(rows[-1])}")
         if peers:
             rows.append(graph_row(bench.model, kv_len, num_steps=bench.num_steps))
             bench.say(describe(rows[-1]))

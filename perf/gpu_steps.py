@@ -34,7 +34,8 @@ from offload.benchmarks.pipeline_session import PipelineSettings, open_session
 from offload.benchmarks.shapes import MODEL_SHAPES
 from offload.budgets import weight_bytes_of
 from offload.kv_store import KVStore
-from offload.memory import format_bytes
+from offload.machine_profile import MachineProfile, measure_profile
+from offload.memory import available_cpus, format_bytes
 from offload.policies import Policy, make_policy
 from offload.prefill import prefill
 
@@ -72,6 +73,16 @@ class GPUBench:
         synchronize(model.device)
         self.say(f"model: {time.monotonic() - start:.1f} s")
         return model
+
+    @cached_property
+    def profile(self) -> MachineProfile:
+        """What this machine is measured to do, with the threads of `settings`."""
+        settings = self.settings
+        threads = settings.num_threads or max(1, available_cpus() - 1)
+        shape = MODEL_SHAPES[settings.shape]
+        profile = measure_profile(settings.device, threads, shape=shape, dtype=settings.dtype)
+        self.release()
+        return profile
 
     @property
     def is_cuda(self) -> bool:

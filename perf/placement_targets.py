@@ -56,7 +56,8 @@ def _heads_checks(result: dict[str, Any] | None) -> list[list[str]]:
             lines.append(_missing(label, wanted))
         else:
             gathered = row["gathered_heads"]
-            where = "all on the CPU" if gathered < 0 else f"{gathered} gathered"
+            where = "as planned" if gathered is None else f"{gathered} gathered"
+            where = where if gathered is None or gathered >= 0 else "all on the CPU"
             found = f"{milliseconds_cell(row)} ms ({where})"
             lines.append(target_line(label, found, wanted, row["milliseconds"] <= limit))
     policy, name, *_ = STEPS[0]

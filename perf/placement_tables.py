@@ -48,8 +48,8 @@ def gpu_heads_table(result: dict[str, Any]) -> str:
         f"{settings['shape']} with random weights, {settings['dtype']}, batch 1: milliseconds per "
         f"token by who attends to which KV heads; budgets: {budgets} tokens. Gathered: of each "
         "layer's heads that reuse a selection, at most so many have their rows fetched by the GPU; "
-        "the CPU attends for the others. As planned: as `offload plan` places them. Medians; ±: half "
-        "of the 10th to 90th percentile."
+        "the CPU attends for the others. As planned: as `offload plan` places them. Medians; ±: "
+        "half of the 10th to 90th percentile."
     )
     header = ["engine", "heads that retrieve", "gathered"]
     header += [f"{context:,} tokens" for context in contexts] + ["KV on the GPU"]

@@ -63,7 +63,7 @@ class TopKLaunch:
 
     @classmethod
     def default(cls, budget_tokens: int, max_tokens: int = 0) -> TopKLaunch:
-        """What suits a budget on a Hopper GPU, with more groups where a row is too long for them."""
+        """What suits a budget on a Hopper GPU; more groups where a row is too long for them."""
         max_groups = max(2048, next_power_of_2(4 * budget_tokens), _groups_of(max_tokens))
         max_groups = min(32768, max_groups)
         return cls(

@@ -62,14 +62,20 @@ class TopKLaunch:
         return self.max_groups << self.max_level
 
     @classmethod
-    def default(cls, budget_tokens: int) -> TopKLaunch:
-        """What suits a budget on a Hopper GPU."""
-        max_groups = min(32768, max(2048, next_power_of_2(4 * budget_tokens)))
+    def default(cls, budget_tokens: int, max_tokens: int = 0) -> TopKLaunch:
+        """What suits a budget on a Hopper GPU; more groups where a row is too long for them."""
+        max_groups = max(2048, next_power_of_2(4 * budget_tokens), _groups_of(max_tokens))
+        max_groups = min(32768, max_groups)
         return cls(
             max_groups=max_groups,
             tile=min(8192, max(1024, next_power_of_2(-(-3 * budget_tokens // 2)))),
             num_warps=(4, 8 if max_groups <= 8192 else 16, 16),
         )
+
+
+def _groups_of(max_tokens: int) -> int:
+    """The largest groups of a row of so many tokens; a power of two."""
+    return next_power_of_2(max(1, -(-max_tokens // (1 << _MAX_LEVEL))))
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class TopKBuffers:
         Raises:
             ValueError: for more tokens than the launch can do.
         """
-        launch = launch or TopKLaunch.default(budget_tokens)
+        launch = launch or TopKLaunch.default(budget_tokens, max_tokens)
         if max_tokens > launch.max_tokens:
             raise ValueError(f"max_tokens must be at most {launch.max_tokens}, got {max_tokens}")
 

@@ -98,10 +98,13 @@ class DeviceDecoder:
         self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
         self._num_slots = self._max_tokens = 0
         self._keeps_placement = keeps_placement
+        self._agreed_on: tuple[list[int], list[int]] | None = None  # by `_fails_anywhere`
         self._step: DeviceStep | None = None  # with the first slots
         self._links: dict[tuple[int, int], HostLink] = {}
         self._choices: dict[int, PartsChoice] = {}
         self.place(placement or self._least_placement())
+        if model.ranks is not None:
+            model.ranks.close_before_leaving(self.close)
 
     @property
     def device_bytes(self) -> int:
@@ -213,15 +216,41 @@ class DeviceDecoder:
     def _bind(self, seqs: Sequence[int]) -> tuple[list[int], list[int]]:
         """Slots for `seqs`, and their kv_lens after the step, for which there is room."""
         kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
+        if self._keeps_placement:
+            return self._bind_lens(seqs, kv_lens), kv_lens
+        slots: list[int] = []
+        failure: DeviceMemoryError | None = None
         try:
-            return self._bind_lens(seqs, kv_lens), kv_lens
+            slots = self._bind_lens(seqs, kv_lens)
         except DeviceMemoryError as error:
+            failure = error
+        if self._fails_anywhere(failure, seqs, kv_lens):
             least = self._least_placement()
-            if self._keeps_placement or self.placement == least:
-                raise
-            logger.warning("%s. From now on only dense layers stay there", error)
+            if failure is not None and self.model.ranks is None and self.placement == least:
+                raise failure
+            why = failure or "the GPU of another rank has no room for its KV heads"
+            logger.warning("%s. From now on only dense layers stay there", why)
+            self._keeps_placement = True
             self.place(least)
-            return self._bind_lens(seqs, kv_lens), kv_lens
+            slots = self._bind_lens(seqs, kv_lens)
+        return slots, kv_lens
+
+    def _fails_anywhere(
+        self, failure: DeviceMemoryError | None, seqs: Sequence[int], kv_lens: Sequence[int]
+    ) -> bool:
+        """Whether this rank, or another, has no room. Steps are captured by all ranks or by none,
+        since capturing runs their sums; they agree whenever some sequence needs new memory.
+        """
+        ranks = self.model.ranks
+        if ranks is None:
+            return failure is not None
+        new = (list(seqs), [-(-kv_len // self.store.page_tokens) for kv_len in kv_lens])
+        if new == self._agreed_on:  # and there was room
+            if failure is not None:
+                raise failure
+            return False
+        self._agreed_on = new
+        return ranks.total(int(failure is not None))[0] > 0
 
     def _bind_lens(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         self._make_slots(len(seqs), max(kv_lens))
@@ -323,10 +352,11 @@ class DeviceDecoder:
 
     def _room_for(self, kv_len: int) -> int:
         """Tokens that a step is made for: all that the model can have, unless heads publish. The
-        scores of these are kept, and get room as the context grows, which is rare.
+        scores of these are kept, and get room as the context grows, which is rare. All ranks do
+        as if: they capture together.
         """
         max_tokens: int = self.model.max_context
-        if any(layer.publishing for layer in self._layers):
+        if self.model.ranks is not None or any(layer.publishing for layer in self._layers):
             max_tokens = min(max_tokens, max(_MIN_SCORE_TOKENS, 1 << (kv_len - 1).bit_length()))
         page_tokens = self.store.page_tokens
         return -(-max_tokens // page_tokens) * page_tokens

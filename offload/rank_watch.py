@@ -57,6 +57,9 @@ class RankWatch:
             serves this object's thread and the main one.
         on_stuck: gets the reason when this rank waits in vain; it must not return. By default it
             prints the reason and ends the process with code 1.
+
+    Attributes:
+        has_failed: whether the last section ended with an error, or did not end.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class RankWatch:
         self._peers = {r: _Peer(beat_at=now) for r in range(world_size) if r != rank}
         self._section = 0  # number of the last one that was entered
         self._is_inside = False
+        self.has_failed = False  # in the last section
         self._reason: str | None = None
         self._reason_at = 0.0
         self._changed = threading.Condition()
@@ -96,8 +100,10 @@ class RankWatch:
         with self._changed:
             self._section += 1
             self._is_inside, self._reason = True, None
+        self.has_failed = True
         try:
             yield
+            self.has_failed = False
         except LostConnectionError as error:
             reason = self._wait_for_reason() or f"the connection to another rank broke: {error}"
             raise PeerError(reason) from error

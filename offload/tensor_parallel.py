@@ -10,13 +10,17 @@ Embeddings, norms and lm_head are on every rank, so that each has the whole resi
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
+import logging
 import os
+import threading
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +34,14 @@ from offload.rank_watch import LostConnectionError, RankWatch
 if TYPE_CHECKING:
     from offload.config import RuntimeConfig
 
+logger = logging.getLogger(__name__)
+
 _c10d: Any = dist  # not all that it documents has types
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Our messages are some KiB. NVLink multicast and registered buffers are for large ones, and both
 # take resources of the whole host.
 _NCCL_DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}
+_LEAVE_SECONDS = 10.0  # for NCCL to end at exit; without it the process ends, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +60,27 @@ class TensorParallel:
     group: Any
     watch: RankWatch
     num_cpus: int
+    _users: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
+
+    def close_before_leaving(self, close: Callable[[], None]) -> None:
+        """Call the bound method at the process's end, if its object is still there: NCCL waits for
+        all CUDA graphs that captured its operations to be gone.
+        """
+        self._users[:] = [method for method in self._users if method() is not None]
+        self._users.append(weakref.WeakMethod(close))
+
+    def leave(self) -> None:
+        """End the connection, unless this rank or another failed: that would wait for them."""
+        for method in self._users:
+            close = method()
+            if close is not None:
+                close()
+        self._users.clear()
+        self.watch.close()
+        if dist.is_initialized() and self.group is dist.group.WORLD and not self.watch.has_failed:
+            ends = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            ends.start()
+            ends.join(_LEAVE_SECONDS)
 
     def together(self) -> AbstractContextManager[None]:
         """Around work in which ranks wait for each other (see `RankWatch.section`)."""
@@ -188,18 +216,44 @@ def check_environment(tensor_parallel_size: int, device: str) -> None:
         )
 
 
+def check_peer_access(world_size: int, rank: int) -> None:
+    """Refuse GPUs that cannot reach each other's memory, unless NCCL is told not to try.
+
+    Raises:
+        ValueError: names two such GPUs; says what to do.
+    """
+    for a, b in itertools.permutations(range(world_size), 2):
+        if torch.cuda.can_device_access_peer(a, b):
+            continue
+        gpus = (
+            f"cuda:{a} ({torch.cuda.get_device_name(a)}) cannot access the memory of cuda:{b} "
+            f"({torch.cuda.get_device_name(b)})"
+        )
+        if os.environ.get("NCCL_P2P_DISABLE") != "1":
+            raise ValueError(
+                f"tensor_parallel_size={world_size}: {gpus}; set NCCL_P2P_DISABLE=1 to sum through "
+                "host memory, which is slower, or choose other GPUs by CUDA_VISIBLE_DEVICES"
+            )
+        if rank == 0:
+            logger.warning("%s: ranks sum through host memory, which is slower", gpus)
+        return
+
+
 def connect(config: RuntimeConfig) -> TensorParallel | None:
     """The ranks of `config`; None where there is one only.
 
     Waits for the other processes. A process connects once and keeps the connection.
 
     Raises:
-        ValueError: see `check_environment`.
+        ValueError: see `check_environment`, `check_peer_access`.
     """
     if config.tensor_parallel_size == 1:
         return None
     check_environment(config.tensor_parallel_size, config.device)
-    return _connect(torch.device(config.device).type)
+    device_type = torch.device(config.device).type
+    if device_type == "cuda":
+        check_peer_access(config.tensor_parallel_size, int(os.environ["RANK"]))
+    return _connect(device_type)
 
 
 def rank_config(config: RuntimeConfig, ranks: TensorParallel) -> RuntimeConfig:
@@ -247,6 +301,7 @@ def _connect(device_type: str) -> TensorParallel:
             ranks.all_reduce(torch.zeros(1, device="cuda"))
             ranks.broadcast(torch.zeros(1, device="cuda"))
             torch.cuda.synchronize()
+    atexit.register(ranks.leave)
     return ranks
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from device_cases import greedy, small
 
 from offload import OffloadedModel
+from offload.placement import HeadPlacement, Place
 from offload.policies import Policy
+from offload.policies.base import DENSE, RETRIEVE
 from offload.tensor_parallel import TensorParallel
 
 
@@ -132,3 +139,53 @@ def fails(folder: Path, kind: str, rank: int, catches: bool = False) -> str:
             raise
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def leaves(folder: Path, fails: bool = False) -> tuple[bool, bool]:
+    """As at the process's end: whether the model's decoder was closed, and the group is there."""
+    model = load(folder, "full")
+    greedy(model, torch.ones(1, 5, dtype=torch.int64), 3)
+    ranks: TensorParallel = model._offload.ranks
+    if fails:
+        with suppress(ValueError), ranks.together():
+            raise ValueError("the last thing it did")
+    ranks.leave()
+    return not model._offload._decoder.coprocessors, dist.is_initialized()
+
+
+def no_room(
+    folder: Path, policy: str, input_ids: torch.Tensor, max_new_tokens: int, rank: int
+) -> tuple[torch.Tensor, str, list[str]]:
+    """Retrieving heads on the GPU, of which `rank` has room for a few pages.
+
+    Returns:
+        the tokens; the placement afterwards; warnings.
+    """
+    model = load(folder, small(policy), backend="inline")
+    decoder = model._offload._decoder
+    places, roles = np.array(decoder.placement.places), decoder.attention.roles
+    places[(roles == RETRIEVE) | (roles == DENSE)] = Place.GPU
+    decoder.place(HeadPlacement(places))
+    assert not decoder._keeps_placement
+    if int(os.environ["RANK"]) == rank:
+        page_bytes = decoder.store.page_bytes // places.shape[1] * int((places == Place.GPU).sum())
+        decoder._device_budget_bytes = page_bytes * (input_ids.shape[1] // 16 + 1)
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("offload.device_decode").addHandler(handler)
+    tokens = greedy(model, input_ids, max_new_tokens)
+    return tokens, decoder.placement.text(), warnings
+
+
+def room_for_scores(folder: Path) -> int:
+    """Tokens that a step for 300 is made for; rank 0 has heads that publish, others have none."""
+    model = load(folder, small("lychee_decode"), backend="inline")
+    decoder = model._offload._decoder
+    if int(os.environ["RANK"]) == 0:
+        places = np.array(decoder.placement.places)
+        places[decoder.attention.roles == RETRIEVE] = Place.GPU
+        decoder.place(HeadPlacement(places))
+    with mock.patch("offload.device_decode._MIN_SCORE_TOKENS", 16):
+        room: int = decoder._room_for(300)
+    return room

@@ -5,25 +5,47 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
+import tempfile
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
+
+import torch
 
 TIMEOUT_SECONDS = 120
+
+
+def _context() -> Any:
+    """How ranks begin: as forks of a process that has imported what they need, which takes seconds
+    each time. Not beside a GPU, which no fork may use once somebody has looked for it.
+    """
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_cases"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+    return context
 
 
 class Ranks:
     """`world_size` ranks that wait for calls. All get the same call."""
 
     def __init__(self, world_size: int = 2) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         port = free_port()
         self._pipes: list[Any] = []
         self.processes: list[Any] = []
+        self._errors: list[Any] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
+            self._errors.append(tempfile.NamedTemporaryFile())  # noqa: SIM115 (until close)
+            environment = rank_environment(rank, world_size, port)
             process = context.Process(
-                target=_serve, args=(rank_environment(rank, world_size, port), theirs), daemon=True
+                target=_serve, args=(environment, theirs, self._errors[-1].name), daemon=True
             )
             process.start()
             theirs.close()
@@ -53,7 +75,19 @@ class Ranks:
         self.processes[rank].join(seconds)
         return self.processes[rank].exitcode
 
+    def receive(self, rank: int) -> tuple[bool, Any]:
+        """What a rank answers to `start`: whether it returned, and what; or a traceback."""
+        ok, result = self._receive(self._pipes[rank])
+        return ok, result
+
+    def stderr(self, rank: int) -> str:
+        """What a rank has written there."""
+        text: bytes = self._errors[rank].read()
+        return text.decode()
+
     def close(self) -> None:
+        for file in self._errors:
+            file.close()
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
@@ -85,10 +119,11 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _serve(environment: dict[str, str], pipe: Connection) -> None:
+def _serve(environment: dict[str, str], pipe: Connection, errors: str) -> None:
     os.environ.update(environment)
+    with open(errors, "ab") as file:
+        os.dup2(file.fileno(), 2)
     import rank_cases
-    import torch
 
     torch.set_num_threads(1)
     while True:

@@ -373,6 +373,11 @@ def test_graph_replays_with_growing_lengths() -> None:
 
 def test_launches() -> None:
     assert TopKLaunch.default(2048) == TopKLaunch()
+    # A small budget has few groups; a context of a million tokens needs more of them.
+    assert TopKLaunch.default(256).max_tokens == 2**19
+    for max_tokens in (2**19 + 16, 2**20, 2**22):
+        assert TopKLaunch.default(256, max_tokens).max_tokens >= max_tokens
+    assert TopKBuffers.allocate(1, 2**20, 256, "cpu").maxima.shape == (1, 4096)
     assert TopKLaunch().max_tokens == 8192 * 256
     with pytest.raises(ValueError, match="tile must be a power of two, got 48"):
         TopKLaunch(tile=48)

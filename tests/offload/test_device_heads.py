@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from tiny_models import random_tokens
 
 from offload.device_heads import DeviceHeads
 from offload.handshake import Beside, InlineHandshake
+from offload.memory import DeviceMemoryError
 from offload.placement import HeadPlacement, Place
 from offload.policies import Policy, make_policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE
@@ -114,6 +116,37 @@ def test_a_context_beyond_the_room_for_scores_gets_more(
     decoder.place(decoder.placement)
     assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
     assert decoder._max_tokens == 128
+
+
+def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(
+    backend, tiny_folders, expected, caplog
+):
+    """A placement that was chosen for one sequence: its heads go back to the CPU, with a warning.
+    One that somebody asked for is an error, and one sequence goes on."""
+    model = load(tiny_folders["llama"], policies()["lychee_decode"], backend)
+    decoder = model._offload._decoder
+    placement, least = placement_of(model, "mixed"), decoder.placement
+    heads = int((placement.places == Place.GPU).sum())
+    pages = -(-251 // model.kv_store.page_tokens)
+    decoder._device_budget_bytes = heads * pages * (model.kv_store.page_bytes // 2)  # of 2 heads
+    decoder.place(placement)
+    tokens = random_tokens(1, 200)
+    batch = tokens.repeat(3, 1)
+    assert torch.equal(greedy(model, tokens, 50), expected("lychee_decode", 200))
+    assert not decoder._keeps_placement  # the model chose by itself
+    decoder._keeps_placement = True
+    with pytest.raises(DeviceMemoryError, match="place fewer heads there"):
+        greedy(model, batch, 50)
+    assert torch.equal(greedy(model, tokens, 50), expected("lychee_decode", 200))
+    decoder._keeps_placement = False
+    with caplog.at_level(logging.WARNING, logger="offload.device_decode"):
+        out = greedy(model, batch, 50)
+    for row in out:
+        assert torch.equal(row, expected("lychee_decode", 200)[0])
+    assert decoder.placement == least
+    assert len(caplog.messages) == 1
+    assert "From now on only dense layers stay there" in caplog.messages[0]
+    assert torch.equal(greedy(model, batch, 50), out)
 
 
 class LateHandshake(InlineHandshake):

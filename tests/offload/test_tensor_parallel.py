@@ -7,9 +7,6 @@ there are two GPUs.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,12 @@ from tiny_models import byte_tokenizer, make_tiny_model, random_tokens
 from transformers import AutoModelForCausalLM
 
 from offload import OffloadedModel
+from offload.cli import app
 from offload.config import runtime_config
 from offload.head_roles import HeadRoles, evenly_spaced_heads
 from offload.parts_choice import PartsChoice
 from offload.policies import make_policy
 from offload.policies.lychee_decode import LycheeDecode
-from offload.rank_watch import PeerError, RankWatch
 from offload.tensor_parallel import (
     _share_of_cpus,
     check_environment,
@@ -186,6 +183,32 @@ def test_each_rank_has_its_part(ranks, uneven_folder):
     assert 40 * 2**20 - 3 <= total <= 40 * 2**20
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_fall_back_where_one_has_no_room(rank, ranks, tiny_folders, caplog):
+    """Steps are captured anew by both: a rank that did so alone would sum what does not belong
+    together."""
+    tokens = random_tokens(1, 200)
+    one = load(tiny_folders["llama"], small("lychee_decode"), ("cpu", None))
+    expected = greedy(one, tokens, 60)
+    results = ranks.call(
+        "no_room",
+        folder=tiny_folders["llama"],
+        policy="lychee_decode",
+        input_ids=tokens,
+        max_new_tokens=60,
+        rank=rank,
+    )
+    for number, (got, placement, warnings) in enumerate(results):
+        assert torch.equal(got, expected)
+        assert "G" not in placement
+        assert len(warnings) == 1
+        reason = "need" if number == rank else "the GPU of another rank has no room"
+        assert reason in warnings[0]
+        assert "From now on only dense layers stay there" in warnings[0]
+    # Neither does one capture anew for itself as its context grows.
+    assert ranks.call("room_for_scores", folder=tiny_folders["llama"]) == [512, 512]
+
+
 def test_more_ranks_than_heads(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one head")
     make_tiny_model("llama", num_key_value_heads=1).save_pretrained(folder)
@@ -216,40 +239,6 @@ def test_what_does_not_work_with_ranks(ranks, tiny_folders):
         assert name == "ValueError"
         assert "the input of rank 1 (7 tokens) is not that of rank 0" in message
     assert ranks.call("raises", folder=folder, what="generate") == [("", ""), ("", "")]
-
-
-def test_a_killed_rank_ends_the_other(tiny_folders):
-    """Rank 0, which also holds the store through which ranks know of each other."""
-    failing = 0
-    ranks = Ranks(2)
-    try:
-        ranks.call("facts", folder=tiny_folders["llama"])
-        ranks.start("fails", folder=tiny_folders["llama"], kind="kill", rank=failing)
-        assert ranks.wait(failing, 20) == -9
-        start = time.monotonic()
-        ok, message = ranks._receive(ranks._pipes[1 - failing])
-        assert time.monotonic() - start < 10
-        assert not ok
-        assert "PeerError" in message
-        assert f"the process of rank {failing} (pid {ranks.processes[failing].pid}) is gone" in (
-            message
-        )
-    finally:
-        ranks.close()
-
-
-def test_a_rank_that_raises_ends_the_other(tiny_folders, capfd):
-    """Rank 1 raises and goes on; rank 0 waits for it in a collective operation."""
-    ranks = Ranks(2)
-    try:
-        ranks.call("facts", folder=tiny_folders["llama"])
-        ranks.start("fails", folder=tiny_folders["llama"], kind="raise", rank=1, catches=True)
-        ok, message = ranks._receive(ranks._pipes[1])
-        assert (ok, message) == (True, "RuntimeError: boom in the middle")
-        assert ranks.wait(0, 10) == 1
-    finally:
-        ranks.close()
-    assert "error: rank 1 failed: RuntimeError: boom in the middle" in capfd.readouterr().err
 
 
 def test_wrong_environments(monkeypatch, tiny_folders):
@@ -324,73 +313,37 @@ def test_parts_are_agreed_on():
     assert choice.num_parts == 2
 
 
-class _Store(dict):
-    """What `RankWatch` needs of a torch store."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-
-def test_a_rank_that_ends_early_is_not_waited_for():
-    store, reasons = _Store(), []
-    watch = RankWatch(store, 0, 2, on_stuck=reasons.append)
-    other = RankWatch(store, 1, 2, on_stuck=reasons.append)
-    with watch.section():
-        time.sleep(0.1)
-    with other.section():
-        pass
-    other.close()
-    with watch.section():
-        deadline = time.monotonic() + 10
-        while not reasons and time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert reasons[0] == "rank 1 has ended; every rank must make the same calls"
-    watch.close()
-
-
-def test_errors_of_both_ranks_end_nobody():
-    store, reasons = _Store(), []
-    watches = [RankWatch(store, rank, 2, on_stuck=reasons.append) for rank in range(2)]
-    for watch in watches:
-        with pytest.raises(ValueError, match="the same"), watch.section():
-            raise ValueError("the same")
-    time.sleep(3.5)
-    assert reasons == []
-    for watch in watches:
-        watch.close()
-    assert issubclass(PeerError, RuntimeError)
-
-
-def test_the_command_starts_its_ranks(tiny_folders: dict[str, Path]) -> None:
-    one, two = (
-        _command(tiny_folders["llama"], "-n", "12", "--json", *options)
-        for options in ([], ["--tensor-parallel-size", "2"])
+def test_the_command_starts_its_ranks(tiny_folders, capfd, monkeypatch) -> None:
+    codes, outputs = zip(
+        *(
+            _command(monkeypatch, capfd, tiny_folders["llama"], "-n", "12", "--json", *options)
+            for options in ([], ["--tensor-parallel-size", "2"])
+        ),
+        strict=True,
     )
-    assert two.returncode == 0, two.stderr
-    runs = [json.loads(done.stdout)["runs"][0] for done in (one, two)]
+    assert codes == (0, 0), outputs
+    runs = [json.loads(output)["runs"][0] for output, _ in outputs]
     assert runs[0]["answer"] == runs[1]["answer"]
     # Each rank has half of the heads; the figures are of all.
     assert runs[0]["kv_host_bytes"] == runs[1]["kv_host_bytes"]
 
 
-def test_the_command_fails_as_its_ranks_do(tmp_path: Path) -> None:
+def test_the_command_fails_as_its_ranks_do(tmp_path, capfd, monkeypatch) -> None:
     make_tiny_model("llama", num_key_value_heads=1).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    done = _command(tmp_path, "--tensor-parallel-size", "2")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.count("this model has 1 KV heads") == 1
+    code, (out, err) = _command(monkeypatch, capfd, tmp_path, "--tensor-parallel-size", "2")
+    assert code == 1
+    assert out == ""
+    assert err.count("this model has 1 KV heads") == 1
 
 
-def _command(folder: Path, *arguments: str) -> Any:
-    command = [sys.executable, "-c", "from offload.cli import app; app()", "generate", str(folder)]
-    return subprocess.run(
-        [*command, "-p", "the quick brown fox", "--num-threads", "1", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def _command(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any, folder: Path, *arguments: str
+) -> tuple[int, tuple[str, str]]:
+    """Exit code, stdout and stderr of `offload generate`; ranks are processes of their own."""
+    command = ["generate", str(folder), "-p", "the quick brown fox", "--num-threads", "1"]
+    monkeypatch.setattr("sys.argv", ["offload", *command, *arguments])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        app()
+    return int(ended.value.code or 0), capfd.readouterr()

@@ -159,7 +159,7 @@ def select_all(
         **window,
     )
     slots = num_programs + n * num_kv_heads
-    for merges_early in (False, True):
+    for early in (False, True):
         hybrid_attention(
             query,
             table,
@@ -172,7 +172,7 @@ def select_all(
             partial_lse=torch.zeros(slots, group_size),
             out=query,
             lse=torch.zeros(n, num_qo_heads),
-            launch=HybridLaunch(merges_early=merges_early),
+            launch=HybridLaunch(merges_early=early, starts_early=early, prefetches=early),
             **pages,
         )
 

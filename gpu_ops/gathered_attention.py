@@ -125,7 +125,6 @@ def merge_gathered_kernel(
     FIXED_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,  # of the kernel before
-    BLOCK_S: tl.constexpr,
     TILE_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
@@ -139,7 +138,7 @@ def merge_gathered_kernel(
     d = tl.arange(0, BLOCK_D)
     first_slot = (row * NUM_HEADS * GROUP_SIZE + member) * NUM_SPLITS
     largest, total, acc = merge_states(
-        partial_out, partial_lse, first_slot, 1, used, d, HEAD_DIM, BLOCK_S, TILE_S
+        partial_out, partial_lse, first_slot, 1, used, d, HEAD_DIM, TILE_S
     )
 
     head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE + member % GROUP_SIZE
@@ -237,7 +236,6 @@ def gathered_attention(
         )
     block_t = tile_tokens(head_dim, query.element_size())
     block_d = next_power_of_2(head_dim)
-    block_s = next_power_of_2(num_splits)
     min_tiles = min(n, _MAX_TILES_PER_SPLIT)
     gathered_attention_kernel[(num_splits, num_heads, n)](
         query,
@@ -281,8 +279,7 @@ def gathered_attention(
         fixed_tokens,
         head_dim,
         block_t,
-        block_s,
-        min(16, block_s),
+        min(16, next_power_of_2(num_splits)),
         block_d,
         num_warps=4,
     )

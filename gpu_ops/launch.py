@@ -33,6 +33,7 @@ except ModuleNotFoundError as error:
     has_triton = False
 
 __all__ = [
+    "compiles",
     "has_triton",
     "interpreted",
     "jit",
@@ -62,6 +63,11 @@ def jit_for_any(*sizes: str) -> Callable[[Callable[..., None]], Any]:
         return lambda function: function
     decorate: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=list(sizes))
     return decorate
+
+
+def compiles() -> bool:
+    """Whether kernels on CPU tensors are compiled, for nobody to run, instead of interpreted."""
+    return has_triton and not _interprets
 
 
 def runs_kernel(x: Tensor) -> bool:

@@ -17,14 +17,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gpu_ops.launch import jit, next_power_of_2, tl
+from gpu_ops.early_launch import await_inputs, can_launch_early, early_option, prefetch
+from gpu_ops.launch import compiles, jit, next_power_of_2, tl
 from gpu_ops.online_softmax import MIN_GROUP, load_query, score_tile, tile_tokens, weigh_tile
+from gpu_ops.split_state import merge_states, split_length
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 # Rows of a batch fill the GPU together, so that their pieces need not be as small.
 _MAX_TILES_PER_SPLIT = 8
+_MERGE_PROGRAMS = 256  # that the merge has at least, by parts of a head's output
 _MERGED_ELEMENTS = 4096  # of the pieces of a head, that a program has in registers at once
-_MANY_SPLITS = 64  # beyond, the merge of a head is worth several programs
+_PREFETCHED_LINES = 128  # per program, of each operand
 
 
 @dataclass(frozen=True)
@@ -35,26 +38,26 @@ class SplitLaunch:
         tile_tokens: keys that are loaded together, a power of two of at least 16; a page may be
             smaller.
         num_warps: of a program.
-        num_stages: tiles in flight; one is for the address that the next tile is loaded from.
+        num_stages: of the loop over tiles; one tile less is in flight.
+        merges_early: the merge is launched while the splits run, if the GPU can (`early_launch`).
+        starts_early: so are the splits, while the kernel before them in the stream runs.
+        prefetches: programs bring page table and query into the L2 before they need them.
+        keeps_scores: the scores are the last that the L2 gives up, as they are read soon; 4 bytes
+            of each token and query head.
     """
 
     tile_tokens: int
     num_warps: int = 4
-    num_stages: int = 5
+    num_stages: int = 3
+    merges_early: bool = True
+    starts_early: bool = False
+    prefetches: bool = False
+    keeps_scores: bool = False
 
     @classmethod
     def default(cls, head_dim: int, itemsize: int) -> SplitLaunch:
         """What two programs on each multiprocessor have the shared memory for."""
         return cls(tile_tokens(head_dim, itemsize))
-
-
-@jit
-def split_length(
-    kv_len: tl.tensor, NUM_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, MIN_TILES: tl.constexpr
-) -> tl.tensor:
-    """Tokens of every split but the last: whole tiles."""
-    tiles = tl.cdiv(kv_len, NUM_SPLITS * BLOCK_T)
-    return tl.maximum(tiles, MIN_TILES) * BLOCK_T
 
 
 @jit
@@ -79,36 +82,57 @@ def paged_attention_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,  # divides PAGE_TOKENS: a tile lies in one page, contiguous
     BLOCK_D: tl.constexpr,
+    SCORES_EVICTION: tl.constexpr,
+    LINES: tl.constexpr,
+    PREFETCHES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per split, head of the pages and row."""
     split, page_head = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    kv_len = (tl.load(positions + row) + 1).to(tl.int32)
+    pages = page_table + row * max_pages
+    # Where the first key is takes loads one after the other. Together the programs of a row have
+    # fetched what they read by the time that the first of them is back.
+    program, programs = split * PAGE_HEADS + page_head, NUM_SPLITS * PAGE_HEADS
+    row_bytes: tl.constexpr = (
+        NUM_QO_HEADS * HEAD_DIM * query.dtype.element_ty.primitive_bitwidth // 8
+    )
+    prefetch(positions + row, 8, program, programs, LINES, PREFETCHES)
+    prefetch(heads, PAGE_HEADS * 4, program, programs, LINES, PREFETCHES)
+    prefetch(pages, max_pages * 8, program, programs, LINES, PREFETCHES)
+    prefetch(query + row * NUM_QO_HEADS * HEAD_DIM, row_bytes, program, programs, LINES, PREFETCHES)
+    await_inputs(EARLY)
+    position = tl.load(positions + row)
+    kv_head = page_head
+    if heads is not None:
+        kv_head = tl.load(heads + page_head)
+    kv_len = (position + 1).to(tl.int32)
     length = split_length(kv_len, NUM_SPLITS, BLOCK_T, MIN_TILES)
     first = split * length
     last = tl.minimum(first + length, kv_len)
     if first >= last:
         return  # nor does the second kernel read it
 
-    kv_head = page_head
-    if heads is not None:
-        kv_head = tl.load(heads + page_head)
+    # Where a tile is gets loaded an iteration ahead, by hand: the compiler would give that most of
+    # its pipeline's stages, and wait for the query before it looks for the first one.
+    page = tl.load(pages + first // PAGE_TOKENS)
     first_head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE
     q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
-    pages = page_table + row * max_pages
     g, t, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(first, last, BLOCK_T):
-        page = tl.load(pages + start // PAGE_TOKENS).to(tl.pointer_type(query.dtype.element_ty))
-        keys = page + (page_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * HEAD_DIM
+        keys = page.to(tl.pointer_type(query.dtype.element_ty))
+        keys += (page_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * HEAD_DIM
+        following = start + BLOCK_T
+        page = tl.load(pages + following // PAGE_TOKENS, mask=following < last, other=0)
         of_tile = score_tile(q, keys, last - start, scale, HEAD_DIM, BLOCK_T, BLOCK_D)
         if scores is not None:
             score_row = (row * PAGE_HEADS + page_head) * GROUP_SIZE + g
             target = scores + score_row[:, None] * max_tokens + (start + t)[None, :]
             kept = (g < GROUP_SIZE)[:, None] & (start + t < last)[None, :]
-            tl.store(target, of_tile, mask=kept)
+            tl.store(target, of_tile, mask=kept, eviction_policy=SCORES_EVICTION)
         row_max, row_sum, acc = weigh_tile(
             of_tile,
             keys + PAGE_HEADS * PAGE_TOKENS * HEAD_DIM,
@@ -142,9 +166,9 @@ def merge_splits_kernel(
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,  # of the kernel before
-    BLOCK_S: tl.constexpr,  # at least NUM_SPLITS
-    TILE_S: tl.constexpr,  # of splits; divides BLOCK_S
+    TILE_S: tl.constexpr,  # of splits
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per row, query head of the pages' heads, and BLOCK_D elements of it."""
     row = tl.program_id(0).to(tl.int64)
@@ -156,25 +180,18 @@ def merge_splits_kernel(
     kv_len = (tl.load(positions + row) + 1).to(tl.int32)
     used = tl.cdiv(kv_len, split_length(kv_len, NUM_SPLITS, BLOCK_T, MIN_TILES))
     d = piece * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = d < HEAD_DIM
-
-    splits = tl.arange(0, BLOCK_S)
-    of_head = partial_lse + head * NUM_SPLITS
-    largest = tl.max(tl.load(of_head + splits, mask=splits < used, other=float("-inf")), 0)
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, used, TILE_S):
-        s = start + tl.arange(0, TILE_S)
-        of_split = tl.load(of_head + s, mask=s < used, other=float("-inf"))
-        weights = tl.exp2(of_split - largest)
-        rows = partial_out + (head * NUM_SPLITS + s)[:, None] * HEAD_DIM + d[None, :]
-        o = tl.load(rows, mask=(s < used)[:, None] & inside[None, :], other=0.0)
-        acc += tl.sum(weights[:, None] * o, 0)
-        total += tl.sum(weights, 0)
-    total = tl.where(used > 0, total, 1.0)  # an inactive row has no splits: 0, and an lse of -inf
-    tl.store(out + head * HEAD_DIM + d, (acc / total).to(out.dtype.element_ty), mask=inside)
+    # Only here: the first kernel had waited for what is read above before this one could start.
+    await_inputs(EARLY)
+    largest, total, acc = merge_states(
+        partial_out, partial_lse, head * NUM_SPLITS, 1, used, d, HEAD_DIM, TILE_S
+    )
+    attended = used > 0  # an inactive row has no splits: 0, and an lse of -inf
+    total = tl.where(attended, total, 1.0)
+    o = (acc / total).to(out.dtype.element_ty)
+    tl.store(out + head * HEAD_DIM + d, o, mask=d < HEAD_DIM)
     if lse is not None:
-        tl.store(lse + head, (largest + tl.log2(total)) * 0.6931471805599453, mask=piece == 0)
+        natural = tl.where(attended, (largest + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+        tl.store(lse + head, natural, mask=piece == 0)
 
 
 def attend_pages(
@@ -200,6 +217,8 @@ def attend_pages(
     block_t = min(page_tokens, launch.tile_tokens)
     block_d = next_power_of_2(head_dim)
     min_tiles = min(n, _MAX_TILES_PER_SPLIT)
+    can = can_launch_early(query)
+    merges_early, starts_early = launch.merges_early and can, launch.starts_early and can
     paged_attention_kernel[(num_splits, page_heads, n)](
         query,
         page_table,
@@ -221,14 +240,16 @@ def attend_pages(
         max(MIN_GROUP, next_power_of_2(group_size)),
         block_t,
         block_d,
+        "evict_last" if launch.keeps_scores else "",
+        _PREFETCHED_LINES,
+        launch.prefetches and (query.is_cuda or compiles()),
+        merges_early or starts_early,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **early_option(starts_early),
     )
-    block_s = next_power_of_2(num_splits)
-    merged_d, tile_s = block_d, min(16, block_s)
-    if num_splits > _MANY_SPLITS:
-        merged_d = min(32, block_d)
-        tile_s = min(block_s, _MERGED_ELEMENTS // merged_d)
+    parts = min(block_d // 16, max(1, _MERGE_PROGRAMS // (n * page_heads * group_size)))
+    merged_d = block_d // next_power_of_2(parts)
     merge_splits_kernel[(n, page_heads * group_size, -(-head_dim // merged_d))](
         partial_out,
         partial_lse,
@@ -242,8 +263,9 @@ def attend_pages(
         group_size,
         head_dim,
         block_t,
-        block_s,
-        tile_s,
+        min(_MERGED_ELEMENTS // merged_d, next_power_of_2(num_splits)),
         merged_d,
+        merges_early or starts_early,
         num_warps=4,
+        **early_option(merges_early),
     )

@@ -52,23 +52,24 @@ def merge_states(
     used: tl.tensor,  # splits that have been stored
     d: tl.tensor,  # which elements of the head
     HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # at least `used`
-    TILE_S: tl.constexpr,  # splits that are loaded at once; divides BLOCK_S
+    TILE_S: tl.constexpr,  # splits that are loaded at once
 ) -> tl.tensor:
     """(largest, total, acc): acc / total is the head's output, largest + log2(total) its lse."""
-    splits = tl.arange(0, BLOCK_S)
-    of_head = partial_lse + first_slot
-    lse = tl.load(of_head + splits * stride, mask=splits < used, other=float("-inf"))
     # Finite, also if all are of no tokens: exp2(-inf - -inf) would be NaN.
-    largest = tl.maximum(tl.max(lse, 0), -1e30)
-    total = tl.sum(tl.exp2(lse - largest), 0)
+    largest = tl.full([], -1e30, tl.float32)
+    total = tl.zeros([], tl.float32)
     acc = tl.zeros([d.shape[0]], tl.float32)
     for start in range(0, used, TILE_S):
         s = start + tl.arange(0, TILE_S)
-        weights = tl.exp2(
-            tl.load(of_head + s * stride, mask=s < used, other=float("-inf")) - largest
-        )
-        rows = partial_out + (first_slot + s * stride)[:, None] * HEAD_DIM + d[None, :]
+        slots = first_slot + s * stride
+        # Neither load waits for the other.
+        lse = tl.load(partial_lse + slots, mask=s < used, other=float("-inf"))
+        rows = partial_out + slots[:, None] * HEAD_DIM + d[None, :]
         o = tl.load(rows, mask=(s < used)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-        acc += tl.sum(weights[:, None] * o, 0)
+        new_largest = tl.maximum(largest, tl.max(lse, 0))
+        decay = tl.exp2(largest - new_largest)
+        weights = tl.exp2(lse - new_largest)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(weights[:, None] * o, 0)
+        largest = new_largest
     return largest, total, acc

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpu_ops.early_launch import await_inputs
 from gpu_ops.launch import jit, jit_for_any, next_power_of_2, tl
 
 _MAX_LEVEL = 8  # groups of up to 256 tokens
@@ -26,6 +27,11 @@ class TopKLaunch:
         segment_tile: tokens that one of them looks at together.
         tile: candidates that the program of the third holds; more are read once more in each step.
         num_warps: of the programs of the three kernels.
+        starts_early: each kernel is launched while the one before it runs (`early_launch`), if the
+            GPU can.
+        drops_scores: the L2 may give up scores that have been read, before anything else; the
+            counterpart of `SplitLaunch.keeps_scores`.
+        interpolates: the third closes in on the k-th by where it should be, not by halves.
     """
 
     chunk_tokens: int = 1024
@@ -34,6 +40,9 @@ class TopKLaunch:
     segment_tile: int = 4096
     tile: int = 4096
     num_warps: tuple[int, int, int] = (4, 8, 16)
+    starts_early: bool = False
+    drops_scores: bool = False
+    interpolates: bool = True
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "max_groups", "segments", "segment_tile", "tile"):
@@ -201,12 +210,17 @@ def importance_kernel(
     CHUNK: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
     MAX_LEVEL: tl.constexpr,
+    SCORES_EVICTION: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per chunk of tokens, list and row."""
+    await_inputs(EARLY)
     HEADS_OF_LIST: tl.constexpr = NUM_HEADS // LISTS
     chunk, list_idx = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    kv_len = (tl.load(positions + row) + 1).to(tl.int32)
+    position = tl.load(positions + row)
+    kv_head = tl.load(heads + list_idx)  # of the first of the list's, together with the position
+    kv_len = (position + 1).to(tl.int32)
     last = kv_len - recent_tokens
     if (kv_len <= budget_tokens) | (chunk * CHUNK >= last):
         return
@@ -218,9 +232,16 @@ def importance_kernel(
     for i in range(HEADS_OF_LIST):
         head = list_idx + i
         of_head = scores + (row * NUM_HEADS + head) * GROUP_SIZE * score_stride
-        first_head = row * NUM_QO_HEADS + tl.load(heads + head) * GROUP_SIZE
+        if i > 0:
+            kv_head = tl.load(heads + head)
+        first_head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE
         for g in tl.static_range(GROUP_SIZE):
-            score = tl.load(of_head + g * score_stride + t, mask=inside, other=float("-inf"))
+            score = tl.load(
+                of_head + g * score_stride + t,
+                mask=inside,
+                other=float("-inf"),
+                eviction_policy=SCORES_EVICTION,
+            )
             total += tl.exp2(score - tl.load(lse + first_head + g) * 1.4426950408889634)
     bits = total.to(tl.int32, bitcast=True)
     infinite = 0x7F800000
@@ -256,8 +277,10 @@ def candidates_kernel(
     MAX_LEVEL: tl.constexpr,
     SEGMENTS: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per segment, list and row."""
+    await_inputs(EARLY)
     segment = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64)
     target = row * LISTS + tl.program_id(1)
@@ -270,6 +293,10 @@ def candidates_kernel(
 
     # Of none to choose, one is looked at: it tells whether there is NaN or infinity.
     k = tl.maximum(num_chosen(kv_len, sink_tokens, recent_tokens, budget_tokens, RATIO), 1)
+    t = first + tl.arange(0, TILE)
+    of_row = importance + target * importance_stride
+    inside = t < tl.cdiv(last, 16) * 16
+    bits = tl.load(of_row + t, mask=inside, other=-1)  # under way while the bound is found
     # Groups of a chunk, in this order so that the compiler knows the factor, and loads vectors.
     level = group_level(last, MAX_GROUPS, MAX_LEVEL)
     num_groups = (tl.cdiv(last, CHUNK) << (MAX_LEVEL - level)) * (CHUNK >> MAX_LEVEL)
@@ -296,8 +323,9 @@ def candidates_kernel(
     of_list = candidates + target * importance_stride + first
     for start in range(first, tl.minimum(first + length, last), TILE):
         t = start + tl.arange(0, TILE)
-        inside = t < tl.cdiv(last, 16) * 16
-        bits = tl.load(importance + target * importance_stride + t, mask=inside, other=-1)
+        if start > first:
+            inside = t < tl.cdiv(last, 16) * 16
+            bits = tl.load(of_row + t, mask=inside, other=-1)
         taken, place, count, num_ties = take(bits, low, ties)
         both = (bits.to(tl.int64) << 32) | t.to(tl.int64)
         tl.store(of_list + found + place, both, mask=taken)

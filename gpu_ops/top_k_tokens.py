@@ -21,175 +21,15 @@ import torch
 from torch import Tensor
 
 from gpu_ops.checks import check_reachable, check_tensor
-from gpu_ops.launch import jit, jit_for_any, next_power_of_2, pointer, runs_kernel, tl
+from gpu_ops.early_launch import can_launch_early, early_option
+from gpu_ops.launch import next_power_of_2, pointer, runs_kernel
 from gpu_ops.top_k_candidates import (
     SCORE_ALIGNMENT,
-    SIZES,
     TopKBuffers,
     candidates_kernel,
     importance_kernel,
-    num_chosen,
-    segment_length,
-    take,
 )
-
-
-@jit
-def join_segments(
-    of_list: tl.tensor,
-    of_segments: tl.tensor,  # candidates of each segment
-    length: tl.tensor,
-    total: tl.tensor,
-    SEGMENTS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    """Close the gaps between the segments' candidates, in place."""
-    segment = tl.arange(0, SEGMENTS)
-    for start in range(0, total, TILE):
-        j = start + tl.arange(0, TILE)
-        gap = tl.zeros([TILE], tl.int32)
-        for i in tl.static_range(1, SEGMENTS):
-            before = tl.sum(tl.where(segment < i, of_segments, 0), 0)
-            gap = tl.where(j >= before, i * length - before, gap)
-        x = tl.load(of_list + j + gap, mask=j < total)
-        tl.debug_barrier()  # nothing moves up, but within a tile one may take another's place
-        tl.store(of_list + j, x, mask=j < total)
-    tl.debug_barrier()
-
-
-@jit
-def count_at_least(
-    value: tl.tensor,
-    first_bits: tl.tensor,  # importance of the first TILE candidates
-    of_list: tl.tensor,
-    total: tl.tensor,
-    TILE: tl.constexpr,
-) -> tl.tensor:
-    """Candidates whose importance reaches the value."""
-    count = tl.sum((first_bits >= value).to(tl.int32), 0)
-    for start in range(TILE, total, TILE):
-        j = start + tl.arange(0, TILE)
-        bits = (tl.load(of_list + j, mask=j < total, other=-1) >> 32).to(tl.int32)
-        count += tl.sum((bits >= value).to(tl.int32), 0)
-    return count
-
-
-@jit_for_any(*SIZES)
-def select_tokens_kernel(
-    lse: tl.tensor,
-    positions: tl.tensor,
-    heads: tl.tensor,
-    candidates: tl.tensor,
-    lengths: tl.tensor,
-    selection: tl.tensor,
-    counts: tl.tensor,
-    host_selection: tl.tensor,  # both None, or host memory
-    host_counts: tl.tensor,
-    importance_stride: tl.tensor,
-    sink_tokens: tl.tensor,
-    recent_tokens: tl.tensor,
-    budget_tokens: tl.tensor,
-    RATIO: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    LISTS: tl.constexpr,
-    OUT_LISTS: tl.constexpr,  # of a row of selection
-    NUM_QO_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,  # at least the query heads of a list
-    SEGMENTS: tl.constexpr,
-    SEGMENT_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    """One program per list and row."""
-    HEADS_OF_LIST: tl.constexpr = NUM_HEADS // LISTS
-    list_idx = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    kv_len = (tl.load(positions + row) + 1).to(tl.int32)
-    last = kv_len - recent_tokens
-    k = num_chosen(kv_len, sink_tokens, recent_tokens, budget_tokens, RATIO)
-    target = row * OUT_LISTS
-    if OUT_LISTS > 1:
-        target += tl.load(heads + list_idx)
-    tokens = selection + target * budget_tokens
-
-    q = tl.arange(0, BLOCK_Q)
-    present = q < HEADS_OF_LIST * GROUP_SIZE
-    head = tl.load(heads + list_idx + q // GROUP_SIZE, mask=present, other=0)
-    of_head = lse + row * NUM_QO_HEADS + head * GROUP_SIZE + q % GROUP_SIZE
-    largest_lse = tl.abs(tl.load(of_head, mask=present, other=0.0))
-    is_bad = tl.sum(tl.where(largest_lse < float("inf"), 0, 1), 0) > 0
-
-    j = tl.arange(0, TILE)
-    count = kv_len
-    if kv_len > budget_tokens:
-        length = segment_length(last, SEGMENTS, SEGMENT_TILE)
-        segment = tl.arange(0, SEGMENTS)
-        of_list = candidates + (row * LISTS + list_idx) * importance_stride
-        of_segments = tl.load(
-            lengths + (row * LISTS + list_idx) * SEGMENTS + segment,
-            mask=segment * length < last,
-            other=0,
-        )
-        total = tl.sum(of_segments, 0)
-        join_segments(of_list, of_segments, length, total, SEGMENTS, TILE)
-        x = tl.load(of_list + j, mask=j < total, other=-1)
-        bits, token = (x >> 32).to(tl.int32), x.to(tl.int32)
-        high = tl.max(bits, 0)
-        low = tl.min(tl.where(j < total, bits, high), 0)
-        for start in range(TILE, total, TILE):
-            inside = start + j < total
-            other = (tl.load(of_list + start + j, mask=inside, other=-1) >> 32).to(tl.int32)
-            high = tl.maximum(high, tl.max(other, 0))
-            low = tl.minimum(low, tl.min(tl.where(inside, other, high), 0))
-        is_bad = is_bad | (high == 0x7F800000)
-
-        # Invariant: k candidates or more reach `low`; `above` of them, fewer than k, exceed `high`.
-        above = tl.zeros([], tl.int32)
-        middle = low + 1  # first: are the lowest ones, perhaps many ties, needed at all?
-        while low < high:
-            reach = count_at_least(middle, bits, of_list, total, TILE)
-            if reach > k:
-                low = middle
-            elif reach < k:
-                high = middle - 1
-                above = reach
-            else:  # exactly these
-                low = middle - 1
-                high = middle - 1
-                above = reach
-            middle = low + (high - low + 1) // 2
-
-        ties = k - above  # of those that equal `low`, the first
-        written = sink_tokens
-        for start in range(0, total, TILE):
-            if start > 0:
-                x = tl.load(of_list + start + j, mask=start + j < total, other=-1)
-                bits, token = (x >> 32).to(tl.int32), x.to(tl.int32)
-            taken, place, found, num_ties = take(bits, low, ties)
-            tl.store(
-                tokens + written + place, token, mask=taken & (written + place < budget_tokens)
-            )
-            written += found
-            ties -= num_ties
-        count = sink_tokens + k + recent_tokens
-        for start in range(0, sink_tokens, TILE):
-            tl.store(tokens + start + j, start + j, mask=start + j < sink_tokens)
-        for start in range(0, recent_tokens, TILE):
-            recent = start + j
-            tl.store(tokens + sink_tokens + k + recent, last + recent, mask=recent < recent_tokens)
-    else:
-        for start in range(0, kv_len, TILE):
-            tl.store(tokens + start + j, start + j, mask=start + j < kv_len)
-
-    count = tl.where(is_bad & (kv_len > 0), -1, count)
-    tl.store(counts + target, count)
-    if host_selection is not None:
-        tl.debug_barrier()  # the list is complete; whole vectors of it go to the host
-        for start in range(0, count, TILE):
-            inside = start + j < count
-            token = tl.load(tokens + start + j, mask=inside, other=0)
-            tl.store(host_selection + target * budget_tokens + start + j, token, mask=inside)
-        tl.store(host_counts + target, count)
+from gpu_ops.top_k_select import select_tokens_kernel
 
 
 def top_k_tokens(
@@ -291,6 +131,7 @@ def top_k_tokens(
             ratio=ratio,
         )
     launch = buffers.launch
+    early = launch.starts_early and can_launch_early(scores)
     sizes = (sink_tokens, recent_tokens, budget_tokens)
     importance_kernel[(-(-max_tokens // launch.chunk_tokens), lists, n)](
         scores,
@@ -309,7 +150,10 @@ def top_k_tokens(
         launch.chunk_tokens,
         launch.max_groups,
         launch.max_level,
+        "evict_first" if launch.drops_scores else "",
+        early,
         num_warps=launch.num_warps[0],
+        **early_option(early),
     )
     candidates_kernel[(launch.segments, lists, n)](
         positions,
@@ -326,7 +170,9 @@ def top_k_tokens(
         launch.max_level,
         launch.segments,
         launch.segment_tile,
+        early,
         num_warps=launch.num_warps[1],
+        **early_option(early),
     )
     select_tokens_kernel[(lists, n)](
         lse,
@@ -350,7 +196,10 @@ def top_k_tokens(
         launch.segments,
         launch.segment_tile,
         launch.tile,
+        launch.interpolates,
+        early,
         num_warps=launch.num_warps[2],
+        **early_option(early),
     )
 
 

@@ -4,14 +4,16 @@
 Llama-3.1-8B's shapes in bfloat16, one row. Bytes are those of the keys and values; every launch
 reads such as no cache holds. Their share is of what a plain read or copy reaches in the same run.
 
-`--sweep attention top_k` also tries other launch shapes, best first; `--profile` shows the kernels.
+`--sweep attention top_k` also tries other launch shapes, best first. `--sweep in_line` tries what
+kernels that follow each other can do for each other, one thing after the other; each result is
+checked. `--profile` shows the kernels. `--variants` and `--no-measure` leave rows away.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,12 @@ from gpu_ops.split_kv import SplitLaunch
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 from perf.gpu_timing import LAUNCHES, ROUNDS, memory_bandwidths, microseconds
+from perf.in_line_launches import in_line_launches
 from perf.markdown import markdown_table
 from perf.results_file import start_machine, write_results
 
 VARIANTS = ("attention", "attention, scores", "attention, top-k", "top-k alone", "top-k shared")
-SWEEPS = ("attention", "top_k")
+SWEEPS = ("attention", "top_k", "in_line")
 _NUM_KV_HEADS, _GROUP_SIZE, _HEAD_DIM, _PAGE_TOKENS = 8, 4, 128, 256
 _SINK_TOKENS, _RECENT_TOKENS = 16, 64
 _COLD_BYTES = 512 * 2**20  # of keys and values in turns; the L2 of an H200 holds 60 MB
@@ -46,11 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, nargs="+", default=[2, 3], help="per SM")
     parser.add_argument("--tiles", type=int, nargs="+", default=[64, 128], help="tokens")
     parser.add_argument("--warps", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--stages", type=int, nargs="+", default=[3, 5, 7])
+    parser.add_argument("--stages", type=int, nargs="+", default=[3, 4])
     parser.add_argument("--chunks", type=int, nargs="+", default=[512, 1024, 2048], help="tokens")
     parser.add_argument("--segments", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--segment-tiles", type=int, nargs="+", default=[4096], help="tokens")
     parser.add_argument("--top-k-warps", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--no-measure", action="store_true", help="only sweeps and profiles")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--name", default="gpu-retrieval")
     parser.add_argument("--output", type=Path)
@@ -71,13 +76,15 @@ def main(arguments: list[str] | None = None) -> int:
         case = HeadsCase(
             num_heads, tokens, options.budget_tokens, spread=options.spread, device="cuda"
         )
-        rows += measure(case, best)
-        print(table(rows[-len(VARIANTS) :]), flush=True)
+        if not options.no_measure:
+            measured = measure(case, best, options.variants)
+            print(table(measured), flush=True)
+            rows += measured
         if options.profile:
             print(kernel_times(case))
         for sweep in options.sweep:
             found = list(sweep_launches(case, sweep, options))
-            for row in found[:8]:
+            for row in found[: 12 if sweep == "in_line" else 8]:
                 print(f"  {sweep} {row['launch']}: {row['microseconds']:.2f} us", flush=True)
             sweeps += found
         del case
@@ -165,6 +172,7 @@ class HeadsCase:
         }
         self.buffers = self.top_k_buffers(None)
         self.partial = self.scratch(2)
+        self.launch: SplitLaunch | None = None
 
     def top_k_buffers(self, launch: TopKLaunch | None) -> TopKBuffers:
         """Scratch of `top_k`."""
@@ -207,7 +215,7 @@ class HeadsCase:
             out=self.out,
             lse=self.lse,
             scores=self.scores if with_scores else None,
-            launch=launch,
+            launch=launch or self.launch,
         )
 
     def top_k(self, *, shared: bool = False, buffers: TopKBuffers | None = None) -> None:
@@ -288,11 +296,13 @@ class HeadsCase:
             raise ArithmeticError(f"a list has importance {least:.4g} and lacks {most:.4g}")
 
 
-def measure(case: HeadsCase, bandwidth: float) -> list[dict[str, Any]]:
+def measure(
+    case: HeadsCase, bandwidth: float, variants: Sequence[str] = VARIANTS
+) -> list[dict[str, Any]]:
     """A row of each variant, after a check of the results."""
     case.check()
     rows = []
-    for variant in VARIANTS:
+    for variant in variants:
         us = microseconds(lambda copy, variant=variant: case.run(variant, copy))
         rows.append(result(case, variant, us, bandwidth))
     return rows
@@ -364,6 +374,20 @@ def launches(
                 )
         return
     chosen = TopKLaunch.default(case.budget_tokens)
+    if sweep == "in_line":
+        default = SplitLaunch.default(_HEAD_DIM, case.dtype.itemsize)
+        for name, programs, split, top_k in in_line_launches(default, chosen):
+            case.launch, case.partial = split, case.scratch(programs)
+            case.buffers = case.top_k_buffers(top_k)
+            try:
+                case.check()
+            except ArithmeticError as error:
+                print(f"  WRONG {name}: {error}", flush=True)
+                continue
+            yield name, lambda copy: case.run("attention, top-k", copy)
+        case.launch, case.partial = None, case.scratch(2)
+        case.buffers = case.top_k_buffers(None)
+        return
     case.attend(0)  # the scores
     for chunk, segments, segment_tile, first, second in product(
         options.chunks,

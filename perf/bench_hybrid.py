@@ -34,6 +34,7 @@ DTYPE = torch.bfloat16
 ROW_BYTES = 2 * HEAD_DIM * DTYPE.itemsize  # key and value of a token and head
 _COLD_BYTES = 512 * 2**20  # read in turns; the L2 of an H200 holds 60 MB
 _MAX_ERROR = 2e-2  # relative L2, against float64
+EARLY = ("none", "merge", "both")
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor
 
 
@@ -117,8 +118,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stages", nargs="+", type=int)
     parser.add_argument("--warps", nargs="+", type=int)
     parser.add_argument("--segment-tiles", nargs="+", type=int)
-    parser.add_argument("--early", nargs="+", type=int, choices=(0, 1), help="merges_early")
-    parser.add_argument("--sweep", action="store_true", help="wide defaults of the six before this")
+    parser.add_argument("--early", nargs="+", choices=EARLY, help="kernels that are launched early")
+    parser.add_argument("--prefetch", nargs="+", type=int, choices=(0, 1), help="prefetches")
+    parser.add_argument(
+        "--sweep", action="store_true", help="some of what is left open before this"
+    )
     parser.add_argument("--no-torch", action="store_true", help="leave torch's functions away")
     parser.add_argument("--profile", action="store_true", help="also print each kernel's time")
     parser.add_argument("--name", default="gpu-hybrid")
@@ -216,25 +220,32 @@ def launches(options: argparse.Namespace) -> Iterator[tuple[int, HybridLaunch]]:
     """(programs per multiprocessor, launch) that the options ask for, if there is room for them."""
     default, sweep = HybridLaunch(), options.sweep
     chosen = [
-        options.tiles or ([32, 64] if sweep else [default.tile_tokens]),
-        options.per_sm or ([1, 2, 3, 4] if sweep else [2]),
-        options.stages or ([3, 4, 5, 6] if sweep else [default.num_stages]),
-        options.warps or ([4, 8] if sweep else [default.num_warps]),
-        options.segment_tiles or ([0, 1] if sweep else [default.segment_tiles]),
-        options.early or [0, 1],
+        options.tiles or [default.tile_tokens],
+        options.per_sm or ([2, 3] if sweep else [2]),
+        options.stages or [default.num_stages],
+        options.warps or [default.num_warps],
+        options.segment_tiles or [default.segment_tiles],
+        options.early or (["merge", "both"] if sweep else [_early_name(default)]),
+        options.prefetch or ([0, 1] if sweep else [default.prefetches]),
     ]
-    for tile, per_sm, stages, warps, segment_tiles, early in itertools.product(*chosen):
+    for tile, per_sm, stages, warps, segment_tiles, early, prefetch in itertools.product(*chosen):
         launch = replace(
             default,
             tile_tokens=tile,
             num_stages=stages,
             num_warps=warps,
             segment_tiles=segment_tiles,
-            merges_early=bool(early),
+            merges_early=early != "none",
+            starts_early=early == "both",
+            prefetches=bool(prefetch),
         )
-        shared_bytes = (stages - 1) * min(tile or 64, options.block_tokens) * ROW_BYTES
+        shared_bytes = (stages - 1) * min(tile or 32, options.block_tokens) * ROW_BYTES
         if shared_bytes * per_sm <= _SHARED_BYTES:
             yield per_sm, launch
+
+
+def _early_name(launch: HybridLaunch) -> str:
+    return EARLY[launch.merges_early + launch.starts_early]
 
 
 def hybrid_calls(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from gpu_ops.rope_publish import rope_publish
 from gpu_ops.rotate import rotate_tokens
 from gpu_ops.sampling import sample_tokens
 from gpu_ops.silu_mul import activate, silu_mul
-from gpu_ops.top_k_candidates import TopKBuffers
+from gpu_ops.split_kv import SplitLaunch
+from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention
 
@@ -159,7 +161,7 @@ def select_all(
         **window,
     )
     slots = num_programs + n * num_kv_heads
-    for merges_early in (False, True):
+    for early in (False, True):
         hybrid_attention(
             query,
             table,
@@ -172,7 +174,7 @@ def select_all(
             partial_lse=torch.zeros(slots, group_size),
             out=query,
             lse=torch.zeros(n, num_qo_heads),
-            launch=HybridLaunch(merges_early=merges_early),
+            launch=HybridLaunch(merges_early=early, starts_early=early, prefetches=early),
             **pages,
         )
 
@@ -187,24 +189,30 @@ def retrieve_all(
     lse = torch.zeros(1, num_qo_heads)
     positions, heads = torch.zeros(1, dtype=torch.int64), torch.zeros(num_heads, dtype=torch.int32)
     scores = torch.zeros(1, num_heads, group_size, max_tokens)
-    retrieval_attention(
-        query,
-        torch.zeros(1, 512, dtype=torch.int64),
-        positions,
-        heads,
-        group_size=group_size,
-        page_tokens=256,
-        sm_scale=0.125,
-        partial_out=torch.zeros(1, num_qo_heads, num_splits, head_dim),
-        partial_lse=torch.zeros(1, num_qo_heads, num_splits),
-        out=query.float(),
-        lse=lse,
-        scores=scores,
-    )
+    default = SplitLaunch.default(head_dim, query.element_size())
+    early = replace(default, starts_early=True, prefetches=True, keeps_scores=True)
+    for split in (default, early):
+        retrieval_attention(
+            query,
+            torch.zeros(1, 512, dtype=torch.int64),
+            positions,
+            heads,
+            group_size=group_size,
+            page_tokens=256,
+            sm_scale=0.125,
+            partial_out=torch.zeros(1, num_qo_heads, num_splits, head_dim),
+            partial_lse=torch.zeros(1, num_qo_heads, num_splits),
+            out=query.float(),
+            lse=lse,
+            scores=scores,
+            launch=split,
+        )
     for shared, ratio in ((False, None), (True, 0.1)):
         lists = 1 if shared else num_kv_heads
         selection = torch.zeros(1, lists, 2048, dtype=torch.int32)
         counts = torch.zeros(1, lists, dtype=torch.int32)
+        default = TopKLaunch.default(2048)
+        top_k = replace(default, starts_early=shared, drops_scores=shared)
         top_k_tokens(
             scores,
             lse,
@@ -214,7 +222,7 @@ def retrieve_all(
             recent_tokens=64,
             budget_tokens=2048,
             shared=shared,
-            buffers=TopKBuffers.allocate(num_heads, max_tokens, 2048, "cpu"),
+            buffers=TopKBuffers.allocate(num_heads, max_tokens, 2048, "cpu", launch=top_k),
             selection=selection,
             counts=counts,
             host_selection=selection,

@@ -245,11 +245,19 @@ def test_real_sizes(dtype: torch.dtype, head_dim: int, tile_tokens: int | None) 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("merges_early", [False, True])
-def test_graph_replays_with_other_lists(merges_early: bool) -> None:
-    if merges_early and torch.cuda.get_device_capability() < (9, 0):
+@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize(
+    ("merges_early", "starts_early"), [(False, False), (True, False), (True, True), (False, True)]
+)
+def test_graph_replays_with_other_lists(
+    merges_early: bool, starts_early: bool, prefetches: bool
+) -> None:
+    if (merges_early or starts_early) and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("programmatic dependent launch needs compute capability 9.0")
-    step = real_step(torch.bfloat16, HybridLaunch(merges_early=merges_early))
+    launch = HybridLaunch(
+        merges_early=merges_early, starts_early=starts_early, prefetches=prefetches
+    )
+    step = real_step(torch.bfloat16, launch)
     step.run()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

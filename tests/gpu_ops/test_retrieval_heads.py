@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from operands import TOLERANCE, Pages, assert_close, attention, random
 from seeded import new_rng
 
 from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
+from gpu_ops.split_kv import SplitLaunch
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 
@@ -22,11 +24,19 @@ class Step:
     """Two rows, whose pages hold all tokens that they will have.
 
     Args:
-        replayed: the two operators are captured in a CUDA graph.
+        replayed: the two operators are captured in a CUDA graph, twice.
+        in_line: kernels do what they can for those that follow, and start early.
     """
 
     def __init__(
-        self, device: str, max_tokens: int, budget_tokens: int, *, shared: bool, replayed: bool
+        self,
+        device: str,
+        max_tokens: int,
+        budget_tokens: int,
+        *,
+        shared: bool,
+        replayed: bool,
+        in_line: bool,
     ) -> None:
         rng, self.dtype = new_rng(), torch.bfloat16
         self.device, self.budget_tokens, self.shared = device, budget_tokens, shared
@@ -46,8 +56,16 @@ class Step:
         splits = num_retrieval_splits(len(HEADS), 4 if device == "cpu" else 132)
         self.partial_out = torch.zeros(2, num_qo_heads, splits, HEAD_DIM, device=device)
         self.partial_lse = self.partial_out[..., 0].contiguous()
-        launch = TopKLaunch(16, 64, 4, 16, 64) if device == "cpu" else None
-        self.buffers = TopKBuffers.allocate(4, max_tokens, budget_tokens, device, launch=launch)
+        top_k = TopKLaunch.default(budget_tokens)
+        if device == "cpu":
+            top_k = TopKLaunch(16, 64, 4, 16, 64)
+        self.split = SplitLaunch.default(HEAD_DIM, self.dtype.itemsize)
+        if in_line:
+            self.split = replace(
+                self.split, starts_early=True, prefetches=True, keeps_scores=True, num_stages=4
+            )
+            top_k = replace(top_k, starts_early=True, drops_scores=True)
+        self.buffers = TopKBuffers.allocate(4, max_tokens, budget_tokens, device, launch=top_k)
         lists = 1 if shared else NUM_KV_HEADS
         self.selection = torch.zeros(2, lists, budget_tokens, dtype=torch.int32, device=device)
         self.counts = torch.zeros(2, lists, dtype=torch.int32, device=device)
@@ -56,6 +74,7 @@ class Step:
             self.launch()  # compiles
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
+                self.launch()
                 self.launch()
             self.run = graph.replay
 
@@ -73,6 +92,7 @@ class Step:
             out=self.out,
             lse=self.lse,
             scores=self.scores,
+            launch=self.split,
         )
         top_k_tokens(
             self.scores,
@@ -122,9 +142,9 @@ class Step:
 LENGTHS = [(1, 0), (40, 17), (41, 39), (42, 250), (90, 300), (300, 300)]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_rows_grow(device: str, shared: bool) -> None:
-    step = Step(device, 300, 40, shared=shared, replayed=False)
+@pytest.mark.parametrize(("shared", "in_line"), [(False, False), (True, False), (False, True)])
+def test_rows_grow(device: str, shared: bool, in_line: bool) -> None:
+    step = Step(device, 300, 40, shared=shared, replayed=False, in_line=in_line)
     for kv_lens in LENGTHS:
         step.check(kv_lens)
 
@@ -132,7 +152,9 @@ def test_rows_grow(device: str, shared: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("scale", [1, 400])
-def test_rows_grow_in_a_graph(scale: int, shared: bool) -> None:
-    step = Step("cuda", 300 * scale, 40 * scale, shared=shared, replayed=True)
+@pytest.mark.parametrize("in_line", [False, True])
+def test_rows_grow_in_a_graph(in_line: bool, scale: int, shared: bool) -> None:
+    """In line, the second call's attention is launched while the first one's lists are chosen."""
+    step = Step("cuda", 300 * scale, 40 * scale, shared=shared, replayed=True, in_line=in_line)
     for first, second in LENGTHS:
         step.check((first * scale, second * scale))

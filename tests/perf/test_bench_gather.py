@@ -34,15 +34,22 @@ def test_clustered_selection(tokens: int) -> None:
 
 
 def launches(**options: Any) -> list[tuple[int, HybridLaunch]]:
-    names = ("tiles", "per_sm", "stages", "warps", "segment_tiles", "early")
+    names = ("tiles", "per_sm", "stages", "warps", "segment_tiles", "early", "prefetch")
     chosen = dict.fromkeys(names) | {"sweep": False, "block_tokens": 64} | options
     return list(bench_hybrid.launches(Namespace(**chosen)))
 
 
 def test_launches() -> None:
-    assert launches(early=[0]) == [(2, HybridLaunch())]
+    assert launches() == [(2, HybridLaunch())]
     found = launches(sweep=True)
-    assert len(set(found)) == len(found) > 50
-    assert {launch.num_warps for _, launch in found} == {4, 8}
+    assert len(set(found)) == len(found) == 8
+    assert {(launch.merges_early, launch.starts_early) for _, launch in found} == {
+        (True, False),
+        (True, True),
+    }
+    assert {launch.num_warps for _, launch in launches(warps=[4, 8])} == {4, 8}
+    (_, launch), *_ = launches(early=["none"])
+    assert not launch.merges_early
+    assert not launch.starts_early
     # 96 KiB of shared memory each, of which a multiprocessor has room for two
     assert {per_sm for per_sm, _ in launches(per_sm=[1, 2, 3], stages=[4], tiles=[64])} == {1, 2}

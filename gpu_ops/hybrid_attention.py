@@ -59,8 +59,8 @@ class HybridLaunch:
     num_stages: int = 3
     segment_tiles: int = 1
     merges_early: bool = True
-    starts_early: bool = False
-    prefetches: bool = False
+    starts_early: bool = True
+    prefetches: bool = True
 
 
 _LAUNCH = HybridLaunch()

@@ -79,6 +79,8 @@ class Case:
 
     def clear(self) -> None:
         """Mark everything that has to be written, scratch included."""
+        if self.selection.is_cuda:
+            torch.cuda.synchronize()  # a launch before this may still write to host memory
         for x in (self.selection, self.counts, self.host, self.host_counts):
             x.fill_(-7)
         for name in ("importance", "maxima", "candidates", "lengths"):

@@ -125,7 +125,7 @@ def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(
     One that somebody asked for is an error, and one sequence goes on."""
     model = load(tiny_folders["llama"], policies()["lychee_decode"], backend)
     decoder = model._offload._decoder
-    placement, least = placement_of(model, "mixed"), decoder.placement
+    placement, least = placement_of(model, "mixed"), decoder._least_placement()
     heads = int((placement.places == Place.GPU).sum())
     pages = -(-251 // model.kv_store.page_tokens)
     decoder._device_budget_bytes = heads * pages * (model.kv_store.page_bytes // 2)  # of 2 heads

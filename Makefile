@@ -26,7 +26,7 @@ PEERS_STAMP := $(PEERS)/.made
 
 NATIVE_SOURCES := setup.py $(wildcard cpp/*.cpp cpp/*.h cpp/isa/*.cpp cpp/isa/*.h)
 
-.PHONY: help venv build demo test test-all lint format bench bench-gpu report peers clean
+.PHONY: help venv build demo test test-all lint format bench bench-gpu bench-placement report peers clean
 
 help:  ## Show this.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -65,6 +65,11 @@ bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and wr
 # Its own target: it needs a GPU, whose memory must hold the peers' KV caches, too.
 bench-gpu: venv $(PERF_STAMP)  ## Run the benchmarks that need a GPU, and write their reports.
 	$(BIN)/python -m perf.bench_gpu $(BENCH_GPU_ARGS)
+	$(BIN)/python -m perf.report
+
+bench-placement: venv $(PERF_STAMP)  ## Run those of placements, plans and the kernels of GPU heads.
+	$(BIN)/python -m perf.bench_gpu --only heads
+	for bench in heads gather hybrid plan; do $(BIN)/python -m perf.bench_$$bench || exit; done
 	$(BIN)/python -m perf.report
 
 report: $(PERF_STAMP)  ## Write the tables and plots of README and docs from perf/results.

@@ -311,7 +311,7 @@ class AttentionBench(Operands):
         position = torch.full((1,), 100_000, dtype=torch.int64, device=device)
         o = torch.zeros(1, self.heads, device=device)
         lse = torch.zeros(1, shape.num_qo_heads, device=device)
-        windows = [
+        windows: list[Callable[[], Any]] = [
             functools.partial(
                 window_attention,
                 query,

@@ -144,4 +144,5 @@ def _filled(
 def _in_every_layer(policy: Policy) -> Policy:
     """Of a policy that selects in every layer: also in the first ones."""
     inner: Any = getattr(policy, "inner", policy)
-    return replace(inner, dense_layers=0)
+    everywhere: Policy = replace(inner, dense_layers=0)
+    return everywhere

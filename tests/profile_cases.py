@@ -35,7 +35,7 @@ def device_profile(**changes: Any) -> DeviceProfile:
             top_k=straight(20.0, 1e-5),
             gather=straight(8.0, 1 / 5e4),
             gather_measured=True,
-            gather_beside=straight(10.0, 1 / 2e5),
+            gather_beside=straight(5.0, 1 / 3e5),
             top_k_beside=straight(5.0, 1e-6),
             window_us=6.6,
             merge_us=4.6,

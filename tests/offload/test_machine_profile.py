@@ -156,6 +156,9 @@ def test_a_real_measurement_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     assert 1e8 < profile.read_bandwidth < 1e13
     sizes = [size for size, _ in profile.attend_cold.points]
     assert sizes == [2 * 3 * 64 * 4 * tokens for tokens in (32, 256, 1024, 2048, 4096)]
+    for table in (profile.scan_dense, profile.scan_retrieve):
+        assert [size for size, _ in table.points] == [2 * 3 * 64 * 4 * n for n in (512, 2048, 4096)]
+        assert table.points[-1][1] > 2 * table.points[0][1] > 0.0  # 8 times the tokens
     for table in (profile.attend_cold, profile.attend_warm):
         assert table.us(sizes[-1]) > 2 * table.us(sizes[0]) > 0.0  # 128 times the rows
     for size in sizes:
@@ -180,6 +183,12 @@ def test_device_parts_run_on_cpu_tensors() -> None:
     for table in (device.gemv, device.attention, device.retrieval, device.top_k, device.gather):
         assert len(table.points) >= 2
         assert table.points[-1][1] > 0.0
+    # Differences of graphs: noise may make them 0 here, but there they are.
+    assert len(device.gather_beside.points) >= 2
+    assert device.gather_beside.points[-1][1] > 0.0  # by the reference, fetching hides nothing
+    assert [size for size, _ in device.top_k_beside.points] == [
+        size for size, _ in device.top_k.points
+    ]
     for name in ("read_bandwidth", "to_host_bandwidth", "from_host_bandwidth", "window_us"):
         assert getattr(device, name) > 0.0
     profile = machine_profile(device=device)

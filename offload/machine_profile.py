@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from offload.benchmarks.shapes import ModelShape
 
-_FORMAT = "offload-profile-1"
+_FORMATS = "offload-profile-"
+_FORMAT = _FORMATS + "2"
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -102,6 +103,10 @@ class DeviceProfile:
             the linear layers.
         gather: by bytes of rows that the GPU fetches from host pages.
         gather_measured: whether the gather kernel was there, or PCIe copies stand for it.
+        gather_beside: by bytes of rows of a layer: what a layer takes longer in which they are
+            attended to and the next layer's are fetched beside everything else, than one of linear
+            layers, window and merge alone.
+        top_k_beside: by number of scores: what a layer takes longer if a top-k runs beside it.
         window_us, merge_us, sampling_us: of those kernels, per layer and step.
         round_trip_us: from a request to its reply when the CPU has nothing to attend to.
         step_us: of a step beside its kernels: launch, state, the token to the host.
@@ -123,6 +128,8 @@ class DeviceProfile:
     top_k: CostTable
     gather: CostTable
     gather_measured: bool
+    gather_beside: CostTable
+    top_k_beside: CostTable
     window_us: float
     merge_us: float
     sampling_us: float
@@ -142,8 +149,10 @@ class MachineProfile:
         attend_cold: microseconds of attending to selected rows, by their bytes (keys and values of
             all heads), when no cache holds them.
         attend_warm: the same of rows that the same threads have just read.
-        select_scale: by policy, what its units that select took in this program's own kernels, as a
-            multiple of what reading the bytes they look at takes; 1 where it was not measured.
+        scan_dense: microseconds of attending to all tokens, by the bytes of their keys and values.
+        scan_retrieve: the same of heads that also choose their heaviest tokens.
+        select_scale: by `step_model.policy_key`, what its units that select took, as a multiple
+            of what `StepModel` says of the bytes they look at; 1 where it was not measured.
         device: the GPU, or None.
     """
 
@@ -155,6 +164,8 @@ class MachineProfile:
     read_bandwidth: float
     attend_cold: CostTable
     attend_warm: CostTable
+    scan_dense: CostTable
+    scan_retrieve: CostTable
     select_scale: dict[str, float]
     device: DeviceProfile | None = None
 
@@ -279,7 +290,8 @@ def profile_path(key: dict[str, Any]) -> Path:
 
 
 def cached_profile(device: torch.device, num_threads: int) -> MachineProfile | None:
-    """The profile of this machine that was measured before; None if there is none.
+    """The profile of this machine that was measured before; None if there is none, or only one of
+    a format that this version does not write any more.
 
     Raises:
         ValueError: a damaged file, or one that says that it is for another machine.
@@ -287,6 +299,8 @@ def cached_profile(device: torch.device, num_threads: int) -> MachineProfile | N
     key = machine_key(device, num_threads)
     path = profile_path(key)
     if not path.is_file():
+        return None
+    if _is_of_other_format(path):
         return None
     profile = MachineProfile.load(path)
     if profile.key != key:
@@ -300,6 +314,16 @@ def cached_profile(device: torch.device, num_threads: int) -> MachineProfile | N
             "`offload plan --remeasure`"
         )
     return profile
+
+
+def _is_of_other_format(path: Path) -> bool:
+    """Whether a file is a profile that another version of this module wrote."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False  # damaged: loading says so
+    found = document.get("format") if isinstance(document, dict) else None
+    return isinstance(found, str) and found.startswith(_FORMATS) and found != _FORMAT
 
 
 def store_profile(profile: MachineProfile) -> Path:

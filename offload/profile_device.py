@@ -20,24 +20,24 @@ import torch
 from torch import Tensor
 
 from gpu_ops.rope_publish import rope_publish
-from offload.device_linear import DeviceLayer, DeviceWeights, Norm, linear_path
+from offload.device_linear import DeviceLayer, DeviceWeights, LinearPath, Norm, linear_path
 from offload.machine_profile import CostTable, DeviceProfile, OnProgress, shape_key
 from offload.profile_kernels import (
     CALLS,
     COLD_BYTES,
     RECENT,
     SINKS,
-    AttentionBench,
     Operands,
     microseconds,
 )
+from offload.profile_layers import LayerBench
 from offload.sampling import SamplingOptions, TokenChooser
 
 if TYPE_CHECKING:
     from offload.benchmarks.shapes import ModelShape
 
 _COPY_BYTES = 256 * 2**20
-NUM_PARTS = 6
+NUM_PARTS = 7
 
 
 def measure_device(
@@ -59,7 +59,7 @@ def measure_device(
         scale: of the operands' sizes; below 1 for tests.
     """
     bench = _LinearBench(device, shape, dtype, scale)
-    attends = AttentionBench(device, shape, dtype, scale)
+    attends = LayerBench(device, shape, dtype, scale)
     is_cuda = device.type == "cuda"
 
     def part(number: int, what: str) -> None:
@@ -81,7 +81,14 @@ def measure_device(
         retrieval, top_k = attends.retrieval()
         part(5, "rows of host pages")
         gather, gather_measured = attends.gather(from_host)
-    part(6, "round trips")
+        part(6, "layers with work beside them")
+        linears = bench.layer_calls()
+        top_k_beside = attends.top_k_beside(linears)
+        gather_beside = gather
+        if gather_measured:
+            gather_beside = attends.gather_beside(linears)
+        del linears
+    part(7, "round trips")
     round_trip_us = step_us = 0.0
     properties: Any = None
     if is_cuda:
@@ -105,6 +112,8 @@ def measure_device(
         top_k=top_k,
         gather=gather,
         gather_measured=gather_measured,
+        gather_beside=gather_beside,
+        top_k_beside=top_k_beside,
         window_us=window_us,
         merge_us=merge_us,
         sampling_us=sampling_us,
@@ -152,6 +161,20 @@ class _LinearBench(Operands):
 
     def _layer_us(self, weights: DeviceWeights, n: int) -> tuple[float, float]:
         """Of a layer's linear layers and rotation for `n` rows, and of the last projection."""
+        path, calls = self._whole_layers(weights, n)
+        x = self.random(n, self.shape.hidden_size)
+        of_layer = microseconds(calls * max(1, CALLS // len(calls)), self.device)
+        path.finish(x)
+        of_head = microseconds([functools.partial(path.logits, weights, x)] * 4, self.device)
+        return of_layer, of_head
+
+    def layer_calls(self) -> list[Callable[[], None]]:
+        """Linear layers and rotation of some layers, for one row."""
+        return self._whole_layers(self._weights(max(2, self.sized(4))), 1)[1]
+
+    def _whole_layers(
+        self, weights: DeviceWeights, n: int
+    ) -> tuple[LinearPath, list[Callable[[], None]]]:
         path = linear_path(weights, n)
         x, attended = self.random(n, self.shape.hidden_size), self.random(n, self.heads)
         rotates = self._rotation(n)
@@ -161,11 +184,7 @@ class _LinearBench(Operands):
             path.add_attention(layer, x, attended)
             path.add_mlp(layer, x)
 
-        calls = [functools.partial(whole, layer) for layer in weights.layers]
-        of_layer = microseconds(calls * max(1, CALLS // len(calls)), self.device)
-        path.finish(x)
-        of_head = microseconds([functools.partial(path.logits, weights, x)] * 4, self.device)
-        return of_layer, of_head
+        return path, [functools.partial(whole, layer) for layer in weights.layers]
 
     def _gemv_table(self, weights: DeviceWeights) -> CostTable:
         """Each of a layer's matrices by itself, so that other shapes can be judged by them."""

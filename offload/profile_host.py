@@ -14,7 +14,7 @@ from offload.benchmarks.attention import attend_csr_rows
 from offload.benchmarks.attention_cache import AttentionCache
 from offload.machine_profile import CostTable, OnProgress
 from offload.memory import host_memory_limit_bytes
-from offload.policies import Full
+from offload.policies import ExactTopK, Full, Policy, TidalDecode
 
 if TYPE_CHECKING:
     from offload.benchmarks.shapes import ModelShape
@@ -23,7 +23,8 @@ _KV_LEN = 16384
 _TOKENS = (32, 256, 1024, 2048, 4096)  # selected per KV head
 _REPEATS = 9
 _MAX_CACHE_BYTES = 4 * 2**30
-NUM_PARTS = 2 + len(_TOKENS)
+_SCAN_SHARES = (8, 2, 1)  # of _KV_LEN
+NUM_PARTS = 4 + len(_TOKENS)
 
 
 def measure_host(
@@ -58,7 +59,15 @@ def measure_host(
             seconds = _attend_seconds(cache, attention, pool, shape.num_qo_heads, tokens)
             cold.append((num_bytes, 1e6 * seconds[0]))
             warm.append((num_bytes, 1e6 * seconds[1]))
-        on_progress("host attention", NUM_PARTS, NUM_PARTS)
+        scans = []
+        retrieves = TidalDecode(
+            inner=ExactTopK(budget_tokens=_KV_LEN // 32, dense_layers=0),
+            select_layers=tuple(range(cache.num_layers)),
+        )
+        for i, policy in enumerate((Full(), retrieves)):
+            on_progress("host scans", 2 + len(_TOKENS) + i, NUM_PARTS)
+            scans.append(_scan_table(cache, policy, pool, shape.num_qo_heads))
+        on_progress("host scans", NUM_PARTS, NUM_PARTS)
     finally:
         pool.close()
         cache.close()
@@ -71,6 +80,8 @@ def measure_host(
         "attend_warm": CostTable.measured(
             [(size, min(us, attend_cold.us(size))) for size, us in warm]
         ),
+        "scan_dense": scans[0],
+        "scan_retrieve": scans[1],
         "select_scale": {},
     }
 
@@ -98,3 +109,26 @@ def _attend_seconds(
                 of_kind.append(time.perf_counter() - start)
     cold, warm = (float(np.median(of_kind)) for of_kind in times)
     return cold, warm
+
+
+def _scan_table(
+    cache: AttentionCache, policy: Policy, pool: WorkerPool, num_qo_heads: int
+) -> CostTable:
+    """Of layers whose heads all attend to all tokens, by bytes of keys and values."""
+    attention = DecodeAttention(policy, cache.store, num_qo_heads=num_qo_heads, pool=pool)
+    query = cache.random_query(num_qo_heads)
+    out = torch.empty_like(query)
+    points = []
+    for share in _SCAN_SHARES:
+        kv_len = cache.kv_len // share
+        step = attention.begin_step([cache.seq], [kv_len])
+        times = []
+        for repeat in range(_REPEATS + 1):
+            measure_read_bandwidth(pool, query, repeats=2)
+            start = time.perf_counter()
+            attention.attend(repeat % cache.num_layers, step, query, out)
+            if repeat:
+                times.append(time.perf_counter() - start)
+        num_bytes = 2 * cache.store.num_kv_heads * kv_len * cache.row_bytes
+        points.append((num_bytes, 1e6 * float(np.median(times))))
+    return CostTable.measured(points)

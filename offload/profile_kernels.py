@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,7 +119,7 @@ class AttentionBench(Operands):
             calls = [self._attention_call(query, table, positions, out) for table in places]
             points[kv_len * self.token_bytes] = microseconds(calls, device)
         del keep
-        return CostTable.measured(sorted(points.items())), *self._window_and_merge(query, out)
+        return CostTable.measured(sorted(points.items())), *self._window_and_merge()
 
     def _attention_call(
         self, query: Tensor, table: Tensor, positions: Tensor, out: Tensor
@@ -145,8 +145,21 @@ class AttentionBench(Operands):
         By `gpu_ops.retrieval_attention` and `gpu_ops.top_k_tokens` where there are such kernels;
         else by attention without scores, and torch's top-k.
         """
-        shape, device = self.shape, self.device
         attended, chosen = {}, {}
+        for num_scores, attend, choose in self.retrieving_calls():
+            num_bytes = num_scores // self.shape.num_qo_heads * self.token_bytes
+            attended[num_bytes] = microseconds(attend * (8 // len(attend)), self.device)
+            chosen[num_scores] = microseconds([choose] * 8, self.device)
+        return (
+            CostTable.measured(sorted(attended.items())),
+            CostTable.measured(sorted(chosen.items())),
+        )
+
+    def retrieving_calls(
+        self,
+    ) -> Iterator[tuple[int, list[Callable[[], Any]], Callable[[], Any]]]:
+        """For some contexts: the number of scores, attention of some layers, and the top-k."""
+        shape, device = self.shape, self.device
         group_size = shape.num_qo_heads // shape.num_kv_heads
         for wanted in _RETRIEVED_LENS:
             kv_len = self.sized(wanted, PAGE_TOKENS)
@@ -161,13 +174,8 @@ class AttentionBench(Operands):
             out = torch.zeros(1, self.heads, device=device)
             attend = [self._retrieving_call(table, positions, scores, out, lse) for table in tables]
             choose = self._top_k_call(positions, scores, lse, kv_len)
-            attended[kv_len * self.token_bytes] = microseconds(attend * (8 // layers), device)
-            chosen[shape.num_qo_heads * kv_len] = microseconds([choose] * 8, device)
+            yield shape.num_qo_heads * kv_len, attend, choose
             del keep
-        return (
-            CostTable.measured(sorted(attended.items())),
-            CostTable.measured(sorted(chosen.items())),
-        )
 
     def _retrieving_call(
         self, table: Tensor, positions: Tensor, scores: Tensor, out: Tensor, lse: Tensor
@@ -295,32 +303,31 @@ class AttentionBench(Operands):
         addresses = (first + memory.data_ptr()).view(layers, 1, pages)
         return list(addresses.to(self.device)), memory
 
-    def _window_and_merge(self, query: Tensor, out: Tensor) -> tuple[float, float]:
+    def window_and_merge_calls(self) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
+        """Attention to windows of some layers, and merging it with the host's part."""
         shape, device = self.shape, self.device
         sizes = (1, 2, shape.num_kv_heads, SINKS + RECENT, shape.head_dim)
-        windows = [self.random(*sizes) for _ in range(8)]
+        query, out = self.random(1, self.heads), self.random(1, self.heads)
         position = torch.full((1,), 100_000, dtype=torch.int64, device=device)
         o = torch.zeros(1, self.heads, device=device)
         lse = torch.zeros(1, shape.num_qo_heads, device=device)
-        window_us = microseconds(
-            [
-                functools.partial(
-                    window_attention,
-                    query,
-                    window,
-                    position,
-                    sm_scale=shape.head_dim**-0.5,
-                    out=o,
-                    lse=lse,
-                )
-                for window in windows * 4
-            ],
-            device,
-        )
+        windows: list[Callable[[], Any]] = [
+            functools.partial(
+                window_attention,
+                query,
+                self.random(*sizes),
+                position,
+                sm_scale=shape.head_dim**-0.5,
+                out=o,
+                lse=lse,
+            )
+            for _ in range(8)
+        ]
         pinned = device.type == "cuda"
         from_host = torch.zeros(1, self.heads, pin_memory=pinned)
         host_lse = torch.zeros(1, shape.num_qo_heads, pin_memory=pinned)
-        merge_us = microseconds(
-            [lambda: merge_state(o, lse, from_host, host_lse, out)] * CALLS, device
-        )
-        return window_us, merge_us
+        return windows, functools.partial(merge_state, o, lse, from_host, host_lse, out)
+
+    def _window_and_merge(self) -> tuple[float, float]:
+        windows, merge = self.window_and_merge_calls()
+        return microseconds(windows * 4, self.device), microseconds([merge] * CALLS, self.device)

@@ -10,8 +10,10 @@ A layer on a GPU, with what goes on beside each other in one column:
     merge
 
 so a layer takes linear + max(GPU's side, reply) + merge; a layer without heads on the CPU has no
-reply. A step is its layers, the last projection, choosing the token, and what a step costs beside
-its kernels. Without a GPU it is reading the weights, and attention, layer after layer.
+reply. What runs beside each other also slows each other down: how much longer a layer takes with
+rows on their way, or with a top-k beside it, was measured as a whole (`profile_layers`). A step is
+its layers, the last projection, choosing the token, and what a step costs beside its kernels.
+Without a GPU it is reading the weights, and attention, layer after layer.
 """
 
 from __future__ import annotations
@@ -90,6 +92,11 @@ class Workload:
         return roles
 
 
+def policy_key(policy: Policy) -> str:
+    """Names what a policy does in a layer in which it selects: its name and options."""
+    return repr(getattr(policy, "inner", policy))
+
+
 @dataclass(frozen=True)
 class LayerTime:
     """Microseconds of one layer.
@@ -98,7 +105,7 @@ class LayerTime:
         kind: what is attended where, such as "GPU + gather + CPU".
         linear: linear layers, norms and rotation.
         gpu: attention on the GPU over pages, fetched rows and windows.
-        gather: what of the fetching the linear layers do not hide.
+        gather: what fetching beside a layer adds to it, attention to the rows not counted.
         reply: from the request to the CPU's answer; 0 where nobody asks.
         exposed: what the GPU waits for the slower of gather and reply beyond its own attention.
         merge: of the parts.
@@ -217,29 +224,34 @@ class StepModel:
         roles, work = self.roles[layer_idx], self.work
         on_cpu = roles[places == Place.CPU]
         if self._device is None:
-            attend = self._attend_us(roles, window_on_gpu=False)
+            attend = self.attend_us(roles)
             return LayerTime("CPU", self._linear_us, 0.0, 0.0, attend, attend, 0.0)
         device = self._device
         resident = roles[places == Place.GPU]
         num_gathered = int((places == Place.GATHER).sum())
         gpu = self._resident_us(device, resident)
-        gather = merge = reply = 0.0
+        gather = slowed = merge = reply = 0.0
         if num_gathered or len(on_cpu):
             gpu += device.window_us
         if num_gathered or len(on_cpu) or self._publishes(resident):
             merge = device.merge_us
         fetched = work.batch_size * num_gathered * work.chosen_tokens * 2 * work.row_bytes
-        if num_gathered:
-            gather = max(0.0, top_k_us + device.gather.us(fetched) - self._linear_us)
         attend_fetched = device.attention.us(fetched)
+        if num_gathered:
+            gather, attend_fetched, slowed = self._gather_us(device, fetched)
+            if top_k_us:  # rows that the layer before chose are on their way only since then
+                late = top_k_us + device.gather.us(fetched) - self._linear_us
+                gather = max(gather, late)
+        published = self._publishing_us(device, resident)
         if len(on_cpu):
             # The request waits for what the CPU's heads reuse.
             reply = max(0.0, top_k_us - self._linear_us) + device.round_trip_us
-            reply += self._attend_us(on_cpu, window_on_gpu=True)
-        # Rows that are still on their way are waited for before they are attended to.
-        side = max(gpu, gather) + attend_fetched
+            reply += self.attend_us(on_cpu, window_on_gpu=True)
+        # The link is done when all rows are there, whatever else the GPU did meanwhile.
         gpu += attend_fetched
-        exposed = max(side, reply) - gpu
+        window = device.window_us if num_gathered or len(on_cpu) else 0.0
+        side = max(gpu + slowed, window + attend_fetched + gather, reply + slowed)
+        exposed = side - gpu + published
         names = [
             name
             for name, count in (
@@ -251,6 +263,31 @@ class StepModel:
         ]
         return LayerTime(" + ".join(names), self._linear_us, gpu, gather, reply, exposed, merge)
 
+    def _gather_us(self, device: DeviceProfile, num_bytes: float) -> tuple[float, float, float]:
+        """Of a layer's fetched rows: what fetching adds to a layer that has nothing else to do,
+        attention to them, and what fetching adds to any layer, however little it fetches."""
+        if not device.gather_measured:
+            hidden = max(0.0, device.gather.us(num_bytes) - self._linear_us)
+            return hidden, device.attention.us(num_bytes), 0.0
+        table = device.gather_beside
+        attend = min(device.attention.us(num_bytes), table.us(num_bytes))
+        gather = table.us(num_bytes) - attend
+        least = min(num_bytes, table.points[0][0])
+        slowed = min(gather, max(0.0, table.us(least) - device.attention.us(least)))
+        return gather, attend, slowed
+
+    def _publishing_us(self, device: DeviceProfile, resident: UInt8Array) -> float:
+        """What a layer takes longer with the top-k of its heads beside it."""
+        return device.top_k_beside.us(self._num_scores(resident))
+
+    def _num_scores(self, resident: UInt8Array) -> int:
+        """Of heads on the GPU that leave a selection: one for each query head and token."""
+        if not self._publishes(resident):
+            return 0
+        work = self.work
+        group_size = work.shape.num_qo_heads // work.shape.num_kv_heads
+        return work.batch_size * len(resident) * group_size * work.kv_len
+
     def _publishes(self, roles: UInt8Array) -> bool:
         """Whether heads in GPU pages leave a selection."""
         return self.work.is_sparse and bool((roles == RETRIEVE).any())
@@ -258,11 +295,7 @@ class StepModel:
     def top_k_us(self, layer_idx: int, places: UInt8Array) -> float:
         """Of what a layer's heads publish on the GPU."""
         resident = self.roles[layer_idx][places == Place.GPU]
-        if self._device is None or not self._publishes(resident):
-            return 0.0
-        work = self.work
-        group_size = work.shape.num_qo_heads // work.shape.num_kv_heads
-        return self._device.top_k.us(work.batch_size * len(resident) * group_size * work.kv_len)
+        return 0.0 if self._device is None else self._device.top_k.us(self._num_scores(resident))
 
     def _resident_us(self, device: DeviceProfile, roles: UInt8Array) -> float:
         """Attention to all tokens of heads in GPU pages."""
@@ -272,16 +305,18 @@ class StepModel:
             return device.retrieval.us(len(roles) * of_head)
         return device.attention.us(len(roles) * of_head)
 
-    def _attend_us(self, roles: UInt8Array, *, window_on_gpu: bool) -> float:
-        """The worker pool's part of a layer."""
+    def attend_us(self, roles: UInt8Array, *, window_on_gpu: bool = False) -> float:
+        """The worker pool's part of a layer, its heads with these roles."""
         work, profile = self.work, self.profile
         window = work.window_tokens if window_on_gpu else 0
-        scanned = rows = certain = scaled = 0.0
+        dense = retrieved = rows = certain = scaled = 0.0
         for role in roles.tolist():
             if role in (DENSE, RETRIEVE) or not work.is_sparse:
-                scanned += (work.kv_len - window) * 2 * work.row_bytes
+                scanned = (work.kv_len - window) * 2 * work.row_bytes
                 if role == RETRIEVE and work.is_sparse:
-                    scanned += work.kv_len * _FLOAT32  # top-k reads the weights once more
+                    retrieved += scanned
+                else:
+                    dense += scanned
                 continue
             attended = (work.chosen_tokens + work.window_tokens - window) * 2 * work.row_bytes
             if role == REUSE:
@@ -290,18 +325,23 @@ class StepModel:
                 looked_at, rereads_keys = self._looked_at_bytes()
                 scaled += looked_at
                 rows += attended if rereads_keys else attended / 2
-        scanned, rows, certain, scaled = (
-            work.batch_size * x for x in (scanned, rows, certain, scaled)
+        dense, retrieved, rows, certain, scaled = (
+            work.batch_size * x for x in (dense, retrieved, rows, certain, scaled)
         )
-        scale = profile.select_scale.get(work.policy.name, 1.0)
         selected = rows + certain + scaled
-        cost = 0.0
+        cost = profile.scan_dense.us(dense) + profile.scan_retrieve.us(retrieved)
         if selected:
-            cost += self._rows_us(selected) * (scale if rows or scaled else 1.0)
-        if scanned:
-            cost += 1e6 * scanned / profile.read_bandwidth
-            cost += 0.0 if selected else profile.attend_cold.fixed_us
+            scale = self._select_scale() if rows or scaled else 1.0
+            cost += self._rows_us(selected) * scale
         return cost if cost else profile.attend_cold.fixed_us
+
+    def _select_scale(self) -> float:
+        """Of the policy's own kernels."""
+        scale = self.profile.select_scale.get(policy_key(self.work.policy))
+        if scale is None:
+            self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
+            return 1.0
+        return scale
 
     def _rows_us(self, num_bytes: float) -> float:
         """Attending to selected rows, as many of which were read ahead as there is time for."""
@@ -329,6 +369,11 @@ class StepModel:
             ratio = policy.candidate_ratio
             if short:
                 ratio = max(ratio, policy.short_context_ratio)
+            # A search reads all coarse units' centroids, and the clusters of a few of them.
+            chunk = (policy.min_chunk_tokens + policy.max_chunk_tokens) / 2
+            clusters = max(1.0, work.kv_len / (chunk * policy.chunks_per_cluster))
+            units = min(policy.max_units, clusters**0.5)
+            kept *= min(1.0, policy.kept_units / units)
             return kept + ratio * work.chosen_tokens * work.row_bytes, False
         if policy.name == "lfps":
             candidates = max(work.chosen_tokens, _LFPS_CANDIDATE_SHARE * work.kv_len)

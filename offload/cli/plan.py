@@ -162,6 +162,9 @@ def plan(
         made_policy = _policy(policy, options)
         planned = planned_model(model, dtype)
         measured = _profile(profile, device, threads, planned, batch, remeasure=remeasure)
+        if profile is None:
+            tokens = context or planned.shape.max_context
+            measured = _with_policy(measured, made_policy, planned, tokens)
         if save_profile is not None:
             measured.save(save_profile)
         found = _plan(
@@ -232,6 +235,19 @@ def _profile(
         )
     path = store_profile(found)
     stderr().print(f"[dim]measured this machine: {path}[/dim]", soft_wrap=True)
+    return found
+
+
+def _with_policy(
+    profile: MachineProfile, policy: Policy, model: PlannedModel, context: int
+) -> MachineProfile:
+    """The profile with what the policy's selection costs here; kept once it is measured."""
+    from offload.machine_profile import store_profile
+    from offload.profile_policy import with_policy
+
+    found = with_policy(profile, policy, model.shape, model.dtype, context)
+    if found is not profile:
+        store_profile(found)
     return found
 
 

@@ -281,7 +281,8 @@ def test_what_an_h200_would_have() -> None:
 
 def test_a_slow_link_and_a_fast_cpu_gather_nothing() -> None:
     work = workload("lychee_decode", budget_tokens=4096)
-    device = device_profile(gather=CostTable.straight(5000.0, 1.0))
+    slow = CostTable.straight(5000.0, 1.0)
+    device = device_profile(gather=slow, gather_beside=slow)
     model = StepModel(machine_profile(device=device), work, on_gpu=True)
     assert not (choose_placement(model, work, room_of(work, None)).places == F).any()
 

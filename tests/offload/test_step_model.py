@@ -11,7 +11,7 @@ from profile_cases import LLAMA, SMALL, device_profile, machine_profile, workloa
 from offload.machine_profile import CostTable
 from offload.placement import HeadPlacement, Place
 from offload.placement_choice import least_placement
-from offload.step_model import StepModel, Workload
+from offload.step_model import StepModel, Workload, policy_key
 
 G, C, F = Place.GPU, Place.CPU, Place.GATHER
 ROW = 2 * 128 * 2  # bytes of a key and a value of Llama in bfloat16
@@ -34,6 +34,7 @@ def test_a_layer_by_hand() -> None:
         device=device_profile(
             attention=CostTable.straight(5.0, 1e-7),
             gather=CostTable.straight(8.0, 1e-4),
+            gather_beside=CostTable(((1e6, 40.0), (4e6, 100.0))),
             round_trip_us=9.0,
         ),
     )
@@ -45,13 +46,21 @@ def test_a_layer_by_hand() -> None:
     assert on_cpu.total == pytest.approx(129.0 + on_cpu.reply + 4.6)
 
     mixed = model.layer(1, row(*[C] * 2, *[F] * 6))
-    fetched = 8.0 + 6 * chosen * 1e-4 - 129.0
-    after = 5.0 + 6 * chosen * 1e-7
-    assert mixed.gather == pytest.approx(fetched)
+    fetched = 6 * chosen
+    added = 40.0 + (fetched - 1e6) * 60.0 / 3e6  # measured: attention to the rows and their way
+    after = 5.0 + fetched * 1e-7
+    slowed = 40.0 - 5.1  # 1e6 bytes: what fetching adds however little it is
+    assert mixed.gather == pytest.approx(added - after)
+    assert mixed.gpu == pytest.approx(6.6 + after)
     assert mixed.reply == pytest.approx(9.0 + 10.0 + 2 * chosen * 1e-5)
-    assert fetched + after > mixed.reply  # the link is the slower one here
-    assert mixed.total == pytest.approx(129.0 + fetched + after + 4.6)
+    assert 6.6 + added > mixed.reply + slowed  # the link is the slower one here
+    assert mixed.total == pytest.approx(129.0 + 6.6 + added + 4.6)
     assert mixed.kind == "gather + CPU"
+
+    # The CPU's heads take longer; fetching slows the linear layers all the same.
+    for_cpu = model.layer(1, row(*[C] * 7, F))
+    assert for_cpu.gather < slowed
+    assert for_cpu.total == pytest.approx(129.0 + for_cpu.reply + for_cpu.gather + 4.6)
 
     waited = model.layer(1, row(*[F] * 8), top_k_us=20.0)
     assert waited.gather == pytest.approx(20.0 + 8.0 + 8 * chosen * 1e-4 - 129.0)
@@ -62,7 +71,8 @@ def test_a_layer_that_is_on_the_gpu_waits_for_nobody() -> None:
     work = workload("lychee_decode")
     layer = model_of(work).layer(0, row(*[G] * 8))
     assert layer.kind == "GPU"
-    assert (layer.reply, layer.gather, layer.exposed) == (0.0, 0.0, 0.0)
+    assert (layer.reply, layer.gather) == (0.0, 0.0)
+    assert layer.exposed == pytest.approx(5.0 + 32 * 131072 * 1e-6)  # a top-k beside it
     assert layer.gpu == pytest.approx(8.0 + 8 * 131072 * ROW / 4.0e6)
     assert layer.merge == 4.6  # what publishes is merged with nothing
     dense = model_of(workload("quest", dense_layers=2)).layer(0, row(*[G] * 8))
@@ -133,7 +143,8 @@ def test_a_scale_that_was_measured_counts_for_that_policy_only() -> None:
     for policy, grows in (("lychee_cluster", True), ("quest", False), ("lychee_decode", False)):
         work = workload(policy)
         plain = model_of(work).layer(5, row(*[C] * 8)).reply
-        scaled = model_of(work, select_scale={"lychee_cluster": 2.0}).layer(5, row(*[C] * 8)).reply
+        scales = {policy_key(workload("lychee_cluster").policy): 2.0}
+        scaled = model_of(work, select_scale=scales).layer(5, row(*[C] * 8)).reply
         assert (scaled > 1.5 * plain) == grows
 
 
@@ -145,10 +156,8 @@ def test_without_a_gpu_it_is_weights_and_attention() -> None:
     )
     of_layer = 2 * 128 * ((8 + 2 * 4) * 32 + 8 * 32 + 3 * 256 + 2)
     assert step.layers[0].linear == pytest.approx(of_layer / 1e3)
-    dense = 2 * 4 * 8192 * 32 * 2 / 1e3
-    assert step.layers[0].total == pytest.approx(
-        of_layer / 1e3 + dense + profile.attend_cold.fixed_us
-    )
+    dense = 10.0 + 2 * 4 * 8192 * 32 * 2 / 1.5e5
+    assert step.layers[0].total == pytest.approx(of_layer / 1e3 + dense)
     assert step.last == pytest.approx(2 * 512 * 128 / 1e3)
     assert step.fixed == 0.0
 
@@ -157,8 +166,13 @@ def test_what_was_not_measured_is_said() -> None:
     work = workload("quest", shape=SMALL, kv_len=8192)
     model = model_of(work, device=device_profile(gather_measured=False))
     assumed = model.step(least_placement(work)).assumed
-    assert len(assumed) == 3
-    for text in ("fetching rows", "linear layers", "CPU attention: measured with"):
+    assert len(assumed) == 4
+    for text in (
+        "fetching rows",
+        "selecting on the CPU",
+        "linear layers",
+        "CPU attention: measured with",
+    ):
         assert any(text in line for line in assumed)
 
 

@@ -50,6 +50,14 @@ def test_judgements(of_row: dict[str, Any], code: int, said: str) -> None:
     assert any(said in line for line in lines)
 
 
+def test_other_placements_are_reported_and_do_not_fail() -> None:
+    lines: list[str] = []
+    rows = [row(0.1, 100, 100), row(-0.3, 100, 100) | {"placement": "dense layers only"}]
+    assert judge(rows, 0.15, 0.02, lines.append) == 0
+    assert any("chosen: 1 of 1 predictions within 15%" in line for line in lines)
+    assert any("dense layers only: 0 of 1 predictions within 15%" in line for line in lines)
+
+
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.profile_host._KV_LEN", 4096)

@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     if min(options.tokens) < 1 or not set(options.heads) <= set(range(1, KV_HEADS + 1)):
         parser.error(f"--tokens must be at least 1, and --heads in [1, {KV_HEADS}]")
     require_gpu()
-    machine = start_machine() | ({"commit": options.commit} if options.commit else {})
+    machine = start_machine(options.commit)
     cache = AttentionCache(
         min_layers=options.layers,
         max_layers=options.layers,

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit")
     options = parser.parse_args(arguments)
-    machine = start_machine() | ({"commit": options.commit} if options.commit else {})
+    machine = start_machine(options.commit)
     rows = [row for name in options.only for row in measure(name, tune=options.tune)]
     write_results(
         options.name,

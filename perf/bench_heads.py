@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--heads must be in 1..{_NUM_KV_HEADS}, got {num_heads}")
     if not torch.cuda.is_available() or not has_triton:
         parser.error("bench_heads measures kernels on a CUDA GPU, and there is none here")
-    machine = start_machine() | ({"commit": options.commit} if options.commit else {})
+    machine = start_machine(options.commit)
     bandwidths = memory_bandwidths()
     for name, bandwidth in bandwidths.items():
         print(f"memory bandwidth, {name}: {bandwidth:.0f} GB/s", flush=True)

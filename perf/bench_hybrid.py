@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         if kv_len % PAGE_TOKENS or kv_len % options.block_tokens:
             parser.error(f"--kv-lens must be multiples of {PAGE_TOKENS} and blocks, got {kv_len}")
     require_gpu()
-    machine = start_machine() | ({"commit": options.commit} if options.commit else {})
+    machine = start_machine(options.commit)
     rows, wrong = [], []
     with torch.inference_mode():
         for kv_len in options.kv_lens:

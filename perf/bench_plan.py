@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     def say(line: str) -> None:
         print(f"[{time.monotonic() - started:6.1f} s] {line}", flush=True)
 
-    machine = start_machine() | ({"commit": options.commit} if options.commit else {})
+    machine = start_machine(options.commit)
     settings = [
         replace(
             setting,

@@ -15,11 +15,16 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "perf" / "results"
 
 
-def start_machine() -> dict[str, Any]:
-    """The machine, the commit and the load before a benchmark starts."""
+def start_machine(commit: str | None = None) -> dict[str, Any]:
+    """The machine, the commit and the load before a benchmark starts.
+
+    Args:
+        commit: that this tree is a copy of, on a machine that has no repository.
+    """
+    changed = commit is None and bool(_git("status", "--porcelain", "--", ":!perf/results"))
     return describe_machine() | {
-        "commit": _git("rev-parse", "HEAD") or "none",
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", ":!perf/results")),
+        "commit": commit or _git("rev-parse", "HEAD") or "none",
+        "uncommitted_changes": changed,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "load_average": round(os.getloadavg()[0], 2),
     }

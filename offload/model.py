@@ -201,7 +201,10 @@ class OffloadedModel(FixedModel):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock `generate()`. A generation that fails gives its KV cache back at once."""
+        """The stock `generate()`, its passes as `forward` computes them and with its errors.
+
+        A generation that fails gives its KV cache back at once.
+        """
         has_assistant = kwargs.get("assistant_model") is not None
         with self._offload.generation(has_assistant=has_assistant):
             return super().generate(*args, **kwargs)

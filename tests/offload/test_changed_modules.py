@@ -233,7 +233,7 @@ def test_seen_in_place(
     for changed in (stock, model):
         changed.model.rotary_emb.inv_freq *= 0.5
         changed.model.layers[1].mlp.up_proj.weight.data += 0.05
-        changed.lm_head.weight.data[3:9] = 0.25
+        changed.lm_head.weight.data[3:9] *= 1.25
     for tokens, old in zip(prompts, before, strict=True):
         expected = greedy(stock, tokens, 6)
         assert not torch.equal(expected, old)

@@ -97,18 +97,17 @@ def test_conversions_on_a_gpu(tiny_folders: Any) -> None:
             convert()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_compiling_changes_nothing(tiny_folders: Any) -> None:
     """Not the first pass either, which is when torch compiles."""
     model = load(tiny_folders["llama"], "full", ("cpu", None))
     tokens = random_tokens(1, 10)
-    logits, generated = model(tokens).logits, greedy(model, tokens, 5)
-    compiled = torch.compile(model)
+    logits, generated = model(tokens).logits, greedy(model, tokens, 3)
+    compiled = torch.compile(model, backend="eager")
     assert torch.equal(compiled(tokens).logits, logits)
-    assert torch.equal(greedy(compiled, tokens, 5), generated)
-    model.compile()
+    assert torch.equal(greedy(compiled, tokens, 3), generated)
+    model.compile(backend="eager")
     cache = model.new_cache()
     assert torch.equal(model(tokens, past_key_values=cache).logits, logits)
     model(tokens[:, :1], past_key_values=cache)
     assert cache.kv_lens == [11]
-    assert torch.equal(greedy(model, tokens, 5), generated)
+    assert torch.equal(greedy(model, tokens, 3), generated)

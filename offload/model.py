@@ -9,7 +9,6 @@ the cache that `generate()` makes and its loop over greedy tokens are ours.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -21,10 +20,12 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from offload.autocast import without_autocast
 from offload.batch import RaggedBatch, pack
 from offload.cache import OffloadedCache
 from offload.checkpoint import check_checkpoint
 from offload.config import RuntimeConfig, runtime_config
+from offload.fixed_model import FixedModel
 from offload.inputs import (
     check_mask,
     check_positions,
@@ -51,10 +52,6 @@ if TYPE_CHECKING:
     from offload.kv_store import KVStore
     from offload.policies import Policy
 
-    _StockModel = Any  # transformers' PreTrainedModel and GenerationMixin, in the subclasses
-else:
-    _StockModel = object
-
 _RUNTIME_OPTIONS = (
     "prefill_slice_tokens",
     "page_tokens",
@@ -65,7 +62,7 @@ _RUNTIME_OPTIONS = (
 )
 
 
-class OffloadedModel(_StockModel):  # type: ignore[misc]
+class OffloadedModel(FixedModel):
     """A causal language model with its KV cache in the host store. Make it by `from_pretrained`."""
 
     _offload: Runtime
@@ -118,7 +115,8 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             **options,
         )
         ranks = connect(config)
-        with nullcontext() if ranks is None else ranks.together():
+        together = nullcontext() if ranks is None else ranks.together()
+        with together, without_autocast(torch.device(config.device)):
             folder = resolve_folder_once(name_or_path, HubOptions(**kwargs), ranks)
             checkpoint = check_checkpoint(folder)
             check_before_loading(checkpoint, config, ranks)
@@ -147,6 +145,8 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
     ) -> CausalLMOutputWithPast:
         """As the stock forward pass. Logits of padding are those of a zero hidden state.
 
+        Computed in the model's dtype: `torch.autocast` and `torch.compile` change nothing.
+
         Args:
             input_ids: int64 [batch_size, seq_len], or `inputs_embeds` [..., hidden_size].
             attention_mask: [batch_size, cached columns + seq_len], 0 at padding.
@@ -160,7 +160,9 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             ValueError, RuntimeError: shapes that disagree, a context that is too long; K/V that are
                 not finite.
             HostBudgetError: new tokens that do not fit; the cache is as it was.
-            NotImplementedError: attention weights and hidden states.
+            NotImplementedError: attention weights and hidden states; weights, modules or hooks
+                inside the model that were changed since it was loaded. Weights may be written to in
+                place, but not be replaced, and only the model itself may have forward hooks.
         """
         for name, wanted in (
             ("output_attentions", output_attentions),
@@ -177,8 +179,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         shape = rows_shape(input_ids, inputs_embeds, self._offload.lean.hidden_size)
         cache = self._cache(past_key_values, use_cache)
         batch = self._pack(shape, input_ids, attention_mask, position_ids, cache)
-        if cache is None or cache.get_seq_length() == 0:
-            self._offload.check_modules(self)
+        self._offload.check_modules()
         tokens = None if input_ids is None else self._tokens(batch, input_ids)
         embeddings = self._embed(batch, tokens, inputs_embeds)
         hidden, phase = self._offload.run(embeddings, batch, cache, tokens)
@@ -200,7 +201,10 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock `generate()`. A generation that fails gives its KV cache back at once."""
+        """The stock `generate()`, its passes as `forward` computes them and with its errors.
+
+        A generation that fails gives its KV cache back at once.
+        """
         has_assistant = kwargs.get("assistant_model") is not None
         with self._offload.generation(has_assistant=has_assistant):
             return super().generate(*args, **kwargs)
@@ -220,7 +224,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         Ours has no forward pass that hooks could see.
         """
         options = None
-        hooked = self._forward_hooks or self._forward_pre_hooks
+        hooked = self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self)
         if not synced_gpus and not hooked and model_kwargs.get("use_cache"):
             options = fast_options(logits_processor, stopping_criteria, generation_config)
         if options is None or not self._offload.chooses_tokens(options):
@@ -371,23 +375,6 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             cached_pages=cache.num_pages,
         )
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Behind `to()`, `half()`, `cuda()` …: the KV store and the kernels are made for one dtype
-        and device, so a change is refused; nothing else needs applying."""
-        probe = fn(torch.empty(0, dtype=self.dtype))
-        if probe.dtype != self.dtype or probe.device != self.device:
-            raise ValueError(
-                f"cannot turn a model of {self.dtype} on {self.device} into {probe.dtype} on "
-                f"{probe.device}; give dtype and device to OffloadedModel.from_pretrained"
-            )
-        return self
-
-    def train(self, mode: bool = True) -> Any:
-        """`train(False)` and `eval()` are fine; training is not."""
-        if mode:
-            raise NotImplementedError("an offloaded model cannot be trained; train the stock model")
-        return super().train(False)
-
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock one; not of a part."""
         if self._offload.ranks is not None:
@@ -403,16 +390,6 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             "generate_batch (continuous batching) is not supported; pass a left-padded batch to "
             "generate()"
         )
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not while kernels hold the weights."""
-        raise NotImplementedError("resize the embeddings of the stock model, save it and load that")
-
-    def add_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Adapters are not seen by the lean layers."""
-        raise NotImplementedError("adapters are not supported; merge them into the weights first")
-
-    load_adapter = add_adapter
 
 
 def offloaded(
@@ -445,6 +422,11 @@ def offloaded(
 
 @functools.cache
 def _offloaded_class(stock_class: Any) -> Any:
+    namespace = {
+        "__module__": __name__,
+        "__doc__": OffloadedModel.__doc__,
+        # torch.compile has nothing to gain here, and stumbles over our kernels' objects.
+        "forward": torch.compiler.disable(OffloadedModel.forward),  # type: ignore[no-untyped-call]
+    }
     # The stock name, because save_pretrained writes it to config.json as the architecture.
-    namespace = {"__module__": __name__, "__doc__": OffloadedModel.__doc__}
     return type(stock_class.__name__, (OffloadedModel, stock_class), namespace)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.autocast import without_autocast
 from offload.batch import RaggedBatch, one_token_each
 from offload.budgets import device_kv_budget_bytes, rank_kv_budget_bytes, weight_bytes_of
 from offload.cache import OffloadedCache
@@ -25,6 +26,7 @@ from offload.memory import (
     format_bytes,
 )
 from offload.models import LeanModel, lean_model_maker
+from offload.module_watch import ModuleWatch
 from offload.prefill import prefill
 from offload.rank_weights import rank_view
 from offload.sampling import SamplingOptions, TokenChooser
@@ -100,6 +102,7 @@ class Runtime:
             pinned=self.device.type == "cuda",
         )
         self._decoder = _make_decoder(self.lean, self.store, config, weight_bytes)
+        self._watch = ModuleWatch(stock)  # after the decoder, which may move weights
         self.attention = self._decoder.attention
         self.sequences = Sequences(self.store, self.attention, self._decoder.forget)
         self._vocabulary_marks = vocabulary_marks
@@ -127,7 +130,7 @@ class Runtime:
             ValueError, RuntimeError: keys or values that are not finite. The cache is then as it
                 was before.
         """
-        with self._current_device(), self.together():
+        with self._current_device(), without_autocast(self.device), self.together():
             return self._run(hidden, batch, cache, tokens)
 
     def _run(
@@ -175,7 +178,7 @@ class Runtime:
         batch_size, vocab_size = logits.shape
         chooser = TokenChooser(batch_size, vocab_size, logits.device)
         chooser.use(options)
-        with self._current_device():
+        with self._current_device(), without_autocast(self.device):
             chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
             return (chosen if self.ranks is None else self.ranks.broadcast(chosen)).cpu()
 
@@ -201,28 +204,27 @@ class Runtime:
             with self._current_device():
                 return self._decoder.choose_tokens(seqs, tokens, position_ids, options)
 
-        with self.together():
+        with without_autocast(self.device), self.together():
             chosen = self._extend(cache, batch, compute)
         self._record("decode", batch.num_tokens, start)
         return chosen
 
     def logits(self, hidden: torch.Tensor, phase: str) -> torch.Tensor:
         """[..., hidden_size] before the final norm -> [..., vocab_size]."""
-        if phase == "decode":
-            return self._decoder.logits(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
-        with torch_threads(self._prefill_threads):
-            logits: torch.Tensor = self.lean.lm_head(self.lean.final_norm(hidden))
-        return logits
+        with without_autocast(self.device):
+            if phase == "decode":
+                return self._decoder.logits(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
+            with torch_threads(self._prefill_threads):
+                logits: torch.Tensor = self.lean.lm_head(self.lean.final_norm(hidden))
+            return logits
 
-    def check_modules(self, stock: Any) -> None:
-        """Refuse a model whose modules were replaced (by adapters, quantisation …) after loading:
-        the lean layers would go on with the old ones.
+    def check_modules(self) -> None:
+        """Refuse a model that was changed after it was loaded (`ModuleWatch`).
+
+        In a generation that was done when it began.
         """
-        if self._view(stock) != self.lean:
-            raise NotImplementedError(
-                "modules of this model were replaced after it was loaded; change the stock model, "
-                "save it and load that"
-            )
+        if not self._in_generation:
+            self._watch.check()
 
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
@@ -280,6 +282,7 @@ class Runtime:
             with torch_threads(None if has_assistant else 1), self.together():
                 if self.ranks is not None:
                     self.ranks.share_random_state(self.device)
+                self._watch.check()
                 yield
         except BaseException:
             # The traceback of the error would keep the cache, and so its pages, alive.

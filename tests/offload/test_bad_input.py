@@ -167,23 +167,6 @@ def test_what_an_offloaded_model_does_not_do(model: Any) -> None:
     assert model.eval() is model
 
 
-def test_replaced_modules(tmp_path: Path) -> None:
-    """What peft does to a model must not be ignored."""
-
-    class Adapter(torch.nn.Linear):
-        pass
-
-    make_tiny_model("llama").save_pretrained(tmp_path)
-    model = OffloadedModel.from_pretrained(tmp_path, num_threads=1)
-    attention = model.model.layers[1].self_attn
-    attention.v_proj = Adapter(96, 64, bias=False)
-    with pytest.raises(NotImplementedError, match=r"layers.1.self_attn.v_proj is a Adapter"):
-        model(random_tokens(1, 4))
-    attention.v_proj = torch.nn.Linear(96, 64, bias=False)
-    with pytest.raises(NotImplementedError, match="modules of this model were replaced"):
-        model(random_tokens(1, 4))
-
-
 def test_context_beyond_the_positions(model: Any) -> None:
     with pytest.raises(ValueError, match="513 tokens exceeds the 512"):
         model(random_tokens(1, 513))

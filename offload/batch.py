@@ -64,13 +64,12 @@ class RaggedBatch:
         # A row that shares a sequence holds no token itself: it repeats the row that does.
         return rows[self._source_rows()]
 
-    def padding_of_rows(self) -> list[list[int]]:
-        """The columns of each row that are padding."""
+    def attended(self) -> torch.Tensor:
+        """bool [batch_size, seq_len], False at padding."""
         batch_size, seq_len = self.rows_shape
-        is_padding = torch.ones(batch_size * seq_len, dtype=torch.bool)
-        is_padding[self.columns] = False
-        is_padding = is_padding.view(batch_size, seq_len)[self._source_rows()]
-        return [row.nonzero().squeeze(1).tolist() for row in is_padding]
+        is_token = torch.zeros(batch_size * seq_len, dtype=torch.bool)
+        is_token[self.columns] = True
+        return is_token.view(batch_size, seq_len)[self._source_rows()]
 
     def _source_rows(self) -> list[int]:
         first_row: dict[int, int] = {}

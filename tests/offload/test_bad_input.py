@@ -104,8 +104,32 @@ def test_mask_that_hides_cached_tokens(model: Any) -> None:
     cache, mask = model.new_cache(), torch.ones(1, 11)
     model(random_tokens(1, 10), past_key_values=cache)
     mask[0, 2] = 0
-    with pytest.raises(ValueError, match=r"attends to \[9\] cached tokens.*holds \[10\]"):
+    with pytest.raises(ValueError, match="hides column 2 of row 0, which was attended to"):
         model(random_tokens(1, 1), attention_mask=mask, past_key_values=cache)
+
+
+def test_mask_that_hides_other_cached_tokens(model: Any) -> None:
+    """As many as before, but others."""
+    cache, mask = model.new_cache(), torch.ones(2, 10)
+    mask[1, 0] = 0
+    model(random_tokens(2, 10), attention_mask=mask, past_key_values=cache)
+    later = torch.ones(2, 11)
+    later[1, 3] = 0
+    with pytest.raises(ValueError, match="attends to column 0 of row 1, which was padding"):
+        model(random_tokens(2, 1), attention_mask=later, past_key_values=cache)
+    with pytest.raises(ValueError, match="attends to column 0 of row 1"):
+        model(random_tokens(2, 1), past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    swapped = torch.cat([mask[[1, 0, 1]], torch.ones(3, 1)], dim=1)
+    swapped[0, 3] = 0
+    with pytest.raises(ValueError, match="hides column 3 of row 0, which was attended to"):
+        model(random_tokens(3, 1), attention_mask=swapped, past_key_values=cache)
+    swapped[0, 3] = 1
+    model(random_tokens(3, 1), attention_mask=swapped, past_key_values=cache)
+    assert cache.kv_lens == [10, 11, 10]
+    cache.batch_select_indices(torch.tensor([1]))
+    model(random_tokens(1, 1), past_key_values=cache)  # the row without padding needs no mask
+    assert cache.kv_lens == [12]
 
 
 def test_cache_of_another_model(model: Any, offloaded_models: dict[str, Any]) -> None:

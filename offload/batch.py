@@ -104,6 +104,9 @@ def pack(
         position_ids: int64 [batch_size or 1, seq_len].
         shared_rows: int64 [batch_size, seq_len]; rows equal in it (and in the other arguments) are
             packed once. None packs every row.
+
+    Raises:
+        ValueError: there are no tokens.
     """
     batch_size, seq_len = rows_shape
     position_ids = position_ids.expand(batch_size, seq_len)
@@ -123,6 +126,8 @@ def pack(
             is_token[row] = False
         seen.add(sequence)
     columns = is_token.flatten().nonzero().squeeze(1)
+    if not len(columns):
+        raise ValueError(f"attention_mask hides all of the new tokens {list(rows_shape)}")
     num_tokens = is_token.sum(dim=1).tolist()
     indptr = [0]
     for row, sequence in enumerate(sequence_of_row):

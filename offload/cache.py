@@ -9,13 +9,14 @@ mask that hides others later would be wrong.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from transformers import Cache
 
 from offload.batch import RaggedBatch
+from offload.cache_layers import CachedLayer
 from offload.kv_store import KVStore
 from offload.sequences import Sequences
 
@@ -31,7 +32,7 @@ class OffloadedCache(Cache):
     """
 
     def __init__(self, sequences: Sequences) -> None:
-        super().__init__(layers=[])
+        # Not Cache.__init__: it would keep layers, which are made when they are asked for here.
         self._sequences = sequences
         self._seqs: list[int] = []
         self._num_columns = 0
@@ -56,10 +57,11 @@ class OffloadedCache(Cache):
         return [self.store.kv_len(seq) for seq in self._seqs]
 
     @property
-    def num_pages(self) -> int:
-        """Pages per layer that hold these tokens, pages shared between rows counted for each."""
-        page_tokens = self.store.page_tokens
-        return sum(-(-kv_len // page_tokens) for kv_len in self.kv_lens)
+    def attended(self) -> torch.Tensor:
+        """bool [rows, columns], False at padding."""
+        if self._attended is None:
+            return torch.ones(len(self._seqs), self._num_columns, dtype=torch.bool)
+        return self._attended[:, : self._num_columns]
 
     # What the model calls around a forward pass.
 
@@ -123,9 +125,7 @@ class OffloadedCache(Cache):
             )
         if self._attended is None and (past_mask is None or bool(past_mask.all())):
             return
-        cached = torch.ones(batch_size, self._num_columns, dtype=torch.bool)
-        if self._attended is not None:
-            cached = self._attended[:, : self._num_columns]
+        cached = self.attended
         if past_mask is None:
             past_mask = torch.ones_like(cached)
         if not torch.equal(past_mask, cached):
@@ -144,6 +144,16 @@ class OffloadedCache(Cache):
         """Columns seen so far, padding included: the same for all rows and layers."""
         return self._num_columns
 
+    @property
+    def layers(self) -> list[CachedLayer]:
+        """Every layer, to read; their keys and values are copied from the store when asked for."""
+        return [CachedLayer(self, layer_idx) for layer_idx in range(len(self))]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
+        """(keys, values, None) of each layer, as of a `DynamicCache`."""
+        for layer in self.layers:
+            yield layer.keys, layer.values, None
+
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: the cache grows until the budget of the store."""
         return -1
@@ -161,7 +171,7 @@ class OffloadedCache(Cache):
         self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
         kv_lens = [self._num_columns] * len(self._seqs)
         if self._attended is not None:
-            kv_lens = self._attended[:, : self._num_columns].sum(dim=1).tolist()
+            kv_lens = self.attended.sum(dim=1).tolist()
         for seq, kv_len in zip(self._seqs, kv_lens, strict=True):
             if kv_len < self.store.kv_len(seq):
                 self._sequences.truncate(seq, kv_len)

@@ -68,6 +68,15 @@ def check_positions(
         )
 
 
+def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:
+    """Refuse tokens that are not in the vocabulary."""
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise ValueError(
+            f"input_ids must be in 0..{vocab_size - 1}, "
+            f"got {int(tokens.min())}..{int(tokens.max())}"
+        )
+
+
 def check_labels(labels: torch.Tensor, logits: torch.Tensor) -> None:
     """Refuse labels that are not [batch_size, seq_len] of `logits` [batch_size, seq_len, …]."""
     if labels.shape != logits.shape[:-1]:
@@ -107,7 +116,7 @@ def refuse_unsupported(
             f"max_time={generation_config.max_time} with tensor_parallel_size: the ranks' clocks "
             "would stop them at different tokens; use max_new_tokens"
         )
-    if generation_config.cache_implementation is not None:
+    if generation_config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"cache_implementation={generation_config.cache_implementation!r}: the KV cache of an "
             "offloaded model is its host store; leave cache_implementation out"

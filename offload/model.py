@@ -30,6 +30,7 @@ from offload.inputs import (
     check_labels,
     check_mask,
     check_positions,
+    check_tokens,
     keep_positions,
     refuse_unsupported,
     rows_shape,
@@ -146,6 +147,8 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        cache_position: torch.Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         """As the stock forward pass. Logits of padding are those of a zero hidden state.
 
@@ -153,6 +156,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             input_ids: int64 [batch_size, seq_len], or `inputs_embeds` [..., hidden_size].
             attention_mask: [batch_size, cached columns + seq_len], 0 at padding.
             past_key_values: an `OffloadedCache` of this model; continued in place.
+            token_type_ids, cache_position: of no effect, as in the stock models.
 
         Returns:
             logits [batch_size, seq_len or logits_to_keep, vocab_size], the cache, and the loss if
@@ -284,12 +288,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
     def _tokens(self, batch: RaggedBatch, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [num_tokens]: the ids of the batch without padding."""
         tokens = input_ids.flatten()[batch.columns]
-        vocab_size = self.config.vocab_size
-        if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
-            raise ValueError(
-                f"input_ids must be in 0..{vocab_size - 1}, "
-                f"got {int(tokens.min())}..{int(tokens.max())}"
-            )
+        check_tokens(tokens, self.config.vocab_size)
         return tokens
 
     def _embed(
@@ -315,8 +314,8 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
     def _check_cache(self, cache: Any) -> None:
         if not isinstance(cache, OffloadedCache):
             raise ValueError(
-                f"past_key_values must be an OffloadedCache, got {type(cache).__name__}; "
-                "model.new_cache() makes one"
+                f"past_key_values must be an OffloadedCache, got {type(cache).__name__}, which "
+                "would stay empty; pass past_key_values=model.new_cache()"
             )
         if cache.store is not self._offload.store:
             raise ValueError("past_key_values belongs to another model")

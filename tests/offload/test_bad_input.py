@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import make_tiny_model, random_tokens
+from transformers import DynamicCache
 
 from offload import HostBudgetError, OffloadedModel
 from offload.config import RuntimeConfig, runtime_config
@@ -84,6 +85,7 @@ def test_inputs(model: Any, inputs: dict[str, Any], message: str) -> None:
         ({"position_ids": torch.arange(9)[None]}, r"position_ids are \[1, 9\]"),
         ({"labels": torch.zeros(2, 9, dtype=torch.long)}, r"labels are \[2, 9\]"),
         ({"past_key_values": "cache"}, "must be an OffloadedCache, got str"),
+        ({"past_key_values": DynamicCache()}, r"got DynamicCache, .* stay empty; .*new_cache\(\)"),
     ],
 )
 def test_shapes_that_disagree(model: Any, others: dict[str, Any], message: str) -> None:
@@ -156,6 +158,7 @@ def test_forward_without_support(model: Any, inputs: dict[str, Any], message: st
     [
         ({"cache_implementation": "static"}, ValueError, "cache_implementation='static'"),
         ({"cache_implementation": "quantized"}, ValueError, "cache_implementation='quantized'"),
+        ({"past_key_values": DynamicCache()}, ValueError, r"got DynamicCache, .*new_cache\(\)"),
         ({"cache_implementation": "paged"}, NotImplementedError, "continuous batching"),
         ({"assistant_early_exit": 2}, NotImplementedError, "assistant_early_exit=2"),
         ({"output_attentions": True, "return_dict_in_generate": True}, NotImplementedError, "att"),

@@ -145,7 +145,7 @@ class OffloadedCache(Cache):
         return self._num_columns
 
     @property
-    def layers(self) -> list[CachedLayer]:
+    def layers(self) -> list[CachedLayer]:  # type: ignore[override]
         """Every layer, to read; their keys and values are copied from the store when asked for."""
         return [CachedLayer(self, layer_idx) for layer_idx in range(len(self))]
 

@@ -46,6 +46,11 @@ def stateless(request: pytest.FixtureRequest, folder: Path, backend: Any) -> Any
     return load(folder, sparse(request.param), backend, num_threads=1)
 
 
+@pytest.fixture(scope="module")
+def quest(folder: Path, backend: Any) -> Any:
+    return load(folder, sparse("quest"), backend, num_threads=1)
+
+
 def test_a_turn_is_a_prompt_however_short(model: Any) -> None:
     """As ids of everything, and as new ids with the mask of everything."""
     cache = model.new_cache()
@@ -72,16 +77,16 @@ def test_a_prompt_in_chunks(model: Any, chunk: int) -> None:
     assert model.offload_stats().prefill_tokens == PROMPT
 
 
-def test_embeddings_after_a_cache(model: Any) -> None:
+def test_embeddings_after_a_cache(quest: Any) -> None:
     """Embeddings of everything, of which the cached ones are left out."""
-    tokens, cache = random_tokens(1, PROMPT + 3), model.new_cache()
-    model(tokens[:, :PROMPT], past_key_values=cache)
-    embeds = model.get_input_embeddings()(tokens).detach()
+    tokens, cache = random_tokens(1, PROMPT + 3), quest.new_cache()
+    quest(tokens[:, :PROMPT], past_key_values=cache)
+    embeds = quest.get_input_embeddings()(tokens).detach()
     options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
-    expected = model.generate(inputs_embeds=embeds, **options)
-    got = model.generate(inputs_embeds=embeds, past_key_values=cache, **options)
+    expected = quest.generate(inputs_embeds=embeds, **options)
+    got = quest.generate(inputs_embeds=embeds, past_key_values=cache, **options)
     assert torch.equal(got, expected)
-    assert model.offload_stats().prefill_tokens == 3
+    assert quest.offload_stats().prefill_tokens == 3
 
 
 @pytest.mark.parametrize("prompt_tokens", [40, 200])
@@ -95,12 +100,12 @@ def test_drafts_are_decoded(stateless: Any, prompt_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("itself", [True, False])
-def test_an_assistant_drafts(stateless: Any, itself: bool) -> None:
+def test_an_assistant_drafts(quest: Any, itself: bool) -> None:
     """A model that is its own assistant keeps where its own prompt ends."""
-    assistant = stateless if itself else make_tiny_model("llama")
+    assistant = quest if itself else make_tiny_model("llama")
     tokens = random_tokens(1, PROMPT)
-    expected = greedy(stateless, tokens, 20)
-    assert torch.equal(greedy(stateless, tokens, 20, assistant_model=assistant), expected)
+    expected = greedy(quest, tokens, 20)
+    assert torch.equal(greedy(quest, tokens, 20, assistant_model=assistant), expected)
 
 
 def test_a_turn_with_drafts(stateless: Any) -> None:
@@ -119,24 +124,24 @@ def test_beams_of_a_turn(model: Any) -> None:
     assert torch.equal(greedy(model, tokens, NEW, num_beams=3, past_key_values=cache), expected)
 
 
-def test_forward_alone(model: Any) -> None:
+def test_forward_alone(quest: Any) -> None:
     """One token after a cache is decoded, several are a prompt; also after a generation."""
-    tokens, cache = random_tokens(1, PROMPT), model.new_cache()
-    out = greedy(model, tokens, 4, past_key_values=cache)
-    before = model.offload_stats()
+    tokens, cache = random_tokens(1, PROMPT), quest.new_cache()
+    out = greedy(quest, tokens, 4, past_key_values=cache)
+    before = quest.offload_stats()
     prefilled, decoded = before.prefill_tokens, before.decode_tokens
     branch = copy.deepcopy(cache)
-    model(out[:, -1:], past_key_values=branch)
+    quest(out[:, -1:], past_key_values=branch)
     assert (before.prefill_tokens, before.decode_tokens) == (prefilled, decoded + 1)
-    model(random_tokens(1, 2), past_key_values=branch)
+    quest(random_tokens(1, 2), past_key_values=branch)
     assert (before.prefill_tokens, before.decode_tokens) == (prefilled + 2, decoded + 1)
 
 
-def test_a_draft_that_fails_leaves_the_cache(stateless: Any, monkeypatch: Any) -> None:
+def test_a_draft_that_fails_leaves_the_cache(quest: Any, monkeypatch: Any) -> None:
     """The prompt of the same call is dropped with it."""
-    cache, tokens = stateless.new_cache(), random_tokens(1, 10).repeat(1, 16)
-    stateless(tokens[:, :60], past_key_values=cache)
-    decoder = stateless._offload._decoder
+    cache, tokens = quest.new_cache(), random_tokens(1, 10).repeat(1, 16)
+    quest(tokens[:, :60], past_key_values=cache)
+    decoder = quest._offload._decoder
 
     def fail(*_: Any) -> torch.Tensor:
         raise RuntimeError("no")
@@ -144,11 +149,9 @@ def test_a_draft_that_fails_leaves_the_cache(stateless: Any, monkeypatch: Any) -
     with monkeypatch.context() as patched:
         patched.setattr(decoder, "decode", fail)
         with pytest.raises(RuntimeError, match="no"):
-            greedy(stateless, tokens, 20, prompt_lookup_num_tokens=4, past_key_values=cache)
+            greedy(quest, tokens, 20, prompt_lookup_num_tokens=4, past_key_values=cache)
     assert cache.kv_lens == [60]
-    assert torch.equal(
-        greedy(stateless, tokens, 20, past_key_values=cache), greedy(stateless, tokens, 20)
-    )
+    assert torch.equal(greedy(quest, tokens, 20, past_key_values=cache), greedy(quest, tokens, 20))
 
 
 @given(st.data())

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from transformers import Cache
 
@@ -123,12 +124,12 @@ class OffloadedCache(Cache):
                 f"input_ids has a batch size of {batch_size}, but past_key_values has "
                 f"{len(self._seqs)} rows"
             )
-        if self._attended is None and (past_mask is None or bool(past_mask.all())):
+        if self._attended is None and (past_mask is None or past_mask.numpy().all()):
             return
         cached = self.attended
         if past_mask is None:
             past_mask = torch.ones_like(cached)
-        if not torch.equal(past_mask, cached):
+        if not np.array_equal(past_mask.numpy(), cached.numpy()):  # quicker than torch.equal
             row, column = (past_mask != cached).nonzero()[0].tolist()
             now, then = "attends to", "was padding"
             if cached[row, column]:

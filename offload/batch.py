@@ -64,13 +64,12 @@ class RaggedBatch:
         # A row that shares a sequence holds no token itself: it repeats the row that does.
         return rows[self._source_rows()]
 
-    def padding_of_rows(self) -> list[list[int]]:
-        """The columns of each row that are padding."""
+    def attended(self) -> torch.Tensor:
+        """bool [batch_size, seq_len], False at padding."""
         batch_size, seq_len = self.rows_shape
-        is_padding = torch.ones(batch_size * seq_len, dtype=torch.bool)
-        is_padding[self.columns] = False
-        is_padding = is_padding.view(batch_size, seq_len)[self._source_rows()]
-        return [row.nonzero().squeeze(1).tolist() for row in is_padding]
+        is_token = torch.zeros(batch_size * seq_len, dtype=torch.bool)
+        is_token[self.columns] = True
+        return is_token.view(batch_size, seq_len)[self._source_rows()]
 
     def _source_rows(self) -> list[int]:
         first_row: dict[int, int] = {}
@@ -105,6 +104,9 @@ def pack(
         position_ids: int64 [batch_size or 1, seq_len].
         shared_rows: int64 [batch_size, seq_len]; rows equal in it (and in the other arguments) are
             packed once. None packs every row.
+
+    Raises:
+        ValueError: there are no tokens.
     """
     batch_size, seq_len = rows_shape
     position_ids = position_ids.expand(batch_size, seq_len)
@@ -124,6 +126,8 @@ def pack(
             is_token[row] = False
         seen.add(sequence)
     columns = is_token.flatten().nonzero().squeeze(1)
+    if not len(columns):
+        raise ValueError(f"attention_mask hides all of the new tokens {list(rows_shape)}")
     num_tokens = is_token.sum(dim=1).tolist()
     indptr = [0]
     for row, sequence in enumerate(sequence_of_row):

@@ -2,20 +2,22 @@
 
 It holds no keys and values. Every row of a batch is a sequence of the `KVStore` without its
 padding, so that left-padded batches waste neither memory nor time; the cache remembers which
-columns of each row were padding, because transformers counts them in `get_seq_length()`.
+columns of each row were padding, because transformers counts them in `get_seq_length()`, and a
+mask that hides others later would be wrong.
 """
 
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from transformers import Cache
 
 from offload.batch import RaggedBatch
+from offload.cache_layers import CachedLayer
 from offload.kv_store import KVStore
 from offload.sequences import Sequences
 
@@ -31,11 +33,13 @@ class OffloadedCache(Cache):
     """
 
     def __init__(self, sequences: Sequences) -> None:
-        super().__init__(layers=[])
+        # Not Cache.__init__: it would keep layers, which are made when they are asked for here.
         self._sequences = sequences
         self._seqs: list[int] = []
         self._num_columns = 0
-        self._padding: list[list[int]] = []  # columns that are padding, ascending, of each row
+        # bool [rows, >= columns], False at padding; None: there was none so far.
+        self._attended: torch.Tensor | None = None
+        self._reserved_from: list[int] = []  # tokens of each sequence before the current pass
         weakref.finalize(self, sequences.free_later, self._seqs)
 
     @property
@@ -54,10 +58,11 @@ class OffloadedCache(Cache):
         return [self.store.kv_len(seq) for seq in self._seqs]
 
     @property
-    def num_pages(self) -> int:
-        """Pages per layer that hold these tokens, pages shared between rows counted for each."""
-        page_tokens = self.store.page_tokens
-        return sum(-(-kv_len // page_tokens) for kv_len in self.kv_lens)
+    def attended(self) -> torch.Tensor:
+        """bool [rows, columns], False at padding."""
+        if self._attended is None:
+            return torch.ones(len(self._seqs), self._num_columns, dtype=torch.bool)
+        return self._attended[:, : self._num_columns]
 
     # What the model calls around a forward pass.
 
@@ -76,27 +81,29 @@ class OffloadedCache(Cache):
                 self._sequences.free(seqs)
             raise
         self._seqs[:] = seqs
+        self._reserved_from = self.kv_lens
         return list(seqs)
 
     def commit(self, batch: RaggedBatch) -> None:
-        """The tokens of `batch` are in every layer of the store."""
-        self.store.commit(self._seqs, batch.num_new_tokens)
+        """The tokens of `batch` are in every layer of the store; of some it may know already."""
+        ends = zip(self._reserved_from, batch.num_new_tokens, self.kv_lens, strict=True)
+        self.store.commit(self._seqs, [before + new - now for before, new, now in ends])
         if batch.num_sequences < len(batch.sequence_of_row):
             self._select(batch.sequence_of_row)
-        if not self._padding:
-            self._padding = [[] for _ in self._seqs]
         batch_size, seq_len = batch.rows_shape
+        attended = None
         if batch.num_tokens < batch_size * seq_len:
-            for row, padding in enumerate(batch.padding_of_rows()):
-                self._padding[row] += [self._num_columns + column for column in padding]
+            attended = batch.attended()
+        self._note_columns(batch_size, seq_len, attended)
         self._num_columns += seq_len
 
     def roll_back(self) -> None:
-        """Drop what was reserved and not committed, after a failed forward pass."""
+        """Drop the tokens of a forward pass that failed."""
         if self._num_columns == 0:
             self.reset()
-        for seq in self._seqs:
-            self._sequences.truncate(seq, self.store.kv_len(seq))
+        else:
+            for seq, kv_len in zip(self._seqs, self._reserved_from, strict=True):
+                self._sequences.truncate(seq, kv_len)
 
     def check_continues(self, batch_size: int, past_mask: torch.Tensor | None) -> None:
         """Refuse a batch that does not continue this cache.
@@ -107,7 +114,8 @@ class OffloadedCache(Cache):
 
         Raises:
             ValueError: for another batch size, or a mask that hides other columns than those that
-                were padding when they were cached: what is cached cannot be masked later.
+                were padding when they were cached: what is cached cannot be masked later, and
+                padding has no keys and values.
         """
         if not self._seqs:
             return
@@ -116,14 +124,19 @@ class OffloadedCache(Cache):
                 f"input_ids has a batch size of {batch_size}, but past_key_values has "
                 f"{len(self._seqs)} rows"
             )
+        if self._attended is None and (past_mask is None or past_mask.numpy().all()):
+            return
+        cached = self.attended
         if past_mask is None:
-            kv_lens = [self._num_columns] * batch_size
-        else:
-            kv_lens = past_mask.sum(dim=1).tolist()
-        if kv_lens != self.kv_lens:
+            past_mask = torch.ones_like(cached)
+        if not np.array_equal(past_mask.numpy(), cached.numpy()):  # quicker than torch.equal
+            row, column = (past_mask != cached).nonzero()[0].tolist()
+            now, then = "attends to", "was padding"
+            if cached[row, column]:
+                now, then = "hides", "was attended to"
             raise ValueError(
-                f"attention_mask attends to {kv_lens} cached tokens per row, but past_key_values "
-                f"holds {self.kv_lens}; pass the mask that the tokens were cached with, extended"
+                f"attention_mask {now} column {column} of row {row}, which {then} when it was "
+                "cached; pass the mask that the tokens were cached with, extended"
             )
 
     # What transformers calls.
@@ -131,6 +144,16 @@ class OffloadedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen so far, padding included: the same for all rows and layers."""
         return self._num_columns
+
+    @property
+    def layers(self) -> list[CachedLayer]:  # type: ignore[override]
+        """Every layer, to read; their keys and values are copied from the store when asked for."""
+        return [CachedLayer(self, layer_idx) for layer_idx in range(len(self))]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
+        """(keys, values, None) of each layer, as of a `DynamicCache`."""
+        for layer in self.layers:
+            yield layer.keys, layer.values, None
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: the cache grows until the budget of the store."""
@@ -147,9 +170,10 @@ class OffloadedCache(Cache):
                 f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
             )
         self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
-        for seq, padding in zip(self._seqs, self._padding, strict=True):
-            del padding[bisect_left(padding, self._num_columns) :]
-            kv_len = self._num_columns - len(padding)
+        kv_lens = [self._num_columns] * len(self._seqs)
+        if self._attended is not None:
+            kv_lens = self.attended.sum(dim=1).tolist()
+        for seq, kv_len in zip(self._seqs, kv_lens, strict=True):
             if kv_len < self.store.kv_len(seq):
                 self._sequences.truncate(seq, kv_len)
 
@@ -171,7 +195,7 @@ class OffloadedCache(Cache):
         self._sequences.free(self._seqs)
         self._seqs.clear()
         self._num_columns = 0
-        self._padding = []
+        self._attended = None
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not for stock attention layers: they would need the keys and values as tensors."""
@@ -204,7 +228,7 @@ class OffloadedCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedCache:
         copied = OffloadedCache(self._sequences)
         copied._seqs += [self._sequences.fork(seq) for seq in self._seqs]
-        copied._padding = [list(padding) for padding in self._padding]
+        copied._attended = None if self._attended is None else self._attended.clone()
         copied._num_columns = self._num_columns
         return copied
 
@@ -222,5 +246,17 @@ class OffloadedCache(Cache):
             taken.add(row)
         self._sequences.free(seq for row, seq in enumerate(self._seqs) if row not in taken)
         self._seqs[:] = seqs
-        if self._padding:
-            self._padding = [list(self._padding[row]) for row in rows]
+        if self._attended is not None:
+            self._attended = self._attended[list(rows)]
+
+    def _note_columns(self, batch_size: int, seq_len: int, attended: torch.Tensor | None) -> None:
+        """`seq_len` more columns of `attended`, bool [batch_size, seq_len]; None: all True."""
+        if self._attended is None:
+            if attended is None or bool(attended.all()):
+                return
+            self._attended = torch.ones(batch_size, self._num_columns, dtype=torch.bool)
+        end = self._num_columns + seq_len
+        if end > self._attended.shape[1]:  # twice the room, so that growing stays rare
+            room = torch.ones(batch_size, 2 * end - self._attended.shape[1], dtype=torch.bool)
+            self._attended = torch.cat([self._attended, room], dim=1)
+        self._attended[:, self._num_columns : end] = True if attended is None else attended

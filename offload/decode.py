@@ -30,6 +30,7 @@ class Decoder:
     """Decode steps of one model over one store."""
 
     max_rows = Linear.max_rows
+    max_step_tokens = None  # of one sequence in a `decode`: any number
 
     def __init__(
         self, model: LeanModel, store: KVStore, policy: Policy, num_threads: int | None

@@ -59,7 +59,7 @@ class DeviceDecoder:
         after_projection, on_mark: see `DeviceStep`; steps with other marks are captured apart.
     """
 
-    max_rows = 1  # new tokens per sequence; more are a prefill
+    max_step_tokens = 1  # of one sequence in a `decode`
 
     def __init__(
         self,

@@ -68,6 +68,24 @@ def check_positions(
         )
 
 
+def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:
+    """Refuse tokens that are not in the vocabulary."""
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise ValueError(
+            f"input_ids must be in 0..{vocab_size - 1}, "
+            f"got {int(tokens.min())}..{int(tokens.max())}"
+        )
+
+
+def check_labels(labels: torch.Tensor, logits: torch.Tensor) -> None:
+    """Refuse labels that are not [batch_size, seq_len] of `logits` [batch_size, seq_len, …]."""
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels are {list(labels.shape)}, but the logits {list(logits.shape)}; "
+            "they need the same rows and positions"
+        )
+
+
 def keep_positions(hidden: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     """The positions of hidden [batch_size, seq_len, hidden_size] whose logits are wanted.
 
@@ -83,15 +101,22 @@ def keep_positions(hidden: torch.Tensor, logits_to_keep: int | torch.Tensor) -> 
     return hidden[:, logits_to_keep]
 
 
-def refuse_unsupported(generation_config: Any, *, has_ranks: bool = False) -> None:
+def refuse_unsupported(
+    generation_config: Any, mask: torch.Tensor | None, *, has_ranks: bool = False
+) -> None:
     """Raise for generation options that would need another cache, or parts of the stock layers, or
-    with ranks would let each stop when its own clock says so."""
+    with ranks would let each stop when its own clock says so; and for padding on the right."""
+    if mask is not None and not bool((mask[:, -1] != 0).all()):
+        raise ValueError(
+            "attention_mask ends in padding; generation needs padding on the left "
+            "(tokenizer.padding_side = 'left')"
+        )
     if has_ranks and generation_config.max_time is not None:
         raise NotImplementedError(
             f"max_time={generation_config.max_time} with tensor_parallel_size: the ranks' clocks "
             "would stop them at different tokens; use max_new_tokens"
         )
-    if generation_config.cache_implementation is not None:
+    if generation_config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"cache_implementation={generation_config.cache_implementation!r}: the KV cache of an "
             "offloaded model is its host store; leave cache_implementation out"

@@ -26,9 +26,12 @@ from offload.cache import OffloadedCache
 from offload.checkpoint import check_checkpoint
 from offload.config import RuntimeConfig, runtime_config
 from offload.fixed_model import FixedModel
+from offload.generation import GenerationRequest
 from offload.inputs import (
+    check_labels,
     check_mask,
     check_positions,
+    check_tokens,
     keep_positions,
     refuse_unsupported,
     rows_shape,
@@ -142,6 +145,8 @@ class OffloadedModel(FixedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        cache_position: torch.Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         """As the stock forward pass. Logits of padding are those of a zero hidden state.
 
@@ -151,6 +156,7 @@ class OffloadedModel(FixedModel):
             input_ids: int64 [batch_size, seq_len], or `inputs_embeds` [..., hidden_size].
             attention_mask: [batch_size, cached columns + seq_len], 0 at padding.
             past_key_values: an `OffloadedCache` of this model; continued in place.
+            token_type_ids, cache_position: of no effect, as in the stock models.
 
         Returns:
             logits [batch_size, seq_len or logits_to_keep, vocab_size], the cache, and the loss if
@@ -187,11 +193,7 @@ class OffloadedModel(FixedModel):
         logits = self._offload.logits(hidden, phase)
         loss = None
         if labels is not None:
-            if labels.shape != logits.shape[:-1]:
-                raise ValueError(
-                    f"labels are {list(labels.shape)}, but the logits {list(logits.shape)}; "
-                    "they need the same rows and positions"
-                )
+            check_labels(labels, logits)
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
@@ -290,12 +292,7 @@ class OffloadedModel(FixedModel):
     def _tokens(self, batch: RaggedBatch, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [num_tokens]: the ids of the batch without padding."""
         tokens = input_ids.flatten()[batch.columns]
-        vocab_size = self.config.vocab_size
-        if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
-            raise ValueError(
-                f"input_ids must be in 0..{vocab_size - 1}, "
-                f"got {int(tokens.min())}..{int(tokens.max())}"
-            )
+        check_tokens(tokens, self.config.vocab_size)
         return tokens
 
     def _embed(
@@ -321,8 +318,8 @@ class OffloadedModel(FixedModel):
     def _check_cache(self, cache: Any) -> None:
         if not isinstance(cache, OffloadedCache):
             raise ValueError(
-                f"past_key_values must be an OffloadedCache, got {type(cache).__name__}; "
-                "model.new_cache() makes one"
+                f"past_key_values must be an OffloadedCache, got {type(cache).__name__}, which "
+                "would stay empty; pass past_key_values=model.new_cache()"
             )
         if cache.store is not self._offload.store:
             raise ValueError("past_key_values belongs to another model")
@@ -332,9 +329,14 @@ class OffloadedModel(FixedModel):
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The stock inputs, without what stock models take and ignore."""
+        """The stock inputs, without what stock models take and ignore, and what is cached."""
         for name in ("tokenizer", "assistant_tokenizer"):
             kwargs.pop(name, None)
+        generation = self._offload.generation_now
+        is_first = kwargs.get("is_first_iteration")
+        if generation is not None and is_first and kwargs.get("next_sequence_length") is None:
+            given = input_ids if inputs_embeds is None else inputs_embeds
+            kwargs["next_sequence_length"] = generation.num_new_columns(given.shape[1])
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, **kwargs
         )
@@ -349,30 +351,27 @@ class OffloadedModel(FixedModel):
         max_cache_length: int,
     ) -> None:
         """Make the cache of a generation, once it is sure that all its tokens will fit."""
-        refuse_unsupported(generation_config, has_ranks=self._offload.ranks is not None)
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and not bool((mask[:, -1] != 0).all()):
-            raise ValueError(
-                "attention_mask ends in padding; generation needs padding on the left "
-                "(tokenizer.padding_side = 'left')"
-            )
-        self._offload.check_context(max_cache_length)
+        mask, has_ranks = model_kwargs.get("attention_mask"), self._offload.ranks is not None
+        refuse_unsupported(generation_config, mask, has_ranks=has_ranks)
+        request = GenerationRequest.of(generation_config, model_kwargs, batch_size)
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             self._check_cache(cache)
             cache._is_user_defined = True  # generate() asks for it
         elif generation_config.use_cache is False:
+            self._offload.check_context(request.max_tokens)
             return
-        else:
-            cache = self._offload.new_generation_cache()
-            model_kwargs["past_key_values"] = cache
-        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        self._offload.check_budget(
-            num_prompts=batch_size,
-            copies=copies,
-            prompt_tokens=model_kwargs["position_ids"].shape[-1],
-            max_tokens=max_cache_length,
-            cached_pages=cache.num_pages,
+        model_kwargs["past_key_values"] = self._offload.begin_generation(
+            request, cache, is_draft=generation_config.is_assistant
+        )
+
+    def _prepare_generated_length(
+        self, generation_config: Any, input_ids_length: int, **given: Any
+    ) -> Any:
+        """As the stock one; the request needs the ids that max_length counts."""
+        generation_config._given_ids = input_ids_length
+        return super()._prepare_generated_length(
+            generation_config=generation_config, input_ids_length=input_ids_length, **given
         )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:

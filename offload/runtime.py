@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,13 @@ from offload.budgets import device_kv_budget_bytes, rank_kv_budget_bytes, weight
 from offload.cache import OffloadedCache
 from offload.config import RuntimeConfig
 from offload.decode import Decoder, likeliest
+from offload.generation import Generation, GenerationRequest
 from offload.interrupts import shielded
-from offload.kv_store import HostBudgetError, KVStore
-from offload.memory import (
-    available_cpus,
-    format_bytes,
-)
+from offload.kv_store import KVStore
+from offload.memory import available_cpus
 from offload.models import LeanModel, lean_model_maker
 from offload.module_watch import ModuleWatch
+from offload.phases import BatchPart, parts_of, prompt_columns_of
 from offload.prefill import prefill
 from offload.rank_weights import rank_view
 from offload.sampling import SamplingOptions, TokenChooser
@@ -106,8 +105,7 @@ class Runtime:
         self.attention = self._decoder.attention
         self.sequences = Sequences(self.store, self.attention, self._decoder.forget)
         self._vocabulary_marks = vocabulary_marks
-        self._generation_cache: OffloadedCache | None = None
-        self._in_generation = False
+        self.generation_now: Generation | None = None
         self._last_pass_end: float | None = None
         self._prefill_threads = config.num_threads  # None: as torch has it
 
@@ -118,9 +116,11 @@ class Runtime:
         cache: OffloadedCache | None,
         tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, str]:
-        """Embeddings [num_tokens, hidden_size] through all layers: (hidden, phase).
+        """Embeddings [num_tokens, hidden_size] through all layers: (hidden, phase of the first).
 
-        Many new tokens per sequence, or no past, are prefill; a few are decoding.
+        In a generation the tokens of its prompt are prefilled, and later ones decoded, however many
+        they are: a draft is decoded. Outside of one, a token per sequence after a cache is decoded,
+        and several are a prompt.
 
         Args:
             tokens: int64 [num_tokens], the ids behind the embeddings, where they are known.
@@ -141,27 +141,41 @@ class Runtime:
         tokens: torch.Tensor | None,
     ) -> tuple[torch.Tensor, str]:
         start = time.perf_counter()
-        phase = "prefill"
         if self.ranks is not None:
             inputs = torch.tensor(batch.num_new_tokens) if tokens is None else tokens
             self.ranks.check_same("the input", inputs)
         if cache is None:
             hidden = self._prefill(hidden, batch, None, [])
-        else:
-            if cache.get_seq_length() and max(batch.num_new_tokens) <= self._decoder.max_rows:
-                phase = "decode"
+            self._record("prefill", batch.num_tokens, start)
+            return hidden, "prefill"
+        prompt_columns = prompt_columns_of(batch, cache, self.generation_now)
+        parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
 
-            def compute(seqs: list[int]) -> torch.Tensor:
-                nonlocal start
-                self._mark_text(batch, seqs, tokens)
-                if phase == "prefill":
-                    return self._prefill(hidden, batch, self.store, seqs)
-                start += self._build_index(batch, seqs)
-                return self._decoder.decode(hidden, batch, seqs)
+        def compute(seqs: list[int]) -> torch.Tensor:
+            self._mark_text(batch, seqs, tokens)
+            return self._run_parts(hidden, parts, seqs)
 
-            hidden = self._extend(cache, batch, compute)
-        self._record(phase, batch.num_tokens, start)
-        return hidden, phase
+        return self._extend(cache, batch, compute), parts[0].phase
+
+    def _run_parts(
+        self, hidden: torch.Tensor, parts: Sequence[BatchPart], seqs: list[int]
+    ) -> torch.Tensor:
+        """Embeddings [num_tokens, hidden_size] through all layers, overwritten."""
+        for part in parts:
+            start = time.perf_counter()
+            of_part = [seqs[sequence] for sequence in part.sequences]
+            x = hidden[part.tokens]
+            if part.phase == "prefill":
+                x = self._prefill(x, part.batch, self.store, of_part)
+            else:
+                start += self._build_index(part.batch, of_part)
+                x = self._decoder.decode(x, part.batch, of_part)
+            self._record(part.phase, part.batch.num_tokens, start)
+            if len(parts) == 1:
+                return x
+            hidden[part.tokens] = x
+            self.store.commit(of_part, part.batch.num_new_tokens)
+        return hidden
 
     def chooses_tokens(self, options: SamplingOptions) -> bool:
         """Whether `choose_tokens` can be used.
@@ -192,9 +206,10 @@ class Runtime:
         """A decode step from the last token of each row to the next, int64 [batch_size].
 
         Raises:
-            As `run`.
+            As `run`; ValueError for a context that is too long.
         """
         start = time.perf_counter()
+        self.check_context(max(cache.kv_lens) + 1)
         batch = one_token_each(cache.batch_size)
 
         def compute(seqs: list[int]) -> torch.Tensor:
@@ -223,7 +238,7 @@ class Runtime:
 
         In a generation that was done when it began.
         """
-        if not self._in_generation:
+        if self.generation_now is None:
             self._watch.check()
 
     def check_context(self, num_tokens: int) -> None:
@@ -233,32 +248,6 @@ class Runtime:
                 f"a context of {num_tokens} tokens exceeds the {self.lean.max_context} tokens of "
                 f"this model ({self.lean.max_context_reason}); shorten the prompt or lower "
                 "max_new_tokens"
-            )
-
-    def check_budget(
-        self, num_prompts: int, copies: int, prompt_tokens: int, max_tokens: int, cached_pages: int
-    ) -> None:
-        """Refuse a generation that could outgrow the KV budget on its way.
-
-        Args:
-            num_prompts: different prompts of `prompt_tokens` tokens, whose whole pages the
-                `copies` sequences that continue each of them share.
-            max_tokens: of a sequence at its end.
-            cached_pages: pages per layer that exist already.
-        """
-        self.sequences.collect()
-        store = self.store
-        shared = prompt_tokens // store.page_tokens if copies > 1 else 0
-        own = -(-max_tokens // store.page_tokens) - shared
-        pages = num_prompts * (shared + copies * own) - cached_pages
-        need = pages * len(self.lean.layers) * store.page_bytes
-        free = store.host_budget_bytes - store.host_bytes_used
-        if need > free:
-            raise HostBudgetError(
-                f"{num_prompts * copies} sequences of up to {max_tokens} tokens need "
-                f"{format_bytes(need)} more of host KV cache, but {format_bytes(free)} of its "
-                f"budget of {format_bytes(store.host_budget_bytes)} are free; raise "
-                "max_memory={'cpu': ...} or lower max_new_tokens"
             )
 
     def together(self) -> contextlib.AbstractContextManager[None]:
@@ -273,10 +262,10 @@ class Runtime:
         a second thread would wait for a CPU on which one of our workers still spins (SmolLM2 on
         2 CPUs: 64 tokens/s instead of 82). An assistant computes in between and keeps its threads.
         """
-        outer_cache = self._generation_cache  # a model may be its own assistant
+        outer = self.generation_now  # a model may be its own assistant
         self.stats = OffloadStats()
-        self._generation_cache = self._last_pass_end = None
-        self._in_generation = True
+        self.generation_now = generation = Generation()
+        self._last_pass_end = None
         self._prefill_threads = self.config.num_threads or torch.get_num_threads()
         try:
             with torch_threads(None if has_assistant else 1), self.together():
@@ -286,18 +275,34 @@ class Runtime:
                 yield
         except BaseException:
             # The traceback of the error would keep the cache, and so its pages, alive.
-            if self._generation_cache is not None:
-                self._generation_cache.reset()
+            if generation.cache is not None and generation.owns_cache:
+                generation.cache.reset()
             raise
         finally:
-            self._generation_cache, self._last_pass_end = outer_cache, None
-            self._in_generation = outer_cache is not None
+            self.generation_now, self._last_pass_end = outer, None
             self._prefill_threads = self.config.num_threads
 
-    def new_generation_cache(self) -> OffloadedCache:
-        """A cache that `generation` resets if the generation fails."""
-        self._generation_cache = OffloadedCache(self.sequences)
-        return self._generation_cache
+    def begin_generation(
+        self, request: GenerationRequest, cache: OffloadedCache | None, *, is_draft: bool
+    ) -> OffloadedCache:
+        """Check that a generation is possible to its end, and note where it goes and from where.
+
+        Args:
+            cache: to continue; None: a new one, which is reset if the generation fails.
+            is_draft: what is new beside a filled `cache` was decoded already, by another model.
+
+        Raises:
+            ValueError, HostBudgetError: before anything is computed.
+        """
+        used = OffloadedCache(self.sequences) if cache is None else cache
+        request.check(used, self.check_context)
+        generation, past_columns = self.generation_now or Generation(), used.get_seq_length()
+        generation.cache, generation.owns_cache = used, cache is None
+        generation.gives_all = request.gives_all
+        generation.prompt_columns = request.prompt_columns
+        if is_draft and past_columns:
+            generation.prompt_columns = past_columns
+        return used
 
     def _extend(
         self,
@@ -398,7 +403,7 @@ class Runtime:
         stats.kv_device_bytes = max(stats.kv_device_bytes, self._decoder.device_bytes)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         # Between the passes of a generation tokens are chosen; between others, anything may happen.
-        self._last_pass_end = end if self._in_generation else None
+        self._last_pass_end = None if self.generation_now is None else end
 
 
 def _make_decoder(

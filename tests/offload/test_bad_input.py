@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import make_tiny_model, random_tokens
+from transformers import DynamicCache
 
 from offload import HostBudgetError, OffloadedModel
 from offload.config import RuntimeConfig, runtime_config
@@ -84,6 +85,7 @@ def test_inputs(model: Any, inputs: dict[str, Any], message: str) -> None:
         ({"position_ids": torch.arange(9)[None]}, r"position_ids are \[1, 9\]"),
         ({"labels": torch.zeros(2, 9, dtype=torch.long)}, r"labels are \[2, 9\]"),
         ({"past_key_values": "cache"}, "must be an OffloadedCache, got str"),
+        ({"past_key_values": DynamicCache()}, r"got DynamicCache, .* stay empty; .*new_cache\(\)"),
     ],
 )
 def test_shapes_that_disagree(model: Any, others: dict[str, Any], message: str) -> None:
@@ -104,8 +106,32 @@ def test_mask_that_hides_cached_tokens(model: Any) -> None:
     cache, mask = model.new_cache(), torch.ones(1, 11)
     model(random_tokens(1, 10), past_key_values=cache)
     mask[0, 2] = 0
-    with pytest.raises(ValueError, match=r"attends to \[9\] cached tokens.*holds \[10\]"):
+    with pytest.raises(ValueError, match="hides column 2 of row 0, which was attended to"):
         model(random_tokens(1, 1), attention_mask=mask, past_key_values=cache)
+
+
+def test_mask_that_hides_other_cached_tokens(model: Any) -> None:
+    """As many as before, but others."""
+    cache, mask = model.new_cache(), torch.ones(2, 10)
+    mask[1, 0] = 0
+    model(random_tokens(2, 10), attention_mask=mask, past_key_values=cache)
+    later = torch.ones(2, 11)
+    later[1, 3] = 0
+    with pytest.raises(ValueError, match="attends to column 0 of row 1, which was padding"):
+        model(random_tokens(2, 1), attention_mask=later, past_key_values=cache)
+    with pytest.raises(ValueError, match="attends to column 0 of row 1"):
+        model(random_tokens(2, 1), past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    swapped = torch.cat([mask[[1, 0, 1]], torch.ones(3, 1)], dim=1)
+    swapped[0, 3] = 0
+    with pytest.raises(ValueError, match="hides column 3 of row 0, which was attended to"):
+        model(random_tokens(3, 1), attention_mask=swapped, past_key_values=cache)
+    swapped[0, 3] = 1
+    model(random_tokens(3, 1), attention_mask=swapped, past_key_values=cache)
+    assert cache.kv_lens == [10, 11, 10]
+    cache.batch_select_indices(torch.tensor([1]))
+    model(random_tokens(1, 1), past_key_values=cache)  # the row without padding needs no mask
+    assert cache.kv_lens == [12]
 
 
 def test_cache_of_another_model(model: Any, offloaded_models: dict[str, Any]) -> None:
@@ -132,6 +158,7 @@ def test_forward_without_support(model: Any, inputs: dict[str, Any], message: st
     [
         ({"cache_implementation": "static"}, ValueError, "cache_implementation='static'"),
         ({"cache_implementation": "quantized"}, ValueError, "cache_implementation='quantized'"),
+        ({"past_key_values": DynamicCache()}, ValueError, r"got DynamicCache, .*new_cache\(\)"),
         ({"cache_implementation": "paged"}, NotImplementedError, "continuous batching"),
         ({"assistant_early_exit": 2}, NotImplementedError, "assistant_early_exit=2"),
         ({"output_attentions": True, "return_dict_in_generate": True}, NotImplementedError, "att"),

@@ -131,3 +131,63 @@ def test_what_transformers_asks(llama_pair: Pair) -> None:
     assert repr(cache) == "OffloadedCache(kv_lens=[30, 30])"
     with pytest.raises(NotImplementedError, match="OffloadedModel only"):
         llama_pair[0](random_tokens(2, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_layers_can_be_read(llama_pair: Pair, padded: bool) -> None:
+    """As those of a stock cache, but for padding, of which nothing is kept."""
+    stock, offloaded = llama_pair
+    tokens, mask = random_tokens(2, 21), torch.ones(2, 21, dtype=torch.long)
+    if padded:
+        mask[1, :5] = 0
+    caches = DynamicCache(), offloaded.new_cache()
+    assert [layer.keys for layer in caches[1].layers] == [None] * 3
+    with torch.no_grad():
+        for model, cache in zip(llama_pair, caches, strict=True):
+            model(tokens, attention_mask=mask, past_key_values=cache)
+    assert len(caches[1].layers) == len(list(caches[1])) == stock.config.num_hidden_layers
+    for ours, theirs in zip(caches[1], caches[0], strict=True):
+        for side in range(2):
+            expected = theirs[side] * mask[:, None, :, None]
+            torch.testing.assert_close(ours[side], expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(caches[1].layers[2].values, ours[1])
+    caches[1].activate_past_recording()
+    assert caches[1].is_sliding == [False] * 3
+    assert [layer.get_seq_length() for layer in caches[1].layers] == [21] * 3
+
+
+@pytest.mark.parametrize("seq_len", [1, 3])
+def test_a_row_without_a_new_token(llama_pair: Pair, seq_len: int) -> None:
+    """It stays as it is, and goes on later."""
+    _, model = llama_pair
+    tokens, mask = random_tokens(3, 20), torch.ones(3, 20 + seq_len, dtype=torch.long)
+    mask[1, 20:] = 0
+    cache = model.new_cache()
+    model(tokens, past_key_values=cache)
+    new = random_tokens(3, seq_len, seed=1)
+    logits = model(new, attention_mask=mask, past_key_values=cache).logits
+    assert cache.kv_lens == [20 + seq_len, 20, 20 + seq_len]
+    assert not logits[1].any()
+    for row in (0, 2):
+        alone = model.new_cache()
+        model(tokens[[row]], past_key_values=alone)
+        expected = model(new[[row]], past_key_values=alone).logits
+        torch.testing.assert_close(logits[[row]], expected, rtol=1e-4, atol=1e-4)
+    mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], dim=1)
+    positions = torch.tensor([[20 + seq_len], [20], [20 + seq_len]])
+    later = model(
+        torch.full((3, 1), 65), attention_mask=mask, position_ids=positions, past_key_values=cache
+    ).logits
+    alone = model.new_cache()
+    model(tokens[[1]], past_key_values=alone)
+    expected = next_logits(model, alone, 1)
+    torch.testing.assert_close(later[[1]], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_no_new_token_at_all(llama_pair: Pair) -> None:
+    cache, mask = llama_pair[1].new_cache(), torch.ones(2, 5, dtype=torch.long)
+    llama_pair[1](random_tokens(2, 4), past_key_values=cache)
+    mask[:, 4] = 0
+    with pytest.raises(ValueError, match=r"hides all of the new tokens \[2, 1\]"):
+        llama_pair[1](random_tokens(2, 1), attention_mask=mask, past_key_values=cache)
+    assert cache.kv_lens == [4, 4]

@@ -41,6 +41,7 @@ def left_padded(*lengths: int) -> dict[str, torch.Tensor]:
         {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
         {"do_sample": False, "use_cache": False},
         {"do_sample": False, "prefill_chunk_size": 16},
+        {"do_sample": False, "cache_implementation": "dynamic"},
     ],
     ids=lambda mode: "-".join(mode),
 )
@@ -175,6 +176,14 @@ def test_input_embeddings(llama_pair: Pair) -> None:
     embeds = llama_pair[0].get_input_embeddings()(random_tokens(2, 20)).detach()
     expected, got = both(llama_pair, inputs_embeds=embeds, max_new_tokens=12, do_sample=False)
     assert torch.equal(got, expected)
+
+
+def test_inputs_that_stock_models_ignore(llama_pair: Pair) -> None:
+    """What some tokenizers and older code pass."""
+    tokens = random_tokens(2, 20)
+    ignored = {"token_type_ids": torch.ones_like(tokens), "cache_position": torch.arange(20)}
+    logits = [model(tokens, **ignored).logits for model in llama_pair]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
 def test_pipeline(llama_pair: Pair, tokenizer: Any) -> None:

@@ -120,7 +120,10 @@ def test_pack_left_out_padding_and_equal_rows() -> None:
     assert batch.indptr == [0, 3, 5, 8]
     assert batch.num_new_tokens == [3, 2, 3]
     assert batch.position_ids.tolist() == [0, 1, 2, 1, 2, 0, 1, 2]
-    assert batch.padding_of_rows() == [[], [0], [], [0], []]
+    assert batch.attended().tolist() == [
+        [row not in (1, 3) or column > 0 for column in range(batch.rows_shape[1])]
+        for row in range(5)
+    ]
     assert list(batch.spans(2, 6)) == [(0, 2, 3), (1, 3, 5), (2, 5, 6)]
     rows = batch.to_rows(tokens.flatten()[batch.columns][:, None].float())
     assert torch.equal(rows[..., 0].long(), tokens)

@@ -68,6 +68,15 @@ def check_positions(
         )
 
 
+def check_labels(labels: torch.Tensor, logits: torch.Tensor) -> None:
+    """Refuse labels that are not [batch_size, seq_len] of `logits` [batch_size, seq_len, …]."""
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels are {list(labels.shape)}, but the logits {list(logits.shape)}; "
+            "they need the same rows and positions"
+        )
+
+
 def keep_positions(hidden: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     """The positions of hidden [batch_size, seq_len, hidden_size] whose logits are wanted.
 

@@ -26,6 +26,7 @@ from offload.cache import OffloadedCache
 from offload.checkpoint import check_checkpoint
 from offload.config import RuntimeConfig, runtime_config
 from offload.inputs import (
+    check_labels,
     check_mask,
     check_positions,
     keep_positions,
@@ -45,6 +46,7 @@ from offload.runtime import OffloadStats, Runtime
 from offload.sampling import fast_options
 from offload.tensor_parallel import TensorParallel, connect
 from offload.token_loop import generate_tokens
+from offload.turns import in_turn
 from offload.weights import move_to_huge_pages
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
     _offload: Runtime
 
     @classmethod
+    @torch.inference_mode(False)
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -130,7 +133,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             return offloaded(stock, config, marks, ranks)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
-    @torch.no_grad()
+    @in_turn
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -186,11 +189,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         logits = self._offload.logits(hidden, phase)
         loss = None
         if labels is not None:
-            if labels.shape != logits.shape[:-1]:
-                raise ValueError(
-                    f"labels are {list(labels.shape)}, but the logits {list(logits.shape)}; "
-                    "they need the same rows and positions"
-                )
+            check_labels(labels, logits)
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
@@ -200,9 +199,9 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock `generate()`. A generation that fails gives its KV cache back at once."""
+        """The stock `generate()`, a thread at a time. One that fails frees its KV cache at once."""
         has_assistant = kwargs.get("assistant_model") is not None
-        with self._offload.generation(has_assistant=has_assistant):
+        with self._offload.turns.lock, self._offload.generation(has_assistant=has_assistant):
             return super().generate(*args, **kwargs)
 
     def _sample(
@@ -248,7 +247,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
     @property
     def kv_store(self) -> KVStore:
         """The host KV store of this model."""
-        self._offload.sequences.collect()
+        self._offload.sequences.collect_if_idle()
         return self._offload.store
 
     def _pack(

@@ -46,7 +46,7 @@ class OffloadStats:
     In a generation, seconds of decoding count from the end of one forward pass to the end of the
     next, so they include choosing and streaming tokens. index_seconds went into building what the
     policy keeps of a context, and are in neither. kv_host_bytes is the most that was in use,
-    policy_host_bytes what the policy keeps beside it.
+    policy_host_bytes what the policy keeps beside it. With threads: what the last one did, or does.
     """
 
     prefill_tokens: int = 0
@@ -102,6 +102,7 @@ class Runtime:
         self._decoder = _make_decoder(self.lean, self.store, config, weight_bytes)
         self.attention = self._decoder.attention
         self.sequences = Sequences(self.store, self.attention, self._decoder.forget)
+        self.turns = self.sequences.turns
         self._vocabulary_marks = vocabulary_marks
         self._generation_cache: OffloadedCache | None = None
         self._in_generation = False
@@ -179,6 +180,8 @@ class Runtime:
             chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
             return (chosen if self.ranks is None else self.ranks.broadcast(chosen)).cpu()
 
+    @torch.inference_mode(False)  # as in `turns.in_turn`
+    @torch.no_grad()
     def choose_tokens(
         self,
         cache: OffloadedCache,
@@ -265,17 +268,18 @@ class Runtime:
 
     @contextlib.contextmanager
     def generation(self, *, has_assistant: bool) -> Iterator[None]:
-        """Around one `generate()`: new statistics, and no cache left behind by an error.
+        """Around one `generate()`: new statistics, and no cache left behind by an error. One within
+        another (a model may be its own assistant) leaves the outer one's as they were.
 
         Between the forward passes torch runs on one thread. Choosing a token is little work, and
         a second thread would wait for a CPU on which one of our workers still spins (SmolLM2 on
         2 CPUs: 64 tokens/s instead of 82). An assistant computes in between and keeps its threads.
         """
-        outer_cache = self._generation_cache  # a model may be its own assistant
-        self.stats = OffloadStats()
+        outer = self._in_generation, self._generation_cache, self.stats, self._prefill_threads
+        if not self._in_generation:
+            self._prefill_threads = self.config.num_threads or torch.get_num_threads()
+        self._in_generation, self.stats = True, OffloadStats()
         self._generation_cache = self._last_pass_end = None
-        self._in_generation = True
-        self._prefill_threads = self.config.num_threads or torch.get_num_threads()
         try:
             with torch_threads(None if has_assistant else 1), self.together():
                 if self.ranks is not None:
@@ -287,9 +291,10 @@ class Runtime:
                 self._generation_cache.reset()
             raise
         finally:
-            self._generation_cache, self._last_pass_end = outer_cache, None
-            self._in_generation = outer_cache is not None
-            self._prefill_threads = self.config.num_threads
+            is_inner, self._generation_cache, stats, self._prefill_threads = outer
+            self._in_generation, self._last_pass_end = is_inner, None
+            if is_inner:
+                self.stats = stats
 
     def new_generation_cache(self) -> OffloadedCache:
         """A cache that `generation` resets if the generation fails."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from offload.attention import DecodeAttention
+from offload.interrupts import shielded
 from offload.kv_store import KVStore
 from offload.turns import Turns
 
@@ -68,8 +69,9 @@ class Sequences:
     def collect_if_idle(self) -> None:
         """`collect`, unless another thread has its turn: it does so before its next step."""
         lock = self.turns.lock
-        if lock.acquire(blocking=False):
-            try:
-                self.collect()
-            finally:
-                lock.release()
+        with shielded():  # or ctrl-C might leave the lock taken
+            if lock.acquire(blocking=False):
+                try:
+                    self.collect()
+                finally:
+                    lock.release()

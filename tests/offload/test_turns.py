@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_cases import greedy
+from device_cases import INLINE, NATIVE, greedy, load, small
 from tiny_models import random_tokens
 
 from offload.torch_threads import torch_threads
@@ -237,3 +237,19 @@ def test_threads_that_run(operator: Callable[[], torch.Tensor]) -> None:
 
     assert in_a_thread(lambda: started(3)) == 2
     assert in_a_thread(lambda: (started(1), started(2), started(1), started(3))) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("backend", [NATIVE, INLINE])
+def test_default_dtype(backend: Any, tiny_folders: dict[str, Path]) -> None:
+    """Of the process; transformers changes it while another thread loads a model."""
+    prompt, samples = random_tokens(2, 70), {"do_sample": True, "temperature": 0.5}
+    tokens = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load(tiny_folders["llama"], small("lychee_cluster", 48), backend)
+        torch.set_default_dtype(dtype)
+        try:
+            torch.manual_seed(0)
+            tokens.append([greedy(model, prompt, 20), greedy(model, prompt, 20, **samples)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(*tokens, strict=True))

@@ -29,7 +29,7 @@ def policy_of(name: str) -> Any:
 
 def generates(model: Any, seed: int) -> list[torch.Tensor]:
     """The fast loop."""
-    return [greedy(model, random_tokens(1 + seed % 2, 70 + seed, seed=seed), 12)]
+    return [greedy(model, random_tokens(1 + seed % 2, 70 + seed, seed=seed), 6)]
 
 
 def beams(model: Any, seed: int) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ def beams(model: Any, seed: int) -> list[torch.Tensor]:
 def talks(model: Any, seed: int) -> list[torch.Tensor]:
     """Two caches in alternating calls: cropped, copied, with rows chosen; one is only dropped."""
     caches, results = [model.new_cache(), model.new_cache()], []
-    for turn, num_tokens in enumerate((60, 30, 1, 1, 1)):
+    for turn, num_tokens in enumerate((60, 30, 1)):
         for row, cache in enumerate(caches):
             tokens = random_tokens(2, num_tokens, seed=10 * seed + 2 * turn + row)
             results.append(model(tokens, past_key_values=cache, logits_to_keep=1).logits)

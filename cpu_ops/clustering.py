@@ -123,7 +123,7 @@ def score_int8(
             f" {list(query.shape)} and {rows.dtype} {list(rows.shape)}"
         )
     query, rows = np.ascontiguousarray(query), np.ascontiguousarray(rows)
-    scores = torch.empty(len(query), len(rows))
+    scores = torch.empty(len(query), len(rows), dtype=torch.float32)
     _native.score_int8(
         isa or isa_name(),
         query.ctypes.data,

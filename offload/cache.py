@@ -30,6 +30,9 @@ class OffloadedCache(Cache):
 
     The sequences go with the object (their memory is free for the next forward pass), or at once
     by `reset()`.
+
+    What changes a cache, or copies it, waits while another thread runs the model; a cache itself is
+    for one thread at a time.
     """
 
     def __init__(self, sequences: Sequences) -> None:
@@ -169,13 +172,14 @@ class OffloadedCache(Cache):
             raise ValueError(
                 f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
             )
-        self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
-        kv_lens = [self._num_columns] * len(self._seqs)
-        if self._attended is not None:
-            kv_lens = self.attended.sum(dim=1).tolist()
-        for seq, kv_len in zip(self._seqs, kv_lens, strict=True):
-            if kv_len < self.store.kv_len(seq):
-                self._sequences.truncate(seq, kv_len)
+        with self._sequences.turns.lock:
+            self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
+            kv_lens = [self._num_columns] * len(self._seqs)
+            if self._attended is not None:
+                kv_lens = self.attended.sum(dim=1).tolist()
+            for seq, kv_len in zip(self._seqs, kv_lens, strict=True):
+                if kv_len < self.store.kv_len(seq):
+                    self._sequences.truncate(seq, kv_len)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row beam_idx[i] was; rows taken twice share their pages."""
@@ -192,10 +196,11 @@ class OffloadedCache(Cache):
 
     def reset(self) -> None:
         """Free all sequences; the cache is as new."""
-        self._sequences.free(self._seqs)
-        self._seqs.clear()
-        self._num_columns = 0
-        self._attended = None
+        with self._sequences.turns.lock:
+            self._sequences.free(self._seqs)
+            self._seqs.clear()
+            self._num_columns = 0
+            self._attended = None
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not for stock attention layers: they would need the keys and values as tensors."""
@@ -227,9 +232,10 @@ class OffloadedCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedCache:
         copied = OffloadedCache(self._sequences)
-        copied._seqs += [self._sequences.fork(seq) for seq in self._seqs]
-        copied._attended = None if self._attended is None else self._attended.clone()
-        copied._num_columns = self._num_columns
+        with self._sequences.turns.lock:
+            copied._seqs += [self._sequences.fork(seq) for seq in self._seqs]
+            copied._attended = None if self._attended is None else self._attended.clone()
+            copied._num_columns = self._num_columns
         return copied
 
     def __copy__(self) -> OffloadedCache:
@@ -240,14 +246,15 @@ class OffloadedCache(Cache):
         """Row i becomes what row rows[i] was."""
         taken: set[int] = set()
         seqs = []
-        for row in rows:
-            seq = self._seqs[row]
-            seqs.append(self._sequences.fork(seq) if row in taken else seq)
-            taken.add(row)
-        self._sequences.free(seq for row, seq in enumerate(self._seqs) if row not in taken)
-        self._seqs[:] = seqs
-        if self._attended is not None:
-            self._attended = self._attended[list(rows)]
+        with self._sequences.turns.lock:
+            for row in rows:
+                seq = self._seqs[row]
+                seqs.append(self._sequences.fork(seq) if row in taken else seq)
+                taken.add(row)
+            self._sequences.free(seq for row, seq in enumerate(self._seqs) if row not in taken)
+            self._seqs[:] = seqs
+            if self._attended is not None:
+                self._attended = self._attended[list(rows)]
 
     def _note_columns(self, batch_size: int, seq_len: int, attended: torch.Tensor | None) -> None:
         """`seq_len` more columns of `attended`, bool [batch_size, seq_len]; None: all True."""

@@ -64,8 +64,9 @@ class StepBuffers:
         self.no_out = rows(heads, torch.float32)
         self.no_lse = rows(shape.num_qo_heads, torch.float32).fill_(float("-inf"))
         num_splits = num_kv_splits(shape.num_kv_heads, _num_multiprocessors(device))
-        self.partial_lse = torch.zeros(num_rows, shape.num_qo_heads, num_splits, device=device)
-        self.partial_out = torch.zeros(*self.partial_lse.shape, shape.head_dim, device=device)
+        partial = (num_rows, shape.num_qo_heads, num_splits)
+        self.partial_lse = torch.zeros(partial, dtype=torch.float32, device=device)
+        self.partial_out = self.partial_lse.new_zeros(*partial, shape.head_dim)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ from offload.runtime import OffloadStats, Runtime
 from offload.sampling import fast_options
 from offload.tensor_parallel import TensorParallel, connect
 from offload.token_loop import generate_tokens
+from offload.turns import in_turn
 from offload.weights import move_to_huge_pages
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class OffloadedModel(FixedModel):
     _offload: Runtime
 
     @classmethod
+    @torch.inference_mode(False)
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -131,7 +133,7 @@ class OffloadedModel(FixedModel):
             return offloaded(stock, config, marks, ranks)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
-    @torch.no_grad()
+    @in_turn
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -205,10 +207,10 @@ class OffloadedModel(FixedModel):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The stock `generate()`, its passes as `forward` computes them and with its errors.
 
-        A generation that fails gives its KV cache back at once.
+        A thread at a time; others wait. One that fails frees its KV cache at once.
         """
         has_assistant = kwargs.get("assistant_model") is not None
-        with self._offload.generation(has_assistant=has_assistant):
+        with self._offload.turns.lock, self._offload.generation(has_assistant=has_assistant):
             return super().generate(*args, **kwargs)
 
     def _sample(
@@ -254,7 +256,7 @@ class OffloadedModel(FixedModel):
     @property
     def kv_store(self) -> KVStore:
         """The host KV store of this model."""
-        self._offload.sequences.collect()
+        self._offload.sequences.collect_if_idle()
         return self._offload.store
 
     def _pack(

@@ -215,6 +215,7 @@ class PolicyStates:
         """The array that `marks_address` points into."""
         return self._marks[seq].array if seq in self._marks else None
 
+    @torch.inference_mode(False)  # or decoding could not write to the copies outside of it
     def fork(self, parent: int, child: int) -> None:
         """Give `child` copies of what is known of `parent`."""
         if parent in self._arrays:

@@ -47,7 +47,7 @@ class OffloadStats:
     In a generation, seconds of decoding count from the end of one forward pass to the end of the
     next, so they include choosing and streaming tokens. index_seconds went into building what the
     policy keeps of a context, and are in neither. kv_host_bytes is the most that was in use,
-    policy_host_bytes what the policy keeps beside it.
+    policy_host_bytes what the policy keeps beside it. With threads: what the last one did, or does.
     """
 
     prefill_tokens: int = 0
@@ -104,6 +104,7 @@ class Runtime:
         self._watch = ModuleWatch(stock)  # after the decoder, which may move weights
         self.attention = self._decoder.attention
         self.sequences = Sequences(self.store, self.attention, self._decoder.forget)
+        self.turns = self.sequences.turns
         self._vocabulary_marks = vocabulary_marks
         self.generation_now: Generation | None = None
         self._last_pass_end: float | None = None
@@ -196,6 +197,8 @@ class Runtime:
             chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
             return (chosen if self.ranks is None else self.ranks.broadcast(chosen)).cpu()
 
+    @torch.inference_mode(False)  # as in `turns.in_turn`
+    @torch.no_grad()
     def choose_tokens(
         self,
         cache: OffloadedCache,
@@ -256,17 +259,18 @@ class Runtime:
 
     @contextlib.contextmanager
     def generation(self, *, has_assistant: bool) -> Iterator[None]:
-        """Around one `generate()`: new statistics, and no cache left behind by an error.
+        """Around one `generate()`: new statistics, and no cache left behind by an error. One within
+        another (a model may be its own assistant) leaves the outer one's as they were.
 
         Between the forward passes torch runs on one thread. Choosing a token is little work, and
         a second thread would wait for a CPU on which one of our workers still spins (SmolLM2 on
         2 CPUs: 64 tokens/s instead of 82). An assistant computes in between and keeps its threads.
         """
-        outer = self.generation_now  # a model may be its own assistant
-        self.stats = OffloadStats()
-        self.generation_now = generation = Generation()
+        outer = self.generation_now, self.stats, self._prefill_threads
+        if self.generation_now is None:
+            self._prefill_threads = self.config.num_threads or torch.get_num_threads()
+        self.generation_now, self.stats = (generation := Generation()), OffloadStats()
         self._last_pass_end = None
-        self._prefill_threads = self.config.num_threads or torch.get_num_threads()
         try:
             with torch_threads(None if has_assistant else 1), self.together():
                 if self.ranks is not None:
@@ -279,8 +283,11 @@ class Runtime:
                 generation.cache.reset()
             raise
         finally:
-            self.generation_now, self._last_pass_end = outer, None
-            self._prefill_threads = self.config.num_threads
+            is_inner = outer[0] is not None
+            self.generation_now, stats, self._prefill_threads = outer
+            self._last_pass_end = None
+            if is_inner:
+                self.stats = stats
 
     def begin_generation(
         self, request: GenerationRequest, cache: OffloadedCache | None, *, is_draft: bool

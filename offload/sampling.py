@@ -74,10 +74,10 @@ class TokenChooser:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._buffers = SamplingBuffers.allocate(max_rows, vocab_size, device)
-        self._temperature = torch.ones(max_rows, device=device)
+        self._temperature = torch.ones(max_rows, dtype=torch.float32, device=device)
         self._top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._top_p = torch.ones(max_rows, device=device)
-        self._uniform = torch.zeros(max_rows, device=device)
+        self._top_p = torch.ones(max_rows, dtype=torch.float32, device=device)
+        self._uniform = torch.zeros(max_rows, dtype=torch.float32, device=device)
         self._options = SamplingOptions()
 
     def use(self, options: SamplingOptions) -> None:

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from offload.attention import DecodeAttention
+from offload.interrupts import shielded
 from offload.kv_store import KVStore
+from offload.turns import Turns
 
 
 class Sequences:
@@ -14,6 +16,9 @@ class Sequences:
 
     Args:
         on_changed: told of each sequence that is shortened or freed.
+
+    Attributes:
+        turns: whose lock the caller has, except for `free_later` and `collect_if_idle`.
     """
 
     def __init__(
@@ -26,6 +31,7 @@ class Sequences:
         self._attention = attention
         self._on_changed = on_changed
         self._unreachable: deque[int] = deque()
+        self.turns = Turns()
 
     def new(self) -> int:
         """An empty sequence."""
@@ -51,10 +57,21 @@ class Sequences:
             self.store.free(seq)
 
     def free_later(self, seqs: Iterable[int]) -> None:
-        """For finalizers: the collector may run one in the middle of a store operation."""
+        """For finalizers: the collector may run one in the middle of a store operation, and in a
+        thread whose turn it is not."""
         self._unreachable.extend(seqs)
 
     def collect(self) -> None:
         """Free what `free_later` was given."""
         while self._unreachable:
             self.free([self._unreachable.popleft()])
+
+    def collect_if_idle(self) -> None:
+        """`collect`, unless another thread has its turn: it does so before its next step."""
+        lock = self.turns.lock
+        with shielded():  # or ctrl-C might leave the lock taken
+            if lock.acquire(blocking=False):
+                try:
+                    self.collect()
+                finally:
+                    lock.release()

@@ -82,7 +82,7 @@ class TextSession:
         getattr(decoder, "close", decoder.pool.close)()
         self._runtime.store.close()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _step(self) -> None:
         """From the next token of the text to the most likely one after it, on the host."""
         assert self._cache is not None
@@ -91,7 +91,7 @@ class TextSession:
         self._runtime.choose_tokens(self._cache, tokens, positions, SamplingOptions())
         self._position += 1
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _run(self, cache: OffloadedCache, tokens: Tensor, positions: Tensor) -> tuple[Tensor, str]:
         batch = pack((1, len(tokens)), None, positions[None])
         embeddings = self._runtime.lean.embed_tokens(tokens.to(self._runtime.device))

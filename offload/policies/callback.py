@@ -11,7 +11,7 @@ Pointers in the record are plain addresses: `view_float32` and friends turn them
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -63,18 +63,28 @@ ANSWERED = -2  # what `propose` returns when it has written the unit's output it
 _CONTEXT_POINTER: Any = types.CPointer(numba.from_dtype(CONTEXT_DTYPE))  # type: ignore[no-untyped-call]
 
 
+_compiling = threading.Lock()
+
+
 class Callback:
     """A policy function: `address` for the worker pool, callable from Python for tests."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
+        self._made: Any = None
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
 
-    @functools.cached_property
+    @property
     def _compiled(self) -> Any:
-        result = types.int64 if self.__name__ in ("propose", "select") else types.void
-        return numba.cfunc(result(_CONTEXT_POINTER), cache=True)(self.function)
+        # Made once, whichever threads load models: code goes with its object, and kernels have the
+        # address. (Python's cached_property has no lock since 3.12.)
+        with _compiling:
+            if self._made is None:
+                result = types.int64 if self.__name__ in ("propose", "select") else types.void
+                compiled = numba.cfunc(result(_CONTEXT_POINTER), cache=True)
+                self._made = compiled(self.function)
+            return self._made
 
     @property
     def address(self) -> int:

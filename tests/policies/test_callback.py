@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -300,3 +303,23 @@ def test_filter_at_least(pool):
         expected = 2 + np.flatnonzero(importance >= 0.01)[:26]
         assert len(expected) > 0
         assert tokens[2:-4] == expected.tolist()
+
+
+def test_one_compilation_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code goes with its object: a second one would take the first one's place, and its code."""
+    made: list[object] = []
+    compile_slowly = numba.cfunc
+
+    def cfunc(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        time.sleep(0.1)
+        return compile_slowly(*args)
+
+    def observe(pointer: Any) -> None:
+        pass
+
+    monkeypatch.setattr(numba, "cfunc", cfunc)
+    observed = callback(observe)
+    with ThreadPoolExecutor(4) as threads:
+        addresses = set(threads.map(lambda _: observed.address, range(4)))
+    assert (len(made), len(addresses)) == (1, 1)

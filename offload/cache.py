@@ -147,6 +147,8 @@ class OffloadedCache(Cache):
                 f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
             )
         self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
+        if self._num_columns == 0:
+            self.reset()  # rows without a column are no rows: the next batch may have another size
         for seq, padding in zip(self._seqs, self._padding, strict=True):
             del padding[bisect_left(padding, self._num_columns) :]
             kv_len = self._num_columns - len(padding)
@@ -158,12 +160,19 @@ class OffloadedCache(Cache):
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` (int64, or a bool mask)."""
-        rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-        self._select(rows.tolist())
+        """Keep the rows `indices` (int64, or a bool mask [batch_size])."""
+        if indices.dtype == torch.bool:
+            if self._seqs and len(indices) != len(self._seqs):
+                raise IndexError(
+                    f"a mask of {len(indices)} rows, but the cache has {len(self._seqs)}"
+                )
+            indices = indices.nonzero().squeeze(1)
+        self._select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, next to each other; the copies share their pages."""
+        if repeats < 0:
+            raise ValueError(f"repeats must not be negative, got {repeats}")
         self._select([row for row in range(len(self._seqs)) for _ in range(repeats)])
 
     def reset(self) -> None:
@@ -213,7 +222,19 @@ class OffloadedCache(Cache):
         return self.__deepcopy__({})
 
     def _select(self, rows: Sequence[int]) -> None:
-        """Row i becomes what row rows[i] was."""
+        """Row i becomes what row rows[i] was; negative ones count from the last. No rows: as new.
+
+        A cache that has no tokens yet has no rows to choose from and stays as it is.
+        """
+        num_rows = len(self._seqs)
+        if num_rows == 0:
+            return
+        for row in rows:
+            if not -num_rows <= row < num_rows:
+                raise IndexError(f"row {row} of a cache of {num_rows} rows")
+        if not rows:
+            self.reset()
+        rows = [row % num_rows for row in rows]
         taken: set[int] = set()
         seqs = []
         for row in rows:

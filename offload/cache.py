@@ -20,6 +20,19 @@ from offload.kv_store import KVStore
 from offload.sequences import Sequences
 
 
+def _no_tensors(*args: Any) -> NoReturn:
+    raise NotImplementedError(
+        "an OffloadedCache works with OffloadedModel only: its keys and values are in the pages of "
+        "the host store; model.kv_store.gather(seq, layer_idx) copies those of each of cache.seqs"
+    )
+
+
+class _LayersInStore(list[Any]):
+    """In place of a stock cache's layers with their tensors: says where those are."""
+
+    __getitem__ = __iter__ = _no_tensors
+
+
 class OffloadedCache(Cache):
     """The cached tokens of a batch: one sequence of the KV store per row.
 
@@ -31,7 +44,7 @@ class OffloadedCache(Cache):
     """
 
     def __init__(self, sequences: Sequences) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_LayersInStore())
         self._sequences = sequences
         self._seqs: list[int] = []
         self._num_columns = 0
@@ -146,9 +159,10 @@ class OffloadedCache(Cache):
             raise ValueError(
                 f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
             )
-        self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
-        if self._num_columns == 0:
+        if self._num_columns + int(tokens_to_remove) <= 0:
             self.reset()  # rows without a column are no rows: the next batch may have another size
+            return
+        self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
         for seq, padding in zip(self._seqs, self._padding, strict=True):
             del padding[bisect_left(padding, self._num_columns) :]
             kv_len = self._num_columns - len(padding)
@@ -157,7 +171,7 @@ class OffloadedCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row beam_idx[i] was; rows taken twice share their pages."""
-        self._select(beam_idx.tolist())
+        self._choose(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (int64, or a bool mask [batch_size])."""
@@ -167,13 +181,13 @@ class OffloadedCache(Cache):
                     f"a mask of {len(indices)} rows, but the cache has {len(self._seqs)}"
                 )
             indices = indices.nonzero().squeeze(1)
-        self._select(indices.tolist())
+        self._choose(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, next to each other; the copies share their pages."""
         if repeats < 0:
             raise ValueError(f"repeats must not be negative, got {repeats}")
-        self._select([row for row in range(len(self._seqs)) for _ in range(repeats)])
+        self._choose([row for row in range(len(self._seqs)) for _ in range(repeats)])
 
     def reset(self) -> None:
         """Free all sequences; the cache is as new."""
@@ -184,7 +198,9 @@ class OffloadedCache(Cache):
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not for stock attention layers: they would need the keys and values as tensors."""
-        raise NotImplementedError("OffloadedCache works with OffloadedModel only")
+        _no_tensors()
+
+    __iter__ = _no_tensors
 
     @property
     def batch_size(self) -> int:
@@ -221,20 +237,25 @@ class OffloadedCache(Cache):
         # A shallow copy would share handles that the first of the two to go frees.
         return self.__deepcopy__({})
 
-    def _select(self, rows: Sequence[int]) -> None:
+    def _choose(self, rows: list[int]) -> None:
         """Row i becomes what row rows[i] was; negative ones count from the last. No rows: as new.
 
         A cache that has no tokens yet has no rows to choose from and stays as it is.
+
+        Raises:
+            IndexError: a row that does not exist; nothing has changed then.
         """
         num_rows = len(self._seqs)
-        if num_rows == 0:
-            return
         for row in rows:
-            if not -num_rows <= row < num_rows:
+            if num_rows and not -num_rows <= row < num_rows:
                 raise IndexError(f"row {row} of a cache of {num_rows} rows")
-        if not rows:
+        if num_rows and rows:
+            self._select([row % num_rows for row in rows])
+        elif num_rows:
             self.reset()
-        rows = [row % num_rows for row in rows]
+
+    def _select(self, rows: Sequence[int]) -> None:
+        """Row i becomes what row rows[i] was."""
         taken: set[int] = set()
         seqs = []
         for row in rows:

@@ -144,6 +144,8 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        cache_position: torch.Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         """As the stock forward pass. Logits of padding are those of a zero hidden state.
 
@@ -151,6 +153,7 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             input_ids: int64 [batch_size, seq_len], or `inputs_embeds` [..., hidden_size].
             attention_mask: [batch_size, cached columns + seq_len], 0 at padding.
             past_key_values: an `OffloadedCache` of this model; continued in place.
+            token_type_ids, cache_position: not looked at, as stock models of these types do not.
 
         Returns:
             logits [batch_size, seq_len or logits_to_keep, vocab_size], the cache, and the loss if

@@ -34,6 +34,8 @@ SECTIONS: dict[str, list[Feature]] = {
     "Used with": USERS,
 }
 FEATURES = {feature.name: feature for features in SECTIONS.values() for feature in features}
+if len(FEATURES) != sum(map(len, SECTIONS.values())):
+    raise ValueError("two features have one name: no row may stand for both")
 
 _HEAD = """\
 # Compatibility

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as distributed
 from compatibility.table import REPETITIVE, SINGLE, Feature, Side, padded
 from tiny_models import make_tiny_model, random_tokens
 from transformers import (
@@ -178,6 +179,16 @@ def custom_loop(side: Side) -> None:
     side.generate(**SINGLE, custom_generate=loop)
 
 
+def synced(side: Side) -> None:
+    """As FSDP and DeepSpeed ask for it: all processes go on until the last is done."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for options in ({}, {"num_beams": 3}):
+            side.generate(**SINGLE, **options, synced_gpus=True)
+    finally:
+        distributed.destroy_process_group()
+
+
 def own_config(side: Side) -> None:
     config = GenerationConfig(max_new_tokens=9, do_sample=True, top_k=20, eos_token_id=257)
     side.generate(**SINGLE, generation_config=config, do_sample=True)
@@ -275,6 +286,7 @@ CALLS = [
     Feature("continuing deep copies of one prefix", shared_prefix),
     Feature("turns of a batch over one cache", conversation),
     Feature("`prefill_chunk_size`", calls({"prefill_chunk_size": 16})),
+    Feature("`synced_gpus`", synced),
     Feature("`token_healing`", healed),
     Feature("`custom_generate`, a callable", custom_loop),
     Feature("right-padded prompts", call(padded(30, 12, side="right"))),
@@ -282,17 +294,11 @@ CALLS = [
 ]
 
 
-_OWN_CACHE = "the KV cache is the host store, whichever cache is asked for"
-_HUB_CODE = "transformers runs code of the hub for it"
-
 OPTIONS = [
-    Feature(
-        '`cache_implementation="static"`', call(SINGLE, cache_implementation="static"), _OWN_CACHE
-    ),
+    Feature('`cache_implementation="static"`', call(SINGLE, cache_implementation="static")),
     Feature(
         '`cache_implementation="offloaded"`',
         call(SINGLE, cache_implementation="offloaded"),
-        _OWN_CACHE,
         reference=lambda side: None,  # the stock model wants a GPU
     ),
     Feature(
@@ -311,14 +317,12 @@ OPTIONS = [
     Feature(
         "contrastive search",
         call(SINGLE, penalty_alpha=0.6, top_k=4),
-        _HUB_CODE,
         stock_refuses=True,
     ),
-    Feature("DoLa", call(SINGLE, dola_layers="low"), _HUB_CODE, stock_refuses=True),
+    Feature("DoLa", call(SINGLE, dola_layers="low"), stock_refuses=True),
     Feature(
         "constrained beams",
         call(SINGLE, num_beams=3, force_words_ids=[[5, 6]]),
-        _HUB_CODE,
         stock_refuses=True,
     ),
     Feature(

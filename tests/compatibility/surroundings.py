@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,10 +32,10 @@ def generates(name: str, **changes: Any) -> Callable[[Side], None]:
     return run
 
 
-def rope(rope_type: str, **options: Any) -> Callable[[Side], None]:
-    """Up to 70 + 8 tokens, past the 64 positions of the first training where the type goes past."""
+def rope(rope_type: str, max_positions: int = 512, **options: Any) -> Callable[[Side], None]:
+    """70 + 8 tokens: past the 64 positions of a first training, where the type knows of one."""
     parameters = {"rope_type": rope_type, "rope_theta": 10000.0, **options}
-    return generates("llama", rope_parameters=parameters)
+    return generates("llama", rope_parameters=parameters, max_position_embeddings=max_positions)
 
 
 def yarn_as_qwen_documents(side: Side) -> None:
@@ -68,7 +69,8 @@ def from_shards(side: Side) -> None:
 
 def in_dtype(dtype: str) -> Callable[[Side], torch.Tensor]:
     def run(side: Side) -> torch.Tensor:
-        return side.logits(**SINGLE, model=side.load(dtype=dtype))
+        logits = side.logits(**SINGLE, model=side.load(dtype=dtype)).float()
+        return logits / logits.abs().max()
 
     return run
 
@@ -95,6 +97,17 @@ def option(**options: Any) -> Callable[[Side], None]:
         side.generate(**SINGLE, model=side.load(**options))
 
     return run
+
+
+def quantised(side: Side) -> None:
+    """A checkpoint that says its weights are."""
+    with tempfile.TemporaryDirectory() as name:
+        make_tiny_model("llama").save_pretrained(name)
+        path = Path(name) / "config.json"
+        config = json.loads(path.read_text())
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+        path.write_text(json.dumps(config))
+        side.load(Path(name))
 
 
 def saved_again(side: Side) -> torch.Tensor:
@@ -153,12 +166,12 @@ def iterated(side: Side) -> str:
 
 
 def in_threads(side: Side) -> list[list[int]]:
-    """Four threads on one model, each with its own prompt."""
-    prompts = [random_tokens(1, 20 + 9 * seed, seed=seed) for seed in range(4)]
+    """Six threads on one model, each with its own prompt."""
+    prompts = [random_tokens(1, 20 + 9 * seed, seed=seed) for seed in range(6)]
     found: list[list[int]] = [[] for _ in prompts]
 
     def run(i: int) -> None:
-        found[i] = side.model.generate(prompts[i], max_new_tokens=16, do_sample=False)[0].tolist()
+        found[i] = side.model.generate(prompts[i], max_new_tokens=20, do_sample=False)[0].tolist()
 
     threads = [Thread(target=run, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
@@ -187,10 +200,10 @@ LOADING = [
     *(Feature(f"`{name}`", generates(name)) for name in TINY_MODELS),
     Feature("another model type (gpt2)", unsupported, "each has lean layers of its own"),
     Feature("rope type `linear`", rope("linear", factor=4.0)),
-    Feature("rope type `dynamic`", rope("dynamic", factor=4.0)),
+    Feature("rope type `dynamic`", rope("dynamic", max_positions=64, factor=4.0)),
     Feature("rope type `yarn`", rope("yarn", **_YARN)),
     Feature(
-        "rope type `yarn`, beyond `max_position_embeddings`",
+        "rope type `yarn`, beyond `max_position_embeddings`, as Qwen2.5 documents it",
         yarn_as_qwen_documents,
     ),
     Feature(
@@ -212,6 +225,18 @@ LOADING = [
     Feature("`device_map`", option(device_map="cpu"), "`device` says where the model runs"),
     Feature(
         "`attn_implementation`", option(attn_implementation="eager"), "attention is this package's"
+    ),
+    Feature(
+        "a quantised checkpoint",
+        quantised,
+        "GGUF is taken, dequantised",
+        reference=lambda side: None,  # the stock model needs another package
+    ),
+    Feature(
+        "`quantization_config`",
+        option(quantization_config={"load_in_4bit": True}),
+        "quantised weights are not supported",
+        reference=lambda side: None,
     ),
     Feature("`save_pretrained`, and the stock model from it", saved_again),
     Feature("`state_dict`, `num_parameters`, `get_memory_footprint`", weights),

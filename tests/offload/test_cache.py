@@ -177,5 +177,8 @@ def test_what_transformers_asks(llama_pair: Pair) -> None:
     assert cache.is_croppable
     assert not cache.is_compileable
     assert repr(cache) == "OffloadedCache(kv_lens=[30, 30])"
+    for ask in (lambda: cache.layers[1].keys, lambda: list(cache.layers), lambda: list(cache)):
+        with pytest.raises(NotImplementedError, match=r"pages of the host store; .*gather"):
+            ask()
     with pytest.raises(NotImplementedError, match="OffloadedModel only"):
         llama_pair[0](random_tokens(2, 1), past_key_values=cache)

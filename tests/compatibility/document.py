@@ -26,7 +26,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 SECTIONS: dict[str, list[Feature]] = {
     "Calls of generate()": CALLS,
-    "Options of generate() that are refused": OPTIONS,
+    "Other inputs and options of generate()": OPTIONS,
     "Forward passes": PASSES,
     "Caches and conversations": CACHES,
     "Changes of a model": CHANGES,

@@ -289,12 +289,12 @@ CALLS = [
     Feature("`synced_gpus`", synced),
     Feature("`token_healing`", healed),
     Feature("`custom_generate`, a callable", custom_loop),
-    Feature("right-padded prompts", call(padded(30, 12, side="right"))),
-    Feature('`cache_implementation="dynamic"`', call(SINGLE, cache_implementation="dynamic")),
 ]
 
 
 OPTIONS = [
+    Feature("right-padded prompts", call(padded(30, 12, side="right"))),
+    Feature('`cache_implementation="dynamic"`', call(SINGLE, cache_implementation="dynamic")),
     Feature('`cache_implementation="static"`', call(SINGLE, cache_implementation="static")),
     Feature(
         '`cache_implementation="offloaded"`',
@@ -311,9 +311,7 @@ OPTIONS = [
         call(SINGLE, **_DICT, output_hidden_states=True),
         "not kept",
     ),
-    Feature(
-        "group beams", call(SINGLE, num_beams=4, num_beam_groups=2), _HUB_CODE, stock_refuses=True
-    ),
+    Feature("group beams", call(SINGLE, num_beams=4, num_beam_groups=2), stock_refuses=True),
     Feature(
         "contrastive search",
         call(SINGLE, penalty_alpha=0.6, top_k=4),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -165,8 +166,9 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def words_of(error: BaseException) -> str:
-    """The first line of the message, shortened."""
+    """The first line of the message, shortened, without the names of temporary folders."""
     words = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    words = re.sub(rf"{re.escape(tempfile.gettempdir())}/[\w/.-]+", "FOLDER", words)
     return words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS].rsplit(" ", 1)[0] + " …"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -22,7 +23,7 @@ def verdicts() -> dict[str, Verdict]:
     return {}
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", FEATURES, ids=lambda name: re.sub(r"\W+", "-", name).strip("-"))
 def test_feature(name: str, sides: tuple[Side, Side], verdicts: dict[str, Verdict]) -> None:
     """As in the stock model, or refused in words of ours."""
     verdicts[name] = verdict = judge(FEATURES[name], *sides)

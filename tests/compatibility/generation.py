@@ -301,15 +301,9 @@ OPTIONS = [
         call(SINGLE, cache_implementation="offloaded"),
         reference=lambda side: None,  # the stock model wants a GPU
     ),
+    Feature("`output_attentions` of a generation", call(SINGLE, **_DICT, output_attentions=True)),
     Feature(
-        "`output_attentions` of a generation",
-        call(SINGLE, **_DICT, output_attentions=True),
-        "not kept",
-    ),
-    Feature(
-        "`output_hidden_states` of a generation",
-        call(SINGLE, **_DICT, output_hidden_states=True),
-        "not kept",
+        "`output_hidden_states` of a generation", call(SINGLE, **_DICT, output_hidden_states=True)
     ),
     Feature("group beams", call(SINGLE, num_beams=4, num_beam_groups=2), stock_refuses=True),
     Feature(

@@ -72,8 +72,9 @@ bench-placement: venv $(PERF_STAMP)  ## Run those of placements, plans and the k
 	for bench in heads gather hybrid plan; do $(BIN)/python -m perf.bench_$$bench || exit; done
 	$(BIN)/python -m perf.report
 
-report: $(PERF_STAMP)  ## Write the tables and plots of README and docs from perf/results.
+report: $(PERF_STAMP) $(TEST_STAMP)  ## Write the tables and plots of README and docs from perf/results.
 	$(BIN)/python -m perf.report
+	PYTHONPATH=tests $(BIN)/python -m compatibility.document --write
 
 peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks compare with (needs cmake).
 

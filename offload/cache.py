@@ -173,7 +173,10 @@ class OffloadedCache(Cache):
                 f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
             )
         with self._sequences.turns.lock:
-            self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
+            if self._num_columns + int(tokens_to_remove) <= 0:
+                self.reset()  # rows without a column are no rows: the next batch may have others
+                return
+            self._num_columns += int(tokens_to_remove)
             kv_lens = [self._num_columns] * len(self._seqs)
             if self._attended is not None:
                 kv_lens = self.attended.sum(dim=1).tolist()
@@ -183,16 +186,23 @@ class OffloadedCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row beam_idx[i] was; rows taken twice share their pages."""
-        self._select(beam_idx.tolist())
+        self._choose(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` (int64, or a bool mask)."""
-        rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-        self._select(rows.tolist())
+        """Keep the rows `indices` (int64, or a bool mask [batch_size])."""
+        if indices.dtype == torch.bool:
+            if self._seqs and len(indices) != len(self._seqs):
+                raise IndexError(
+                    f"a mask of {len(indices)} rows, but the cache has {len(self._seqs)}"
+                )
+            indices = indices.nonzero().squeeze(1)
+        self._choose(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, next to each other; the copies share their pages."""
-        self._select([row for row in range(len(self._seqs)) for _ in range(repeats)])
+        if repeats < 0:
+            raise ValueError(f"repeats must not be negative, got {repeats}")
+        self._choose([row for row in range(len(self._seqs)) for _ in range(repeats)])
 
     def reset(self) -> None:
         """Free all sequences; the cache is as new."""
@@ -241,6 +251,23 @@ class OffloadedCache(Cache):
     def __copy__(self) -> OffloadedCache:
         # A shallow copy would share handles that the first of the two to go frees.
         return self.__deepcopy__({})
+
+    def _choose(self, rows: list[int]) -> None:
+        """Row i becomes what row rows[i] was; negative ones count from the last. No rows: as new.
+
+        A cache that has no tokens yet has no rows to choose from and stays as it is.
+
+        Raises:
+            IndexError: a row that does not exist; nothing has changed then.
+        """
+        num_rows = len(self._seqs)
+        for row in rows:
+            if num_rows and not -num_rows <= row < num_rows:
+                raise IndexError(f"row {row} of a cache of {num_rows} rows")
+        if num_rows and rows:
+            self._select([row % num_rows for row in rows])
+        elif num_rows:
+            self.reset()
 
     def _select(self, rows: Sequence[int]) -> None:
         """Row i becomes what row rows[i] was."""

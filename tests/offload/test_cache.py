@@ -44,6 +44,7 @@ def filled_caches(pair: Pair) -> tuple[Any, Any]:
         (lambda cache: cache.batch_repeat_interleave(2), 6),
         (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), 2),
         (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), 2),
+        (lambda cache: cache.batch_select_indices(torch.tensor([-1, 2, -3])), 3),
     ],
 )
 def test_operations(llama_pair: Pair, operation: Any, batch_size: int) -> None:
@@ -74,6 +75,53 @@ def test_crop_of_padded_rows(llama_pair: Pair) -> None:
 def test_crop_refuses_a_length(llama_pair: Pair) -> None:
     with pytest.raises(ValueError, match="0 or less, got 5"):
         llama_pair[1].new_cache().crop(5)
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "message"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([0, 3])), IndexError, "row 3 .* 3 rows"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([-4])), IndexError, "row -4 of"),
+        (
+            lambda cache: cache.batch_select_indices(torch.tensor([True, False])),
+            IndexError,
+            "mask of 2 rows, but the cache has 3",
+        ),
+        (lambda cache: cache.batch_repeat_interleave(-1), ValueError, "negative, got -1"),
+    ],
+)
+def test_rows_that_do_not_exist(
+    llama_pair: Pair, operation: Any, error: type[Exception], message: str
+) -> None:
+    model = llama_pair[1]
+    cache = model.new_cache()
+    model(random_tokens(3, 20), past_key_values=cache)
+    with pytest.raises(error, match=message):
+        operation(cache)
+    assert cache.kv_lens == [20, 20, 20]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda cache: cache.crop(-20),
+        lambda cache: cache.batch_repeat_interleave(0),
+        lambda cache: cache.batch_select_indices(torch.tensor([], dtype=torch.int64)),
+        lambda cache: cache.batch_select_indices(torch.tensor([False, False])),
+    ],
+)
+def test_nothing_left_is_a_new_cache(llama_pair: Pair, operation: Any) -> None:
+    stock, model = llama_pair
+    cache, tokens = model.new_cache(), random_tokens(3, 12)
+    cache.reorder_cache(torch.tensor([1, 0]))  # no rows yet: stock caches take that, too
+    model(random_tokens(2, 20), past_key_values=cache)
+    operation(cache)
+    assert (cache.batch_size, cache.get_seq_length()) == (-1, 0)
+    assert model.kv_store.host_bytes_used == 0
+    with torch.no_grad():
+        expected = stock(tokens).logits
+    logits = model(tokens, past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_crop_gives_pages_back(llama_pair: Pair) -> None:

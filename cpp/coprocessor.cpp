@@ -220,6 +220,11 @@ bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
     if (!is_up(request_flag(static_cast<size_t>(i) + 1))) server.remember(i);
     if (i + 1 < num) warm_up(i + 1);
   }
+  // While the GPU computes what follows the last layer.
+  if (const std::string message = server.check_asked(); !message.empty()) {
+    fail(message);
+    return false;
+  }
   if (!wait_for(num, self)) return false;
   progress(At::storing, num);
   if (const std::string message = server.end(); !message.empty()) {

@@ -8,6 +8,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "finite.h"
+
 namespace offload {
 
 DecodeAttention::DecodeAttention(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool)
@@ -389,6 +391,15 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
         unit.n = published_of(r, u).n;
       }
       if (elsewhere) unit.n = 0;
+    }
+    if (options.window_on_device || row.indptr != nullptr) continue;
+    // A cache must not keep what is not finite, and not all shows in the output: a key of -inf may have no weight.
+    for (int h = 0; h < shape_.num_kv_heads; ++h) {
+      const void* key = shape_.keys(row.pages, h).row(row.kv_len - 1);
+      const void* value = shape_.values(row.pages, h).row(row.kv_len - 1);
+      const int64_t bytes = shape_.row_bytes();
+      if (!all_finite(key, bytes, shape_.dtype) || !all_finite(value, bytes, shape_.dtype))
+        return non_finite(layer_idx, r, h * (units() / shape_.num_kv_heads));
     }
   }
   if (!sparse_rows_.empty() && policy_.asks_queries()) load_queries(rows);

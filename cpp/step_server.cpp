@@ -6,27 +6,12 @@
 #include <cstring>
 #include <utility>
 
+#include "finite.h"
+
 namespace offload {
 namespace {
 
 constexpr size_t kManyRows = 8;  // from here on the pool copies K/V; below, one thread is as fast
-
-template <class Bits>
-bool any_has_all(const char* x, int64_t bytes, Bits exponent) {
-  int found = 0;  // no early end: vectorised
-  for (int64_t i = 0; i < bytes; i += static_cast<int64_t>(sizeof(Bits))) {
-    Bits bits;
-    std::memcpy(&bits, x + i, sizeof bits);
-    found |= (bits & exponent) == exponent;
-  }
-  return found != 0;
-}
-
-// NaN and infinity have all bits of the exponent set.
-bool all_finite(const char* x, int64_t bytes, DType dtype) {
-  if (dtype == DType::f32) return !any_has_all<uint32_t>(x, bytes, 0x7f800000);
-  return !any_has_all<uint16_t>(x, bytes, dtype == DType::f16 ? 0x7c00 : 0x7f80);
-}
 
 }  // namespace
 
@@ -50,6 +35,7 @@ void StepServer::begin(const ServedStep& step) {
   step_ = &step;
   num_stored_.assign(step.rows.size(), 0);
   num_taken_over_.assign(step.rows.size(), 0);
+  num_checked_ = 0;
   // The last step may have been of another mailbox, which is gone since.
   attention_.forget_published();
 }
@@ -163,7 +149,11 @@ std::string StepServer::attend(int request) {
   if (sparse && step_->queries != nullptr) keep_queries(request);
   if (std::string failure = take_over(first_, first_ + rows_.size(), layer_idx); !failure.empty()) return failure;
   options_.elsewhere = elsewhere(layer_idx);
-  return attention_.attend(layer_idx, rows_, sparse, static_cast<int>(first_), false, options_);
+  std::string failure = attention_.attend(layer_idx, rows_, sparse, static_cast<int>(first_), false, options_);
+  if (failure.empty()) return failure;
+  // What is wrong here may have been wrong above, in heads that are not attended to here.
+  const std::string above = find_non_finite(first_, first_ + rows_.size(), 0, layer_idx);
+  return above.empty() ? failure : above;
 }
 
 // Before the reply: the GPU writes the next layer's queries after it.
@@ -218,16 +208,11 @@ void StepServer::warm_up(int request, int32_t* stop) {
   attention_.warm_up(layer_idx, prepared_rows_, static_cast<int>(first), stop, elsewhere(layer_idx));
 }
 
-// Numbers that are not finite show in what is attended below. In layers that nobody asks for, and of which nothing is
-// published, only their keys and values can tell.
-std::string StepServer::check_unseen() const {
+std::string StepServer::find_non_finite(size_t first, size_t last, int64_t first_layer, int64_t end_layer) const {
   const AttentionShape& shape = attention_.shape();
-  const auto num_layers = static_cast<int64_t>(sparse_layers_.size());
   const int64_t bytes = 2 * shape.num_kv_heads * shape.row_bytes();
-  int64_t first_layer = 0;
-  for (const Request& request : requests_) first_layer = std::max(first_layer, request.layer_idx + 1);
-  for (int64_t layer_idx = first_layer; layer_idx < num_layers; ++layer_idx) {
-    for (size_t row = 0; row < step_->rows.size(); ++row) {
+  for (int64_t layer_idx = first_layer; layer_idx < end_layer; ++layer_idx) {
+    for (size_t row = first; row < last; ++row) {
       const char* kv = mailbox_.kv + (layer_idx * mailbox_.max_rows + step_->rows[row].slot) * bytes;
       if (all_finite(kv, bytes, shape.dtype)) continue;
       char text[160];
@@ -239,12 +224,17 @@ std::string StepServer::check_unseen() const {
   return {};
 }
 
+std::string StepServer::check_asked() {
+  num_checked_ = requests_.empty() ? 0 : requests_.back().layer_idx + 1;
+  return find_non_finite(0, step_->rows.size(), 0, num_checked_);
+}
+
 std::string StepServer::end() {
   const TraceSpan span(trace_, TraceKind::store, -1, -1);
   const auto num_layers = static_cast<int64_t>(sparse_layers_.size());
   store_rows(0, step_->rows.size(), num_layers);
   std::string failure = take_over(0, step_->rows.size(), num_layers);
-  if (failure.empty()) failure = check_unseen();
+  if (failure.empty()) failure = find_non_finite(0, step_->rows.size(), num_checked_, num_layers);
   step_ = nullptr;
   return failure;
 }

@@ -84,8 +84,12 @@ class StepServer {
   // Reads ahead for the request, until *stop is not 0; remember() notes what for. Optional.
   void remember(int request);
   void warm_up(int request, int32_t* stop);
-  // Stores the K/V of the layers that are left; returns what was wrong with them or with what the GPU published, or an
-  // empty string.
+  // What is wrong with the K/V of the layers up to the last request's, or an empty string. A cache must not keep
+  // numbers that are not finite, and not all show in what is attended: a key of -inf may have no weight. Optional, for
+  // a time in which nobody waits: end() makes up for it.
+  std::string check_asked();
+  // Stores the K/V of the layers that are left; returns what was wrong with any of them or with what the GPU published,
+  // or an empty string.
   std::string end();
 
  private:
@@ -96,7 +100,8 @@ class StepServer {
   void store_row(size_t row, int64_t end_layer);
   void keep_queries(int request);
   std::string take_over(size_t first, size_t last, int64_t end_layer);
-  std::string check_unseen() const;
+  // The first K/V of layers [first_layer, end_layer) that is not finite, in words; or an empty string.
+  std::string find_non_finite(size_t first, size_t last, int64_t first_layer, int64_t end_layer) const;
   const uint8_t* elsewhere(int64_t layer_idx) const;
 
   DecodeAttention& attention_;
@@ -110,6 +115,7 @@ class StepServer {
   const ServedStep* step_ = nullptr;
   std::vector<int64_t> num_stored_;      // layers, of each row
   std::vector<int64_t> num_taken_over_;  // likewise, of what the GPU published
+  int64_t num_checked_ = 0;              // layers, of all rows
   std::vector<QueryRow> rows_;           // of the request that is attended
   std::vector<QueryRow> prepared_rows_;
   size_t first_ = 0;  // rows_[0] is step_->rows[first_]

@@ -144,8 +144,8 @@ def merge_gathered_kernel(
     head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE + member % GROUP_SIZE
     window = tl.load(lse + head) * 1.4426950408889634  # base 2
     window_out = tl.load(out + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-    # A part of no tokens may be anything.
-    window_out = tl.where(window > float("-inf"), window_out, 0.0)
+    # A part of no tokens may be anything; one whose lse is NaN has some.
+    window_out = tl.where(window == float("-inf"), 0.0, window_out)
     new_largest = tl.maximum(largest, window)
     weight, window_weight = tl.exp2(largest - new_largest), tl.exp2(window - new_largest)
     new_total = total * weight + window_weight

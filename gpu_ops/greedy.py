@@ -68,6 +68,17 @@ class SamplingBuffers:
 
 
 @jit
+def first_largest(x: tl.tensor) -> tl.tensor:
+    """(largest, its index) of a block of float32: the first of equals; NaN if there is one."""
+    is_nan = x != x
+    largest, index = tl.max(tl.where(is_nan, float("inf"), x), 0, return_indices=True)
+    if largest == float("inf"):  # hardly ever: one more reduction
+        has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
+        largest = tl.where(has_nan, float("nan"), largest)
+    return largest, index
+
+
+@jit
 def chunk_max_kernel(
     logits: tl.tensor,
     chunk_max: tl.tensor,
@@ -80,7 +91,7 @@ def chunk_max_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * VOCAB_SIZE + token, mask=token < VOCAB_SIZE, other=float("-inf"))
-    largest, index = tl.max(x.to(tl.float32), 0, return_indices=True)
+    largest, index = first_largest(x.to(tl.float32))
     tl.store(chunk_max + row * CHUNKS + chunk, largest)
     tl.store(chunk_argmax + row * CHUNKS + chunk, (chunk * CHUNK + index).to(tl.int64))
 
@@ -89,10 +100,10 @@ def chunk_max_kernel(
 def row_max(
     chunk_max: tl.tensor, row: tl.tensor, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr
 ) -> tl.tensor:
-    """(largest logit, its chunk): the first of equals."""
+    """(largest logit, its chunk): the first of equals; NaN if there is one."""
     c = tl.arange(0, BLOCK_C)
     of_chunks = tl.load(chunk_max + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
-    return tl.max(of_chunks, 0, return_indices=True)
+    return first_largest(of_chunks)
 
 
 @jit
@@ -105,12 +116,13 @@ def pick_greedy_kernel(
 ) -> None:
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
-    _, chunk = row_max(chunk_max, row, CHUNKS, BLOCK_C)
-    tl.store(out + row, tl.load(chunk_argmax + row * CHUNKS + chunk))
+    largest, chunk = row_max(chunk_max, row, CHUNKS, BLOCK_C)
+    token = tl.load(chunk_argmax + row * CHUNKS + chunk)
+    tl.store(out + row, tl.where(largest == largest, token, -1))
 
 
 def greedy_tokens(logits: Tensor, out: Tensor, buffers: SamplingBuffers) -> None:
-    """out = the token of the largest logit of each row, the lowest of equals.
+    """out = the token of the largest logit of each row, the lowest of equals; -1 where one is NaN.
 
     Args:
         logits: [n, vocab_size].
@@ -132,8 +144,9 @@ def greedy_tokens(logits: Tensor, out: Tensor, buffers: SamplingBuffers) -> None
 def greedy_reference(logits: Tensor) -> Tensor:
     """`greedy_tokens` by torch: int64 [n]; torch.argmax does not say which of equals it returns."""
     tokens = torch.arange(logits.shape[1], device=logits.device)
-    is_largest = logits == logits.amax(1, keepdim=True)
-    return torch.where(is_largest, tokens, logits.shape[1]).amin(1)
+    largest = logits.amax(1, keepdim=True)
+    first = torch.where(logits == largest, tokens, logits.shape[1]).amin(1)
+    return first.masked_fill(largest[:, 0].isnan(), -1)
 
 
 def check_logits(logits: Tensor, out: Tensor, buffers: SamplingBuffers) -> int:

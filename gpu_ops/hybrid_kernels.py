@@ -135,6 +135,7 @@ def hybrid_attention_kernel(
             # Not from -inf: the tiles of a block that ends the row may have no token at all.
             row_max = tl.full([BLOCK_G], -1e30, tl.float32)
             row_sum = tl.zeros([BLOCK_G], tl.float32)
+            most_tokens = tl.zeros([], tl.int32)
             acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             # Where a tile is takes two loads, one after the other. They are made an iteration
             # ahead, by hand: the compiler would give them most of its pipeline's stages.
@@ -144,6 +145,7 @@ def hybrid_attention_kernel(
                 keys = page.to(tl.pointer_type(query.dtype.element_ty))
                 keys += (kv_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * HEAD_DIM
                 num_tokens = kv_len - start
+                most_tokens = tl.maximum(most_tokens, num_tokens)
                 start = tile_start(blocks, tile + 1, last, is_dense, BLOCK_TOKENS, BLOCK_T)
                 page = tl.load(pages + start // PAGE_TOKENS, mask=start < kv_len, other=0)
                 row_max, row_sum, acc = attend_tile(
@@ -159,6 +161,8 @@ def hybrid_attention_kernel(
                     BLOCK_T,
                     BLOCK_D,
                 )
+            # Tokens of which none counts are not no tokens: a score of -inf is of wrong numbers.
+            row_sum = tl.where((row_sum == 0) & (most_tokens > 0), float("nan"), row_sum)
             # Programs and pairs both only grow along the sequence, so that their sum is unique.
             store_state(
                 partial_out,
@@ -219,7 +223,7 @@ def merge_hybrid_kernel(
         partial_out, partial_lse, first_slot, GROUP_SIZE, used, d, HEAD_DIM, TILE_S
     )
     # A pair without tokens: 0, and an lse of -inf.
-    attended = sum_of_weights > 0
+    attended = sum_of_weights != 0
     sum_of_weights = tl.where(attended, sum_of_weights, 1.0)
     o = acc / sum_of_weights
     target = out + head.to(tl.int64) * HEAD_DIM + d

@@ -29,15 +29,16 @@ def merge_state_kernel(
     a, b = tl.load(lse_a + head), tl.load(lse_b + head)
     none = float("-inf")
     is_complete = b == float("inf")
-    has_a = (a > none) & ~is_complete
-    has_b = b > none
+    # An lse that is NaN counts: what is wrong with the numbers has to show in `out`.
+    has_a = (a != none) & ~is_complete
+    has_b = b != none
     # Below, exponents are of differences to the larger of the parts that count, or of 0.
     a, b = tl.where(has_a, a, none), tl.where(is_complete, 0.0, b)
     largest = tl.maximum(a, b)
     largest = tl.where(largest > none, largest, 0.0)
     weight_a, weight_b = tl.exp(a - largest), tl.exp(b - largest)
     total = weight_a + weight_b
-    total = tl.where(total > 0, total, 1.0)
+    total = tl.where(total == 0, 1.0, total)
 
     # A part that does not count may be anything: nobody may have written it.
     part_a, part_b = tl.where(has_a, part_a, 0.0), tl.where(has_b, part_b, 0.0)
@@ -49,7 +50,8 @@ def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Ten
     """out = the softmax over what both parts attended to.
 
     A part whose lse is -inf attended to nothing, and its o may be anything; two give 0. Where
-    lse_b is +inf, o_b is the complete answer and part a is ignored (a bypassed head of LFPS).
+    lse_b is +inf, o_b is the complete answer and part a is ignored (a bypassed head of LFPS). Else
+    NaN and infinity in a part that counts give NaN.
 
     Args:
         o_a: float32 [n, num_qo_heads * head_dim], normalised.

@@ -173,6 +173,7 @@ def retrieval_attention_reference(
         keys, values = gather_pages(page_table[row], position + 1, page_shape, query.dtype).float()
         of_row = grouped_query[row, kv_heads].float() @ keys.transpose(1, 2) * sm_scale
         of_heads = of_row.logsumexp(-1)
+        of_heads = of_heads.masked_fill(of_heads == float("-inf"), float("nan"))
         grouped_lse[row, kv_heads] = of_heads
         grouped_out[row, kv_heads] = (of_row - of_heads[..., None]).exp() @ values
         if scores is not None:

@@ -26,7 +26,9 @@ def rotate_kernel(
     HALF: tl.constexpr = HEAD_DIM // 2
     dtype = x.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
-    h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    # Heads may be far apart: a stride fits 32 bits, a few of them may not.
+    h = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
     inside = (h < NUM_HEADS) & (d < HALF)
     row = x + token * x_token_stride + h * x_head_stride + d
     low = tl.load(row, mask=inside, other=0.0).to(tl.float32)

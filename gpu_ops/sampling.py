@@ -253,7 +253,11 @@ def pick_kernel(
     temperature = tl.load(temperatures + row)
     largest, chunk = row_max(chunk_max, row, CHUNKS, BLOCK_C)
     if temperature <= 0:
-        tl.store(out + row, tl.load(chunk_argmax + row * CHUNKS + chunk))
+        token = tl.load(chunk_argmax + row * CHUNKS + chunk)
+        tl.store(out + row, tl.where(largest == largest, token, -1))
+        return
+    if (tl.abs(largest) < float("inf")) == 0:  # NaN, too
+        tl.store(out + row, -1)
         return
     c = tl.arange(0, BLOCK_C)
     masses = tl.load(chunk_mass + row * CHUNKS + c, mask=c < CHUNKS, other=0.0)
@@ -290,7 +294,8 @@ def sample_tokens(
         top_p: float32 [n]; the smallest set of at least this probability is kept; 1 keeps all.
         uniform: float32 [n] in [0, 1): draws the token where the kept probabilities, added up in
             the order of tokens, exceed this share of their sum.
-        out: int64 [n].
+        out: int64 [n]; -1 where no token can be drawn: a logit is NaN or inf, or all are -inf. With
+            temperature 0 only NaN is so.
     """
     n = check_logits(logits, out, buffers)
     device = logits.device
@@ -365,6 +370,9 @@ def sample_tokens_reference(
     """`sample_tokens` by torch, in float64."""
     out.copy_(greedy_reference(logits))
     for row in temperature.gt(0).nonzero()[:, 0].tolist():
+        if not bool(logits[row].amax().isfinite()):
+            out[row] = -1
+            continue
         probabilities = (logits[row].double() / float(temperature[row])).softmax(0)
         k = int(top_k[row])
         if 0 < k < logits.shape[1]:

@@ -35,7 +35,7 @@ def store_state(
     """Normalise a group's state into its slots; one of no tokens has an lse of -inf and 0."""
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
-    attended = row_sum > 0
+    attended = row_sum != 0  # NaN is no sum of no tokens
     row_sum = tl.where(attended, row_sum, 1.0)
     o = acc / row_sum[:, None]
     lse = tl.where(attended, row_max + tl.log2(row_sum), float("-inf"))

@@ -56,12 +56,13 @@ def window_attention_kernel(
             BLOCK_D,
         )
 
-    # An inactive row has attended to nothing: out 0, lse -inf.
-    o = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    # An inactive row has attended to nothing: out 0, lse -inf. NaN is no such sum.
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
+    o = acc / row_sum[:, None]
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(out + (first_head + g)[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
-    natural = (row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))) * 0.6931471805599453
+    natural = (row_max + tl.log2(row_sum)) * 0.6931471805599453
     tl.store(lse + first_head + g, natural, mask=g < GROUP_SIZE)
 
 
@@ -152,6 +153,8 @@ def attend_reference(
     """
     grouped = q.float().view(keys.shape[0], -1, q.shape[1])
     scores = grouped @ keys.float().transpose(1, 2) * sm_scale
+    # Tokens of which none counts, as the kernels have it: -inf would say that there were none.
     lse = torch.logsumexp(scores, dim=-1)
+    lse = lse.masked_fill(lse == float("-inf"), float("nan"))
     o = (scores - lse[..., None]).exp() @ values.float()
     return o.view(q.shape), lse.flatten()

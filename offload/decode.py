@@ -83,7 +83,7 @@ class Decoder:
         position_ids: torch.Tensor,
         options: SamplingOptions,
     ) -> torch.Tensor:
-        """One whole step, from the last tokens to the likeliest next: int64 [num_sequences].
+        """One whole step, from the last tokens to the `likeliest` next: int64 [num_sequences].
 
         Args:
             tokens, position_ids: int64 [num_sequences], of the last token of each.
@@ -134,8 +134,12 @@ class Decoder:
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Logits [n, vocab_size] -> int64 [n], of equals the one that the stock loop takes."""
-    return logits.float().argmax(dim=-1)
+    """Logits [n, vocab_size] -> int64 [n], of equals the one that the stock loop takes.
+
+    -1 where a logit is NaN, which is what an argmax finds.
+    """
+    tokens = logits.float().argmax(dim=-1)
+    return tokens.masked_fill(logits.gather(1, tokens[:, None])[:, 0].isnan(), -1)
 
 
 def _native_layer(layer: DecoderLayer) -> NativeLayer:

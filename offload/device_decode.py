@@ -148,6 +148,7 @@ class DeviceDecoder:
         Raises:
             CoprocessorError: a side missed its deadline, or NaN or inf in the query or the cache;
                 names the layer.
+            RuntimeError: NaN or inf in what the last layer computed.
             DeviceMemoryError: the resident layers do not fit.
         """
         slots, kv_lens = self._bind(seqs)
@@ -158,7 +159,11 @@ class DeviceDecoder:
         at = torch.tensor(slots, device=self.device)
         b.hidden[at] = hidden
         self._run(link, "layers", run, seqs, slots, kv_lens)
-        return b.hidden[at]
+        hidden = b.hidden[at]
+        # The keys below tell of every layer but the last.
+        if not bool(hidden.isfinite().all()):
+            raise RuntimeError(f"non-finite hidden states after layer {len(self.model.layers) - 1}")
+        return hidden
 
     def choose_tokens(
         self,
@@ -173,7 +178,7 @@ class DeviceDecoder:
             tokens, position_ids: int64 [num_sequences], of the last token of each.
 
         Returns:
-            int64 [num_sequences], on the host.
+            int64 [num_sequences], on the host; -1 where the logits were not finite.
 
         Raises:
             As `decode`.

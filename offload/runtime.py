@@ -28,7 +28,7 @@ from offload.module_watch import ModuleWatch
 from offload.phases import BatchPart, parts_of, prompt_columns_of
 from offload.prefill import prefill
 from offload.rank_weights import rank_view
-from offload.sampling import SamplingOptions, TokenChooser
+from offload.sampling import SamplingOptions, TokenChooser, check_chosen
 from offload.sequences import Sequences
 from offload.tensor_parallel import TensorParallel
 from offload.torch_threads import torch_threads
@@ -187,15 +187,19 @@ class Runtime:
         return options.temperature == 0.0 or not isinstance(self._decoder, Decoder)
 
     def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
-        """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size]."""
+        """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size].
+
+        RuntimeError for logits that are not finite.
+        """
         if isinstance(self._decoder, Decoder):
-            return likeliest(logits)
+            return check_chosen(likeliest(logits), len(self.lean.layers))
         batch_size, vocab_size = logits.shape
         chooser = TokenChooser(batch_size, vocab_size, logits.device)
         chooser.use(options)
         with self._current_device(), without_autocast(self.device):
             chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
-            return (chosen if self.ranks is None else self.ranks.broadcast(chosen)).cpu()
+            chosen = (chosen if self.ranks is None else self.ranks.broadcast(chosen)).cpu()
+        return check_chosen(chosen, len(self.lean.layers))
 
     @torch.inference_mode(False)  # as in `turns.in_turn`
     @torch.no_grad()
@@ -220,7 +224,8 @@ class Runtime:
             self._mark_text(batch, seqs, tokens)
             start += self._build_index(batch, seqs)
             with self._current_device():
-                return self._decoder.choose_tokens(seqs, tokens, position_ids, options)
+                chosen = self._decoder.choose_tokens(seqs, tokens, position_ids, options)
+            return check_chosen(chosen, len(self.lean.layers))
 
         with without_autocast(self.device), self.together():
             chosen = self._extend(cache, batch, compute)

@@ -61,6 +61,21 @@ def fast_options(
     return SamplingOptions(**options)
 
 
+def check_chosen(tokens: Tensor, num_layers: int) -> Tensor:
+    """`tokens` [n] on the host, of `TokenChooser` or `likeliest`.
+
+    Raises:
+        RuntimeError: one is -1. What went wrong in a layer shows in the keys of the next, so it was
+            the last layer, or came after it.
+    """
+    if int(tokens.min()) < 0:
+        raise RuntimeError(
+            f"non-finite logits in row {int(tokens.argmin())} of the step: NaN or inf in layer "
+            f"{num_layers - 1}, the last, or in the weights after it"
+        )
+    return tokens
+
+
 class TokenChooser:
     """Chooses one token per row in a step that a CUDA graph may capture.
 
@@ -89,7 +104,8 @@ class TokenChooser:
             self._options = options
 
     def choose(self, logits: Tensor, *, samples: bool) -> Tensor:
-        """int64 [n] of logits [n, vocab_size]: part of `tokens`.
+        """int64 [n] of logits [n, vocab_size]: part of `tokens`; -1 where the logits are not finite
+        (`greedy_tokens` and `sample_tokens` say which).
 
         Args:
             samples: by the options in use, with torch's default generator of the device; else the

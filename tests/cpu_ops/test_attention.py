@@ -176,6 +176,42 @@ def test_nan_in_the_cache_is_reported(isa, dtype, poisoned, token, pool):
         attend(cache.attention(pool, 2, isa=isa), [cache.seq], [300], queries_of(cache, rng, 2))
 
 
+def row_bits(cache: Cache, side: int, token: int) -> np.ndarray:
+    """Bytes of a token's key (side 0) or value of KV head 0, in the store."""
+    raw = cache.store.page_table(cache.seq)[1, token // 256]
+    row_bytes = cache.store.head_dim * cache.store.dtype.itemsize
+    address = int(raw) + (side * 2 * 256 + token % 256) * row_bytes
+    return np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * row_bytes).from_address(address))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_infinity_is_reported(isa, dtype, bad, pool):
+    """In the query, in any value, in a key that pulls it to inf; in the newest token's key anyhow,
+    whose score may be -inf: no weight now, and any other later.
+    """
+    rng = new_rng()
+    good = queries_of(Cache.random(rng, kv_len=1, dtype=dtype), rng, 2)
+    for side, token, sign in (
+        ("query", 0, 1),
+        *((side, token, 1) for side in ("keys", "values") for token in (0, 130, 299)),
+        ("keys", 299, -1),
+        ("values", 299, -1),
+    ):
+        cache, queries = Cache.random(rng, kv_len=300, dtype=dtype), good.clone()
+        queries[0, 7] = queries[0, 64 + 7] = 1.0 if sign * bad > 0 else -1.0  # of KV head 0
+        if side == "query":
+            queries[0, 7] = bad
+        else:
+            of_side = row_bits(cache, ("keys", "values").index(side), token)
+            element = slice(7 * dtype.itemsize, 8 * dtype.itemsize)
+            number = torch.tensor([bad]).to(dtype).view(torch.uint8)
+            of_side[element] = number.numpy()
+        with pytest.raises(RuntimeError, match="non-finite attention in layer 1, query row 0"):
+            attend(cache.attention(pool, 2, isa=isa), [cache.seq], [300], queries)
+
+
 def test_bad_input_is_refused(pool):
     rng = np.random.default_rng(0)
     cache = Cache.random(rng, kv_len=300)

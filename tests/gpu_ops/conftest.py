@@ -35,15 +35,16 @@ def correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the interpreter (triton 3.6) does otherwise than a GPU.
 
     It cuts off float32 to bf16 instead of rounding, multiplies matrices of bf16 by their bits,
-    turns comparisons of floats into floats, which `&` refuses, and with NumPy 2.4 cannot take a
-    loop's bounds from device values. Every call of a device function also patches triton.language
-    again, on top of the patches of the kernel's launch, and for good: slower with each call.
+    turns comparisons of floats into floats, which `&` refuses, gives NaN as the larger of NaN and a
+    number (a GPU gives the number), and with NumPy 2.4 cannot take a loop's bounds from device
+    values. Every call of a device function also patches triton.language again, on top of the
+    patches of the kernel's launch, and for good: slower with each call.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
     patch_lang, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
-    builder = interpreter.InterpreterBuilder
+    builder, find_extreme = interpreter.InterpreterBuilder, interpreter.ReduceOps.min_max
     convert, create_dot, binary_op = (
         interpreter._convert_float,
         builder.create_dot,
@@ -71,6 +72,14 @@ def correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
             return interpreter.TensorHandle(operator(a.data, b.data), tl.int1)
         return binary_op(self, a, b, operator)
 
+    def numbers_win(self: object, a: object, b: object) -> object:
+        return self.binary_op(a, b, np.fmax)
+
+    def min_max(self: object, x: object, val_reduce_op: object, idx_reduce_op: object = None):
+        # np.nanmax says the same, with a warning where there is nothing but NaN.
+        quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+        return find_extreme(self, x, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
     def patch_lang_tensor(tensor: object, scope: object) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
@@ -90,4 +99,6 @@ def correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(builder, "create_dot", dot)
+    monkeypatch.setattr(builder, "create_maxnumf", numbers_win)
+    monkeypatch.setattr(interpreter.ReduceOps, "min_max", min_max)
     monkeypatch.setattr(builder, "binary_op", elementwise)

@@ -24,6 +24,11 @@ def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
+def quiet_numpy() -> np.errstate:
+    """What a GPU computes without a word warns in the interpreter, and warnings are errors."""
+    return np.errstate(invalid="ignore", divide="ignore", over="ignore")
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     """Relative L2 against a float64 expectation; NaN fails."""
     assert expected.dtype == torch.float64

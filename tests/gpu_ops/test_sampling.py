@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from operands import DTYPES, random
+from operands import DTYPES, quiet_numpy, random
 from seeded import new_rng
 
 from gpu_ops import sampling
@@ -152,6 +152,40 @@ def test_masked_tokens_are_never_drawn(device: str) -> None:
     logits[0, [7, 30]] = 0.0
     assert sample(logits, uniform=[0.0, 0.49, 0.51, 0.99999994]).tolist() == [7, 7, 30, 30]
     assert sample(logits, top_k=5, top_p=0.99, uniform=[0.0, 0.6]).tolist() == [7, 30]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_that_are_no_numbers(device: str, dtype: torch.dtype) -> None:
+    """No token, where transformers draws none or an argmax finds NaN."""
+    nan, inf = float("nan"), float("inf")
+    vocab_size = CHUNK + 9
+    logits = torch.zeros(8, vocab_size, dtype=dtype, device=device)
+    logits[0, 5] = logits[1, CHUNK + 3] = nan
+    logits[2, [7, CHUNK + 2]] = torch.tensor([inf, nan], dtype=dtype, device=device)
+    logits[3] = nan
+    logits[4, [CHUNK + 1, CHUNK + 4]] = inf
+    logits[5] = -inf
+    logits[6, :-1] = -inf
+    buffers = SamplingBuffers.allocate(8, vocab_size, device)
+    out = torch.full((8,), 99, device=device)
+    greedy_tokens(logits, out, buffers)
+    assert out.tolist() == [-1, -1, -1, -1, CHUNK + 1, 0, vocab_size - 1, 0]
+    for temperature, top_k, top_p, drawn in (
+        (0.0, 0, 1.0, [CHUNK + 1, 0, vocab_size - 1, 0]),
+        (0.7, 0, 1.0, [-1, -1, vocab_size - 1, 0]),
+        (0.7, 3, 0.9, [-1, -1, vocab_size - 1, 0]),
+    ):
+        with quiet_numpy():
+            sample_tokens(
+                logits,
+                temperature=torch.full((8,), temperature, device=device),
+                top_k=torch.full((8,), top_k, device=device),
+                top_p=torch.full((8,), top_p, device=device),
+                uniform=torch.zeros(8, device=device),
+                out=out,
+                buffers=buffers,
+            )
+        assert out.tolist() == [-1, -1, -1, -1, *drawn]
 
 
 @pytest.mark.cuda

@@ -16,6 +16,7 @@ import torch
 from transformers import Cache
 
 from offload.batch import RaggedBatch
+from offload.interrupts import shielded
 from offload.kv_store import KVStore
 from offload.sequences import Sequences
 
@@ -36,6 +37,7 @@ class OffloadedCache(Cache):
         self._seqs: list[int] = []
         self._num_columns = 0
         self._padding: list[list[int]] = []  # columns that are padding, ascending, of each row
+        self._lens_before: list[int] = []  # of `seqs`, since `reserve`
         weakref.finalize(self, sequences.free_later, self._seqs)
 
     @property
@@ -76,10 +78,15 @@ class OffloadedCache(Cache):
                 self._sequences.free(seqs)
             raise
         self._seqs[:] = seqs
+        self._lens_before = self.kv_lens
         return list(seqs)
 
     def commit(self, batch: RaggedBatch) -> None:
-        """The tokens of `batch` are in every layer of the store."""
+        """The tokens of `batch` are in every layer of the store.
+
+        Raises:
+            HostBudgetError: no room for what rows that continue one sequence need each.
+        """
         self.store.commit(self._seqs, batch.num_new_tokens)
         if batch.num_sequences < len(batch.sequence_of_row):
             self._select(batch.sequence_of_row)
@@ -92,11 +99,11 @@ class OffloadedCache(Cache):
         self._num_columns += seq_len
 
     def roll_back(self) -> None:
-        """Drop what was reserved and not committed, after a failed forward pass."""
+        """As before `reserve`, after a forward pass or a commit that failed."""
         if self._num_columns == 0:
             self.reset()
-        for seq in self._seqs:
-            self._sequences.truncate(seq, self.store.kv_len(seq))
+        for seq, kv_len in zip(self._seqs, self._lens_before, strict=False):
+            self._sequences.roll_back(seq, kv_len)
 
     def check_continues(self, batch_size: int, past_mask: torch.Tensor | None) -> None:
         """Refuse a batch that does not continue this cache.
@@ -203,7 +210,9 @@ class OffloadedCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedCache:
         copied = OffloadedCache(self._sequences)
-        copied._seqs += [self._sequences.fork(seq) for seq in self._seqs]
+        with shielded():
+            for seq in self._seqs:  # one by one: what there is goes with the copy if one fails
+                copied._seqs.append(self._sequences.fork(seq))
         copied._padding = [list(padding) for padding in self._padding]
         copied._num_columns = self._num_columns
         return copied
@@ -213,14 +222,23 @@ class OffloadedCache(Cache):
         return self.__deepcopy__({})
 
     def _select(self, rows: Sequence[int]) -> None:
-        """Row i becomes what row rows[i] was."""
+        """Row i becomes what row rows[i] was; all stays as it is if one cannot be forked."""
         taken: set[int] = set()
-        seqs = []
-        for row in rows:
-            seq = self._seqs[row]
-            seqs.append(self._sequences.fork(seq) if row in taken else seq)
-            taken.add(row)
-        self._sequences.free(seq for row, seq in enumerate(self._seqs) if row not in taken)
-        self._seqs[:] = seqs
-        if self._padding:
-            self._padding = [list(self._padding[row]) for row in rows]
+        seqs: list[int] = []
+        forks: list[int] = []
+        with shielded():
+            try:
+                for row in rows:
+                    seq = self._seqs[row]
+                    if row in taken:
+                        seq = self._sequences.fork(seq)
+                        forks.append(seq)
+                    seqs.append(seq)
+                    taken.add(row)
+            except BaseException:
+                self._sequences.free(forks)
+                raise
+            self._sequences.free(seq for row, seq in enumerate(self._seqs) if row not in taken)
+            self._seqs[:] = seqs
+            if self._padding:
+                self._padding = [list(self._padding[row]) for row in rows]

@@ -131,6 +131,8 @@ class DeviceDecoder:
         self._layers = layer_heads(
             placement.places, roles, shares_selection=policy.shares_selection
         )
+        device_heads = placement.places != Place.CPU
+        self.attention.beside = (self._sink_tokens, self._recent_tokens, device_heads)
         self._num_slots = 0
         self._drop_links()
         self._step = None

@@ -2,131 +2,77 @@
 
 Arrays are built when a sequence first needs them, grow with it, and are copied by forks. Addresses
 change only between steps.
+
+A forward pass is between `begin` and `commit` or `roll_back`, after which all is as it was. What
+`begin` keeps for that costs nothing in a step of one token: policies take back their last step by
+themselves (`Policy.rewind`). Where a pass decodes several tokens of a sequence, as when a draft is
+verified, the arrays are copied, and kept until the next pass: if tokens are cropped, `truncate`
+goes back to them, and the rows that stay have to be attended again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cpu_ops.native import MAX_POLICY_ARRAYS, WorkerPool
+from cpu_ops.native import WorkerPool
 from offload.kv_store import KVStore
 from offload.policies.base import BuildContext, Policy
+from offload.sequence_state import Array, LayerArrays, RecentQueries, TextMarks, capacity_for
 
-Array = npt.NDArray[Any]
-_CAPACITY_STEP = 4096  # tokens; and an eighth of the length, so that growing stays rare
+__all__ = ["DraftRows", "PolicyStates", "capacity_for"]
 
-
-class LayerArrays:
-    """A policy's arrays of one sequence, and their addresses as the kernels want them."""
-
-    def __init__(self, layers: list[list[Array]], capacity_tokens: int) -> None:
-        self.layers = layers
-        self.capacity_tokens = capacity_tokens
-        self.pointers = np.zeros((len(layers), MAX_POLICY_ARRAYS), np.int64)
-        for layer_idx, arrays in enumerate(layers):
-            if len(arrays) > MAX_POLICY_ARRAYS:
-                raise ValueError(
-                    f"a policy keeps at most {MAX_POLICY_ARRAYS} arrays, got {len(arrays)}"
-                )
-            self.pointers[layer_idx, : len(arrays)] = [array.ctypes.data for array in arrays]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for arrays in self.layers for array in arrays)
-
-    def copy(self) -> LayerArrays:
-        layers = [[array.copy() for array in arrays] for arrays in self.layers]
-        return LayerArrays(layers, self.capacity_tokens)
+Queries = dict[int, RecentQueries]  # of a sequence, by layer
 
 
-class RecentQueries:
-    """The last `size` queries of one layer of one sequence, in a ring."""
+@dataclass
+class _Before:
+    """A sequence as it was before a forward pass.
 
-    def __init__(self, num_qo_heads: int, size: int, head_dim: int, dtype: torch.dtype) -> None:
-        self._ring = torch.empty(num_qo_heads, size, head_dim, dtype=dtype)
-        self._count = 0  # valid ones
-        self.kv_len = 0  # of the newest
+    Attributes:
+        arrays: where they were; they have changed since, unless they were grown or built anew.
+        copied: what was in them; None where `rewind` has to do.
+        queries: unchanged, but for those of a step of one token.
+        rows: of a pass that decodes several tokens: the queries [rows, heads * head_dim] of each
+            layer.
+    """
 
-    def append(self, queries: Tensor, kv_len: int) -> None:
-        """`queries` [num_qo_heads, n, head_dim] belong to tokens kv_len - n … kv_len - 1."""
-        size, n = self._ring.shape[1], queries.shape[1]
-        self.to(queries.device)
-        if kv_len - n != self.kv_len:
-            self._count = 0  # tokens went by unseen
-        kept = queries[:, -size:]
-        if kept.shape[1] == 1:
-            self._ring[:, (kv_len - 1) % size] = kept[:, 0]
-        else:
-            # Made on the device: moving indices there would wait for it, once for each slice.
-            slots = torch.arange(kv_len - kept.shape[1], kv_len, device=kept.device) % size
-            self._ring[:, slots] = kept
-        self._count = min(size, self._count + n)
-        self.kv_len = kv_len
+    kv_len: int
+    arrays: LayerArrays | None
+    copied: LayerArrays | None
+    queries: Queries | None
+    num_marks: int
+    rewinds: bool = False
+    rows: dict[int, list[Tensor]] | None = None
 
-    def truncate(self, kv_len: int) -> None:
-        """Forget the queries of tokens from `kv_len` on."""
-        if kv_len < self.kv_len:
-            self._count = max(0, self._count - (self.kv_len - kv_len))
-            self.kv_len = kv_len
-
-    def in_order(self, kv_len: int) -> Tensor:
-        """[num_qo_heads, n, head_dim] up to that of token kv_len - 1; none if that is not known."""
-        count = self._count if kv_len == self.kv_len else 0
-        slots = torch.arange(kv_len - count, kv_len, device=self._ring.device)
-        return self._ring[:, slots % self._ring.shape[1]]
-
-    def to(self, device: torch.device) -> None:
-        """Keep them on `device` from now on."""
-        if self._ring.device != device:
-            # An empty ring is made anew: copying it would wait for the device.
-            empty = torch.empty_like(self._ring, device=device)
-            self._ring = self._ring.to(device) if self._count else empty
-
-    def copy(self) -> RecentQueries:
-        copied = RecentQueries.__new__(RecentQueries)
-        copied._ring, copied._count, copied.kv_len = self._ring.clone(), self._count, self.kv_len
-        return copied
+    def copy(self) -> _Before:
+        copied = self.copied or self.arrays
+        rows = {layer: list(queries) for layer, queries in (self.rows or {}).items()}
+        return replace(
+            self,
+            arrays=None if copied is None else copied.copy(),
+            copied=None,
+            queries=_copies(self.queries),
+            rows=rows,
+        )
 
 
-class TextMarks:
-    """uint8 marks of a sequence's tokens, growing."""
+@dataclass(frozen=True)
+class DraftRows:
+    """Rows that stay of a draft, for the state that is now as it was before them.
 
-    def __init__(self) -> None:
-        self._marks = np.zeros(_CAPACITY_STEP, np.uint8)
-        self.length = 0
+    Attributes:
+        first_kv_len: of the first row, itself included.
+        queries: [num_rows, num_qo_heads * head_dim] of each layer that asks the policy.
+    """
 
-    @property
-    def array(self) -> npt.NDArray[np.uint8]:
-        """Of all marks, with room for more."""
-        return self._marks
-
-    def append(self, marks: npt.NDArray[np.uint8]) -> None:
-        end = self.length + len(marks)
-        if end > len(self._marks):
-            grown = np.zeros(capacity_for(end), np.uint8)
-            grown[: self.length] = self._marks[: self.length]
-            self._marks = grown
-        self._marks[self.length : end] = marks
-        self.length = end
-
-    def address(self, kv_len: int) -> int:
-        """Of the first mark; 0 if not all of `kv_len` tokens have one."""
-        return int(self._marks.ctypes.data) if self.length >= kv_len else 0
-
-    def first(self, kv_len: int) -> npt.NDArray[np.uint8] | None:
-        """[kv_len], or None if not all have one."""
-        return self._marks[:kv_len] if self.length >= kv_len else None
-
-    def copy(self) -> TextMarks:
-        copied = TextMarks()
-        copied._marks, copied.length = self._marks.copy(), self.length
-        return copied
+    first_kv_len: int
+    queries: dict[int, Tensor] = field(default_factory=dict)
 
 
 class PolicyStates:
@@ -153,8 +99,14 @@ class PolicyStates:
         self._pool = pool
         self._layers = frozenset(layers)
         self._arrays: dict[int, LayerArrays] = {}
-        self._queries: dict[int, dict[int, RecentQueries]] = {}
+        self._queries: dict[int, Queries] = {}
         self._marks: dict[int, TextMarks] = {}
+        self._before: dict[int, _Before] = {}  # while a forward pass runs
+        self._drafts: dict[int, _Before] = {}  # after one of several rows, until the next
+        self._spares: dict[int, LayerArrays] = {}  # memory of the copies of drafts
+        # Since the last `begin`: tokens and queries that arrays were built from.
+        self._built: dict[int, tuple[int, Queries | None]] = {}
+        self.records_rows = False  # some sequence decodes several tokens in the pass that runs
 
     @property
     def layers(self) -> frozenset[int]:
@@ -170,10 +122,66 @@ class PolicyStates:
         """What has been built for a sequence."""
         return self._arrays.get(seq)
 
-    def ensure(self, seq: int, kv_len: int) -> LayerArrays:
-        """The arrays of `seq`, built or grown so that they serve `kv_len` tokens."""
+    def begin(self, seqs: Sequence[int], num_new_tokens: Sequence[int], *, prefill: bool) -> None:
+        """A forward pass begins. What is built before a prefill is not true after it."""
+        for seq, num_new in zip(seqs, num_new_tokens, strict=True):
+            draft, spare = self._drafts.pop(seq, None), self._spares.pop(seq, None)
+            self._built.pop(seq, None)
+            arrays, queries = self._arrays.get(seq), self._queries.get(seq)
+            kv_len, copied = self._store.kv_len(seq), None
+            several = num_new > 1 and not prefill
+            # Arrays that are grown first stay as they are.
+            if several and arrays is not None and kv_len < arrays.capacity_tokens:
+                copied = arrays.copy(draft.copied if draft is not None else spare)
+            self._before[seq] = _Before(
+                kv_len=kv_len,
+                arrays=arrays,
+                copied=copied,
+                queries=queries,
+                num_marks=self._marks[seq].length if seq in self._marks else 0,
+                rewinds=not prefill and not several,
+                rows={} if several else None,
+            )
+            self.records_rows |= several
+            if prefill:
+                self._arrays.pop(seq, None)
+            if queries is not None and (prefill or several):
+                self._queries[seq] = {layer: recent.copy() for layer, recent in queries.items()}
+
+    def commit(self, seqs: Sequence[int]) -> None:
+        """The pass is done."""
+        self.records_rows = False
+        for seq in seqs:
+            before = self._before.pop(seq, None)
+            if before is not None and before.rows is not None:
+                self._drafts[seq] = before
+
+    def roll_back(self, seq: int) -> None:
+        """The pass has failed: all is as it was before `begin`."""
+        self.records_rows = False
+        before = self._before.pop(seq, None)
+        if before is None:
+            return
+        self._built.pop(seq, None)
+        if seq in self._marks:
+            self._marks[seq].truncate(before.num_marks)
+        self._restore(seq, before)
+        for recent in self._queries.get(seq, {}).values():
+            recent.truncate(before.kv_len)
+        arrays = self._arrays.get(seq)
+        if arrays is not None and before.rewinds:
+            self._change(seq, self.policy.rewind, before.kv_len)
+
+    def ensure(self, seq: int, kv_len: int, num_tokens: int | None = None) -> LayerArrays:
+        """The arrays of `seq`, built or grown so that they serve `kv_len` tokens.
+
+        Args:
+            num_tokens: that they are built from; default: those that there are before the last.
+        """
         if seq not in self._arrays:
-            self._build(seq, kv_len)
+            if num_tokens is None:
+                num_tokens = max(self._store.kv_len(seq), kv_len - 1)
+            self._build(seq, kv_len, num_tokens)
         arrays = self._arrays[seq]
         if kv_len > arrays.capacity_tokens:
             capacity = capacity_for(kv_len)
@@ -203,6 +211,12 @@ class PolicyStates:
             )
         of_seq[layer_idx].append(queries, kv_len)
 
+    def record_row(self, seq: int, layer_idx: int, query: Tensor) -> None:
+        """Keep the query [num_qo_heads * head_dim] of the next row of a pass of several."""
+        before = self._before.get(seq)
+        if before is not None and before.rows is not None and layer_idx in self._layers:
+            before.rows.setdefault(layer_idx, []).append(query.clone())
+
     def append_marks(self, seq: int, marks: npt.NDArray[np.uint8]) -> None:
         """Text marks of the next tokens of `seq`."""
         self._marks.setdefault(seq, TextMarks()).append(marks)
@@ -219,33 +233,59 @@ class PolicyStates:
         """Give `child` copies of what is known of `parent`."""
         if parent in self._arrays:
             self._arrays[child] = self._arrays[parent].copy()
-        if parent in self._queries:
-            of_parent = self._queries[parent]
-            self._queries[child] = {layer: q.copy() for layer, q in of_parent.items()}
+        queries = _copies(self._queries.get(parent))
+        if queries is not None:
+            self._queries[child] = queries
         if parent in self._marks:
             self._marks[child] = self._marks[parent].copy()
+        if parent in self._drafts:
+            self._drafts[child] = self._drafts[parent].copy()
+        if parent in self._built:
+            num_tokens, built_from = self._built[parent]
+            self._built[child] = (num_tokens, _copies(built_from))
 
-    def truncate(self, seq: int, kv_len: int) -> None:
-        """The sequence keeps its first `kv_len` tokens."""
+    def truncate(self, seq: int, kv_len: int) -> DraftRows | None:
+        """The sequence keeps its first `kv_len` tokens.
+
+        Returns:
+            what has to be attended again, if some rows of a draft stay.
+        """
+        if seq in self._marks:
+            self._marks[seq].truncate(kv_len)
+        num_built, built_from = self._built.pop(seq, (0, None))
+        draft = self._drafts.pop(seq, None)
+        if draft is not None:
+            learnt = self._arrays.get(seq)
+            self._restore(seq, draft)
+            if draft.copied is not None and learnt is not None:
+                self._spares[seq] = learnt
+            if kv_len > draft.kv_len:
+                return _rows_of(draft, kv_len - draft.kv_len)
+        elif kv_len <= num_built:  # they are built again, from what stays
+            self._arrays.pop(seq, None)
+            if built_from is not None:
+                self._queries[seq] = built_from
         for queries in self._queries.get(seq, {}).values():
             queries.truncate(kv_len)
-        if seq in self._marks:
-            self._marks[seq].length = min(self._marks[seq].length, kv_len)
-        arrays = self._arrays.get(seq)
-        if arrays is not None and not all(
-            self.policy.truncate(layer_idx, of_layer, kv_len)
-            for layer_idx, of_layer in enumerate(arrays.layers)
-            if of_layer
-        ):
-            self._arrays.pop(seq)
+        if seq in self._arrays and (draft is None or kv_len < draft.kv_len):
+            self._change(seq, self.policy.truncate, kv_len)
+        return None
 
     def rebuild(self, seq: int) -> None:
-        """Many tokens came at once, unseen by the callbacks: build again when it is needed."""
+        """What is known is not true: build again when it is needed."""
         self._arrays.pop(seq, None)
 
     def forget(self, seq: int) -> None:
         """The sequence is gone."""
-        for known in (self._arrays, self._queries, self._marks):
+        for known in (
+            self._arrays,
+            self._queries,
+            self._marks,
+            self._before,
+            self._drafts,
+            self._spares,
+            self._built,
+        ):
             known.pop(seq, None)
 
     def build_context(
@@ -280,26 +320,49 @@ class PolicyStates:
             for layer_idx in range(self._store.num_layers)
         ]
         self._arrays[seq] = LayerArrays(arrays, capacity_for(kv_len))
-        self._queries.pop(seq, None)
+        self._built[seq] = (kv_len - 1, self._queries.pop(seq, None))
 
     def end_prefill(self, seq: int) -> None:
         """Queries that are still wanted come to the host, where decoding records the next ones."""
         for recorded in self._queries.get(seq, {}).values():
             recorded.to(torch.device("cpu"))
 
-    def _build(self, seq: int, kv_len: int) -> None:
+    def _build(self, seq: int, kv_len: int, num_tokens: int) -> None:
         layers = {}
         for layer_idx in sorted(self._layers):
-            keys, values = self._store.gather(seq, layer_idx)
+            keys, values = self._store.gather(seq, layer_idx, 0, num_tokens)
             context = self.build_context(seq, layer_idx, keys, values, kv_len)
             layers[layer_idx] = self.policy.build(context)
         self.install(seq, layers, kv_len)
+        self._built[seq] = (num_tokens, self._built[seq][1])
 
+    def _restore(self, seq: int, before: _Before) -> None:
+        """The arrays and queries that were there before."""
+        arrays = before.copied or before.arrays
+        if arrays is None:
+            self._arrays.pop(seq, None)
+        else:
+            self._arrays[seq] = arrays
+        if before.queries is None:
+            self._queries.pop(seq, None)
+        else:
+            self._queries[seq] = before.queries
 
-def capacity_for(kv_len: int) -> int:
-    """Tokens to make room for when `kv_len` are there."""
-    return kv_len + max(_CAPACITY_STEP, kv_len // 8)
+    def _change(self, seq: int, change: Callable[[int, list[Array], int], bool], n: int) -> None:
+        """Have the policy change its arrays in place; where it cannot, they are built again."""
+        layers = self._arrays[seq].layers
+        if not all([change(i, arrays, n) for i, arrays in enumerate(layers) if arrays]):
+            self._arrays.pop(seq)
 
 
 def _contiguous(arrays: Sequence[Array]) -> list[Array]:
     return [np.ascontiguousarray(array) for array in arrays]
+
+
+def _copies(queries: Queries | None) -> Queries | None:
+    return None if queries is None else {layer: q.copy() for layer, q in queries.items()}
+
+
+def _rows_of(draft: _Before, num_rows: int) -> DraftRows:
+    queries = {i: torch.stack(rows[:num_rows]) for i, rows in (draft.rows or {}).items()}
+    return DraftRows(draft.kv_len + 1, queries)

@@ -153,10 +153,10 @@ class Runtime:
                 self._mark_text(batch, seqs, tokens)
                 if phase == "prefill":
                     return self._prefill(hidden, batch, self.store, seqs)
-                start += self._build_index(batch, seqs)
+                start += self._build_index(seqs)
                 return self._decoder.decode(hidden, batch, seqs)
 
-            hidden = self._extend(cache, batch, compute)
+            hidden = self._extend(cache, batch, compute, prefill=phase == "prefill")
         self._record(phase, batch.num_tokens, start)
         return hidden, phase
 
@@ -197,12 +197,12 @@ class Runtime:
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
             self._mark_text(batch, seqs, tokens)
-            start += self._build_index(batch, seqs)
+            start += self._build_index(seqs)
             with self._current_device():
                 return self._decoder.choose_tokens(seqs, tokens, position_ids, options)
 
         with self.together():
-            chosen = self._extend(cache, batch, compute)
+            chosen = self._extend(cache, batch, compute, prefill=False)
         self._record("decode", batch.num_tokens, start)
         return chosen
 
@@ -301,6 +301,8 @@ class Runtime:
         cache: OffloadedCache,
         batch: RaggedBatch,
         compute: Callable[[list[int]], torch.Tensor],
+        *,
+        prefill: bool,
     ) -> torch.Tensor:
         """What `compute` makes of the sequences of `batch`, which have room for its tokens then.
 
@@ -308,15 +310,18 @@ class Runtime:
         """
         if not isinstance(self._decoder, Decoder):
             self._decoder.check_usable()
+        states = self.attention.states
         with shielded() as exposed:
             seqs = cache.reserve(batch)
             try:
+                states.begin(seqs, batch.num_new_tokens, prefill=prefill)
                 with exposed():
                     result = compute(seqs)
+                cache.commit(batch)
             except BaseException:
                 cache.roll_back()
                 raise
-            cache.commit(batch)
+            states.commit(seqs)
         return result
 
     def _view(self, stock: Any) -> LeanModel:
@@ -335,14 +340,11 @@ class Runtime:
         for sequence, start, stop in batch.spans():
             self.attention.states.append_marks(seqs[sequence], marks[start:stop])
 
-    def _build_index(self, batch: RaggedBatch, seqs: list[int]) -> float:
-        """What the policy keeps of sequences that have come past its budget; seconds it took,
-        which do not count as decoding.
+    def _build_index(self, seqs: list[int]) -> float:
+        """What the policy keeps of sequences that come past its budget with their next token;
+        seconds it took, which do not count as decoding.
         """
-        kv_lens = [
-            self.store.kv_len(seq) + num_new
-            for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
-        ]
+        kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
         with torch_threads(self._prefill_threads):
             seconds = self.attention.build_states(seqs, kv_lens)
         self.stats.index_seconds += seconds
@@ -357,7 +359,6 @@ class Runtime:
         with torch_threads(self._prefill_threads):
             for seq in seqs:
                 self._decoder.forget(seq)
-                states.rebuild(seq)
             build = None
             if hidden.is_cuda and store is not None:
                 kv_lens = [

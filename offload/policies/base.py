@@ -185,7 +185,10 @@ class Policy:
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
     ) -> Sequence[npt.NDArray[Any]]:
-        """The arrays, for `capacity_tokens` tokens. Called between steps, when they get too few."""
+        """The arrays, for `capacity_tokens` tokens. Called between steps, when they get too few.
+
+        Those given stay as they are: the step that needs the room may fail.
+        """
         return arrays
 
     def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
@@ -194,6 +197,15 @@ class Policy:
         False: it cannot be done; the state is built again when it is needed.
         """
         return False
+
+    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        """Take back, in place, what the callbacks of one step did that failed, after `kv_len`
+        tokens: of some units, of all, or of none; `prepare` may have run without the others.
+
+        What follows must be as if the step had not been, bit for bit. False: it cannot be done;
+        the state is built again when it is needed.
+        """
+        return self.observe is None and self.append is None and self.prepare is None
 
     def has_state(self) -> bool:
         """Whether `build` keeps arrays."""

@@ -26,7 +26,7 @@ from offload.policies.callback import Callback
 from offload.policies.device_build import to_host
 from offload.policies.lychee_chunks import MAX_CHUNK_TOKENS, cut_chunks
 from offload.policies.lychee_device import cluster_on_device
-from offload.policies.lychee_graft import append
+from offload.policies.lychee_graft import append, forget_graft, take_back_graft
 from offload.policies.lychee_index import (
     Clusters,
     IndexShape,
@@ -178,4 +178,10 @@ class LycheeCluster(SparsePolicy):
 
     def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
         """True while only tokens go that are in no chunk."""
+        forget_graft(arrays)
         return kv_len >= LycheeIndex(arrays).indexed_end
+
+    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        """Takes back a graft."""
+        take_back_graft(arrays, kv_len)
+        return True

@@ -288,6 +288,10 @@ class Quest(SparsePolicy):
         np.minimum(pages, self._pages_of(kv_len), out=pages)
         return True
 
+    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        """As `truncate`: bounds say nothing of steps."""
+        return self.truncate(layer_idx, arrays, kv_len)
+
     def _pages_of(self, num_tokens: int) -> int:
         """Complete pages of so many tokens."""
         return max(0, num_tokens - self.sink_tokens) // self.page_tokens

@@ -185,6 +185,9 @@ class TidalDecode(Policy):
     def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
         return self.inner.truncate(layer_idx, arrays, kv_len)
 
+    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        return self.inner.rewind(layer_idx, arrays, kv_len)
+
     def has_state(self) -> bool:
         return self.inner.has_state()
 

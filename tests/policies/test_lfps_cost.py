@@ -40,7 +40,7 @@ def predict(scores, values, indices, bits, state, tops, newest, alpha, prune, sc
 
 
 @numba.njit
-def update(scores, values, indices, bits, state, tops, tokens, weights, newest, scale):
+def update(scores, values, indices, bits, state, tops, tokens, weights, newest, scale, old):
     for k in range(2):
         tables.add_scores(
             scores[k],
@@ -53,6 +53,7 @@ def update(scores, values, indices, bits, state, tops, tokens, weights, newest, 
             weights,
             newest,
             scale,
+            old[k],
         )
 
 

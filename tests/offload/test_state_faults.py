@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from device_cases import small
 from tiny_models import random_tokens
 
 from offload import OffloadedModel
+from offload.batch import one_token_each
 
 STATEFUL = ["lfps", "lychee_cluster", "quest"]
 LONG = 220
@@ -50,7 +52,9 @@ def nan_in_layer(model: Any, layer_idx: int) -> Iterator[None]:
 
 def steps(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of each of `tokens` [1, n], decoded one by one."""
-    rows = [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(tokens.shape[1])]
+    rows = [
+        model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(tokens.shape[1])
+    ]
     return torch.cat(rows, dim=1)
 
 
@@ -85,3 +89,67 @@ def test_a_failed_decode_step(model, layer_idx, prompt_tokens):
         with nan_in_layer(model, layer_idx), pytest.raises(RuntimeError, match="finite"):
             model(random_tokens(1, 1, seed=seed), past_key_values=cache)
     check_same_from_here(model, cache, unharmed, 70 if prompt_tokens < LONG else 20)
+
+
+def drafted(model: Any, cache: Any, accepted: torch.Tensor, rejected: int, seed: int) -> None:
+    """Verify a draft that begins with `accepted` [1, n] and goes on with tokens to be cropped."""
+    wrong = random_tokens(1, rejected, seed=seed)
+    model(torch.cat([accepted, wrong], dim=1), past_key_values=cache)
+    cache.crop(-rejected)
+
+
+def plain_and_drafted(model: Any, max_new_tokens: int, **drafts: Any) -> list[torch.Tensor]:
+    tokens = random_tokens(1, 60).repeat(1, 4)  # what a lookup finds again
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": None}
+    return [model.generate(tokens, **options, **d) for d in ({}, drafts)]
+
+
+def test_prompt_lookup_gives_the_greedy_tokens(model, backend):
+    if backend is not None:
+        pytest.skip("several tokens at once are a prefill there")
+    assert torch.equal(*plain_and_drafted(model, 60, prompt_lookup_num_tokens=4))
+
+
+# Short prompts pass the budget, and with it the point where state is built, within a draft.
+@pytest.mark.parametrize("prompt_tokens", [LONG, 58])
+def test_rejected_rows_do_not_teach(model, backend, prompt_tokens):
+    if backend is not None:
+        pytest.skip("several tokens at once are a prefill there")
+    cache = model.new_cache()
+    model(random_tokens(1, prompt_tokens), past_key_values=cache)
+    plain = copy.deepcopy(cache)
+    text = random_tokens(1, 30, seed=4)
+    at = 0
+    for seed, (accepted, rejected) in enumerate([(1, 7), (4, 2), (9, 1), (3, 0), (1, 3), (2, 4)]):
+        tokens = text[:, at : at + accepted]
+        drafted(model, cache, tokens, rejected, seed)
+        steps(model, plain, tokens)
+        at += accepted
+    # Linear layers of several rows sum in another order; of the same rows: test_draft_rows.
+    torch.testing.assert_close(
+        *(steps(model, c, text[:, at:]) for c in (cache, plain)), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_rows_that_a_device_helped_to_attend_are_learnt_from_again(model, backend):
+    """Single steps of one draft: sinks and recent tokens are attended elsewhere."""
+    if backend is None:
+        pytest.skip("nothing is attended elsewhere")
+    runtime = model._offload
+    states, store = runtime.attention.states, model.kv_store
+    cache, plain = conversation(model)
+    tokens = random_tokens(1, 8, seed=5)
+    (seq,) = cache.seqs
+    kv_len = store.kv_len(seq)
+    states.begin([seq], [8], prefill=False)
+    for i in range(8):
+        store.reserve([seq], [1])
+        batch = replace(one_token_each(1), position_ids=torch.tensor([kv_len + i]))
+        runtime._mark_text(batch, [seq], tokens[0, i : i + 1])
+        runtime._decoder.decode(runtime.lean.embed_tokens(tokens[0, i : i + 1]), batch, [seq])
+        store.commit([seq], [1])
+    states.commit([seq])
+    cache._num_columns += 8
+    cache.crop(-5)
+    steps(model, plain, tokens[:, :3])
+    check_same_from_here(model, cache, plain)

@@ -364,11 +364,12 @@ class OffloadedModel(_StockModel):  # type: ignore[misc]
             model_kwargs["past_key_values"] = cache
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         self._offload.check_budget(
-            num_prompts=batch_size,
-            copies=copies,
+            batch_size,
+            copies,
             prompt_tokens=model_kwargs["position_ids"].shape[-1],
             max_tokens=max_cache_length,
-            cached_pages=cache.num_pages,
+            cache=cache,
+            drafts=generation_mode == "assisted_generation",
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

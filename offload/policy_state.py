@@ -13,7 +13,6 @@ goes back to them, and the rows that stay have to be attended again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,58 +20,13 @@ import torch
 from torch import Tensor
 
 from cpu_ops.native import WorkerPool
-from offload.kv_store import KVStore
-from offload.policies.base import BuildContext, Policy
+from offload.kv_store import HostBudgetError, KVStore
+from offload.memory import format_bytes
+from offload.policies.base import BuildContext, Policy, StateShape
 from offload.sequence_state import Array, LayerArrays, RecentQueries, TextMarks, capacity_for
+from offload.state_before import Before, DraftRows, Queries, copies_of, rows_of
 
 __all__ = ["DraftRows", "PolicyStates", "capacity_for"]
-
-Queries = dict[int, RecentQueries]  # of a sequence, by layer
-
-
-@dataclass
-class _Before:
-    """A sequence as it was before a forward pass.
-
-    Attributes:
-        arrays: where they were; they have changed since, unless they were grown or built anew.
-        copied: what was in them; None where `rewind` has to do.
-        queries: unchanged, but for those of a step of one token.
-        rows: of a pass that decodes several tokens: the queries [rows, heads * head_dim] of each
-            layer.
-    """
-
-    kv_len: int
-    arrays: LayerArrays | None
-    copied: LayerArrays | None
-    queries: Queries | None
-    num_marks: int
-    rewinds: bool = False
-    rows: dict[int, list[Tensor]] | None = None
-
-    def copy(self) -> _Before:
-        copied = self.copied or self.arrays
-        rows = {layer: list(queries) for layer, queries in (self.rows or {}).items()}
-        return replace(
-            self,
-            arrays=None if copied is None else copied.copy(),
-            copied=None,
-            queries=_copies(self.queries),
-            rows=rows,
-        )
-
-
-@dataclass(frozen=True)
-class DraftRows:
-    """Rows that stay of a draft, for the state that is now as it was before them.
-
-    Attributes:
-        first_kv_len: of the first row, itself included.
-        queries: [num_rows, num_qo_heads * head_dim] of each layer that asks the policy.
-    """
-
-    first_kv_len: int
-    queries: dict[int, Tensor] = field(default_factory=dict)
 
 
 class PolicyStates:
@@ -101,12 +55,15 @@ class PolicyStates:
         self._arrays: dict[int, LayerArrays] = {}
         self._queries: dict[int, Queries] = {}
         self._marks: dict[int, TextMarks] = {}
-        self._before: dict[int, _Before] = {}  # while a forward pass runs
-        self._drafts: dict[int, _Before] = {}  # after one of several rows, until the next
+        self._before: dict[int, Before] = {}  # while a forward pass runs
+        self._drafts: dict[int, Before] = {}  # after one of several rows, until the next
         self._spares: dict[int, LayerArrays] = {}  # memory of the copies of drafts
         # Since the last `begin`: tokens and queries that arrays were built from.
         self._built: dict[int, tuple[int, Queries | None]] = {}
         self.records_rows = False  # some sequence decodes several tokens in the pass that runs
+        self._sizes: dict[int, int] = {}  # `bytes_at`
+        if policy.selects and policy.has_state():
+            store.share_budget(lambda: self.held_bytes)
 
     @property
     def layers(self) -> frozenset[int]:
@@ -118,12 +75,73 @@ class PolicyStates:
         """Of all sequences' arrays."""
         return sum(arrays.num_bytes for arrays in self._arrays.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """All memory of what is remembered: within the store's budget."""
+        kept = [*self._before.values(), *self._drafts.values()]
+        # Those of a running pass may be in two places.
+        arrays = {
+            id(x): x.num_bytes
+            for x in (
+                *self._arrays.values(),
+                *self._spares.values(),
+                *(x for before in kept for x in (before.arrays, before.copied)),
+            )
+            if x is not None
+        }
+        queries = {
+            id(x): x.num_bytes
+            for of_seq in (
+                *self._queries.values(),
+                *(before.queries for before in kept),
+                *(queries for _, queries in self._built.values()),
+            )
+            for x in (of_seq or {}).values()
+        }
+        marks = sum(len(marks.array) for marks in self._marks.values())
+        return sum(arrays.values()) + sum(queries.values()) + marks
+
+    def bytes_at(self, kv_len: int) -> int:
+        """At most so many are in the arrays of a sequence that comes to `kv_len` tokens."""
+        if not (self.policy.selects and self.policy.has_state()):
+            return 0
+        if kv_len <= self.policy.budget_tokens:
+            return 0
+        capacity = capacity_for(kv_len)
+        if capacity not in self._sizes:
+            self._sizes = {capacity: self._bytes_for(capacity)}  # most ask for one
+        return self._sizes[capacity]
+
+    def bytes_of(self, seqs: Sequence[int]) -> int:
+        """Of the arrays of some sequences."""
+        return sum(self._arrays[seq].num_bytes for seq in seqs if seq in self._arrays)
+
+    def check_room(self, num_bytes: int) -> None:
+        """Refuse `num_bytes` more.
+
+        Raises:
+            HostBudgetError: names them and what is left of the budget.
+        """
+        left = self._store.left_bytes()
+        if num_bytes > left:
+            raise HostBudgetError(
+                f"what policy {self.policy.name!r} keeps of sequences needs "
+                f"{format_bytes(num_bytes)} more, but {format_bytes(max(0, left))} of the host "
+                f"budget of {format_bytes(self._store.host_budget_bytes)} are left beside the KV "
+                "cache; raise max_memory={'cpu': ...} or shorten the context"
+            )
+
     def arrays_of(self, seq: int) -> LayerArrays | None:
         """What has been built for a sequence."""
         return self._arrays.get(seq)
 
     def begin(self, seqs: Sequence[int], num_new_tokens: Sequence[int], *, prefill: bool) -> None:
-        """A forward pass begins. What is built before a prefill is not true after it."""
+        """A forward pass begins. What is built before a prefill is not true after it.
+
+        Raises:
+            HostBudgetError: what the policy will keep does not fit; nothing has begun then.
+        """
+        self._check_pass(seqs, num_new_tokens, prefill=prefill)
         for seq, num_new in zip(seqs, num_new_tokens, strict=True):
             draft, spare = self._drafts.pop(seq, None), self._spares.pop(seq, None)
             self._built.pop(seq, None)
@@ -133,7 +151,7 @@ class PolicyStates:
             # Arrays that are grown first stay as they are.
             if several and arrays is not None and kv_len < arrays.capacity_tokens:
                 copied = arrays.copy(draft.copied if draft is not None else spare)
-            self._before[seq] = _Before(
+            self._before[seq] = Before(
                 kv_len=kv_len,
                 arrays=arrays,
                 copied=copied,
@@ -230,10 +248,17 @@ class PolicyStates:
         return self._marks[seq].array if seq in self._marks else None
 
     def fork(self, parent: int, child: int) -> None:
-        """Give `child` copies of what is known of `parent`."""
+        """Give `child` copies of what is known of `parent`.
+
+        Raises:
+            HostBudgetError: they do not fit; `child` has nothing then.
+        """
         if parent in self._arrays:
+            draft = self._drafts.get(parent)
+            copies = [self._arrays[parent], *([draft.copied or draft.arrays] if draft else [])]
+            self.check_room(sum(arrays.num_bytes for arrays in copies if arrays is not None))
             self._arrays[child] = self._arrays[parent].copy()
-        queries = _copies(self._queries.get(parent))
+        queries = copies_of(self._queries.get(parent))
         if queries is not None:
             self._queries[child] = queries
         if parent in self._marks:
@@ -242,7 +267,7 @@ class PolicyStates:
             self._drafts[child] = self._drafts[parent].copy()
         if parent in self._built:
             num_tokens, built_from = self._built[parent]
-            self._built[child] = (num_tokens, _copies(built_from))
+            self._built[child] = (num_tokens, copies_of(built_from))
 
     def truncate(self, seq: int, kv_len: int) -> DraftRows | None:
         """The sequence keeps its first `kv_len` tokens.
@@ -260,7 +285,7 @@ class PolicyStates:
             if draft.copied is not None and learnt is not None:
                 self._spares[seq] = learnt
             if kv_len > draft.kv_len:
-                return _rows_of(draft, kv_len - draft.kv_len)
+                return rows_of(draft, kv_len - draft.kv_len)
         elif kv_len <= num_built:  # they are built again, from what stays
             self._arrays.pop(seq, None)
             if built_from is not None:
@@ -320,7 +345,9 @@ class PolicyStates:
             for layer_idx in range(self._store.num_layers)
         ]
         self._arrays[seq] = LayerArrays(arrays, capacity_for(kv_len))
-        self._built[seq] = (kv_len - 1, self._queries.pop(seq, None))
+        queries = self._queries.pop(seq, None)
+        if seq in self._before:
+            self._built[seq] = (kv_len - 1, queries)
 
     def end_prefill(self, seq: int) -> None:
         """Queries that are still wanted come to the host, where decoding records the next ones."""
@@ -334,9 +361,34 @@ class PolicyStates:
             context = self.build_context(seq, layer_idx, keys, values, kv_len)
             layers[layer_idx] = self.policy.build(context)
         self.install(seq, layers, kv_len)
-        self._built[seq] = (num_tokens, self._built[seq][1])
 
-    def _restore(self, seq: int, before: _Before) -> None:
+    def _check_pass(
+        self, seqs: Sequence[int], num_new_tokens: Sequence[int], *, prefill: bool
+    ) -> None:
+        need = 0
+        for seq, num_new in zip(seqs, num_new_tokens, strict=True):
+            arrays, draft = self._arrays.get(seq), self._drafts.get(seq)
+            kv_len = self._store.kv_len(seq) + num_new
+            if arrays is None or kv_len > arrays.capacity_tokens:
+                need += self.bytes_at(kv_len)
+            elif prefill:  # those of before go when it is done
+                need += max(0, self.bytes_at(kv_len) - arrays.num_bytes)
+            elif num_new > 1 and seq not in self._spares and (draft is None or not draft.copied):
+                need += arrays.num_bytes
+        if need:
+            self.check_room(need)
+
+    def _bytes_for(self, capacity_tokens: int) -> int:
+        shape = StateShape(
+            num_qo_heads=self._num_qo_heads,
+            num_kv_heads=self._store.num_kv_heads,
+            head_dim=self._store.head_dim,
+            item_bytes=self._store.dtype.itemsize,
+            capacity_tokens=capacity_tokens,
+        )
+        return len(self._layers) * self.policy.state_bytes(shape)
+
+    def _restore(self, seq: int, before: Before) -> None:
         """The arrays and queries that were there before."""
         arrays = before.copied or before.arrays
         if arrays is None:
@@ -351,18 +403,10 @@ class PolicyStates:
     def _change(self, seq: int, change: Callable[[int, list[Array], int], bool], n: int) -> None:
         """Have the policy change its arrays in place; where it cannot, they are built again."""
         layers = self._arrays[seq].layers
-        if not all([change(i, arrays, n) for i, arrays in enumerate(layers) if arrays]):
+        done = [change(i, arrays, n) for i, arrays in enumerate(layers) if arrays]
+        if not all(done):
             self._arrays.pop(seq)
 
 
 def _contiguous(arrays: Sequence[Array]) -> list[Array]:
     return [np.ascontiguousarray(array) for array in arrays]
-
-
-def _copies(queries: Queries | None) -> Queries | None:
-    return None if queries is None else {layer: q.copy() for layer, q in queries.items()}
-
-
-def _rows_of(draft: _Before, num_rows: int) -> DraftRows:
-    queries = {i: torch.stack(rows[:num_rows]) for i, rows in (draft.rows or {}).items()}
-    return DraftRows(draft.kv_len + 1, queries)

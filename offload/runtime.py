@@ -18,12 +18,10 @@ from offload.budgets import device_kv_budget_bytes, rank_kv_budget_bytes, weight
 from offload.cache import OffloadedCache
 from offload.config import RuntimeConfig
 from offload.decode import Decoder, likeliest
+from offload.generation_budget import check_generation_budget
 from offload.interrupts import shielded
-from offload.kv_store import HostBudgetError, KVStore
-from offload.memory import (
-    available_cpus,
-    format_bytes,
-)
+from offload.kv_store import KVStore
+from offload.memory import available_cpus
 from offload.models import LeanModel, lean_model_maker
 from offload.prefill import prefill
 from offload.rank_weights import rank_view
@@ -234,30 +232,27 @@ class Runtime:
             )
 
     def check_budget(
-        self, num_prompts: int, copies: int, prompt_tokens: int, max_tokens: int, cached_pages: int
+        self,
+        num_prompts: int,
+        copies: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        cache: OffloadedCache,
+        *,
+        drafts: bool = False,
     ) -> None:
-        """Refuse a generation that could outgrow the KV budget on its way.
-
-        Args:
-            num_prompts: different prompts of `prompt_tokens` tokens, whose whole pages the
-                `copies` sequences that continue each of them share.
-            max_tokens: of a sequence at its end.
-            cached_pages: pages per layer that exist already.
-        """
+        """`check_generation_budget`, and what a GPU keeps of heads that stay there."""
         self.sequences.collect()
-        store = self.store
-        shared = prompt_tokens // store.page_tokens if copies > 1 else 0
-        own = -(-max_tokens // store.page_tokens) - shared
-        pages = num_prompts * (shared + copies * own) - cached_pages
-        need = pages * len(self.lean.layers) * store.page_bytes
-        free = store.host_budget_bytes - store.host_bytes_used
-        if need > free:
-            raise HostBudgetError(
-                f"{num_prompts * copies} sequences of up to {max_tokens} tokens need "
-                f"{format_bytes(need)} more of host KV cache, but {format_bytes(free)} of its "
-                f"budget of {format_bytes(store.host_budget_bytes)} are free; raise "
-                "max_memory={'cpu': ...} or lower max_new_tokens"
-            )
+        check_generation_budget(
+            self.store,
+            self.attention.states,
+            num_prompts=num_prompts,
+            copies=copies,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            cached_seqs=cache.seqs,
+            drafts=drafts,
+        )
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Around what all ranks must do together (`TensorParallel.together`)."""

@@ -68,6 +68,17 @@ class BuildContext:
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """What the size of a policy's arrays depends on, where they serve `capacity_tokens` tokens."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    item_bytes: int
+    capacity_tokens: int
+
+
+@dataclass(frozen=True)
 class DeviceTopK:
     """A rule of `select` that a GPU can follow: the heaviest tokens by importance, ties to the
     lowest positions, as many as the budget has room for.
@@ -172,6 +183,13 @@ class Policy:
         arrays in `ctx.arrays`, in this order; forks copy them. A policy without state returns ().
         """
         return ()
+
+    def state_bytes(self, shape: StateShape) -> int:
+        """At most so many bytes are in the arrays of one layer of one sequence.
+
+        0 where it is not known; memory budgets leave no room for them then.
+        """
+        return 0
 
     def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
         """`build` alongside a prefill, from tensors on the device that computes it.

@@ -38,15 +38,17 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, StateShape
 from offload.policies.callback import Callback
 from offload.policies.device_build import to_host
 from offload.policies.lfps_layout import (
+    FIRST_COUNT,
     forget_step,
     group_size_of,
     list_all,
     make_arrays,
     take_back_step,
+    unit_bytes,
     unlist_all,
 )
 from offload.policies.lfps_prompt import (
@@ -172,6 +174,12 @@ class LFPS(SparsePolicy):
             )
 
         return finish
+
+    def state_bytes(self, shape: StateShape) -> int:
+        group_size = 1 if self.per_query_head else shape.num_qo_heads // shape.num_kv_heads
+        of_unit = 4 * int(bypass_floats(shape.head_dim, self.sink_tokens, group_size))
+        of_unit += unit_bytes(shape.capacity_tokens, group_size, self.budget_tokens)
+        return shape.num_qo_heads // group_size * of_unit + 4 * FIRST_COUNT
 
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int

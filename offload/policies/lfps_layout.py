@@ -14,11 +14,12 @@ from offload.policies.lfps_tables import TABLE_STATE, list_scores, take_back, un
 _MIN_LISTED = 4096  # a list holds this many scores or a quarter of its table
 # Arrays, 0 to 6 with a row per unit: 0 tables float32 [2, capacity]; 1 listed values float32 and
 # 2 their indices int32 [2, listed]; 3 bitmaps uint64 [vertical | slash | marks]; 4 state
-# float64 [two table states | scale | step | attempt | votes of the group's heads], the same as before
-# the last step, and of that its kv_len and how many tokens it added; 5 what bypasses need, float32
-# [mean key | mean value | sink values | variance ratios | scores]; 6 int32 [candidates | hits], which
-# are scratch, and of the last step [tokens | their scores before, by position | by distance]; 7 int32
-# [capacity, listed, longest list of candidates, tokens of a step | candidates of units].
+# float64 [two table states | scale | step | attempt | votes of the group's heads], then the same
+# as it was before the last step, and of that step its kv_len and how many tokens it added; 5 what
+# bypasses need, float32 [mean key | mean value | sink values | variance ratios | scores]; 6 int32
+# [candidates | hits], which are scratch, and of the last step [tokens | their scores before, by
+# position | by distance]; 7 int32 [capacity, listed, longest list of candidates, most tokens of a
+# step | candidates of units].
 SCALE, STEP, ATTEMPT, VOTES = (2 * TABLE_STATE + i for i in range(4))
 CAPACITY, LISTED, CANDIDATES, ADDED, FIRST_COUNT = 0, 1, 2, 3, 4
 
@@ -52,6 +53,20 @@ def top_bit(capacity: Any) -> Any:
     return 64 * (num_words(capacity) - 1) - 1
 
 
+def _list_lengths(capacity: int, budget_tokens: int) -> tuple[int, int]:
+    """Scores that a list holds, and candidates."""
+    listed = min(capacity, max(_MIN_LISTED, capacity // 4))
+    return listed, min(capacity, max(_MIN_LISTED, capacity // 2, budget_tokens))
+
+
+def unit_bytes(capacity: int, group_size: int, budget_tokens: int) -> int:
+    """Of all arrays of a unit but what bypasses need."""
+    listed, longest = _list_lengths(capacity, budget_tokens)
+    words, floats = int(num_words(capacity)), int(unit_floats(group_size))
+    numbers = 2 * capacity + 4 * listed + longest + listed + 3 * budget_tokens + 1
+    return 4 * numbers + 8 * (3 * words + floats)
+
+
 def make_arrays(
     tables: npt.NDArray[np.float32],
     bypass: npt.NDArray[np.float32],
@@ -67,8 +82,7 @@ def make_arrays(
         unit_states: array 4 of before, where the tables are older.
     """
     num_units, _, capacity = tables.shape
-    listed = min(capacity, max(_MIN_LISTED, capacity // 4))
-    longest = min(capacity, max(_MIN_LISTED, capacity // 2, budget_tokens))
+    listed, longest = _list_lengths(capacity, budget_tokens)
     words = int(num_words(capacity))
     states = np.zeros((num_units, int(unit_floats(group_size))), np.float64)
     states[:, SCALE] = 1.0 if unit_states is None else unit_states[:, SCALE]
@@ -117,8 +131,7 @@ def take_back_step(arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> None:
 
     What `prepare` did before its prediction stays: done again, it changes nothing.
     """
-    tables, values, indices, bitmaps, states = arrays[:5]
-    sizes, scratch = arrays[7], arrays[6]
+    tables, values, _, bitmaps, states, _, scratch, sizes = arrays
     size = states.shape[1] // 2 - 1
     words, first = int(num_words(tables.shape[2])), int(sizes[CANDIDATES] + sizes[LISTED])
     for unit in np.flatnonzero(states[:, -2] > kv_len):

@@ -58,8 +58,8 @@ from offload.policies.lfps_tables import (
 from offload.policies.lfps_votes import group_weights
 
 _LOCAL_TOKENS = 5  # of L
-# 1 / gamma^steps of a unit, before its tables are rescaled; a power of two, which rounds nothing: it
-# does not matter when that is done.
+# 1 / gamma^steps of a unit, before its tables are rescaled. By a power of two nothing is
+# rounded: it does not matter when that is done.
 _LARGEST_SCALE = 2.0**50
 
 

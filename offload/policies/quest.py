@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, StateShape
 from offload.policies.callback import (
     Callback,
     callback,
@@ -268,6 +268,12 @@ class Quest(SparsePolicy):
         numbers = (self.page_tokens, max_pages, parts, width, rows.element_size())
         header = np.array([*numbers, *[num_pages] * num_kv_heads], np.int32)
         return (as_numpy(bounds), *self._scratch(num_kv_heads, max_pages, both // 2), header)
+
+    def state_bytes(self, shape: StateShape) -> int:
+        max_pages = max(1, self._pages_of(shape.capacity_tokens))
+        floats = _scratch_floats(shape.head_dim, max_pages, self.page_tokens)
+        of_head = 2 * shape.head_dim * shape.item_bytes * max_pages + 4 * (floats + max_pages + 1)
+        return shape.num_kv_heads * int(of_head) + 4 * _PAGES_OF
 
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int

@@ -243,6 +243,8 @@ class Runtime:
     ) -> None:
         """`check_generation_budget`, and what a GPU keeps of heads that stay there."""
         self.sequences.collect()
+        if not isinstance(self._decoder, Decoder):
+            self._decoder.check_room(num_prompts * copies, max_tokens)
         check_generation_budget(
             self.store,
             self.attention.states,
@@ -329,9 +331,13 @@ class Runtime:
         return contextlib.nullcontext()
 
     def _mark_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
-        if self._vocabulary_marks is None or tokens is None:
+        """Marks of the new tokens; of those whose ids are not known none, that is, no delimiter."""
+        if self._vocabulary_marks is None:
             return
-        marks = self._vocabulary_marks[tokens.numpy()]
+        if tokens is None:
+            marks = np.zeros(batch.num_tokens, np.uint8)
+        else:
+            marks = self._vocabulary_marks[tokens.numpy()]
         for sequence, start, stop in batch.spans():
             self.attention.states.append_marks(seqs[sequence], marks[start:stop])
 

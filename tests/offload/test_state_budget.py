@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -87,10 +88,14 @@ def test_all_there_is_stays_within_the_budget(name, tiny_folders):
     model(random_tokens(1, 1), past_key_values=cache)
     assert 0 < states.num_bytes <= states.held_bytes
     copies = [cache]
-    with pytest.raises(HostBudgetError, match=rf"{name}.*max_memory"):
-        for _ in range(1000):
+    refused = None
+    while refused is None and len(copies) < 1000:
+        try:
             copies.append(copy.deepcopy(cache))
-            assert store.host_bytes_reserved + states.held_bytes <= room
+        except HostBudgetError as error:
+            refused = str(error)
+        assert store.host_bytes_reserved + states.held_bytes <= room
+    assert re.search(rf"{name}.*max_memory", refused)
     assert len(copies) > 1
     gc.collect()
     assert model.kv_store.num_sequences == len(copies)

@@ -153,3 +153,24 @@ def test_rows_that_a_device_helped_to_attend_are_learnt_from_again(model, backen
     cache.crop(-5)
     steps(model, plain, tokens[:, :3])
     check_same_from_here(model, cache, plain)
+
+
+def test_marks_stay_in_step_with_tokens(model):
+    """… after embeddings, whose text is not known, and crops into either."""
+    if not model._offload.attention.policy.reads_text:
+        pytest.skip("does not read the text")
+    marks, states = model._offload._vocabulary_marks, model._offload.attention.states
+    tokens = random_tokens(1, 200)
+    cache = model.new_cache()
+    model(inputs_embeds=model.model.embed_tokens(tokens[:, :90]), past_key_values=cache)
+    model(tokens[:, 90:150], past_key_values=cache)
+    cache.crop(-20)
+    steps(model, cache, tokens[:, 150:160])
+    expected = [0] * 90 + marks[tokens[0, 90:130]].tolist() + marks[tokens[0, 150:160]].tolist()
+    (seq,) = cache.seqs
+    assert states.marks_of(seq)[:140].tolist() == expected
+    cache.crop(-70)
+    steps(model, cache, tokens[:, 160:170])
+    expected = [0] * 70 + marks[tokens[0, 160:170]].tolist()
+    assert states.marks_of(seq)[:80].tolist() == expected
+    assert states.marks_address(seq, 80)

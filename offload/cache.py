@@ -153,12 +153,13 @@ class OffloadedCache(Cache):
             raise ValueError(
                 f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
             )
-        self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
-        for seq, padding in zip(self._seqs, self._padding, strict=True):
-            del padding[bisect_left(padding, self._num_columns) :]
-            kv_len = self._num_columns - len(padding)
-            if kv_len < self.store.kv_len(seq):
-                self._sequences.truncate(seq, kv_len)
+        with shielded():
+            self._num_columns = max(0, self._num_columns + int(tokens_to_remove))
+            for seq, padding in zip(self._seqs, self._padding, strict=True):
+                del padding[bisect_left(padding, self._num_columns) :]
+                kv_len = self._num_columns - len(padding)
+                if kv_len < self.store.kv_len(seq):
+                    self._sequences.truncate(seq, kv_len)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row beam_idx[i] was; rows taken twice share their pages."""

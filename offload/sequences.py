@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 
 from offload.attention import DecodeAttention
 from offload.draft_rows import attend_again
-from offload.interrupts import shielded
 from offload.kv_store import KVStore
 
 
@@ -49,12 +48,11 @@ class Sequences:
         What a policy has learnt from tokens that go is forgotten, bit for bit, where they are of
         the last forward pass (a draft).
         """
-        with shielded():
-            self._on_changed(seq)
-            rows = self._attention.states.truncate(seq, kv_len)
-            self.store.truncate(seq, kv_len)
-            if rows is not None:
-                attend_again(self._attention, seq, rows)
+        self._on_changed(seq)
+        rows = self._attention.states.truncate(seq, kv_len)
+        self.store.truncate(seq, kv_len)
+        if rows is not None:
+            attend_again(self._attention, seq, rows)
 
     def roll_back(self, seq: int, kv_len: int) -> None:
         """As before a forward pass that failed, with `kv_len` tokens."""

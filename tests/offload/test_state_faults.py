@@ -18,19 +18,32 @@ from offload import OffloadedModel
 from offload.batch import one_token_each
 
 STATEFUL = ["lfps", "lychee_cluster", "quest"]
+QUICK = [("lfps", None), ("lychee_cluster", None), ("lfps", "inline")]
 LONG = 220
 
 
-@pytest.fixture(scope="module", params=[None, "inline"])
-def backend(request):
+def _case(name: str, backend: str | None) -> Any:
+    marks = [] if (name, backend) in QUICK else [pytest.mark.slow]
+    return pytest.param((name, backend), id=f"{name}-{backend}", marks=marks)
+
+
+@pytest.fixture(scope="module", params=[_case(n, b) for n in STATEFUL for b in (None, "inline")])
+def case(request):
+    """A policy and a backend."""
     return request.param
 
 
-@pytest.fixture(scope="module", params=STATEFUL)
-def model(request, backend, tiny_folders: dict[str, Path]) -> Any:
+@pytest.fixture(scope="module")
+def backend(case):
+    return case[1]
+
+
+@pytest.fixture(scope="module")
+def model(case, tiny_folders: dict[str, Path]) -> Any:
+    name, backend = case
     return OffloadedModel.from_pretrained(
         tiny_folders["llama"],
-        policy=small(request.param),
+        policy=small(name),
         dtype="float32",
         num_threads=1,
         backend=backend,

@@ -72,8 +72,8 @@ class PyDecodeAttention {
     if (!failure.empty()) throw std::runtime_error(failure);
   }
 
-  // One row, for what the policy learns from it; what is attended is dropped. With `window_on_device` as of a step whose
-  // sinks and recent tokens a GPU attends to; `elsewhere`: 1 for KV heads that are not attended here, or empty.
+  // One row, for what the policy learns from it; what is attended is dropped. With `window_on_device` as of a step
+  // whose sinks and recent tokens a GPU attends to; `elsewhere`: 1 for KV heads that are not attended here, or empty.
   void learn(int64_t layer_idx, int64_t query, const Int64s& page_tables, const Int64s& table_strides,
              const Int64s& kv_lens, const Int64s& arrays, const Int64s& text_marks, bool window_on_device,
              int64_t sink_tokens, int64_t recent_tokens, const std::vector<uint8_t>& elsewhere) {

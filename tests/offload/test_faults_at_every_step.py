@@ -183,7 +183,7 @@ def test_faults_everywhere(action, name, backend, tiny_folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "inline"])
-@pytest.mark.parametrize("name", available_policies())
+@pytest.mark.parametrize("name", STATEFUL)
 def test_nan_in_every_layer(name, backend, tiny_folders):
     model = load(tiny_folders["llama"], name, backend)
     for action in ("prefill", "step", "draft"):

@@ -72,6 +72,29 @@ class PyDecodeAttention {
     if (!failure.empty()) throw std::runtime_error(failure);
   }
 
+  // One row, for what the policy learns from it; what is attended is dropped. With `window_on_device` as of a step
+  // whose sinks and recent tokens a GPU attends to; `elsewhere`: 1 for KV heads that are not attended here, or empty.
+  void learn(int64_t layer_idx, int64_t query, const Int64s& page_tables, const Int64s& table_strides,
+             const Int64s& kv_lens, const Int64s& arrays, const Int64s& text_marks, bool window_on_device,
+             int64_t sink_tokens, int64_t recent_tokens, const std::vector<uint8_t>& elsewhere) {
+    std::vector<float> output(static_cast<size_t>(shape_.num_qo_heads) * static_cast<size_t>(shape_.head_dim));
+    auto rows = query_rows(shape_, layer_idx, query, 0, 0, 0, 0,
+                           step_rows(page_tables, table_strides, kv_lens, arrays, text_marks));
+    rows[0].output = output.data();
+    AttendOptions options;
+    options.window_on_device = window_on_device;
+    options.sink_tokens = sink_tokens;
+    options.recent_tokens = recent_tokens;
+    options.elsewhere = elsewhere.empty() ? nullptr : elsewhere.data();
+    options.float_output = true;
+    std::string failure;
+    {
+      const py::gil_scoped_release release;
+      failure = attention_.attend(layer_idx, rows, true, 0, true, options);
+    }
+    if (!failure.empty()) throw std::runtime_error(failure);
+  }
+
   void prepare(int64_t layer_idx, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
                const Int64s& arrays, const Int64s& text_marks) {
     const auto rows = query_rows(shape_, layer_idx, 0, 0, 0, 0, 0,
@@ -223,6 +246,7 @@ void bind_attention(py::module_& m) {
       .def(py::init<WorkerPool&, const std::string&, int, int, int, int, int, float>(), py::keep_alive<1, 2>())
       .def("set_policy", &PyDecodeAttention::set_policy)
       .def("attend", &PyDecodeAttention::attend)
+      .def("learn", &PyDecodeAttention::learn)
       .def("prepare", &PyDecodeAttention::prepare)
       .def("time_layers", &PyDecodeAttention::time_layers)
       .def("attend_csr", &PyDecodeAttention::attend_csr)

@@ -123,6 +123,20 @@ class DecodeAttention:
         first_row: int,
         prepares: bool,
     ) -> None: ...
+    def learn(
+        self,
+        layer_idx: int,
+        query: int,
+        page_tables: _Int64s,
+        table_strides: _Int64s,
+        kv_lens: _Int64s,
+        arrays: _Int64s,
+        text_marks: _Int64s,
+        window_on_device: bool,
+        sink_tokens: int,
+        recent_tokens: int,
+        elsewhere: list[bool],
+    ) -> None: ...
     def prepare(
         self,
         layer_idx: int,

@@ -47,12 +47,15 @@ class DecodeAttention:
 
     Attributes:
         on_attended: called after each `attend` with (layer_idx, step, query, out); for benches.
+        beside: what steps leave to a device: sink tokens, recent tokens, and heads
+            [num_layers, num_kv_heads]; None: nothing.
 
     Raises:
         ValueError: shapes the kernels do not take, a policy that does not fit the model.
     """
 
     on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
+    beside: tuple[int, int, npt.NDArray[np.bool_]] | None = None
 
     def __init__(
         self,
@@ -151,6 +154,11 @@ class DecodeAttention:
         return self._roles
 
     @property
+    def has_state(self) -> bool:
+        """Whether the policy remembers anything of a sequence."""
+        return self._has_state
+
+    @property
     def is_dense(self) -> list[bool]:
         """Of each layer: every unit attends to everything, whatever the length."""
         return [not sparse for sparse in self._sparse.tolist()]
@@ -199,9 +207,11 @@ class DecodeAttention:
         arrays = text_marks = NO_ARRAYS
         kept: list[Any] = list(tables)
         if self._has_state and int(lens.max()) > self._budget_tokens:
-            longest: dict[int, int] = {}  # grow once, before any address is taken
-            for seq, kv_len in zip(seqs, kv_lens, strict=True):
-                longest[seq] = max(kv_len, longest.get(seq, 0))
+            longest: dict[int, int] = {}  # build and grow before any address is taken
+            for seq, kv_len in sorted(zip(seqs, kv_lens, strict=True)):
+                longest[seq] = kv_len
+                if kv_len > self._budget_tokens:
+                    self.states.ensure(seq, kv_len)
             states = {
                 seq: self.states.ensure(seq, kv_len)
                 for seq, kv_len in longest.items()
@@ -414,15 +424,19 @@ class DecodeAttention:
 
     def keeps_queries(self, step: DecodeStep) -> bool:
         """Whether `record_step_queries` wants the queries of the step's sparse layers."""
-        return self._observes_queries and step.has_short_rows
+        observes = self._observes_queries and step.has_short_rows
+        return observes or self.states.records_rows
 
     def record_step_queries(self, layer_idx: int, step: DecodeStep, query: Tensor) -> None:
-        """Keep the queries of rows that attended densely, for the policy's `build`.
+        """Keep the queries of rows that attended densely, for the policy's `build`, and of drafts.
 
         Args:
             query: [n, >= num_qo_heads * head_dim], rotated.
         """
-        heads = query[:, : self._row_elements].view(len(query), self.num_qo_heads, -1)
+        query = query[:, : self._row_elements]
+        heads = query.view(len(query), self.num_qo_heads, -1)
         for row, (seq, kv_len) in enumerate(zip(step.seqs, step.kv_lens.tolist(), strict=True)):
-            if kv_len <= self._budget_tokens:
+            if self._observes_queries and kv_len <= self._budget_tokens:
                 self.states.record_queries(seq, layer_idx, heads[row][:, None], kv_len)
+            if self.states.records_rows:
+                self.states.record_row(seq, layer_idx, query[row])

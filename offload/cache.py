@@ -18,6 +18,7 @@ from transformers import Cache
 
 from offload.batch import RaggedBatch
 from offload.cache_layers import CachedLayer
+from offload.interrupts import shielded
 from offload.kv_store import KVStore
 from offload.sequences import Sequences
 
@@ -42,7 +43,7 @@ class OffloadedCache(Cache):
         self._num_columns = 0
         # bool [rows, >= columns], False at padding; None: there was none so far.
         self._attended: torch.Tensor | None = None
-        self._reserved_from: list[int] = []  # tokens of each sequence before the current pass
+        self._lens_before: list[int] = []  # of `seqs`, since `reserve`
         weakref.finalize(self, sequences.free_later, self._seqs)
 
     @property
@@ -84,12 +85,16 @@ class OffloadedCache(Cache):
                 self._sequences.free(seqs)
             raise
         self._seqs[:] = seqs
-        self._reserved_from = self.kv_lens
+        self._lens_before = self.kv_lens
         return list(seqs)
 
     def commit(self, batch: RaggedBatch) -> None:
-        """The tokens of `batch` are in every layer of the store; of some it may know already."""
-        ends = zip(self._reserved_from, batch.num_new_tokens, self.kv_lens, strict=True)
+        """The tokens of `batch` are in every layer of the store; of some it may know already.
+
+        Raises:
+            HostBudgetError: no room for what rows that continue one sequence need each.
+        """
+        ends = zip(self._lens_before, batch.num_new_tokens, self.kv_lens, strict=True)
         self.store.commit(self._seqs, [before + new - now for before, new, now in ends])
         if batch.num_sequences < len(batch.sequence_of_row):
             self._select(batch.sequence_of_row)
@@ -101,12 +106,11 @@ class OffloadedCache(Cache):
         self._num_columns += seq_len
 
     def roll_back(self) -> None:
-        """Drop the tokens of a forward pass that failed."""
+        """As before `reserve`, after a forward pass or a commit that failed."""
         if self._num_columns == 0:
             self.reset()
-        else:
-            for seq, kv_len in zip(self._seqs, self._reserved_from, strict=True):
-                self._sequences.truncate(seq, kv_len)
+        for seq, kv_len in zip(self._seqs, self._lens_before, strict=False):
+            self._sequences.roll_back(seq, kv_len)
 
     def check_continues(self, batch_size: int, past_mask: torch.Tensor | None) -> None:
         """Refuse a batch that does not continue this cache.
@@ -172,7 +176,7 @@ class OffloadedCache(Cache):
             raise ValueError(
                 f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
             )
-        with self._sequences.turns.lock:
+        with self._sequences.turns.lock, shielded():
             if self._num_columns + int(tokens_to_remove) <= 0:
                 self.reset()  # rows without a column are no rows: the next batch may have others
                 return
@@ -242,8 +246,9 @@ class OffloadedCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedCache:
         copied = OffloadedCache(self._sequences)
-        with self._sequences.turns.lock:
-            copied._seqs += [self._sequences.fork(seq) for seq in self._seqs]
+        with self._sequences.turns.lock, shielded():
+            for seq in self._seqs:  # one by one: what there is goes with the copy if one fails
+                copied._seqs.append(self._sequences.fork(seq))
             copied._attended = None if self._attended is None else self._attended.clone()
             copied._num_columns = self._num_columns
         return copied
@@ -270,14 +275,22 @@ class OffloadedCache(Cache):
             self.reset()
 
     def _select(self, rows: Sequence[int]) -> None:
-        """Row i becomes what row rows[i] was."""
+        """Row i becomes what row rows[i] was; all stays as it is if one cannot be forked."""
         taken: set[int] = set()
-        seqs = []
-        with self._sequences.turns.lock:
-            for row in rows:
-                seq = self._seqs[row]
-                seqs.append(self._sequences.fork(seq) if row in taken else seq)
-                taken.add(row)
+        seqs: list[int] = []
+        forks: list[int] = []
+        with self._sequences.turns.lock, shielded():
+            try:
+                for row in rows:
+                    seq = self._seqs[row]
+                    if row in taken:
+                        seq = self._sequences.fork(seq)
+                        forks.append(seq)
+                    seqs.append(seq)
+                    taken.add(row)
+            except BaseException:
+                self._sequences.free(forks)
+                raise
             self._sequences.free(seq for row, seq in enumerate(self._seqs) if row not in taken)
             self._seqs[:] = seqs
             if self._attended is not None:

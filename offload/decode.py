@@ -8,7 +8,7 @@ block they were in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,13 +68,29 @@ class Decoder:
             for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
             for position in range(self.store.kv_len(seq), self.store.kv_len(seq) + num_new)
         ]
-        for start in range(0, batch.num_tokens, self.max_rows):
-            block = slice(start, start + self.max_rows)
+        for block in self._blocks(rows):
             step = self.attention.begin_step(
                 [seq for seq, _ in rows[block]], [position + 1 for _, position in rows[block]]
             )
             self._run_layers(hidden[block], (cos[block], sin[block]), step)
         return hidden
+
+    def _blocks(self, rows: Sequence[tuple[int, int]]) -> Iterator[slice]:
+        """Rows (seq, position) that go through the layers together.
+
+        Where the policy's state of a sequence has to be built or moved, the rows before it are
+        done first: what it is made of must be there.
+        """
+        start = 0
+        for stop in range(1, len(rows) + 1):
+            full = stop - start == self.max_rows
+            if stop < len(rows) and not full:
+                seq, position = rows[stop]
+                continues = rows[stop - 1][0] == seq
+                if not continues or not self.attention.builds_state([seq], [position + 1]):
+                    continue
+            yield slice(start, stop)
+            start = stop
 
     def choose_tokens(
         self,

@@ -32,7 +32,7 @@ from offload.models import LeanModel
 from offload.parts_choice import PartsChoice
 from offload.placement import HeadPlacement, Place
 from offload.policies import Policy
-from offload.resident import ResidentKV
+from offload.resident import ResidentKV, check_resident_room
 from offload.sampling import SamplingOptions
 
 logger = logging.getLogger(__name__)
@@ -131,6 +131,8 @@ class DeviceDecoder:
         self._layers = layer_heads(
             placement.places, roles, shares_selection=policy.shares_selection
         )
+        device_heads = placement.places != Place.CPU
+        self.attention.beside = (self._sink_tokens, self._recent_tokens, device_heads)
         self._num_slots = 0
         self._drop_links()
         self._step = None
@@ -202,6 +204,12 @@ class DeviceDecoder:
         """`seq` was changed or freed outside of a decode step."""
         if self._num_slots:
             self._running.resident.forget(seq)
+
+    def check_room(self, num_sequences: int, kv_len: int) -> None:
+        """Raise DeviceMemoryError, as the step that comes to so many tokens would."""
+        placement = self.placement if self._keeps_placement else self._least_placement()
+        heads = int((placement.places == Place.GPU).sum())
+        check_resident_room(self.store, heads, num_sequences, kv_len, self._device_budget_bytes)
 
     def check_usable(self) -> None:
         """Raise CoprocessorError where an earlier fault was for good, or after a fork."""

@@ -15,6 +15,7 @@ from typing import Any
 from offload.cache import OffloadedCache
 from offload.kv_store import HostBudgetError
 from offload.memory import format_bytes
+from offload.policy_state import PolicyStates, capacity_for
 
 
 @dataclass
@@ -54,6 +55,7 @@ class GenerationRequest:
         shared_lens: of these, what the rows of one prompt compute and store only once.
         max_new_tokens: that each row may have in the cache beyond its prompt.
         copies: rows of one prompt.
+        drafts: tokens are proposed, and verified several at a time.
     """
 
     prompt_columns: int
@@ -62,10 +64,16 @@ class GenerationRequest:
     shared_lens: list[int]
     max_new_tokens: int
     copies: int
+    drafts: bool
 
     @classmethod
     def of(
-        cls, generation_config: Any, model_kwargs: dict[str, Any], batch_size: int
+        cls,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        batch_size: int,
+        *,
+        drafts: bool,
     ) -> GenerationRequest:
         """What `_prepare_cache_for_generation` gets, of `batch_size` prompts.
 
@@ -92,19 +100,21 @@ class GenerationRequest:
         chosen = max(1, generation_config.max_length - generation_config._given_ids)
         max_new_tokens = chosen - 1 + draft - 1
         gives_all = embeds is not None or generation_config._given_ids == columns
-        return cls(columns, gives_all, prompt_lens, shared_lens, max_new_tokens, copies)
+        return cls(columns, gives_all, prompt_lens, shared_lens, max_new_tokens, copies, drafts)
 
     @property
     def max_tokens(self) -> int:
         """Of the longest sequence at its end."""
         return max(self.prompt_lens) + self.max_new_tokens
 
-    def check(self, cache: OffloadedCache, check_context: Callable[[int], None]) -> None:
+    def check(
+        self, cache: OffloadedCache, states: PolicyStates, check_context: Callable[[int], None]
+    ) -> None:
         """Refuse what could not be generated to its end.
 
         Raises:
             ValueError: a context that is too long, or a prompt without a token that is not cached.
-            HostBudgetError: the KV budget does not suffice.
+            HostBudgetError: the host budget does not suffice for KV cache and policy state.
         """
         check_context(self.max_tokens)
         past_columns = cache.get_seq_length()
@@ -115,13 +125,16 @@ class GenerationRequest:
                 "attention_mask of the whole text"
             )
         store = cache.store
-        need = self._pages_needed(cache) * store.num_layers * store.page_bytes
-        free = store.host_budget_bytes - store.host_bytes_used
+        pages = self._pages_needed(cache) * store.num_layers
+        state = self._state_bytes_needed(cache, states)
+        need, free = pages * store.page_bytes + state, store.left_bytes(pages)
         if need > free:
+            kept = f" ({format_bytes(state)} of it for what the policy keeps)" if state else ""
             raise HostBudgetError(
                 f"{len(self.prompt_lens)} sequences of up to {self.max_tokens} tokens need "
-                f"{format_bytes(need)} more of host KV cache, but {format_bytes(free)} of its "
-                f"budget of {format_bytes(store.host_budget_bytes)} are free; raise "
+                f"{format_bytes(need)} more of host KV cache{kept}, but "
+                f"{format_bytes(max(0, free))} of its budget of "
+                f"{format_bytes(store.host_budget_bytes)} are free; raise "
                 "max_memory={'cpu': ...} or lower max_new_tokens"
             )
 
@@ -135,3 +148,11 @@ class GenerationRequest:
         shared = [kv_len // page_tokens for kv_len in self.shared_lens]
         own = sum(end - of_row for end, of_row in zip(ends, shared, strict=True))
         return own + sum(shared[:: self.copies])
+
+    def _state_bytes_needed(self, cache: OffloadedCache, states: PolicyStates) -> int:
+        """What the policy keeps at the end beyond what it keeps of `cache`."""
+        # A second copy is needed while the state grows, is forked, or a draft is being verified.
+        grows = capacity_for(max(self.prompt_lens)) < self.max_tokens
+        times = 2 if self.drafts or self.copies > 1 or grows else 1
+        state = sum(states.bytes_at(kv_len + self.max_new_tokens) for kv_len in self.prompt_lens)
+        return max(0, times * state - states.bytes_of(cache.seqs))

@@ -24,7 +24,7 @@ is what the process uses: slabs are touched when they are made (see `page_pool`)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -107,7 +107,7 @@ class KVStore:
 
     @property
     def host_budget_bytes(self) -> int:
-        """The hard limit of `host_bytes_reserved`."""
+        """The hard limit of `host_bytes_reserved` and what shares the budget."""
         return self._pool.budget_bytes
 
     @property
@@ -124,6 +124,19 @@ class KVStore:
     def num_sequences(self) -> int:
         """Sequences made and not yet freed."""
         return len(self._sequences)
+
+    def share_budget(self, count_bytes: Callable[[], int]) -> None:
+        """Others have `count_bytes()` of memory within the budget, too."""
+        self._pool.count_beside = count_bytes
+
+    def left_bytes(self, num_pages: int = 0) -> int:
+        """Of the budget: for `num_pages` pages and whatever else shares it.
+
+        Pages that are in slabs, but not used, are of use to pages only.
+        """
+        pool = self._pool
+        free_pages = len(pool.refcounts) - pool.num_used
+        return pool.left_bytes + min(free_pages, num_pages) * pool.page_bytes
 
     def new_sequence(self) -> int:
         """The handle of a new, empty sequence. It takes no memory until `reserve`."""

@@ -45,8 +45,9 @@ from offload.loading import (
     with_calibrated_policy,
 )
 from offload.rank_weights import keep_own_part
-from offload.runtime import OffloadStats, Runtime
+from offload.runtime import Runtime
 from offload.sampling import fast_options
+from offload.stats import OffloadStats
 from offload.tensor_parallel import TensorParallel, connect
 from offload.token_loop import generate_tokens
 from offload.turns import in_turn
@@ -355,7 +356,8 @@ class OffloadedModel(FixedModel):
         """Make the cache of a generation, once it is sure that all its tokens will fit."""
         mask, has_ranks = model_kwargs.get("attention_mask"), self._offload.ranks is not None
         refuse_unsupported(generation_config, mask, has_ranks=has_ranks)
-        request = GenerationRequest.of(generation_config, model_kwargs, batch_size)
+        drafts = generation_mode == "assisted_generation"
+        request = GenerationRequest.of(generation_config, model_kwargs, batch_size, drafts=drafts)
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             self._check_cache(cache)

@@ -11,7 +11,7 @@ import itertools
 import math
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -38,6 +38,9 @@ class PagePool:
     A slab is one anonymous mapping, touched when it is made, so that the budget is memory the
     process has and no page fault happens during decoding. Slabs are kept until `close()`. With a
     `registration` each is registered once it is touched, and unregistered before it is unmapped.
+
+    Attributes:
+        count_beside: other bytes that are within the budget, too; None: there are none.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class PagePool:
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         registration: HostRegistration | None = None,
     ) -> None:
+        self.count_beside: Callable[[], int] | None = None
         self.page_shape = page_shape
         self.dtype = dtype
         self.page_bytes = math.prod(page_shape) * dtype.itemsize
@@ -73,6 +77,12 @@ class PagePool:
     def num_used(self) -> int:
         """Pages with at least one owner."""
         return len(self.refcounts) - self._num_free
+
+    @property
+    def left_bytes(self) -> int:
+        """Of the budget, for slabs and for what shares it."""
+        beside = 0 if self.count_beside is None else self.count_beside()
+        return self.budget_bytes - self.reserved_bytes - beside
 
     def allocate(self, num_pages: int) -> Int64Array:
         """Ids int64 [num_pages], ascending, of pages with one owner each and undefined contents.
@@ -131,7 +141,7 @@ class PagePool:
 
         One large slab for a large request, rather than many: one mapping to touch and register.
         """
-        left_bytes = _round_down(self.budget_bytes - self.reserved_bytes, mmap.PAGESIZE)
+        left_bytes = max(0, _round_down(self.left_bytes, mmap.PAGESIZE))
         if missing_pages * self.page_bytes > left_bytes:
             raise self._budget_error(missing_pages, "")
         # The budget was checked when the store was made; what is left of the machine or of the
@@ -142,7 +152,10 @@ class PagePool:
             raise self._budget_error(missing_pages, f", but only {left} of host memory are left")
 
         num_pages = math.ceil(missing_pages / self._slab_pages) * self._slab_pages
-        num_pages = min(num_pages, min(left_bytes, available_bytes) // self.page_bytes)
+        # Pages that nobody asked for are taken from those who share the budget.
+        spare_bytes = left_bytes if self.count_beside is None else left_bytes // 8
+        num_pages = min(num_pages, min(spare_bytes, available_bytes) // self.page_bytes)
+        num_pages = max(num_pages, missing_pages)
         slab_bytes = -_round_down(-num_pages * self.page_bytes, mmap.PAGESIZE)
         try:
             memory = map_slab(slab_bytes)
@@ -177,6 +190,8 @@ class PagePool:
 
     def _budget_error(self, missing_pages: int, reason: str) -> HostBudgetError:
         needed, used = missing_pages + self._num_free, self.num_used
+        if beside := self.budget_bytes - self.reserved_bytes - self.left_bytes:
+            reason = f" ({format_bytes(beside)} are what the policy keeps){reason}"
         return HostBudgetError(
             f"the host KV cache needs {format_bytes(needed * self.page_bytes)} more "
             f"({needed} pages of {self.page_bytes} bytes) and uses "

@@ -295,3 +295,23 @@ class ResidentKV:
                 for place, head in enumerate(heads):  # of each side, as a whole is one piece
                     for side in range(2):
                         page[side, place].copy_(host_page[side, head], non_blocking=True)
+
+
+def check_resident_room(
+    store: KVStore, num_heads: int, num_sequences: int, kv_len: int, budget_bytes: int | None
+) -> None:
+    """Refuse sequences of `kv_len` tokens of which `num_heads` KV heads, of all layers, stay on a
+    GPU that has `budget_bytes` for them; None: what will fit is not known beforehand.
+
+    Raises:
+        DeviceMemoryError: names both, and the options.
+    """
+    page_bytes = store.page_bytes // store.num_kv_heads
+    needed = num_sequences * -(-kv_len // store.page_tokens) * num_heads * page_bytes
+    if budget_bytes is not None and needed > budget_bytes:
+        raise DeviceMemoryError(
+            f"the {num_heads} KV heads that stay on the GPU need {format_bytes(needed)} for "
+            f"{num_sequences} sequences of up to {kv_len} tokens, but their budget is "
+            f"{format_bytes(budget_bytes)}; raise max_memory of the device, lower the policy's "
+            "dense_layers, place fewer heads there or lower max_new_tokens"
+        )

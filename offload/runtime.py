@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from offload.prefill import prefill
 from offload.rank_weights import rank_view
 from offload.sampling import SamplingOptions, TokenChooser, check_chosen
 from offload.sequences import Sequences
+from offload.stats import OffloadStats
 from offload.tensor_parallel import TensorParallel
 from offload.torch_threads import torch_threads
 
@@ -38,34 +38,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class OffloadStats:
-    """What the last `generate()` did, and the forward passes since.
-
-    In a generation, seconds of decoding count from the end of one forward pass to the end of the
-    next, so they include choosing and streaming tokens. index_seconds went into building what the
-    policy keeps of a context, and are in neither. kv_host_bytes is the most that was in use,
-    policy_host_bytes what the policy keeps beside it. With threads: what the last one did, or does.
-    """
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    kv_host_bytes: int = 0
-    kv_device_bytes: int = 0
-    index_seconds: float = 0.0
-    policy_host_bytes: int = 0
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class Runtime:
@@ -156,20 +128,23 @@ class Runtime:
             self._mark_text(batch, seqs, tokens)
             return self._run_parts(hidden, parts, seqs)
 
-        return self._extend(cache, batch, compute), parts[0].phase
+        phase = parts[0].phase
+        return self._extend(cache, batch, compute, prefill=phase == "prefill"), phase
 
     def _run_parts(
         self, hidden: torch.Tensor, parts: Sequence[BatchPart], seqs: list[int]
     ) -> torch.Tensor:
         """Embeddings [num_tokens, hidden_size] through all layers, overwritten."""
-        for part in parts:
+        for i, part in enumerate(parts):
             start = time.perf_counter()
             of_part = [seqs[sequence] for sequence in part.sequences]
+            if i > 0 and part.phase != parts[i - 1].phase:
+                self.attention.states.begin_draft(of_part)
             x = hidden[part.tokens]
             if part.phase == "prefill":
                 x = self._prefill(x, part.batch, self.store, of_part)
             else:
-                start += self._build_index(part.batch, of_part)
+                start += self._build_index(of_part)
                 x = self._decoder.decode(x, part.batch, of_part)
             self._record(part.phase, part.batch.num_tokens, start)
             if len(parts) == 1:
@@ -222,13 +197,13 @@ class Runtime:
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
             self._mark_text(batch, seqs, tokens)
-            start += self._build_index(batch, seqs)
+            start += self._build_index(seqs)
             with self._current_device():
                 chosen = self._decoder.choose_tokens(seqs, tokens, position_ids, options)
             return check_chosen(chosen, len(self.lean.layers))
 
         with without_autocast(self.device), self.together():
-            chosen = self._extend(cache, batch, compute)
+            chosen = self._extend(cache, batch, compute, prefill=False)
         self._record("decode", batch.num_tokens, start)
         return chosen
 
@@ -307,7 +282,10 @@ class Runtime:
             ValueError, HostBudgetError: before anything is computed.
         """
         used = OffloadedCache(self.sequences) if cache is None else cache
-        request.check(used, self.check_context)
+        self.sequences.collect()
+        request.check(used, self.attention.states, self.check_context)
+        if not isinstance(self._decoder, Decoder):
+            self._decoder.check_room(len(request.prompt_lens), request.max_tokens)
         generation, past_columns = self.generation_now or Generation(), used.get_seq_length()
         generation.cache, generation.owns_cache = used, cache is None
         generation.gives_all = request.gives_all
@@ -321,6 +299,8 @@ class Runtime:
         cache: OffloadedCache,
         batch: RaggedBatch,
         compute: Callable[[list[int]], torch.Tensor],
+        *,
+        prefill: bool,
     ) -> torch.Tensor:
         """What `compute` makes of the sequences of `batch`, which have room for its tokens then.
 
@@ -328,15 +308,18 @@ class Runtime:
         """
         if not isinstance(self._decoder, Decoder):
             self._decoder.check_usable()
+        states = self.attention.states
         with shielded() as exposed:
             seqs = cache.reserve(batch)
             try:
+                states.begin(seqs, batch.num_new_tokens, prefill=prefill)
                 with exposed():
                     result = compute(seqs)
+                cache.commit(batch)
             except BaseException:
                 cache.roll_back()
                 raise
-            cache.commit(batch)
+            states.commit(seqs)
         return result
 
     def _view(self, stock: Any) -> LeanModel:
@@ -349,20 +332,21 @@ class Runtime:
         return contextlib.nullcontext()
 
     def _mark_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
-        if self._vocabulary_marks is None or tokens is None:
+        """Marks of the new tokens; of those whose ids are not known none, that is, no delimiter."""
+        if self._vocabulary_marks is None:
             return
-        marks = self._vocabulary_marks[tokens.numpy()]
+        if tokens is None:
+            marks = np.zeros(batch.num_tokens, np.uint8)
+        else:
+            marks = self._vocabulary_marks[tokens.numpy()]
         for sequence, start, stop in batch.spans():
             self.attention.states.append_marks(seqs[sequence], marks[start:stop])
 
-    def _build_index(self, batch: RaggedBatch, seqs: list[int]) -> float:
-        """What the policy keeps of sequences that have come past its budget; seconds it took,
-        which do not count as decoding.
+    def _build_index(self, seqs: list[int]) -> float:
+        """What the policy keeps of sequences that come past its budget with their next token;
+        seconds it took, which do not count as decoding.
         """
-        kv_lens = [
-            self.store.kv_len(seq) + num_new
-            for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
-        ]
+        kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
         with torch_threads(self._prefill_threads):
             seconds = self.attention.build_states(seqs, kv_lens)
         self.stats.index_seconds += seconds
@@ -377,7 +361,6 @@ class Runtime:
         with torch_threads(self._prefill_threads):
             for seq in seqs:
                 self._decoder.forget(seq)
-                states.rebuild(seq)
             build = None
             if hidden.is_cuda and store is not None:
                 kv_lens = [

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from offload.attention import DecodeAttention
+from offload.draft_rows import attend_again
 from offload.interrupts import shielded
 from offload.kv_store import KVStore
 from offload.turns import Turns
@@ -40,13 +41,29 @@ class Sequences:
     def fork(self, seq: int) -> int:
         """A copy of `seq` that shares its pages."""
         child = self.store.fork(seq)
-        self._attention.states.fork(seq, child)
+        try:
+            self._attention.states.fork(seq, child)
+        except BaseException:
+            self.free([child])
+            raise
         return child
 
     def truncate(self, seq: int, kv_len: int) -> None:
-        """Keep the first `kv_len` tokens, and nothing that is reserved or was in the making."""
+        """Keep the first `kv_len` tokens, and nothing that is reserved.
+
+        What a policy has learnt from tokens that go is forgotten, bit for bit, where they are of
+        the last forward pass (a draft).
+        """
         self._on_changed(seq)
-        self._attention.states.truncate(seq, kv_len)
+        rows = self._attention.states.truncate(seq, kv_len)
+        self.store.truncate(seq, kv_len)
+        if rows is not None:
+            attend_again(self._attention, seq, rows)
+
+    def roll_back(self, seq: int, kv_len: int) -> None:
+        """As before a forward pass that failed, with `kv_len` tokens."""
+        self._on_changed(seq)
+        self._attention.states.roll_back(seq)
         self.store.truncate(seq, kv_len)
 
     def free(self, seqs: Iterable[int]) -> None:

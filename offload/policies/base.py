@@ -68,6 +68,17 @@ class BuildContext:
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """What the size of a policy's arrays depends on, where they serve `capacity_tokens` tokens."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    item_bytes: int
+    capacity_tokens: int
+
+
+@dataclass(frozen=True)
 class DeviceTopK:
     """A rule of `select` that a GPU can follow: the heaviest tokens by importance, ties to the
     lowest positions, as many as the budget has room for.
@@ -173,6 +184,13 @@ class Policy:
         """
         return ()
 
+    def state_bytes(self, shape: StateShape) -> int:
+        """At most so many bytes are in the arrays of one layer of one sequence.
+
+        0 where it is not known; memory budgets leave no room for them then.
+        """
+        return 0
+
     def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
         """`build` alongside a prefill, from tensors on the device that computes it.
 
@@ -185,7 +203,10 @@ class Policy:
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
     ) -> Sequence[npt.NDArray[Any]]:
-        """The arrays, for `capacity_tokens` tokens. Called between steps, when they get too few."""
+        """The arrays, for `capacity_tokens` tokens. Called between steps, when they get too few.
+
+        Those given stay as they are: the step that needs the room may fail.
+        """
         return arrays
 
     def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
@@ -194,6 +215,15 @@ class Policy:
         False: it cannot be done; the state is built again when it is needed.
         """
         return False
+
+    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        """Take back, in place, what the callbacks of one step did that failed, after `kv_len`
+        tokens: of some units, of all, or of none; `prepare` may have run without the others.
+
+        What follows must be as if the step had not been, bit for bit. False: it cannot be done;
+        the state is built again when it is needed.
+        """
+        return self.observe is None and self.append is None and self.prepare is None
 
     def has_state(self) -> bool:
         """Whether `build` keeps arrays."""

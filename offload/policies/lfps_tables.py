@@ -193,8 +193,12 @@ def add_scores(
     weights: Any,
     newest: Any,
     scale: Any,
+    old: Any,
 ) -> None:
-    """Stored score of each token += its weight * scale; by distance to `newest` if top >= 0."""
+    """Stored score of each token += its weight * scale; by distance to `newest` if top >= 0.
+
+    `old` receives the scores before, for `take_back`.
+    """
     s1, s2, s3, s4 = state[0], state[1], state[2], state[3]
     highest, floor = state[MAX], state[FLOOR]
     count = np.int64(state[COUNT])
@@ -213,6 +217,7 @@ def add_scores(
         at = values_at + 4 * (np.int64(-place) - 1) if place < 0.0 else table_at + 4 * index
         score = view_float32(at, 1)
         before = score[0]
+        old[i] = before
         after = np.float32(before + weights[i] * scale)
         score[0] = after
         if place >= 0.0 and after > floor and count < len(values):
@@ -231,6 +236,24 @@ def add_scores(
     state[MAX], state[COUNT] = highest, count
     if count == len(values):
         state[FULL] = 1.0
+
+
+@numba.njit(cache=True)
+def take_back(
+    table: Any, values: Any, bits: Any, top: Any, state: Any, tokens: Any, old: Any, newest: Any
+) -> None:
+    """Undo `add_scores`; `state`: as it was before."""
+    count = np.int64(state[COUNT])
+    for i in range(len(tokens)):
+        index = newest - tokens[i] if top >= 0 else np.int64(tokens[i])
+        place = table[index]
+        if place >= 0.0:
+            table[index] = old[i]
+        elif np.int64(-place) - 1 < count:
+            values[np.int64(-place) - 1] = old[i]
+        else:  # it was listed then
+            table[index] = old[i]
+            _clear_bit(bits, _bit_of(index, top))
 
 
 @numba.njit(cache=True)

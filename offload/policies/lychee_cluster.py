@@ -21,13 +21,14 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, StateShape
 from offload.policies.callback import Callback
 from offload.policies.device_build import to_host
 from offload.policies.lychee_chunks import MAX_CHUNK_TOKENS, cut_chunks
 from offload.policies.lychee_device import cluster_on_device
-from offload.policies.lychee_graft import append
+from offload.policies.lychee_graft import append, forget_graft, take_back_graft
 from offload.policies.lychee_index import (
+    HEADER_COLUMNS,
     Clusters,
     IndexShape,
     LycheeIndex,
@@ -35,6 +36,8 @@ from offload.policies.lychee_index import (
     grow_index,
     index_arrays,
     no_clusters,
+    scratch_bytes,
+    starts_bytes,
 )
 from offload.policies.lychee_prefetch import prepare
 from offload.policies.lychee_search import propose, select
@@ -153,7 +156,6 @@ class LycheeCluster(SparsePolicy):
 
     def _index_shape(self, context: BuildContext) -> IndexShape:
         last = context.keys.shape[1] - self.recent_tokens
-        most = max(self.candidate_ratio, self.short_context_ratio)
         starts = cut_chunks(
             context.text_marks,
             self.sink_tokens,
@@ -167,8 +169,24 @@ class LycheeCluster(SparsePolicy):
             max_units=self.max_units,
             min_chunk_tokens=self.min_chunk_tokens,
             capacity_tokens=context.capacity_tokens,
-            candidate_capacity=int(1.25 * most * self._chosen_tokens) + 256,
+            candidate_capacity=self._candidate_capacity,
         )
+
+    @property
+    def _candidate_capacity(self) -> int:
+        most = max(self.candidate_ratio, self.short_context_ratio)
+        return int(1.25 * most * self._chosen_tokens) + 256
+
+    def state_bytes(self, shape: StateShape) -> int:
+        """Of chunks as short as they may be."""
+        chunks = shape.capacity_tokens // self.min_chunk_tokens + 2
+        clusters = max(1, chunks // self.chunks_per_cluster)
+        rows = self.max_units + clusters
+        of_head = 8 * HEADER_COLUMNS + rows * (shape.head_dim + 6) + 4 * (2 * self.max_units + 1)
+        of_head += 3 * (clusters + chunks) + scratch_bytes(
+            clusters, chunks, self._candidate_capacity, shape.head_dim
+        )
+        return shape.num_kv_heads * of_head + starts_bytes(chunks)
 
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
@@ -178,4 +196,10 @@ class LycheeCluster(SparsePolicy):
 
     def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
         """True while only tokens go that are in no chunk."""
+        forget_graft(arrays)
         return kv_len >= LycheeIndex(arrays).indexed_end
+
+    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        """Takes back a graft."""
+        take_back_graft(arrays, kv_len)
+        return True

@@ -7,6 +7,7 @@ the move of the centroid ask for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -24,13 +25,30 @@ from offload.policies.callback import (
 from offload.policies.lychee_chunks import chunk_length, set_chunk_start
 from offload.policies.lychee_index import (
     CAPACITY_CHUNKS,
+    GRAFTED_AT,
+    GRAFTED_CLUSTER,
+    GRAFTED_UNIT,
+    HAS_HIGH_LINKS,
+    HEADER,
+    HEADER_COLUMNS,
     INDEXED_END,
+    LAST_GRAFT_COLUMNS,
+    LINKS,
+    LINKS_HIGH,
     NORM_STEP,
     NUM_CHUNKS,
     NUM_CLUSTERS,
     NUM_UNITS,
+    OLD_HEADER,
+    OLD_LINK,
+    OLD_SCALES,
+    RANGES,
     ROWS,
+    SCALES,
+    SCRATCH,
     SPREAD_STEP,
+    Array,
+    graft_bytes,
 )
 from offload.policies.lychee_search import MAX_CHUNK, MIN_CHUNK, UNINDEXED_LIMIT, take_best
 from offload.policies.lychee_views import (
@@ -40,6 +58,7 @@ from offload.policies.lychee_views import (
     from_bfloat16,
     header_of,
     index_of,
+    last_graft_of,
     link_of,
     scratch_of,
     set_link,
@@ -94,7 +113,8 @@ def append(pointer: Any) -> None:
     ctx = read_context(pointer)
     header = header_of(ctx)
     limit = int(ctx.parameters[UNINDEXED_LIMIT])
-    while (
+    # One chunk at most: a step that fails is taken back. What is left has its turn in the next.
+    if (
         ctx.kv_len - header[INDEXED_END] > limit
         and header[NUM_CHUNKS] + 1 <= header[CAPACITY_CHUNKS]
     ):
@@ -156,6 +176,22 @@ def _chunk_key(ctx: Any, keys: Any, length: int, out: Any) -> Any:
     return np.sqrt(squares), np.sqrt(furthest)
 
 
+@numba.njit(cache=True)
+def _note_before(ctx: Any, index: Any, unit: Any, cluster: Any) -> None:
+    """Note what grafting onto a cluster will change (`lychee_index.take_back_graft`)."""
+    header, rows, scales, _, _, _, links, high = index
+    last, old_rows = last_graft_of(ctx, header)
+    last[GRAFTED_AT] = ctx.kv_len
+    last[GRAFTED_UNIT], last[GRAFTED_CLUSTER] = unit, cluster
+    last[OLD_HEADER : OLD_HEADER + HEADER_COLUMNS] = header
+    last[OLD_LINK] = link_of(links, high, cluster)
+    for i in range(2):
+        row = unit if i == 0 else header[NUM_UNITS] + cluster
+        old_rows[i] = rows[row]
+        for kind in range(3):
+            last[OLD_SCALES + 3 * i + kind] = scales[kind, row]
+
+
 @numba.njit
 def _graft(pointer: Any, ctx: Any, length: int) -> None:
     """Put the next `length` tokens into the index: a chunk of the nearest cluster."""
@@ -196,6 +232,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
         for j in range(n):
             if scores[j] > largest:
                 unit, cluster, largest = near[i], first + j, scores[j]
+    _note_before(ctx, index, unit, cluster)
     count = 0
     link = link_of(links, high, cluster)
     while link > 0 and count < _MAX_COUNT:
@@ -218,3 +255,33 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     if ctx.unit == 0:  # the heads share the starts, and nobody reads them while tokens are appended
         set_chunk_start(blocks, offsets, chunk + 1, header[INDEXED_END])
     ctx.bytes_touched += length * ctx.head_dim * 2 + 8 * ctx.head_dim
+
+
+def forget_graft(arrays: Sequence[Array]) -> None:
+    """There is no last graft to take back."""
+    take_back_graft(arrays, np.iinfo(np.int64).max)
+
+
+def take_back_graft(arrays: Sequence[Array], kv_len: int) -> None:
+    """The index as before the last graft, where that came after `kv_len` tokens.
+
+    What is behind the last chunk, in starts and links, is written again with the next one.
+    """
+    header, rows, scales, ranges = (arrays[i] for i in (HEADER, ROWS, SCALES, RANGES))
+    num_units, head_dim = int(header[0, NUM_UNITS]), rows.shape[2]
+    for h in range(len(header)):
+        scratch = arrays[SCRATCH][h, -graft_bytes(head_dim) :]
+        last = scratch[: 8 * LAST_GRAFT_COLUMNS].view(np.int64)
+        if last[GRAFTED_AT] > kv_len:
+            unit, cluster = int(last[GRAFTED_UNIT]), int(last[GRAFTED_CLUSTER])
+            old_rows = scratch[8 * LAST_GRAFT_COLUMNS :][: 2 * head_dim].view(np.int8)
+            old_scales = last[OLD_SCALES:].reshape(2, 3)
+            for i, row in enumerate((unit, num_units + cluster)):
+                rows[h, row] = old_rows.reshape(2, head_dim)[i]
+                scales[h, :, row] = old_scales[i]
+            ranges[h, num_units + 1 + unit] -= 1
+            header[h] = last[OLD_HEADER : OLD_HEADER + HEADER_COLUMNS]
+            arrays[LINKS][h, cluster] = last[OLD_LINK] & 0xFFFF
+            if header[h, HAS_HIGH_LINKS]:
+                arrays[LINKS_HIGH][h, cluster] = last[OLD_LINK] >> 16
+        last[GRAFTED_AT] = 0

@@ -51,6 +51,11 @@ SCRATCH_BYTES = 7  # of one KV head
 NORM_STEP = 8  # bits of a float32: what a norm byte counts
 SPREAD_STEP = 9
 HEADER_COLUMNS = 10
+# Of the last graft: the kv_len of its step, or 0; its unit and cluster; and what was there before:
+# the header, the cluster's first link, three kinds of scales of the unit and of the cluster.
+GRAFTED_AT, GRAFTED_UNIT, GRAFTED_CLUSTER = 0, 1, 2
+OLD_HEADER, OLD_LINK, OLD_SCALES = 3, 3 + HEADER_COLUMNS, 4 + HEADER_COLUMNS
+LAST_GRAFT_COLUMNS = OLD_SCALES + 6
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
 _LOW_LINKS = 1 << 16
@@ -102,7 +107,16 @@ def scratch_bytes(
     flags = (capacity_chunks // 64 + 1) * 8
     floats = head_dim * (MAX_CHUNK_TOKENS + 3) + max(num_clusters, 64)
     candidates = candidate_capacity + MAX_CHUNK_TOKENS  # chunks are written whole
-    return (flags + 4 * (floats + candidates + num_clusters + 256) + 63) // 64 * 64
+    work = (flags + 4 * (floats + candidates + num_clusters + 256) + 63) // 64 * 64
+    return work + graft_bytes(head_dim)
+
+
+def graft_bytes(head_dim: int) -> int:
+    """At the end of a KV head's scratch: what the last graft changed, as it was before.
+
+    int64 [LAST_GRAFT_COLUMNS], then the rows of the unit and the cluster.
+    """
+    return (8 * LAST_GRAFT_COLUMNS + 2 * head_dim + 63) // 64 * 64
 
 
 @numba.njit(cache=True)

@@ -19,6 +19,7 @@ from offload.policies.lychee_index import (
     HAS_HIGH_LINKS,
     HEADER,
     HEADER_COLUMNS,
+    LAST_GRAFT_COLUMNS,
     LINKS,
     LINKS_HIGH,
     NUM_CLUSTERS,
@@ -116,6 +117,15 @@ def scratch_of(ctx: Any, header: Any) -> Any:
     units = picked + 4 * header[NUM_CLUSTERS]
     flags = carray(_as_uint64(base), num_words)
     return flags, query, keys, centroids, scores, candidates, picked, units
+
+
+@numba.njit(cache=True)
+def last_graft_of(ctx: Any, header: Any) -> Any:
+    """Numbers int64 [LAST_GRAFT_COLUMNS] and rows int8 [2, head_dim] of what it changed."""
+    size = (8 * LAST_GRAFT_COLUMNS + 2 * ctx.head_dim + 63) // 64 * 64
+    base = ctx.arrays[SCRATCH] + (ctx.unit + 1) * header[SCRATCH_BYTES] - size
+    rows = carray(_as_int8(base + 8 * LAST_GRAFT_COLUMNS), (2, ctx.head_dim))
+    return carray(_as_int64(base), LAST_GRAFT_COLUMNS), rows
 
 
 @numba.njit(inline="always")

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, StateShape
 from offload.policies.callback import (
     Callback,
     callback,
@@ -269,6 +269,12 @@ class Quest(SparsePolicy):
         header = np.array([*numbers, *[num_pages] * num_kv_heads], np.int32)
         return (as_numpy(bounds), *self._scratch(num_kv_heads, max_pages, both // 2), header)
 
+    def state_bytes(self, shape: StateShape) -> int:
+        max_pages = max(1, self._pages_of(shape.capacity_tokens))
+        floats = _scratch_floats(shape.head_dim, max_pages, self.page_tokens)
+        of_head = 2 * shape.head_dim * shape.item_bytes * max_pages + 4 * (floats + max_pages + 1)
+        return shape.num_kv_heads * int(of_head) + 4 * _PAGES_OF
+
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
     ) -> Sequence[npt.NDArray[Any]]:
@@ -287,6 +293,10 @@ class Quest(SparsePolicy):
         pages = arrays[3][_PAGES_OF:]
         np.minimum(pages, self._pages_of(kv_len), out=pages)
         return True
+
+    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        """As `truncate`: bounds say nothing of steps."""
+        return self.truncate(layer_idx, arrays, kv_len)
 
     def _pages_of(self, num_tokens: int) -> int:
         """Complete pages of so many tokens."""

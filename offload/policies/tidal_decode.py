@@ -37,6 +37,7 @@ from offload.policies.base import (
     DeviceBuild,
     DeviceTopK,
     Policy,
+    StateShape,
 )
 from offload.policies.exact_topk import ExactTopK
 
@@ -184,6 +185,12 @@ class TidalDecode(Policy):
 
     def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
         return self.inner.truncate(layer_idx, arrays, kv_len)
+
+    def state_bytes(self, shape: StateShape) -> int:
+        return self.inner.state_bytes(shape)
+
+    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+        return self.inner.rewind(layer_idx, arrays, kv_len)
 
     def has_state(self) -> bool:
         return self.inner.has_state()

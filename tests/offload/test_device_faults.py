@@ -125,8 +125,8 @@ def resident_pages(model: Any, num_pages: int) -> None:
 
 
 def test_resident_layers_beyond_their_budget(backend, tiny_folders, stock):
-    """7 pages of 16 tokens: a longer context fails at the step that does not fit, in prompt or
-    generation, and says what to do."""
+    """7 pages of 16 tokens: a generation that comes to more is refused before its prompt is
+    computed, a forward pass fails at the step that does not fit; both say what to do."""
     budget = small("exact_topk", 400)  # all tokens: exact
     model = load(tiny_folders["llama"], budget, backend)
     resident_pages(model, 7)
@@ -134,12 +134,19 @@ def test_resident_layers_beyond_their_budget(backend, tiny_folders, stock):
     for prompt_tokens, new_tokens in ((150, 5), (100, 30)):
         with pytest.raises(DeviceMemoryError, match=message):
             greedy(model, random_tokens(1, prompt_tokens), new_tokens)
+        assert model.offload_stats().prefill_tokens == 0
         assert model.kv_store.num_sequences == 0
         check_works(model, stock, 90)
     cache = model.new_cache()
     text = greedy(model, random_tokens(1, 100), 10, past_key_values=cache)
     with pytest.raises(DeviceMemoryError, match=message):
         greedy(model, text, 10, past_key_values=cache)
+    assert cache.kv_lens[0] == 109
+    for token in text[:, -1:].expand(4, 1):
+        if cache.kv_lens[0] < 112:
+            model(token[None], past_key_values=cache)
+    with pytest.raises(DeviceMemoryError, match=message):
+        model(text[:, -1:], past_key_values=cache)
     assert cache.kv_lens[0] == 112
     assert torch.equal(text, greedy(stock, random_tokens(1, 100), 10))
     del cache

@@ -14,12 +14,12 @@ from seeded import new_rng
 
 from cpu_ops import reference
 from cpu_ops.native import WorkerPool
-from offload import policy_state
+from offload import sequence_state
 from offload.attention import DecodeAttention
 from offload.kv_store import KVStore
 from offload.policies import make_policy
 from offload.policies.lfps import LFPS
-from offload.policies.lfps_layout import SCALE
+from offload.policies.lfps_layout import FIRST_COUNT, SCALE
 from offload.policies.lfps_tables import TABLE_STATE
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 32
@@ -118,7 +118,7 @@ class Run:
 
     def candidates(self, unit: int) -> np.ndarray:
         arrays = self.arrays()
-        return arrays[6][unit, : arrays[7][3 + unit]].astype(np.int64)
+        return arrays[6][unit, : arrays[7][FIRST_COUNT + unit]].astype(np.int64)
 
     def tables(self, unit: int) -> np.ndarray:
         """float64 [2, capacity] scores."""
@@ -267,7 +267,7 @@ def test_lazy_decay_rescales(pool):
 
 
 def test_growth_over_the_capacity(pool, monkeypatch):
-    monkeypatch.setattr(policy_state, "_CAPACITY_STEP", 16)
+    monkeypatch.setattr(sequence_state, "_CAPACITY_STEP", 16)
     run = Run(policy_of(), pool, Text(500), 300)
     capacities = set()
     for _ in range(120):

@@ -40,7 +40,7 @@ def predict(scores, values, indices, bits, state, tops, newest, alpha, prune, sc
 
 
 @numba.njit
-def update(scores, values, indices, bits, state, tops, tokens, weights, newest, scale):
+def update(scores, values, indices, bits, state, tops, tokens, weights, newest, scale, old):
     for k in range(2):
         tables.add_scores(
             scores[k],
@@ -53,6 +53,7 @@ def update(scores, values, indices, bits, state, tops, tokens, weights, newest, 
             weights,
             newest,
             scale,
+            old[k],
         )
 
 
@@ -86,6 +87,7 @@ class Layer:
         self.positions = self.rng.choice(np.arange(4, kv_len // 2), half, False)
         self.distances = self.rng.choice(np.arange(64, kv_len // 2 - 1), half, False)
         self.scale, self.newest = 1.0, kv_len
+        self.old = np.zeros((2, ATTENDED), np.float32)
         # max / sqrt(kurtosis) of the same scores among n falls with about sqrt(n).
         self.alpha = 0.2 * (kv_len / SHORT) ** 0.57
 
@@ -105,7 +107,8 @@ class Layer:
         weights = self.weights[np.argsort(attended)]
         start = time.thread_time()
         for unit in self.units:
-            update(*unit, self.tops, tokens, weights, self.newest, np.float32(self.scale))
+            scale = np.float32(self.scale)
+            update(*unit, self.tops, tokens, weights, self.newest, scale, self.old)
         self.newest += 1
         return seconds + time.thread_time() - start, count
 

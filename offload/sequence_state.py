@@ -1,0 +1,150 @@
+"""What is remembered of one sequence: a policy's arrays, recent queries, marks of the text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cpu_ops.native import MAX_POLICY_ARRAYS
+
+Array = npt.NDArray[Any]
+_CAPACITY_STEP = 4096  # tokens; and an eighth of the length, so that growing stays rare
+# Tokens that a draft may take back, of queries beyond those that a policy observes.
+_SPARE_QUERIES = 32
+
+
+class LayerArrays:
+    """A policy's arrays of one sequence, and their addresses as the kernels want them."""
+
+    def __init__(self, layers: list[list[Array]], capacity_tokens: int) -> None:
+        self.layers = layers
+        self.capacity_tokens = capacity_tokens
+        self.pointers = np.zeros((len(layers), MAX_POLICY_ARRAYS), np.int64)
+        for layer_idx, arrays in enumerate(layers):
+            if len(arrays) > MAX_POLICY_ARRAYS:
+                raise ValueError(
+                    f"a policy keeps at most {MAX_POLICY_ARRAYS} arrays, got {len(arrays)}"
+                )
+            self.pointers[layer_idx, : len(arrays)] = [array.ctypes.data for array in arrays]
+        self.num_bytes = sum(array.nbytes for arrays in layers for array in arrays)
+
+    def copy(self, into: LayerArrays | None = None) -> LayerArrays:
+        """A copy; in the memory of `into`, if it is as large."""
+        if into is not None and _shapes(into) == _shapes(self):
+            for arrays, sources in zip(into.layers, self.layers, strict=True):
+                for array, source in zip(arrays, sources, strict=True):
+                    np.copyto(array, source)
+            into.capacity_tokens = self.capacity_tokens
+            return into
+        layers = [[array.copy() for array in arrays] for arrays in self.layers]
+        return LayerArrays(layers, self.capacity_tokens)
+
+
+class RecentQueries:
+    """The last `size` queries of one layer of one sequence, in a ring.
+
+    The ring has some more, so that they are still `size` after a few tokens were taken back.
+    """
+
+    def __init__(self, num_qo_heads: int, size: int, head_dim: int, dtype: torch.dtype) -> None:
+        self._size = size
+        self._ring = torch.empty(num_qo_heads, size + _SPARE_QUERIES, head_dim, dtype=dtype)
+        self._count = 0  # valid ones
+        self.kv_len = 0  # of the newest
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ring.nbytes
+
+    def append(self, queries: Tensor, kv_len: int) -> None:
+        """`queries` [num_qo_heads, n, head_dim] belong to tokens kv_len - n … kv_len - 1."""
+        size, n = self._ring.shape[1], queries.shape[1]
+        self.to(queries.device)
+        if kv_len - n != self.kv_len:
+            self._count = 0  # tokens went by unseen
+        kept = queries[:, -size:]
+        if kept.shape[1] == 1:
+            self._ring[:, (kv_len - 1) % size] = kept[:, 0]
+        else:
+            # Made on the device: moving indices there would wait for it, once for each slice.
+            slots = torch.arange(kv_len - kept.shape[1], kv_len, device=kept.device) % size
+            self._ring[:, slots] = kept
+        self._count = min(size, self._count + n)
+        self.kv_len = kv_len
+
+    def truncate(self, kv_len: int) -> None:
+        """Forget the queries of tokens from `kv_len` on."""
+        if kv_len < self.kv_len:
+            self._count = max(0, self._count - (self.kv_len - kv_len))
+            self.kv_len = kv_len
+
+    def in_order(self, kv_len: int) -> Tensor:
+        """[num_qo_heads, n, head_dim] up to that of token kv_len - 1; none if that is not known."""
+        count = min(self._count, self._size) if kv_len == self.kv_len else 0
+        slots = torch.arange(kv_len - count, kv_len, device=self._ring.device)
+        return self._ring[:, slots % self._ring.shape[1]]
+
+    def to(self, device: torch.device) -> None:
+        """Keep them on `device` from now on."""
+        if self._ring.device != device:
+            # An empty ring is made anew: copying it would wait for the device.
+            empty = torch.empty_like(self._ring, device=device)
+            self._ring = self._ring.to(device) if self._count else empty
+
+    def copy(self) -> RecentQueries:
+        copied = RecentQueries.__new__(RecentQueries)
+        copied._ring, copied._count, copied.kv_len = self._ring.clone(), self._count, self.kv_len
+        copied._size = self._size
+        return copied
+
+
+class TextMarks:
+    """uint8 marks of a sequence's tokens, growing."""
+
+    def __init__(self) -> None:
+        self._marks = np.zeros(_CAPACITY_STEP, np.uint8)
+        self.length = 0
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """Of all marks, with room for more."""
+        return self._marks
+
+    def append(self, marks: npt.NDArray[np.uint8]) -> None:
+        end = self.length + len(marks)
+        if end > len(self._marks):
+            grown = np.zeros(capacity_for(end), np.uint8)
+            grown[: self.length] = self._marks[: self.length]
+            self._marks = grown
+        self._marks[self.length : end] = marks
+        self.length = end
+
+    def truncate(self, kv_len: int) -> None:
+        """Forget the marks of tokens from `kv_len` on."""
+        self.length = min(self.length, kv_len)
+
+    def address(self, kv_len: int) -> int:
+        """Of the first mark; 0 if not all of `kv_len` tokens have one."""
+        return int(self._marks.ctypes.data) if self.length >= kv_len else 0
+
+    def first(self, kv_len: int) -> npt.NDArray[np.uint8] | None:
+        """[kv_len], or None if not all have one."""
+        return self._marks[:kv_len] if self.length >= kv_len else None
+
+    def copy(self) -> TextMarks:
+        copied = TextMarks()
+        copied._marks, copied.length = self._marks.copy(), self.length
+        return copied
+
+
+def capacity_for(kv_len: int) -> int:
+    """Tokens to make room for when `kv_len` are there."""
+    return kv_len + max(_CAPACITY_STEP, kv_len // 8)
+
+
+def _shapes(arrays: LayerArrays) -> list[list[tuple[tuple[int, ...], Any]]]:
+    return [[(array.shape, array.dtype) for array in of_layer] for of_layer in arrays.layers]

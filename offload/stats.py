@@ -1,0 +1,33 @@
+"""What a generation did: tokens, seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class OffloadStats:
+    """What the last `generate()` did, and the forward passes since.
+
+    In a generation, seconds of decoding count from the end of one forward pass to the end of the
+    next, so they include choosing and streaming tokens. index_seconds went into building what the
+    policy keeps of a context, and are in neither. kv_host_bytes is the most that was in use,
+    policy_host_bytes what the policy keeps beside it. With threads: what the last one did, or does.
+    """
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    kv_host_bytes: int = 0
+    kv_device_bytes: int = 0
+    index_seconds: float = 0.0
+    policy_host_bytes: int = 0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0

@@ -36,10 +36,12 @@ def gguf_config(header: GgufHeader) -> Any:
         ValueError: an unsupported model, metadata that is missing or makes no sense, tensors that
             are missing, unexpected or of another shape: names the file and what is wrong.
     """
+    from huggingface_hub.errors import StrictDataclassError  # from configs of transformers
+
     try:
         config = _config(header)
         _check_tensors(header, config)
-    except ValueError as error:
+    except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{header.path}: {error}") from error
     return config
 
@@ -52,7 +54,7 @@ def _config(header: GgufHeader) -> Any:
     if architecture not in ARCHITECTURES:
         available = ", ".join(ARCHITECTURES)
         raise ValueError(f"unsupported model type {architecture!r}; available: {available}")
-    if metadata.get("split.count", 0) > 1:
+    if metadata.get("split.count", 0) not in (0, 1):
         raise ValueError(
             "the file is one part of several; merge them first (llama-gguf-split --merge)"
         )

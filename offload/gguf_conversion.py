@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload.checkpoint import check_checkpoint, check_loaded
@@ -90,18 +91,22 @@ def _convert(gguf_path: Path, folder: Path) -> None:
     config = gguf_config(read_gguf_header(gguf_path))
     tokenizer = _tokenizer(gguf_path)
     _logger.info("converting %s to safetensors, once", gguf_path.name)
-    # transformers shows a progress bar over the tensors, on stderr.
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        gguf_path.parent,
-        gguf_file=gguf_path.name,
-        config=config,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-        ignore_mismatched_sizes=True,  # or transformers raises without naming the file
-        output_loading_info=True,
-    )
+    with np.errstate(all="ignore"):  # numbers that are not finite are refused below
+        # transformers shows a progress bar over the tensors, on stderr.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            gguf_path.parent,
+            gguf_file=gguf_path.name,
+            config=config,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            ignore_mismatched_sizes=True,  # or transformers raises without naming the file
+            output_loading_info=True,
+        )
     model, info = loaded
     check_loaded(info, gguf_path, "its metadata")
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise ValueError(f"{gguf_path} holds numbers that are not finite, in {name}")
     tokenizer.model_max_length = config.max_position_embeddings
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

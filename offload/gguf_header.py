@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -139,15 +138,13 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment must be a power of two, got {alignment!r}")
-    data_start = -(-reader.at // alignment) * alignment
+    data_start = _aligned(reader.at, alignment)
     tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in described:
         if name in tensors:
             raise ValueError(f"the tensor {name!r} is there twice")
-        if offset % alignment:
-            raise ValueError(f"the offset of {name!r} is {offset}, no multiple of {alignment}")
         tensors[name] = _locate(name, shape, kind, data_start + offset)
-    _check_places(tensors, len(reader.data))
+    _check_places(tensors, data_start, alignment, len(reader.data))
     return metadata, tensors
 
 
@@ -158,7 +155,8 @@ def _read_tensor(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
         raise ValueError(f"{name!r} has {num_dimensions} dimensions")
     shape = reader.numbers(f"<{num_dimensions}Q")[::-1]
-    return name, shape, *reader.numbers("<IQ")
+    kind, offset = reader.numbers("<IQ")
+    return name, shape, kind, offset
 
 
 def _locate(name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
@@ -175,12 +173,20 @@ def _locate(name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTen
     return GgufTensor(shape, quantization.name, start, start + num_bytes)
 
 
-def _check_places(tensors: dict[str, GgufTensor], file_bytes: int) -> None:
-    """Every tensor has bytes of its own, inside of the file."""
-    in_order = sorted(tensors.items(), key=lambda item: item[1].start)
-    for name, tensor in in_order:
+def _check_places(
+    tensors: dict[str, GgufTensor], data_start: int, alignment: int, file_bytes: int
+) -> None:
+    """Tensors fill the rest of the file, each aligned."""
+    expected = data_start
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+        if tensor.start != expected:
+            raise ValueError(f"{name!r} starts at byte {tensor.start}, expected at {expected}")
         if tensor.stop > file_bytes:
             raise ValueError(f"{name!r} ends at byte {tensor.stop}")
-    for (name, tensor), (next_name, following) in pairwise(in_order):
-        if tensor.stop > following.start:
-            raise ValueError(f"{name!r} and {next_name!r} overlap")
+        expected = _aligned(tensor.stop, alignment)
+    if file_bytes > expected:
+        raise ValueError(f"{file_bytes - expected} bytes follow the last tensor")
+
+
+def _aligned(byte: int, alignment: int) -> int:
+    return -(-byte // alignment) * alignment

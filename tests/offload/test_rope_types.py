@@ -1,8 +1,7 @@
-"""Every rope_type of transformers: its context, and stock's tokens on both sides of its threshold."""
+"""Every rope_type of transformers: its context, and stock's tokens on both sides of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +55,11 @@ def rope_type(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def pair(rope_type: str, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+def pair(rope_type: str, tmp_path: Path) -> tuple[Any, Any]:
     stock = stock_with(rope_type)
     stock.save_pretrained(tmp_path)
     options: dict[str, Any] = {"num_threads": 1, "page_tokens": 16, "prefill_slice_tokens": 24}
-    yield stock, OffloadedModel.from_pretrained(tmp_path, **options)
+    return stock, OffloadedModel.from_pretrained(tmp_path, **options)
 
 
 def test_all_types_are_here() -> None:
@@ -147,7 +146,7 @@ def test_another_conversation_does_not_decide(tmp_path: Path) -> None:
 def test_what_is_not_computed(tmp_path: Path) -> None:
     config = stock_with("linear").config
     config.rope_parameters["rope_type"] = "axial"
-    with pytest.raises(NotImplementedError, match="rope_type='axial' is not.*available: default"):
+    with pytest.raises(NotImplementedError, match=r"rope_type='axial' is not.*available: default"):
         context_limit(config)
     config.rope_parameters |= {"rope_type": "linear", "factor": "3"}
     with pytest.raises(ValueError, match="factor of rope_type='linear' must be positive, got '3'"):

@@ -20,6 +20,10 @@ _MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors format
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1} | {
     f"{sign}{8 * size}": size for sign in "IU" for size in (1, 2, 4, 8)
 }
+# What every config.json has; the largest size is far beyond any, and products stay below 2**63.
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL_SIZES = ("intermediate_size", "vocab_size", "num_key_value_heads", "head_dim")
+_MAX_SIZE = 2**20
 # Weights of the layers; without a place in the model they are a part of another one's.
 _MODEL_PREFIXES = ("model.", "lm_head.")
 
@@ -73,6 +77,12 @@ def check_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(model_type, str):
         raise ValueError(f"{path} has no model_type")
     lean_model_maker(model_type)
+    for name in (*_SIZES, *_OPTIONAL_SIZES):
+        size = config.get(name)
+        if size is None and name in _OPTIONAL_SIZES:
+            continue
+        if type(size) is not int or not 0 < size <= _MAX_SIZE:
+            raise ValueError(f"{path}: {name} must be an integer in 1..{_MAX_SIZE}, got {size!r}")
     if "transformers_weights" in config:  # then transformers would not read those checked here
         raise ValueError(f"{path} names other weight files, in transformers_weights")
     quantization = config.get("quantization_config")

@@ -108,10 +108,17 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
     Raises:
         ValueError: if weights are missing, unexpected, or have other shapes than config.json says.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception as error:  # of any kind: they have no class in common
+        raise ValueError(f"{checkpoint.folder / 'config.json'}: {error}") from error
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         checkpoint.folder,
+        config=config,
         dtype=dtype or "auto",
         trust_remote_code=False,
         use_safetensors=True,

@@ -244,6 +244,22 @@ DAMAGES = {
         ValueError,
         "does not fit its config.json: 12 unexpected keys, such as model.layers.2.input_layernorm",
     ),
+    "too many layers": (
+        lambda f: change_config(f, num_hidden_layers=2**40),
+        ValueError,
+        r"config.json: num_hidden_layers must be an integer in 1\.\.1048576, got 1099511627776",
+    ),
+    "no KV heads": (
+        lambda f: change_config(f, num_key_value_heads=0),
+        ValueError,
+        "num_key_value_heads must be an integer",
+    ),
+    "no width": (lambda f: change_config(f, hidden_size=None), ValueError, "hidden_size must be"),
+    "odd option": (
+        lambda f: change_config(f, rms_norm_eps="small"),
+        ValueError,
+        "config.json: .*rms_norm_eps",
+    ),
     "damaged single file": (
         lambda f: (f / "model.safetensors").write_bytes(b"beside an index"),
         ValueError,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
 from tiny_models import make_tiny_model, random_tokens
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -42,13 +43,6 @@ def stock_with(rope_type: str, **changes: Any) -> Any:
     return make_tiny_model("llama", max_position_embeddings=POSITIONS, rope_parameters=rope)
 
 
-def generate(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-    out: torch.Tensor = model.generate(
-        tokens, do_sample=False, eos_token_id=None, max_new_tokens=24, **options
-    )
-    return out
-
-
 @pytest.fixture(params=sorted(ROPES))
 def rope_type(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -79,7 +73,7 @@ def test_tokens_are_those_of_stock(pair: tuple[Any, Any], rope_type: str) -> Non
     lengths = [30, 50, 90] if rope_type in EXTENDED else [30, 40]
     for length in lengths:
         tokens = random_tokens(1, length, seed=length)
-        assert torch.equal(generate(model, tokens), generate(stock, tokens)), length
+        assert torch.equal(greedy(model, tokens, 24), greedy(stock, tokens, 24)), length
     if rope_type not in EXTENDED:
         with pytest.raises(ValueError, match=r"65 tokens exceeds the 64.*max_position_embeddings"):
             model(random_tokens(1, 65))
@@ -93,7 +87,7 @@ def test_ragged_rows_and_a_second_turn(pair: tuple[Any, Any], rope_type: str) ->
     length = 70 if rope_type in EXTENDED else 36
     tokens, mask = random_tokens(2, length), torch.ones(2, length, dtype=torch.long)
     mask[1, :20] = 0
-    ours, expected = (generate(m, tokens, attention_mask=mask) for m in (model, stock))
+    ours, expected = (greedy(m, tokens, 24, attention_mask=mask) for m in (model, stock))
     assert torch.equal(ours, expected)
     cache = model.new_cache()
     with torch.no_grad():
@@ -104,13 +98,18 @@ def test_ragged_rows_and_a_second_turn(pair: tuple[Any, Any], rope_type: str) ->
     torch.testing.assert_close(ours_logits, expected_logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", [INLINE, FLAGS, STREAM, GRAPH])
 @pytest.mark.parametrize("name", ["yarn", "dynamic", "longrope"])
-def test_inline_backend(name: str, tmp_path: Path) -> None:
+def test_backends(name: str, backend: tuple[str, str | None], tmp_path: Path) -> None:
+    """Decoding crosses the threshold, and the same captured step is below it again afterwards."""
+    if (name, backend[1]) == ("dynamic", "graph"):
+        pytest.skip("dynamic frequencies are not captured: test_decode_backend.py")
     stock = stock_with(name)
     stock.save_pretrained(tmp_path)
-    model = OffloadedModel.from_pretrained(tmp_path, num_threads=1, backend="inline")
-    tokens = random_tokens(1, 56)
-    assert torch.equal(generate(model, tokens), generate(stock, tokens))
+    model = load(tmp_path, "full", backend)
+    for length in (56, 30):
+        tokens = random_tokens(1, length)
+        assert torch.equal(greedy(model, tokens, 24), greedy(stock, tokens, 24)), length
 
 
 def test_yarn_as_qwen_documents_it(tmp_path: Path) -> None:
@@ -121,7 +120,7 @@ def test_yarn_as_qwen_documents_it(tmp_path: Path) -> None:
     model = OffloadedModel.from_pretrained(tmp_path, num_threads=1)
     assert model.config.max_position_embeddings == 512
     tokens = random_tokens(1, 700)
-    assert torch.equal(generate(model, tokens), generate(stock, tokens))
+    assert torch.equal(greedy(model, tokens, 24), greedy(stock, tokens, 24))
 
 
 def test_positions_that_are_extended_already() -> None:

@@ -59,7 +59,8 @@ def check_checkpoint(folder: Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: a missing file.
-        ValueError: an unsupported model type, a truncated or damaged file.
+        ValueError: an unsupported model type, sizes that make no sense, a truncated or damaged
+            file, an index that names files outside of the folder.
         NotImplementedError: quantised weights.
     """
     config = check_config_file(folder / "config.json")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
+from device_cases import GRAPH, INLINE, STREAM, greedy, load
 from tiny_models import make_tiny_model, random_tokens
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -98,7 +98,7 @@ def test_ragged_rows_and_a_second_turn(pair: tuple[Any, Any], rope_type: str) ->
     torch.testing.assert_close(ours_logits, expected_logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", [INLINE, FLAGS, STREAM, GRAPH])
+@pytest.mark.parametrize("backend", [INLINE, STREAM, GRAPH])
 @pytest.mark.parametrize("name", ["yarn", "dynamic", "longrope"])
 def test_backends(name: str, backend: tuple[str, str | None], tmp_path: Path) -> None:
     """Decoding crosses the threshold, and the same captured step is below it again afterwards."""

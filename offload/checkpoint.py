@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -17,6 +17,15 @@ from offload.models import lean_model_maker
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors format
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1} | {
+    f"{sign}{8 * size}": size for sign in "IU" for size in (1, 2, 4, 8)
+}
+# What every config.json has; the largest size is far beyond any, and products stay below 2**63.
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL_SIZES = ("intermediate_size", "vocab_size", "num_key_value_heads", "head_dim")
+_MAX_SIZE = 2**20
+# Weights of the layers; without a place in the model they are a part of another one's.
+_MODEL_PREFIXES = ("model.", "lm_head.")
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ def check_checkpoint(folder: Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: a missing file.
-        ValueError: an unsupported model type, a truncated or damaged file.
+        ValueError: an unsupported model type, sizes that make no sense, a truncated or damaged
+            file, an index that names files outside of the folder.
         NotImplementedError: quantised weights.
     """
     config = check_config_file(folder / "config.json")
@@ -68,6 +78,14 @@ def check_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(model_type, str):
         raise ValueError(f"{path} has no model_type")
     lean_model_maker(model_type)
+    for name in (*_SIZES, *_OPTIONAL_SIZES):
+        size = config.get(name)
+        if size is None and name in _OPTIONAL_SIZES:
+            continue
+        if type(size) is not int or not 0 < size <= _MAX_SIZE:
+            raise ValueError(f"{path}: {name} must be an integer in 1..{_MAX_SIZE}, got {size!r}")
+    if "transformers_weights" in config:  # then transformers would not read those checked here
+        raise ValueError(f"{path} names other weight files, in transformers_weights")
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown")
@@ -83,7 +101,8 @@ def check_safetensors(path: Path) -> tuple[int, int]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: truncated, or not a safetensors file.
+        ValueError: truncated, not a safetensors file, or tensors whose bytes are not those of their
+            shape and dtype, overlap, or leave gaps.
     """
     if not path.is_file():
         raise FileNotFoundError(f"missing weight file {path}")
@@ -94,11 +113,21 @@ def check_safetensors(path: Path) -> tuple[int, int]:
             raise ValueError(f"{path} is truncated or not a safetensors file ({file_bytes} bytes)")
         try:
             header = json.loads(file.read(header_bytes))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            data_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-            num_elements = sum(math.prod(entry["shape"]) for entry in entries.values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            spans = sorted(
+                _tensor_span(name, entry)
+                for name, entry in header.items()
+                if name != "__metadata__"
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} has a damaged safetensors header: {error}") from error
+    num_elements, data_bytes = 0, 0
+    for start, stop, elements, name in spans:
+        if start != data_bytes:
+            raise ValueError(
+                f"{path} has a damaged safetensors header: {name!r} starts at byte {start}, but "
+                f"the tensors before it end at {data_bytes}"
+            )
+        num_elements, data_bytes = num_elements + elements, stop
     if file_bytes != 8 + header_bytes + data_bytes:
         raise ValueError(
             f"{path} has {file_bytes} bytes, but its header describes "
@@ -107,15 +136,61 @@ def check_safetensors(path: Path) -> tuple[int, int]:
     return num_elements, data_bytes
 
 
+def _tensor_span(name: str, entry: dict[str, Any]) -> tuple[int, int, int, str]:
+    """(first byte, byte after the last, elements, name) of a tensor, as its header has it."""
+    dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+        raise ValueError(f"{name!r} has the shape {shape} and the bytes {start}..{stop}")
+    if dtype not in _ITEM_BYTES:
+        raise ValueError(f"{name!r} has the unknown dtype {dtype!r}")
+    num_elements = math.prod(shape)
+    if stop - start != num_elements * _ITEM_BYTES[dtype]:
+        raise ValueError(
+            f"{name!r} has {stop - start} bytes, but its shape is {shape} and its dtype {dtype}"
+        )
+    return start, stop, num_elements, name
+
+
+def check_loaded(info: dict[str, Any], source: Path, description: str) -> None:
+    """Refuse what transformers found wrong in loading, and went on: it fills missing weights with
+    random numbers, and drops those that the model has no place for.
+
+    Args:
+        info: the loading info of `from_pretrained`.
+        source: where the weights are.
+        description: what they must fit, as a message says it.
+
+    Raises:
+        ValueError: names the weights.
+    """
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(map(str, info[problem]))
+        if problem == "unexpected_keys":  # heads beside the language model's change nothing in it
+            names = [name for name in names if name.startswith(_MODEL_PREFIXES)]
+        if names:
+            raise ValueError(
+                f"{source} does not fit {description}: {len(names)} "
+                f"{problem.replace('_', ' ')}, such as {', '.join(names[:3])}"
+            )
+
+
 def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers will read: a single one goes before an index."""
     index_path = folder / INDEX_FILE
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
     if index_path.is_file():
         shard_of_tensor = _read_json(index_path).get("weight_map")
         if not isinstance(shard_of_tensor, dict) or not shard_of_tensor:
             raise ValueError(f"{index_path} has no weight_map")
-        return [folder / name for name in sorted(set(shard_of_tensor.values()))]
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
+        shards = set(map(str, shard_of_tensor.values()))
+        for shard in sorted(shards):
+            inside = not PurePath(shard).is_absolute() and ".." not in PurePath(shard).parts
+            if not inside or not shard.endswith(".safetensors"):
+                raise ValueError(
+                    f"{index_path} names {shard!r}, which is no .safetensors file in its folder"
+                )
+        return [folder / shard for shard in sorted(shards)]
     raise FileNotFoundError(
         f"{folder} has no weights: expected {SINGLE_FILE}, {INDEX_FILE} with its shards, "
         "or the path of a .gguf file instead of a folder"
@@ -127,7 +202,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"missing {path.name} in {path.parent}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")

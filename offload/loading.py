@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from offload.budgets import device_kv_budget_bytes, kv_budget_bytes
-from offload.checkpoint import Checkpoint, check_config_file
+from offload.checkpoint import Checkpoint, check_config_file, check_loaded
 from offload.config import RuntimeConfig
 from offload.gguf_conversion import EMBEDDED_MODEL, converted_folder, embedded_gguf
 from offload.models import lean_model_maker
@@ -106,12 +106,19 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
     """The stock model of a checked checkpoint; `dtype` None keeps the checkpoint's own.
 
     Raises:
-        ValueError: if weights are missing, or have other shapes than config.json says.
+        ValueError: if weights are missing, unexpected, or have other shapes than config.json says.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception as error:  # of any kind: they have no class in common
+        raise ValueError(f"{checkpoint.folder / 'config.json'}: {error}") from error
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         checkpoint.folder,
+        config=config,
         dtype=dtype or "auto",
         trust_remote_code=False,
         use_safetensors=True,
@@ -119,13 +126,7 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
         output_loading_info=True,
     )
     model, info = loaded
-    for problem in ("missing_keys", "mismatched_keys"):
-        names = sorted(map(str, info[problem]))
-        if names:
-            raise ValueError(
-                f"{checkpoint.folder} does not fit its config.json: {len(names)} "
-                f"{problem.replace('_', ' ')}, such as {names[0]}"
-            )
+    check_loaded(info, checkpoint.folder, "its config.json")
     return model
 
 

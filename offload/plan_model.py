@@ -12,7 +12,9 @@ import torch
 from offload.benchmarks.shapes import MODEL_SHAPES, ModelShape
 from offload.checkpoint import check_config_file
 from offload.config import DTYPES
-from offload.gguf_conversion import EMBEDDED_MODEL, check_gguf_magic, embedded_gguf
+from offload.gguf_config import gguf_config
+from offload.gguf_conversion import EMBEDDED_MODEL, embedded_gguf
+from offload.gguf_header import read_gguf_header
 from offload.models import lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.step_bytes import weight_elements
@@ -78,9 +80,8 @@ def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None]:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; give a model's folder or a .gguf file")
-        check_gguf_magic(path)
-        config: Any = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        return config, torch.bfloat16  # as `gguf_conversion` stores them
+        # bfloat16 is what `gguf_conversion` stores.
+        return gguf_config(read_gguf_header(path)), torch.bfloat16
     if path.is_dir():
         check_config_file(path / "config.json")
         return AutoConfig.from_pretrained(path), None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,36 +96,82 @@ def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def write_gguf(path: Path, stock: Any, tokenizer: Any) -> None:
-    """Write a tiny llama as llama.cpp's converter does, in float32."""
+def write_gguf(
+    path: Path,
+    stock: Any,
+    tokenizer: Any,
+    *,
+    edit: Callable[[dict[str, Any]], Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a tiny model as llama.cpp's converter does, in float32.
+
+    Args:
+        edit: called with the tensors by their names in GGUF, before they are written.
+        metadata: values by key, which replace those of the model; None leaves a key out.
+    """
     import gguf
 
-    config, weights = stock.config, {k: v.detach().numpy() for k, v in stock.state_dict().items()}
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokenizer.convert_ids_to_tokens(range(config.vocab_size)))
-    writer.add_token_merges(["h e"])
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_id)
-    writer.add_pad_token_id(config.pad_token_id)
+    config = stock.config
+    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    tensors = _gguf_tensors(stock, architecture)
+    rope, rope_divisors = _gguf_rope(config)
+    if rope_divisors is not None:
+        tensors = {"rope_freqs.weight": rope_divisors, **tensors}
+    if edit is not None:
+        edit(tensors)
+    of_model = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        **rope,
+    }
+    if architecture == "llama":
+        of_model["rope.dimension_count"] = config.head_dim
+    values = {f"{architecture}.{key}": value for key, value in of_model.items()} | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokenizer.convert_ids_to_tokens(range(config.vocab_size)),
+        "tokenizer.ggml.token_type": [1] * config.vocab_size,
+        "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.bos_token_id": config.bos_token_id,
+        "tokenizer.ggml.eos_token_id": config.eos_token_id,
+        "tokenizer.ggml.padding_token_id": config.pad_token_id,
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (values | dict(metadata or {})).items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif value is not None:
+            writer.add_uint32(key, value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
+
+def _gguf_tensors(stock: Any, architecture: str) -> dict[str, Any]:
+    config = stock.config
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     layer_names = {
         "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
@@ -133,15 +181,54 @@ def write_gguf(path: Path, stock: Any, tokenizer: Any) -> None:
     for layer in range(config.num_hidden_layers):
         names |= {f"model.layers.{layer}.{k}": f"blk.{layer}.{v}" for k, v in layer_names.items()}
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name, weight in weights.items():
-        gguf_name = names[name.removesuffix(".weight")]
+    tensors = {}
+    for name, tensor in stock.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        gguf_name, weight = names[module], tensor.detach().numpy()
         num_heads = heads.get(gguf_name.rpartition(".")[2])
-        if num_heads:  # llama.cpp rotates neighbouring elements, transformers the two halves
+        if num_heads and architecture == "llama":
+            # llama.cpp rotates neighbouring elements of these, transformers the two halves.
             halves = weight.reshape(num_heads, 2, config.head_dim // 2, -1)
             weight = halves.swapaxes(1, 2).reshape(weight.shape)
         if not (config.tie_word_embeddings and name == "lm_head.weight"):
-            writer.add_tensor(f"{gguf_name}.weight", weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            tensors[f"{gguf_name}.{kind}"] = weight
+    return tensors
+
+
+def _gguf_rope(config: Any) -> tuple[dict[str, Any], Any]:
+    """Metadata of a model's rotary embedding, and rope_freqs for Llama 3's scaling."""
+    rope = config.rope_parameters
+    metadata = {"rope.freq_base": float(rope["rope_theta"])}
+    if rope["rope_type"] in ("linear", "yarn"):
+        metadata |= {
+            "rope.scaling.type": rope["rope_type"],
+            "rope.scaling.factor": float(rope["factor"]),
+        }
+    if rope["rope_type"] == "yarn":
+        keys = {
+            "original_max_position_embeddings": "original_context_length",
+            "attention_factor": "yarn_attn_factor",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+        }
+        metadata |= {
+            f"rope.scaling.{key}": rope[name] for name, key in keys.items() if name in rope
+        }
+    if rope["rope_type"] != "llama3":
+        return metadata, None
+    base, factor = rope["rope_theta"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    divisors = []
+    for frequency in 1.0 / base ** (
+        torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    ):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original / high:
+            divisors.append(1.0)
+        elif wavelength > original / low:
+            divisors.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            divisors.append(float(1 / ((1 - smooth) / factor + smooth)))
+    return metadata, torch.tensor(divisors, dtype=torch.float32).numpy()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from offload.models.rope import rope_context, rotary_view
+
 if TYPE_CHECKING:
     from offload.tensor_parallel import TensorParallel
 
@@ -100,7 +102,7 @@ def lean_model(stock: Any, *, has_qk_norm: bool) -> LeanModel:
         layers=layers,
         final_norm=model.norm,
         lm_head=_linear(stock.lm_head, "lm_head"),
-        rotary_emb=model.rotary_emb,
+        rotary_emb=rotary_view(model.rotary_emb, head_dim),
         attention=AttentionShape(
             num_qo_heads=int(config.num_attention_heads),
             num_kv_heads=int(config.num_key_value_heads),
@@ -128,13 +130,10 @@ def context_limit(config: Any) -> tuple[int, str]:
 
     Inside its window a sliding-window layer computes full attention, so a context that fits is
     exact; a longer one is refused instead of being answered with the wrong attention.
+
+    Raises: as `rope_context`.
     """
-    positions = int(config.max_position_embeddings)
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    reason = f"max_position_embeddings={positions}"
-    if rope.get("rope_type") == "dynamic":  # made to run beyond its positions
-        positions = int(positions * rope.get("factor", 1.0))
-        reason = f"{reason} times the dynamic rope factor {rope.get('factor', 1.0)}"
+    positions, reason = rope_context(config)
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     slides = layer_types is None or "sliding_attention" in layer_types

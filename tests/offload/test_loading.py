@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,32 @@ def change_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def change_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Rewrite the header of the first shard; the data stays as it is."""
+    content = first_shard(folder).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change({name: entry for name, entry in header.items() if name != "__metadata__"})
+    written = json.dumps(header).encode()
+    first_shard(folder).write_bytes(
+        len(written).to_bytes(8, "little") + written + content[8 + length :]
+    )
+
+
+def change_tensor(folder: Path, **changes: Any) -> None:
+    """Of the first tensor in the data."""
+    change_header(
+        folder, lambda h: min(h.values(), key=lambda t: t["data_offsets"][0]).update(changes)
+    )
+
+
+def change_index(folder: Path, shard: str) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = shard
+    path.write_text(json.dumps(index))
+
+
 DAMAGES = {
     "no config": (lambda f: (f / "config.json").unlink(), FileNotFoundError, "missing config.json"),
     "bad config": (lambda f: (f / "config.json").write_text("{"), ValueError, "not valid JSON"),
@@ -166,6 +193,78 @@ DAMAGES = {
     ),
     "empty": (lambda f: os.truncate(first_shard(f), 0), ValueError, r"\(0 bytes\)"),
     "text": (lambda f: first_shard(f).write_text("hello " * 99), ValueError, "not a safetensors"),
+    "nested header": (
+        lambda f: first_shard(f).write_bytes((9000).to_bytes(8, "little") + b"[" * 9000),
+        ValueError,
+        "damaged safetensors header",
+    ),
+    "overlap": (
+        lambda f: change_header(
+            f, lambda h: [t.update(data_offsets=[0, 122880], shape=[320, 96]) for t in h.values()]
+        ),
+        ValueError,
+        "starts at byte 0, but the tensors before it end at 122880",
+    ),
+    "gap": (
+        lambda f: change_tensor(f, shape=[1, 96], data_offsets=[122496, 122880]),
+        ValueError,
+        "starts at byte 122496, but the tensors before it end at 0",
+    ),
+    "other dtype": (
+        lambda f: change_tensor(f, dtype="BF16"),
+        ValueError,
+        r"has 122880 bytes, but its shape is \[320, 96\] and its dtype BF16",
+    ),
+    "unknown dtype": (lambda f: change_tensor(f, dtype="F9"), ValueError, "unknown dtype 'F9'"),
+    "negative shape": (
+        lambda f: change_tensor(f, shape=[-320, -96]),
+        ValueError,
+        r"has the shape \[-320, -96\]",
+    ),
+    "huge shape": (lambda f: change_tensor(f, shape=[2**62, 96]), ValueError, "its shape is"),
+    "shape of floats": (lambda f: change_tensor(f, shape=[320.0, 96]), ValueError, "the shape"),
+    "shard above": (
+        lambda f: change_index(f, "../other.safetensors"),
+        ValueError,
+        "names '../other.safetensors', which is no .safetensors file in its folder",
+    ),
+    "shard elsewhere": (
+        lambda f: change_index(f, "/tmp/other.safetensors"),
+        ValueError,
+        "names '/tmp/other.safetensors', which is no",
+    ),
+    "pickled shard": (lambda f: change_index(f, "other.bin"), ValueError, "names 'other.bin'"),
+    "other weight files": (
+        lambda f: change_config(f, transformers_weights="other.safetensors"),
+        ValueError,
+        "names other weight files, in transformers_weights",
+    ),
+    "fewer layers": (
+        lambda f: change_config(f, num_hidden_layers=2, layer_types=["full_attention"] * 2),
+        ValueError,
+        "does not fit its config.json: 12 unexpected keys, such as model.layers.2.input_layernorm",
+    ),
+    "too many layers": (
+        lambda f: change_config(f, num_hidden_layers=2**40),
+        ValueError,
+        r"config.json: num_hidden_layers must be an integer in 1\.\.1048576, got 1099511627776",
+    ),
+    "no KV heads": (
+        lambda f: change_config(f, num_key_value_heads=0),
+        ValueError,
+        "num_key_value_heads must be an integer",
+    ),
+    "no width": (lambda f: change_config(f, hidden_size=None), ValueError, "hidden_size must be"),
+    "odd option": (
+        lambda f: change_config(f, rms_norm_eps="small"),
+        ValueError,
+        "config.json: .*rms_norm_eps",
+    ),
+    "damaged single file": (
+        lambda f: (f / "model.safetensors").write_bytes(b"beside an index"),
+        ValueError,
+        "model.safetensors is truncated or not a safetensors file",
+    ),
 }
 
 

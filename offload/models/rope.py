@@ -1,0 +1,89 @@
+"""What a model's rotary embedding says about its contexts; the tables are transformers' own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# rope_type of transformers -> whose multiple by "factor" the context is; None: of nothing, it is
+# max_position_embeddings. Those that extend a context are documented to do so with the old
+# max_position_embeddings left as it was, and are found with the new one too.
+_EXTENDS = {
+    "default": None,
+    "llama3": None,
+    "linear": "max_position_embeddings",
+    "proportional": "max_position_embeddings",
+    "dynamic": "max_position_embeddings",
+    "yarn": "original_max_position_embeddings",
+    "longrope": "original_max_position_embeddings",
+}
+
+
+def rope_context(config: Any) -> tuple[int, str]:
+    """(tokens that the positions of a model allow, what bounds them).
+
+    Raises:
+        NotImplementedError: a rope_type that is not known to be computed as transformers does it.
+        ValueError: a factor that is not a positive number.
+    """
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in _EXTENDS:
+        available = ", ".join(sorted(_EXTENDS))
+        raise NotImplementedError(
+            f"rope_type={rope_type!r} is not supported; available: {available}"
+        )
+    positions = int(config.max_position_embeddings)
+    reason = f"max_position_embeddings={positions}"
+    extended, factor = _EXTENDS[rope_type], rope.get("factor")
+    if extended is None or factor is None:
+        return positions, reason
+    if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise ValueError(f"the factor of rope_type={rope_type!r} must be positive, got {factor!r}")
+    base = (
+        positions if extended == "max_position_embeddings" else int(rope.get(extended, positions))
+    )
+    if int(base * factor) <= positions:
+        return positions, reason
+    return int(base * factor), f"{extended}={base} times the {rope_type} rope factor {factor}"
+
+
+def rotary_view(stock: Any, head_dim: int) -> Any:
+    """The rotary embedding of a stock model, as the lean model calls it.
+
+    Raises:
+        NotImplementedError: if it rotates a part of each head only.
+    """
+    rotated = 2 * int(stock.inv_freq.numel())
+    if rotated != head_dim:
+        raise NotImplementedError(
+            f"the rotary embedding rotates {rotated} of head_dim={head_dim} elements; partial "
+            "rotary embeddings are not supported"
+        )
+    return DynamicRotary(stock) if "dynamic" in stock.rope_type else stock
+
+
+@dataclass(frozen=True)
+class DynamicRotary:
+    """Frequencies by the longest position of each call, and of no call before.
+
+    transformers keeps those of the longest sequence so far, until a sequence is shorter than
+    max_position_embeddings: another conversation with the same model would decide on this one's.
+    """
+
+    stock: Any
+
+    @property
+    def rope_type(self) -> str:
+        return str(self.stock.rope_type)
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.stock.inv_freq = self.stock.original_inv_freq
+        self.stock.max_seq_len_cached = self.stock.original_max_seq_len
+        cos, sin = self.stock(x, position_ids)
+        return cos, sin

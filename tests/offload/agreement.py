@@ -46,8 +46,8 @@ def random_policy(name: str, rng: np.random.Generator, shape: dict[str, int]) ->
     }
     fixed = options["sink_tokens"] + options["recent_tokens"]
     options["budget_tokens"] = fixed + int(rng.integers(0, 70))
-    if name == "streaming_llm" and rng.random() < 0.7:
-        options["recent_tokens"] = 0
+    if name == "streaming_llm":
+        options["recent_tokens"] = 0  # what the budget leaves
         options["budget_tokens"] = max(options["budget_tokens"], options["sink_tokens"] + 1)
     if name == "quest":
         options["page_tokens"] = int(rng.integers(1, 24))
@@ -119,6 +119,7 @@ class Case:
             "num_hidden_layers": int(rng.integers(2, 6)),
             "num_key_value_heads": num_kv_heads,
             "num_attention_heads": num_kv_heads * group_size,
+            "hidden_size": 144 if num_kv_heads * group_size == 9 else 96,
             "head_dim": int(rng.choice([16, 32, 48])),
         }
         make_tiny_model(self.model_name, **self.shape).save_pretrained(folder)

@@ -56,7 +56,7 @@ class DeviceDecoder:
         make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
     Attributes:
-        after_projection, on_mark: see `DeviceStep`; steps with other marks are captured apart.
+        after_projection, on_mark: see `DeviceStep`; steps with others are captured apart.
     """
 
     max_step_tokens = 1  # of one sequence in a `decode`
@@ -301,7 +301,11 @@ class DeviceDecoder:
         """Do what the first run of a step needs; it may run the step, with no row in use."""
         self._running.buffers.host_state.fill_(-1)
         self._running.after_projection, self._running.on_mark = self.after_projection, self.on_mark
-        link.handshake.prepare((kind, self.on_mark), run)
+        link.handshake.prepare(self._key(kind), run)
+
+    def _key(self, kind: str) -> tuple[object, ...]:
+        """Of steps that launch the same."""
+        return kind, self.on_mark, self.after_projection
 
     def _write_state(
         self,
@@ -330,7 +334,7 @@ class DeviceDecoder:
         start = time.perf_counter()
         rows = self.attention.begin_step(seqs, kv_lens)
         try:
-            link.handshake.run((kind, self.on_mark), run, rows, slots)
+            link.handshake.run(self._key(kind), run, rows, slots)
         except BaseException:
             for seq in seqs:  # who knows what was written
                 self._running.resident.forget(seq)

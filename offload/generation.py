@@ -122,7 +122,7 @@ class GenerationRequest:
             raise ValueError(
                 f"the prompt has {self.prompt_columns} columns, but past_key_values holds "
                 f"{past_columns} already; give the ids of the whole text, or the new ids with the "
-                "attention_mask of the whole text"
+                "attention_mask of the whole text; to go on from the last token, crop(-1) first"
             )
         store = cache.store
         pages = self._pages_needed(cache) * store.num_layers
@@ -143,8 +143,7 @@ class GenerationRequest:
         page_tokens = cache.store.page_tokens
         ends = [-(-(kv_len + self.max_new_tokens) // page_tokens) for kv_len in self.prompt_lens]
         if cache.seqs:
-            # A page that is shared is copied where a row goes on in it.
-            return sum(ends) - sum(kv_len // page_tokens for kv_len in cache.kv_lens)
+            return sum(ends) - sum(cache.store.num_own_pages(seq) for seq in cache.seqs)
         shared = [kv_len // page_tokens for kv_len in self.shared_lens]
         own = sum(end - of_row for end, of_row in zip(ends, shared, strict=True))
         return own + sum(shared[:: self.copies])

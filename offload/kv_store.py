@@ -150,6 +150,14 @@ class KVStore:
         """Committed tokens of `seq`."""
         return self._sequence(seq).kv_len
 
+    def num_own_pages(self, seq: int) -> int:
+        """Pages per layer that the committed tokens of `seq` are in, but for the one that would be
+        copied if a token were added, as a fork has it, too."""
+        sequence = self._sequence(seq)
+        tail_id = sequence.shared_tail_id()
+        is_copied = tail_id is not None and self._pool.refcounts[tail_id] > 1
+        return -(-sequence.kv_len // self.page_tokens) - int(is_copied)
+
     def page_table(self, seq: int) -> Int64Array:
         """int64 [num_layers, capacity_pages], C-contiguous: addresses of pages, 0 where none is.
 

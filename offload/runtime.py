@@ -438,10 +438,11 @@ def decode_backend(lean: LeanModel, backend: str | None, device: torch.device) -
     from offload.handshake import choose_backend
 
     chosen = choose_backend(backend, device)
-    # Its frequencies follow the longest position: Python looks at that in every step.
-    if chosen != "graph" or "dynamic" not in getattr(lean.rotary_emb, "rope_type", "default"):
+    rope_type = getattr(lean.rotary_emb, "rope_type", "default")
+    # Their frequencies follow the longest position: Python looks at that in every step.
+    if chosen != "graph" or not ("dynamic" in rope_type or rope_type == "longrope"):
         return chosen
-    reason = "the model's rope_type='dynamic' cannot be captured in a CUDA graph"
+    reason = f"the model's rope_type={rope_type!r} cannot be captured in a CUDA graph"
     if backend == "graph":
         raise NotImplementedError(f"backend='graph': {reason}; use backend='stream'")
     logger.warning("%s: using backend='stream', which is slower", reason)

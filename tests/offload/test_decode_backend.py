@@ -33,9 +33,9 @@ def _graphs_work(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("default", None, "graph"),
         ("llama3", "graph", "graph"),
-        ("longrope", None, "graph"),
         ("dynamic", "stream", "stream"),
         ("dynamic", None, "stream"),
+        ("longrope", None, "stream"),
     ],
 )
 def test_backend(rope_type: str, backend: str | None, expected: str) -> None:

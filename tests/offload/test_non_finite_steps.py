@@ -121,7 +121,8 @@ def test_in_logits(device_and_backend, tmp_path):
         stock.lm_head.weight[7, 3] = torch.nan
     stock.save_pretrained(tmp_path)
     model = load(tmp_path, "full", device_and_backend)
-    prompt, message = random_tokens(2, 20), "non-finite logits in row 0 of the step: .* in layer 2"
+    prompt = random_tokens(2, 20).to(model.device)
+    message = "non-finite logits in row 0 of the step: .* in layer 2"
     with pytest.raises(RuntimeError, match=message):
         model.generate(prompt, max_new_tokens=3)
     cache = model.new_cache()

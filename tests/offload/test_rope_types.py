@@ -102,8 +102,8 @@ def test_ragged_rows_and_a_second_turn(pair: tuple[Any, Any], rope_type: str) ->
 @pytest.mark.parametrize("name", ["yarn", "dynamic", "longrope"])
 def test_backends(name: str, backend: tuple[str, str | None], tmp_path: Path) -> None:
     """Decoding crosses the threshold, and the same captured step is below it again afterwards."""
-    if (name, backend[1]) == ("dynamic", "graph"):
-        pytest.skip("dynamic frequencies are not captured: test_decode_backend.py")
+    if name != "yarn" and backend[1] == "graph":
+        pytest.skip("frequencies that follow the length are not captured: test_decode_backend.py")
     stock = stock_with(name)
     stock.save_pretrained(tmp_path)
     model = load(tmp_path, "full", backend)

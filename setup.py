@@ -6,7 +6,7 @@ from glob import glob
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 
-# No -march: every ISA opens its own target region; cpp/dispatch.cpp chooses at run time.
+# No -march: every ISA opens its own target region; cpp/kernels/dispatch.cpp chooses at run time.
 # GCC's own AVX-512 headers trip both uninitialized warnings.
 compile_args = [
     "-O3",

@@ -1,4 +1,4 @@
-"""Types of the C++ extension (cpp/bindings.cpp).
+"""Types of the C++ extension (cpp/bindings/bindings.cpp).
 
 Addresses are plain integers; `cpu_ops.native` checks them.
 """

@@ -1,4 +1,4 @@
-"""Checked calls into the clustering kernels (`cpp/clustering.h`)."""
+"""Checked calls into the clustering kernels (`cpp/operators/clustering.h`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cpu_ops import _native
-from cpu_ops.native import WorkerPool, check_head_dim, dtype_code, isa_name
+from cpu_ops.native import check_head_dim, dtype_code, isa_name
+from cpu_ops.worker_pool import WorkerPool
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]

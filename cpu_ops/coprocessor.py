@@ -2,7 +2,7 @@
 
 The GPU attends to the sinks and the recent window; the `Coprocessor` attends to the rest of what
 the policy chose, writes a partial result (o, lse) to merge with the GPU's, and keeps the host KV
-store and the policy's state up to date. `offload.mailbox` states what passes between the two.
+store and the policy's state up to date. `cpu_ops.mailbox` states what passes between the two.
 
 A step is served in one of two ways. Synchronously, by whoever calls:
 
@@ -40,9 +40,9 @@ from cpu_ops import _native
 from cpu_ops.trace import TraceEvent
 
 if TYPE_CHECKING:
-    from offload.attention import DecodeAttention
-    from offload.decode_step import DecodeStep
-    from offload.mailbox import Mailbox
+    from cpu_ops.mailbox import Mailbox
+    from cpu_ops.step_rows import DecodeStep
+    from offload.decode.attention import DecodeAttention
 
 Request = tuple[int, int, int]
 

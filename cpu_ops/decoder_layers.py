@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cpu_ops import _native
-from cpu_ops.native import Linear, dtype_code, isa_name
+from cpu_ops.linear import Linear
+from cpu_ops.native import dtype_code, isa_name
 
 if TYPE_CHECKING:
-    from offload.attention import DecodeAttention
-    from offload.decode_step import DecodeStep
+    from cpu_ops.step_rows import DecodeStep
+    from offload.decode.attention import DecodeAttention
 
 Norm = tuple[Tensor, float]  # RMSNorm weight and eps
 

@@ -1,4 +1,4 @@
-"""What the C++ side records while tracing is on (`cpp/trace.h`)."""
+"""What the C++ side records while tracing is on (`cpp/pool/trace.h`)."""
 
 from __future__ import annotations
 

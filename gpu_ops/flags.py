@@ -87,3 +87,17 @@ def await_flag(flag: Tensor, device: torch.device) -> None:
     """
     check_reachable("flag", flag, (1,), torch.int32, device)
     await_flag_kernel[(1,)](pointer(flag), num_warps=1)
+
+
+_FLAG_CAPABILITY = (7, 0)  # loads that acquire and stores that release
+
+
+def why_no_flags(device: torch.device) -> str | None:
+    """None if kernels of `device` can wait for the CPU, and the CPU for them."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FLAG_CAPABILITY:
+        return (
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, and flags between "
+            f"GPU and CPU need {_FLAG_CAPABILITY[0]}.{_FLAG_CAPABILITY[1]}"
+        )
+    return None

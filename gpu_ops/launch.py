@@ -123,3 +123,9 @@ class _HostPointer:
 
     def data_ptr(self) -> int:
         return self._address
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

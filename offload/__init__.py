@@ -12,20 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.cache import OffloadedCache
-    from offload.config import RuntimeConfig
-    from offload.kv_store import HostBudgetError, KVStore
-    from offload.loading import load_tokenizer
-    from offload.memory import DeviceMemoryError
-    from offload.model import OffloadedModel
-    from offload.policies import (
-        ExactTopK,
-        Full,
-        Policy,
-        StreamingLLM,
-        available_policies,
-        make_policy,
-    )
+    from offload.kv.store import HostBudgetError, KVStore
+    from offload.loading.names import load_tokenizer
+    from offload.policies import ExactTopK, Full, Policy, StreamingLLM
+    from offload.policies.registry import available_policies, make_policy
+    from offload.runtime.cache import OffloadedCache
+    from offload.runtime.config import RuntimeConfig
+    from offload.runtime.model import OffloadedModel
+    from offload.system.errors import DeviceMemoryError
 
 __version__ = "0.1.0"
 

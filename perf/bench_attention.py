@@ -8,8 +8,8 @@ from dataclasses import asdict
 import torch
 from tqdm import tqdm
 
-from offload.benchmarks.attention import SHAPES, measure_attention
-from offload.memory import available_cpus
+from offload.bench.attention.measure import SHAPES, measure_attention
+from offload.system.memory import available_cpus
 from perf.results_file import start_machine, write_results
 
 SHAPE = "llama-3.1-8b"

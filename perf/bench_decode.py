@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from offload.demo_text import stdlib_paragraphs
-from offload.gguf_conversion import EMBEDDED_MODEL, embedded_gguf
-from offload.loading import load_tokenizer, resolve_folder
-from offload.memory import available_cpus
-from offload.policies import available_policies
-from perf.engines import PEERS_PYTHON, EngineProcess
+from offload.loading.gguf import EMBEDDED_MODEL, embedded_gguf
+from offload.loading.names import load_tokenizer, resolve_folder
+from offload.policies.registry import available_policies
+from offload.system.memory import available_cpus
+from offload.system.stdlib_text import stdlib_paragraphs
+from perf.engines.engines import PEERS_PYTHON, EngineProcess
 from perf.results_file import start_machine, write_results
 
 CONTEXTS = (512, 2048, 7168)
@@ -61,7 +61,9 @@ def contestants(threads: int) -> list[Contestant]:
     llama = (str(embedded_gguf()), *ours, "--context", str(MAX_CONTEXT))
     return [
         *(
-            Contestant(f"offload {name}", "perf.offload_engine", (folder, *ours, "--policy", name))
+            Contestant(
+                f"offload {name}", "perf.engines.offload_engine", (folder, *ours, "--policy", name)
+            )
             for name in available_policies()
         ),
         Contestant(REFERENCE, stock, (folder, *ours)),

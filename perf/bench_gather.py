@@ -29,15 +29,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cpu_ops.native import WorkerPool, measure_read_bandwidth
+from cpu_ops.bandwidth import measure_read_bandwidth
+from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.gather_rows import GatherLaunch, gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
-from offload.attention import DecodeAttention
-from offload.benchmarks.attention_cache import AttentionCache
+from offload.bench.made.attention_cache import AttentionCache
+from offload.decode.attention import DecodeAttention
 from offload.policies import Full
 from perf.gpu_timing import graph_microseconds, print_kernels, require_gpu
-from perf.markdown import markdown_table
 from perf.results_file import start_machine, write_results
+from perf.tables.markdown import markdown_table
 
 KV_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
 QO_HEADS = KV_HEADS * GROUP_SIZE

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offload.benchmarks.pipeline_session import BACKENDS, PipelineSettings, check_settings
-from offload.benchmarks.shapes import MODEL_SHAPES
-from offload.config import DTYPES
-from offload.gguf_conversion import EMBEDDED_MODEL
-from offload.memory import parse_size
-from offload.policies import available_policies, make_policy
+from offload.bench.pipeline.session import BACKENDS, check_settings
+from offload.bench.pipeline.settings import PipelineSettings
+from offload.loading.gguf import EMBEDDED_MODEL
+from offload.models.dtypes import DTYPES
+from offload.models.shape import MODEL_SHAPES
+from offload.policies.registry import available_policies, make_policy
+from offload.system.memory import parse_size
 from perf import gpu_heads, gpu_steps
 from perf.gpu_smollm2 import compare_devices
 from perf.results_file import start_machine, write_results

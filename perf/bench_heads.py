@@ -28,8 +28,8 @@ from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 from perf.gpu_timing import LAUNCHES, ROUNDS, memory_bandwidths, microseconds
 from perf.in_line_launches import in_line_launches
-from perf.markdown import markdown_table
 from perf.results_file import start_machine, write_results
+from perf.tables.markdown import markdown_table
 
 VARIANTS = ("attention", "attention, scores", "attention, top-k", "top-k alone", "top-k shared")
 SWEEPS = ("attention", "top_k", "in_line")

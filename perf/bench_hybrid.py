@@ -24,8 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_ops.hybrid_attention import DENSE, HybridLaunch, hybrid_attention
 from perf.gpu_timing import graph_microseconds, print_kernels, require_gpu
-from perf.markdown import markdown_table
 from perf.results_file import start_machine, write_results
+from perf.tables.markdown import markdown_table
 
 KV_HEADS, GROUP_SIZE, HEAD_DIM, PAGE_TOKENS = 8, 4, 128, 256
 QO_HEADS = KV_HEADS * GROUP_SIZE

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from offload.benchmarks.latency_run import LatencyResult, LatencyRun, run_latency
-from offload.memory import available_cpus
-from offload.policies import available_policies, make_policy
+from offload.bench.latency.run import LatencyResult, LatencyRun, run_latency
+from offload.policies.registry import available_policies, make_policy
+from offload.system.memory import available_cpus
 from perf.results_file import start_machine, write_results
 
 SHAPE = "llama-3.1-8b"

@@ -18,12 +18,13 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from offload import OffloadedModel, load_tokenizer
-from offload.benchmarks.selection import policy_label
-from offload.benchmarks.shared_prefill import SharedPrefill
-from offload.gguf_conversion import EMBEDDED_MODEL
-from offload.loading import resolve_folder
-from offload.memory import available_cpus
-from offload.policies import Policy, available_policies, make_policy
+from offload.bench.selection.measure import policy_label
+from offload.bench.selection.shared_prefill import SharedPrefill
+from offload.loading.gguf import EMBEDDED_MODEL
+from offload.loading.names import resolve_folder
+from offload.policies import Policy
+from offload.policies.registry import available_policies, make_policy
+from offload.system.memory import available_cpus
 from perf.results_file import start_machine, write_results
 
 TASK = "niah_single_1"

@@ -21,26 +21,24 @@ from typing import Any
 
 import torch
 
-from offload.benchmarks.decode_models import RandomModel, release
-from offload.benchmarks.model_cache import ModelCache
-from offload.benchmarks.pipeline import measure_decode
-from offload.benchmarks.pipeline_session import (
-    BACKENDS,
-    PipelineSettings,
-    check_settings,
-    open_session,
-)
-from offload.benchmarks.shapes import MODEL_SHAPES
-from offload.config import DTYPES
-from offload.machine_profile import MachineProfile, measure_profile
-from offload.memory import available_cpus
-from offload.placement import HeadPlacement, Place
-from offload.placement_choice import least_placement
-from offload.plan import Plan, PlanRequest, make_plan
-from offload.plan_model import planned_model
-from offload.policies import Policy, make_policy
-from offload.profile_policy import with_policy
-from offload.step_model import Workload
+from offload.bench.decode.models import RandomModel, release
+from offload.bench.machine.measure import measure_profile
+from offload.bench.machine.policy import with_policy
+from offload.bench.made.model_cache import ModelCache
+from offload.bench.pipeline.measure import measure_decode
+from offload.bench.pipeline.session import BACKENDS, check_settings, open_session
+from offload.bench.pipeline.settings import PipelineSettings
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.loading.planned_model import planned_model
+from offload.models.dtypes import DTYPES
+from offload.models.shape import MODEL_SHAPES
+from offload.planning.choose import least_placement
+from offload.planning.plan import Plan, PlanRequest, make_plan
+from offload.planning.profile import MachineProfile
+from offload.planning.workload import Workload
+from offload.policies import Policy
+from offload.policies.registry import make_policy
+from offload.system.memory import available_cpus
 from perf.results_file import start_machine, write_results
 
 CHOSEN, LEAST = "chosen", "dense layers only"

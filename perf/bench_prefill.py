@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cpu_ops.native import WorkerPool
-from offload import prefill_attention
-from offload.batch import pack
-from offload.benchmarks.peers.transformers_decode import prefill_seconds
-from offload.benchmarks.shapes import MODEL_SHAPES, ModelShape, random_model
+from cpu_ops.worker_pool import WorkerPool
+from offload.bench.decode.peers.transformers_decode import prefill_seconds
+from offload.bench.made.random_model import random_model
 from offload.models import lean_model_maker
-from offload.policies import make_policy
+from offload.models.batch import pack
+from offload.models.shape import MODEL_SHAPES, ModelShape
 from offload.policies.base import BuildContext
-from offload.prefill import prefill
-from offload.prefill_attention import attend
+from offload.policies.registry import make_policy
+from offload.prefill import attention as prefill_attention
+from offload.prefill.attention import attend
+from offload.prefill.forward import prefill
 
 PARTS = ("attention", "layers", "index")
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -15,11 +15,12 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from offload import OffloadedModel, load_tokenizer
-from offload.benchmarks.selection import SelectionSettings, measure_selection
-from offload.demo_text import stdlib_paragraphs
-from offload.gguf_conversion import EMBEDDED_MODEL
-from offload.memory import available_cpus
-from offload.policies import Policy, available_policies, make_policy
+from offload.bench.selection.measure import SelectionSettings, measure_selection
+from offload.loading.gguf import EMBEDDED_MODEL
+from offload.policies import Policy
+from offload.policies.registry import available_policies, make_policy
+from offload.system.memory import available_cpus
+from offload.system.stdlib_text import stdlib_paragraphs
 from perf.results_file import start_machine, write_results
 
 CONTEXT = 6144
@@ -93,7 +94,7 @@ def main() -> None:
             settings = SelectionSettings(context=context, steps=CANDIDATE_STEPS, sample_every=8)
             rows += measure(policies, tokens, settings, threads, "candidates")
     if arguments.dry_run:
-        from offload.benchmarks.selection_output import markdown_table
+        from offload.bench.selection.output import markdown_table
 
         print(markdown_table(rows))
         return

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from offload.gguf_conversion import EMBEDDED_MODEL
-from offload.loading import resolve_folder
+from offload.loading.gguf import EMBEDDED_MODEL
+from offload.loading.names import resolve_folder
 from perf.results_file import ROOT, start_machine, write_results
 
 _HELP = "import sys; sys.argv = ['offload', '--help']; from offload.cli import app; app()"

@@ -24,19 +24,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpu_ops.native import WorkerPool
-from offload.benchmarks.model_cache import ModelCache, structured_model_cache
-from offload.benchmarks.pipeline import measure_pipeline
-from offload.benchmarks.shapes import MODEL_SHAPES, random_model
-from offload.cli.ranks import is_rank, run_ranks
-from offload.config import runtime_config
-from offload.device_decode import DeviceDecoder
-from offload.memory import available_cpus, parse_size
+from cpu_ops.worker_pool import WorkerPool
+from offload.bench.made.model_cache import ModelCache, structured_model_cache
+from offload.bench.made.random_model import random_model
+from offload.bench.pipeline.measure import measure_pipeline
+from offload.decode.gpu.decoder import DeviceDecoder
+from offload.decode.sampling import SamplingOptions
 from offload.models import LeanModel, lean_model_maker
-from offload.policies import Policy, make_policy
-from offload.rank_weights import keep_own_weights, rank_policy, rank_view
-from offload.sampling import SamplingOptions
-from offload.tensor_parallel import TensorParallel, connect
+from offload.models.rank_part import keep_own_weights, rank_view
+from offload.models.shape import MODEL_SHAPES
+from offload.policies import Policy
+from offload.policies.registry import make_policy
+from offload.ranks.group import TensorParallel, connect
+from offload.ranks.launch import is_rank, run_ranks
+from offload.runtime.config import runtime_config
+from offload.runtime.opening import rank_policy
+from offload.system.memory import available_cpus, parse_size
 from perf.results_file import start_machine, write_results
 
 COMMAND = (sys.executable, "-m", "perf.bench_tp")

@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from offload.benchmarks.decode_engines import OURS, describe, graph_row, stock_row
-from offload.benchmarks.pipeline_session import PipelineSettings
-from offload.benchmarks.shapes import MODEL_SHAPES
-from offload.machine_profile import MachineProfile
-from offload.placement import HeadPlacement, Place
-from offload.plan import PlanRequest, make_plan
-from offload.plan_model import planned_model
-from offload.policies import Policy, make_policy
+from offload.bench.decode.engines import OURS, describe, graph_row, stock_row
+from offload.bench.pipeline.settings import PipelineSettings
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.loading.planned_model import planned_model
+from offload.models.shape import MODEL_SHAPES
+from offload.planning.plan import PlanRequest, make_plan
+from offload.planning.profile import MachineProfile
+from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE
+from offload.policies.registry import make_policy
 from perf.gpu_steps import GPUBench, Rows, measure_ours
 
 RETRIEVAL_SHARE = 8  # one KV head in so many retrieves, beside those of layer 0

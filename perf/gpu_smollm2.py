@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from offload import OffloadedModel, load_tokenizer
-from offload.demo_text import stdlib_paragraphs
-from offload.policies import make_policy
+from offload.policies.registry import make_policy
+from offload.system.stdlib_text import stdlib_paragraphs
 
 
 def compare_devices(

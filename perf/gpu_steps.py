@@ -15,29 +15,25 @@ from typing import Any
 
 import torch
 
-from cpu_ops.native import WorkerPool
-from offload.attention import DecodeAttention
-from offload.batch import RaggedBatch, pack
-from offload.benchmarks.decode_engines import (
-    OURS,
-    STOCK,
-    describe,
-    graph_row,
-    seconds_row,
-    stock_row,
-)
-from offload.benchmarks.decode_models import RandomModel, release, synchronize
-from offload.benchmarks.model_cache import ModelCache
-from offload.benchmarks.peers.transformers_decode import prefill_seconds
-from offload.benchmarks.pipeline import measure_pipeline
-from offload.benchmarks.pipeline_session import PipelineSettings, open_session
-from offload.benchmarks.shapes import MODEL_SHAPES
-from offload.budgets import weight_bytes_of
-from offload.kv_store import KVStore
-from offload.machine_profile import MachineProfile, measure_profile
-from offload.memory import available_cpus, format_bytes
-from offload.policies import Policy, make_policy
-from offload.prefill import prefill
+from cpu_ops.worker_pool import WorkerPool
+from offload.bench.decode.engines import OURS, STOCK, describe, graph_row, seconds_row, stock_row
+from offload.bench.decode.models import RandomModel, release, synchronize
+from offload.bench.decode.peers.transformers_decode import prefill_seconds
+from offload.bench.machine.measure import measure_profile
+from offload.bench.made.model_cache import ModelCache
+from offload.bench.pipeline.measure import measure_pipeline
+from offload.bench.pipeline.session import open_session
+from offload.bench.pipeline.settings import PipelineSettings
+from offload.decode.attention import DecodeAttention
+from offload.kv.store import KVStore
+from offload.models.batch import RaggedBatch, pack
+from offload.models.shape import MODEL_SHAPES
+from offload.planning.profile import MachineProfile
+from offload.policies import Policy
+from offload.policies.registry import make_policy
+from offload.prefill.forward import prefill
+from offload.runtime.budgets import weight_bytes_of
+from offload.system.memory import available_cpus, format_bytes
 
 Rows = list[dict[str, Any]]
 NO_OFFLOAD, STREAMED, INDEXED = "without offload", "streamed out", "streamed out, with index"

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from perf.gpu_tables import (
+from perf.results_file import ROOT, read_results
+from perf.tables.gpu_tables import (
     PARTS,
     Results,
     gpu_batch_table,
@@ -23,8 +24,8 @@ from perf.gpu_tables import (
     gpu_prefill_table,
     gpu_targets_table,
 )
-from perf.latency_tables import latency_phases_table, latency_table, latency_targets_table
-from perf.placement_tables import (
+from perf.tables.latency_tables import latency_phases_table, latency_table, latency_targets_table
+from perf.tables.placement_tables import (
     COMMANDS,
     gpu_gather_table,
     gpu_heads_table,
@@ -34,15 +35,20 @@ from perf.placement_tables import (
     gpu_tp_table,
     not_measured,
 )
-from perf.placement_targets import gpu_placement_targets_table
-from perf.results_file import ROOT, read_results
-from perf.selection_tables import (
+from perf.tables.placement_targets import gpu_placement_targets_table
+from perf.tables.selection_tables import (
     lfps_candidates_table,
     niah_table,
     policy_speed_table,
     selection_table,
 )
-from perf.tables import attention_table, decode_plot, decode_table, prefill_table, startup_table
+from perf.tables.tables import (
+    attention_table,
+    decode_plot,
+    decode_table,
+    prefill_table,
+    startup_table,
+)
 
 
 def _gpu(make: Callable[[Results], str]) -> Callable[[dict[str, Any]], str]:

@@ -20,7 +20,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model
+from cases.tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model
 
 from offload import OffloadedModel
 

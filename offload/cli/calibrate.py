@@ -10,8 +10,8 @@ import typer
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
 
 if TYPE_CHECKING:
-    from offload.head_calibration import Calibration
-    from offload.head_roles import HeadRoles
+    from offload.policies.lychee_decode.calibration import Calibration
+    from offload.policies.lychee_decode.roles import HeadRoles
 
 _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
@@ -92,7 +92,11 @@ def calibrate(
         from rich.progress import Progress
 
         from offload import OffloadedModel, load_tokenizer
-        from offload.head_calibration import calibration_tokens, observe_heads, roles_from
+        from offload.policies.lychee_decode.calibration import (
+            calibration_tokens,
+            observe_heads,
+            roles_from,
+        )
 
         with quiet_transformers(verbose=verbose):
             input_ids = calibration_tokens(load_tokenizer(model), tokens, content)
@@ -121,8 +125,8 @@ def calibrate(
 def _summary(
     model: str, output: Path, roles: HeadRoles, calibration: Calibration
 ) -> dict[str, Any]:
-    from offload.head_choice import choose_select_layers
-    from offload.head_roles import evenly_spaced_heads
+    from offload.policies.lychee_decode.choice import choose_select_layers
+    from offload.policies.lychee_decode.roles import evenly_spaced_heads
 
     spaced = evenly_spaced_heads(roles.num_layers, roles.num_kv_heads, roles.num_retrieval_heads)
     count = min(_SELECT_LAYERS, roles.num_layers - _DENSE_LAYERS)

@@ -54,8 +54,8 @@ def _is_refusal(error: Exception) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
         return True
     # These import torch, which whoever raised them has done.
-    from offload.config import NoGPUError
-    from offload.rank_watch import PeerError
+    from offload.ranks.watch import PeerError
+    from offload.system.errors import NoGPUError
 
     return isinstance(error, NoGPUError | PeerError)
 

@@ -20,8 +20,8 @@ def env(
         OFFLOAD_ISA=avx2 offload env
     """
     with running():
-        from offload.gguf_conversion import cache_folder
-        from offload.machine import describe_machine
+        from offload.system.cache_folder import cache_folder
+        from offload.system.machine import describe_machine
 
         facts = describe_machine() | {"cache_folder": str(cache_folder())}
     if as_json:
@@ -33,7 +33,7 @@ def env(
 def _print_table(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from offload.memory import format_bytes
+    from offload.system.memory import format_bytes
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")

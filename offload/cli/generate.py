@@ -11,9 +11,9 @@ import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
 from offload.cli.options import memory_budgets, policy_options
-from offload.cli.ranks import is_rank, is_silent_rank, run_ranks
-from offload.demo_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
-from offload.policies import available_policies
+from offload.policies.registry import available_policies
+from offload.ranks.launch import is_rank, is_silent_rank, run_ranks
+from offload.system.stdlib_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
 
 if TYPE_CHECKING:
     from offload.cli.generation import Run
@@ -238,7 +238,7 @@ def generate(
     is_silent = tensor_parallel_size > 1 and is_silent_rank()
 
     with running(verbose=verbose):
-        from offload.policies import make_policy
+        from offload.policies.registry import make_policy
 
         policies = [make_policy(policy, **options)]
         if compare and policy != "full":
@@ -352,7 +352,7 @@ def _print_result(
         return
     from rich.table import Table
 
-    from offload.memory import format_bytes
+    from offload.system.memory import format_bytes
 
     table = Table(title=model, title_justify="left")
     table.add_column("policy", min_width=max(len(run.policy) for run in runs))
@@ -373,7 +373,7 @@ def _print_result(
 
 def _index_cell(run: Run) -> str:
     """What the policy keeps beside the KV cache, and how long that took to build."""
-    from offload.memory import format_bytes
+    from offload.system.memory import format_bytes
 
     if not run.policy_host_bytes:
         return "-"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.cli.options import Scalar
-from offload.demo_text import filler_prompt
 from offload.policies import Policy
+from offload.system.stdlib_text import filler_prompt
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
 from offload.cli.options import Scalar, memory_budgets, policy_options
-from offload.policies import available_policies
+from offload.policies.registry import available_policies
 
 if TYPE_CHECKING:
-    from offload.machine_profile import MachineProfile
-    from offload.plan import Plan
-    from offload.plan_model import PlannedModel
+    from offload.loading.planned_model import PlannedModel
+    from offload.planning.plan import Plan
+    from offload.planning.profile import MachineProfile
     from offload.policies import Policy
 
-# offload.benchmarks.shapes has these, but imports torch; tests compare the two.
+# offload.bench.made.random_model has these, but imports torch; tests compare the two.
 SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
 _MACHINE_PANEL = "On which machine"
 
@@ -157,7 +157,7 @@ def plan(
         options["budget_tokens"] = budget_tokens
     budgets = memory_budgets(max_memory or [])
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
-        from offload.plan_model import planned_model
+        from offload.loading.planned_model import planned_model
 
         made_policy = _policy(policy, options)
         planned = planned_model(model, dtype)
@@ -185,7 +185,7 @@ def plan(
 
 
 def _policy(name: str, options: dict[str, Scalar]) -> Policy:
-    from offload.policies import make_policy
+    from offload.policies.registry import make_policy
 
     return make_policy(name, **options)
 
@@ -203,14 +203,11 @@ def _profile(
     import torch
     from rich.progress import Progress
 
-    from offload.config import checked_device
-    from offload.machine_profile import (
-        MachineProfile,
-        cached_profile,
-        measure_profile,
-        store_profile,
-    )
-    from offload.memory import available_cpus
+    from offload.bench.machine.measure import measure_profile
+    from offload.planning.profile import MachineProfile
+    from offload.planning.profile_cache import cached_profile, store_profile
+    from offload.runtime.config import checked_device
+    from offload.system.memory import available_cpus
 
     if file is not None:
         return MachineProfile.load(file)
@@ -242,8 +239,8 @@ def _with_policy(
     profile: MachineProfile, policy: Policy, model: PlannedModel, context: int
 ) -> MachineProfile:
     """The profile with what the policy's selection costs here; kept once it is measured."""
-    from offload.machine_profile import store_profile
-    from offload.profile_policy import with_policy
+    from offload.bench.machine.policy import with_policy
+    from offload.planning.profile_cache import store_profile
 
     found = with_policy(profile, policy, model.shape, model.dtype, context)
     if found is not profile:
@@ -263,9 +260,9 @@ def _plan(
     placement: Path | None,
     elsewhere: bool,
 ) -> Plan:
-    from offload.memory import check_max_memory, parse_size
-    from offload.placement import HeadPlacement
-    from offload.plan import PlanRequest, make_plan
+    from offload.decode.gpu.placement import HeadPlacement
+    from offload.planning.plan import PlanRequest, make_plan
+    from offload.system.memory import check_max_memory, parse_size
 
     if elsewhere:  # what this machine has left does not bound another one
         limits = {
@@ -308,7 +305,7 @@ def _print(found: Plan) -> None:
 
 def _print_heads(found: Plan) -> None:
     """A line per KV head, a column per layer, in groups of eight."""
-    from offload.placement import LETTERS, Place
+    from offload.decode.gpu.placement import LETTERS, Place
 
     places = found.placement.places
     counts = ", ".join(
@@ -326,7 +323,7 @@ def _print_heads(found: Plan) -> None:
 def _print_bytes(title: str, counted: dict[str, int], limit: int | None) -> None:
     from rich.table import Table
 
-    from offload.memory import format_bytes
+    from offload.system.memory import format_bytes
 
     if not counted:
         return

@@ -16,7 +16,7 @@ from torch import nn
 from offload.models.rope import rope_context, rotary_view
 
 if TYPE_CHECKING:
-    from offload.tensor_parallel import TensorParallel
+    from offload.ranks.group import TensorParallel
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offload.policies.base import Policy
+from offload.policies.registry import _CLASSES, available_policies, make_policy
 
 if TYPE_CHECKING:
     from offload.policies.exact_topk import ExactTopK
     from offload.policies.full import Full
-    from offload.policies.lfps import LFPS
-    from offload.policies.lychee_cluster import LycheeCluster
-    from offload.policies.lychee_decode import LycheeDecode
+    from offload.policies.lfps.policy import LFPS
+    from offload.policies.lychee_cluster.policy import LycheeCluster
+    from offload.policies.lychee_decode.policy import LycheeDecode
     from offload.policies.quest import Quest
     from offload.policies.streaming_llm import StreamingLLM
     from offload.policies.tidal_decode import TidalDecode
@@ -34,43 +35,6 @@ __all__ = [
     "available_policies",
     "make_policy",
 ]
-
-_CLASSES = {
-    "exact_topk": "ExactTopK",
-    "full": "Full",
-    "lychee_cluster": "LycheeCluster",
-    "lfps": "LFPS",
-    "lychee_decode": "LycheeDecode",
-    "quest": "Quest",
-    "streaming_llm": "StreamingLLM",
-    "tidal_decode": "TidalDecode",
-}
-
-
-def available_policies() -> list[str]:
-    """Names that `make_policy` takes, sorted."""
-    return sorted(_CLASSES)
-
-
-def make_policy(policy: str | Policy, **options: Any) -> Policy:
-    """The policy of that name with the given options; a Policy object is returned as it is.
-
-    Raises:
-        ValueError: unknown name (lists what exists), unknown option, or an option out of range.
-    """
-    if isinstance(policy, Policy):
-        if options:
-            raise ValueError(f"options {sorted(options)} given beside a policy object {policy}")
-        return policy
-    if policy not in _CLASSES:
-        names = ", ".join(available_policies())
-        raise ValueError(f"unknown policy {policy!r}; available: {names}")
-    cls: type[Policy] = getattr(import_module(f"{__name__}.{policy}"), _CLASSES[policy])
-    unknown = sorted(set(options) - set(cls.option_names()))
-    if unknown:
-        known = ", ".join(cls.option_names()) or "none"
-        raise ValueError(f"policy {policy!r} has no option {unknown[0]!r}; its options: {known}")
-    return cls.from_options(**options)
 
 
 def __getattr__(name: str) -> Any:

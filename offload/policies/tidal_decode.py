@@ -97,7 +97,7 @@ class TidalDecode(Policy):
         **options: Any,
     ) -> TidalDecode:
         """From what a user writes: inner="quest", select_layers="2,13"; the rest is for `inner`."""
-        from offload.policies import make_policy
+        from offload.policies.registry import make_policy
 
         return cls(make_policy(inner, **options), parse_layers(select_layers))
 

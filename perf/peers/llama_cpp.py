@@ -9,7 +9,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from perf.engine_protocol import serve
+from perf.engines.engine_protocol import serve
 
 
 class LlamaCpp:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from perf.engine_protocol import serve
+from perf.engines.engine_protocol import serve
 
 _DECODE_TOKENS = 128
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload.benchmarks.attention import SHAPES, measure_attention
-from offload.benchmarks.attention_cache import AttentionCache
-from offload.benchmarks.attention_reference import AttentionReference
+from offload.bench.attention.measure import SHAPES, measure_attention
+from offload.bench.attention.reference import AttentionReference
+from offload.bench.made.attention_cache import AttentionCache
 from offload.cli import app
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
@@ -22,7 +22,7 @@ SMALL += ["--sparse-tokens", "100", "--threads", "1"]
 @pytest.fixture(autouse=True)
 def _small_last_level_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark's cache outgrows that of the CPU; a test need not."""
-    monkeypatch.setattr("offload.benchmarks.attention_cache.last_level_cache_bytes", lambda: 2**18)
+    monkeypatch.setattr("offload.bench.made.attention_cache.last_level_cache_bytes", lambda: 2**18)
 
 
 def test_json() -> None:

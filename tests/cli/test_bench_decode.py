@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload.benchmarks.decode_engines import (
+from offload.bench.decode.engines import (
     CPU_ENGINES,
     ENGINES,
     DecodePlan,
@@ -18,13 +18,15 @@ from offload.benchmarks.decode_engines import (
     describe,
     measure_engines,
 )
-from offload.benchmarks.decode_models import RandomModel, TextModel
-from offload.benchmarks.pipeline import WARM_UP_STEPS, measure_decode
-from offload.benchmarks.pipeline_session import PipelineSettings
-from offload.benchmarks.shapes import MODEL_SHAPES
-from offload.cli import app, bench_decode
-from offload.config import BACKENDS, DTYPES
-from offload.policies import make_policy
+from offload.bench.decode.models import RandomModel, TextModel
+from offload.bench.pipeline.measure import WARM_UP_STEPS, measure_decode
+from offload.bench.pipeline.settings import PipelineSettings
+from offload.cli import app
+from offload.cli.bench import decode as bench_decode
+from offload.models.dtypes import DTYPES
+from offload.models.shape import MODEL_SHAPES
+from offload.policies.registry import make_policy
+from offload.runtime.config import BACKENDS
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +79,7 @@ def test_only_peers() -> None:
 
 
 def test_a_peer_that_does_not_fit_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = "offload.benchmarks.decode_engines.host_memory_limit_bytes"
+    target = "offload.bench.decode.engines.host_memory_limit_bytes"
     monkeypatch.setattr(target, lambda: 2**10)
     result = run("-d", "300", "--engines", "transformers")
     assert "needs 300.00 KiB of host memory for KV" in result.stdout
@@ -90,7 +92,7 @@ def test_a_gpu_that_is_full_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("offload.benchmarks.decode_engines.filled_cache", full)
+    monkeypatch.setattr("offload.bench.decode.engines.filled_cache", full)
     result = run("-d", "300", "--engines", "transformers")
     assert "300.00 KiB of KV do not fit the GPU" in result.stdout
 

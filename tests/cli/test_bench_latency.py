@@ -11,10 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from offload.benchmarks.attention import SHAPES
-from offload.cli.bench_latency import DTYPE_NAMES, SHAPE_NAMES, register
-from offload.config import DTYPES
-from offload.memory import available_cpus
+from offload.bench.attention.measure import SHAPES
+from offload.cli.bench.latency import DTYPE_NAMES, SHAPE_NAMES, register
+from offload.models.dtypes import DTYPES
+from offload.system.memory import available_cpus
 
 app = typer.Typer()
 register(app)
@@ -33,8 +33,8 @@ SMALL += ["-r", "2", "--threads", "1", "--policy", "full,exact_topk,quest"]
 @pytest.fixture(autouse=True)
 def _small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The yardstick outgrows the CPU's caches; a test need not."""
-    monkeypatch.setattr("offload.benchmarks.latency_yardstick.last_level_cache_bytes", lambda: 0)
-    monkeypatch.setattr("offload.benchmarks.latency_yardstick._MIN_BYTES", 2**21)
+    monkeypatch.setattr("offload.bench.latency.yardstick.last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr("offload.bench.latency.yardstick._MIN_BYTES", 2**21)
 
 
 def test_json() -> None:
@@ -102,7 +102,7 @@ def test_a_model(tiny_folders: dict[str, Path]) -> None:
 
 def test_keys_unlike_real_attention_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "offload.benchmarks.latency_run.statistics_outside_range",
+        "offload.bench.latency.run.statistics_outside_range",
         lambda statistics, kv_len: ["near_share is 0.9, not 0.5"],
     )
     result = runner.invoke(app, [*SMALL, "-o", "csv"])

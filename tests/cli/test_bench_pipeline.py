@@ -10,21 +10,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload.benchmarks.pipeline import measure_pipeline, share_lines, step_line
-from offload.benchmarks.pipeline_session import (
+from offload.bench.pipeline.measure import measure_pipeline, share_lines, step_line
+from offload.bench.pipeline.session import (
     BACKENDS,
-    PipelineSettings,
     make_cache,
     make_model,
     open_session,
     opened_session,
 )
-from offload.benchmarks.shapes import MODEL_SHAPES
-from offload.benchmarks.step_timeline import SHARES
+from offload.bench.pipeline.settings import PipelineSettings
+from offload.bench.pipeline.step_timeline import SHARES
 from offload.cli import app
-from offload.cli.bench_pipeline import BACKEND_NAMES, DTYPE_NAMES, SHAPE_NAMES
-from offload.config import DTYPES
-from offload.policies import make_policy
+from offload.cli.bench.pipeline import BACKEND_NAMES, DTYPE_NAMES, SHAPE_NAMES
+from offload.models.dtypes import DTYPES
+from offload.models.shape import MODEL_SHAPES
+from offload.policies.registry import make_policy
 
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 SMALL = ["bench", "pipeline", "--shape", "tiny", "--kv-len", "600", "--budget-tokens", "256"]

@@ -11,11 +11,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from offload.benchmarks import selection_output
-from offload.benchmarks.selection import SelectionMeasurement
+from offload.bench.selection import output as selection_output
+from offload.bench.selection.measure import SelectionMeasurement
 from offload.cli import app
-from offload.cli.policy_grid import option_values, policy_grid
-from offload.policies import ExactTopK, available_policies
+from offload.cli.bench.policy_grid import option_values, policy_grid
+from offload.policies import ExactTopK
+from offload.policies.registry import available_policies
 
 runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb"})
 

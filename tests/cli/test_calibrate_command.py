@@ -10,8 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from offload.cli import calibrate
-from offload.head_roles import HeadRoles
-from offload.policies import LycheeDecode, make_policy
+from offload.policies import LycheeDecode
+from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.registry import make_policy
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 

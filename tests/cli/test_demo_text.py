@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offload import demo_text
-from offload.demo_text import (
+from offload.system import stdlib_text as demo_text
+from offload.system.stdlib_text import (
     DEMO_ANSWER,
     DEMO_NEEDLE,
     DEMO_QUESTION,

@@ -13,16 +13,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cpu_ops.native import WorkerPool, known_isas
-from offload.attention import DecodeAttention
-from offload.benchmarks.step_timeline import CPU_WAITS, CPU_WORK, GPU_WORK, SHARES, TASKS
+from cpu_ops.mailbox import Mailbox
+from cpu_ops.native import known_isas
+from cpu_ops.worker_pool import WorkerPool
+from offload.bench.pipeline.step_timeline import CPU_WAITS, CPU_WORK, GPU_WORK, SHARES, TASKS
 from offload.cli import app
-from offload.config import BACKENDS, RuntimeConfig
-from offload.demo_text import DEMO_NEEDLE
-from offload.kv_store import KVStore
-from offload.mailbox import Mailbox
-from offload.placement import LETTERS
-from offload.policies import available_policies
+from offload.decode.attention import DecodeAttention
+from offload.decode.gpu.placement import LETTERS
+from offload.kv.store import KVStore
+from offload.policies.registry import available_policies
+from offload.runtime.config import BACKENDS, RuntimeConfig
+from offload.system.stdlib_text import DEMO_NEEDLE
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

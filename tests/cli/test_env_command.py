@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from cpu_ops.native import available_isas, isa_name
 from offload.cli import app
-from offload.machine import describe_machine
-from offload.memory import available_cpus
+from offload.system.machine import describe_machine
+from offload.system.memory import available_cpus
 
 runner = CliRunner(env={"COLUMNS": "200"})
 
@@ -45,8 +45,8 @@ def test_table() -> None:
     [(None, "graph"), ("it cannot wait", "stream: it cannot wait")],
 )
 def test_gpus_and_the_backend_they_would_use(reason, backend, monkeypatch) -> None:
-    monkeypatch.setattr("offload.machine.gpus", lambda: ["NVIDIA T4"])
-    monkeypatch.setattr("offload.handshake.why_no_flags", lambda device: reason)
+    monkeypatch.setattr("offload.system.machine.gpus", lambda: ["NVIDIA T4"])
+    monkeypatch.setattr("gpu_ops.flags.why_no_flags", lambda device: reason)
     assert describe_machine()["gpu_backends"] == [backend]
     assert backend in runner.invoke(app, ["env"]).stdout
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from offload import __version__
 from offload.cli import app
 from offload.cli.bench import DTYPE_NAMES, KERNEL_NAMES, SHAPE_NAMES
-from offload.policies import available_policies
+from offload.policies.registry import available_policies
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 ROOT = Path(__file__).parents[2]
@@ -66,8 +66,8 @@ def test_the_command_line_is_imported_without_torch() -> None:
 
 
 def test_names_that_bench_offers_are_those_of_the_benchmark() -> None:
-    from offload.benchmarks.attention import KERNELS, SHAPES
-    from offload.config import DTYPES
+    from offload.bench.attention.measure import KERNELS, SHAPES
+    from offload.models.dtypes import DTYPES
 
     assert tuple(SHAPES) == SHAPE_NAMES
     assert KERNELS == KERNEL_NAMES
@@ -76,6 +76,6 @@ def test_names_that_bench_offers_are_those_of_the_benchmark() -> None:
 
 def test_the_default_model_is_the_embedded_one() -> None:
     from offload.cli.generate import _DEFAULT_MODEL
-    from offload.gguf_conversion import EMBEDDED_MODEL
+    from offload.loading.gguf import EMBEDDED_MODEL
 
     assert _DEFAULT_MODEL == EMBEDDED_MODEL

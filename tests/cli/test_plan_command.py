@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from profile_cases import machine_profile
+from cases.profile_cases import machine_profile
 from typer.testing import CliRunner
 
-from offload.benchmarks.shapes import MODEL_SHAPES
 from offload.cli import app
 from offload.cli.plan import SHAPE_NAMES
-from offload.placement import HeadPlacement
+from offload.decode.gpu.placement import HeadPlacement
+from offload.models.shape import MODEL_SHAPES
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 
@@ -93,8 +93,8 @@ def test_this_machine_is_measured_once(
     tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("offload.profile_host._KV_LEN", 4096)
-    monkeypatch.setattr("offload.profile_host._MAX_CACHE_BYTES", 16 * 2**20)
+    monkeypatch.setattr("offload.bench.machine.host._KV_LEN", 4096)
+    monkeypatch.setattr("offload.bench.machine.host._MAX_CACHE_BYTES", 16 * 2**20)
     saved = tmp_path / "here.json"
     arguments = ["plan", str(tiny_folders["llama"]), "--device", "cpu", "--threads", "1"]
     arguments += ["--max-memory", "cpu=1GiB"]  # what is left changes

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from cases.tiny_models import make_tiny_model, random_tokens
 from compatibility.table import SINGLE, Feature, Side, padded
-from tiny_models import make_tiny_model, random_tokens
 from transformers import DynamicCache, StaticCache
 
 from offload import available_policies
@@ -132,7 +132,7 @@ def fresh(policy: str, num_new: int) -> Callable[[Side], Any]:
 
 def load_with_policy(side: Side, name: str) -> Any:
     """With a budget that makes the policy choose."""
-    from offload.policies import make_policy
+    from offload.policies.registry import make_policy
 
     options = {} if name == "full" else {"budget_tokens": 96}
     return side.load(policy=make_policy(name, **options))

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as distributed
+from cases.tiny_models import make_tiny_model, random_tokens
 from compatibility.table import REPETITIVE, SINGLE, Feature, Side, padded
-from tiny_models import make_tiny_model, random_tokens
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,

@@ -10,8 +10,8 @@ from threading import Thread
 from typing import Any
 
 import torch
+from cases.tiny_models import TINY_MODELS, make_tiny_model, random_tokens, write_gguf
 from compatibility.table import SINGLE, Feature, Side, padded
-from tiny_models import TINY_MODELS, make_tiny_model, random_tokens, write_gguf
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,

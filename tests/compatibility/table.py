@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import byte_tokenizer, make_tiny_model, random_tokens
+from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging

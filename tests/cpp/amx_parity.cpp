@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "check.h"
-#include "kernels.h"
-#include "number_formats.h"
+#include "kernels/kernels.h"
+#include "kernels/number_formats.h"
 
 namespace offload::test {
 
@@ -81,8 +81,8 @@ alignas(64) Tiles tiles;
 #define _tile_loadd(t, from, stride) ::offload::test::tiles.load(t, from, stride)
 #define _tile_stored(t, to, stride) ::offload::test::tiles.store(t, to, stride)
 #define _tile_dpbf16ps(c, a, b) ::offload::test::tiles.dpbf16ps(c, a, b)
-#include "isa/amx.cpp"
-#include "isa/amx_attention.cpp"
+#include "kernels/isa/amx.cpp"
+#include "kernels/isa/amx_attention.cpp"
 
 namespace offload::test {
 

@@ -21,7 +21,7 @@
 
 namespace offload::test {
 
-// The same draws in each run; other ones under OFFLOAD_TEST_SEED, as in tests/seeded.py.
+// The same draws in each run; other ones under OFFLOAD_TEST_SEED, as in tests/cases/seeded.py.
 inline uint64_t seed() {
   const char* text = std::getenv("OFFLOAD_TEST_SEED");
   return text != nullptr ? std::strtoull(text, nullptr, 10) : 0;

@@ -1,7 +1,7 @@
 // The coprocessor's thread under load, for ThreadSanitizer: a thread that plays the GPU by flags, a host that queues
 // steps ahead, aborts, stalls and restarts. Mailbox, pages and policy arrays are plain memory, so every hand-over that
 // lacks a happens-before is a race that it reports. Results are compared with steps served on one thread.
-#include "coprocessor.h"
+#include "coprocessor/coprocessor.h"
 
 #include <algorithm>
 #include <atomic>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "number_formats.h"
+#include "kernels/number_formats.h"
 
 namespace offload::test {
 namespace {

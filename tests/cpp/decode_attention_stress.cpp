@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "check.h"
-#include "decode_attention.h"
-#include "kernels.h"
-#include "number_formats.h"
+#include "attention/decode_attention.h"
+#include "kernels/kernels.h"
+#include "kernels/number_formats.h"
 
 namespace offload::test {
 namespace {

@@ -5,10 +5,10 @@
 #include <vector>
 
 #include "check.h"
-#include "dispatch.h"
-#include "kernels.h"
-#include "number_formats.h"
-#include "policy.h"
+#include "kernels/dispatch.h"
+#include "kernels/kernels.h"
+#include "kernels/number_formats.h"
+#include "attention/policy.h"
 
 namespace offload::test {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "check.h"
-#include "worker_pool.h"
+#include "pool/worker_pool.h"
 
 namespace offload::test {
 namespace {

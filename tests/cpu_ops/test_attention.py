@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
-from seeded import new_rng
+from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from cases.seeded import new_rng
 
 from cpu_ops import native, reference
-from cpu_ops.native import WorkerPool
-from offload.attention import DecodeAttention
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
 from offload.policies import Full
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_cases import relative_error
-from seeded import new_rng
+from cases.attention_cases import relative_error
+from cases.seeded import new_rng
 
 from cpu_ops import native, reference
 from cpu_ops.clustering import chunk_means, score_int8, spherical_kmeans
-from cpu_ops.native import WorkerPool
+from cpu_ops.worker_pool import WorkerPool
 
 ISAS = native.available_isas()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import relative_error
-from coprocessor_cases import (
+from cases.attention_cases import relative_error
+from cases.coprocessor_cases import (
     FLOAT32,
     SMALL,
     Shape,
@@ -26,12 +26,13 @@ from coprocessor_cases import (
     launch,
     started,
 )
-from seeded import new_rng
+from cases.seeded import new_rng
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
-from cpu_ops.native import WorkerPool
-from offload.mailbox import Mailbox
-from offload.policies import Full, Policy, make_policy
+from cpu_ops.mailbox import Mailbox
+from cpu_ops.worker_pool import WorkerPool
+from offload.policies import Full, Policy
+from offload.policies.registry import make_policy
 
 
 @pytest.fixture(params=[1, 3])

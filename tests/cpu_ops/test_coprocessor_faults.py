@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from coprocessor_cases import (
+from cases.coprocessor_cases import (
     SMALL,
     Shape,
     World,
@@ -25,10 +25,10 @@ from coprocessor_cases import (
     launch,
     started,
 )
-from seeded import new_rng
+from cases.seeded import new_rng
 
 from cpu_ops.coprocessor import CoprocessorError
-from cpu_ops.native import WorkerPool
+from cpu_ops.worker_pool import WorkerPool
 from offload.policies.base import SparsePolicy
 from offload.policies.callback import (
     Callback,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import relative_error
-from coprocessor_cases import (
+from cases.attention_cases import relative_error
+from cases.coprocessor_cases import (
     FLOAT32,
     FlagGpu,
     Shape,
@@ -19,14 +19,15 @@ from coprocessor_cases import (
     decode_synchronously,
     full_world,
 )
-from seeded import new_rng
+from cases.seeded import new_rng
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
-from cpu_ops.native import WorkerPool
-from offload.head_roles import HeadRoles
-from offload.mailbox import Mailbox
-from offload.policies import Policy, make_policy
+from cpu_ops.mailbox import Mailbox
+from cpu_ops.worker_pool import WorkerPool
+from offload.policies import Policy
 from offload.policies.base import RETRIEVE, REUSE
+from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.registry import make_policy
 
 SHAPE = Shape(num_layers=4, num_kv_heads=3, group_size=2)
 WINDOW: dict[str, Any] = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}

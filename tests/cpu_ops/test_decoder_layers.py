@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from attention_cases import relative_error
-from seeded import new_rng
+from cases.attention_cases import relative_error
+from cases.seeded import new_rng
 
 from cpu_ops import native, reference
 from cpu_ops.decoder_layers import DecoderLayers, NativeLayer
-from cpu_ops.native import Linear, WorkerPool
-from offload.attention import DecodeAttention
-from offload.kv_store import KVStore
-from offload.policies import Policy, make_policy
+from cpu_ops.linear import Linear
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.kv.store import KVStore
+from offload.policies import Policy
+from offload.policies.registry import make_policy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Relative L2 after two layers that round where transformers does, against none of it rounded.

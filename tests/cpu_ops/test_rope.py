@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_cases import relative_error
-from seeded import new_rng
+from cases.attention_cases import relative_error
+from cases.seeded import new_rng
 
 from cpu_ops import native, reference
 from cpu_ops.native import rope_append
-from offload.kv_store import KVStore
+from offload.kv.store import KVStore
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = native.available_isas()

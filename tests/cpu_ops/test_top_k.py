@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from seeded import new_rng
+from cases.seeded import new_rng
 
 from cpu_ops import native, reference
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from seeded import new_rng
+from cases.seeded import new_rng
 
 from cpu_ops import native
-from cpu_ops.native import Linear, WorkerPool
-from offload.memory import available_cpus
+from cpu_ops.linear import Linear
+from cpu_ops.worker_pool import WorkerPool
+from offload.system.memory import available_cpus
 
 ISAS = native.available_isas()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import triton
-from operands import DTYPES
+from cases.operands import DTYPES
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from operands import DTYPES, assert_close, random
-from seeded import new_rng
+from cases.operands import DTYPES, assert_close, random
+from cases.seeded import new_rng
 
 from gpu_ops.chunk_clusters import chunk_means, covering_radii, fill_empty, mean_directions
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_pages import HostPages, Selections
-from operands import DTYPES, poisoned
-from seeded import new_rng
+from cases.host_pages import HostPages, Selections
+from cases.operands import DTYPES, poisoned
+from cases.seeded import new_rng
 
 from gpu_ops.gather_rows import GatherLaunch, gather_rows
-from offload.kv_store import KVStore
-from offload.page_pool import DEFAULT_SLAB_BYTES
+from offload.kv.page_pool import DEFAULT_SLAB_BYTES
+from offload.kv.store import KVStore
 
 LAUNCH = GatherLaunch(programs=3, tile_bytes=2048)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from host_pages import HostPages, Selections
-from operands import DTYPES, TOLERANCE, assert_close, attention, poisoned, random
-from seeded import new_rng
+from cases.host_pages import HostPages, Selections
+from cases.operands import DTYPES, TOLERANCE, assert_close, attention, poisoned, random
+from cases.seeded import new_rng
 
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from operands import DTYPES, TOLERANCE, Pages, assert_close, attention, poisoned, random
-from seeded import new_rng
+from cases.operands import DTYPES, TOLERANCE, Pages, assert_close, attention, poisoned, random
+from cases.seeded import new_rng
 
 from gpu_ops.hybrid_attention import DENSE, HybridLaunch, hybrid_attention, hybrid_programs
 

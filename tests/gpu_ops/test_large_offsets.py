@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operands import assert_close, attention, poisoned, random
-from seeded import new_rng
+from cases.operands import assert_close, attention, poisoned, random
+from cases.seeded import new_rng
 
 from gpu_ops.gathered_attention import gathered_attention
 from gpu_ops.rotate import rotate_tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operands import DTYPES, TOLERANCE, assert_close, random
-from seeded import new_rng
+from cases.operands import DTYPES, TOLERANCE, assert_close, random
+from cases.seeded import new_rng
 
 from gpu_ops.merge_parts import merge_parts
 

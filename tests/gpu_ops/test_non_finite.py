@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from operands import Pages, attention, poisoned, quiet_numpy, random
-from seeded import new_rng
+from cases.operands import Pages, attention, poisoned, quiet_numpy, random
+from cases.seeded import new_rng
 
 from gpu_ops.gathered_attention import gathered_attention
 from gpu_ops.hybrid_attention import DENSE, HybridLaunch, hybrid_attention

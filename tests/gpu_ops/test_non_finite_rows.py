@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from operands import Pages, poisoned, quiet_numpy, random
-from seeded import new_rng
+from cases.operands import Pages, poisoned, quiet_numpy, random
+from cases.seeded import new_rng
 
 from gpu_ops.chunk_clusters import chunk_means, covering_radii
 from gpu_ops.gather_rows import gather_rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operands import DTYPES, TOLERANCE, Pages, assert_close, attention, poisoned, random
-from seeded import new_rng
+from cases.operands import DTYPES, TOLERANCE, Pages, assert_close, attention, poisoned, random
+from cases.seeded import new_rng
 
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from operands import DTYPES, TOLERANCE, Pages, assert_close, attention, poisoned, random
-from seeded import new_rng
+from cases.operands import DTYPES, TOLERANCE, Pages, assert_close, attention, poisoned, random
+from cases.seeded import new_rng
 
 from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
 from gpu_ops.split_kv import SplitLaunch

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from operands import TOLERANCE, Pages, assert_close, attention, random
-from seeded import new_rng
+from cases.operands import TOLERANCE, Pages, assert_close, attention, random
+from cases.seeded import new_rng
 
 from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
 from gpu_ops.split_kv import SplitLaunch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operands import DTYPES, TOLERANCE, assert_close, poisoned, random
-from seeded import new_rng
+from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, random
+from cases.seeded import new_rng
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from gpu_ops.rms_norm import add_rms_norm

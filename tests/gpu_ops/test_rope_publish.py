@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from operands import DTYPES, TOLERANCE, assert_close, poisoned, random
-from seeded import new_rng
+from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, random
+from cases.seeded import new_rng
 
 from gpu_ops.rope_publish import rope_publish
-from offload.prefill_layer import rotate
+from offload.prefill.layer import rotate
 
 EPS = 1e-6
 PAGE_TOKENS = 16

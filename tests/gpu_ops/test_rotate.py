@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operands import DTYPES, random
-from seeded import new_rng
+from cases.operands import DTYPES, random
+from cases.seeded import new_rng
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from gpu_ops.rotate import rotate_tokens

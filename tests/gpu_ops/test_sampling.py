@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from operands import DTYPES, quiet_numpy, random
-from seeded import new_rng
+from cases.operands import DTYPES, quiet_numpy, random
+from cases.seeded import new_rng
 
 from gpu_ops import sampling
 from gpu_ops.greedy import CHUNK, SamplingBuffers, greedy_tokens

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from seeded import new_rng
+from cases.seeded import new_rng
 
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operands import DTYPES, TOLERANCE, assert_close, attention, poisoned, random
-from seeded import new_rng
+from cases.operands import DTYPES, TOLERANCE, assert_close, attention, poisoned, random
+from cases.seeded import new_rng
 
 from gpu_ops.online_softmax import tile_tokens
 from gpu_ops.window_attention import window_attention

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from seeded import new_rng
+from cases.seeded import new_rng
 
 from gpu_ops.hybrid_attention import HybridLaunch
 from perf import bench_gather, bench_hybrid

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from perf.bench_gpu import PARTS, main
-from perf.gpu_tables import (
+from perf.tables.gpu_tables import (
     gpu_batch_table,
     gpu_decode_table,
     gpu_overlap_table,
     gpu_prefill_table,
     gpu_targets_table,
 )
-from perf.placement_tables import gpu_heads_table
+from perf.tables.placement_tables import gpu_heads_table
 
 pytestmark = pytest.mark.slow
 

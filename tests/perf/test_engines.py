@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perf import engines
 from perf.bench_decode import Times, contestants, row
-from perf.engines import EngineProcess
+from perf.engines import engines
+from perf.engines.engines import EngineProcess
 
 COUNTING_ENGINE = '''
 import sys
 sys.path.insert(0, {root!r})
-from perf.engine_protocol import serve
+from perf.engines.engine_protocol import serve
 
 class Counting:
     """The next token is the sum of all."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from perf.latency_tables import (
+from perf.tables.latency_tables import (
     latency_phases_table,
     latency_table,
     latency_targets_table,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from perf import report, results_file
-from perf.placement_tables import (
+from perf.results_file import write_results
+from perf.tables.placement_tables import (
     COMMANDS,
     gpu_gather_table,
     gpu_heads_table,
@@ -18,8 +19,7 @@ from perf.placement_tables import (
     gpu_retrieval_table,
     gpu_tp_table,
 )
-from perf.placement_targets import gpu_placement_targets_table
-from perf.results_file import write_results
+from perf.tables.placement_targets import gpu_placement_targets_table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 MACHINE: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 
 from perf import report, results_file
 from perf.results_file import read_results, write_results
-from perf.tables import attention_table, decode_table, prefill_table, startup_table
+from perf.tables.tables import attention_table, decode_table, prefill_table, startup_table
 
 MACHINE: dict[str, Any] = {
     "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0"},

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from offload.policies import available_policies
+from offload.policies.registry import available_policies
 from perf.bench_selection import BUDGETS, policies_of_quality
-from perf.selection_tables import (
+from perf.tables.selection_tables import (
     lfps_candidates_table,
     niah_table,
     policy_speed_table,

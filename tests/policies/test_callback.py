@@ -13,12 +13,12 @@ import numba
 import numpy as np
 import pytest
 import torch
-from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
-from heavy_hitter import HeavyHitter, HeavyHitterPerQueryHead, Simulation
+from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from cases.heavy_hitter import HeavyHitter, HeavyHitterPerQueryHead, Simulation
 
 from cpu_ops import _native, native, reference
-from cpu_ops.native import WorkerPool
-from offload.attention import DecodeAttention
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
 from offload.policies import ExactTopK
 from offload.policies import exact_topk as exact_topk_module
 from offload.policies.base import SparsePolicy

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
-from seeded import new_rng
+from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from cases.seeded import new_rng
 
 from cpu_ops import reference
-from cpu_ops.native import WorkerPool
-from offload.policies import ExactTopK, Full, Policy, StreamingLLM, available_policies, make_policy
+from cpu_ops.worker_pool import WorkerPool
+from offload.policies import ExactTopK, Full, Policy, StreamingLLM
 from offload.policies.base import SparsePolicy
+from offload.policies.registry import available_policies, make_policy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 48, "sink_tokens": 4, "dense_layers": 0}

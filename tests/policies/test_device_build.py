@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import relative_error
-from prefill_cases import run_prefill, store_for, tiny_lean_model
-from seeded import new_rng
+from cases.attention_cases import relative_error
+from cases.prefill_cases import run_prefill, store_for, tiny_lean_model
+from cases.seeded import new_rng
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_ops import clustering
-from cpu_ops.native import WorkerPool
+from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.chunk_clusters import chunk_means
-from offload.attention import DecodeAttention
-from offload.policies import make_policy
+from offload.decode.attention import DecodeAttention
 from offload.policies.base import BuildContext
-from offload.policies.lfps_layout import unlist_all
-from offload.policies.lychee_device import spherical_kmeans
-from offload.policies.lychee_index import LycheeIndex
-from offload.policy_prefill import PrefillBuild
+from offload.policies.lfps.layout import unlist_all
+from offload.policies.lychee_cluster.index import LycheeIndex
+from offload.policies.lychee_cluster.index_on_device import spherical_kmeans
+from offload.policies.prefill_build import PrefillBuild
+from offload.policies.registry import make_policy
 
 KV_HEADS, GROUP = 2, 3
 DEVICES = [
@@ -153,7 +153,9 @@ def test_chunk_means(device, dtype, pool):
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (40, 40), (40, 39), (300, 64), (1000, 500)])
 def test_spherical_kmeans(device, n, k, pool, monkeypatch):
     """As good a clustering as the native one, the same where nothing is at a boundary."""
-    monkeypatch.setattr("offload.policies.lychee_device.WORKSPACE_BYTES", 4 * 3 * k * 7)
+    monkeypatch.setattr(
+        "offload.policies.lychee_cluster.index_on_device.WORKSPACE_BYTES", 4 * 3 * k * 7
+    )
     rng = new_rng()
     points = rng.standard_normal((3, n, 32), dtype=np.float32)
     points /= np.linalg.norm(points, axis=-1, keepdims=True)
@@ -192,7 +194,7 @@ def test_an_index_takes_few_launches(monkeypatch, pool):
             launches.count += num_kernels
             return result(*args) if result is not None else None
 
-        monkeypatch.setattr(f"offload.policies.lychee_device.{name}", call)
+        monkeypatch.setattr(f"offload.policies.lychee_cluster.index_on_device.{name}", call)
 
     def no_means(keys, starts):
         points = torch.empty(len(keys), len(starts) - 1, keys.shape[2])
@@ -265,7 +267,7 @@ def test_alongside_a_prefill(name, options, pool):
 
 
 def test_a_policy_without_it_is_built_later(pool):
-    from heavy_hitter import HeavyHitter
+    from cases.heavy_hitter import HeavyHitter
 
     _, lean = tiny_lean_model()
     store = store_for(lean)

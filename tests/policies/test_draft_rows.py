@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_cases import small
+from cases.device_cases import small
 
-from cpu_ops.native import WorkerPool
-from offload.attention import DecodeAttention
-from offload.kv_store import KVStore
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.kv.store import KVStore
 from offload.policies.tidal_decode import TidalDecode
-from offload.sequences import Sequences
+from offload.runtime.sequences import Sequences
 
 LAYERS, KV_HEADS, HEADS, HEAD_DIM = 2, 2, 6, 32
 TOKENS = 400

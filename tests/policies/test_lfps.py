@@ -8,19 +8,19 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from attention_cases import relative_error
-from lfps_reference import Unit
-from seeded import new_rng
+from cases.attention_cases import relative_error
+from cases.lfps_reference import Unit
+from cases.seeded import new_rng
 
 from cpu_ops import reference
-from cpu_ops.native import WorkerPool
-from offload import sequence_state
-from offload.attention import DecodeAttention
-from offload.kv_store import KVStore
-from offload.policies import make_policy
-from offload.policies.lfps import LFPS
-from offload.policies.lfps_layout import FIRST_COUNT, SCALE
-from offload.policies.lfps_tables import TABLE_STATE
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.kv.store import KVStore
+from offload.policies import sequence_state
+from offload.policies.lfps.layout import FIRST_COUNT, SCALE
+from offload.policies.lfps.policy import LFPS
+from offload.policies.lfps.tables import TABLE_STATE
+from offload.policies.registry import make_policy
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 32
 HEADS = KV_HEADS * GROUP

@@ -10,10 +10,10 @@ import time
 
 import numba
 import numpy as np
-from seeded import new_rng
+from cases.seeded import new_rng
 
-from offload.policies import lfps_tables as tables
-from offload.policies.lfps_layout import num_words, top_bit
+from offload.policies.lfps import tables as tables
+from offload.policies.lfps.layout import num_words, top_bit
 
 SHORT, LONG = 8_192, 131_072
 ATTENDED, UNITS, STEPS = 1_024, 8, 40

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from seeded import new_rng
+from cases.seeded import new_rng
 
-from offload.policies import lfps_tables as tables
-from offload.policies.lfps_layout import num_words, top_bit
+from offload.policies.lfps import tables as tables
+from offload.policies.lfps.layout import num_words, top_bit
 
 
 def bitmap(words: int, positions: np.ndarray) -> np.ndarray:

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from seeded import new_rng
+from cases.seeded import new_rng
 
-from offload.policies.lychee_chunks import (
+from offload.policies.lychee_cluster.chunks import (
     BLOCK,
     MAX_CHUNK_TOKENS,
     chunk_length,
@@ -16,7 +16,7 @@ from offload.policies.lychee_chunks import (
     cut_chunks,
     set_chunk_start,
 )
-from offload.text_marks import cut_level, text_mark
+from offload.policies.text_marks import cut_level, text_mark
 
 WORD, SPACED, COMMA, STOP, LINE = (text_mark(text) for text in (b"a", b" a", b",", b".", b"\n"))
 

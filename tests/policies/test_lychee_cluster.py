@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lychee_cases import GROUP, HEAD_DIM, KV_HEADS, Stream, check_index
+from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, Stream, check_index
 
-from cpu_ops.native import WorkerPool
-from offload.policies import make_policy
-from offload.policies.lychee_cluster import LycheeCluster
-from offload.policies.lychee_index import LycheeIndex, grow_index
-from offload.policies.lychee_search import SIZE_OF_BEST
+from cpu_ops.worker_pool import WorkerPool
+from offload.policies.lychee_cluster.index import LycheeIndex, grow_index
+from offload.policies.lychee_cluster.policy import LycheeCluster
+from offload.policies.lychee_cluster.search import SIZE_OF_BEST
+from offload.policies.registry import make_policy
 
 SMALL = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0

@@ -7,15 +7,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from attention_cases import Cache, random_queries
-from reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
-from seeded import new_rng
+from cases.attention_cases import Cache, random_queries
+from cases.reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
+from cases.seeded import new_rng
 
-from cpu_ops.native import WorkerPool
-from offload.head_roles import HeadRoles, default_retrieval_heads
-from offload.policies import LycheeDecode, make_policy
+from cpu_ops.worker_pool import WorkerPool
+from offload.policies import LycheeDecode
 from offload.policies.base import RETRIEVE, REUSE
-from offload.policies.lychee_decode import enough_for_share
+from offload.policies.lychee_decode.policy import enough_for_share
+from offload.policies.lychee_decode.roles import HeadRoles, default_retrieval_heads
+from offload.policies.registry import make_policy
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
 NUM_LAYERS, NUM_KV_HEADS = 6, 2

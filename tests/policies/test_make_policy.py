@@ -8,7 +8,8 @@ import sys
 import pytest
 
 import offload.policies
-from offload.policies import ExactTopK, Full, StreamingLLM, available_policies, make_policy
+from offload.policies import ExactTopK, Full, StreamingLLM
+from offload.policies.registry import available_policies, make_policy
 
 
 def test_names_make_their_policies():

@@ -10,13 +10,13 @@ import numba
 import numpy as np
 import pytest
 import torch
-from lychee_cases import GROUP, HEAD_DIM, KV_HEADS, Stream
-from seeded import new_rng
+from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, Stream
+from cases.seeded import new_rng
 
-from cpu_ops.native import WorkerPool
+from cpu_ops.worker_pool import WorkerPool
 from offload.policies.callback import prefetch
-from offload.policies.lychee_cluster import LycheeCluster
-from offload.policies.lychee_views import FOUND, OPENED, UNITS_LENGTH
+from offload.policies.lychee_cluster.policy import LycheeCluster
+from offload.policies.lychee_cluster.views import FOUND, OPENED, UNITS_LENGTH
 
 POLICY = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0

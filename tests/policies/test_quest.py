@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
-from seeded import new_rng
+from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from cases.seeded import new_rng
 
-from cpu_ops.native import WorkerPool
-from offload.attention import DecodeAttention
-from offload.policies import Quest, make_policy
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.policies import Quest
 from offload.policies.base import BuildContext
 from offload.policies.quest import expand_pages, page_bounds, split_query
+from offload.policies.registry import make_policy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}

@@ -8,22 +8,15 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from attention_cases import Cache, random_queries
-from reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
-from seeded import new_rng
+from cases.attention_cases import Cache, random_queries
+from cases.reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
+from cases.seeded import new_rng
 
-from cpu_ops.native import WorkerPool
-from offload.policies import (
-    ExactTopK,
-    Full,
-    LycheeDecode,
-    Quest,
-    StreamingLLM,
-    TidalDecode,
-    make_policy,
-)
+from cpu_ops.worker_pool import WorkerPool
+from offload.policies import ExactTopK, Full, LycheeDecode, Quest, StreamingLLM, TidalDecode
 from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, SparsePolicy
 from offload.policies.callback import Callback, callback, read_context, view_float32
+from offload.policies.registry import make_policy
 from offload.policies.tidal_decode import default_select_layers
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8, "dense_layers": 1}

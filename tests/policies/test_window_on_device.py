@@ -10,14 +10,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from attention_cases import TOLERANCE, relative_error
-from coprocessor_cases import Shape, World, decode_synchronously, merge
-from heavy_hitter import HeavyHitter, HeavyHitterPerQueryHead
-from seeded import new_rng
+from cases.attention_cases import TOLERANCE, relative_error
+from cases.coprocessor_cases import Shape, World, decode_synchronously, merge
+from cases.heavy_hitter import HeavyHitter, HeavyHitterPerQueryHead
+from cases.seeded import new_rng
 from test_proposals import EveryThird
 
-from cpu_ops.native import WorkerPool
-from offload.policies import Full, Policy, make_policy
+from cpu_ops.worker_pool import WorkerPool
+from offload.policies import Full, Policy
+from offload.policies.registry import make_policy
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
 DENSE_FIRST = {**SMALL, "dense_layers": 1}

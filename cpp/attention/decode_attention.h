@@ -1,0 +1,345 @@
+// One layer's decode attention over the host KV store: dense or under a policy, on the worker pool, without the GIL.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "attention/policy.h"
+#include "pool/staged_lanes.h"
+#include "pool/trace.h"
+#include "pool/worker_pool.h"
+
+namespace offload {
+
+inline constexpr int kMaxWaveHeads = 32;
+inline constexpr int64_t kPiecesPerThread = 4;  // finer pieces balance better, coarser ones merge faster
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Memory that only grows and is not cleared: what a call writes anyway.
+template <class T>
+class Scratch {
+ public:
+  T* data() { return data_.get(); }
+  const T* data() const { return data_.get(); }
+  size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  void clear() { size_ = 0; }
+  void resize(size_t n) {  // what was there is lost
+    if (n > capacity_) {
+      data_ = std::make_unique_for_overwrite<T[]>(n);
+      capacity_ = n;
+    }
+    size_ = n;
+  }
+
+ private:
+  std::unique_ptr<T[]> data_;
+  size_t size_ = 0;
+  size_t capacity_ = 0;
+};
+
+struct AttentionShape {
+  int num_qo_heads;
+  int num_kv_heads;
+  int head_dim;
+  int page_shift;  // log2 of the tokens of a page
+  DType dtype;
+  float sm_scale;
+
+  int group_size() const { return num_qo_heads / num_kv_heads; }
+  int64_t row_bytes() const { return head_dim * dtype_bytes(dtype); }
+  RowSource keys(const int64_t* pages, int kv_head) const {
+    return {pages, (row_bytes() << page_shift) * kv_head, row_bytes(), page_shift};
+  }
+  RowSource values(const int64_t* pages, int kv_head) const {
+    return {pages, (row_bytes() << page_shift) * (num_kv_heads + kv_head), row_bytes(), page_shift};
+  }
+};
+
+// One query token. Several rows may belong to one sequence, each with a kv_len of its own.
+struct QueryRow {
+  const int64_t* pages;       // page addresses of (sequence, layer)
+  int64_t kv_len;             // attends to tokens [0, kv_len)
+  const void* query;          // [num_qo_heads, head_dim], dtype of the shape
+  void* output;               // the same, or float32 (AttendOptions)
+  float* lse;                 // optional [num_qo_heads]
+  void* const* arrays;        // the policy's arrays of (sequence, layer), kMaxPolicyArrays of them; may be null
+  const uint8_t* text_marks;  // [kv_len] or null
+  // An explicit selection instead of a policy's: CSR over units, sorted unique tokens. Null where a policy selects.
+  const int64_t* indptr;
+  const int32_t* indices;
+  float* weights;  // optional with an explicit selection: normalised weights [group_size, n] per unit, units in order
+};
+
+// For callers that hold a part of the cache elsewhere, and have something to do between the answer and the policy's
+// learning from it.
+struct AttendOptions {
+  // Sinks and recent tokens are somebody else's (a GPU's): what is attended here is the rest of each unit's tokens, for
+  // an exact merge; that of no tokens has an lse of -inf. What the policy is shown does not change by it. A unit that
+  // the policy answered has an lse of +inf: its output is the whole answer.
+  bool window_on_device = false;
+  int64_t sink_tokens = 0;  // of that window; where a policy selects, as many as its own
+  int64_t recent_tokens = 0;
+  const uint8_t* elsewhere = nullptr;  // [num_kv_heads] of this layer, or null: 1 where somebody else attends to all
+  bool float_output = false;           // output is float32 instead of the shape's dtype
+  bool defers_updates = false;         // the policy's observe() and append() wait for update()
+};
+
+class DecodeAttention {
+ public:
+  DecodeAttention(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool);
+
+  const AttentionShape& shape() const { return shape_; }
+  WorkerPool& pool() { return pool_; }
+  Trace& trace() { return trace_; }  // of each worker's tasks, and of who leads them
+
+  void set_policy(const PolicyFunctions& policy) { policy_ = policy; }
+  void set_units_per_row(bool per_query_head) { per_query_head_ = per_query_head; }
+
+  // Attends all rows; dense when `sparse` is false or kv_len <= the policy's budget, else each unit by its role.
+  // Returns an empty string, or what was wrong with the numbers ("non-finite …"); outputs are then unusable.
+  // `first_row` numbers rows[0] in its step: where rows are attended in several calls, each finds what it published.
+  // With `prepares`, the policy's prepare() runs first, for callers that have nothing to overlap it with.
+  std::string attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row = 0,
+                     bool prepares = false, const AttendOptions& options = {});
+  // What the last attend() deferred; rows are those of that call.
+  void update(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  // The policy's prepare() for rows that will be attended sparsely.
+  void prepare(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  // Both at a time, of what comes one after the other: neither has a task for every worker.
+  void update_and_prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t next_layer_idx,
+                          const std::vector<QueryRow>& next_rows);
+  // For callers with time to spare. remember() notes what the last attend(), of these rows, read under the policy;
+  // warm_up() brings what was noted of a layer's rows into the workers' caches until *stop is not 0.
+  void remember(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  // `elsewhere` as in AttendOptions.
+  void warm_up(int64_t layer_idx, const std::vector<QueryRow>& rows, int first_row, int32_t* stop,
+               const uint8_t* elsewhere = nullptr);
+
+  // What a unit of a row of the step would have published, had it been attended here: sinks, chosen, recent tokens.
+  // They are read where they are until something else is published, or all such lists are forgotten: between steps,
+  // and before their memory goes away.
+  void publish(int row_of_step, int unit, const int32_t* tokens, int64_t n);
+  void forget_published();
+  // Names who found numbers that are not finite; as attend() returns it.
+  std::string non_finite(int64_t layer_idx, int row_idx, int unit) const;
+  int num_units() const { return units(); }
+
+  // Which tokens each unit of each row of the last attend() attended; empty where it was all of them, or none because
+  // the policy answered.
+  std::vector<std::vector<int32_t>> last_selection() const;
+
+  // Counts from now on; off until the first call.
+  void start_profile() { profiles_.assign(static_cast<size_t>(pool_.num_threads()), WorkerProfile{}); }
+  // The sum over workers since start_profile().
+  WorkerProfile profile() const;
+
+ private:
+  // What goes through the stages of a layer by itself: a unit, or some units of a row that is dense.
+  struct Lane {
+    int row;
+    int first_unit;
+    int num_units;
+    int64_t max_splits;  // pieces that there is room for
+  };
+  // One task of attending: some tokens of some units of a row. A dense piece walks page by page, all heads' keys
+  // and then all heads' values, which is the order of memory: one long sequential stream.
+  struct Piece {
+    int row;
+    int first_unit;
+    int num_units;
+    int64_t begin;  // into the units' tokens
+    int64_t n;
+    int split;  // its partial results are number `split` of each unit
+  };
+  struct Unit {
+    bool sparse = false;  // the policy has a say in it
+    Role role = Role::dense;
+    bool asks = false;      // the policy's callbacks are to be asked, in the unit's lane
+    bool answered = false;  // by propose: there is nothing to attend
+    int64_t first_part = 0;
+    int num_parts = 0;
+    int64_t num_ranges = 0;  // that scoring is cut into
+    // Attention weights of what is attended [group, n], where they are known before: relative to all keys that were
+    // scored, whose log-sum-exp is lse_all.
+    Scratch<float> weights;
+    float lse_all[kMaxGroupSize];
+    Scratch<float> scores;             // raw scores of the selection [group, n], where somebody wants its weights
+    const int32_t* indices = nullptr;  // null: tokens 0 … n - 1
+    int64_t n = 0;
+    int64_t begin = 0;  // of those n, [begin, end) are attended here; the others are in the window on the device
+    int64_t end = 0;
+    float lse[kMaxGroupSize];         // of what was attended here
+    std::vector<int32_t> considered;  // with propose: sinks, candidates, recent tokens
+    Scratch<float> candidate_scores;  // [group, considered]; once scored exp(score - maximum of its range)
+    Scratch<float> range_max;         // [group, ranges]
+    Scratch<float> range_factors;     // [group, ranges]: sums, then what makes them weights
+    Scratch<float> importance;        // [considered]
+    Scratch<int32_t> positions;       // with propose: where each attended token is among the considered ones
+    std::atomic<int> scores_left{0};  // of unit 0: units of its row that retrieve and are not scanned
+    std::atomic<int> parts_left{0};   // in run_known(): to be attended
+  };
+  // What a unit read in the last step.
+  struct Remembered {
+    std::vector<int32_t> scored;
+    std::vector<int32_t> attended;
+    bool reads_keys = false;  // of what was attended, and not only its values
+  };
+  // What a unit last published: its own list, or one that lies elsewhere.
+  struct Published {
+    std::vector<int32_t> own;
+    const int32_t* tokens = nullptr;
+    int64_t n = 0;
+
+    void set(const std::vector<int32_t>& list) {
+      own = list;
+      set_own();
+    }
+    void set_own() {
+      tokens = own.data();
+      n = static_cast<int64_t>(own.size());
+    }
+  };
+  // What a unit will probably read, in one of the lists above or a GPU's.
+  struct Forecast {
+    int row = 0;
+    int kv_head = 0;
+    std::span<const int32_t> scored;
+    std::span<const int32_t> attended;
+    bool reads_keys = false;
+    bool is_certain = false;  // and it is in lists that were published
+  };
+  // Scratch of a wave: some KV heads of a row whose keys are scanned together.
+  struct ScanSlot {
+    std::vector<float> weights;     // [heads, group_size, kv_len], relative to each chunk's maximum
+    std::vector<float> importance;  // [heads, kv_len]
+    std::vector<float> chunk_max;   // [heads, group_size, chunks]
+    std::vector<float> chunk_sum;
+  };
+  struct Wave {
+    int row;
+    int heads[kMaxWaveHeads];
+    int num_heads = 0;
+    std::atomic<int> ranges_left{0};
+    std::atomic<int> heads_left{0};  // to be finished
+  };
+
+  const float* queries_of(int row_idx, int qo_head) const {
+    return queries_.data() + (int64_t{row_idx} * shape_.num_qo_heads + qo_head) * shape_.head_dim;
+  }
+  int units() const { return per_query_head_ ? shape_.num_qo_heads : shape_.num_kv_heads; }
+  int unit_group() const { return shape_.num_qo_heads / units(); }
+  int kv_head_of(int unit) const { return unit * unit_group() / shape_.group_size(); }
+
+  Unit& unit_of(int row_idx, int unit) { return units_[static_cast<size_t>(row_idx * units() + unit)]; }
+  Role role_of(int64_t layer_idx, int unit) const {
+    if (policy_.roles.empty()) return Role::select;
+    return static_cast<Role>(policy_.roles[static_cast<size_t>(layer_idx * units() + unit)]);
+  }
+  bool asks_policy(Role role) const { return role == Role::retrieve || role == Role::select; }
+  void write_output(const QueryRow& row, int first_head, int64_t num_heads, const float* x) const;
+  WorkerProfile* profile_of(int worker) {
+    return profiles_.empty() ? nullptr : &profiles_[static_cast<size_t>(worker)];
+  }
+
+  // Of a task in a job whose leader has set task_rings_.
+  TraceSpan task_span(TraceKind kind, int64_t layer_idx, int row_idx, int unit, int worker) {
+    return {task_rings_ == nullptr ? nullptr : task_rings_ + worker,
+            {kind, layer_idx, -1, 0, 0, worker, row_idx, unit}};
+  }
+
+  // decode_attention_select.cpp: what to attend to
+  PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void finish_context(const PolicyContext& context);
+  void prepare_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker);
+  void prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void ask_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void score_range(const QueryRow& row, int row_idx, int unit, int64_t range, int worker);
+  void propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void gather_weights(Unit& unit, int64_t first, int64_t last) const;
+  void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance, int worker);
+  Published& published_of(int row_idx, int unit) {
+    return published_[static_cast<size_t>((first_row_ + row_idx) * units() + unit)];
+  }
+  void make_room_for_published(size_t num_rows);
+
+  // decode_attention_scan.cpp: exact weights of all keys
+  void scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  void select_for_all(int64_t layer_idx, const QueryRow& row, int row_idx, int worker);
+  void scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks, ScanSlot& slot,
+                   int worker);
+  void finish_scan(int64_t layer_idx, const QueryRow& row, const Wave& wave, int head_of_wave, ScanSlot& slot,
+                   int worker);
+
+  // decode_attention.cpp: attending to it
+  void load_queries(const std::vector<QueryRow>& rows);
+  void attend_piece(const QueryRow& row, const Piece& piece, int worker);
+  void attend_dense(const QueryRow& row, const Piece& piece, int worker);
+  AttendArgs unit_args(const QueryRow& row, int row_idx, int unit, int split);
+  void merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  float* attended_weights(const QueryRow& row, int row_idx, int unit);
+  void score_window(const QueryRow& row, int row_idx, int unit, float* lse);
+  int64_t num_updates() const;
+  void update_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker);
+  void update_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void report_non_finite(int64_t layer_idx, int row_idx, int unit);
+
+  // decode_attention_lanes.cpp: what comes when
+  void set_range(Unit& unit) const;
+  bool is_null(const QueryRow& row, const Unit& unit) const;
+  int64_t alignment_of(const Unit& unit) const;
+  int64_t blocks_of(const Unit& unit) const;
+  int64_t plan_lanes(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  StagedLanes::Stage begin_attending(const Lane& lane);
+  Piece piece_of(const Lane& lane, int64_t split);
+  void run_lanes(int64_t layer_idx, const std::vector<QueryRow>& rows, bool prepares);
+  int64_t even_splits(int64_t num_lists, int64_t num_tokens) const;
+  bool plan_known(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  void run_known(int64_t layer_idx, const std::vector<QueryRow>& rows);
+
+  // decode_attention_warm.cpp
+  Remembered& remembered_of(int64_t layer_idx, int row, int unit);
+  Forecast forecast(int64_t layer_idx, const QueryRow& row, int row_of_step, int unit);
+
+  const AttentionShape shape_;
+  const KernelTable& kernels_;
+  WorkerPool& pool_;
+  PolicyFunctions policy_;
+  bool per_query_head_ = false;
+  Trace trace_;
+  TraceRing* task_rings_ = nullptr;  // of each worker, in this call; null while nothing is recorded
+
+  // Scratch only grows: a step in steady state allocates nothing.
+  AttendOptions options_;
+  std::vector<float> queries_;    // [rows, num_qo_heads, head_dim]
+  bool queries_loaded_ = false;   // those of this call
+  std::vector<int> sparse_rows_;  // those of the last attend() that the policy had a say in
+  size_t num_selections_ = 0;
+  std::vector<std::vector<int32_t>> selection_;
+  std::vector<Published> published_;  // of each row of the step and unit; kept from layer to layer
+  int first_row_ = 0;
+  std::unique_ptr<Unit[]> units_;
+  size_t units_capacity_ = 0;
+  std::vector<Lane> lanes_;
+  StagedLanes staged_;
+  int64_t piece_tokens_ = 0;  // of a lane, about
+  int64_t max_ranges_ = 0;    // of a unit
+  int64_t known_splits_ = 0;  // in run_known(), of each lane
+  std::vector<float> parts_;  // [parts, unit_group, head_dim + 2]: acc, then max, then sum
+  ScanSlot slots_[3];
+  std::vector<std::vector<float>> dense_scores_;     // of each worker: [units, group, kScoreTile]
+  std::vector<std::vector<Remembered>> remembered_;  // [layer][row of the step, unit]
+  std::vector<Forecast> forecasts_;
+  std::vector<WorkerProfile> profiles_;  // of each worker; empty while nobody asks
+  std::atomic<bool> failed_{false};
+  std::string failure_;
+};
+
+}  // namespace offload

@@ -1,0 +1,232 @@
+// The scan phase of DecodeAttention, for policies that want every key scored: exact attention weights of all tokens,
+// from which they select, and which then stand in for the scores of the selection.
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <thread>
+
+#include "attention/decode_attention.h"
+
+namespace offload {
+namespace {
+
+constexpr int64_t kChunkTokens = 256;  // a scan's softmax is relative to the maximum of such a chunk
+// Of a wave: with two more waves it stays in the last level cache.
+constexpr int64_t kScanScratchBytes = int64_t{4} << 20;
+
+}  // namespace
+
+// Keys are scanned in waves of KV heads whose scratch stays in the cache. Tasks of a wave: ranges of chunks, scored for
+// all its heads in memory order; then, per head, turning scores into weights and selecting. The list interleaves them
+// so that no thread idles: ranges of wave w + 1 come before the selections of wave w. Tasks start in order, so a task
+// only ever waits for tasks that are already running.
+void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows) {
+  struct Task {
+    int64_t wave;
+    int head_of_wave;  // -1: a range
+    int64_t first_chunk;
+    int64_t num_chunks;
+  };
+  const int group = shape_.group_size();
+  const int per_head = units() / shape_.num_kv_heads;
+  std::deque<Wave> waves;
+  int64_t longest = 0;
+  int64_t all_chunks = 0;
+  const auto scans = [&](int r, int kv_head) {
+    for (int u = kv_head * per_head; u < (kv_head + 1) * per_head; ++u) {
+      if (asks_policy(unit_of(r, u).role)) return true;
+    }
+    return false;
+  };
+  for (int r : sparse_rows_) {
+    const int64_t kv_len = rows[static_cast<size_t>(r)].kv_len;
+    int retrieving = 0;
+    for (int u = 0; u < units(); ++u) retrieving += unit_of(r, u).role == Role::retrieve;
+    unit_of(r, 0).scores_left.store(retrieving, std::memory_order_relaxed);
+    longest = std::max(longest, kv_len);
+    for (int h = 0; h < shape_.num_kv_heads; ++h) all_chunks += scans(r, h) ? ceil_div(kv_len, kChunkTokens) : 0;
+    const int64_t fitting = kScanScratchBytes / (kv_len * group * static_cast<int64_t>(sizeof(float)));
+    const int most = static_cast<int>(std::clamp<int64_t>(fitting, 1, kMaxWaveHeads));
+    bool of_this_row = false;
+    for (int h = 0; h < shape_.num_kv_heads; ++h) {
+      if (!scans(r, h)) continue;
+      if (!of_this_row || waves.back().num_heads == most) {
+        waves.emplace_back().row = r;
+        of_this_row = true;
+      }
+      waves.back().heads[waves.back().num_heads++] = h;
+    }
+  }
+  if (waves.empty()) return;
+  const int64_t per_thread = all_chunks / (pool_.num_threads() * kPiecesPerThread);
+  std::vector<Task> tasks;
+  const auto add_selections = [&](int64_t w) {
+    for (int h = 0; h < waves[static_cast<size_t>(w)].num_heads; ++h) tasks.push_back({w, h, 0, 0});
+  };
+  for (int64_t w = 0; w < static_cast<int64_t>(waves.size()); ++w) {
+    Wave& wave = waves[static_cast<size_t>(w)];
+    const int64_t chunks = ceil_div(rows[static_cast<size_t>(wave.row)].kv_len, kChunkTokens);
+    const int64_t step = std::clamp<int64_t>(per_thread / wave.num_heads, 1, 32);
+    for (int64_t c = 0; c < chunks; c += step) tasks.push_back({w, -1, c, std::min(step, chunks - c)});
+    wave.ranges_left = static_cast<int>(ceil_div(chunks, step));
+    wave.heads_left = wave.num_heads;
+    if (w > 0) add_selections(w - 1);
+  }
+  add_selections(static_cast<int64_t>(waves.size()) - 1);
+  const int64_t num_slots = std::min<int64_t>(static_cast<int64_t>(waves.size()), 3);
+  int most_heads = 0;
+  for (const Wave& wave : waves) most_heads = std::max(most_heads, wave.num_heads);
+  for (int64_t i = 0; i < num_slots; ++i) {
+    const auto heads = static_cast<size_t>(most_heads);
+    const size_t scores = heads * static_cast<size_t>(group * longest);
+    const size_t maxima = heads * static_cast<size_t>(group * ceil_div(longest, kChunkTokens));
+    ScanSlot& slot = slots_[i];
+    if (slot.weights.size() < scores) slot.weights.resize(scores);
+    if (slot.importance.size() < heads * static_cast<size_t>(longest))
+      slot.importance.resize(heads * static_cast<size_t>(longest));
+    if (slot.chunk_max.size() < maxima) slot.chunk_max.resize(maxima);
+    if (slot.chunk_sum.size() < maxima) slot.chunk_sum.resize(maxima);
+  }
+  const auto wait_for = [](const std::atomic<int>& left) {
+    while (left.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+  };
+  pool_.parallel_for(static_cast<int64_t>(tasks.size()), [&](int64_t t, int worker) {
+    const Task& task = tasks[static_cast<size_t>(t)];
+    Wave& wave = waves[static_cast<size_t>(task.wave)];
+    ScanSlot& slot = slots_[task.wave % 3];
+    const QueryRow& row = rows[static_cast<size_t>(wave.row)];
+    if (task.head_of_wave < 0) {
+      if (task.wave >= 3) wait_for(waves[static_cast<size_t>(task.wave - 3)].heads_left);
+      const TraceSpan span = task_span(TraceKind::score, layer_idx, wave.row, wave.heads[0] * per_head, worker);
+      scan_chunks(row, wave, task.first_chunk, task.num_chunks, slot, worker);
+      wave.ranges_left.fetch_sub(1, std::memory_order_acq_rel);
+    } else {
+      wait_for(wave.ranges_left);
+      const int first_unit = wave.heads[task.head_of_wave] * per_head;
+      const TraceSpan span = task_span(TraceKind::choose, layer_idx, wave.row, first_unit, worker);
+      finish_scan(layer_idx, row, wave, task.head_of_wave, slot, worker);
+      wave.heads_left.fetch_sub(1, std::memory_order_acq_rel);
+    }
+  });
+}
+
+// All units of a row that retrieve know their importance: they publish what is best for their sum, taken in the order
+// of units so that it does not depend on threads.
+void DecodeAttention::select_for_all(int64_t layer_idx, const QueryRow& row, int row_idx, int worker) {
+  int first = -1;
+  for (int u = 0; u < units(); ++u) {
+    if (unit_of(row_idx, u).role != Role::retrieve) continue;
+    if (first < 0) {
+      first = u;
+    } else {
+      kernels_.scale_add(unit_of(row_idx, u).importance.data(), 1.0f, row.kv_len, true,
+                         unit_of(row_idx, first).importance.data());
+    }
+  }
+  select_unit(layer_idx, row, row_idx, first, unit_of(row_idx, first).importance.data(), worker);
+  for (int u = first + 1; u < units(); ++u) {
+    if (unit_of(row_idx, u).role == Role::retrieve) published_of(row_idx, u).set(published_of(row_idx, first).own);
+  }
+}
+
+void DecodeAttention::scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks,
+                                  ScanSlot& slot, int worker) {
+  WorkerProfile* profile = profile_of(worker);
+  const PhaseTimer timer(profile, Phase::score);
+  const int group = shape_.group_size();
+  const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
+  for (int64_t c = first_chunk; c < first_chunk + num_chunks; ++c) {
+    const int64_t first = c * kChunkTokens;
+    const int64_t n = std::min(kChunkTokens, row.kv_len - first);
+    if (profile != nullptr) {
+      profile->bytes += n * wave.num_heads * shape_.row_bytes();
+      profile->scored_tokens += n * wave.num_heads * units() / shape_.num_kv_heads;
+    }
+    for (int h = 0; h < wave.num_heads; ++h) {
+      const int kv_head = wave.heads[h];
+      float* weights = slot.weights.data() + h * group * row.kv_len + first;
+      kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(wave.row, kv_head * group),
+                                                      group,
+                                                      shape_.head_dim,
+                                                      shape_.keys(row.pages, kv_head),
+                                                      {nullptr, first, n},
+                                                      shape_.sm_scale,
+                                                      weights,
+                                                      row.kv_len});
+      for (int g = 0; g < group; ++g) {
+        const int64_t at = (h * group + g) * chunks + c;
+        slot.chunk_max[static_cast<size_t>(at)] =
+            kernels_.exp_shifted(weights + g * row.kv_len, n, &slot.chunk_sum[static_cast<size_t>(at)]);
+      }
+    }
+  }
+}
+
+void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const Wave& wave, int head_of_wave,
+                                  ScanSlot& slot, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::select);
+  const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
+  const int group = shape_.group_size();
+  const int per_unit = unit_group();
+  const int first_qo_head = wave.heads[head_of_wave] * group;
+  const float* all_weights = slot.weights.data() + head_of_wave * group * row.kv_len;
+  const float* all_max = slot.chunk_max.data() + head_of_wave * group * chunks;
+  float* all_factors = slot.chunk_sum.data() + head_of_wave * group * chunks;  // sums become exp(chunk_max - lse)
+  float* importance = slot.importance.data() + head_of_wave * row.kv_len;
+  float lse[kMaxGroupSize];
+  for (int g = 0; g < group; ++g) {
+    const float* chunk_max = all_max + g * chunks;
+    float* factor = all_factors + g * chunks;
+    const float maximum = *std::max_element(chunk_max, chunk_max + chunks);
+    double sum = 0.0;
+    for (int64_t c = 0; c < chunks; ++c) {
+      sum += static_cast<double>(factor[c] * std::exp(chunk_max[c] - maximum));
+    }
+    lse[g] = maximum + static_cast<float>(std::log(sum));
+    if (!std::isfinite(lse[g])) return report_non_finite(layer_idx, wave.row, first_qo_head / per_unit);
+    for (int64_t c = 0; c < chunks; ++c) factor[c] = std::exp(chunk_max[c] - lse[g]);
+  }
+  for (int g0 = 0; g0 < group; g0 += per_unit) {
+    const int unit = (first_qo_head + g0) / per_unit;
+    Unit& state = unit_of(wave.row, unit);
+    if (!asks_policy(state.role)) continue;
+    for (int64_t c = 0; c < chunks; ++c) {
+      const int64_t first = c * kChunkTokens;
+      const int64_t n = std::min(kChunkTokens, row.kv_len - first);
+      for (int g = g0; g < g0 + per_unit; ++g) {
+        kernels_.scale_add(all_weights + g * row.kv_len + first, all_factors[g * chunks + c], n, g > g0,
+                           importance + first);
+      }
+    }
+    if (policy_.shares_selection && state.role == Role::retrieve) {
+      state.importance.resize(static_cast<size_t>(row.kv_len));
+      std::copy_n(importance, row.kv_len, state.importance.data());
+      if (unit_of(wave.row, 0).scores_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+        select_for_all(layer_idx, row, wave.row, worker);
+    } else {
+      select_unit(layer_idx, row, wave.row, unit, importance, worker);
+    }
+    if (failed_.load(std::memory_order_relaxed)) return;
+    state.weights.resize(static_cast<size_t>(per_unit * state.n));
+    for (int g = 0; g < per_unit; ++g) {
+      state.lse_all[g] = lse[g0 + g];
+      const float* weights = all_weights + (g0 + g) * row.kv_len;
+      const float* factor = all_factors + (g0 + g) * chunks;
+      float* kept = state.weights.data() + g * state.n;
+      if (state.indices == nullptr) {  // attends to all
+        for (int64_t c = 0; c < chunks; ++c) {
+          const int64_t first = c * kChunkTokens;
+          kernels_.scale_add(weights + first, factor[c], std::min(kChunkTokens, row.kv_len - first), false,
+                             kept + first);
+        }
+        continue;
+      }
+      for (int64_t i = 0; i < state.n; ++i) {
+        const int32_t t = state.indices[i];
+        kept[i] = weights[t] * factor[t / kChunkTokens];
+      }
+    }
+  }
+}
+
+}  // namespace offload

@@ -1,0 +1,305 @@
+// Choosing what a unit attends to: the policy's context and primitives, its proposal, and the scores of that.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "attention/decode_attention.h"
+
+namespace offload {
+namespace {
+
+const KernelTable& kernels_of(const PolicyContext* context) {
+  return *static_cast<const KernelTable*>(context->kernels);
+}
+
+void score_tokens(const PolicyContext* context, const int32_t* indices, int64_t n, float* scores) {
+  const PhaseTimer timer(context->profile, Phase::score);
+  if (context->profile != nullptr) {
+    context->profile->bytes += n * context->keys.row_bytes;
+    context->profile->scored_tokens += n;
+  }
+  kernels_of(context).score[context->dtype]({context->query,
+                                             static_cast<int>(context->group_size),
+                                             static_cast<int>(context->head_dim),
+                                             context->keys,
+                                             {indices, 0, n},
+                                             static_cast<float>(context->sm_scale),
+                                             scores,
+                                             n});
+}
+
+int64_t top_k_for_policy(const PolicyContext* context, const float* x, int64_t n, int64_t k, int32_t* positions) {
+  return top_k(kernels_of(context), x, n, k, positions);
+}
+
+void score_rows(const PolicyContext* context, const float* query, const void* rows, int64_t n, int64_t width,
+                float* scores) {
+  constexpr int32_t kOnePage = 62;
+  const int64_t row_bytes = width * dtype_bytes(static_cast<DType>(context->dtype));
+  const PhaseTimer timer(context->profile, Phase::score);
+  if (context->profile != nullptr) context->profile->bytes += n * row_bytes;
+  const int64_t page = reinterpret_cast<int64_t>(rows);
+  kernels_of(context).score[context->dtype]({query,
+                                             static_cast<int>(context->group_size),
+                                             static_cast<int>(width),
+                                             {&page, 0, row_bytes, kOnePage},
+                                             {nullptr, 0, n},
+                                             static_cast<float>(context->sm_scale),
+                                             scores,
+                                             n});
+}
+
+void score_int8(const PolicyContext* context, const float* query, int64_t num_queries, const int8_t* rows, int64_t n,
+                float* scores) {
+  if (context->profile != nullptr) context->profile->bytes += n * context->head_dim;
+  kernels_of(context).score_int8(query, static_cast<int>(num_queries), static_cast<int>(context->head_dim), rows, n,
+                                 scores);
+}
+
+void load_keys(const PolicyContext* context, int64_t first, int64_t n, float* out) {
+  for (int64_t t = first; t < first + n; ++t, out += context->head_dim) {
+    kernels_of(context).to_float[context->dtype](context->keys.row(t), context->head_dim, out);
+  }
+}
+
+void store_rows(const PolicyContext* context, const float* x, int64_t n, void* out) {
+  kernels_of(context).from_float[context->dtype](x, n, out);
+}
+
+int64_t filter_at_least(const PolicyContext* context, const float* x, int64_t n, float threshold, int32_t* positions) {
+  return kernels_of(context).filter_at_least(x, n, threshold, positions, n);
+}
+
+}  // namespace
+
+PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker) {
+  PolicyContext context{};
+  const int kv_head = kv_head_of(unit);
+  context.layer_idx = layer_idx;
+  context.unit = unit;
+  context.kv_head = kv_head;
+  context.group_size = unit_group();
+  context.head_dim = shape_.head_dim;
+  context.kv_len = row.kv_len;
+  context.first = policy_.sink_tokens;
+  context.last = row.kv_len - policy_.recent_tokens;
+  context.budget_tokens = policy_.budget_tokens - policy_.sink_tokens - policy_.recent_tokens;
+  context.sm_scale = shape_.sm_scale;
+  std::copy_n(policy_.parameters, kMaxPolicyParameters, context.parameters);
+  if (static_cast<size_t>(row_idx) < queries_.size() / (static_cast<size_t>(shape_.num_qo_heads) * shape_.head_dim)) {
+    context.query = queries_of(row_idx, unit * unit_group());
+  }
+  context.text_marks = row.text_marks;
+  for (int i = 0; i < kMaxPolicyArrays; ++i) context.arrays[i] = row.arrays != nullptr ? row.arrays[i] : nullptr;
+  context.score_tokens = score_tokens;
+  context.top_k = top_k_for_policy;
+  context.score_rows = score_rows;
+  context.score_int8 = score_int8;
+  context.load_keys = load_keys;
+  context.store_rows = store_rows;
+  context.filter_at_least = filter_at_least;
+  context.kernels = &kernels_;
+  context.dtype = static_cast<int64_t>(shape_.dtype);
+  context.keys = shape_.keys(row.pages, kv_head);
+  context.profile = profile_of(worker);
+  return context;
+}
+
+void DecodeAttention::finish_context(const PolicyContext& context) {
+  if (context.profile != nullptr) context.profile->bytes += context.bytes_touched;
+}
+
+void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
+  if (policy_.prepare == nullptr) return;
+  task_rings_ = trace_.workers();
+  pool_.parallel_for_near(static_cast<int64_t>(rows.size()) * units(),
+                          [&](int64_t task, int worker) { prepare_task(layer_idx, rows, task, worker); });
+}
+
+void DecodeAttention::prepare_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker) {
+  const int r = static_cast<int>(task / units());
+  const int unit = static_cast<int>(task % units());
+  const QueryRow& row = rows[static_cast<size_t>(r)];
+  if (row.kv_len <= policy_.budget_tokens || !asks_policy(role_of(layer_idx, unit))) return;
+  const TraceSpan span = task_span(TraceKind::prepare, layer_idx, r, unit, worker);
+  prepare_unit(layer_idx, row, r, unit, worker);
+}
+
+void DecodeAttention::prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::predict);
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit, worker);
+  ctx.query = nullptr;  // whether it is known or not: predictions come before the query
+  policy_.prepare(&ctx);
+  finish_context(ctx);
+}
+
+// For policies that do not scan all keys: select() alone, or propose(), after which the candidates are scored.
+void DecodeAttention::ask_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
+  if (policy_.propose != nullptr) return propose_unit(layer_idx, row, row_idx, unit_idx, worker);
+  select_unit(layer_idx, row, row_idx, unit_idx, nullptr, worker);
+  Unit& unit = unit_of(row_idx, unit_idx);
+  if (policy_.observe != nullptr) unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
+}
+
+void DecodeAttention::score_range(const QueryRow& row, int row_idx, int unit_idx, int64_t range, int worker) {
+  Unit& unit = unit_of(row_idx, unit_idx);
+  const auto all = static_cast<int64_t>(unit.considered.size());
+  const int64_t begin = all * range / unit.num_ranges;
+  const int64_t n = all * (range + 1) / unit.num_ranges - begin;
+  WorkerProfile* profile = profile_of(worker);
+  const PhaseTimer timer(profile, Phase::score);
+  if (profile != nullptr) {
+    profile->bytes += n * shape_.row_bytes();
+    profile->scored_tokens += n;
+  }
+  float* scores = unit.candidate_scores.data() + begin;
+  kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(row_idx, unit_idx * unit_group()),
+                                                  unit_group(),
+                                                  shape_.head_dim,
+                                                  shape_.keys(row.pages, kv_head_of(unit_idx)),
+                                                  {unit.considered.data() + begin, 0, n},
+                                                  shape_.sm_scale,
+                                                  scores,
+                                                  all});
+  for (int g = 0; g < unit_group(); ++g) {
+    const int64_t at = g * unit.num_ranges + range;
+    unit.range_max.data()[at] = kernels_.exp_shifted(scores + g * all, n, unit.range_factors.data() + at);
+  }
+}
+
+void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::predict);
+  Unit& unit = unit_of(row_idx, unit_idx);
+  const int group = unit_group();
+  float output[kMaxGroupSize * kMaxHeadDim];
+  float lse[kMaxGroupSize];
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
+  ctx.output = output;
+  ctx.lse = lse;
+  const int64_t count = policy_.propose(&ctx);
+  finish_context(ctx);
+  const auto add_own = [&](std::vector<int32_t>& tokens, const int32_t* chosen, int64_t n) {
+    tokens.clear();
+    for (int64_t t = 0; t < ctx.first; ++t) tokens.push_back(static_cast<int32_t>(t));
+    tokens.insert(tokens.end(), chosen, chosen + n);
+    for (int64_t t = ctx.last; t < row.kv_len; ++t) tokens.push_back(static_cast<int32_t>(t));
+  };
+  if (count == kAnswered) {
+    unit.answered = true;
+    unit.n = 0;
+    selection_[static_cast<size_t>(row_idx * units() + unit_idx)].clear();
+    // Nothing was chosen: that is what the layers below inherit.
+    if (!policy_.roles.empty()) {
+      add_own(published_of(row_idx, unit_idx).own, nullptr, 0);
+      published_of(row_idx, unit_idx).set_own();
+    }
+    float check = 0.0f;  // stays 0 unless some output is NaN or inf
+    for (int i = 0; i < group * shape_.head_dim; ++i) check += output[i] * 0.0f;
+    for (int g = 0; g < group; ++g) check += lse[g] * 0.0f;
+    if (check != 0.0f) return report_non_finite(layer_idx, row_idx, unit_idx);
+    write_output(row, unit_idx * group, group, output);
+    for (int g = 0; g < group && row.lse != nullptr; ++g) {
+      row.lse[unit_idx * group + g] = options_.window_on_device ? INFINITY : lse[g];
+    }
+    if (!options_.defers_updates) update_unit(layer_idx, row, row_idx, unit_idx, worker);
+    return;
+  }
+  if (count < 0 || (count > 0 && ctx.candidates == nullptr)) return report_non_finite(layer_idx, row_idx, unit_idx);
+  add_own(unit.considered, ctx.candidates, count);
+  unit.candidate_scores.resize(static_cast<size_t>(group) * unit.considered.size());
+  unit.importance.resize(unit.considered.size());
+}
+
+// All that a unit considers is scored: attention weights over it, and the policy's choice among its candidates.
+void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::select);
+  Unit& unit = unit_of(row_idx, unit_idx);
+  const int group = unit_group();
+  const auto n = static_cast<int64_t>(unit.considered.size());
+  const int64_t ranges = unit.num_ranges;
+  for (int g = 0; g < group; ++g) {
+    const float* maxima = unit.range_max.data() + g * ranges;
+    float* factors = unit.range_factors.data() + g * ranges;
+    const float maximum = *std::max_element(maxima, maxima + ranges);
+    float sum = 0.0f;
+    for (int64_t r = 0; r < ranges; ++r) sum += factors[r] * std::exp(maxima[r] - maximum);
+    unit.lse_all[g] = maximum + std::log(sum);
+    if (!std::isfinite(unit.lse_all[g])) return report_non_finite(layer_idx, row_idx, unit_idx);
+    for (int64_t r = 0; r < ranges; ++r) {
+      factors[r] = std::exp(maxima[r] - maximum) * (1.0f / sum);
+      const int64_t begin = n * r / ranges;
+      kernels_.scale_add(unit.candidate_scores.data() + g * n + begin, factors[r], n * (r + 1) / ranges - begin, g > 0,
+                         unit.importance.data() + begin);
+    }
+  }
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
+  const int64_t recent = row.kv_len - ctx.last;
+  ctx.num_candidates = n - ctx.first - recent;
+  ctx.importance = unit.importance.data() + ctx.first;
+  unit.positions.resize(static_cast<size_t>(ctx.first + ctx.budget_tokens + recent));
+  int32_t* positions = unit.positions.data();
+  ctx.indices = positions + ctx.first;
+  const int64_t count = policy_.select != nullptr
+                            ? policy_.select(&ctx)
+                            : top_k(kernels_, ctx.importance, ctx.num_candidates, ctx.budget_tokens, ctx.indices);
+  finish_context(ctx);
+  if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
+  // Where each attended token is among the considered ones: sinks, the choice, recent tokens.
+  std::iota(positions, positions + ctx.first, 0);
+  for (int64_t i = 0; i < count; ++i) ctx.indices[i] += static_cast<int32_t>(ctx.first);
+  std::iota(ctx.indices + count, ctx.indices + count + recent, static_cast<int32_t>(n - recent));
+  unit.n = ctx.first + count + recent;
+  std::vector<int32_t>& chosen = selection_[static_cast<size_t>(row_idx * units() + unit_idx)];
+  chosen.resize(static_cast<size_t>(unit.n));
+  for (int64_t i = 0; i < unit.n; ++i) {
+    chosen[static_cast<size_t>(i)] = unit.considered[static_cast<size_t>(positions[i])];
+  }
+  unit.indices = chosen.data();
+  unit.weights.resize(static_cast<size_t>(group * unit.n));  // filled where they are needed
+  if (!policy_.roles.empty()) published_of(row_idx, unit_idx).set(chosen);
+}
+
+// The weights of attended tokens [first, last) of a unit whose candidates were scored.
+void DecodeAttention::gather_weights(Unit& unit, int64_t first, int64_t last) const {
+  const auto all = static_cast<int64_t>(unit.considered.size());
+  const int32_t* positions = unit.positions.data();
+  for (int64_t i = first, r = 0; i < last; ++r) {  // positions ascend, and so do ranges
+    const int64_t end_of_range = all * (r + 1) / unit.num_ranges;
+    const int64_t end = std::lower_bound(positions + i, positions + last, end_of_range) - positions;
+    for (int g = 0; g < unit_group(); ++g) {
+      const float factor = unit.range_factors.data()[g * unit.num_ranges + r];
+      const float* weights = unit.candidate_scores.data() + g * all;
+      float* kept = unit.weights.data() + g * unit.n;
+      for (int64_t j = i; j < end; ++j) kept[j] = weights[positions[j]] * factor;
+    }
+    i = end;
+  }
+}
+
+// Sinks, the policy's choice, recent tokens: sorted and unique by construction.
+void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx,
+                                  const float* importance, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::select);
+  Unit& unit = unit_of(row_idx, unit_idx);
+  const bool attends_to_all = unit.role == Role::retrieve;
+  std::vector<int32_t>& chosen = attends_to_all ? published_of(row_idx, unit_idx).own
+                                                : selection_[static_cast<size_t>(row_idx * units() + unit_idx)];
+  PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
+  chosen.resize(static_cast<size_t>(policy_.budget_tokens));
+  for (int64_t i = 0; i < policy_.sink_tokens; ++i) chosen[static_cast<size_t>(i)] = static_cast<int32_t>(i);
+  ctx.importance = importance;
+  ctx.indices = chosen.data() + policy_.sink_tokens;
+  const int64_t count = policy_.select != nullptr ? policy_.select(&ctx) : 0;
+  finish_context(ctx);
+  if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
+  int64_t end = policy_.sink_tokens + count;
+  std::iota(chosen.begin() + end, chosen.begin() + end + (row.kv_len - ctx.last), static_cast<int32_t>(ctx.last));
+  end += row.kv_len - ctx.last;
+  chosen.resize(static_cast<size_t>(end));
+  if (attends_to_all) return published_of(row_idx, unit_idx).set_own();
+  unit.indices = chosen.data();
+  unit.n = end;
+  if (!policy_.roles.empty()) published_of(row_idx, unit_idx).set(chosen);
+}
+
+}  // namespace offload

@@ -1,0 +1,140 @@
+// What a selection policy is to the worker pool: a few C functions, usually compiled by Numba from one Python file
+// (offload/policies/), called without the GIL, one call per query row and selection unit. A unit is a KV head with its
+// group of query heads, or one query head where the policy selects per query head.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/kernels.h"
+
+namespace offload {
+
+inline constexpr int kMaxPolicyArrays = 8;
+inline constexpr int kMaxPolicyParameters = 8;
+inline constexpr int64_t kAnswered = -2;  // of propose: the unit's output is written, nothing is attended
+
+struct WorkerProfile;
+
+// Mirrored field for field by offload/policies/callback.py; all fields are 8 bytes wide.
+struct PolicyContext {
+  int64_t layer_idx;
+  int64_t unit;  // KV head, or query head
+  int64_t kv_head;
+  int64_t group_size;  // query heads of this unit
+  int64_t head_dim;
+  int64_t kv_len;  // tokens in the cache, the newest included
+  int64_t first;   // the policy chooses tokens in [first, last): sinks and recent tokens are the runtime's
+  int64_t last;
+  int64_t budget_tokens;   // how many it may choose
+  int64_t num_candidates;  // select: what propose returned
+  double sm_scale;
+  double parameters[kMaxPolicyParameters];
+  const float* query;       // [group_size, head_dim]; null in prepare
+  const float* importance;  // exact attention weights summed over the group: of the candidates, or of all kv_len tokens
+  int32_t* indices;         // select writes budget_tokens of them; observe reads num_indices
+  int64_t num_indices;
+  const float* weights;            // observe: [group_size, num_indices] normalised attention weights
+  const int32_t* candidates;       // propose: sorted unique tokens in [first, last), in memory of the policy's own
+  float* output;                   // propose: [group_size, head_dim] and
+  float* lse;                      // [group_size], where it answers
+  const uint8_t* text_marks;       // [kv_len] what the text of each token ends with; null where it is not known
+  int64_t bytes_touched;           // callbacks add what they read and write of their own arrays
+  void* arrays[kMaxPolicyArrays];  // the policy's own arrays of this (sequence, layer)
+  // SIMD primitives, as function pointers so that Numba code can call them.
+  void (*score_tokens)(const PolicyContext*, const int32_t* indices, int64_t n, float* scores);
+  int64_t (*top_k)(const PolicyContext*, const float* x, int64_t n, int64_t k, int32_t* positions);
+  void (*score_rows)(const PolicyContext*, const float* query, const void* rows, int64_t n, int64_t width,
+                     float* scores);
+  void (*score_int8)(const PolicyContext*, const float* query, int64_t num_queries, const int8_t* rows, int64_t n,
+                     float* scores);
+  void (*load_keys)(const PolicyContext*, int64_t first, int64_t n, float* out);
+  void (*store_rows)(const PolicyContext*, const float* x, int64_t n, void* out);
+  int64_t (*filter_at_least)(const PolicyContext*, const float* x, int64_t n, float threshold, int32_t* positions);
+  // For the primitives only.
+  const void* kernels;
+  int64_t dtype;
+  RowSource keys;
+  WorkerProfile* profile;
+};
+
+// What a unit does in a layer where its row is longer than the budget.
+enum class Role : uint8_t {
+  dense = 0,      // full attention
+  retrieve = 1,   // full attention, and publishes the policy's selection
+  select = 2,     // attends to the policy's selection and publishes it
+  reuse = 3,      // attends to what the same unit last published in this step
+  elsewhere = 4,  // somebody else attends to all of it (a GPU): nothing is done here
+};
+
+struct PolicyFunctions {
+  int64_t budget_tokens = 0;  // tokens attended, sinks and recent ones included
+  int64_t sink_tokens = 0;
+  int64_t recent_tokens = 0;
+  bool per_query_head = false;
+  bool scans_keys = false;        // the runtime scores every key first and hands over `importance`
+  bool shares_selection = false;  // units of a row that retrieve publish one selection, by their summed importance
+  std::vector<uint8_t> roles;     // Role of each [layer, unit]
+  double parameters[kMaxPolicyParameters] = {};
+  void (*prepare)(PolicyContext*) = nullptr;     // before the query is known
+  int64_t (*propose)(PolicyContext*) = nullptr;  // sets candidates, returns how many; or answers
+  // Writes sorted unique tokens in [first, last), or where there are candidates ascending positions among them; returns
+  // how many. With candidates it may be missing: the most important ones are kept.
+  int64_t (*select)(PolicyContext*) = nullptr;
+  void (*observe)(PolicyContext*) = nullptr;  // sees the attention weights of what was attended
+  void (*append)(PolicyContext*) = nullptr;   // the newest token is in the cache
+
+  bool learns() const { return observe != nullptr || append != nullptr; }
+  bool asks_queries() const { return scans_keys || propose != nullptr || select != nullptr || observe != nullptr; }
+};
+
+// Where the time of decode attention goes.
+enum class Phase { predict, score, select, attend, update };
+inline constexpr int kNumPhases = 5;
+
+class PhaseTimer;
+
+// One worker's share; times are of its own clock.
+struct alignas(64) WorkerProfile {
+  PhaseTimer* running = nullptr;
+  double seconds[kNumPhases] = {};
+  int64_t bytes = 0;
+  int64_t scored_tokens = 0;    // keys scored exactly, tokens x units
+  int64_t attended_tokens = 0;  // tokens x units
+};
+
+// Gives the time until it goes to one phase of a worker's profile, less what timers started meanwhile take. A null
+// profile costs nothing.
+class PhaseTimer {
+ public:
+  PhaseTimer(WorkerProfile* profile, Phase phase) : profile_(profile), phase_(phase) {
+    if (profile_ == nullptr) return;
+    outer_ = profile_->running;
+    profile_->running = this;
+    start_ = Clock::now();
+  }
+  ~PhaseTimer() {
+    if (profile_ == nullptr) return;
+    const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+    profile_->seconds[static_cast<int>(phase_)] += seconds - inner_seconds_;
+    if (outer_ != nullptr) outer_->inner_seconds_ += seconds;
+    profile_->running = outer_;
+  }
+  PhaseTimer(const PhaseTimer&) = delete;
+  PhaseTimer& operator=(const PhaseTimer&) = delete;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  WorkerProfile* profile_;
+  Phase phase_;
+  PhaseTimer* outer_ = nullptr;
+  double inner_seconds_ = 0.0;
+  Clock::time_point start_;
+};
+
+// The k largest of x[0..n), as ascending positions; equal values prefer lower positions. Returns min(k, n), or -1 if
+// NaN leaves fewer than k values.
+int64_t top_k(const KernelTable& kernels, const float* x, int64_t n, int64_t k, int32_t* positions);
+
+}  // namespace offload

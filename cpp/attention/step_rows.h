@@ -1,0 +1,38 @@
+// Where the rows of a decode step on the CPU find their pages. A row is one new token of a sequence.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/decode_attention.h"
+
+namespace offload {
+
+// Arrays over rows, in the caller's memory.
+struct StepRows {
+  int64_t num_rows;
+  const int64_t* page_tables;    // addresses of the sequences' page tables [num_layers, table_stride]
+  const int64_t* table_strides;  // pages per layer in those tables
+  const int64_t* kv_lens;        // tokens each row attends to, its own, the last, included
+  const int64_t* arrays;         // addresses of the policy's tables [num_layers, kMaxPolicyArrays], or null; 0: none
+  const int64_t* text_marks;     // addresses of the sequences' text marks, or null
+
+  const int64_t* pages(int64_t row, int64_t layer_idx) const {
+    return reinterpret_cast<const int64_t*>(page_tables[row]) + layer_idx * table_strides[row];
+  }
+  // The rows of one layer, without queries and outputs.
+  void of_layer(int64_t layer_idx, std::vector<QueryRow>& rows) const {
+    rows.assign(static_cast<size_t>(num_rows), QueryRow{});
+    for (int64_t r = 0; r < num_rows; ++r) {
+      QueryRow& row = rows[static_cast<size_t>(r)];
+      row.pages = pages(r, layer_idx);
+      row.kv_len = kv_lens[r];
+      if (arrays != nullptr && arrays[r] != 0) {
+        row.arrays = reinterpret_cast<void* const*>(arrays[r]) + layer_idx * kMaxPolicyArrays;
+      }
+      if (text_marks != nullptr) row.text_marks = reinterpret_cast<const uint8_t*>(text_marks[r]);
+    }
+  }
+};
+
+}  // namespace offload

@@ -1,0 +1,84 @@
+// The Python face of the kernels. cpu_ops/native.py checks shapes and dtypes and passes addresses; nothing here
+// touches torch. The GIL is released for as long as the pool works.
+#include "bindings/bindings.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "operators/bandwidth.h"
+#include "operators/clustering.h"
+#include "attention/decode_attention.h"
+#include "kernels/dispatch.h"
+
+namespace offload {
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "CPU kernels of offload; use them through cpu_ops.native, which checks its arguments.";
+  m.attr("MAX_GROUP_SIZE") = kMaxGroupSize;
+  m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
+  m.attr("HEAD_DIM_MULTIPLE") = kHeadDimMultiple;
+  m.def("available_isas", &available_isas);
+  m.def("known_isas", &known_isas);
+  m.def("default_isa", [] { return std::string(default_kernels().name); });
+  m.def("top_k", [](const std::string& isa, int64_t x, int64_t n, int64_t k) {
+    Int32s positions(static_cast<py::ssize_t>(std::max<int64_t>(0, std::min(n, k))));
+    const int64_t count = top_k(kernels_for(isa), pointer<const float>(x), n, k, positions.mutable_data());
+    if (count < 0) throw std::runtime_error("top_k: NaN among the values");
+    return positions;
+  });
+  m.def("score_int8", [](const std::string& isa, int64_t query, int group_size, int head_dim, int64_t rows, int64_t n,
+                         int64_t scores) {
+    kernels_for(isa).score_int8(pointer<const float>(query), group_size, head_dim, pointer<const int8_t>(rows), n,
+                                pointer<float>(scores));
+  });
+  m.def("chunk_means",
+        [](WorkerPool& pool, const std::string& isa, int dtype, int64_t keys, int64_t num_heads, int64_t head_bytes,
+           int64_t row_bytes, int64_t width, const Int64s& starts, int64_t means, int64_t norms, int64_t spreads) {
+          ChunkMeanArgs args{};
+          args.keys = pointer<const void>(keys);
+          args.dtype = static_cast<DType>(dtype);
+          args.num_heads = num_heads;
+          args.head_bytes = head_bytes;
+          args.row_bytes = row_bytes;
+          args.width = width;
+          args.starts = starts.data();
+          args.num_chunks = starts.size() - 1;
+          args.means = pointer<float>(means);
+          args.norms = pointer<float>(norms);
+          args.spreads = pointer<float>(spreads);
+          const KernelTable& kernels = kernels_for(isa);
+          const py::gil_scoped_release release;
+          chunk_means(kernels, pool, args);
+        });
+  m.def("spherical_kmeans", [](WorkerPool& pool, const std::string& isa, int64_t points, int64_t num_heads,
+                               int64_t num_points, int64_t width, int64_t num_clusters, int64_t iterations,
+                               int64_t labels, int64_t centroids) {
+    const KMeansArgs args{
+        pointer<const float>(points), num_heads, num_points, width, num_clusters, iterations, pointer<int32_t>(labels),
+        pointer<float>(centroids)};
+    const KernelTable& kernels = kernels_for(isa);
+    const py::gil_scoped_release release;
+    spherical_kmeans(kernels, pool, args);
+  });
+  m.def("time_sequential_read", [](WorkerPool& pool, const std::string& isa, int64_t data, int64_t num_bytes) {
+    const py::gil_scoped_release release;
+    return time_sequential_read(kernels_for(isa), pool, pointer<const void>(data), num_bytes);
+  });
+  m.def("time_row_gather",
+        [](WorkerPool& pool, const std::string& isa, int64_t data, const Int32s& rows, int64_t row_bytes) {
+          const int32_t* first = rows.data();
+          const int64_t n = rows.size();
+          const py::gil_scoped_release release;
+          return time_row_gather(kernels_for(isa), pool, pointer<const void>(data), first, n, row_bytes);
+        });
+
+  py::class_<WorkerPool>(m, "WorkerPool")
+      .def(py::init<int, int64_t>(), py::arg("num_threads"), py::arg("spin_us"))
+      .def_property_readonly("num_threads", &WorkerPool::num_threads)
+      .def("close", &WorkerPool::close, py::call_guard<py::gil_scoped_release>());
+
+  bind_attention(m);
+  bind_coprocessor(m);
+  bind_layers(m);
+}
+
+}  // namespace offload

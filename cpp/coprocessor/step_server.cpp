@@ -1,0 +1,242 @@
+#include "coprocessor/step_server.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "kernels/finite.h"
+
+namespace offload {
+namespace {
+
+constexpr size_t kManyRows = 8;  // from here on the pool copies K/V; below, one thread is as fast
+
+}  // namespace
+
+StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
+                       std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
+                       DeviceHeads device_heads)
+    : attention_(attention),
+      trace_(attention.trace()),
+      mailbox_(mailbox),
+      requests_(std::move(requests)),
+      sparse_layers_(std::move(sparse_layers)),
+      device_heads_(std::move(device_heads)) {
+  options_.window_on_device = true;
+  options_.sink_tokens = sink_tokens;
+  options_.recent_tokens = recent_tokens;
+  options_.float_output = true;
+  options_.defers_updates = true;
+}
+
+void StepServer::begin(const ServedStep& step) {
+  step_ = &step;
+  num_stored_.assign(step.rows.size(), 0);
+  num_taken_over_.assign(step.rows.size(), 0);
+  num_checked_ = 0;
+  // The last step may have been of another mailbox, which is gone since.
+  attention_.forget_published();
+}
+
+const uint8_t* StepServer::elsewhere(int64_t layer_idx) const {
+  if (device_heads_.attended.empty()) return nullptr;
+  return device_heads_.attended.data() + layer_idx * attention_.shape().num_kv_heads;
+}
+
+// What the GPU published in layers before `end_layer` is what units of the layers below inherit.
+std::string StepServer::take_over(size_t first, size_t last, int64_t end_layer) {
+  if (device_heads_.published.empty()) return {};
+  const int heads = attention_.shape().num_kv_heads;
+  const int per_head = attention_.num_units() / heads;
+  for (size_t row = first; row < last; ++row) {
+    const StepRow& of_step = step_->rows[row];
+    for (int64_t& layer_idx = num_taken_over_[row]; layer_idx < end_layer; ++layer_idx) {
+      for (int h = 0; h < heads; ++h) {
+        if (device_heads_.published[static_cast<size_t>(layer_idx * heads + h)] == 0) continue;
+        const int64_t list =
+            of_step.slot * mailbox_.selection_units + std::min<int64_t>(h, mailbox_.selection_units - 1);
+        // The GPU may already be publishing what the head chose in the layer that is asked for.
+        auto& count = const_cast<int32_t&>(mailbox_.counts[list]);
+        const int64_t n = std::atomic_ref<int32_t>(count).load(std::memory_order_relaxed);
+        const int unit = h * per_head;
+        if (n < 0 || n > mailbox_.selection_tokens) {
+          return attention_.non_finite(layer_idx, static_cast<int>(row - first), unit);
+        }
+        for (int u = unit; u < unit + per_head; ++u) {
+          attention_.publish(static_cast<int>(row), u, mailbox_.selection + list * mailbox_.selection_tokens, n);
+        }
+      }
+    }
+  }
+  return {};
+}
+
+// Rows of a step are sorted by slot, so those of a request follow each other.
+size_t StepServer::rows_of(int request, std::vector<QueryRow>& rows) const {
+  const AttentionShape& shape = attention_.shape();
+  const Request& r = requests_[static_cast<size_t>(request)];
+  const int64_t elements = int64_t{shape.num_qo_heads} * shape.head_dim;
+  rows.clear();
+  size_t first = 0;
+  for (const StepRow& of_step : step_->rows) {
+    if (of_step.slot < r.first_row) ++first;
+    if (of_step.slot < r.first_row || of_step.slot >= r.first_row + r.num_rows) continue;
+    QueryRow row{};
+    row.pages = of_step.page_table + r.layer_idx * of_step.table_stride;
+    row.kv_len = of_step.kv_len;
+    row.query = mailbox_.query + of_step.slot * elements * dtype_bytes(shape.dtype);
+    row.output = mailbox_.output + of_step.slot * elements;
+    row.lse = mailbox_.lse + of_step.slot * shape.num_qo_heads;
+    if (of_step.arrays != nullptr) row.arrays = of_step.arrays + r.layer_idx * kMaxPolicyArrays;
+    row.text_marks = of_step.text_marks;
+    rows.push_back(row);
+  }
+  return first;
+}
+
+void StepServer::prepare(int request) {
+  if (!is_sparse(request)) return;
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const TraceSpan span(trace_, TraceKind::prepare, layer_idx, request);
+  rows_of(request, prepared_rows_);
+  attention_.prepare(layer_idx, prepared_rows_);
+}
+
+void StepServer::store_row(size_t row, int64_t end_layer) {
+  const AttentionShape& shape = attention_.shape();
+  const StepRow& of_step = step_->rows[row];
+  const int64_t row_bytes = shape.row_bytes();
+  const int64_t position = of_step.kv_len - 1;
+  for (int64_t layer_idx = num_stored_[row]; layer_idx < end_layer; ++layer_idx) {
+    const int64_t* pages = of_step.page_table + layer_idx * of_step.table_stride;
+    const char* key = mailbox_.kv + (layer_idx * mailbox_.max_rows + of_step.slot) * 2 * shape.num_kv_heads * row_bytes;
+    const char* value = key + shape.num_kv_heads * row_bytes;
+    for (int h = 0; h < shape.num_kv_heads; ++h, key += row_bytes, value += row_bytes) {
+      std::memcpy(const_cast<void*>(shape.keys(pages, h).row(position)), key, static_cast<size_t>(row_bytes));
+      std::memcpy(const_cast<void*>(shape.values(pages, h).row(position)), value, static_cast<size_t>(row_bytes));
+    }
+  }
+  num_stored_[row] = std::max(num_stored_[row], end_layer);
+}
+
+void StepServer::store_rows(size_t first, size_t last, int64_t end_layer) {
+  if (last - first < kManyRows) {
+    for (size_t row = first; row < last; ++row) store_row(row, end_layer);
+    return;
+  }
+  TraceRing* rings = trace_.workers();
+  attention_.pool().parallel_for(static_cast<int64_t>(last - first), [&](int64_t task, int worker) {
+    const TraceEvent event{TraceKind::store, end_layer - 1, -1, 0, 0, worker, static_cast<int32_t>(task)};
+    const TraceSpan span(rings == nullptr ? nullptr : rings + worker, event);
+    store_row(first + static_cast<size_t>(task), end_layer);
+  });
+}
+
+void StepServer::store(int request) {
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const TraceSpan span(trace_, TraceKind::store, layer_idx, request);
+  first_ = rows_of(request, rows_);
+  store_rows(first_, first_ + rows_.size(), layer_idx + 1);
+}
+
+std::string StepServer::attend(int request) {
+  if (rows_.empty()) return {};
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const TraceSpan span(trace_, TraceKind::attend, layer_idx, request);
+  const bool sparse = is_sparse(request);
+  if (sparse && step_->queries != nullptr) keep_queries(request);
+  if (std::string failure = take_over(first_, first_ + rows_.size(), layer_idx); !failure.empty()) return failure;
+  options_.elsewhere = elsewhere(layer_idx);
+  std::string failure = attention_.attend(layer_idx, rows_, sparse, static_cast<int>(first_), false, options_);
+  if (failure.empty()) return failure;
+  // What is wrong here may have been wrong above, in heads that are not attended to here.
+  const std::string above = find_non_finite(first_, first_ + rows_.size(), 0, layer_idx);
+  return above.empty() ? failure : above;
+}
+
+// Before the reply: the GPU writes the next layer's queries after it.
+void StepServer::keep_queries(int request) {
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const AttentionShape& shape = attention_.shape();
+  const int64_t bytes = shape.num_qo_heads * shape.row_bytes();
+  const auto num_rows = static_cast<int64_t>(step_->rows.size());
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    const int64_t row = step_->query_rows[first_ + i];
+    std::memcpy(step_->queries + (layer_idx * num_rows + row) * bytes, rows_[i].query, static_cast<size_t>(bytes));
+  }
+}
+
+bool StepServer::is_sparse(int request) const {
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  return sparse_layers_[static_cast<size_t>(layer_idx)] != 0;
+}
+
+void StepServer::update(int request) {
+  if (rows_.empty() || !is_sparse(request)) return;
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const TraceSpan span(trace_, TraceKind::update, layer_idx, request);
+  attention_.update(layer_idx, rows_);
+}
+
+void StepServer::update_and_prepare_next(int request) {
+  const auto next = static_cast<size_t>(request) + 1;
+  if (next == requests_.size() || rows_.empty() || !is_sparse(request) || !is_sparse(request + 1)) {
+    update(request);
+    if (next < requests_.size()) prepare(request + 1);
+    return;
+  }
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const TraceSpan span(trace_, TraceKind::update, layer_idx, request);
+  rows_of(request + 1, prepared_rows_);
+  attention_.update_and_prepare(layer_idx, rows_, requests_[next].layer_idx, prepared_rows_);
+}
+
+void StepServer::remember(int request) {
+  if (rows_.empty() || !is_sparse(request)) return;
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
+  attention_.remember(layer_idx, rows_);
+}
+
+void StepServer::warm_up(int request, int32_t* stop) {
+  if (!is_sparse(request)) return;
+  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
+  const size_t first = rows_of(request, prepared_rows_);
+  attention_.warm_up(layer_idx, prepared_rows_, static_cast<int>(first), stop, elsewhere(layer_idx));
+}
+
+std::string StepServer::find_non_finite(size_t first, size_t last, int64_t first_layer, int64_t end_layer) const {
+  const AttentionShape& shape = attention_.shape();
+  const int64_t bytes = 2 * shape.num_kv_heads * shape.row_bytes();
+  for (int64_t layer_idx = first_layer; layer_idx < end_layer; ++layer_idx) {
+    for (size_t row = first; row < last; ++row) {
+      const char* kv = mailbox_.kv + (layer_idx * mailbox_.max_rows + step_->rows[row].slot) * bytes;
+      if (all_finite(kv, bytes, shape.dtype)) continue;
+      char text[160];
+      std::snprintf(text, sizeof text, "non-finite keys or values in layer %lld, row %zu of the step: %s",
+                    static_cast<long long>(layer_idx), row, "NaN or inf above it, in the weights or in the KV cache");
+      return text;
+    }
+  }
+  return {};
+}
+
+std::string StepServer::check_asked() {
+  num_checked_ = requests_.empty() ? 0 : requests_.back().layer_idx + 1;
+  return find_non_finite(0, step_->rows.size(), 0, num_checked_);
+}
+
+std::string StepServer::end() {
+  const TraceSpan span(trace_, TraceKind::store, -1, -1);
+  const auto num_layers = static_cast<int64_t>(sparse_layers_.size());
+  store_rows(0, step_->rows.size(), num_layers);
+  std::string failure = take_over(0, step_->rows.size(), num_layers);
+  if (failure.empty()) failure = find_non_finite(0, step_->rows.size(), num_checked_, num_layers);
+  step_ = nullptr;
+  return failure;
+}
+
+}  // namespace offload

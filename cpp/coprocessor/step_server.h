@@ -1,0 +1,124 @@
+// The CPU's share of a GPU's decode step, request by request: K/V out of the mailbox into the pages, attention to what
+// the GPU does not hold, the policy's learning from it. On the calling thread and the pool; coprocessor.h has the
+// thread that is driven by flags.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "attention/decode_attention.h"
+#include "pool/trace.h"
+
+namespace offload {
+
+inline constexpr int64_t kFlagStride = 16;  // int32 per flag: one cache line
+
+// Memory that the GPU and the CPU share. The layout is stated in cpu_ops/mailbox.py.
+struct Mailbox {
+  const char* query;
+  const char* kv;
+  float* output;
+  float* lse;
+  int32_t* requests;
+  int32_t* replies;
+  int64_t max_rows;
+  // What a GPU's heads published: lists of `selection_tokens` int32 and their lengths, of each row and of each KV head,
+  // or one for all of them. Null where no GPU publishes.
+  const int32_t* selection = nullptr;
+  const int32_t* counts = nullptr;
+  int64_t selection_units = 0;
+  int64_t selection_tokens = 0;
+};
+
+// What the GPU does of each [layer, KV head], in whole layers that are asked for or not.
+struct DeviceHeads {
+  std::vector<uint8_t> attended;   // 1: the GPU attends to all of it
+  std::vector<uint8_t> published;  // 1: and publishes a selection, which is in the mailbox before the next request
+};
+
+// Rows [first_row, first_row + num_rows) of the mailbox in one layer.
+struct Request {
+  int64_t layer_idx;
+  int64_t first_row;
+  int64_t num_rows;
+};
+
+// One sequence in one step.
+struct StepRow {
+  int64_t slot;  // its row of the mailbox
+  const int64_t* page_table;
+  int64_t table_stride;
+  int64_t kv_len;             // the step's own token included
+  void* const* arrays;        // [num_layers, kMaxPolicyArrays] or null
+  const uint8_t* text_marks;  // or null
+};
+
+struct ServedStep {
+  std::vector<StepRow> rows;  // by ascending slot
+  // Where queries are kept for the policy to build from: [num_layers, rows, num_qo_heads * head_dim], or null. The row
+  // of rows[i] is query_rows[i].
+  char* queries = nullptr;
+  std::vector<int64_t> query_rows;
+};
+
+class StepServer {
+ public:
+  StepServer(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
+             std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
+             DeviceHeads device_heads = {});
+
+  const std::vector<Request>& requests() const { return requests_; }
+  Trace& trace() { return trace_; }  // the attention's
+
+  // A step's requests are served in their order, each as: prepare, warm_up, store, attend, update, remember. update and
+  // the next request's prepare may be done at a time.
+  void begin(const ServedStep& step);
+  void prepare(int request);
+  // K/V of the request's rows, of all layers up to its own.
+  void store(int request);
+  // Writes output and lse; returns what was wrong, or an empty string.
+  std::string attend(int request);
+  void update(int request);
+  void update_and_prepare_next(int request);
+  // Reads ahead for the request, until *stop is not 0; remember() notes what for. Optional.
+  void remember(int request);
+  void warm_up(int request, int32_t* stop);
+  // What is wrong with the K/V of the layers up to the last request's, or an empty string. A cache must not keep
+  // numbers that are not finite, and not all show in what is attended: a key of -inf may have no weight. Optional, for
+  // a time in which nobody waits: end() makes up for it.
+  std::string check_asked();
+  // Stores the K/V of the layers that are left; returns what was wrong with any of them or with what the GPU published,
+  // or an empty string.
+  std::string end();
+
+ private:
+  bool is_sparse(int request) const;
+  // Fills `rows` and returns which row of the step is the first.
+  size_t rows_of(int request, std::vector<QueryRow>& rows) const;
+  void store_rows(size_t first, size_t last, int64_t end_layer);
+  void store_row(size_t row, int64_t end_layer);
+  void keep_queries(int request);
+  std::string take_over(size_t first, size_t last, int64_t end_layer);
+  // The first K/V of layers [first_layer, end_layer) that is not finite, in words; or an empty string.
+  std::string find_non_finite(size_t first, size_t last, int64_t first_layer, int64_t end_layer) const;
+  const uint8_t* elsewhere(int64_t layer_idx) const;
+
+  DecodeAttention& attention_;
+  Trace& trace_;
+  const Mailbox mailbox_;
+  const std::vector<Request> requests_;
+  const std::vector<uint8_t> sparse_layers_;
+  const DeviceHeads device_heads_;
+  AttendOptions options_;
+
+  const ServedStep* step_ = nullptr;
+  std::vector<int64_t> num_stored_;      // layers, of each row
+  std::vector<int64_t> num_taken_over_;  // likewise, of what the GPU published
+  int64_t num_checked_ = 0;              // layers, of all rows
+  std::vector<QueryRow> rows_;           // of the request that is attended
+  std::vector<QueryRow> prepared_rows_;
+  size_t first_ = 0;  // rows_[0] is step_->rows[first_]
+};
+
+}  // namespace offload

@@ -1,0 +1,170 @@
+// AVX2, FMA and F16C: 8 lanes, 16 registers.
+#include <cmath>
+#include <cstdint>
+#include <new>
+
+#include "kernels/kernels.h"
+#include "kernels/number_formats.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,popcnt")
+namespace offload::avx2 {
+
+inline constexpr int W = 8;
+inline constexpr int kRowTile = 2;
+inline constexpr int kValueTile = 4;   // vectors of a value row accumulated together
+inline constexpr int kValueHeads = 2;  // for so many heads at a time
+using F = __m256;
+
+static inline F f_zero() { return _mm256_setzero_ps(); }
+static inline F f_set1(float x) { return _mm256_set1_ps(x); }
+static inline F f_load(const float* p) { return _mm256_loadu_ps(p); }
+static inline void f_store(float* p, F x) { _mm256_storeu_ps(p, x); }
+static inline F f_add(F a, F b) { return _mm256_add_ps(a, b); }
+static inline F f_sub(F a, F b) { return _mm256_sub_ps(a, b); }
+static inline F f_mul(F a, F b) { return _mm256_mul_ps(a, b); }
+static inline F f_div(F a, F b) { return _mm256_div_ps(a, b); }
+static inline F f_fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+static inline F f_max(F a, F b) { return _mm256_max_ps(a, b); }
+static inline F f_round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// x * 2^n, flushed to about 2^-126 below that. A NaN n passes the maximum but x is NaN then, and so is the product.
+static inline F f_scale2(F x, F n) {
+  const __m256i power = _mm256_cvtps_epi32(_mm256_max_ps(n, _mm256_set1_ps(-126.0f)));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(power, _mm256_set1_epi32(127)), 23)));
+}
+static inline float f_sum(F x) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float f_max_lane(F x) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+static inline F f_load_as(const float* p) { return _mm256_loadu_ps(p); }
+static inline F f_load_as(const Bf16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+static inline F f_load_as(const Half* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+static inline F f_load_as(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+static inline void f_store_as(float* p, F x) { _mm256_storeu_ps(p, x); }
+static inline void f_store_as(Half* p, F x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+static inline void f_store_as(Bf16* p, F x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded =
+      _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i words = _mm256_blendv_epi8(rounded, quiet, nan);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+// 8 sums of whole numbers, and how products of int8 rows with int16 queries are added: two neighbours to a lane.
+using I = __m256i;
+static inline I i_zero() { return _mm256_setzero_si256(); }
+static inline I i_load_pairs(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+static inline I i_load_half(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+static inline I i_add_products(I sums, I row, const int16_t* query) {
+  const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(query));
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(row, q));
+}
+static inline F f_from_ints(I x) { return _mm256_cvtepi32_ps(x); }
+template <int G, int R>
+static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
+  for (int g = 0; g < G; ++g) {
+    for (int r = 0; r < R; ++r) out[g * stride + r] = scale * f_sum(sums[g * R + r]);
+  }
+}
+[[gnu::always_inline]] static inline void prefetch_l1(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+[[gnu::always_inline]] static inline void prefetch_l2(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
+
+static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
+                                      int64_t capacity) {
+  int64_t count = 0;
+  const __m256 limit = _mm256_set1_ps(threshold);
+  for (int64_t i = 0; i < n; i += 8) {
+    unsigned hit = 0;
+    if (n - i >= 8) {
+      hit = static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(x + i), limit, _CMP_GE_OQ)));
+    } else {
+      for (int64_t b = 0; b < n - i; ++b) hit |= static_cast<unsigned>(x[i + b] >= threshold) << b;
+    }
+    for (; hit != 0; hit &= hit - 1) {
+      if (count < capacity) positions[count] = static_cast<int32_t>(i + __builtin_ctz(hit));
+      ++count;
+    }
+  }
+  return count;
+}
+
+static inline int64_t count_at_least(const float* x, int64_t n, float threshold) {
+  const __m256 limit = _mm256_set1_ps(threshold);
+  int64_t count = 0;
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m256 hit = _mm256_cmp_ps(_mm256_loadu_ps(x + i), limit, _CMP_GE_OQ);
+    count += __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(hit)));
+  }
+  for (; i < n; ++i) count += x[i] >= threshold;
+  return count;
+}
+
+static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
+  const char* bytes = static_cast<const char*>(p);
+  const auto load = [bytes](int64_t i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i)); };
+  __m256i a = _mm256_setzero_si256(), b = a;
+  int64_t i = 0;
+  for (; i + 64 <= num_bytes; i += 64) {
+    a = _mm256_add_epi64(a, load(i));
+    b = _mm256_add_epi64(b, load(i + 32));
+  }
+  for (; i + 32 <= num_bytes; i += 32) a = _mm256_add_epi64(a, load(i));
+  alignas(32) uint64_t lanes[4];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), _mm256_add_epi64(a, b));
+  return lanes[0] + lanes[1] + lanes[2] + lanes[3];
+}
+
+// clang-format off
+#include "kernels/vector_math-inl.h"
+#include "kernels/tile_ops-inl.h"
+#include "kernels/attention-inl.h"
+#include "kernels/clustering-inl.h"
+#include "kernels/elementwise-inl.h"
+// clang-format on
+
+}  // namespace offload::avx2
+#pragma GCC pop_options
+
+namespace offload {
+
+const KernelTable* avx2_table() {
+  static const KernelTable table = avx2::make_table("avx2");
+  return &table;
+}
+
+}  // namespace offload
+#else
+namespace offload {
+const KernelTable* avx2_table() { return nullptr; }
+}  // namespace offload
+#endif

@@ -1,0 +1,154 @@
+// NEON (AArch64, where every CPU has it): 4 lanes, 32 registers. Tested under qemu-user, not yet run on hardware.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <new>
+
+#include "kernels/kernels.h"
+#include "kernels/number_formats.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+namespace offload::neon {
+
+inline constexpr int W = 4;
+inline constexpr int kRowTile = 4;
+inline constexpr int kValueTile = 8;   // vectors of a value row accumulated together
+inline constexpr int kValueHeads = 2;  // for so many heads at a time
+using F = float32x4_t;
+
+static inline F f_zero() { return vdupq_n_f32(0.0f); }
+static inline F f_set1(float x) { return vdupq_n_f32(x); }
+static inline F f_load(const float* p) { return vld1q_f32(p); }
+static inline void f_store(float* p, F x) { vst1q_f32(p, x); }
+static inline F f_add(F a, F b) { return vaddq_f32(a, b); }
+static inline F f_sub(F a, F b) { return vsubq_f32(a, b); }
+static inline F f_mul(F a, F b) { return vmulq_f32(a, b); }
+static inline F f_div(F a, F b) { return vdivq_f32(a, b); }
+static inline F f_fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+static inline F f_max(F a, F b) { return vmaxnmq_f32(a, b); }  // drops a NaN, as the other ISAs' maxima do
+static inline F f_round(F x) { return vrndnq_f32(x); }
+// x * 2^n, flushed to about 2^-126 below that. A NaN n becomes a number here but x is NaN then, and so is the product.
+static inline F f_scale2(F x, F n) {
+  const int32x4_t power = vcvtq_s32_f32(vmaxnmq_f32(n, vdupq_n_f32(-126.0f)));
+  return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(power, vdupq_n_s32(127)), 23)));
+}
+static inline float f_sum(F x) { return vaddvq_f32(x); }
+static inline float f_max_lane(F x) { return vmaxnmvq_f32(x); }
+
+static inline F f_load_as(const float* p) { return vld1q_f32(p); }
+static inline F f_load_as(const Bf16* p) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p)), 16));
+}
+static inline F f_load_as(const Half* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
+}
+static inline F f_load_as(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, sizeof four);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(static_cast<uint32_t>(four))))));
+}
+static inline void f_store_as(float* p, F x) { vst1q_f32(p, x); }
+static inline void f_store_as(Half* p, F x) {
+  vst1_u16(reinterpret_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(x)));
+}
+static inline void f_store_as(Bf16* p, F x) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(x);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+  vst1_u16(reinterpret_cast<uint16_t*>(p), vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, quiet), 16));
+}
+// 4 sums of whole numbers, and how products of int8 rows with int16 queries are added.
+using I = int32x4_t;
+static inline I i_zero() { return vdupq_n_s32(0); }
+static inline int16x8_t i_load_pairs(const int8_t* p) { return vmovl_s8(vld1_s8(p)); }
+static inline int16x8_t i_load_half(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, sizeof four);
+  return vmovl_s8(vcreate_s8(static_cast<uint32_t>(four)));
+}
+static inline I i_add_products(I sums, int16x8_t row, const int16_t* query) {
+  const int16x8_t q = vld1q_s16(query);
+  return vmlal_high_s16(vmlal_s16(sums, vget_low_s16(row), vget_low_s16(q)), row, q);
+}
+static inline F f_from_ints(I x) { return vcvtq_f32_s32(x); }
+template <int G, int R>
+static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
+  for (int g = 0; g < G; ++g) {
+    const F* s = sums + g * R;
+    if constexpr (R == 4) {
+      vst1q_f32(out + g * stride, vmulq_n_f32(vpaddq_f32(vpaddq_f32(s[0], s[1]), vpaddq_f32(s[2], s[3])), scale));
+    } else {
+      for (int r = 0; r < R; ++r) out[g * stride + r] = scale * vaddvq_f32(s[r]);
+    }
+  }
+}
+[[gnu::always_inline]] static inline void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
+[[gnu::always_inline]] static inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
+                                      int64_t capacity) {
+  int64_t count = 0;
+  const float32x4_t limit = vdupq_n_f32(threshold);
+  for (int64_t i = 0; i < n; i += 4) {
+    const int64_t left = n - i < 4 ? n - i : 4;
+    if (left == 4 && vmaxvq_u32(vcgeq_f32(vld1q_f32(x + i), limit)) == 0) continue;
+    for (int64_t b = 0; b < left; ++b) {
+      if (!(x[i + b] >= threshold)) continue;
+      if (count < capacity) positions[count] = static_cast<int32_t>(i + b);
+      ++count;
+    }
+  }
+  return count;
+}
+
+static inline int64_t count_at_least(const float* x, int64_t n, float threshold) {
+  const float32x4_t limit = vdupq_n_f32(threshold);
+  uint32x4_t hits = vdupq_n_u32(0);
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) hits = vsubq_u32(hits, vcgeq_f32(vld1q_f32(x + i), limit));
+  auto count = static_cast<int64_t>(vaddlvq_u32(hits));
+  for (; i < n; ++i) count += x[i] >= threshold;
+  return count;
+}
+
+static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
+  const char* bytes = static_cast<const char*>(p);
+  const auto load = [bytes](int64_t i) {
+    return vreinterpretq_u64_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(bytes + i)));
+  };
+  uint64x2_t a = vdupq_n_u64(0), b = a;
+  int64_t i = 0;
+  for (; i + 32 <= num_bytes; i += 32) {
+    a = vaddq_u64(a, load(i));
+    b = vaddq_u64(b, load(i + 16));
+  }
+  for (; i + 16 <= num_bytes; i += 16) a = vaddq_u64(a, load(i));
+  return vaddvq_u64(vaddq_u64(a, b));
+}
+
+// clang-format off
+#include "kernels/vector_math-inl.h"
+#include "kernels/tile_ops-inl.h"
+#include "kernels/attention-inl.h"
+#include "kernels/clustering-inl.h"
+#include "kernels/elementwise-inl.h"
+// clang-format on
+
+}  // namespace offload::neon
+
+namespace offload {
+
+const KernelTable* neon_table() {
+  static const KernelTable table = neon::make_table("neon");
+  return &table;
+}
+
+}  // namespace offload
+#else
+namespace offload {
+const KernelTable* neon_table() { return nullptr; }
+}  // namespace offload
+#endif

@@ -1,0 +1,101 @@
+// The baseline every machine has, and the meaning of every other ISA's kernels.
+#include <cmath>
+#include <cstring>
+#include <new>
+
+#include "kernels/kernels.h"
+#include "kernels/number_formats.h"
+
+namespace offload::scalar {
+
+inline constexpr int W = 1;
+inline constexpr int kRowTile = 4;     // key rows scored together
+inline constexpr int kValueTile = 16;  // vectors of a value row accumulated together
+inline constexpr int kValueHeads = 4;  // for so many heads at a time
+using F = float;
+
+static inline F f_zero() { return 0.0f; }
+static inline F f_set1(float x) { return x; }
+static inline F f_load(const float* p) { return *p; }
+static inline void f_store(float* p, F x) { *p = x; }
+static inline F f_add(F a, F b) { return a + b; }
+static inline F f_sub(F a, F b) { return a - b; }
+static inline F f_mul(F a, F b) { return a * b; }
+static inline F f_div(F a, F b) { return a / b; }
+static inline F f_fma(F a, F b, F c) { return a * b + c; }
+static inline F f_max(F a, F b) { return a > b ? a : b; }
+static inline F f_round(F x) { return std::nearbyint(x); }
+static inline F f_scale2(F x, F n) {
+  if (n != n) return n;
+  return x * bits_to_float(static_cast<uint32_t>(static_cast<int32_t>(n < -126.0f ? -126.0f : n) + 127) << 23);
+}
+static inline float f_sum(F x) { return x; }
+static inline float f_max_lane(F x) { return x; }
+template <class T>
+static inline F f_load_as(const T* p) {
+  return to_float(*p);
+}
+template <class T>
+static inline void f_store_as(T* p, F x) {
+  *p = from_float<T>(x);
+}
+using I = int32_t;
+static inline I i_zero() { return 0; }
+static inline I i_load_pairs(const int8_t* p) { return *p; }
+static inline I i_load_half(const int8_t* p) { return *p; }
+static inline I i_add_products(I sums, I row, const int16_t* query) { return sums + row * *query; }
+static inline F f_from_ints(I x) { return static_cast<F>(x); }
+template <int G, int R>
+static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
+  for (int g = 0; g < G; ++g) {
+    for (int r = 0; r < R; ++r) out[g * stride + r] = scale * f_sum(sums[g * R + r]);
+  }
+}
+[[gnu::always_inline]] static inline void prefetch_l1(const void*) {}
+[[gnu::always_inline]] static inline void prefetch_l2(const void*) {}
+
+static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
+                                      int64_t capacity) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(x[i] >= threshold)) continue;
+    if (count < capacity) positions[count] = static_cast<int32_t>(i);
+    ++count;
+  }
+  return count;
+}
+
+static inline int64_t count_at_least(const float* x, int64_t n, float threshold) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) count += x[i] >= threshold;
+  return count;
+}
+
+static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < num_bytes; i += 8) {
+    uint64_t word;
+    std::memcpy(&word, static_cast<const char*>(p) + i, sizeof word);
+    sum += word;
+  }
+  return sum;
+}
+
+#include "kernels/vector_math-inl.h"
+// clang-format off
+#include "kernels/tile_ops-inl.h"
+#include "kernels/attention-inl.h"
+#include "kernels/clustering-inl.h"
+#include "kernels/elementwise-inl.h"
+// clang-format on
+
+}  // namespace offload::scalar
+
+namespace offload {
+
+const KernelTable* scalar_table() {
+  static const KernelTable table = scalar::make_table("scalar");
+  return &table;
+}
+
+}  // namespace offload

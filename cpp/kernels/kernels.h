@@ -1,0 +1,154 @@
+// The shape contract of every CPU kernel: raw pointers, no torch, no Python.
+//
+// The layout of the host KV store is stated in offload/kv/store.py; RowSource is what a kernel needs of it:
+// where row t (one token of one KV head, keys or values) lies. All offsets are 64-bit.
+#pragma once
+
+#include <cstdint>
+
+namespace offload {
+
+enum class DType : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
+inline constexpr int kNumDTypes = 3;
+inline constexpr int kMaxGroupSize = 32;  // query heads that share one KV head
+inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kHeadDimMultiple = 16;
+inline constexpr int kScoreTile = 256;  // tokens whose scores are held at once
+
+struct Half {
+  uint16_t bits;
+};
+struct Bf16 {
+  uint16_t bits;
+};
+
+// How far ahead of a contiguous stream bf16 kernels prefetch into L2; 0 leaves it to the hardware. Intel's (Sapphire
+// Rapids) does not keep up: dense attention reaches 50 % of a sequential read on one core and 57 % on fifteen; with
+// this 74 and 79 %. On Zen 4, whose prefetchers do, every software prefetch of a stream costs bandwidth.
+#if defined(__x86_64__)
+inline const int64_t stream_ahead_bytes = (__builtin_cpu_init(), __builtin_cpu_is("intel")) ? 4096 : 0;
+#else
+inline constexpr int64_t stream_ahead_bytes = 0;
+#endif
+
+inline int64_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// Row t lies at pages[t >> page_shift] + offset + (t & page_mask) * row_bytes.
+struct RowSource {
+  const int64_t* pages;  // page addresses of one (sequence, layer)
+  int64_t offset;        // of this KV head's keys or values inside a page
+  int64_t row_bytes;
+  int32_t page_shift;
+
+  const void* row(int64_t t) const {
+    const int64_t in_page = t & ((int64_t{1} << page_shift) - 1);
+    return reinterpret_cast<const void*>(pages[t >> page_shift] + offset + in_page * row_bytes);
+  }
+};
+
+// The tokens a kernel visits: indices[0..n) when given, else first, first + 1, … first + n - 1.
+struct TokenSpan {
+  const int32_t* indices;
+  int64_t first;
+  int64_t n;
+};
+
+// scores[g * score_stride + i] = scale * <query[g], key(token i)>
+struct ScoreArgs {
+  const float* query;  // [group_size, head_dim], already rounded to the cache's dtype
+  int group_size;
+  int head_dim;
+  RowSource keys;
+  TokenSpan tokens;
+  float scale;
+  float* scores;
+  int64_t score_stride;
+};
+
+// A partial softmax over the tokens: acc = Σ exp(s - max) v, row_sum = Σ exp(s - max).
+// With `weights` given (f32 [group_size, weight_stride]) they stand in for exp(s - max): keys are not read and max is
+// 0.
+struct AttendArgs {
+  const float* query;
+  int group_size;
+  int head_dim;
+  RowSource keys;
+  RowSource values;
+  TokenSpan tokens;
+  float scale;
+  const float* weights;
+  int64_t weight_stride;
+  // Or the scores themselves, [group_size, kScoreTile], of at most kScoreTile contiguous tokens of one page; destroyed.
+  float* scored;
+  float* scores;  // optional out: raw scaled scores [group_size, score_stride]
+  int64_t score_stride;
+  float* acc;      // out [group_size, head_dim]
+  float* row_max;  // out [group_size]
+  float* row_sum;  // out [group_size]
+  // Tokens may come in several calls: all but the first continue, and acc is in order only after the last.
+  bool continues;
+  bool ends;
+};
+
+// One instruction set's kernels. Arrays are indexed by DType.
+struct KernelTable {
+  const char* name;
+  void (*score[kNumDTypes])(const ScoreArgs&);
+  void (*attend[kNumDTypes])(const AttendArgs&);
+
+  // x[i] <- exp(x[i] - max(x)) over n scores; returns the maximum, adds the sum to *sum.
+  float (*exp_shifted)(float* x, int64_t n, float* sum);
+  // importance[i] (+)= factor * x[i]
+  void (*scale_add)(const float* x, float factor, int64_t n, bool accumulate, float* importance);
+  // Positions i with x[i] >= threshold, ascending; at most `capacity` are written, the full count is returned.
+  int64_t (*filter_at_least)(const float* x, int64_t n, float threshold, int32_t* positions, int64_t capacity);
+
+  int64_t (*count_at_least)(const float* x, int64_t n, float threshold);
+  // The least and the largest of x[0..n) that are no NaN; inf and -inf where all are.
+  void (*extremes)(const float* x, int64_t n, float* lowest, float* highest);
+
+  // Elementwise, float32 in and out with the value rounded to the dtype at the points where transformers rounds.
+  void (*to_float[kNumDTypes])(const void* x, int64_t n, float* out);
+  void (*from_float[kNumDTypes])(const float* x, int64_t n, void* out);
+  void (*rms_norm[kNumDTypes])(const void* x, const void* weight, float eps, int64_t n, float* out);
+  void (*silu_mul[kNumDTypes])(const void* gate, const void* up, int64_t n, float* out);
+  // out = round(round(x) + residual): the sum of a rounded projection and the residual stream
+  void (*add_residual[kNumDTypes])(const float* x, const void* residual, int64_t n, void* out);
+  // Rotates one head in place: x*cos + rotate_half(x)*sin, rounded after each product and the sum; norm_weight
+  // optional.
+  void (*rope_head[kNumDTypes])(void* x, const void* cos, const void* sin, const void* norm_weight, float eps,
+                                int64_t head_dim);
+
+  // Converts n inputs to what linear() multiplies with; at most 4 bytes each.
+  void (*pack_input[kNumDTypes])(const float* x, int64_t n, void* packed);
+  // y[r * out_stride + o - first] = <x[r], weight[o]> for o in [first, last); x packed, [num_rows, in_features]
+  void (*linear[kNumDTypes])(const void* packed, int num_rows, int64_t in_features, const void* weight, int64_t first,
+                             int64_t last, float* out, int64_t out_stride);
+
+  // For indexes of clustered keys (clustering-inl.h).
+  // scores[g * n + i] = <query[g], rows[i]> with int8 rows [n, head_dim]; raw sums. Queries are rounded to 1/32767 of
+  // their largest value; one that is not finite scores NaN.
+  void (*score_int8)(const float* query, int group_size, int head_dim, const int8_t* rows, int64_t n, float* scores);
+  // out[d] = Σ_i rows[i][d]; width a multiple of kHeadDimMultiple
+  void (*sum_rows[kNumDTypes])(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t width, float* out);
+  // The centroid of largest dot product of each point, the first of equals; centroids packed by pack_centroids into
+  // whole blocks of `centroid_block`.
+  int64_t centroid_block;
+  void (*pack_centroids)(const float* centroids, int64_t num_centroids, int64_t width, float* packed);
+  void (*nearest_centroids)(const float* points, int64_t num_points, int64_t width, const float* packed,
+                            int64_t num_centroids, int32_t* labels, float* products);
+
+  // What bandwidth measurements read with; they return a checksum so that nothing is optimised away.
+  uint64_t (*read_bytes)(const void* data, int64_t num_bytes);
+  uint64_t (*read_rows)(const void* data, const int32_t* rows, int64_t num_rows, int64_t row_bytes);
+};
+
+// nullptr where this build or this architecture lacks the ISA.
+const KernelTable* scalar_table();
+const KernelTable* avx2_table();
+const KernelTable* avx512_table();
+const KernelTable* avx512_bf16_table();
+const KernelTable* amx_table();
+const KernelTable* neon_table();
+
+}  // namespace offload

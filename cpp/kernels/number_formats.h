@@ -1,0 +1,66 @@
+// Portable bf16 and fp16 conversions, round to nearest even; the reference behaviour of every ISA's own.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/kernels.h"
+
+namespace offload {
+
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(Bf16 value) { return bits_to_float(uint32_t{value.bits} << 16); }
+
+inline float to_float(Half value) {
+  const uint32_t sign = uint32_t{value.bits & 0x8000u} << 16;
+  const uint32_t magnitude = value.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  // Scaling by 2^112 rebiases normal and subnormal numbers alike.
+  return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
+}
+
+template <class T>
+T from_float(float value);
+
+template <>
+inline float from_float<float>(float value) {
+  return value;
+}
+
+template <>
+inline Bf16 from_float<Bf16>(float value) {
+  const uint32_t bits = float_to_bits(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>(bits >> 16 | 0x40u)};  // keep NaN a NaN
+  return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+}
+
+template <>
+inline Half from_float<Half>(float value) {
+  const uint32_t bits = float_to_bits(value);
+  const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
+  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds past 65504
+  if (magnitude < 0x38800000u) {
+    // Subnormal: adding 0.5 aligns the mantissa so that the FPU rounds it for us.
+    const float aligned = bits_to_float(magnitude) + 0.5f;
+    return {static_cast<uint16_t>(sign | (float_to_bits(aligned) - float_to_bits(0.5f)))};
+  }
+  const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u;
+  return {static_cast<uint16_t>(sign | rounded >> 13)};
+}
+
+}  // namespace offload

@@ -1,0 +1,65 @@
+#include "operators/decoder_layers.h"
+
+#include <cstring>
+
+namespace offload {
+
+std::string DecoderLayers::run(const DecoderStep& step) {
+  for (int64_t layer_idx = 0; layer_idx < static_cast<int64_t>(layers_.size()); ++layer_idx) {
+    const std::string failure = decode_layer(layer_idx, step);
+    if (!failure.empty()) return failure;
+  }
+  return {};
+}
+
+std::string DecoderLayers::decode_layer(int64_t layer_idx, const DecoderStep& step) {
+  project(layer_idx, step);
+  const std::string failure = attend(layer_idx, step);
+  if (failure.empty()) finish(layer_idx, step);
+  return failure;
+}
+
+void DecoderLayers::project(int64_t layer_idx, const DecoderStep& step) {
+  const DecoderLayer& layer = layers_[static_cast<size_t>(layer_idx)];
+  const AttentionShape& shape = attention_.shape();
+  const auto n = static_cast<int>(step.rows.num_rows);
+  const NormWeight& norm = layer.input_norm;
+  layer.qkv->run(kernels_, attention_.pool(), {step.hidden, n, norm.weight, norm.eps, false}, nullptr, step.qkv);
+  const int64_t qkv_bytes = (shape.num_qo_heads + 2 * shape.num_kv_heads) * shape.row_bytes();
+  for (int64_t r = 0; r < n; ++r) {
+    const int64_t rope = r * shape.row_bytes();
+    rope_append(kernels_, shape, step.qkv + r * qkv_bytes, step.cos + rope, step.sin + rope, layer.head_norms,
+                step.rows.pages(r, layer_idx), step.rows.kv_lens[r] - 1);
+  }
+}
+
+std::string DecoderLayers::attend(int64_t layer_idx, const DecoderStep& step) {
+  const bool sparse = layers_[static_cast<size_t>(layer_idx)].sparse;
+  const AttentionShape& shape = attention_.shape();
+  const int64_t query_bytes = shape.num_qo_heads * shape.row_bytes();
+  const int64_t qkv_bytes = query_bytes + 2 * shape.num_kv_heads * shape.row_bytes();
+  step.rows.of_layer(layer_idx, rows_);
+  for (int64_t r = 0; r < step.rows.num_rows; ++r) {
+    QueryRow& row = rows_[static_cast<size_t>(r)];
+    row.query = step.qkv + r * qkv_bytes;
+    row.output = step.attended + r * query_bytes;
+    if (sparse && step.kept_queries != nullptr) {
+      std::memcpy(step.kept_queries + (layer_idx * step.rows.num_rows + r) * query_bytes, row.query,
+                  static_cast<size_t>(query_bytes));
+    }
+  }
+  // prepare() comes right before: on a CPU there is nothing that it could overlap.
+  return attention_.attend(layer_idx, rows_, sparse, 0, true);
+}
+
+void DecoderLayers::finish(int64_t layer_idx, const DecoderStep& step) {
+  const DecoderLayer& layer = layers_[static_cast<size_t>(layer_idx)];
+  const auto n = static_cast<int>(step.rows.num_rows);
+  const NormWeight& norm = layer.mlp_norm;
+  WorkerPool& pool = attention_.pool();
+  layer.o_proj->run(kernels_, pool, {step.attended, n, nullptr, 0.0f, false}, step.hidden, step.hidden);
+  layer.gate_up->run(kernels_, pool, {step.hidden, n, norm.weight, norm.eps, false}, nullptr, step.gate_up);
+  layer.down->run(kernels_, pool, {step.gate_up, n, nullptr, 0.0f, true}, step.hidden, step.hidden);
+}
+
+}  // namespace offload

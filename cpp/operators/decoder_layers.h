@@ -1,0 +1,70 @@
+// A decode step on the CPU from the embeddings to before the final norm, in one call: between the operators of small
+// models Python takes as long as they do.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "attention/decode_attention.h"
+#include "operators/linear.h"
+#include "operators/rope_append.h"
+#include "attention/step_rows.h"
+
+namespace offload {
+
+struct NormWeight {
+  const void* weight;  // [hidden_size]
+  float eps;
+};
+
+struct DecoderLayer {
+  NormWeight input_norm;
+  const Linear* qkv;
+  HeadNorms head_norms;
+  const Linear* o_proj;
+  NormWeight mlp_norm;
+  const Linear* gate_up;
+  const Linear* down;
+  bool sparse;  // the policy has a say in it
+};
+
+// The memory of one step over at most kMaxLinearRows rows; all of it in the model's dtype.
+struct DecoderStep {
+  char* hidden;     // [num_rows, hidden_size], in and out
+  const char* cos;  // [num_rows, head_dim]
+  const char* sin;
+  char* qkv;           // scratch [num_rows, (num_qo_heads + 2 * num_kv_heads) * head_dim]
+  char* attended;      // scratch [num_rows, num_qo_heads * head_dim]
+  char* gate_up;       // scratch [num_rows, 2 * intermediate_size]
+  char* kept_queries;  // [num_layers, num_rows, num_qo_heads * head_dim], for those of sparse layers, or null
+  StepRows rows;
+};
+
+class DecoderLayers {
+ public:
+  DecoderLayers(DecodeAttention& attention, const KernelTable& kernels) : attention_(attention), kernels_(kernels) {}
+
+  void add(const DecoderLayer& layer) { layers_.push_back(layer); }
+
+  // All layers. Returns an empty string, or what was wrong with the numbers; the step is then unusable.
+  std::string run(const DecoderStep& step);
+
+  // The same of one layer: the hot path.
+  std::string decode_layer(int64_t layer_idx, const DecoderStep& step);
+
+  // A layer in parts, for callers that attend by themselves: from hidden to rotated queries in qkv and K/V in the
+  // pages; from attended to hidden.
+  void project(int64_t layer_idx, const DecoderStep& step);
+  void finish(int64_t layer_idx, const DecoderStep& step);
+
+ private:
+  std::string attend(int64_t layer_idx, const DecoderStep& step);
+
+  DecodeAttention& attention_;
+  const KernelTable& kernels_;
+  std::vector<DecoderLayer> layers_;
+  std::vector<QueryRow> rows_;  // scratch
+};
+
+}  // namespace offload

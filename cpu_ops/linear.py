@@ -1,0 +1,115 @@
+"""Linear layers of decode steps: a few rows through weights that are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cpu_ops import _native
+
+if TYPE_CHECKING:
+    pass
+from cpu_ops.native import MAX_LINEAR_ROWS, _rows, dtype_code, isa_name
+from cpu_ops.worker_pool import WorkerPool
+
+
+class Linear:
+    """y = f(x) @ concat(weights).T + concat(biases) (+ residual), for up to `max_rows` rows of x.
+
+    f is RMSNorm (`norm`), SwiGLU (`silu_mul`) or nothing. Values are rounded to the dtype where
+    transformers rounds: after the norm, the gate, the product, the projection and the sum.
+
+    Args:
+        weights: matrices [out_i, in] of one dtype, contiguous; kept by reference, not copied.
+        biases: one [out_i] or None per weight.
+        isa: an ISA other than the process's (tests).
+    """
+
+    max_rows = MAX_LINEAR_ROWS
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] | None = None,
+        *,
+        isa: str | None = None,
+    ) -> None:
+        if not weights:
+            raise ValueError("weights must not be empty")
+        biases = [None] * len(weights) if biases is None else list(biases)
+        if len(biases) != len(weights):
+            raise ValueError(f"expected {len(weights)} biases, got {len(biases)}")
+        self.dtype = weights[0].dtype
+        self.in_features = int(weights[0].shape[-1])
+        code = dtype_code(self.dtype)
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            _rows(f"weights[{i}]", weight, self.in_features, self.dtype)
+            if bias is not None:
+                _rows(f"biases[{i}]", bias.unsqueeze(0), int(weight.shape[0]), self.dtype)
+        self.isa = isa or isa_name()
+        self._kept = (list(weights), biases)
+        sizes = [int(weight.shape[0]) for weight in weights]
+        self.out_features = sum(sizes)
+        self.native = _native.Linear(
+            code,
+            self.in_features,
+            [weight.data_ptr() for weight in weights],
+            [0 if bias is None else bias.data_ptr() for bias in biases],
+            sizes,
+        )
+
+    def __call__(
+        self,
+        pool: WorkerPool,
+        x: Tensor,
+        out: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        silu_mul: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Run on x [n, in_features], or [n, 2 * in_features] = gate ++ up with `silu_mul`.
+
+        Args:
+            out: [n, out_features], made if None; may be `residual` itself.
+            norm: (weight [in_features], eps) of an RMSNorm applied to x first.
+            residual: [n, out_features], added last.
+        """
+        num_rows = x.shape[0]
+        if not 1 <= num_rows <= self.max_rows:
+            raise ValueError(f"x must have 1 to {self.max_rows} rows, got {num_rows}")
+        _rows("x", x, self.in_features * (2 if silu_mul else 1), self.dtype)
+        norm_weight, norm_eps = 0, 0.0
+        if norm is not None:
+            if silu_mul:
+                raise ValueError("norm and silu_mul exclude each other")
+            weight, norm_eps = norm
+            if weight.dtype != self.dtype or weight.numel() != self.in_features:
+                raise ValueError(
+                    f"norm weight must be {self.dtype} [{self.in_features}],"
+                    f" got {weight.dtype} {list(weight.shape)}"
+                )
+            norm_weight = weight.data_ptr()
+        if out is None:
+            out = torch.empty(num_rows, self.out_features, dtype=self.dtype)
+        for name, y in (("out", out), ("residual", residual)):
+            if y is None:
+                continue
+            _rows(name, y, self.out_features, self.dtype)
+            if y.shape[0] != num_rows:
+                raise ValueError(f"{name} must have {num_rows} rows, got {y.shape[0]}")
+        self.native.run(
+            pool.native,
+            self.isa,
+            x.data_ptr(),
+            num_rows,
+            norm_weight,
+            norm_eps,
+            silu_mul,
+            0 if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+        )
+        return out

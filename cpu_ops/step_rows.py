@@ -1,0 +1,50 @@
+"""A decode step as attention sees it: which rows, and where their pages are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cpu_ops.native import NO_ARRAYS
+from offload.kv.page_pool import Int64Array
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Where the query rows of one decode step find their pages. Row i is one new token.
+
+    Attributes:
+        seqs: store handle of each row; a sequence may own several rows.
+        kv_lens: int64 [n], tokens each row attends to, itself included.
+        positions: int64 [n], kv_lens - 1: the slot of the row's own key and value.
+        page_tables, table_strides: int64 [n], address of and pages per layer in the page table.
+        arrays: int64 [n], address of the policy's pointer table [num_layers, 8], or empty.
+        text_marks: int64 [n], address of the text marks of the row's sequence, or empty.
+        kept: what the addresses point into; a step's memory lives as long as the step.
+        in_turns: rows must run one after the other, as they share their sequence's policy state.
+        has_short_rows: some row is no longer than the policy's budget.
+        prepared: layers whose `prepare` has run.
+    """
+
+    seqs: Sequence[int]
+    kv_lens: Int64Array
+    positions: Int64Array
+    page_tables: Int64Array
+    table_strides: Int64Array
+    arrays: Int64Array
+    text_marks: Int64Array
+    kept: tuple[Any, ...]
+    in_turns: bool
+    has_short_rows: bool
+    prepared: set[int]
+
+    def of(self, rows: slice) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]:
+        """page_tables, table_strides, kv_lens, arrays, text_marks of some rows."""
+        return (
+            self.page_tables[rows],
+            self.table_strides[rows],
+            self.kv_lens[rows],
+            self.arrays[rows] if self.arrays.size else NO_ARRAYS,
+            self.text_marks[rows] if self.text_marks.size else NO_ARRAYS,
+        )

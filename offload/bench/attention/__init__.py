@@ -1,0 +1,1 @@
+"""`offload bench attention`: one attention operator against memory bandwidth."""

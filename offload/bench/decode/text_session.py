@@ -1,0 +1,109 @@
+"""Decode steps behind a prompt of real text, through the runtime that `generate()` uses."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.decode.sampling import SamplingOptions
+from offload.models.batch import pack
+from offload.runtime.cache import OffloadedCache
+from offload.runtime.runtime import Runtime
+from offload.system.torch_threads import torch_threads
+
+
+class TextSession:
+    """A `DecodeSession` that is fed the text's own tokens: every policy reads the same.
+
+    Each repeat continues a fork of the prompt, whose pages and policy state stay as they were.
+
+    Args:
+        runtime: of one policy; closed with the session.
+        tokens: int64 [kv_len + num_steps or more], the text.
+    """
+
+    batch_size = 1
+
+    def __init__(self, runtime: Runtime, tokens: Tensor, kv_len: int, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._runtime: Any = runtime
+        self._tokens, self._position = tokens, kv_len
+        self._kv_len = kv_len
+        self._prompt = OffloadedCache(runtime.sequences)
+        self._cache: OffloadedCache | None = None
+        try:
+            self._run(self._prompt, tokens[:kv_len], torch.arange(kv_len))
+        except BaseException:
+            self.close()
+            raise
+        if runtime.device.type == "cuda":
+            torch.cuda.synchronize(runtime.device)
+            self._before_bytes = torch.cuda.memory_allocated(runtime.device)
+            torch.cuda.reset_peak_memory_stats(runtime.device)  # prefill took more
+
+    def decode(self, num_steps: int) -> list[float]:
+        if self._cache is None:
+            self.rewind()
+        seconds = []
+        # As `Runtime.generation` does it, between forward passes too.
+        with torch_threads(1):
+            for _ in range(num_steps):
+                start = time.perf_counter()
+                self._step()
+                seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def rewind(self) -> None:
+        if self._cache is not None:
+            self._cache.reset()
+        self._cache, self._position = copy.deepcopy(self._prompt), self._kv_len
+
+    def memory(self) -> dict[str, int]:
+        runtime, device = self._runtime, self._runtime.device
+        found = {
+            "weights": sum(weight.nbytes for weight in _weights(runtime)),
+            "kv_host": runtime.store.host_bytes_used,
+            "policy_host": runtime.attention.states.num_bytes,
+        }
+        if device.type == "cuda":
+            found["kv_device"] = runtime._decoder.device_bytes
+            found["device"] = torch.cuda.max_memory_allocated(device) - self._before_bytes
+        return found
+
+    def close(self) -> None:
+        for cache in (self._cache, self._prompt):
+            if cache is not None:
+                cache.reset()
+        decoder = self._runtime._decoder
+        getattr(decoder, "close", decoder.pool.close)()
+        self._runtime.store.close()
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        """From the next token of the text to the most likely one after it, on the host."""
+        assert self._cache is not None
+        positions = torch.tensor([self._position])
+        tokens = self._tokens[self._position : self._position + 1]
+        self._runtime.choose_tokens(self._cache, tokens, positions, SamplingOptions())
+        self._position += 1
+
+    @torch.no_grad()
+    def _run(self, cache: OffloadedCache, tokens: Tensor, positions: Tensor) -> tuple[Tensor, str]:
+        batch = pack((1, len(tokens)), None, positions[None])
+        embeddings = self._runtime.lean.embed_tokens(tokens.to(self._runtime.device))
+        found: tuple[Tensor, str] = self._runtime.run(embeddings, batch, cache, tokens)
+        return found
+
+
+def _weights(runtime: Any) -> list[Tensor]:
+    """All of them; tied ones count once."""
+    lean = runtime.lean
+    modules = [lean.embed_tokens, lean.final_norm, lean.lm_head]
+    for layer in lean.layers:
+        modules += [module for module in vars(layer).values() if module is not None]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return list({parameter.data_ptr(): parameter for parameter in parameters}.values())

@@ -1,0 +1,1 @@
+"""`offload bench latency`: one core against all, per policy, on made keys."""

@@ -1,0 +1,210 @@
+"""What follows from latency measurements, and the forms they are written in."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from offload.bench.latency.measure import PHASES, LatencyMeasurement
+
+_TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def latency_rows(measurements: Sequence[LatencyMeasurement]) -> list[dict[str, Any]]:
+    """Each measurement as plain values, with what follows from it and others of the same run.
+
+    Beside its fields: yardstick_share; all_layers_microseconds, the mean over all layers of the
+    model, with its dense ones at the time of `full`; speedup_over_full and _exact_topk at the same
+    length and threads; over the fewest threads measured, thread_speedup, and thread_efficiency:
+    that speedup over the ratio of the gather bandwidths; growth of the time over the shortest
+    context. None where the other measurement is missing.
+    """
+    by_key = {(m.policy, m.kv_len, m.num_threads): m for m in measurements}
+    fewest = min(m.num_threads for m in measurements)
+    shortest = min(m.kv_len for m in measurements)
+    rows = []
+    for m in measurements:
+
+        def ratio(policy: str, kv_len: int, threads: int, ours: float = m.microseconds) -> Any:
+            other = by_key.get((policy, kv_len, threads))
+            return None if other is None else other.microseconds / ours
+
+        full = by_key.get(("full", m.kv_len, m.num_threads))
+        all_layers = None
+        if full is not None:
+            dense = m.dense_share
+            all_layers = dense * full.microseconds + (1 - dense) * m.microseconds
+        speedup = ratio(m.policy, m.kv_len, fewest)
+        base = by_key.get((m.policy, m.kv_len, fewest))
+        bandwidths = None if base is None else m.gather_bandwidth / base.gather_bandwidth
+        shorter = ratio(m.policy, shortest, m.num_threads)
+        rows.append(
+            asdict(m)
+            | {
+                "yardstick_share": m.yardstick_share,
+                "all_layers_microseconds": all_layers,
+                "speedup_over_full": ratio("full", m.kv_len, m.num_threads),
+                "speedup_over_exact_topk": ratio("exact_topk", m.kv_len, m.num_threads),
+                "thread_speedup": speedup,
+                "thread_efficiency": speedup / bandwidths if speedup and bandwidths else None,
+                "growth": 1 / shorter if shorter else None,
+            }
+        )
+    return rows
+
+
+def latency_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per measurement, with a header; phases are columns of their own."""
+    text = io.StringIO()
+    flat = [_flat(row) for row in rows]
+    writer = csv.DictWriter(text, fieldnames=list(flat[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def latency_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """A table per number of threads, as GitHub renders them."""
+    parts = []
+    for num_threads in sorted({row["num_threads"] for row in rows}):
+        header, *lines = table_cells(rows, num_threads)
+        rule = ["---"] + ["---:"] * (len(header) - 1)
+        table = "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
+        parts.append(f"**{threads_title(num_threads)}**\n\n{table}")
+    return "\n\n".join(parts) + "\n"
+
+
+def threads_title(num_threads: int) -> str:
+    """What a block of the table is called."""
+    return "1 thread" if num_threads == 1 else f"{num_threads} threads"
+
+
+def table_cells(rows: Sequence[dict[str, Any]], num_threads: int) -> list[list[str]]:
+    """Header and lines of one number of threads, sorted by context; times in microseconds."""
+    fewest = min(row["num_threads"] for row in rows)
+    header = ["policy", "context", "µs", "over full", "over top-k", *PHASES, "other", "MB", "GB/s"]
+    header += ["memory", "scored", "overlap", "mass", "growth"]
+    if num_threads != fewest:
+        header += [f"vs {threads_title(fewest)}", "of memory's"]
+    chosen = [row for row in rows if row["num_threads"] == num_threads]
+    lines = []
+    for row in sorted(chosen, key=lambda row: int(row["kv_len"])):
+        spread = (row["microseconds_p90"] - row["microseconds_p10"]) / 2 / row["microseconds"]
+        line = [
+            row["policy"],
+            f"{row['kv_len']:,}",
+            f"{row['microseconds']:,.0f} ±{spread:.0%}",
+            _times(row["speedup_over_full"]),
+            _times(row["speedup_over_exact_topk"]),
+            *(f"{row['phases'][phase]:,.0f}" for phase in [*PHASES, "other"]),
+            f"{row['bytes_touched'] / 1e6:,.1f}",
+            f"{row['bandwidth'] / 1e9:.1f}",
+            f"{row['yardstick_share']:.0%}",
+            f"{row['candidate_share']:.2%}" if row["candidate_share"] < 1 else "all",
+            _share(row["top_overlap"]),
+            _share(row["mass_kept"]),
+            _times(row["growth"]),
+        ]
+        if num_threads != fewest:
+            line += [_times(row["thread_speedup"]), _share(row["thread_efficiency"])]
+        lines.append(line)
+    return [header, *lines]
+
+
+TABLE_CAPTION = (
+    "µs: median per token and layer (of the layers that are not dense), ± half of p10 to p90. "
+    "over full, over top-k: how many times faster than they. predict … other: where the time goes. "
+    "MB, GB/s: read and written; memory: of the bandwidth measured in this run (sequential for "
+    "full and scanning policies, row gather for others). scored: keys scored exactly. overlap: of "
+    "the choice with the true top-k; mass: attention kept, sinks left out. growth: over the "
+    "shortest context. of memory's: speedup over that of gathers."
+)
+
+
+def plot_latency(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
+    """Time against context: a panel per number of threads, a line per policy.
+
+    Raises:
+        ValueError: matplotlib is missing, or it cannot write this kind of file.
+    """
+    figure_type = check_plot(path)
+    threads = sorted({row["num_threads"] for row in rows})
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    figure = figure_type(figsize=(5.2 * len(threads) + 1.8, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(threads), sharey=True, squeeze=False)[0]
+    for panel, num_threads in zip(panels, threads, strict=True):
+        for i, policy in enumerate(policies):
+            of_line = sorted(
+                (row["kv_len"], row["microseconds"])
+                for row in rows
+                if (row["policy"], row["num_threads"]) == (policy, num_threads)
+            )
+            style = {"color": f"C{i % 10}", "marker": "o", "markersize": 4, "label": policy}
+            if policy in ("full", "exact_topk"):
+                style |= {"linestyle": "--", "color": "0.25" if policy == "full" else "0.55"}
+            panel.plot(*zip(*of_line, strict=True), **style)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        contexts = sorted({row["kv_len"] for row in rows})
+        panel.set_xticks(contexts, [_tokens(context) for context in contexts])
+        panel.minorticks_off()
+        panel.set_title(threads_title(num_threads), fontsize="medium")
+        panel.set_xlabel("tokens in the context")
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("µs per token and layer")
+    figure.suptitle(title, fontsize="medium")
+    panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def check_plot(path: Path) -> Any:
+    """matplotlib's Figure, if `path` can be written with it.
+
+    Raises:
+        ValueError: matplotlib is missing, the folder is, or the suffix is unknown.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed; pip install 'offload[perf]'"
+        ) from error
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:] not in known:
+        raise ValueError(
+            f"--plot {path}: unknown kind of file {path.suffix!r}; "
+            f"available: {', '.join(sorted(known))}"
+        )
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+    return Figure
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if name == "phases":
+            flat |= {f"{phase}_microseconds": time for phase, time in value.items()}
+        elif name == "options":
+            flat[name] = " ".join(f"{key}={option}" for key, option in value.items())
+        else:
+            flat[name] = value
+    return flat
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.{1 if ratio < 100 else 0}f}{_TIMES}"
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count // 1024}K" if count % 1024 == 0 else f"{count:,}"

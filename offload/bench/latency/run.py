@@ -1,0 +1,180 @@
+"""A whole run of `offload bench latency`: workloads of every depth, and what they gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from offload.bench.attention.measure import SHAPES, AttentionShape
+from offload.bench.latency.measure import LatencyMeasurement, measure_latency, steps_needed
+from offload.bench.latency.report import latency_rows
+from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
+from offload.bench.made.attention_statistics import AttentionStatistics, statistics_outside_range
+from offload.policies import Policy
+from offload.system.memory import host_memory_limit_bytes
+
+_MEMORY_SHARE = 0.3  # of the memory left, that the cache may take
+
+
+@dataclass(frozen=True)
+class LatencyRun:
+    """What to measure: a `shape` on structured keys, or a `model` on real text.
+
+    Attributes:
+        options: of each policy, as they were given.
+        dtype: of a shape's cache; a model has its own.
+        max_layers: physical layers of a shape; 2 at least for policies that reuse selections.
+    """
+
+    shape: str | None
+    model: str | None
+    depths: tuple[int, ...]
+    threads: tuple[int, ...]
+    policies: Mapping[str, Policy]
+    options: Mapping[str, Mapping[str, Any]]
+    batch_size: int
+    repeats: int
+    dtype: torch.dtype
+    seed: int
+    max_layers: int = 4
+
+
+@dataclass(frozen=True)
+class LatencyResult:
+    """Measurements, and the statistics of what they were made on.
+
+    Attributes:
+        statistics: of each depth.
+        layers: physical layers at each depth.
+        warnings: statistics that are not like a real model's.
+    """
+
+    run: LatencyRun
+    dtype: str
+    measurements: list[LatencyMeasurement]
+    statistics: dict[int, AttentionStatistics]
+    layers: dict[int, int]
+    warnings: list[str]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """See `latency_rows`."""
+        return latency_rows(self.measurements)
+
+    def settings(self) -> dict[str, Any]:
+        """What was measured on, as plain values."""
+        run = self.run
+        return {
+            "shape": run.shape,
+            "model": run.model,
+            "dtype": self.dtype,
+            "batch_size": run.batch_size,
+            "repeats": run.repeats,
+            "seed": run.seed,
+            "layers": {str(depth): count for depth, count in self.layers.items()},
+            "statistics": {str(depth): asdict(s) for depth, s in self.statistics.items()},
+            "warnings": self.warnings,
+        }
+
+    def describe_statistics(self) -> str:
+        """A line per depth."""
+        lines = []
+        for depth, s in self.statistics.items():
+            lines.append(
+                f"keys and queries at {depth:,}: sink {s.sink_share:.0%}, top 2 % hold "
+                f"{s.group_top_mass:.0%}, last 64 {s.near_share:.0%}, top tokens kept after "
+                f"1/8/32 steps {s.overlap_1:.0%}/{s.overlap_8:.0%}/{s.overlap_32:.0%}, clustered "
+                f"{s.clustering:.0%}, LFPS candidates {s.lfps_candidates:.1%}"
+            )
+        return "\n".join(lines)
+
+
+def run_latency(
+    run: LatencyRun, *, on_progress: Callable[[str, int, int], None] = lambda *_: None
+) -> LatencyResult:
+    """Measure everything.
+
+    Args:
+        on_progress: gets what is done now, and how many parts are done and in all.
+
+    Raises:
+        ValueError: a depth that the budget covers, or that the model does not have.
+        HostBudgetError: a depth that does not fit.
+        ArithmeticError: an output that differs from the reference.
+    """
+    budget = max((p.budget_tokens for p in run.policies.values() if p.selects), default=0)
+    if run.depths[0] <= budget:
+        raise ValueError(
+            f"a depth of {run.depths[0]} tokens is within the budget of {budget} tokens, where "
+            "every policy is full attention; raise --n-depth or lower --budget-tokens"
+        )
+    reader = None if run.model is None else TextReader(run.model)
+    shape = SHAPES[run.shape] if run.shape is not None else reader.shape if reader else None
+    assert shape is not None
+    layers = {
+        depth: shape.num_layers if reader else _layers(shape, run, depth) for depth in run.depths
+    }
+    num_steps = steps_needed(run.repeats)
+    made = {d: 1 if reader else run.batch_size * layers[d] for d in run.depths}
+    total = sum(made.values()) + len(run.depths) * len(run.threads) * num_steps
+    done = 0
+    measurements: list[LatencyMeasurement] = []
+    statistics: dict[int, AttentionStatistics] = {}
+    warnings: list[str] = []
+
+    def advance(what: str) -> Callable[[], None]:
+        def step() -> None:
+            nonlocal done
+            done += 1
+            on_progress(what, done, total)
+
+        on_progress(what, done, total)
+        return step
+
+    for depth in run.depths:
+        making = advance(f"{depth:,} tokens: keys")
+        if reader is not None:
+            workload = reader.workload(kv_len=depth, num_steps=num_steps, batch_size=run.batch_size)
+            making()
+        else:
+            workload = structured_workload(
+                shape,
+                kv_len=depth,
+                num_steps=num_steps,
+                num_layers=layers[depth],
+                batch_size=run.batch_size,
+                dtype=run.dtype,
+                seed=run.seed,
+                on_layer=making,
+            )
+        try:
+            statistics[depth] = workload.statistics
+            if reader is None:
+                warnings += _warnings(workload)
+            measurements += measure_latency(
+                workload,
+                run.policies,
+                options=run.options,
+                threads=run.threads,
+                repeats=run.repeats,
+                on_step=advance(f"{depth:,} tokens: steps"),
+            )
+        finally:
+            workload.close()
+    dtype = reader.dtype if reader is not None else run.dtype
+    name = str(dtype).removeprefix("torch.")
+    return LatencyResult(run, name, measurements, statistics, layers, warnings)
+
+
+def _layers(shape: AttentionShape, run: LatencyRun, depth: int) -> int:
+    """Physical layers: enough for every role, within the memory, one at least."""
+    layer_bytes = 2 * shape.num_kv_heads * depth * shape.head_dim * run.dtype.itemsize
+    fit = int(_MEMORY_SHARE * host_memory_limit_bytes()) // (layer_bytes * run.batch_size)
+    return max(1, min(run.max_layers, shape.num_layers, fit))
+
+
+def _warnings(workload: LatencyWorkload) -> list[str]:
+    outside = statistics_outside_range(workload.statistics, workload.kv_len)
+    return [f"at {workload.kv_len:,} tokens {line}; times may mislead" for line in outside]

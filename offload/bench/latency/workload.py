@@ -1,0 +1,308 @@
+"""What `offload bench latency` runs on: sequences in a host KV store, and decode steps after them.
+
+`structured_workload` makes keys and queries with the structure of attention at any shape and
+length; `model_workload` takes those of a real model reading real text, within its positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offload.bench.attention.measure import AttentionShape
+from offload.bench.made.attention_statistics import (
+    LFPS_STEPS,
+    AttentionStatistics,
+    attention_statistics,
+    mean_statistics,
+)
+from offload.bench.made.structured_cache import structured_layer
+from offload.kv.store import HostBudgetError, KVStore
+from offload.system.memory import format_bytes, host_memory_limit_bytes
+
+PROMPT_QUERIES = LFPS_STEPS  # queries of the prompt's end that are kept for policies and statistics
+# Above this they cost as much as the keys themselves: one layer has to do.
+_STATISTICS_KV_LEN = 32768
+_DENSE_LAYERS = 2  # of a real model, which every policy leaves dense and statistics leave out
+
+
+@dataclass(frozen=True)
+class LayerSteps:
+    """The tokens after one sequence's prompt, in one layer.
+
+    Attributes:
+        keys, values: [num_steps, num_kv_heads, head_dim].
+        queries: [num_qo_heads, PROMPT_QUERIES + num_steps, head_dim].
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+
+
+class LatencyWorkload:
+    """Sequences of `kv_len` tokens in `store`, and what `num_steps` decode steps add and ask.
+
+    Args:
+        steps: of each sequence and layer.
+        num_model_layers: of the model whose `num_layers` layers stand for all.
+        statistics: of the keys and queries.
+        text_marks: uint8 [kv_len + num_steps] of each sequence (see `offload.policies.text_marks`), for
+            policies that read text; made sequences have none.
+
+    The store's handles are `seqs`. A step is: `advance`, whatever reads it, `commit`.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        seqs: list[int],
+        steps: list[list[LayerSteps]],
+        *,
+        num_model_layers: int,
+        statistics: AttentionStatistics,
+        sm_scale: float,
+        text_marks: list[npt.NDArray[np.uint8]] | None = None,
+    ) -> None:
+        self.store = store
+        self.seqs = seqs
+        self.num_model_layers = num_model_layers
+        self.num_layers = store.num_layers
+        self.kv_len = store.kv_len(seqs[0])
+        self.num_qo_heads = int(steps[0][0].queries.shape[0])
+        self.num_steps = int(steps[0][0].keys.shape[0])
+        self.statistics = statistics
+        self.sm_scale = sm_scale
+        self.text_marks = text_marks
+        self._steps = steps
+        self._rows = [
+            torch.stack([of_layer[layer_idx].queries for of_layer in steps], 1)
+            for layer_idx in range(self.num_layers)
+        ]  # [num_qo_heads, batch_size, queries, head_dim] of each layer
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences that decode together."""
+        return len(self.seqs)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.store.close()
+
+    def prompt_queries(self, row: int, layer_idx: int) -> Tensor:
+        """[num_qo_heads, PROMPT_QUERIES, head_dim]: those of the prompt's last tokens."""
+        return self._steps[row][layer_idx].queries[:, :PROMPT_QUERIES]
+
+    def queries(self, layer_idx: int, step: int) -> Tensor:
+        """[batch_size, num_qo_heads * head_dim] of a step, contiguous."""
+        rows = self._rows[layer_idx][:, :, PROMPT_QUERIES + step]
+        return rows.transpose(0, 1).flatten(1).contiguous()
+
+    def advance(self, step: int) -> list[int]:
+        """Write the step's keys and values; returns each sequence's length with them."""
+        ones = [1] * len(self.seqs)
+        self.store.reserve(self.seqs, ones)
+        for row, seq in enumerate(self.seqs):
+            for layer_idx, layer in enumerate(self._steps[row]):
+                rows = slice(step, step + 1)
+                self.store.append(seq, layer_idx, layer.keys[rows], layer.values[rows])
+        return [self.store.kv_len(seq) + 1 for seq in self.seqs]
+
+    def commit(self) -> None:
+        """The step's tokens belong to the sequences from now on."""
+        self.store.commit(self.seqs, [1] * len(self.seqs))
+
+    def rewind(self) -> None:
+        """Back to the prompts."""
+        for seq in self.seqs:
+            self.store.truncate(seq, self.kv_len)
+
+
+def structured_workload(
+    shape: AttentionShape,
+    *,
+    kv_len: int,
+    num_steps: int,
+    num_layers: int,
+    batch_size: int,
+    dtype: torch.dtype,
+    seed: int,
+    on_layer: Callable[[], None] = lambda: None,
+) -> LatencyWorkload:
+    """Sequences of `structured_layer`s, each with its own seed.
+
+    Args:
+        num_layers: layers that are made, of the shape's.
+        on_layer: called after each layer of each sequence.
+
+    Raises:
+        HostBudgetError: before anything is made, if it does not fit.
+    """
+    page_bytes = 2 * shape.num_kv_heads * 256 * shape.head_dim * dtype.itemsize
+    pages = batch_size * num_layers * -(-(kv_len + num_steps) // 256)
+    # Beside the store: one layer as it is made, and the policies' own arrays.
+    need = pages * page_bytes + 3 * page_bytes * -(-kv_len // 256)
+    if need > host_memory_limit_bytes():
+        raise HostBudgetError(
+            f"{batch_size} sequences of {kv_len} tokens in {num_layers} layers need "
+            f"{format_bytes(need)}, but this process may use only "
+            f"{format_bytes(host_memory_limit_bytes())}; lower the batch size or the depth"
+        )
+    store = KVStore(
+        num_layers=num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        slab_bytes=pages * page_bytes,
+    )
+    statistics, steps, seqs = [], [], []
+    for row in range(batch_size):
+        seq = store.new_sequence()
+        store.reserve([seq], [kv_len])
+        of_sequence = []
+        for layer_idx in range(num_layers):
+            layer = structured_layer(
+                num_qo_heads=shape.num_qo_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                kv_len=kv_len,
+                num_steps=num_steps,
+                dtype=dtype,
+                seed=seed + row,
+                layer_idx=layer_idx,
+                prompt_queries=PROMPT_QUERIES,
+            )
+            keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
+            store.append(seq, layer_idx, keys[:kv_len], values[:kv_len])
+            if row == 0 and (layer_idx == 0 or kv_len <= _STATISTICS_KV_LEN):
+                statistics.append(attention_statistics(layer.queries, layer.keys))
+            of_sequence.append(
+                LayerSteps(keys[kv_len:].clone(), values[kv_len:].clone(), layer.queries)
+            )
+            on_layer()
+        store.commit([seq], [kv_len])
+        seqs.append(seq)
+        steps.append(of_sequence)
+    return LatencyWorkload(
+        store,
+        seqs,
+        steps,
+        num_model_layers=shape.num_layers,
+        statistics=mean_statistics(statistics),
+        sm_scale=shape.head_dim**-0.5,
+    )
+
+
+class TextReader:
+    """A model that reads real text: its prefill gives keys, values and queries.
+
+    Args:
+        name_or_path: what `OffloadedModel.from_pretrained` takes.
+    """
+
+    def __init__(self, name_or_path: str | Path) -> None:
+        from offload.loading.names import load_tokenizer, resolve_folder
+        from offload.loading.stock_model import load_vocabulary_marks
+        from offload.runtime.model import OffloadedModel
+        from offload.system.stdlib_text import stdlib_docstrings
+
+        model: Any = OffloadedModel.from_pretrained(name_or_path)
+        tokenizer = load_tokenizer(name_or_path)
+        ids = tokenizer("\n\n".join(stdlib_docstrings()), verbose=False).input_ids
+        self._tokens = torch.tensor(ids)
+        self._marks = load_vocabulary_marks(resolve_folder(name_or_path), model.config.vocab_size)
+        self._lean = lean = model._offload.lean
+        self.shape = AttentionShape(
+            len(lean.layers),
+            lean.attention.num_qo_heads,
+            lean.attention.num_kv_heads,
+            lean.attention.head_dim,
+        )
+        self.dtype: torch.dtype = model.dtype
+        self.max_tokens = min(int(lean.max_context), len(ids))
+
+    def tokens(self, first: int, count: int) -> Tensor:
+        """int64 [count] of the text."""
+        return self._tokens[first : first + count]
+
+    def workload(self, *, kv_len: int, num_steps: int, batch_size: int) -> LatencyWorkload:
+        """Sequences that start at different places of the text.
+
+        Raises:
+            ValueError: more tokens than the model has positions.
+        """
+        num_tokens = kv_len + num_steps
+        if num_tokens > self.max_tokens:
+            raise ValueError(
+                f"a depth of {kv_len} tokens and {num_steps} steps exceed the {self.max_tokens} "
+                "tokens that this model and its text have; lower --n-depth"
+            )
+        store = KVStore(
+            num_layers=self.shape.num_layers,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype=self.dtype,
+        )
+        statistics, steps, seqs, marks = [], [], [], []
+        for row in range(batch_size):
+            tokens = self.tokens(row * (len(self._tokens) - num_tokens) // batch_size, num_tokens)
+            seq, queries = self._read(store, tokens, PROMPT_QUERIES + num_steps)
+            of_sequence = []
+            for layer_idx in range(store.num_layers):
+                keys, values = (x.transpose(0, 1) for x in store.gather(seq, layer_idx))
+                if row == 0 and layer_idx >= _DENSE_LAYERS:
+                    of_layer = attention_statistics(queries[layer_idx], keys.transpose(0, 1))
+                    statistics.append(of_layer)
+                of_sequence.append(
+                    LayerSteps(keys[kv_len:].clone(), values[kv_len:].clone(), queries[layer_idx])
+                )
+            store.truncate(seq, kv_len)
+            seqs.append(seq)
+            steps.append(of_sequence)
+            if self._marks is not None:
+                marks.append(self._marks[tokens.numpy()])
+        return LatencyWorkload(
+            store,
+            seqs,
+            steps,
+            num_model_layers=self.shape.num_layers,
+            statistics=mean_statistics(statistics),
+            sm_scale=self._lean.attention.sm_scale,
+            text_marks=None if self._marks is None else marks,
+        )
+
+    def _read(self, store: KVStore, tokens: Tensor, num_queries: int) -> tuple[int, list[Tensor]]:
+        """Prefill: the sequence, and the last queries [num_qo_heads, n, head_dim] of each layer."""
+        from offload.models.batch import pack
+        from offload.prefill.forward import prefill
+
+        queries: list[Tensor] = [torch.empty(0) for _ in range(store.num_layers)]
+
+        def keep(seq: int, layer_idx: int, of_slice: Tensor, kv_len: int) -> None:
+            known = queries[layer_idx]
+            together = torch.cat([known, of_slice], 1) if known.numel() else of_slice
+            queries[layer_idx] = together[:, -num_queries:].clone()
+
+        seq = store.new_sequence()
+        store.reserve([seq], [len(tokens)])
+        positions = torch.arange(len(tokens))[None]
+        batch = pack((1, len(tokens)), None, positions, None)
+        with torch.no_grad():
+            prefill(
+                self._lean,
+                self._lean.embed_tokens(tokens),
+                batch,
+                store=store,
+                seqs=[seq],
+                slice_tokens=2048,
+                on_queries=keep,
+            )
+        store.commit([seq], [len(tokens)])
+        return seq, queries

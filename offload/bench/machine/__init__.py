@@ -1,0 +1,1 @@
+"""Measuring a machine: the profile that plans are made from."""

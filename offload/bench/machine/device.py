@@ -1,0 +1,333 @@
+"""Measures what a GPU does in a decode step: each kind of kernel by itself, and the way to the CPU.
+
+Kernels are timed in CUDA graphs of many calls over operands that no cache holds, as they run in a
+step. What cannot be timed by itself, the round trip to the CPU and what a step costs beside its
+kernels, comes from whole steps of a small model.
+
+On CPU tensors everything but these steps runs too, by the reference code: for tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_ops.rope_publish import rope_publish
+from offload.bench.machine.kernels import CALLS, COLD_BYTES, RECENT, SINKS, Operands, microseconds
+from offload.bench.machine.layers import LayerBench
+from offload.decode.gpu.linear import DeviceLayer, DeviceWeights, LinearPath, Norm, linear_path
+from offload.decode.sampling import SamplingOptions, TokenChooser
+from offload.planning.cost_table import CostTable
+from offload.planning.profile import DeviceProfile, OnProgress, shape_key
+
+if TYPE_CHECKING:
+    from offload.models.shape import ModelShape
+
+_COPY_BYTES = 256 * 2**20
+NUM_PARTS = 7
+
+
+def measure_device(
+    device: torch.device,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    *,
+    rows: Sequence[int],
+    driver: str | None,
+    num_threads: int,
+    scale: float = 1.0,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> DeviceProfile:
+    """Measure `device`.
+
+    Args:
+        rows: numbers of sequences that linear layers are measured for.
+        num_threads: of the worker pool that answers it.
+        scale: of the operands' sizes; below 1 for tests.
+    """
+    bench = _LinearBench(device, shape, dtype, scale)
+    attends = LayerBench(device, shape, dtype, scale)
+    is_cuda = device.type == "cuda"
+
+    def part(number: int, what: str) -> None:
+        gc.collect()
+        if is_cuda:
+            torch.cuda.empty_cache()
+        on_progress(f"GPU: {what}", number, NUM_PARTS)
+
+    with torch.inference_mode(), _on(device):
+        part(1, "memory")
+        read = bench.read_bandwidth()
+        to_host, from_host = bench.copy_bandwidths()
+        part(2, "linear layers")
+        gemv, linear, lm_head = bench.linear_layers(rows)
+        part(3, "attention")
+        attention, window_us, merge_us = attends.attention()
+        sampling_us = bench.sampling_us()
+        part(4, "top-k")
+        retrieval, top_k = attends.retrieval()
+        part(5, "rows of host pages")
+        gather, gather_measured = attends.gather(from_host)
+        part(6, "layers with work beside them")
+        linears = bench.layer_calls()
+        top_k_beside = attends.top_k_beside(linears)
+        gather_beside = gather
+        if gather_measured:
+            gather_beside = attends.gather_beside(linears)
+        del linears
+    part(7, "round trips")
+    round_trip_us = step_us = 0.0
+    properties: Any = None
+    if is_cuda:
+        round_trip_us, step_us = _round_trip(dtype, num_threads, window_us)
+        properties = torch.cuda.get_device_properties(device)
+    key = shape_key(shape, dtype.itemsize)
+    return DeviceProfile(
+        name=properties.name if is_cuda else "CPU tensors",
+        driver=driver,
+        capability=(properties.major, properties.minor) if is_cuda else (0, 0),
+        num_multiprocessors=properties.multi_processor_count if is_cuda else 1,
+        memory_bytes=properties.total_memory if is_cuda else 0,
+        read_bandwidth=read,
+        to_host_bandwidth=to_host,
+        from_host_bandwidth=from_host,
+        gemv=gemv,
+        layer_linear_us={key: linear},
+        lm_head_us={key: lm_head},
+        attention=attention,
+        retrieval=retrieval,
+        top_k=top_k,
+        gather=gather,
+        gather_measured=gather_measured,
+        gather_beside=gather_beside,
+        top_k_beside=top_k_beside,
+        window_us=window_us,
+        merge_us=merge_us,
+        sampling_us=sampling_us,
+        round_trip_us=round_trip_us,
+        step_us=step_us,
+    )
+
+
+class _LinearBench(Operands):
+    """What is not attention."""
+
+    def read_bandwidth(self) -> float:
+        """Bytes per second of this device's own memory: what a sum of much of it takes."""
+        num_bytes = self.sized(COLD_BYTES)
+        data = torch.zeros(num_bytes // 4, dtype=torch.int32, device=self.device)
+        out = torch.empty((), dtype=torch.int32, device=self.device)
+        us = microseconds([lambda: torch.amax(data, 0, out=out)] * 4, self.device)
+        return float(1e6 * num_bytes / us)
+
+    def copy_bandwidths(self) -> tuple[float, float]:
+        """Bytes per second to pinned host memory, and from it."""
+        num_bytes = self.sized(_COPY_BYTES)
+        there = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        pinned = self.device.type == "cuda"
+        here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        calls = (
+            lambda: here.copy_(there, non_blocking=True),
+            lambda: there.copy_(here, non_blocking=True),
+        )
+        to_host, from_host = (1e6 * num_bytes / microseconds([f] * 2, self.device) for f in calls)
+        return float(to_host), float(from_host)
+
+    def linear_layers(
+        self, rows: Sequence[int]
+    ) -> tuple[CostTable, dict[int, float], dict[int, float]]:
+        """One row by bytes of a matrix; a layer, and the last projection, by number of rows."""
+        shape, item = self.shape, self.dtype.itemsize
+        layer_bytes = item * shape.hidden_size * (shape.qkv_width + 3 * shape.intermediate_size)
+        count = max(2, min(8, -(-self.sized(COLD_BYTES) // layer_bytes)))
+        weights = self._weights(count)
+        timed = {n: self._layer_us(weights, n) for n in rows}
+        linear = {n: of_layer for n, (of_layer, _) in timed.items()}
+        lm_head = {n: of_head for n, (_, of_head) in timed.items()}
+        return self._gemv_table(weights), linear, lm_head
+
+    def _layer_us(self, weights: DeviceWeights, n: int) -> tuple[float, float]:
+        """Of a layer's linear layers and rotation for `n` rows, and of the last projection."""
+        path, calls = self._whole_layers(weights, n)
+        x = self.random(n, self.shape.hidden_size)
+        of_layer = microseconds(calls * max(1, CALLS // len(calls)), self.device)
+        path.finish(x)
+        of_head = microseconds([functools.partial(path.logits, weights, x)] * 4, self.device)
+        return of_layer, of_head
+
+    def layer_calls(self) -> list[Callable[[], None]]:
+        """Linear layers and rotation of some layers, for one row."""
+        return self._whole_layers(self._weights(max(2, self.sized(4))), 1)[1]
+
+    def _whole_layers(
+        self, weights: DeviceWeights, n: int
+    ) -> tuple[LinearPath, list[Callable[[], None]]]:
+        path = linear_path(weights, n)
+        x, attended = self.random(n, self.shape.hidden_size), self.random(n, self.heads)
+        rotates = self._rotation(n)
+
+        def whole(layer: DeviceLayer) -> None:
+            rotates(path.qkv(layer, x))
+            path.add_attention(layer, x, attended)
+            path.add_mlp(layer, x)
+
+        return path, [functools.partial(whole, layer) for layer in weights.layers]
+
+    def _gemv_table(self, weights: DeviceWeights) -> CostTable:
+        """Each of a layer's matrices by itself, so that other shapes can be judged by them."""
+        path, shape = linear_path(weights, 1), self.shape
+        x, attended = self.random(1, shape.hidden_size), self.random(1, self.heads)
+
+        def times(call: Callable[[DeviceLayer], Any]) -> float:
+            calls = [lambda layer=layer: call(layer) for layer in weights.layers]
+            return microseconds(calls * max(1, CALLS // len(calls)), self.device)
+
+        layer = weights.layers[0]
+        points = [
+            (layer.qkv[0].nbytes, times(lambda layer: path.qkv(layer, x))),
+            (layer.o_proj[0].nbytes, times(lambda layer: path.add_attention(layer, x, attended))),
+            (
+                layer.gate_up[0].nbytes + layer.down[0].nbytes,
+                times(lambda layer: path.add_mlp(layer, x)),
+            ),
+            (
+                weights.lm_head[0].nbytes,
+                microseconds([lambda: path.logits(weights, x)] * 4, self.device),
+            ),
+        ]
+        return CostTable.measured(sorted(dict(points).items()))
+
+    def sampling_us(self) -> float:
+        """Choosing the likeliest token."""
+        logits = self.random(1, self.shape.vocab_size)
+        chooser = TokenChooser(1, self.shape.vocab_size, self.device)
+        chooser.use(SamplingOptions())
+        return microseconds([lambda: chooser.choose(logits, samples=False)] * 8, self.device)
+
+    def _rotation(self, n: int) -> Callable[[Tensor], None]:
+        """What rotates queries and keys and writes them where a layer with a window has them."""
+        shape, device = self.shape, self.device
+        pinned = device.type == "cuda"
+        cos, sin = self.random(n, shape.head_dim), self.random(n, shape.head_dim)
+        query = self.random(n, self.heads)
+        sizes = (n, 2, shape.num_kv_heads, SINKS + RECENT, shape.head_dim)
+        window = self.random(*sizes)
+        host_query = torch.zeros(n, self.heads, dtype=self.dtype, pin_memory=pinned)
+        host_kv = torch.zeros(
+            n, 2, shape.num_kv_heads, shape.head_dim, dtype=self.dtype, pin_memory=pinned
+        )
+        positions = torch.full((n,), 100_000, dtype=torch.int64, device=device)
+
+        def rotates(qkv: Tensor) -> None:
+            rope_publish(
+                qkv,
+                cos,
+                sin,
+                positions,
+                num_kv_heads=shape.num_kv_heads,
+                query=query,
+                host_query=host_query,
+                host_kv=host_kv,
+                window=window,
+                sink_tokens=SINKS,
+            )
+
+        return rotates
+
+    def _weights(self, count: int) -> DeviceWeights:
+        shape, hidden = self.shape, self.shape.hidden_size
+
+        def matrix(outputs: int, inputs: int) -> tuple[Tensor, None]:
+            made = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
+            return made.normal_(0.0, 0.02), None
+
+        def norm() -> Norm:
+            return torch.ones(hidden, dtype=self.dtype, device=self.device), 1e-5
+
+        layers = tuple(
+            DeviceLayer(
+                input_norm=norm(),
+                qkv=matrix(shape.qkv_width, hidden),
+                q_norm=None,
+                k_norm=None,
+                qk_norm_eps=0.0,
+                o_proj=matrix(hidden, self.heads),
+                mlp_norm=norm(),
+                gate_up=matrix(2 * shape.intermediate_size, hidden),
+                down=matrix(hidden, shape.intermediate_size),
+            )
+            for _ in range(count)
+        )
+        return DeviceWeights(layers, norm(), matrix(shape.vocab_size, hidden))
+
+
+def _round_trip(dtype: torch.dtype, num_threads: int, window_us: float) -> tuple[float, float]:
+    """(round_trip_us, step_us) from steps of a small model with and without the CPU's side.
+
+    The CPU attends to nothing. What is left of a step without the CPU's side when its kernels are
+    taken away is what a step costs beside them; the kernels are timed on the GPU, in one more run.
+    """
+    from offload.bench.pipeline.measure import measure_pipeline
+    from offload.bench.pipeline.session import opened_session
+    from offload.bench.pipeline.settings import PipelineSettings
+    from offload.policies.registry import make_policy
+
+    policy = make_policy("streaming_llm", budget_tokens=68, sink_tokens=4, dense_layers=0)
+    steps: dict[str, float] = {}
+    gpu_us = 0.0
+    num_layers = 1
+    for host_work in ("none", "attend"):
+        settings = PipelineSettings(
+            shape="smollm2-135m",
+            kv_len=512,
+            policy=policy,
+            backend="graph",
+            num_steps=48,
+            num_threads=num_threads,
+            dtype=dtype,
+            distinct_layers=1,
+            host_work=host_work,
+        )
+        with opened_session(settings) as session:
+            traced = 8 if host_work == "attend" else 0
+            measured, timelines = measure_pipeline(session, repeats=2, traced_steps=traced)
+            steps[host_work] = 1e3 * measured.milliseconds
+            if timelines:
+                num_layers = sum(1 for mark in timelines[0].gpu if mark.kind == "window")
+                gpu_us = float(
+                    np.median(
+                        [
+                            sum(m.end_ns - m.start_ns for m in t.gpu if m.kind != "wait") / 1e3
+                            for t in timelines
+                        ]
+                    )
+                )
+                marks = len(timelines[0].gpu)
+                gpu_us -= marks * _mark_us()
+    waited = (steps["attend"] - steps["none"]) / max(1, num_layers)
+    # What is waited for begins with the window's attention.
+    return max(0.0, waited) + window_us, max(0.0, steps["none"] - gpu_us)
+
+
+def _mark_us() -> float:
+    """Of one mark of a trace, which a step without marks does not have."""
+    from offload.bench.pipeline.gpu_marks import GpuMarks
+
+    device = torch.device("cuda")
+    marks = GpuMarks(device)
+
+    def mark() -> None:
+        marks.mark("mark")
+
+    return microseconds([mark] * CALLS, device)
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

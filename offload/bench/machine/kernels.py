@@ -1,0 +1,333 @@
+"""Times each kind of attention kernel on a GPU by itself, over made operands.
+
+Kernels run in CUDA graphs of many calls over operands that no cache holds, as in a decode step. On
+CPU tensors the reference code runs: for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_ops.merge_state import merge_state
+from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
+from gpu_ops.window_attention import window_attention
+from offload.planning.cost_table import CostTable
+
+if TYPE_CHECKING:
+    from offload.models.shape import ModelShape
+
+ROUNDS = 5
+CALLS = 32  # in one graph
+COLD_BYTES = 512 * 2**20  # of operands in turns; the L2 of an H200 holds 60 MB
+PAGE_TOKENS, SINKS, RECENT = 256, 4, 64
+_KV_LENS = (256, 2048, 8192, 32768, 131072)  # that attention is measured at, all heads
+_RETRIEVED_LENS, _RETRIEVED_TOKENS = (4096, 32768, 131072), 1024
+_GATHERED_TOKENS = (64, 256, 1024, 4096)
+
+
+def microseconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    """Median time of a call, of `calls` captured one after the other."""
+    for call in calls[:2]:
+        call()  # loads kernels
+    if device.type != "cuda":
+        times = []
+        for call in calls[:ROUNDS]:
+            start = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - start))
+        return float(np.median(times))
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    start_event, end_event = _events()
+    for _ in range(ROUNDS):
+        start_event.record()
+        graph.replay()
+        end_event.record()
+        end_event.synchronize()
+        times.append(start_event.elapsed_time(end_event) * 1e3 / len(calls))
+    return float(np.median(times))
+
+
+def _kernels(name: str) -> Any:
+    """A module of `gpu_ops`, or None if this version has no such kernels."""
+    try:
+        return importlib.import_module(f"gpu_ops.{name}")
+    except ImportError:
+        return None
+
+
+def _events() -> tuple[Any, Any]:
+    cuda: Any = torch.cuda
+    return cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+
+
+class Operands:
+    """Operands of one model's shape on one device."""
+
+    def __init__(
+        self, device: torch.device, shape: ModelShape, dtype: torch.dtype, scale: float
+    ) -> None:
+        self.device, self.shape, self.dtype, self.scale = device, shape, dtype, scale
+        self.heads = shape.num_qo_heads * shape.head_dim
+        self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.num_multiprocessors = 1
+        if device.type == "cuda":
+            properties: Any = torch.cuda.get_device_properties(device)
+            self.num_multiprocessors = properties.multi_processor_count
+
+    def sized(self, count: int, least: int = 1) -> int:
+        return max(least, round(count * self.scale))
+
+    def random(self, *sizes: int) -> Tensor:
+        return torch.randn(*sizes, dtype=torch.float32, device=self.device).to(self.dtype)
+
+
+class AttentionBench(Operands):
+    """Attention over GPU pages and windows, and rows on their way from the host."""
+
+    def attention(self) -> tuple[CostTable, float, float]:
+        """Over pages of all heads, by bytes; then the window's and the merge's microseconds."""
+        device = self.device
+        longest = self.sized(max(_KV_LENS), PAGE_TOKENS)
+        layers = max(1, min(4, self.sized(COLD_BYTES) // (longest * self.token_bytes) + 1))
+        tables, keep = self._page_tables(longest, layers)
+        query, out = self.random(1, self.heads), self.random(1, self.heads)
+        points = {}
+        for kv_len in sorted({self.sized(n, 1) for n in _KV_LENS}):
+            # Short contexts at places of their own, or the caches would hold them.
+            positions = torch.full((1,), kv_len - 1, dtype=torch.int64, device=device)
+            pages = -(-kv_len // PAGE_TOKENS)
+            places = [
+                table[:, first : first + pages].contiguous()
+                for table in tables
+                for first in range(0, table.shape[1] - pages + 1, pages)
+            ][:CALLS]
+
+            calls = [self._attention_call(query, table, positions, out) for table in places]
+            points[kv_len * self.token_bytes] = microseconds(calls, device)
+        del keep
+        return CostTable.measured(sorted(points.items())), *self._window_and_merge()
+
+    def _attention_call(
+        self, query: Tensor, table: Tensor, positions: Tensor, out: Tensor
+    ) -> Callable[[], Any]:
+        shape, device = self.shape, self.device
+        splits = num_kv_splits(shape.num_kv_heads, self.num_multiprocessors)
+        return functools.partial(
+            paged_decode_attention,
+            query,
+            table,
+            positions,
+            num_kv_heads=shape.num_kv_heads,
+            page_tokens=PAGE_TOKENS,
+            sm_scale=shape.head_dim**-0.5,
+            partial_out=torch.zeros(1, shape.num_qo_heads, splits, shape.head_dim, device=device),
+            partial_lse=torch.zeros(1, shape.num_qo_heads, splits, device=device),
+            out=out,
+        )
+
+    def retrieval(self) -> tuple[CostTable, CostTable]:
+        """All heads' attention that leaves scores, by bytes; and their top-k, by scores.
+
+        By `gpu_ops.retrieval_attention` and `gpu_ops.top_k_tokens` where there are such kernels;
+        else by attention without scores, and torch's top-k.
+        """
+        attended, chosen = {}, {}
+        for num_scores, attend, choose in self.retrieving_calls():
+            num_bytes = num_scores // self.shape.num_qo_heads * self.token_bytes
+            attended[num_bytes] = microseconds(attend * (8 // len(attend)), self.device)
+            chosen[num_scores] = microseconds([choose] * 8, self.device)
+        return (
+            CostTable.measured(sorted(attended.items())),
+            CostTable.measured(sorted(chosen.items())),
+        )
+
+    def retrieving_calls(
+        self,
+    ) -> Iterator[tuple[int, list[Callable[[], Any]], Callable[[], Any]]]:
+        """For some contexts: the number of scores, attention of some layers, and the top-k."""
+        shape, device = self.shape, self.device
+        group_size = shape.num_qo_heads // shape.num_kv_heads
+        for wanted in _RETRIEVED_LENS:
+            kv_len = self.sized(wanted, PAGE_TOKENS)
+            pages = -(-kv_len // PAGE_TOKENS)
+            layers = min(8, self.sized(COLD_BYTES) // (kv_len * self.token_bytes) + 1)
+            tables, keep = self._page_tables(pages * PAGE_TOKENS, layers)
+            positions = torch.full((1,), kv_len - 1, dtype=torch.int64, device=device)
+            scores = torch.rand(
+                1, shape.num_kv_heads, group_size, pages * PAGE_TOKENS, device=device
+            )
+            lse = torch.zeros(1, shape.num_qo_heads, device=device)
+            out = torch.zeros(1, self.heads, device=device)
+            attend = [self._retrieving_call(table, positions, scores, out, lse) for table in tables]
+            choose = self._top_k_call(positions, scores, lse, kv_len)
+            yield shape.num_qo_heads * kv_len, attend, choose
+            del keep
+
+    def _retrieving_call(
+        self, table: Tensor, positions: Tensor, scores: Tensor, out: Tensor, lse: Tensor
+    ) -> Callable[[], Any]:
+        shape = self.shape
+        query = self.random(1, self.heads)
+        module = _kernels("retrieval_attention")
+        if module is None:
+            return self._attention_call(query, table, positions, self.random(1, self.heads))
+        splits = module.num_retrieval_splits(shape.num_kv_heads, self.num_multiprocessors)
+        return functools.partial(
+            module.retrieval_attention,
+            query,
+            table,
+            positions,
+            torch.arange(shape.num_kv_heads, dtype=torch.int32, device=self.device),
+            group_size=shape.num_qo_heads // shape.num_kv_heads,
+            page_tokens=PAGE_TOKENS,
+            sm_scale=shape.head_dim**-0.5,
+            partial_out=torch.zeros(
+                1, shape.num_qo_heads, splits, shape.head_dim, device=self.device
+            ),
+            partial_lse=torch.zeros(1, shape.num_qo_heads, splits, device=self.device),
+            out=out,
+            lse=lse,
+            scores=scores,
+        )
+
+    def _top_k_call(
+        self, positions: Tensor, scores: Tensor, lse: Tensor, kv_len: int
+    ) -> Callable[[], Any]:
+        shape, device = self.shape, self.device
+        budget = min(_RETRIEVED_TOKENS, kv_len)
+        module = _kernels("top_k_tokens")
+        if module is None:
+            importance = scores.sum(2)[0]
+            k = budget
+            found = torch.topk(importance, k, sorted=False)
+
+            def choose() -> None:
+                torch.topk(importance, k, sorted=False, out=(found.values, found.indices))
+
+            return choose
+        lists = shape.num_kv_heads
+        return functools.partial(
+            module.top_k_tokens,
+            scores,
+            lse,
+            positions,
+            torch.arange(lists, dtype=torch.int32, device=device),
+            sink_tokens=SINKS,
+            recent_tokens=RECENT,
+            budget_tokens=budget,
+            shared=False,
+            buffers=module.TopKBuffers.allocate(lists, scores.shape[-1], budget, device),
+            selection=torch.zeros(1, lists, budget, dtype=torch.int32, device=device),
+            counts=torch.zeros(1, lists, dtype=torch.int32, device=device),
+        )
+
+    def gather(self, from_host_bandwidth: float) -> tuple[CostTable, bool]:
+        """Rows of host pages, by bytes, and whether the kernel for it was there."""
+        module = _kernels("gather_rows")
+        if module is None:
+            return CostTable.straight(0.0, 1e6 / from_host_bandwidth), False
+        shape, device = self.shape, self.device
+        kv_len = self.sized(32768, PAGE_TOKENS)
+        pages = -(-kv_len // PAGE_TOKENS)
+        sizes = (pages, 2, shape.num_kv_heads, PAGE_TOKENS, shape.head_dim)
+        host = torch.zeros(sizes, dtype=self.dtype, pin_memory=device.type == "cuda")
+        page_bytes = host[0].nbytes
+        table = torch.arange(pages, dtype=torch.int64) * page_bytes + host.data_ptr()
+        page_table = table[None].to(device)
+        positions = torch.full((1,), kv_len - 1, dtype=torch.int64, device=device)
+        heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device)
+        points = {}
+        for wanted in _GATHERED_TOKENS:
+            chosen = min(self.sized(wanted, 8), kv_len - SINKS - RECENT)
+            budget = chosen + SINKS + RECENT
+            calls = [
+                functools.partial(
+                    module.gather_rows,
+                    self._selection(kv_len, budget, seed).to(device),
+                    torch.full((1, shape.num_kv_heads), budget, dtype=torch.int32, device=device),
+                    page_table,
+                    positions,
+                    heads,
+                    num_kv_heads=shape.num_kv_heads,
+                    page_tokens=PAGE_TOKENS,
+                    sink_tokens=SINKS,
+                    recent_tokens=RECENT,
+                    out=self.random(1, 2, shape.num_kv_heads, chosen, shape.head_dim),
+                )
+                for seed in range(8)
+            ]
+            points[chosen * self.token_bytes] = microseconds(calls, device)
+        return CostTable.measured(sorted(points.items())), True
+
+    def _selection(self, kv_len: int, budget: int, seed: int) -> Tensor:
+        """int32 [1, num_kv_heads, budget]: sinks, sorted random tokens, recent tokens."""
+        rng = np.random.default_rng(seed)
+        middle = budget - SINKS - RECENT
+        rows = [
+            np.concatenate(
+                [
+                    np.arange(SINKS),
+                    np.sort(rng.choice(kv_len - SINKS - RECENT, middle, replace=False)) + SINKS,
+                    np.arange(kv_len - RECENT, kv_len),
+                ]
+            )
+            for _ in range(self.shape.num_kv_heads)
+        ]
+        return torch.from_numpy(np.stack(rows).astype(np.int32))[None]
+
+    def _page_tables(self, kv_len: int, layers: int) -> tuple[list[Tensor], Tensor]:
+        """Addresses of zeroed pages on the device, and what keeps them alive."""
+        shape, pages = self.shape, -(-kv_len // PAGE_TOKENS)
+        memory = torch.zeros(
+            layers,
+            pages,
+            *(2, shape.num_kv_heads, PAGE_TOKENS, shape.head_dim),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        first = torch.arange(layers * pages, dtype=torch.int64) * memory[0, 0].nbytes
+        addresses = (first + memory.data_ptr()).view(layers, 1, pages)
+        return list(addresses.to(self.device)), memory
+
+    def window_and_merge_calls(self) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
+        """Attention to windows of some layers, and merging it with the host's part."""
+        shape, device = self.shape, self.device
+        sizes = (1, 2, shape.num_kv_heads, SINKS + RECENT, shape.head_dim)
+        query, out = self.random(1, self.heads), self.random(1, self.heads)
+        position = torch.full((1,), 100_000, dtype=torch.int64, device=device)
+        o = torch.zeros(1, self.heads, device=device)
+        lse = torch.zeros(1, shape.num_qo_heads, device=device)
+        windows: list[Callable[[], Any]] = [
+            functools.partial(
+                window_attention,
+                query,
+                self.random(*sizes),
+                position,
+                sm_scale=shape.head_dim**-0.5,
+                out=o,
+                lse=lse,
+            )
+            for _ in range(8)
+        ]
+        pinned = device.type == "cuda"
+        from_host = torch.zeros(1, self.heads, pin_memory=pinned)
+        host_lse = torch.zeros(1, shape.num_qo_heads, pin_memory=pinned)
+        return windows, functools.partial(merge_state, o, lse, from_host, host_lse, out)
+
+    def _window_and_merge(self) -> tuple[float, float]:
+        windows, merge = self.window_and_merge_calls()
+        return microseconds(windows * 4, self.device), microseconds([merge] * CALLS, self.device)

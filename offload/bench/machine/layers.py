@@ -1,0 +1,173 @@
+"""Times layers of a decode step on a GPU as a step runs them, with work beside them.
+
+A kernel that runs beside others takes longer than by itself, and so do the others: fetched rows are
+written to the memory that linear layers read from. How much, only both together can tell. So a
+graph of several layers is timed with that work on a stream of its own, as `DeviceStep` forks and
+joins it, and without. On CPU tensors one follows the other: for tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpu_ops.gather_rows import gather_rows
+from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
+from offload.bench.machine.kernels import PAGE_TOKENS, RECENT, SINKS, AttentionBench, microseconds
+from offload.decode.gpu.side_stream import Beside, SideStream
+from offload.planning.cost_table import CostTable
+
+LAYERS = 8  # in a graph
+_FETCHED_BYTES = tuple(n * 2**20 for n in (1, 2, 4, 8, 16))  # of a layer
+_KV_LEN = 65536
+Call = Callable[[], Any]
+
+
+class Lane:
+    """A stream beside a graph's own, of which one piece of work at a time is not joined yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = SideStream() if device.type == "cuda" else None
+        self._work: Beside | None = None
+
+    def fork(self, call: Call) -> None:
+        """Start `call` beside what follows."""
+        with contextlib.nullcontext() if self._side is None else self._side.beside() as self._work:
+            call()
+
+    def join(self) -> None:
+        """Let what follows wait for it."""
+        if self._work is not None:
+            SideStream.join(self._work)
+            self._work = None
+
+
+class LayerBench(AttentionBench):
+    """Layers in which rows are fetched, or a selection is published, beside the linear layers."""
+
+    def gather_beside(self, linears: Sequence[Call]) -> CostTable:
+        """What a layer takes longer than without fetched rows, by their bytes.
+
+        Args:
+            linears: the linear layers of some layers, each over weights of its own.
+        """
+        bare = self._layer_us(linears, [])
+        points = {}
+        for wanted in _FETCHED_BYTES:
+            num_bytes = self.sized(wanted, 8 * self.token_bytes)
+            chosen = min(num_bytes // self.token_bytes, self.sized(_KV_LEN, 512) // 2)
+            us = self._layer_us(linears, self._fetching(chosen))
+            points[chosen * self.token_bytes] = max(0.0, us - bare)
+        return CostTable.measured(sorted(points.items()))
+
+    def _layer_us(self, linears: Sequence[Call], fetching: Sequence[tuple[Call, Call]]) -> float:
+        """Of a layer: window, attention to fetched rows, merge, linear layers.
+
+        Args:
+            fetching: (fetch, attend) of layers, in turns; none: nothing is fetched.
+        """
+        window, merge = self.window_and_merge_calls()
+        lane = Lane(self.device)
+
+        def layers() -> None:
+            for i in range(LAYERS):
+                window[i % len(window)]()
+                if fetching:
+                    lane.join()
+                    # The next layer's, beside all that is left of this one.
+                    lane.fork(fetching[(i + 1) % len(fetching)][0])
+                    fetching[i % len(fetching)][1]()
+                merge()
+                linears[i % len(linears)]()
+            lane.join()
+
+        return microseconds([layers], self.device) / LAYERS
+
+    def _fetching(self, chosen: int) -> list[tuple[Call, Call]]:
+        """Fetching `chosen` rows per head, and attending to them, of layers in turns."""
+        shape, device = self.shape, self.device
+        pages = -(-self.sized(_KV_LEN, 512) // PAGE_TOKENS)
+        kv_len, budget = pages * PAGE_TOKENS, chosen + SINKS + RECENT
+        sizes = (pages, 2, shape.num_kv_heads, PAGE_TOKENS, shape.head_dim)
+        host = torch.zeros(sizes, dtype=self.dtype, pin_memory=device.type == "cuda")
+        table = torch.arange(pages, dtype=torch.int64) * host[0].nbytes + host.data_ptr()
+        page_table = table[None].to(device)
+        positions = torch.full((1,), kv_len - 1, dtype=torch.int64, device=device)
+        heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device)
+        counts = torch.full((1, shape.num_kv_heads), budget, dtype=torch.int32, device=device)
+        query, out = self.random(1, self.heads), torch.zeros(1, self.heads, device=device)
+        lse = torch.zeros(1, shape.num_qo_heads, device=device)
+        splits = num_gathered_splits(shape.num_kv_heads, chosen, self.num_multiprocessors)
+        partial_out = torch.zeros(1, shape.num_qo_heads, splits, shape.head_dim, device=device)
+        partial_lse = torch.zeros(1, shape.num_qo_heads, splits, device=device)
+        sides = [self.random(1, 2, shape.num_kv_heads, chosen, shape.head_dim) for _ in range(2)]
+        made: list[tuple[Call, Call]] = []
+        for seed in range(LAYERS):
+            fetch = functools.partial(
+                _fetch,
+                host,
+                self._selection(kv_len, budget, seed).to(device),
+                counts,
+                page_table,
+                positions,
+                heads,
+                num_kv_heads=shape.num_kv_heads,
+                page_tokens=PAGE_TOKENS,
+                sink_tokens=SINKS,
+                recent_tokens=RECENT,
+                out=sides[seed % 2],
+            )
+            attend = functools.partial(
+                gathered_attention,
+                query,
+                sides[seed % 2],
+                counts,
+                positions,
+                heads,
+                group_size=shape.num_qo_heads // shape.num_kv_heads,
+                sink_tokens=SINKS,
+                recent_tokens=RECENT,
+                sm_scale=shape.head_dim**-0.5,
+                partial_out=partial_out,
+                partial_lse=partial_lse,
+                out=out,
+                lse=lse,
+            )
+            made.append((fetch, attend))
+        return made
+
+    def top_k_beside(self, linears: Sequence[Call]) -> CostTable:
+        """What a layer whose heads retrieve takes longer if their top-k runs beside it, by scores:
+        forked behind the attention, joined before the next layer's."""
+        points = {}
+        for num_scores, attend, choose in self.retrieving_calls():
+            times = [self._retrieving_us(linears, attend, call) for call in (choose, None)]
+            points[num_scores] = max(0.0, times[0] - times[1])
+        return CostTable.measured(sorted(points.items()))
+
+    def _retrieving_us(
+        self, linears: Sequence[Call], attend: Sequence[Call], choose: Call | None
+    ) -> float:
+        _, merge = self.window_and_merge_calls()
+        lane = Lane(self.device)
+
+        def layers() -> None:
+            for i in range(LAYERS):
+                lane.join()
+                attend[i % len(attend)]()
+                if choose is not None:
+                    lane.fork(choose)
+                merge()
+                linears[i % len(linears)]()
+            lane.join()
+
+        return microseconds([layers], self.device) / LAYERS
+
+
+def _fetch(keep: torch.Tensor, *operands: Any, **options: Any) -> None:
+    """`gather_rows` out of the pages of `keep`, which only their addresses name otherwise."""
+    gather_rows(*operands, **options)

@@ -1,0 +1,150 @@
+"""Measures what a policy's own selection costs on this machine's worker pool.
+
+`StepModel` says how many bytes a policy looks at and attends to; how fast it does, its kernels
+decide: rows that lie together are read faster than single ones, and some policies compute more than
+they read. So one short made context is attended to under the policy, and what it takes is kept in
+the profile as a multiple of what the model says of that context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpu_ops.bandwidth import measure_read_bandwidth
+from cpu_ops.worker_pool import WorkerPool
+from offload.bench.made.structured_cache import structured_layer
+from offload.decode.attention import DecodeAttention
+from offload.kv.store import KVStore
+from offload.models.shape import ModelShape
+from offload.planning.placement_bytes import policy_state_bytes
+from offload.planning.profile import MachineProfile
+from offload.planning.step_time import StepModel
+from offload.planning.workload import Workload, policy_key
+from offload.policies import Policy
+from offload.policies.base import SELECT
+from offload.system.machine import last_level_cache_bytes
+from offload.system.memory import host_memory_limit_bytes
+
+_LEAST_TOKENS, _MOST_TOKENS = 32768, 65536
+_BUDGETS = 17  # contexts of more budgets than lychee_cluster calls short
+_LAYERS = 2
+_REPEATS = 5
+_PAGE_TOKENS = 256
+_MAX_EVICTED_BYTES = 512 * 2**20
+
+
+def selects_on_host(policy: Policy, shape: ModelShape, kv_len: int) -> bool:
+    """Whether a policy's own kernels select in some layer, so that it has to be measured."""
+    work = Workload(shape, policy, max(1, kv_len))
+    return work.is_sparse and bool((work.roles() == SELECT).any())
+
+
+def with_policy(
+    profile: MachineProfile, policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int
+) -> MachineProfile:
+    """`profile` with the policy's `select_scale`: measured now, 1 to 3 s, if it is not there.
+
+    Args:
+        kv_len: of the context that is planned; at most so many tokens are attended to.
+
+    Returns:
+        `profile` itself where there is nothing to measure, or no memory for it.
+    """
+    key = policy_key(policy)
+    if key in profile.select_scale or not selects_on_host(policy, shape, kv_len):
+        return profile
+    tokens = min(kv_len, _MOST_TOKENS, max(_LEAST_TOKENS, _BUDGETS * policy.budget_tokens))
+    layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * tokens
+    if 4 * _LAYERS * layer_bytes > host_memory_limit_bytes():
+        return profile
+    measured = measure_policy_us(policy, shape, dtype, tokens, profile.num_threads)
+    work = Workload(
+        replace(shape, num_layers=_LAYERS),
+        _in_every_layer(policy),
+        tokens,
+        item_bytes=dtype.itemsize,
+        state_bytes=policy_state_bytes(policy, shape, dtype, tokens),
+    )
+    predicted = StepModel(profile, work, on_gpu=False).attend_us(work.roles()[-1])
+    return replace(profile, select_scale={**profile.select_scale, key: measured / predicted})
+
+
+def measure_policy_us(
+    policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int, num_threads: int
+) -> float:
+    """Median microseconds of attending to `kv_len` tokens of one layer, none of it in a cache."""
+    pool = WorkerPool(num_threads)
+    pages = _LAYERS * (-(-kv_len // _PAGE_TOKENS))
+    page_bytes = 2 * shape.num_kv_heads * _PAGE_TOKENS * shape.head_dim * dtype.itemsize
+    store = KVStore(
+        num_layers=_LAYERS,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        page_tokens=_PAGE_TOKENS,
+        slab_bytes=pages * page_bytes,
+    )
+    try:
+        attention = DecodeAttention(
+            _in_every_layer(policy), store, num_qo_heads=shape.num_qo_heads, pool=pool
+        )
+        queries = _filled(store, attention, shape, dtype, kv_len)
+        step = attention.begin_step([0], [kv_len])
+        out = torch.empty_like(queries[0])
+        evicted = torch.ones(
+            min(_MAX_EVICTED_BYTES, max(2**20, 5 * last_level_cache_bytes() // 4)),
+            dtype=torch.uint8,
+        )
+        times = []
+        for repeat in range(_REPEATS + 1):
+            measure_read_bandwidth(pool, evicted, repeats=1)
+            layers = attention.time_layers(step, queries, out)
+            if repeat:  # the first one also loads code
+                times += [1e6 * seconds for seconds, _ in layers]
+    finally:
+        store.close()
+        pool.close()
+    return float(np.median(times))
+
+
+def _filled(
+    store: KVStore,
+    attention: DecodeAttention,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    kv_len: int,
+) -> list[torch.Tensor]:
+    """Give `store` one sequence, and return a query of each layer [1, heads]."""
+    seq = store.new_sequence()
+    assert seq == 0
+    store.reserve([seq], [kv_len])
+    inner: Any = getattr(attention.policy, "inner", attention.policy)
+    layer = structured_layer(
+        num_qo_heads=shape.num_qo_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        kv_len=kv_len - 1,
+        num_steps=1,
+        dtype=dtype,
+        seed=0,
+        prompt_queries=max(1, inner.observed_queries),
+    )
+    for layer_idx in range(store.num_layers):  # one and the same, each in memory of its own
+        store.append(
+            seq, layer_idx, layer.keys.transpose(0, 1), layer.values.transpose(0, 1), start=0
+        )
+        if inner.observed_queries:
+            attention.record_queries(seq, layer_idx, layer.queries, kv_len)
+    store.commit([seq], [kv_len])
+    return [layer.queries[:, -1].reshape(1, -1).contiguous()] * store.num_layers
+
+
+def _in_every_layer(policy: Policy) -> Policy:
+    """Of a policy that selects in every layer: also in the first ones."""
+    inner: Any = getattr(policy, "inner", policy)
+    everywhere: Policy = replace(inner, dense_layers=0)
+    return everywhere

@@ -1,0 +1,1 @@
+"""Made data: caches, keys and models with the statistics of real ones."""

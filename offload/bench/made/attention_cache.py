@@ -1,0 +1,115 @@
+"""A host KV cache of random tokens, larger than the CPU's caches, and its memory as raw rows."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.kv.store import KVStore
+from offload.system.machine import last_level_cache_bytes
+
+_FILL_TOKENS = 16384
+
+
+class AttentionCache:
+    """One sequence of `kv_len` random tokens.
+
+    Args:
+        min_layers, max_layers: as many layers are made as it takes to exceed the last level cache
+            eight times, but not fewer and not more than these.
+        pinned: whether a GPU can read it.
+
+    Attributes:
+        seq: its handle in `store`.
+        memory: uint8 [num_bytes], the pages of all layers.
+
+    Raises:
+        HostBudgetError: it does not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kv_len: int,
+        dtype: torch.dtype,
+        min_layers: int = 1,
+        pinned: bool = False,
+    ) -> None:
+        self.kv_len = kv_len
+        self.row_bytes = head_dim * dtype.itemsize
+        layer_bytes = 2 * num_kv_heads * kv_len * self.row_bytes
+        wanted = -(-8 * last_level_cache_bytes() // layer_bytes)
+        self.num_layers = max(min_layers, min(max_layers, wanted))
+        page_bytes = 2 * num_kv_heads * 256 * self.row_bytes
+        pages = self.num_layers * -(-kv_len // 256)
+        self.store = KVStore(
+            num_layers=self.num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            page_tokens=256,
+            slab_bytes=pages * page_bytes,
+            pinned=pinned,
+        )
+        self.seq = self.store.new_sequence()
+        self._fill()
+        self._table = self.store.page_table(self.seq).copy()
+        self._base = int(self._table.min())
+        self.memory = _bytes_at(self._base, pages * page_bytes)
+
+    def close(self) -> None:
+        """Give the memory back; `memory` must not be used any more."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.store.close()
+
+    def random_query(self, num_qo_heads: int) -> torch.Tensor:
+        """[1, num_qo_heads * head_dim], in the cache's dtype."""
+        generator = torch.Generator().manual_seed(1)
+        query = torch.randn(1, num_qo_heads * self.store.head_dim, generator=generator)
+        return query.to(self.store.dtype)
+
+    def random_selection(self, tokens: int, *, seed: int) -> npt.NDArray[np.int32]:
+        """int32 [num_kv_heads, tokens]: sorted random tokens without repetition."""
+        generator = np.random.default_rng(seed)
+        rows = [
+            np.sort(generator.choice(self.kv_len, tokens, replace=False))
+            for _ in range(self.store.num_kv_heads)
+        ]
+        return np.stack(rows).astype(np.int32)
+
+    def row_numbers(self, layer_idx: int, indices: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Which rows of `memory` hold the keys, then the values, of each KV head's selection."""
+        page_tokens = self.store.page_tokens
+        pages = (self._table[layer_idx] - self._base) // self.row_bytes
+        heads = np.arange(self.store.num_kv_heads)[:, None, None]
+        is_value = np.arange(2)[None, :, None]
+        tokens = indices[:, None, :].astype(np.int64)
+        rows = pages[tokens // page_tokens]
+        rows = rows + (is_value * self.store.num_kv_heads + heads) * page_tokens
+        rows = rows + tokens % page_tokens
+        return np.ascontiguousarray(rows.reshape(-1), dtype=np.int32)
+
+    def _fill(self) -> None:
+        store = self.store
+        store.reserve([self.seq], [self.kv_len])
+        generator = torch.Generator().manual_seed(0)
+        for start in range(0, self.kv_len, _FILL_TOKENS):
+            num_new = min(_FILL_TOKENS, self.kv_len - start)
+            shape = (num_new, store.num_kv_heads, store.head_dim)
+            keys, values = (
+                torch.randn(shape, generator=generator).to(store.dtype) for _ in range(2)
+            )
+            for layer_idx in range(store.num_layers):
+                store.append(self.seq, layer_idx, keys, values, start=start)
+        store.commit([self.seq], [self.kv_len])
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    raw = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.frombuffer(raw, dtype=torch.uint8)

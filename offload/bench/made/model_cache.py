@@ -1,0 +1,231 @@
+"""Caches of every layer of a model, with the structure of real attention, and steps after them.
+
+A prefill of 128K tokens with random weights would give keys that attention treats as noise, so the
+keys and values are made (see `structured_cache`): on a GPU all 32 layers of an 8B model at 128K
+tokens in seconds, each written to host pages before the next is made. What policies keep of a
+context is built from the same tensors while they are on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cpu_ops.worker_pool import WorkerPool
+from offload.bench.made.attention_statistics import LFPS_STEPS
+from offload.bench.made.qkv_rows import QKVRows, unrotated
+from offload.bench.made.structured_cache import StructuredLayer, structured_layer
+from offload.decode.attention import DecodeAttention
+from offload.kv.store import HostBudgetError, KVStore
+from offload.models.shape import ModelShape
+from offload.policies import Policy
+from offload.policies.base import BuildContext
+from offload.policies.state import capacity_for
+from offload.system.memory import format_bytes, host_memory_limit_bytes
+
+_PAGE_TOKENS = 256
+PolicyArrays = dict[int, list[npt.NDArray[Any]]]  # of each layer that asks the policy
+RotaryEmbedding = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass
+class ModelCache:
+    """Sequences of `kv_len` tokens in a host store, and what `num_steps` steps add and ask.
+
+    Attributes:
+        store, seqs: the sequences' keys and values.
+        rows: queries, keys and values of the steps, on the model's device.
+        arrays: of each policy and sequence.
+    """
+
+    store: KVStore
+    seqs: list[int]
+    kv_len: int
+    rows: QKVRows
+    arrays: dict[Policy, list[PolicyArrays]]
+
+    @property
+    def num_steps(self) -> int:
+        return self.rows.num_steps
+
+    def install(self, attention: DecodeAttention) -> None:
+        """Give `attention`, which works on `store`, fresh copies of what its policy built."""
+        for seq, layers in zip(self.seqs, self.arrays[attention.policy], strict=True):
+            if layers:
+                copied = {
+                    layer_idx: [array.copy() for array in arrays]
+                    for layer_idx, arrays in layers.items()
+                }
+                attention.states.install(seq, copied, self.kv_len + self.num_steps)
+
+    def rewind(self) -> None:
+        """Back to the prompts."""
+        for seq in self.seqs:
+            self.store.truncate(seq, self.kv_len)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.store.close()
+
+
+def structured_model_cache(
+    shape: ModelShape,
+    *,
+    kv_len: int,
+    num_steps: int,
+    rotary_emb: RotaryEmbedding,
+    device: torch.device,
+    dtype: torch.dtype,
+    pool: WorkerPool,
+    policies: Sequence[Policy] = (),
+    batch_size: int = 1,
+    distinct_layers: int | None = None,
+    seed: int = 0,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelCache:
+    """Make `batch_size` sequences in all layers of a model of `shape`.
+
+    Args:
+        rotary_emb: of the model that decodes: its decode steps rotate the rows.
+        device: where keys are made; the store is in host memory, pinned for a GPU.
+        policies: whose arrays are built.
+        distinct_layers: make only so many, and let the others repeat them, each in memory of its
+            own, so that no cache flatters them; default all.
+        on_layer: gets layers done and in all, of all sequences.
+
+    Raises:
+        HostBudgetError: before anything is made, if it does not fit.
+        ValueError: numbers out of range.
+    """
+    distinct = shape.num_layers if distinct_layers is None else distinct_layers
+    if not 1 <= distinct <= shape.num_layers:
+        raise ValueError(f"distinct_layers must be in [1, {shape.num_layers}], got {distinct}")
+    store = _store(shape, batch_size * (kv_len + num_steps), batch_size, device, dtype)
+    asking = {policy: asking_layers(policy, store, shape, pool) for policy in policies}
+    arrays: dict[Policy, list[PolicyArrays]] = {policy: [] for policy in policies}
+    width = shape.qkv_width
+    rows = torch.empty(num_steps, shape.num_layers, batch_size, width, dtype=dtype, device=device)
+    positions = torch.arange(kv_len, kv_len + num_steps, device=device)
+    cos, sin = (x[0] for x in rotary_emb(rows, positions[None]))
+    seqs = []
+    for row in range(batch_size):
+        seq = store.new_sequence()
+        store.reserve([seq], [kv_len])
+        layers_of: dict[Policy, PolicyArrays] = {policy: {} for policy in policies}
+        for source in range(distinct):
+            layer = structured_layer(
+                num_qo_heads=shape.num_qo_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                kv_len=kv_len,
+                num_steps=num_steps,
+                dtype=dtype,
+                seed=seed + row,
+                layer_idx=source,
+                prompt_queries=LFPS_STEPS,
+                device=device,
+            )
+            steps = _step_rows(layer, kv_len, cos, sin)
+            alike = range(source, shape.num_layers, distinct)
+            keys, values = (x[:, :kv_len] for x in (layer.keys, layer.values))
+            for layer_idx in alike:
+                rows[:, layer_idx, row] = steps
+                store.append_async(
+                    seq, layer_idx, keys.transpose(0, 1), values.transpose(0, 1), start=0
+                )
+            for policy in policies:
+                asks = [layer_idx for layer_idx in alike if layer_idx in asking[policy]]
+                if not asks or kv_len <= policy.budget_tokens:
+                    continue
+                built = _build(policy, layer, source, kv_len, num_steps, shape, pool)
+                for layer_idx in asks:
+                    layers_of[policy][layer_idx] = [array.copy() for array in built]
+            if device.type == "cuda":  # before the layer's memory goes to the next one
+                torch.cuda.synchronize(device)
+            on_layer(row * distinct + source + 1, batch_size * distinct)
+        for policy in policies:
+            arrays[policy].append(layers_of[policy])
+        store.commit([seq], [kv_len])
+        seqs.append(seq)
+    step = torch.zeros(1, dtype=torch.int64, device=device)
+    return ModelCache(store, seqs, kv_len, QKVRows(rows, kv_len, step), arrays)
+
+
+def asking_layers(
+    policy: Policy, store: KVStore, shape: ModelShape, pool: WorkerPool
+) -> frozenset[int]:
+    """Layers that keep arrays of `policy` while a sequence is longer than its budget."""
+    if not policy.selects or not policy.has_state():
+        return frozenset()
+    attention = DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
+    return attention.states.layers
+
+
+def _store(
+    shape: ModelShape, num_tokens: int, batch_size: int, device: torch.device, dtype: torch.dtype
+) -> KVStore:
+    page_bytes = 2 * shape.num_kv_heads * _PAGE_TOKENS * shape.head_dim * dtype.itemsize
+    # Each sequence ends in a page of its own.
+    pages = shape.num_layers * (-(-num_tokens // _PAGE_TOKENS) + batch_size)
+    if pages * page_bytes > host_memory_limit_bytes():
+        raise HostBudgetError(
+            f"{num_tokens} tokens in {shape.num_layers} layers need "
+            f"{format_bytes(pages * page_bytes)} of host memory, but this process may use only "
+            f"{format_bytes(host_memory_limit_bytes())}; lower --kv-len or the batch size"
+        )
+    options: dict[str, Any] = {"pinned": True} if device.type == "cuda" else {}
+    return KVStore(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        page_tokens=_PAGE_TOKENS,
+        slab_bytes=pages * page_bytes,
+        **options,
+    )
+
+
+def _step_rows(layer: StructuredLayer, kv_len: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """[num_steps, width]: queries, keys and values of the steps, before they are rotated."""
+    queries = layer.queries[:, LFPS_STEPS:].transpose(0, 1)
+    keys = layer.keys[:, kv_len:].transpose(0, 1)
+    values = layer.values[:, kv_len:].transpose(0, 1)
+    parts: Sequence[Tensor] = (unrotated(queries, cos, sin), unrotated(keys, cos, sin), values)
+    return torch.cat([part.to(layer.keys.dtype).flatten(1) for part in parts], 1)
+
+
+def _build(
+    policy: Policy,
+    layer: StructuredLayer,
+    layer_idx: int,
+    kv_len: int,
+    num_steps: int,
+    shape: ModelShape,
+    pool: WorkerPool,
+) -> list[npt.NDArray[Any]]:
+    """The policy's arrays, built on the layer's device if the policy can."""
+    tensors = (layer.keys[:, :kv_len], layer.values[:, :kv_len], layer.queries[:, :LFPS_STEPS])
+    keys, values, queries = (x.contiguous() for x in tensors)
+    context = BuildContext(
+        layer_idx=layer_idx,
+        keys=keys,
+        values=values,
+        queries=queries,
+        sm_scale=shape.head_dim**-0.5,
+        capacity_tokens=capacity_for(kv_len + num_steps),
+        text_marks=None,
+        pool=pool,
+    )
+    if keys.is_cuda:
+        finish = policy.build_on_device(context)
+        if finish is not None:
+            torch.cuda.synchronize(keys.device)
+            return [np.ascontiguousarray(array) for array in finish()]
+        context = replace(context, keys=keys.cpu(), values=values.cpu(), queries=queries.cpu())
+    return [np.ascontiguousarray(array) for array in policy.build(context)]

@@ -1,0 +1,55 @@
+"""Models of known shapes with random weights, made on the device that runs them.
+
+How fast a model is depends on its shapes, not on its weights: this needs no checkpoint, and a model
+of 8 billion parameters is there in seconds, since nothing is drawn on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload.models.shape import ModelShape
+
+_STD = 0.02  # as transformers draws them
+
+
+def random_model(
+    shape: ModelShape, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> Any:
+    """A stock `LlamaForCausalLM` of transformers with random weights on `device`.
+
+    The positions that decode steps need beyond `shape.max_context` are there, too: a benchmark
+    starts its steps after the longest prompt.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_qo_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_context + 4096,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=False,
+        use_cache=True,
+    )
+    config._attn_implementation = "sdpa"
+    model: Any = LlamaForCausalLM
+    with torch.device("meta"):
+        stock = model(config).to(dtype)
+    stock = stock.to_empty(device=device).eval()
+    # Its frequencies are a buffer, and no checkpoint brings them.
+    stock.model.rotary_emb = type(stock.model.rotary_emb)(config).to(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in stock.named_parameters():
+            if "norm" in name:
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, _STD, generator=generator)
+    return stock.requires_grad_(False)

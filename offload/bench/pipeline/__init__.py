@@ -1,0 +1,1 @@
+"""`offload bench pipeline`: what of a decode step overlaps, waits or is exposed."""

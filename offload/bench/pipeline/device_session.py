@@ -1,0 +1,195 @@
+"""Steps of the GPU pipeline over made caches, timed from outside and traced from inside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cpu_ops.step_rows import DecodeStep
+from cpu_ops.trace import TraceEvent
+from offload.bench.made.model_cache import ModelCache
+from offload.bench.pipeline.gpu_marks import START, GpuMarks
+from offload.bench.pipeline.step_timeline import Interval, StepTimeline, clock_offset_ns, shifted
+from offload.bench.pipeline.worker_tasks import worker_tasks
+from offload.decode.gpu.decoder import DeviceDecoder
+from offload.decode.gpu.handshake import NUM_LANES, Step, make_handshake
+from offload.decode.gpu.side_stream import Beside, SideStream
+from offload.decode.sampling import SamplingOptions
+from offload.models import lean_model_maker
+from offload.system.memory import available_cpus
+
+if TYPE_CHECKING:
+    from offload.bench.pipeline.settings import PipelineSettings
+
+
+class DeviceSession:
+    """A `PipelineSession` of the decoder that a model with a GPU has."""
+
+    def __init__(self, settings: PipelineSettings, stock: Any, cache: ModelCache) -> None:
+        lean = lean_model_maker(stock.config.model_type)(stock)
+        self._cache = cache
+        self._before_bytes = torch.cuda.memory_allocated(settings.device)
+        self._decoder = DeviceDecoder(
+            lean,
+            cache.store,
+            settings.policy,
+            device=settings.device,
+            backend=settings.backend,
+            num_threads=settings.num_threads or max(1, available_cpus() - 1),
+            placement=settings.placement,
+            num_parts=settings.num_parts,
+            make_handshake=_without_host if settings.host_work == "none" else make_handshake,
+        )
+        self._decoder.after_projection = cache.rows.after_projection
+        self._without_host = settings.host_work == "none"
+        self._device = settings.device
+        self._weight_bytes = sum(weight.nbytes for weight in stock.parameters())
+        # Making the caches took more than decoding does.
+        torch.cuda.reset_peak_memory_stats(settings.device)
+        self._tokens = torch.zeros(len(cache.seqs), dtype=torch.int64)
+
+    @property
+    def num_steps(self) -> int:
+        return self._cache.num_steps
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._cache.seqs)
+
+    def decode(self, num_steps: int) -> list[float]:
+        seconds = []
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            self._step()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def trace(self, num_steps: int) -> list[StepTimeline]:
+        if self._without_host:
+            raise ValueError("a step without the host has nothing to trace")
+        marks = GpuMarks(self._device)
+
+        def mark(kind: str, layer_idx: int) -> None:
+            if kind == START:
+                marks.clear()
+            marks.mark(kind, layer_idx)
+
+        self._decoder.on_mark = mark
+        timelines = []
+        try:
+            self._step()  # captures the step with its marks
+            attention, num_workers = self._decoder.attention, self._decoder.pool.num_threads
+            attention.trace(True)
+            for _ in range(num_steps):
+                start = time.monotonic_ns()
+                self._step()
+                end = time.monotonic_ns()
+                torch.cuda.synchronize(self._device)
+                events, num_lost = attention.trace_events()
+                timeline = timeline_of(start, end, marks.read(), events)
+                timelines.append(
+                    replace(timeline, num_workers=num_workers, num_lost_events=num_lost)
+                )
+            attention.trace(False)
+        finally:
+            self._decoder.on_mark = None
+        return timelines
+
+    def rewind(self) -> None:
+        for seq in self._cache.seqs:
+            self._decoder.forget(seq)
+        self._cache.rewind()
+        self._cache.install(self._decoder.attention)
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "weights": self._weight_bytes,
+            "kv_host": self._cache.store.host_bytes_used,
+            "kv_device": self._decoder.device_bytes,
+            "device": torch.cuda.max_memory_allocated(self._device) - self._before_bytes,
+            "policy_host": self._decoder.attention.states.num_bytes,
+        }
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """One token of every sequence."""
+        cache, n = self._cache, len(self._cache.seqs)
+        cache.store.reserve(cache.seqs, [1] * n)
+        positions = torch.tensor([cache.store.kv_len(seq) for seq in cache.seqs])
+        self._tokens = self._decoder.choose_tokens(
+            cache.seqs, self._tokens, positions, SamplingOptions()
+        )
+        cache.store.commit(cache.seqs, [1] * n)
+
+
+class WithoutHost:
+    """In the place of a handshake: the graph alone, nobody is asked and nobody answers."""
+
+    name = "graph"
+
+    def __init__(self) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._side = [SideStream() for _ in range(NUM_LANES)]
+
+    def publish(self, request: int) -> None:
+        """Nobody is asked."""
+
+    def await_reply(self, request: int) -> None:
+        """Nobody answers."""
+
+    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+        return self._side[lane].beside()
+
+    def join(self, work: Beside) -> None:
+        SideStream.join(work)
+
+    def prepare(self, key: Hashable, step: Step) -> None:
+        if key not in self._graphs:
+            step()
+            torch.cuda.synchronize()
+            self._graphs[key] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graphs[key]):
+                step()
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        self._graphs[key].replay()
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        self._graphs.clear()
+
+
+def _without_host(*args: Any, **options: Any) -> WithoutHost:
+    return WithoutHost()
+
+
+def timeline_of(
+    start: int, end: int, marks: Sequence[Interval], events: Sequence[TraceEvent]
+) -> StepTimeline:
+    """One step on the CPU's clock.
+
+    A request rises after the GPU's mark before it and is seen when the CPU's wait ends; a reply is
+    written after the CPU's attention ends and seen before the GPU's wait does. Where the GPU asks
+    for nothing its first mark is taken for the start.
+    """
+    led = [e for e in events if e.worker < 0]
+    seen = {e.layer_idx: e.end_ns for e in led if e.kind == "wait"}
+    attended = {e.layer_idx: e.end_ns for e in led if e.kind == "attend"}
+    raised = [
+        (m.end_ns, seen[m.layer]) for m in marks if m.kind == "linear" and m.layer in attended
+    ]
+    answered = [(attended[m.layer], m.end_ns) for m in marks if m.kind == "wait"]
+    if raised and answered:
+        offset, _ = clock_offset_ns(raised, answered)
+    else:
+        offset = start - min(m.start_ns for m in marks)
+    cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in led)
+    return StepTimeline(start, end, cpu, shifted(marks, offset), worker_tasks(events))

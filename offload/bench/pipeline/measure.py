@@ -1,0 +1,248 @@
+"""How fast a model decodes with its KV in host memory, and what of a step overlaps.
+
+Times come from steps that are queued as fast as the decoder takes them, without marks; shares come
+from a few traced steps afterwards, whose marks cost some microseconds per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from offload.bench.pipeline.step_timeline import (
+    SHARES,
+    StepShares,
+    StepTimeline,
+    median_microseconds,
+    step_shares,
+    summed,
+)
+from offload.bench.pipeline.worker_tasks import workers_row
+from offload.system.memory import format_bytes
+
+WARM_UP_STEPS = 4
+SHARE_MEANINGS = {
+    "overlapped": "both sides work",
+    "waiting": "only the GPU works, the CPU waits for queries",
+    "exposed": "only the CPU works, the GPU waits for its answer",
+    "handshake": "neither works: flags on their way, gaps between kernels",
+}
+MEMORY_NAMES = {
+    "weights": "weights",
+    "kv_host": "KV on the host",
+    "kv_device": "KV on the GPU",
+    "device": "on the GPU beside the weights",
+    "policy_host": "kept by the policy",
+}
+
+
+class DecodeSession(Protocol):
+    """A model, prompts in caches and a decoder, ready for the steps after the prompts."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the caches have rows for."""
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences that decode together."""
+
+    def decode(self, num_steps: int) -> list[float]:
+        """Decode so many tokens of every sequence, queued together; seconds of each step."""
+
+    def rewind(self) -> None:
+        """Back to the prompts; what the policy keeps is as it was there."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes, by what they are for: names of `MEMORY_NAMES`."""
+
+    def close(self) -> None:
+        """End threads and give the memory back; the model stays."""
+
+
+class PipelineSession(DecodeSession, Protocol):
+    """One over made caches, which stay when it is closed; its steps can be looked into."""
+
+    def trace(self, num_steps: int) -> list[StepTimeline]:
+        """`decode` with marks, each step on its own; one more may be decoded, to capture it."""
+
+
+@dataclass(frozen=True)
+class PipelineMeasurement:
+    """What one session gave.
+
+    Attributes:
+        milliseconds: of a step; median and percentiles over `steps` of them, first steps left out.
+        traced_milliseconds: the same with marks; None, as `shares`, if no step was traced.
+        shares: of the traced steps.
+        microseconds: of each side and kind of work, all layers of a step together (median).
+        workers: `workers_row` of the traced steps.
+    """
+
+    batch_size: int
+    steps: int
+    milliseconds: float
+    milliseconds_p10: float
+    milliseconds_p90: float
+    traced_milliseconds: float | None
+    shares: StepShares | None
+    microseconds: dict[str, dict[str, float]]
+    workers: dict[str, Any] | None
+    memory: dict[str, int]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.batch_size / self.milliseconds
+
+    def row(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "batch_size": self.batch_size,
+            "steps": self.steps,
+            "milliseconds": self.milliseconds,
+            "milliseconds_p10": self.milliseconds_p10,
+            "milliseconds_p90": self.milliseconds_p90,
+            "tokens_per_second": self.tokens_per_second,
+            "traced_milliseconds": self.traced_milliseconds,
+            "shares": self.shares and {name: self.shares.share(name) for name in SHARES},
+            "microseconds": self.microseconds,
+            "workers": self.workers,
+            "memory": self.memory,
+        }
+
+
+def measure_pipeline(
+    session: PipelineSession,
+    *,
+    repeats: int = 2,
+    traced_steps: int = 8,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[PipelineMeasurement, list[StepTimeline]]:
+    """Decode all of the session's steps `repeats` times, then trace some.
+
+    Every repeat starts at the prompts: the same queries find the same selections.
+
+    Args:
+        traced_steps: 0: none, and no shares.
+        on_progress: gets repeats done, the traced one included, and in all.
+
+    Returns:
+        the measurement and the traced steps.
+
+    Raises:
+        ValueError: numbers out of range.
+    """
+    _check_repeats(session, repeats)
+    most = session.num_steps - WARM_UP_STEPS - 1
+    if not 0 <= traced_steps <= most:
+        raise ValueError(
+            f"traced_steps must be in [0, {most}], the steps there are without {WARM_UP_STEPS} to "
+            f"warm up and one to capture, got {traced_steps}"
+        )
+    seconds = _decode_seconds(session, repeats, lambda done: on_progress(done, repeats + 1))
+    traced: list[StepTimeline] = []
+    if traced_steps:
+        session.rewind()
+        session.decode(WARM_UP_STEPS)
+        traced = session.trace(traced_steps)
+    on_progress(repeats + 1, repeats + 1)
+    return pipeline_measurement(session, seconds, traced), traced
+
+
+def measure_decode(
+    session: DecodeSession,
+    *,
+    repeats: int = 2,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> PipelineMeasurement:
+    """`measure_pipeline` without traces."""
+    _check_repeats(session, repeats)
+    seconds = _decode_seconds(session, repeats, lambda done: on_progress(done, repeats))
+    return pipeline_measurement(session, seconds, [])
+
+
+def _check_repeats(session: DecodeSession, repeats: int) -> None:
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    if session.num_steps <= WARM_UP_STEPS:
+        raise ValueError(
+            f"steps must be more than the {WARM_UP_STEPS} to warm up, got {session.num_steps}"
+        )
+
+
+def _decode_seconds(
+    session: DecodeSession, repeats: int, on_repeat: Callable[[int], None]
+) -> list[float]:
+    """Of all steps but those to warm up, `repeats` times from the prompts."""
+    seconds: list[float] = []
+    for repeat in range(repeats):
+        session.rewind()
+        session.decode(WARM_UP_STEPS)
+        seconds += session.decode(session.num_steps - WARM_UP_STEPS)
+        on_repeat(repeat + 1)
+    return seconds
+
+
+def pipeline_measurement(
+    session: DecodeSession, seconds: Sequence[float], traced: Sequence[StepTimeline]
+) -> PipelineMeasurement:
+    """Medians, and the traced steps' shares."""
+    p10, median, p90 = (float(t) * 1e3 for t in np.percentile(seconds, [10, 50, 90]))
+    return PipelineMeasurement(
+        batch_size=session.batch_size,
+        steps=len(seconds),
+        milliseconds=median,
+        milliseconds_p10=p10,
+        milliseconds_p90=p90,
+        traced_milliseconds=(
+            float(np.median([step.seconds for step in traced])) * 1e3 if traced else None
+        ),
+        shares=summed(step_shares(step) for step in traced) if traced else None,
+        microseconds=median_microseconds(traced),
+        workers=workers_row(traced),
+        memory=session.memory(),
+    )
+
+
+def step_line(row: dict[str, Any]) -> str:
+    """One line about the times of a `PipelineMeasurement.row`."""
+    spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
+    return (
+        f"{row['milliseconds']:.2f} ± {spread:.2f} ms per step, "
+        f"{row['tokens_per_second']:,.1f} tokens/s, {row['steps']} steps; "
+        f"{row['traced_milliseconds']:.2f} ms with marks"
+    )
+
+
+def share_lines(row: dict[str, Any]) -> list[list[str]]:
+    """Cells: share, of the step, milliseconds, what it means."""
+    return [
+        [
+            name,
+            f"{row['shares'][name]:.1%}",
+            f"{row['shares'][name] * row['traced_milliseconds']:.2f}",
+            SHARE_MEANINGS[name],
+        ]
+        for name in SHARES
+    ]
+
+
+def work_lines(row: dict[str, Any]) -> list[list[str]]:
+    """Cells: side, kind, microseconds per step, share of the step."""
+    step = row["traced_milliseconds"] * 1e3
+    return [
+        [side, kind, f"{microseconds:,.0f}", f"{microseconds / step:.1%}"]
+        for side, kinds in row["microseconds"].items()
+        for kind, microseconds in kinds.items()
+    ]
+
+
+def memory_line(row: dict[str, Any]) -> str:
+    """`weights 14.96 GiB, KV on the host 16.00 GiB`."""
+    return ", ".join(
+        f"{MEMORY_NAMES.get(name, name)} {format_bytes(num_bytes)}"
+        for name, num_bytes in row["memory"].items()
+    )

@@ -1,0 +1,1 @@
+"""`offload bench selection`: what policies keep, on real text."""

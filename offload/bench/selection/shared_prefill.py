@@ -1,0 +1,107 @@
+"""Prefill once per prompt, for benchmarks that give the same prompt to many policies.
+
+Prefill is exact attention whatever the policy, so that what it leaves behind (keys, values, the
+last queries, the last hidden state) is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.kv.store import KVStore
+from offload.models.batch import RaggedBatch
+from offload.prefill.forward import prefill
+from offload.runtime.runtime import Runtime
+from offload.system.torch_threads import torch_threads
+
+KEPT_QUERIES = 64  # more than a policy observes
+
+_Prefill = Callable[[torch.Tensor, RaggedBatch, KVStore | None, list[int]], torch.Tensor]
+
+
+@dataclass
+class _Prompt:
+    """What prefill of one prompt leaves behind.
+
+    Attributes:
+        last_hidden: [hidden_size], of the last token, before the final norm.
+        kv: keys and values [num_kv_heads, num_tokens, head_dim] of each layer.
+        queries: the last ones of each layer, [num_qo_heads, n <= KEPT_QUERIES, head_dim].
+    """
+
+    last_hidden: torch.Tensor
+    kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class SharedPrefill:
+    """Attach models that differ in nothing but their policy.
+
+    The first model that reads a prompt computes it, the others get copies. Only the hidden state of
+    a prompt's last token is right then, so ask for no other logits.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[bytes, _Prompt] = {}
+
+    def attach(self, model: Any) -> Any:
+        """Make prefill of an `OffloadedModel` remember and copy; returns the model."""
+        runtime: Any = model._offload
+        runtime._prefill = functools.partial(self._prefill, runtime, runtime._prefill)
+        return model
+
+    def _prefill(
+        self,
+        runtime: Runtime,
+        compute: _Prefill,
+        hidden: torch.Tensor,
+        batch: RaggedBatch,
+        store: KVStore | None,
+        seqs: list[int],
+    ) -> torch.Tensor:
+        if store is None or len(seqs) != 1 or store.kv_len(seqs[0]):
+            return compute(hidden, batch, store, seqs)
+        (seq,) = seqs
+        key = hashlib.sha256(hidden.contiguous().view(torch.uint8).numpy().data).digest()
+        if key not in self._prompts:
+            self._prompts[key] = _compute(runtime, hidden, batch, store, seq)
+            return hidden
+        prompt = self._prompts[key]
+        for layer_idx, (keys, values) in enumerate(prompt.kv):
+            store.append(seq, layer_idx, keys.transpose(0, 1), values.transpose(0, 1))
+            queries = prompt.queries[layer_idx]
+            runtime.attention.record_queries(seq, layer_idx, queries, batch.num_tokens)
+        hidden.zero_()
+        hidden[-1] = prompt.last_hidden
+        return hidden
+
+
+def _compute(
+    runtime: Runtime, hidden: torch.Tensor, batch: RaggedBatch, store: KVStore, seq: int
+) -> _Prompt:
+    kept: dict[int, torch.Tensor] = {}
+
+    def on_queries(seq: int, layer_idx: int, queries: torch.Tensor, kv_len: int) -> None:
+        runtime.attention.record_queries(seq, layer_idx, queries, kv_len)
+        before = kept.get(layer_idx, queries[:, :0])
+        kept[layer_idx] = torch.cat([before, queries], dim=1)[:, -KEPT_QUERIES:].clone()
+
+    with torch_threads(runtime.config.num_threads):
+        prefill(
+            runtime.lean,
+            hidden,
+            batch,
+            store=store,
+            seqs=[seq],
+            slice_tokens=runtime.config.prefill_slice_tokens,
+            on_queries=on_queries,
+        )
+    layers = range(len(runtime.lean.layers))
+    kv = [store.gather(seq, layer_idx, 0, batch.num_tokens) for layer_idx in layers]
+    return _Prompt(hidden[-1].clone(), kv, kept)

@@ -1,0 +1,369 @@
+"""`offload bench decode`: tokens per second by context and policy, beside other engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.bench.policy_grid import option_values, policy_grid
+from offload.cli.console import (
+    no_loading_bars,
+    print_json,
+    quiet_transformers,
+    running,
+    stderr,
+    stdout,
+)
+from offload.cli.options import comma_separated, counts
+
+if TYPE_CHECKING:
+    from offload.bench.decode.engines import DecodePlan
+    from offload.bench.decode.models import DecodeModel
+
+# offload.bench has these, but imports torch; tests compare the two.
+SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
+ENGINE_NAMES = ("offload", "graph", "transformers", "transformers-offloaded")
+CPU_ENGINE_NAMES = ("offload", "transformers")
+DTYPE_NAMES = ("bfloat16", "float16", "float32")
+BACKEND_NAMES = ("graph", "stream")
+# What a machine can do in a few minutes.
+GPU_DEFAULTS = ("llama-3.1-8b", "4096,32768,131072")
+CPU_DEFAULTS = ("smollm2-135m", "512,2048,7168")
+WARM_UP_STEPS = 4
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `offload bench`."""
+    app.command()(decode)
+
+
+def decode(
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Model of random weights, over made keys: {', '.join(SHAPE_NAMES)}. "
+            rf"\[default: {GPU_DEFAULTS[0]}; on a CPU {CPU_DEFAULTS[0]}]",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instead of --shape: a model (folder, .gguf file, hub id, or "
+            "smollm2-135m-instruct) that reads real text, within its positions.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help=r"What --model reads. \[default: docstrings of Python's library, about 100,000 "
+            "tokens]",
+            show_default=False,
+        ),
+    ] = None,
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            "--contexts",
+            "-d",
+            metavar="COUNTS",
+            help=f"Tokens of the prompts. \\[default: {GPU_DEFAULTS[1]}; on a CPU "
+            f"{CPU_DEFAULTS[1]}]",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAMES", help="Of host attention, comma-separated.")
+    ] = "lychee_cluster,lfps",
+    budget_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that each KV head attends to.")
+    ] = 1024,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POLICY.NAME=VALUE", help="Such as lfps.alpha=0.4. Repeatable."),
+    ] = None,
+    engines: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help=f"Any of {', '.join(ENGINE_NAMES)}; on a CPU of {', '.join(CPU_ENGINE_NAMES)}. "
+            r"\[default: all]",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help=r"cpu, cuda or cuda:1. \[default: cuda if there is one, else cpu]"),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help=f"How GPU and CPU wait for each other: {', '.join(BACKEND_NAMES)}. "
+            r"\[default: the fastest that the GPU can do]",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=WARM_UP_STEPS + 1, help="Tokens decoded after each prompt.")
+    ] = 64,
+    repeats: Annotated[
+        int, typer.Option("--repeats", "-r", min=1, help="Times that we decode these.")
+    ] = 2,
+    peer_steps: Annotated[
+        int, typer.Option(min=1, help="Tokens that transformers decodes: it is slow.")
+    ] = 8,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=r"CPU threads. \[default: all this process may use; with a GPU, but one]",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help=rf"{', '.join(DTYPE_NAMES)}. \[default: bfloat16; of --model, its own]",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of --shape's weights, keys and queries.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the machine.")] = False,
+) -> None:
+    """Time decode steps of a whole model by context, ours under each policy beside other engines.
+
+    [bold]offload[/bold] keeps the KV cache in host memory. [bold]graph[/bold] runs the same layers
+    with all of it on the GPU, as one CUDA graph: what the best engine could do with a GPU that
+    large. [bold]transformers[/bold] is the stock model, [bold]transformers-offloaded[/bold] the
+    same with the cache it can offload from a GPU. All share one process, one set of weights and
+    one batch of one sequence; an engine whose cache does not fit is listed as that.
+
+    A step is timed from one token on the host to the next. [bold]--shape[/bold] needs no
+    checkpoint: keys and queries have the structure of real attention. Peers attend to everything,
+    which takes as long for random keys, so theirs are random. What of a step overlaps is told by
+    [bold]offload bench pipeline[/bold].
+
+    [bold]Examples[/bold]
+
+        offload bench decode
+
+        offload bench decode --policy full,lychee_cluster -d 131072 --engines offload,graph
+
+        offload bench decode --model smollm2-135m-instruct --device cpu -d 2048,7168 --json
+    """
+    if shape is not None and model is not None:
+        raise typer.BadParameter("give one of --shape and --model", param_hint="--model")
+    if text is not None and model is None:
+        raise typer.BadParameter("made keys read no text; give --model", param_hint="--text")
+    for name, value, available in (
+        ("--shape", shape, SHAPE_NAMES),
+        ("--dtype", dtype, DTYPE_NAMES),
+        ("--backend", backend, BACKEND_NAMES),
+    ):
+        if value is not None and value not in available:
+            raise typer.BadParameter(
+                f"unknown {value!r}; available: {', '.join(available)}", param_hint=name
+            )
+    kv_lens = None if contexts is None else sorted(set(counts(contexts, option="--contexts")))
+    chosen = None
+    if engines is not None:
+        chosen = comma_separated(engines, option="--engines", available=ENGINE_NAMES)
+    options = option_values(option or [], option="--option")
+
+    with running():
+        from offload.bench.decode.engines import DecodePlan
+        from offload.policies.registry import available_policies
+
+        names = comma_separated(policy, option="--policy", available=tuple(available_policies()))
+        policies = policy_grid(names, [budget_tokens], options, option="--option")
+        where = _device(device)
+        on_cpu = where.type == "cpu"
+        defaults = CPU_DEFAULTS if on_cpu else GPU_DEFAULTS
+        engine_names = chosen or list(CPU_ENGINE_NAMES if on_cpu else ENGINE_NAMES)
+        for engine in engine_names:
+            if on_cpu and engine not in CPU_ENGINE_NAMES:
+                raise ValueError(
+                    f"--engines {engine} needs a GPU, but the device is the CPU; there are "
+                    f"{', '.join(CPU_ENGINE_NAMES)}"
+                )
+        if on_cpu and backend is not None:
+            raise ValueError(f"--backend {backend} needs a GPU, but the device is the CPU")
+        plan = DecodePlan(
+            policies=policies,
+            kv_lens=kv_lens or counts(defaults[1], option="--contexts"),
+            engines=engine_names,
+            num_steps=steps,
+            repeats=repeats,
+            stock_steps=peer_steps,
+            num_threads=threads,
+        )
+        of_model = {"dtype": dtype, "threads": threads, "seed": seed, "backend": backend}
+        with quiet_transformers(verbose=False), no_loading_bars():
+            document = _measure(model, shape or defaults[0], text, where, plan, of_model)
+    if as_json:
+        print_json(document)
+    else:
+        _print_table(document)
+
+
+def _device(name: str | None) -> Any:
+    """A torch.device that this machine has."""
+    import torch
+
+    from offload.runtime.config import RuntimeConfig
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(RuntimeConfig(device=name).device)
+
+
+def _measure(
+    model: str | None,
+    shape: str,
+    text: Path | None,
+    device: Any,
+    plan: DecodePlan,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    from rich.progress import Progress
+
+    from offload.bench.decode.engines import describe, measure_engines
+    from offload.system.machine import describe_machine
+
+    machine = describe_machine()
+    per_context = len(plan.engines) - 1 + len(plan.policies)
+    if "offload" not in plan.engines:
+        per_context = len(plan.engines)
+    with Progress(console=stderr(), transient=True) as progress:
+        whole = progress.add_task("weights", total=len(plan.kv_lens) * per_context)
+        part = progress.add_task("", total=None)
+        subject, settings = _model(model, shape, text, device, plan, options)
+        rows = measure_engines(
+            subject,
+            plan,
+            on_row=_row_shower(progress, whole, describe),
+            on_done=lambda what, done, total: progress.update(
+                part, description=what, completed=done, total=total
+            ),
+        )
+        settings["dtype"] = str(subject.stock.dtype).removeprefix("torch.")
+    settings |= {
+        "contexts": list(plan.kv_lens),
+        "steps": plan.num_steps,
+        "repeats": plan.repeats,
+        "peer_steps": plan.stock_steps,
+    }
+    return {"machine": machine, "settings": settings, "rows": rows}
+
+
+def _row_shower(
+    progress: Any, task: Any, describe: Callable[[dict[str, Any]], str]
+) -> Callable[[dict[str, Any]], None]:
+    """Prints each row on stderr when it is there: a large context takes minutes."""
+
+    def show(row: dict[str, Any]) -> None:
+        progress.console.print(f"[dim]{describe(row)}[/dim]", soft_wrap=True)
+        progress.update(task, advance=1, description="engines")
+
+    return show
+
+
+def _model(
+    model: str | None,
+    shape: str,
+    text: Path | None,
+    device: Any,
+    plan: DecodePlan,
+    options: dict[str, Any],
+) -> tuple[DecodeModel, dict[str, Any]]:
+    """The model, and the settings that say which."""
+    from offload.bench.decode.models import RandomModel, TextModel
+    from offload.bench.pipeline.settings import PipelineSettings
+    from offload.models.dtypes import DTYPES
+    from offload.runtime.decoders import choose_backend
+
+    backend = None if device.type == "cpu" else choose_backend(options["backend"], device)
+    described = {
+        "model": model,
+        "shape": None if model else shape,
+        "device": str(device),
+        "backend": backend,
+        "threads": options["threads"],
+    }
+    if model is not None:
+        words = None if text is None else text.read_text(encoding="utf-8")
+        found = TextModel(
+            model,
+            text=words,
+            device=str(device),
+            backend=options["backend"],
+            dtype=options["dtype"] or "auto",
+            num_threads=options["threads"],
+        )
+        return found, described | {"text": str(text or "docstrings of the standard library")}
+    if device.index:
+        raise ValueError(f"--device {device}: made keys are for the first GPU; use --device cuda")
+    settings = PipelineSettings(
+        shape=shape,
+        kv_len=plan.kv_lens[0],
+        policy=plan.policies[0],
+        backend=backend or "inline",
+        num_threads=options["threads"],
+        dtype=DTYPES[options["dtype"] or "bfloat16"],
+        seed=options["seed"],
+    )
+    return RandomModel(settings), described | {"seed": options["seed"]}
+
+
+def _print_table(document: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    settings, rows = document["settings"], document["rows"]
+    where = settings["device"]
+    if settings["backend"]:
+        where += f", backend {settings['backend']}"
+    table = Table(
+        title=f"{settings['model'] or settings['shape']}, {settings['dtype']}, batch 1, {where}",
+        title_justify="left",
+    )
+    table.add_column("context", justify="right")
+    table.add_column("engine")
+    for column in ("tokens/s", "ms per token", "time", "KV on host", "KV on GPU"):
+        table.add_column(column, justify="right")
+    for kv_len, of_context in groupby(rows, key=lambda row: row["kv_len"]):
+        together = list(of_context)
+        base = together[0]["milliseconds"]
+        for index, row in enumerate(together):
+            table.add_row("" if index else f"{kv_len:,}", *_cells(row, base))
+        table.add_section()
+    first = rows[0]
+    table.caption = (
+        f"±: half of p10 to p90. time: of {first.get('label', first['engine'])}'s at that context."
+    )
+    table.caption_justify = "left"
+    stdout().print(table)
+
+
+def _cells(row: dict[str, Any], base: float | None) -> list[str]:
+    from offload.system.memory import format_bytes
+
+    name = row["engine"] + (f", {row['label']}" if row["policy"] else "")
+    if row["milliseconds"] is None:
+        return [name, "", str(row["missing"]), "", "", ""]
+    spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
+    sizes = [row["memory"].get(place) for place in ("kv_host", "kv_device")]
+    return [
+        name,
+        f"{row['tokens_per_second']:,.1f}",
+        f"{row['milliseconds']:.2f} ± {spread:.2f}",
+        "" if base is None else f"{row['milliseconds'] / base:.2f}{TIMES}",
+        *("" if size is None else format_bytes(size) for size in sizes),
+    ]

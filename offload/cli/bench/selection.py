@@ -1,0 +1,279 @@
+"""`offload bench selection`: how good the selections of the policies are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.bench.policy_grid import option_values, policy_grid
+from offload.cli.console import (
+    no_loading_bars,
+    print_json,
+    quiet_transformers,
+    running,
+    stderr,
+    stdout,
+)
+from offload.cli.options import comma_separated, counts
+from offload.policies.registry import available_policies
+
+if TYPE_CHECKING:
+    from offload.policies import Policy
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+OUTPUTS = ("table", "json", "csv", "md")
+_TEXT_PANEL = "What is read"
+_POLICY_PANEL = "What is compared"
+_OUTPUT_PANEL = "Output"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `offload bench`."""
+    app.command()(selection)
+
+
+def selection(
+    model: Annotated[
+        str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
+    ] = DEFAULT_MODEL,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help=r"Read this file. \[default: docstrings of Python's library]",
+            show_default=False,
+            rich_help_panel=_TEXT_PANEL,
+        ),
+    ] = None,
+    context: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens read before decoding.", rich_help_panel=_TEXT_PANEL),
+    ] = 6144,
+    steps: Annotated[
+        int,
+        typer.Option(min=1, help="Next tokens of the text to decode.", rich_help_panel=_TEXT_PANEL),
+    ] = 1000,
+    sample_every: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Compare every n-th step with exact attention.",
+            rich_help_panel=_TEXT_PANEL,
+        ),
+    ] = 20,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help=f"Comma-separated: {', '.join(available_policies())}. "
+            r"Full attention is always measured: it is the reference. \[default: all]",
+            show_default=False,
+            rich_help_panel=_POLICY_PANEL,
+        ),
+    ] = None,
+    budget_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNTS",
+            help=r"Tokens attended per KV head, such as 256,1024. \[default: 1024]",
+            show_default=False,
+            rich_help_panel=_POLICY_PANEL,
+        ),
+    ] = None,
+    budget_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="A budget as a share of --context.",
+            rich_help_panel=_POLICY_PANEL,
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[POLICY.]KEY=VALUES",
+            help="An option of one or of all policies; each of several values is measured, such as "
+            "lfps.alpha=0.1,0.2. Repeatable.",
+            rich_help_panel=_POLICY_PANEL,
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or auto.")] = "bfloat16",
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help=r"CPU threads. \[default: all it may use]", show_default=False),
+    ] = None,
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", help=", ".join(OUTPUTS), rich_help_panel=_OUTPUT_PANEL),
+    ] = "table",
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Draw quality against budget, as .png, .svg or .pdf (needs matplotlib).",
+            rich_help_panel=_OUTPUT_PANEL,
+        ),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="More on stderr.")] = False,
+) -> None:
+    """Compare what policies select with what exact attention would have wanted.
+
+    The model reads [bold]--context[/bold] tokens of real text with exact attention and is then fed
+    the next tokens of the same text, whatever it would have said itself. Every policy so sees
+    the same tokens, and its next-token distributions can be set against full attention's.
+
+    Columns: [bold]attended[/bold] tokens per KV head, [bold]candidates[/bold] (keys scored
+    exactly), [bold]overlap[/bold] with the true top-k of the same size, attention [bold]mass[/bold]
+    kept without the sinks, also relative to exact top-k, L2 [bold]error[/bold] of the attention
+    output, [bold]KL[/bold] divergence, [bold]perplexity[/bold] and its change; then how stable the
+    selection is from step to step ([bold]Jaccard[/bold], and the share chosen in the last 32 steps)
+    and decoded tokens/s.
+
+    [bold]Examples[/bold]
+
+        offload bench selection
+
+        offload bench selection --steps 100 --policy quest,lfps --budget-tokens 256,1024
+
+        offload bench selection --budget-share 0.02 --option lfps.alpha=0.1,0.2,0.4
+
+        offload bench selection --text book.txt -o json --plot quality.png > quality.json
+    """
+    names = list(available_policies())
+    if policy is not None:
+        names = comma_separated(policy, option="--policy", available=tuple(names))
+    if output not in OUTPUTS:
+        raise typer.BadParameter(
+            f"unknown {output!r}; available: {', '.join(OUTPUTS)}", param_hint="--output"
+        )
+    budgets = _budgets(budget_tokens, budget_share, context)
+    options = option_values(option or [], option="--option")
+
+    with running(verbose=verbose):
+        policies = policy_grid(names, budgets, options, option="--option")
+        if plot is not None:
+            from offload.bench.selection.output import check_plot
+
+            check_plot(plot)
+        with quiet_transformers(verbose=verbose):
+            document = _measure(
+                model, policies, options, text, context, steps, sample_every, dtype, threads
+            )
+        _print(document, output)
+        if plot is not None:
+            from offload.bench.selection.output import plot_selection
+
+            plot_selection(document["rows"], plot, _title(document))
+            stderr().print(f"wrote {plot}")
+
+
+def _budgets(tokens: str | None, share: float | None, context: int) -> list[int]:
+    budgets = [] if tokens is None else counts(tokens, option="--budget-tokens")
+    if share is not None:
+        budgets.append(round(share * context))
+    return list(dict.fromkeys(budgets)) or [1024]
+
+
+def _measure(
+    model: str,
+    policies: Sequence[Policy],
+    options: dict[str, list[Any]],
+    text: str | None,
+    context: int,
+    steps: int,
+    sample_every: int,
+    dtype: str,
+    threads: int | None,
+) -> dict[str, Any]:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from offload import OffloadedModel, load_tokenizer
+    from offload.bench.selection.measure import (
+        SelectionSettings,
+        check_settings,
+        measure_selection,
+        reference_options,
+    )
+    from offload.system.machine import describe_machine
+    from offload.system.stdlib_text import stdlib_paragraphs
+
+    shared = {key: values[0] for key, values in options.items() if len(values) == 1}
+    settings = SelectionSettings(
+        context=context,
+        steps=steps,
+        sample_every=sample_every,
+        reference_options=reference_options(shared),
+    )
+    words = "\n\n".join(stdlib_paragraphs()) if text is None else Path(text).read_text("utf-8")
+    tokens = load_tokenizer(model)(words, verbose=False)["input_ids"]
+    check_settings(policies, len(tokens), settings)
+    runs = 1 + sum(policy.name != "full" for policy in policies)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True)
+    with no_loading_bars(), bar as progress:
+        task = progress.add_task("", total=runs * settings.decode_steps)
+        measurements = measure_selection(
+            lambda made: OffloadedModel.from_pretrained(
+                model, policy=made, dtype=dtype, num_threads=threads
+            ),
+            policies,
+            tokens,
+            settings,
+            on_policy=lambda label: progress.update(task, description=label),
+            on_progress=lambda done: progress.advance(task, done),
+        )
+    return {
+        "machine": describe_machine(),
+        "settings": {
+            "model": model,
+            "text": text or "docstrings of the standard library",
+            "dtype": dtype,
+            "context": context,
+            "steps": steps,
+            "sample_every": sample_every,
+        },
+        "rows": [asdict(measurement) for measurement in measurements],
+    }
+
+
+def _title(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    return (
+        f"{settings['model']}, {settings['context']:,} tokens of {settings['text']}, "
+        f"{settings['steps']:,} decode steps"
+    )
+
+
+def _print(document: dict[str, Any], output: str) -> None:
+    from offload.bench.selection.output import COLUMNS, LEGEND, cells, csv_table, markdown_table
+
+    rows = document["rows"]
+    if output == "json":
+        print_json(document)
+    elif output == "csv":
+        print(csv_table(rows), end="")
+    elif output == "md":
+        print(markdown_table(rows))
+    else:
+        from rich.table import Table
+
+        table = Table(title=_title(document), title_justify="left")
+        table.add_column("policy")
+        for name, _, _ in COLUMNS:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(row["label"], *cells(row))
+        table.caption, table.caption_justify = LEGEND, "left"
+        stdout().print(table)

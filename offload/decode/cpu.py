@@ -1,0 +1,185 @@
+"""Decode: a few new tokens per sequence, on the native kernels.
+
+The hot path is `DecoderLayers::decode_layer` in `cpp/operators/decoder_layers.cpp`; read it first. A step
+over more rows than the kernels take at once runs block by block, each through all layers: rows of
+one sequence are in order, so a later row finds the K/V of the earlier ones in the store whichever
+block they were in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpu_ops.decoder_layers import DecoderLayers, NativeLayer, Norm
+from cpu_ops.linear import Linear
+from cpu_ops.step_rows import DecodeStep
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.decode.sampling import SamplingOptions
+from offload.kv.store import KVStore
+from offload.models import DecoderLayer, LeanModel
+from offload.models.batch import RaggedBatch, one_token_each
+from offload.policies import Policy
+
+
+class Decoder:
+    """Decode steps of one model over one store."""
+
+    max_rows = Linear.max_rows
+    max_step_tokens = None  # of one sequence in a `decode`: any number
+
+    def __init__(
+        self, model: LeanModel, store: KVStore, policy: Policy, num_threads: int | None
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.pool = WorkerPool(num_threads)
+        self.attention = DecodeAttention(
+            policy,
+            store,
+            num_qo_heads=model.attention.num_qo_heads,
+            pool=self.pool,
+            sm_scale=model.attention.sm_scale,
+        )
+        self.stack = DecoderLayers([_native_layer(layer) for layer in model.layers], self.attention)
+        self.final_norm = _norm(model.final_norm)
+        self.lm_head = _linear(model.lm_head)
+
+    def decode(self, hidden: torch.Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> torch.Tensor:
+        """Run all layers over the new tokens of `batch`, for which room is reserved in the store.
+
+        Args:
+            hidden: [num_tokens, hidden_size], the embeddings; overwritten.
+            seqs: the store's sequence of each sequence of `batch`.
+
+        Returns:
+            [num_tokens, hidden_size], before the final norm.
+
+        Raises:
+            RuntimeError: for keys or values that are not finite.
+        """
+        cos, sin = (table[0] for table in self.model.rotary_emb(hidden, batch.position_ids[None]))
+        rows = [
+            (seq, position)
+            for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
+            for position in range(self.store.kv_len(seq), self.store.kv_len(seq) + num_new)
+        ]
+        for block in self._blocks(rows):
+            step = self.attention.begin_step(
+                [seq for seq, _ in rows[block]], [position + 1 for _, position in rows[block]]
+            )
+            self._run_layers(hidden[block], (cos[block], sin[block]), step)
+        return hidden
+
+    def _blocks(self, rows: Sequence[tuple[int, int]]) -> Iterator[slice]:
+        """Rows (seq, position) that go through the layers together.
+
+        Where the policy's state of a sequence has to be built or moved, the rows before it are
+        done first: what it is made of must be there.
+        """
+        start = 0
+        for stop in range(1, len(rows) + 1):
+            full = stop - start == self.max_rows
+            if stop < len(rows) and not full:
+                seq, position = rows[stop]
+                continues = rows[stop - 1][0] == seq
+                if not continues or not self.attention.builds_state([seq], [position + 1]):
+                    continue
+            yield slice(start, stop)
+            start = stop
+
+    def choose_tokens(
+        self,
+        seqs: Sequence[int],
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        options: SamplingOptions,
+    ) -> torch.Tensor:
+        """One whole step, from the last tokens to the `likeliest` next: int64 [num_sequences].
+
+        Args:
+            tokens, position_ids: int64 [num_sequences], of the last token of each.
+            options: greedy ones.
+
+        Raises:
+            As `decode`.
+        """
+        assert options.temperature == 0.0
+        batch = replace(one_token_each(len(seqs)), position_ids=position_ids)
+        hidden = self.decode(self.model.embed_tokens(tokens), batch, seqs)
+        return likeliest(self.logits(hidden))
+
+    def _run_layers(
+        self, hidden: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], rows: DecodeStep
+    ) -> None:
+        """hidden [n, hidden_size] through all layers, in place; rope = cos, sin: [n, head_dim]."""
+        attention, stack = self.attention, self.stack
+        if attention.on_attended is not None or rows.in_turns:
+            step = stack.begin(hidden, rope, rows)
+            for layer_idx in range(stack.num_layers):
+                stack.project(layer_idx, step)
+                attention.attend(layer_idx, rows, step.qkv, step.attended)
+                stack.finish(layer_idx, step)
+            return
+        step = stack.begin(hidden, rope, rows, keeps_queries=attention.keeps_queries(rows))
+        stack.run(step)
+        if step.kept_queries is not None:
+            for layer_idx in attention.sparse_layers.nonzero()[0].tolist():
+                attention.record_step_queries(layer_idx, rows, step.kept_queries[layer_idx])
+
+    def forget(self, seq: int) -> None:
+        """`seq` was changed or freed: there is no copy of it here that could be out of date."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the KV cache that is on a device."""
+        return 0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] before the final norm -> [n, vocab_size]."""
+        logits = hidden.new_empty(hidden.shape[0], self.lm_head.out_features)
+        hidden = hidden.contiguous()
+        for start in range(0, hidden.shape[0], self.max_rows):
+            rows = slice(start, start + self.max_rows)
+            self.lm_head(self.pool, hidden[rows], out=logits[rows], norm=self.final_norm)
+        return logits
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Logits [n, vocab_size] -> int64 [n], of equals the one that the stock loop takes.
+
+    -1 where a logit is NaN, which is what an argmax finds.
+    """
+    tokens = logits.float().argmax(dim=-1)
+    return tokens.masked_fill(logits.gather(1, tokens[:, None])[:, 0].isnan(), -1)
+
+
+def _native_layer(layer: DecoderLayer) -> NativeLayer:
+    has_qk_norm = layer.q_norm is not None and layer.k_norm is not None
+    q_norm, eps = _norm(layer.q_norm) if has_qk_norm else (None, 0.0)
+    return NativeLayer(
+        input_norm=_norm(layer.input_norm),
+        qkv=_linear(layer.q_proj, layer.k_proj, layer.v_proj),
+        q_norm=q_norm,
+        k_norm=_norm(layer.k_norm)[0] if has_qk_norm else None,
+        qk_norm_eps=eps,
+        o_proj=_linear(layer.o_proj),
+        mlp_norm=_norm(layer.mlp_norm),
+        gate_up=_linear(layer.gate_proj, layer.up_proj),
+        down=_linear(layer.down_proj),
+    )
+
+
+def _linear(*modules: nn.Linear) -> Linear:
+    weights = [module.weight.detach() for module in modules]
+    biases = [None if module.bias is None else module.bias.detach() for module in modules]
+    return Linear(weights, biases)
+
+
+def _norm(module: Any) -> Norm:
+    return module.weight.detach(), float(module.variance_epsilon)

@@ -1,0 +1,69 @@
+"""Attending again to the rows that stay of a draft, for what a policy learns from them.
+
+A draft's rows run one after the other in every layer, and what a policy learns in one layer depends
+on that layer's queries, keys and values only. So a policy's state before a draft and the queries of
+the rows that were accepted are all it takes to have the state that decoding them one by one leaves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offload.policies.base import REUSE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cpu_ops.step_rows import DecodeStep
+    from offload.decode.attention import DecodeAttention
+    from offload.policies.state import DraftRows
+
+
+def attend_again(attention: DecodeAttention, seq: int, rows: DraftRows) -> None:
+    """Take the policy's state of `seq` from before `rows` to after them.
+
+    Where there is no memory for it the state is dropped: it is built again from the keys.
+    """
+    states = attention.states
+    try:
+        for row in range(len(next(iter(rows.queries.values()), ()))):
+            _attend_row(attention, seq, rows, row)
+    except MemoryError:
+        states.rebuild(seq)
+    except BaseException:
+        states.rebuild(seq)
+        raise
+
+
+def _attend_row(attention: DecodeAttention, seq: int, rows: DraftRows, row: int) -> None:
+    states, kv_len = attention.states, rows.first_kv_len + row
+    if kv_len > attention.policy.budget_tokens:
+        states.ensure(seq, kv_len, kv_len - 1)
+    step = attention.begin_step([seq], [kv_len])
+    for layer_idx, queries in rows.queries.items():
+        query = queries[row : row + 1]
+        if kv_len <= attention.policy.budget_tokens:
+            attention.record_step_queries(layer_idx, step, query)
+        else:
+            _learn(attention, layer_idx, step, query)
+
+
+def _learn(attention: DecodeAttention, layer_idx: int, step: DecodeStep, query: Tensor) -> None:
+    """Attend one row [1, num_qo_heads * head_dim] of one layer as its step has done it."""
+    sinks, recent, device_heads = attention.beside or (0, 0, None)
+    elsewhere = np.zeros(attention.store.num_kv_heads, bool)
+    if device_heads is not None:
+        elsewhere |= device_heads[layer_idx]
+    if attention.roles is not None:  # what heads above published in that step is gone
+        elsewhere |= (attention.roles[layer_idx] == REUSE).reshape(len(elsewhere), -1).any(axis=1)
+    attention.native.learn(
+        layer_idx,
+        query.data_ptr(),
+        *step.of(slice(None)),
+        attention.beside is not None,
+        sinks,
+        recent,
+        elsewhere.tolist(),
+    )

@@ -1,0 +1,458 @@
+"""Decode on the GPU with the KV cache on the host; the CPU attends as its coprocessor.
+
+Here is who decodes: sequences get slots, steps are made for so many rows, run and accounted for.
+What a step launches is in `device_step`, who waits for whom in `handshake`, what stays on the GPU
+in `resident`. With device "cpu" and backend "inline" the same step runs on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpu_ops.coprocessor import Coprocessor
+from cpu_ops.mailbox import Mailbox
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.decode.gpu.buffers import HostLink, StepBuffers, part_rows
+from offload.decode.gpu.handshake import Handshake, Step, make_handshake
+from offload.decode.gpu.heads import DeviceHeads
+from offload.decode.gpu.layer_heads import layer_heads
+from offload.decode.gpu.linear import DeviceWeights, linear_path
+from offload.decode.gpu.parts_choice import PartsChoice
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.resident_kv import ResidentKV, check_resident_room
+from offload.decode.gpu.step import DeviceStep
+from offload.decode.sampling import SamplingOptions
+from offload.kv.store import KVStore
+from offload.models import LeanModel
+from offload.models.batch import RaggedBatch
+from offload.policies import Policy
+from offload.system.errors import DeviceMemoryError
+
+logger = logging.getLogger(__name__)
+
+# Of policies that name none (full attention): enough for the GPU to have something to do.
+_SINK_TOKENS, _RECENT_TOKENS = 4, 64
+_MIN_SCORE_TOKENS = 4096
+
+
+class DeviceDecoder:
+    """Decode steps of one model over one store.
+
+    Args:
+        backend: as `handshake.choose_backend` returns it.
+        deadline_seconds: after which a step that one side does not finish is an error.
+        device_budget_bytes: of what stays on the GPU beside weights and buffers.
+        placement: where each KV head is attended to; None: layers that the policy leaves dense on
+            the GPU, all others on the CPU.
+        keeps_placement: False: where the GPU has no room for the placement, it goes on without one.
+        num_parts: parts that the rows of a step are cut into; None: what proves faster.
+        make_handshake: another one than `handshake.make_handshake`'s, for benches.
+
+    Attributes:
+        after_projection, on_mark: see `DeviceStep`; steps with others are captured apart.
+    """
+
+    max_step_tokens = 1  # of one sequence in a `decode`
+
+    def __init__(
+        self,
+        model: LeanModel,
+        store: KVStore,
+        policy: Policy,
+        *,
+        device: torch.device,
+        backend: str,
+        num_threads: int | None,
+        deadline_seconds: float = 5.0,
+        device_budget_bytes: int | None = None,
+        placement: HeadPlacement | None = None,
+        keeps_placement: bool = True,
+        num_parts: int | None = None,
+        make_handshake: Callable[..., Handshake] = make_handshake,
+    ) -> None:
+        self.model, self.store, self.device = model, store, device
+        self.pool = WorkerPool(num_threads)
+        self.attention = DecodeAttention(
+            policy,
+            store,
+            num_qo_heads=model.attention.num_qo_heads,
+            pool=self.pool,
+            sm_scale=model.attention.sm_scale,
+        )
+        self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
+        self.on_mark: Callable[[str, int], None] | None = None
+        self._sink_tokens = policy.sink_tokens if policy.selects else _SINK_TOKENS
+        self._recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
+        self._weights = DeviceWeights.of(model)
+        self._backend = backend
+        self._make_handshake = make_handshake
+        self._deadline_seconds = deadline_seconds
+        self._device_budget_bytes = device_budget_bytes
+        self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
+        self._num_slots = self._max_tokens = 0
+        self._keeps_placement = keeps_placement
+        self._agreed_on: tuple[list[int], list[int]] | None = None  # by `_fails_anywhere`
+        self._step: DeviceStep | None = None  # with the first slots
+        self._links: dict[tuple[int, int], HostLink] = {}
+        self._choices: dict[int, PartsChoice] = {}
+        self.place(placement or self._least_placement())
+        if model.ranks is not None:
+            model.ranks.close_before_leaving(self.close)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the KV cache that is on the device."""
+        return self._running.resident.num_bytes if self._num_slots else 0
+
+    @property
+    def coprocessors(self) -> list[Coprocessor]:
+        """Of all kinds of steps that there have been."""
+        return [link.coprocessor for link in self._links.values()]
+
+    def place(self, placement: HeadPlacement) -> None:
+        """Attend as `placement` says from now on.
+
+        Raises:
+            ValueError: a placement of another model, or that the policy does not allow.
+        """
+        policy = self.attention.policy
+        num_kv_heads = self.store.num_kv_heads
+        placement.check_model(num_layers=len(self.model.layers), num_kv_heads=num_kv_heads)
+        placement.check_policy(policy, self.model.attention.num_qo_heads)
+        self.placement = placement
+        roles = None if policy.per_query_head else self.attention.roles
+        self._layers = layer_heads(
+            placement.places, roles, shares_selection=policy.shares_selection
+        )
+        device_heads = placement.places != Place.CPU
+        self.attention.beside = (self._sink_tokens, self._recent_tokens, device_heads)
+        self._num_slots = 0
+        self._drop_links()
+        self._step = None
+
+    def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
+        """Run all layers over one new token per sequence, for which room is reserved.
+
+        Args:
+            hidden: [num_sequences, hidden_size], the embeddings.
+            seqs: the store's sequence of each.
+
+        Returns:
+            [num_sequences, hidden_size], before the final norm.
+
+        Raises:
+            CoprocessorError: a side missed its deadline, or NaN or inf in the query or the cache;
+                names the layer.
+            RuntimeError: NaN or inf in what the last layer computed.
+            DeviceMemoryError: the resident layers do not fit.
+        """
+        slots, kv_lens = self._bind(seqs)
+        link, b = self._choose_link(slots), self._running.buffers
+        run = functools.partial(self._running.run_layers, link)
+        self._prepare(link, "layers", run)
+        self._write_state(slots, kv_lens, batch.position_ids)
+        at = torch.tensor(slots, device=self.device)
+        b.hidden[at] = hidden
+        self._run(link, "layers", run, seqs, slots, kv_lens)
+        hidden = b.hidden[at]
+        # The keys below tell of every layer but the last.
+        if not bool(hidden.isfinite().all()):
+            raise RuntimeError(f"non-finite hidden states after layer {len(self.model.layers) - 1}")
+        return hidden
+
+    def choose_tokens(
+        self,
+        seqs: Sequence[int],
+        tokens: Tensor,
+        position_ids: Tensor,
+        options: SamplingOptions,
+    ) -> Tensor:
+        """One whole step, from the last tokens to the next.
+
+        Args:
+            tokens, position_ids: int64 [num_sequences], of the last token of each.
+
+        Returns:
+            int64 [num_sequences], on the host; -1 where the logits were not finite.
+
+        Raises:
+            As `decode`.
+        """
+        slots, kv_lens = self._bind(seqs)
+        link, samples = self._choose_link(slots), options.temperature > 0.0
+        kind = "sampled tokens" if samples else "tokens"
+        run = functools.partial(self._running.run_tokens, link, samples=samples)
+        self._running.buffers.chooser.use(options)
+        self._prepare(link, kind, run)
+        self._write_state(slots, kv_lens, position_ids, tokens)
+        self._run(link, kind, run, seqs, slots, kv_lens)
+        return self._running.buffers.host_tokens[slots]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] before the final norm -> [n, vocab_size]."""
+        hidden = hidden.contiguous()
+        return linear_path(self._weights, len(hidden)).logits(self._weights, hidden)
+
+    def forget(self, seq: int) -> None:
+        """`seq` was changed or freed outside of a decode step."""
+        if self._num_slots:
+            self._running.resident.forget(seq)
+
+    def check_room(self, num_sequences: int, kv_len: int) -> None:
+        """Raise DeviceMemoryError, as the step that comes to so many tokens would."""
+        placement = self.placement if self._keeps_placement else self._least_placement()
+        heads = int((placement.places == Place.GPU).sum())
+        check_resident_room(self.store, heads, num_sequences, kv_len, self._device_budget_bytes)
+
+    def check_usable(self) -> None:
+        """Raise CoprocessorError where an earlier fault was for good, or after a fork."""
+        for coprocessor in self.coprocessors:
+            coprocessor.check_usable()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._drop_links()
+        self.pool.close()
+
+    @property
+    def _running(self) -> DeviceStep:
+        assert self._step is not None
+        return self._step
+
+    def _bind(self, seqs: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Slots for `seqs`, and their kv_lens after the step, for which there is room."""
+        kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
+        if self._keeps_placement:
+            return self._bind_lens(seqs, kv_lens), kv_lens
+        slots: list[int] = []
+        failure: DeviceMemoryError | None = None
+        try:
+            slots = self._bind_lens(seqs, kv_lens)
+        except DeviceMemoryError as error:
+            failure = error
+        if self._fails_anywhere(failure, seqs, kv_lens):
+            least = self._least_placement()
+            if failure is not None and self.model.ranks is None and self.placement == least:
+                raise failure
+            why = failure or "the GPU of another rank has no room for its KV heads"
+            logger.warning("%s. From now on only dense layers stay there", why)
+            self._keeps_placement = True
+            self.place(least)
+            slots = self._bind_lens(seqs, kv_lens)
+        return slots, kv_lens
+
+    def _fails_anywhere(
+        self, failure: DeviceMemoryError | None, seqs: Sequence[int], kv_lens: Sequence[int]
+    ) -> bool:
+        """Whether this rank, or another, has no room. Steps are captured by all ranks or by none,
+        since capturing runs their sums; they agree whenever some sequence needs new memory.
+        """
+        ranks = self.model.ranks
+        if ranks is None:
+            return failure is not None
+        new = (list(seqs), [-(-kv_len // self.store.page_tokens) for kv_len in kv_lens])
+        if new == self._agreed_on:  # and there was room
+            if failure is not None:
+                raise failure
+            return False
+        self._agreed_on = new
+        return ranks.total(int(failure is not None))[0] > 0
+
+    def _bind_lens(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
+        self._make_slots(len(seqs), max(kv_lens))
+        slots = self._running.resident.bind(seqs)
+        self._running.resident.reserve(slots, kv_lens)
+        return slots
+
+    def _least_placement(self) -> HeadPlacement:
+        """Layers that the policy leaves dense on the GPU, all others on the CPU."""
+        places = np.full((len(self.model.layers), self.store.num_kv_heads), Place.CPU, np.uint8)
+        if self.attention.policy.selects:
+            places[np.array(self.attention.is_dense)] = Place.GPU
+        return HeadPlacement(places)
+
+    def _choose_link(self, slots: Sequence[int]) -> HostLink:
+        """The step that fits these slots, in as many parts as are fastest."""
+        num_rows = _bucket(max(slots) + 1)
+        num_parts = self._num_parts
+        if num_parts is None:
+            num_parts = self._choice(num_rows).num_parts
+        num_parts = min(num_parts, num_rows)
+        if (num_rows, num_parts) not in self._links:
+            self._links[num_rows, num_parts] = self._make_link(num_rows, num_parts)
+        return self._links[num_rows, num_parts]
+
+    def _choice(self, num_rows: int) -> PartsChoice:
+        if num_rows not in self._choices:
+            ranks = self.model.ranks
+            self._choices[num_rows] = PartsChoice(
+                (1, 2) if num_rows > 1 else (1,), int if ranks is None else ranks.agree
+            )
+        return self._choices[num_rows]
+
+    def _prepare(self, link: HostLink, kind: str, run: Step) -> None:
+        """Do what the first run of a step needs; it may run the step, with no row in use."""
+        self._running.buffers.host_state.fill_(-1)
+        self._running.after_projection, self._running.on_mark = self.after_projection, self.on_mark
+        link.handshake.prepare(self._key(kind), run)
+
+    def _key(self, kind: str) -> tuple[object, ...]:
+        """Of steps that launch the same."""
+        return kind, self.on_mark, self.after_projection
+
+    def _write_state(
+        self,
+        slots: Sequence[int],
+        kv_lens: Sequence[int],
+        position_ids: Tensor,
+        tokens: Tensor | None = None,
+    ) -> None:
+        state = self._running.buffers.host_state.numpy()
+        state.fill(-1)
+        state[0, slots] = kv_lens
+        state[0, slots] -= 1
+        state[1, slots] = position_ids.numpy()
+        state[2, slots] = 0 if tokens is None else tokens.numpy()
+
+    def _run(
+        self,
+        link: HostLink,
+        kind: str,
+        run: Step,
+        seqs: Sequence[int],
+        slots: Sequence[int],
+        kv_lens: Sequence[int],
+    ) -> None:
+        """One step of bound sequences that end with `kv_lens` tokens."""
+        start = time.perf_counter()
+        rows = self.attention.begin_step(seqs, kv_lens)
+        try:
+            link.handshake.run(self._key(kind), run, rows, slots)
+        except BaseException:
+            for seq in seqs:  # who knows what was written
+                self._running.resident.forget(seq)
+                if link.coprocessor.is_stuck:
+                    self.store.renew_page_table(seq)
+            raise
+        self._running.resident.advance(slots, kv_lens)
+        if self._num_parts is None:
+            self._choice(link.num_rows).record(link.num_parts, time.perf_counter() - start)
+
+    def _make_slots(self, num_sequences: int, kv_len: int) -> None:
+        """Room for at least `num_sequences` rows, and where heads publish on the GPU for the scores
+        of `kv_len` tokens; more than there was means new captures.
+        """
+        if num_sequences <= self._num_slots and kv_len <= self._max_tokens:
+            return
+        num_slots = max(_bucket(num_sequences), self._num_slots)
+        self._num_slots = 0  # whatever happens below
+        self._max_tokens = self._room_for(kv_len)
+        self._drop_links()
+        self._choices.clear()
+        self._step = None  # its memory first
+        try:
+            self._step = self._make_step(num_slots)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the GPU has no memory left for decode steps of {num_slots} sequences ("
+                f"{str(error).partition(chr(10))[0]}); lower the batch size or raise max_memory of "
+                "the device"
+            ) from error
+        self._num_slots = num_slots
+
+    def _room_for(self, kv_len: int) -> int:
+        """Tokens that a step is made for: all that the model can have, unless heads publish. The
+        scores of these are kept, and get room as the context grows, which is rare. All ranks do
+        as if: they capture together.
+        """
+        max_tokens: int = self.model.max_context
+        if self.model.ranks is not None or any(layer.publishing for layer in self._layers):
+            max_tokens = min(max_tokens, max(_MIN_SCORE_TOKENS, 1 << (kv_len - 1).bit_length()))
+        page_tokens = self.store.page_tokens
+        return -(-max_tokens // page_tokens) * page_tokens
+
+    def _make_step(self, num_slots: int) -> DeviceStep:
+        layers = self._layers
+        resident = ResidentKV(
+            self.store,
+            window_layers=[i for i, layer in enumerate(layers) if layer.has_window],
+            resident_heads={i: layer.resident for i, layer in enumerate(layers)},
+            gathered_layers=[i for i, layer in enumerate(layers) if layer.gathered],
+            sink_tokens=self._sink_tokens,
+            recent_tokens=self._recent_tokens,
+            num_slots=num_slots,
+            max_context=self._max_tokens,
+            device=self.device,
+            budget_bytes=self._device_budget_bytes,
+        )
+        heads = DeviceHeads(
+            self.model,
+            layers,
+            self.attention.policy,
+            num_rows=num_slots,
+            max_tokens=self._max_tokens,
+            page_tokens=self.store.page_tokens,
+            dtype=self.store.dtype,
+            device=self.device,
+        )
+        buffers = StepBuffers(self.model, num_slots, self.store.dtype, self.device)
+        return DeviceStep(self.model, self._weights, self.store, buffers, resident, heads)
+
+    def _make_link(self, num_rows: int, num_parts: int) -> HostLink:
+        parts = part_rows(num_rows, num_parts)
+        requests = [
+            (layer_idx, rows.start, rows.stop - rows.start)
+            for layer_idx, layer in enumerate(self._layers)
+            if layer.host
+            for rows in parts
+        ]
+        heads = self._running.heads
+        shape = self.model.attention
+        mailbox = Mailbox.allocate(
+            num_layers=len(self._weights.layers),
+            max_rows=num_rows,
+            num_qo_heads=shape.num_qo_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=self.store.dtype,
+            num_requests=len(requests),
+            pinned=self.device.type == "cuda",
+            selection_units=heads.selection.shape[1],
+            selection_tokens=heads.selection.shape[2],
+        )
+        publishing = np.zeros(self.placement.places.shape, bool)
+        for layer_idx, layer in enumerate(self._layers):
+            publishing[layer_idx, list(layer.publishing)] = True
+        coprocessor = Coprocessor(
+            self.attention,
+            mailbox,
+            requests,
+            sink_tokens=self._sink_tokens,
+            recent_tokens=self._recent_tokens,
+            deadline_seconds=self._deadline_seconds,
+            device_heads=self.placement.places != Place.CPU,
+            publishing_heads=publishing,
+        )
+        handshake = self._make_handshake(
+            self._backend, coprocessor, mailbox, deadline_seconds=self._deadline_seconds
+        )
+        request_of = {(layer, first): i for i, (layer, first, _) in enumerate(requests)}
+        return HostLink(num_rows, num_parts, mailbox, coprocessor, handshake, request_of)
+
+    def _drop_links(self) -> None:
+        for link in self._links.values():
+            link.handshake.close()
+        self._links.clear()
+
+
+def _bucket(num_rows: int) -> int:
+    """The number of rows that a step for `num_rows` sequences is made for: a power of two."""
+    return 1 << (num_rows - 1).bit_length()

@@ -1,0 +1,302 @@
+"""How the GPU asks the CPU side for attention in the middle of a decode step, and waits for it.
+
+The only file that knows streams, graphs and flags. A decode step is a function that launches work
+and calls `publish(i)` when request i (see `Mailbox`) is written, and `await_reply(i)` before it
+launches what reads the answer. Backends with the same results:
+
+    graph   the step is captured once as one CUDA graph. publish and await_reply become kernels in
+            which one thread raises, or waits for, a flag in mapped host memory; worker threads see
+            the flag, attend and raise the reply. No Python, no host callback, no synchronisation in
+            a step.
+    stream  the step is launched operation by operation; the calling thread waits for an event per
+            request and attends. For debugging, and for steps that cannot be captured.
+    inline  no GPU: the calling thread attends where the step awaits the reply.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+from cpu_ops.coprocessor import Coprocessor, CoprocessorError
+from cpu_ops.mailbox import Mailbox
+from cpu_ops.step_rows import DecodeStep
+from gpu_ops.flags import await_flag, raise_flag
+from offload.decode.gpu.side_stream import Beside, SideStream
+from offload.system.interrupts import shielded
+
+logger = logging.getLogger(__name__)
+
+
+Step = Callable[[], None]
+NUM_LANES = 2  # of work beside a step's own
+
+
+class HandshakeError(RuntimeError):
+    """The GPU did not do its part of a decode step in time."""
+
+
+class Handshake(Protocol):
+    """Runs decode steps whose requests a coprocessor serves."""
+
+    name: str
+
+    def publish(self, request: int) -> None:
+        """What the step has launched so far writes request `request`."""
+
+    def await_reply(self, request: int) -> None:
+        """What the step launches next reads the reply."""
+
+    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+        """What the step launches inside runs beside what it launches afterwards, and after what it
+        launched inside before in the same lane, which is below `NUM_LANES`.
+        """
+
+    def join(self, work: Beside) -> None:
+        """What the step launches next comes after `work`; each must be joined before its end."""
+
+    def prepare(self, key: Hashable, step: Step) -> None:
+        """Do what running `step` for the first time needs, while no row of it is in use."""
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        """Run a prepared step to its end.
+
+        Args:
+            key: equal keys promise that `step` launches the same work.
+            rows: of `DecodeAttention.begin_step`; one row per sequence.
+            slots: the row of the static buffers that each of them has.
+
+        Raises:
+            CoprocessorError: the CPU side missed its deadline, or saw the GPU miss it, or found
+                something wrong with the numbers; names the layer. The next step may be run.
+            HandshakeError: the GPU does not come back.
+        """
+
+    def close(self) -> None:
+        """End threads, drop graphs."""
+
+
+class InlineHandshake:
+    """Everything on the calling thread."""
+
+    name = "inline"
+
+    def __init__(self, coprocessor: Coprocessor) -> None:
+        self._coprocessor = coprocessor
+
+    def publish(self, request: int) -> None:
+        """Nothing is asynchronous: the request is there."""
+
+    def await_reply(self, request: int) -> None:
+        self._coprocessor.serve(request)
+
+    @contextmanager
+    def beside(self, lane: int = 0) -> Iterator[Beside]:
+        yield Beside()
+
+    def join(self, work: Beside) -> None:
+        """It is done."""
+
+    def prepare(self, key: Hashable, step: Step) -> None:
+        """Nothing to prepare."""
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        try:
+            self._coprocessor.begin_step(rows, slots)
+            step()
+            self._coprocessor.end_step()
+        except BaseException:
+            with shielded():
+                self._coprocessor.abort()
+                self._coprocessor.reset()
+            raise
+
+    def close(self) -> None:
+        self._coprocessor.close()
+
+
+class StreamHandshake:
+    """One event per request; the calling thread attends while the GPU does what it can."""
+
+    name = "stream"
+
+    def __init__(self, coprocessor: Coprocessor) -> None:
+        self._coprocessor = coprocessor
+        self._published = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._side = [SideStream() for _ in range(NUM_LANES)]
+
+    def publish(self, request: int) -> None:
+        self._published.record()
+
+    def await_reply(self, request: int) -> None:
+        self._published.synchronize()
+        self._coprocessor.serve(request)
+
+    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+        return self._side[lane].beside()
+
+    def join(self, work: Beside) -> None:
+        SideStream.join(work)
+
+    def prepare(self, key: Hashable, step: Step) -> None:
+        """Nothing to prepare."""
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        try:
+            self._coprocessor.begin_step(rows, slots)
+            step()
+            torch.cuda.current_stream().synchronize()
+            self._coprocessor.end_step()
+        except BaseException:
+            with shielded():
+                torch.cuda.current_stream().synchronize()
+                for side in self._side:  # nothing may have joined them yet
+                    side.synchronize()
+                self._coprocessor.abort()
+                self._coprocessor.reset()
+            raise
+
+    def close(self) -> None:
+        self._coprocessor.close()
+
+
+class GraphHandshake:
+    """One CUDA graph per key.
+
+    Args:
+        deadline_seconds: for a whole step, on both sides.
+    """
+
+    name = "graph"
+
+    def __init__(
+        self, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
+    ) -> None:
+        self._coprocessor = coprocessor
+        self._deadline_seconds = deadline_seconds
+        self._requests, self._replies = mailbox.requests[:, :1], mailbox.replies[:, :1]
+        # For the run before a capture, in which the GPU answers itself.
+        self._practice = torch.zeros_like(mailbox.requests, pin_memory=True)[:, :1]
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._is_warming_up = False
+        self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._side = [SideStream() for _ in range(NUM_LANES)]
+
+    def publish(self, request: int) -> None:
+        flags = self._practice if self._is_warming_up else self._requests
+        raise_flag(flags[request], self._stream.device)
+
+    def await_reply(self, request: int) -> None:
+        flags = self._practice if self._is_warming_up else self._replies
+        await_flag(flags[request], self._stream.device)
+
+    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+        return self._side[lane].beside()
+
+    def join(self, work: Beside) -> None:
+        SideStream.join(work)
+
+    def prepare(self, key: Hashable, step: Step) -> None:
+        """Capture `step`. It is run once before, without the CPU side, to load its kernels."""
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(step)
+        self._coprocessor.start()
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        try:
+            self.launch(key, rows, slots)
+            self._coprocessor.wait()
+        except BaseException as error:
+            self._recover(error)
+            raise
+
+    def launch(self, key: Hashable, rows: DecodeStep, slots: Sequence[int]) -> None:
+        """Start a step that was prepared, after those already started."""
+        self._coprocessor.begin_step(rows, slots)
+        self._replay(key)
+
+    def wait(self) -> None:
+        """Until the oldest step that was started has ended on both sides."""
+        try:
+            self._coprocessor.wait()
+        except BaseException as error:
+            self._recover(error)
+            raise
+
+    def close(self) -> None:
+        self._coprocessor.close()
+        self._graphs.clear()
+
+    def _capture(self, step: Step) -> torch.cuda.CUDAGraph:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            self._is_warming_up = True
+            try:
+                with torch.random.fork_rng([self._stream.device_index]):  # its draws do not count
+                    step()
+            finally:
+                self._is_warming_up = False
+            self._stream.synchronize()
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                step()
+                self.publish(-1)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph
+
+    def _replay(self, key: Hashable) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._graphs[key].replay()
+            self._finished.record()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _is_idle(self) -> bool:
+        return bool(self._finished.query())  # type: ignore[no-untyped-call]
+
+    def _recover(self, error: BaseException) -> None:
+        """Make the next step possible, or raise what says that it is not."""
+        with shielded():
+            self._drain()
+        if self._coprocessor.is_stuck and isinstance(error, CoprocessorError):
+            raise CoprocessorError(
+                f"{error}; its thread is stuck there, and this model cannot be used any more: "
+                "load it again"
+            ) from error
+
+    def _drain(self) -> None:
+        """Let the GPU run what was launched, with answers that nobody computed; start afresh."""
+        self._coprocessor.abort()
+        # Anew: the error may have come between a launch and its record.
+        self._finished.record(self._stream)
+        deadline = time.monotonic() + self._deadline_seconds
+        while not self._is_idle():
+            if time.monotonic() > deadline:
+                raise HandshakeError(
+                    f"the GPU did not finish a step within {self._deadline_seconds:g} s after the "
+                    "CPU side gave up; this process cannot use it any more"
+                )
+            time.sleep(0.001)
+        if not self._coprocessor.is_stuck:
+            self._coprocessor.reset()
+
+
+def make_handshake(
+    backend: str,
+    coprocessor: Coprocessor,
+    mailbox: Mailbox,
+    *,
+    deadline_seconds: float,
+) -> Handshake:
+    """The handshake of a backend that `choose_backend` returned."""
+    if backend == "inline":
+        return InlineHandshake(coprocessor)
+    if backend == "stream":
+        return StreamHandshake(coprocessor)
+    return GraphHandshake(coprocessor, mailbox, deadline_seconds=deadline_seconds)

@@ -1,0 +1,91 @@
+"""Who attends to which KV heads of a layer in a decode step.
+
+Three ways (`offload.decode.gpu.placement.Place`): the CPU attends to rows of the host's pages; the GPU attends
+to all tokens of a head whose KV it keeps; the GPU fetches the rows that a head above published, and
+attends to those. A head that stays on the GPU and retrieves publishes its selection there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.decode.gpu.placement import Place
+from offload.policies.base import RETRIEVE
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """KV heads of one layer by who attends to them; each is in one of the first three.
+
+    Attributes:
+        resident: the GPU, to all tokens.
+        gathered: the GPU, to rows that it fetches from the host.
+        host: the CPU.
+        publishing: of the resident ones, those whose selection others reuse: all or none.
+        num_early: gathered ones whose selection is known before the layer above attends, the first
+            so many; the others wait for what is published there.
+    """
+
+    resident: tuple[int, ...]
+    gathered: tuple[int, ...]
+    host: tuple[int, ...]
+    publishing: tuple[int, ...] = ()
+    num_early: int = 0
+
+    @property
+    def is_resident(self) -> bool:
+        """All tokens of all heads are on the GPU, and nobody waits for a selection."""
+        return not (self.gathered or self.host or self.publishing)
+
+    @property
+    def has_window(self) -> bool:
+        """Some heads need the sink tokens and the recent window on the GPU."""
+        return bool(self.gathered or self.host)
+
+
+def layer_heads(
+    places: npt.NDArray[np.uint8],
+    roles: npt.NDArray[np.uint8] | None,
+    *,
+    shares_selection: bool = False,
+) -> tuple[LayerHeads, ...]:
+    """Of each layer.
+
+    Args:
+        places: Place of each [layer, KV head].
+        roles: of `Policy.roles` for units that are KV heads; None: nobody retrieves.
+        shares_selection: the policy's; what one head publishes is for all.
+    """
+    layers: list[LayerHeads] = []
+    for layer_idx, of_layer in enumerate(places):
+
+        def heads(place: Place, of_layer: npt.NDArray[np.uint8] = of_layer) -> tuple[int, ...]:
+            return tuple(np.flatnonzero(of_layer == place).tolist())
+
+        resident = heads(Place.GPU)
+        publishes = (
+            roles is not None and bool(resident) and roles[layer_idx, resident[0]] == RETRIEVE
+        )
+        above = layers[-1].publishing if layers else ()
+        gathered = heads(Place.GATHER)
+        late = {head for head in gathered if head in above or (above and shares_selection)}
+        early = tuple(head for head in gathered if head not in late)
+        layers.append(
+            LayerHeads(
+                resident,
+                early + tuple(head for head in gathered if head in late),
+                heads(Place.CPU),
+                resident if publishes else (),
+                len(early),
+            )
+        )
+    return tuple(layers)
+
+
+def most_heads(layers: Sequence[LayerHeads], name: str) -> int:
+    """The most heads of a layer in its list `name`."""
+    return max((len(getattr(layer, name)) for layer in layers), default=0)

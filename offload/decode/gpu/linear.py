@@ -1,0 +1,194 @@
+"""The linear layers of a decode step on the device, and the norms and activations between them.
+
+One row goes through `gemv` kernels that do the norm, SwiGLU and residual sum themselves; several
+rows go through matrix products with kernels in between. Both work on static buffers, and round
+where transformers rounds.
+
+With ranks, attention's and the MLP's last projections are sums over them. One row is projected to
+float32 and rounded once, when the sum is added to the residual stream: that takes one kernel more.
+Several rows are summed in the model's dtype, and added by the norm that follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpu_ops.gemv import gemv
+from gpu_ops.rms_norm import add_rms_norm
+from gpu_ops.silu_mul import silu_mul
+from offload.models import DecoderLayer, LeanModel
+from offload.models.weights import fuse_rows
+from offload.ranks.group import TensorParallel
+
+Norm = tuple[Tensor, float]  # RMSNorm weight and eps
+Weights = tuple[Tensor, Tensor | None]  # [out_features, in_features], bias
+
+
+@dataclass(frozen=True)
+class DeviceLayer:
+    """A decoder layer's weights; q, k, v and gate, up in one matrix each."""
+
+    input_norm: Norm
+    qkv: Weights
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qk_norm_eps: float
+    o_proj: Weights
+    mlp_norm: Norm
+    gate_up: Weights
+    down: Weights
+
+    @classmethod
+    def of(cls, layer: DecoderLayer) -> DeviceLayer:
+        has_qk_norm = layer.q_norm is not None and layer.k_norm is not None
+        q_norm, eps = _norm(layer.q_norm) if has_qk_norm else (None, 0.0)
+        return cls(
+            input_norm=_norm(layer.input_norm),
+            qkv=fuse_rows([layer.q_proj, layer.k_proj, layer.v_proj]),
+            q_norm=q_norm,
+            k_norm=_norm(layer.k_norm)[0] if has_qk_norm else None,
+            qk_norm_eps=eps,
+            o_proj=fuse_rows([layer.o_proj]),
+            mlp_norm=_norm(layer.mlp_norm),
+            gate_up=fuse_rows([layer.gate_proj, layer.up_proj]),
+            down=fuse_rows([layer.down_proj]),
+        )
+
+
+@dataclass(frozen=True)
+class DeviceWeights:
+    """A model's weights."""
+
+    layers: tuple[DeviceLayer, ...]
+    final_norm: Norm
+    lm_head: Weights
+    ranks: TensorParallel | None = None
+
+    @classmethod
+    def of(cls, model: LeanModel) -> DeviceWeights:
+        return cls(
+            layers=tuple(DeviceLayer.of(layer) for layer in model.layers),
+            final_norm=_norm(model.final_norm),
+            lm_head=fuse_rows([model.lm_head]),
+            ranks=model.ranks,
+        )
+
+
+class LinearPath(Protocol):
+    """The residual stream x [n, hidden_size] of one step, from projection to projection.
+
+    x is whole only after `finish`; in between a part of it may wait to be added.
+    """
+
+    def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
+        """Queries, keys and values of x: [n, (num_qo_heads + 2 num_kv_heads) * head_dim]."""
+
+    def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
+        """x += o_proj(attended)."""
+
+    def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
+        """x += down(silu(gate) * up)."""
+
+    def finish(self, x: Tensor) -> None:
+        """After the last layer."""
+
+    def logits(self, weights: DeviceWeights, x: Tensor) -> Tensor:
+        """[n, vocab_size], after `finish`."""
+
+
+class OneRow:
+    """A `LinearPath` for n = 1."""
+
+    def __init__(self, weights: DeviceWeights) -> None:
+        layer = weights.layers[0]
+        like = layer.qkv[0]
+        self._qkv = like.new_empty(1, like.shape[0])
+        self._gated = like.new_empty(1, layer.down[0].shape[1])
+        self._logits = like.new_empty(1, weights.lm_head[0].shape[0])
+        self._ranks = weights.ranks
+        self._summand = like.new_empty(1, like.shape[1], dtype=torch.float32)
+
+    def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
+        weight, bias = layer.qkv
+        gemv(x, weight, self._qkv, bias=bias, norm=layer.input_norm)
+        return self._qkv
+
+    def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
+        self._project_and_add(attended, layer.o_proj, x)
+
+    def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
+        weight, bias = layer.gate_up
+        gemv(x, weight, self._gated, bias=bias, norm=layer.mlp_norm, glu=True)
+        self._project_and_add(self._gated, layer.down, x)
+
+    def finish(self, x: Tensor) -> None:
+        """Nothing waits."""
+
+    def logits(self, weights: DeviceWeights, x: Tensor) -> Tensor:
+        weight, bias = weights.lm_head
+        gemv(x, weight, self._logits, bias=bias, norm=weights.final_norm)
+        return self._logits
+
+    def _project_and_add(self, row: Tensor, weights: Weights, x: Tensor) -> None:
+        weight, bias = weights
+        if self._ranks is None:
+            gemv(row, weight, x, bias=bias, residual=x)
+            return
+        gemv(row, weight, self._summand, bias=bias)
+        x += self._ranks.all_reduce(self._summand)
+
+
+class ManyRows:
+    """A `LinearPath` for any n up to `max_rows`."""
+
+    def __init__(self, weights: DeviceWeights, max_rows: int) -> None:
+        layer = weights.layers[0]
+        like = layer.qkv[0]
+        self._normed = like.new_empty(max_rows, like.shape[1])
+        self._gated = like.new_empty(max_rows, layer.down[0].shape[1])
+        self._waiting: Tensor | None = None  # what the next norm adds to x
+        self._ranks = weights.ranks
+
+    def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
+        return functional.linear(self._add_and_norm(x, layer.input_norm), *layer.qkv)
+
+    def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
+        self._waiting = self._sum(functional.linear(attended, *layer.o_proj))
+
+    def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
+        gate_up = functional.linear(self._add_and_norm(x, layer.mlp_norm), *layer.gate_up)
+        gated = self._gated[: len(x)]
+        silu_mul(gate_up, gated)
+        self._waiting = self._sum(functional.linear(gated, *layer.down))
+
+    def finish(self, x: Tensor) -> None:
+        if self._waiting is not None:
+            x += self._waiting
+            self._waiting = None
+
+    def logits(self, weights: DeviceWeights, x: Tensor) -> Tensor:
+        return functional.linear(self._add_and_norm(x, weights.final_norm), *weights.lm_head)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x if self._ranks is None else self._ranks.all_reduce(x)
+
+    def _add_and_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        normed = self._normed[: len(x)]
+        add_rms_norm(x, self._waiting, *norm, normed)
+        self._waiting = None
+        return normed
+
+
+def linear_path(weights: DeviceWeights, num_rows: int) -> LinearPath:
+    """The fastest for steps of `num_rows` rows."""
+    return OneRow(weights) if num_rows == 1 else ManyRows(weights, num_rows)
+
+
+def _norm(module: Any) -> Norm:
+    weight: torch.Tensor = module.weight.detach()
+    return weight, float(module.variance_epsilon)

@@ -1,0 +1,110 @@
+"""Pages of KV cache on a device, and the tables by which kernels find pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from offload.system.errors import DeviceMemoryError
+from offload.system.memory import format_bytes
+
+if TYPE_CHECKING:
+    pass
+
+
+class PageBudget:
+    """Bytes that pages of all shapes together may have; None: what the device has."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.reserved_bytes = 0
+
+    @property
+    def left_bytes(self) -> int | None:
+        return None if self.limit_bytes is None else self.limit_bytes - self.reserved_bytes
+
+
+class DevicePages:
+    """Pages of one shape on a device, handed out by address.
+
+    Args:
+        budget: shared with pages of other shapes.
+    """
+
+    def __init__(
+        self,
+        page_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        budget: PageBudget,
+    ) -> None:
+        self.page_bytes = math.prod(page_shape) * dtype.itemsize
+        self._page_shape, self._dtype, self._device = page_shape, dtype, device
+        self._budget = budget
+        self._pages: dict[int, Tensor] = {}  # by address
+        self._free: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def page(self, address: int) -> Tensor:
+        """The page itself: [*page_shape]."""
+        return self._pages[address]
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """Addresses of `num_pages` pages.
+
+        Raises:
+            DeviceMemoryError: before anything changes, if they do not fit.
+        """
+        while len(self._free) < num_pages:
+            self._grow(num_pages - len(self._free))
+        taken = self._free[-num_pages:][::-1] if num_pages else []
+        del self._free[len(self._free) - num_pages :]
+        return taken
+
+    def release(self, addresses: Sequence[int]) -> None:
+        self._free += reversed(addresses)
+
+    def _grow(self, missing: int) -> None:
+        """Whole slabs; near the budget's end what is missing, because pages of other shapes need
+        some of it.
+        """
+        budget = self._budget
+        num_pages = whole_slabs(missing)
+        if budget.left_bytes is not None and num_pages * self.page_bytes > budget.left_bytes // 2:
+            num_pages = missing
+        if budget.left_bytes is not None and num_pages * self.page_bytes > budget.left_bytes:
+            raise DeviceMemoryError(
+                f"the KV heads that stay on the GPU need {missing} more pages of "
+                f"{format_bytes(self.page_bytes)} beside {format_bytes(budget.reserved_bytes)}, "
+                f"but their budget is {format_bytes(budget.limit_bytes or 0)}; raise max_memory "
+                "of the device, lower the policy's dense_layers, place fewer heads there or "
+                "shorten the context"
+            )
+        num_bytes = num_pages * self.page_bytes
+        try:
+            slab = torch.empty(num_pages, *self._page_shape, dtype=self._dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the GPU has no {format_bytes(num_bytes)} left for the KV heads that stay on it; "
+                "lower the policy's dense_layers, place fewer heads there, lower the batch size or "
+                "the context"
+            ) from error
+        budget.reserved_bytes += num_bytes
+        for page in slab:
+            self._pages[page.data_ptr()] = page
+            self._free.append(page.data_ptr())
+
+
+DEVICE_SLAB_PAGES = 32
+
+
+def whole_slabs(num_pages: int) -> int:
+    """Pages that device memory is taken for when `num_pages` are missing (`DevicePages`)."""
+    return -(-num_pages // DEVICE_SLAB_PAGES) * DEVICE_SLAB_PAGES

@@ -1,0 +1,318 @@
+"""What stays on the GPU beside the weights: windows of all layers, whole KV of some heads.
+
+A *slot* is a row of a decode step. While a sequence is bound to a slot, the GPU holds of it
+    - in every layer that has heads which are not resident: its sink tokens and its recent window;
+    - of the resident heads (those of layers that a policy leaves dense, and others that placement
+      puts there): every token, in pages of the layer's resident heads;
+    - of layers whose rows the GPU fetches: the addresses of the host's pages.
+The host store has all of it too, so that binding is only copying, and forks, truncation and beams
+need no GPU code: a slot that no longer tells the truth is bound again.
+
+Window layout: [num_slots, 2, num_kv_heads, sink_tokens + recent_tokens, head_dim]; token p is at p
+if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens. Pages are laid out
+[K|V][resident heads][page_tokens][head_dim] and are found through a table of addresses int64
+[num_slots, max_pages].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.decode.gpu.pages import DevicePages, PageBudget
+from offload.kv.store import KVStore
+from offload.system.errors import DeviceMemoryError
+from offload.system.interrupts import shielded
+from offload.system.memory import format_bytes
+
+
+@dataclass
+class Slot:
+    """seq: the bound sequence, or None. kv_len: tokens of it that the GPU knows."""
+
+    seq: int | None = None
+    kv_len: int = 0
+    last_used: int = 0
+
+
+class HostPages:
+    """Addresses of the host's pages, for kernels that fetch rows of them.
+
+    Attributes:
+        tables: int64 [num_slots, max_pages] of each layer.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], num_slots: int, max_pages: int, device: torch.device
+    ) -> None:
+        self._layers = list(layers)
+        self._tables = torch.zeros(
+            len(self._layers), num_slots, max_pages, dtype=torch.int64, device=device
+        )
+        self.tables = dict(zip(self._layers, self._tables, strict=True))
+        self._known: dict[int, tuple[int, int]] = {}  # of a slot: its pages, and the last's address
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tables.nbytes
+
+    def update(self, slot: int, addresses: torch.Tensor) -> None:
+        """The pages of the sequence in `slot`: int64 [num_layers, num_pages] of all layers.
+
+        Only a sequence's last page is ever exchanged for another, for its copy.
+        """
+        if not self._layers or not addresses.shape[1]:
+            return
+        known = (addresses.shape[1], int(addresses[self._layers[0], -1]))
+        if self._known.get(slot) != known:
+            self._known[slot] = known
+            self._tables[:, slot, : known[0]] = addresses[self._layers].to(self._tables.device)
+
+    def forget(self, slot: int) -> None:
+        self._known.pop(slot, None)
+
+
+class ResidentKV:
+    """The GPU's share of the KV cache of up to `num_slots` sequences.
+
+    Args:
+        window_layers: layers of which the GPU keeps sink tokens and the recent window.
+        resident_heads: by layer, the KV heads whose tokens all stay on the GPU.
+        gathered_layers: layers of whose host pages the GPU fetches rows.
+        max_context: tokens a sequence may have.
+        budget_bytes: hard limit of the pages; None: what the device has.
+
+    Raises:
+        DeviceMemoryError: a budget that cannot hold one page of each resident head.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        *,
+        window_layers: Sequence[int],
+        resident_heads: Mapping[int, Sequence[int]],
+        gathered_layers: Sequence[int] = (),
+        sink_tokens: int,
+        recent_tokens: int,
+        num_slots: int,
+        max_context: int,
+        device: torch.device,
+        budget_bytes: int | None = None,
+    ) -> None:
+        self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
+        self.resident_heads = {
+            layer_idx: tuple(heads) for layer_idx, heads in resident_heads.items() if heads
+        }
+        self.slots = [Slot() for _ in range(num_slots)]
+        self._store = store
+        self._clock = 0
+        self._budget = PageBudget(budget_bytes)
+        self._pages = {
+            count: DevicePages(
+                (2, count, store.page_tokens, store.head_dim), store.dtype, device, self._budget
+            )
+            for count in sorted({len(heads) for heads in self.resident_heads.values()})
+        }
+        self._check_budget()
+        shape = (num_slots, 2, store.num_kv_heads, sink_tokens + recent_tokens, store.head_dim)
+        self.windows = {
+            layer_idx: torch.zeros(shape, dtype=store.dtype, device=device)
+            for layer_idx in window_layers
+        }
+        max_pages = -(-max_context // store.page_tokens)
+        self.page_tables = {
+            layer_idx: torch.zeros(num_slots, max_pages, dtype=torch.int64, device=device)
+            for layer_idx in self.resident_heads
+        }
+        self.host_pages = HostPages(gathered_layers, num_slots, max_pages, device)
+        self._addresses: list[dict[int, list[int]]] = [
+            {layer_idx: [] for layer_idx in self.resident_heads} for _ in self.slots
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of windows, pages and tables."""
+        tensors = [*self.windows.values(), *self.page_tables.values()]
+        return (
+            sum(tensor.nbytes for tensor in tensors)
+            + self.host_pages.num_bytes
+            + self._budget.reserved_bytes
+        )
+
+    def page(self, layer_idx: int, address: int) -> Tensor:
+        """A page of a layer: [2, resident heads, page_tokens, head_dim]."""
+        return self._pages[len(self.resident_heads[layer_idx])].page(address)
+
+    def bind(self, seqs: Sequence[int]) -> list[int]:
+        """A slot for each of `seqs` (distinct, at most as many as there are slots).
+
+        The slots know all committed tokens of their sequences.
+
+        Raises:
+            DeviceMemoryError: the resident layers do not fit, although nothing else is bound now.
+        """
+        self._clock += 1
+        slot_of = {
+            slot.seq: index for index, slot in enumerate(self.slots) if slot.seq in set(seqs)
+        }
+        spare = sorted(
+            (index for index in range(len(self.slots)) if index not in slot_of.values()),
+            # Free slots first, low ones first: a step runs as many rows as its highest slot needs.
+            key=lambda i: (self.slots[i].last_used if self.slots[i].seq is not None else -1, i),
+        )
+        for index in slot_of.values():
+            self.slots[index].last_used = self._clock
+        chosen = []
+        for seq in seqs:
+            index = slot_of[seq] if seq in slot_of else spare.pop(0)
+            slot = self.slots[index]
+            kv_len = self._store.kv_len(seq)
+            if slot.seq != seq or slot.kv_len != kv_len:
+                self._load(index, seq, kv_len)
+                slot = self.slots[index]
+            self._update_host_pages(index, seq, kv_len)
+            slot.last_used = self._clock
+            chosen.append(index)
+        return chosen
+
+    def reserve(self, slots: Sequence[int], kv_lens: Sequence[int]) -> None:
+        """Give the resident layers of `slots` pages for `kv_lens` tokens."""
+        for slot, kv_len in zip(slots, kv_lens, strict=True):
+            self._reserve(slot, kv_len)
+
+    def advance(self, slots: Sequence[int], kv_lens: Sequence[int]) -> None:
+        """A decode step has written the tokens up to `kv_lens` of the sequences in `slots`."""
+        for slot, kv_len in zip(slots, kv_lens, strict=True):
+            self.slots[slot].kv_len = kv_len
+
+    def forget(self, seq: int) -> None:
+        """What the GPU knows of `seq` is no longer true, or no longer needed."""
+        for index, slot in enumerate(self.slots):
+            if slot.seq == seq:
+                self._clear(index)
+
+    def _check_budget(self) -> None:
+        """A page of each resident head, before anything is allocated."""
+        limit = self._budget.limit_bytes
+        if limit is None:
+            return
+        needed = sum(self._pages[len(heads)].page_bytes for heads in self.resident_heads.values())
+        if needed > limit:
+            num_heads = sum(len(heads) for heads in self.resident_heads.values())
+            raise DeviceMemoryError(
+                f"a page of {self._store.page_tokens} tokens of each of the {num_heads} KV heads "
+                f"that stay on the GPU needs {format_bytes(needed)}, but their budget is "
+                f"{format_bytes(limit)}; raise max_memory of the device, lower the policy's "
+                "dense_layers or place fewer heads there"
+            )
+
+    def _update_host_pages(self, index: int, seq: int, kv_len: int) -> None:
+        if self.host_pages.tables:
+            num_pages = -(-kv_len // self._store.page_tokens)
+            table = self._store.page_table(seq)[:, :num_pages]
+            self.host_pages.update(index, torch.from_numpy(table))
+
+    def _clear(self, index: int) -> None:
+        self.slots[index] = Slot()
+        self.host_pages.forget(index)
+        with shielded():
+            for layer_idx, addresses in self._addresses[index].items():
+                self._pages[len(self.resident_heads[layer_idx])].release(addresses)
+                addresses.clear()
+
+    def _reserve(self, index: int, kv_len: int) -> None:
+        needed = -(-kv_len // self._store.page_tokens)
+        missing = {
+            layer_idx: needed - len(addresses)
+            for layer_idx, addresses in self._addresses[index].items()
+            if len(addresses) < needed
+        }
+        if not missing:
+            return
+        with shielded():
+            new = self._allocate(index, missing)
+            for layer_idx, taken in new.items():
+                addresses, table = self._addresses[index][layer_idx], self.page_tables[layer_idx]
+                table[index, len(addresses) : needed] = torch.tensor(taken).to(table.device)
+                addresses += taken
+
+    def _allocate(self, index: int, missing: Mapping[int, int]) -> dict[int, list[int]]:
+        """Pages of layers for slot `index`; if need be, those of slots not in this step."""
+        new: dict[int, list[int]] = {}
+        for layer_idx, count in missing.items():
+            pages = self._pages[len(self.resident_heads[layer_idx])]
+            while layer_idx not in new:
+                try:
+                    new[layer_idx] = pages.allocate(count)
+                except DeviceMemoryError:
+                    if not self._clear_idle(index):
+                        for of_layer, taken in new.items():
+                            self._pages[len(self.resident_heads[of_layer])].release(taken)
+                        raise
+        return new
+
+    def _clear_idle(self, index: int) -> bool:
+        """Give back the pages of the slot used longest ago that is not in this step."""
+        idle = [
+            i
+            for i, slot in enumerate(self.slots)
+            if i != index and slot.last_used != self._clock and any(self._addresses[i].values())
+        ]
+        if idle:
+            self._clear(min(idle, key=lambda i: self.slots[i].last_used))
+        return bool(idle)
+
+    def _load(self, index: int, seq: int, kv_len: int) -> None:
+        """Copy what the slot must know of `seq` from the host store."""
+        self._clear(index)
+        self._reserve(index, kv_len)
+        sinks = min(self.sink_tokens, kv_len)
+        first = max(self.sink_tokens, kv_len - self.recent_tokens)
+        for layer_idx, window in self.windows.items():
+            if sinks:
+                for side, rows in enumerate(self._store.gather(seq, layer_idx, 0, sinks)):
+                    window[index, side, :, :sinks] = rows.to(window.device)
+            if first < kv_len:
+                positions = torch.arange(first, kv_len) - self.sink_tokens
+                places = (self.sink_tokens + positions % self.recent_tokens).to(window.device)
+                for side, rows in enumerate(self._store.gather(seq, layer_idx, first, kv_len)):
+                    window[index, side][:, places] = rows.to(window.device)
+        for layer_idx, addresses in self._addresses[index].items():
+            self._load_pages(layer_idx, seq, addresses)
+        self.slots[index] = Slot(seq, kv_len)
+
+    def _load_pages(self, layer_idx: int, seq: int, addresses: Sequence[int]) -> None:
+        heads = self.resident_heads[layer_idx]
+        for first, _, run in self._store.page_views(seq, layer_idx):
+            for number, host_page in enumerate(run, first // self._store.page_tokens):
+                page = self.page(layer_idx, addresses[number])[:, :, : host_page.shape[2]]
+                if len(heads) == self._store.num_kv_heads:
+                    page.copy_(host_page, non_blocking=True)
+                    continue
+                for place, head in enumerate(heads):  # of each side, as a whole is one piece
+                    for side in range(2):
+                        page[side, place].copy_(host_page[side, head], non_blocking=True)
+
+
+def check_resident_room(
+    store: KVStore, num_heads: int, num_sequences: int, kv_len: int, budget_bytes: int | None
+) -> None:
+    """Refuse sequences of `kv_len` tokens of which `num_heads` KV heads, of all layers, stay on a
+    GPU that has `budget_bytes` for them; None: what will fit is not known beforehand.
+
+    Raises:
+        DeviceMemoryError: names both, and the options.
+    """
+    page_bytes = store.page_bytes // store.num_kv_heads
+    needed = num_sequences * -(-kv_len // store.page_tokens) * num_heads * page_bytes
+    if budget_bytes is not None and needed > budget_bytes:
+        raise DeviceMemoryError(
+            f"the {num_heads} KV heads that stay on the GPU need {format_bytes(needed)} for "
+            f"{num_sequences} sequences of up to {kv_len} tokens, but their budget is "
+            f"{format_bytes(budget_bytes)}; raise max_memory of the device, lower the policy's "
+            "dense_layers, place fewer heads there or lower max_new_tokens"
+        )

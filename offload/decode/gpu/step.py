@@ -1,0 +1,240 @@
+"""What one decode step launches on the device.
+
+`DeviceStep.all_layers` is the hot path; read it first. It works on static buffers, one row per
+slot, and reads everything that changes from step to step (positions, page tables, flags) from
+memory, so that it can be captured once and replayed for any lengths. Rows whose position is -1 are
+not in use.
+
+The rows of a step may go through the layers in two parts that take turns, so that the host attends
+for one while the device computes for the other:
+
+    device   … mlp A 3, qkv A 4 | mlp B 3, qkv B 4 | mlp A 4, qkv A 5 | …
+    host     … attend B 3       | attend A 4       | attend B 4       | …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gpu_ops.merge_state import merge_state
+from gpu_ops.paged_attention import paged_decode_attention
+from gpu_ops.rope_publish import rope_publish
+from gpu_ops.window_attention import window_attention
+from offload.decode.gpu.buffers import HostLink, StepBuffers
+from offload.decode.gpu.heads import DeviceHeads
+from offload.decode.gpu.linear import DeviceWeights, LinearPath, linear_path
+from offload.decode.gpu.resident_kv import ResidentKV
+from offload.decode.gpu.side_stream import Beside
+from offload.kv.store import KVStore
+from offload.models import LeanModel
+
+_PUBLISHING, _GATHERING = 0, 1  # lanes of the handshake
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows on their way through the layers."""
+
+    rows: slice
+    x: Tensor  # [n, hidden_size]
+    rope: tuple[Tensor, Tensor]  # cos, sin: [n, head_dim]
+    linears: LinearPath
+    beside: _BesidePart
+
+
+@dataclass
+class _BesidePart:
+    """What runs beside a part's own work and was not joined yet."""
+
+    publishing: Beside | None = None  # a selection to the mailbox
+    gathering: list[Beside] = field(default_factory=list)  # rows of a layer's heads from the host
+
+
+@dataclass
+class DeviceStep:
+    """Launches steps over one set of buffers.
+
+    Attributes:
+        after_projection: called after the q, k, v projection of each layer with (layer_idx, first
+            row, qkv [n, (num_qo_heads + 2 num_kv_heads) * head_dim], positions [n]) and may
+            overwrite qkv; for benches.
+        on_mark: called with (kind, layer_idx) of what was launched since the call before; for
+            traces.
+    """
+
+    model: LeanModel
+    weights: DeviceWeights
+    store: KVStore
+    buffers: StepBuffers
+    resident: ResidentKV
+    heads: DeviceHeads
+    after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
+    on_mark: Callable[[str, int], None] | None = None
+    _linear_paths: dict[tuple[int, int], LinearPath] = field(default_factory=dict)
+
+    def run_layers(self, link: HostLink) -> None:
+        """From `buffers.hidden` to `buffers.hidden`, before the final norm."""
+        self.buffers.state.copy_(self.buffers.host_state, non_blocking=True)
+        self.all_layers(link)
+
+    def run_tokens(self, link: HostLink, *, samples: bool) -> None:
+        """From the tokens in `buffers.host_state` to the next in `buffers.host_tokens`."""
+        b, n = self.buffers, link.num_rows
+        self._mark("start")
+        b.state.copy_(b.host_state, non_blocking=True)
+        b.hidden[:n] = self.model.embed_tokens(b.tokens[:n].clamp(min=0))
+        self.all_layers(link)
+        logits = self._linears(slice(0, n)).logits(self.weights, b.hidden[:n])
+        self._mark("linear")
+        tokens = b.chooser.choose(logits, samples=samples)
+        if self.model.ranks is not None:  # one of them draws for all
+            self.model.ranks.broadcast(tokens)
+        b.host_tokens[:n].copy_(tokens, non_blocking=True)
+        self._mark("sample")
+
+    def all_layers(self, link: HostLink) -> None:
+        """Rows [0, link.num_rows) of `buffers.hidden` through all layers, in place."""
+        b, num_layers = self.buffers, len(self.weights.layers)
+        rope_positions = b.rope_positions[None, : link.num_rows].clamp(min=0)
+        tables = self.model.rotary_emb(b.hidden[: link.num_rows], rope_positions)
+        cos, sin = (table[0].contiguous() for table in tables)
+        parts = [
+            _Part(rows, b.hidden[rows], (cos[rows], sin[rows]), self._linears(rows), _BesidePart())
+            for rows in link.parts
+        ]
+        for layer_idx in range(num_layers + 1):
+            for part in parts:
+                if layer_idx > 0:
+                    self.attend_and_finish(layer_idx - 1, part, link)
+                if layer_idx < num_layers:
+                    self.project_and_publish(layer_idx, part, link)
+        for part in parts:
+            self._join_publishing(part, link)
+            part.linears.finish(part.x)
+
+    def project_and_publish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
+        """q, k and v of a layer, to wherever they are needed."""
+        b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
+        window = self.resident.windows.get(layer_idx)
+        page_table = self.resident.page_tables.get(layer_idx)
+
+        placed = self.heads.layers[layer_idx]
+
+        qkv = part.linears.qkv(layer, part.x)
+        if self.after_projection is not None:
+            self.after_projection(layer_idx, rows.start, qkv, b.positions[rows])
+        rope_publish(
+            qkv,
+            *part.rope,
+            b.positions[rows],
+            num_kv_heads=self.model.attention.num_kv_heads,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            norm_eps=layer.qk_norm_eps,
+            query=b.query[rows],
+            host_query=link.mailbox.query[rows],
+            host_kv=link.mailbox.kv[layer_idx, rows],
+            window=None if window is None else window[rows],
+            sink_tokens=self.resident.sink_tokens,
+            page_table=None if page_table is None else page_table[rows],
+            page_tokens=self.store.page_tokens,
+            page_slots=self.heads.page_slots(layer_idx),
+            num_page_heads=len(placed.resident),
+        )
+        self._mark("linear", layer_idx)
+        if placed.host:
+            self._join_publishing(part, link)
+            link.handshake.publish(link.request_of[layer_idx, rows.start])
+
+    def attend_and_finish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
+        """The rest of a layer."""
+        b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
+        shape, attended = self.model.attention, b.attended[rows]
+        if self.heads.layers[layer_idx].is_resident:
+            self.gather_ahead(layer_idx + 1, part, link, early=True)
+            paged_decode_attention(
+                b.query[rows],
+                self.resident.page_tables[layer_idx][rows],
+                b.positions[rows],
+                num_kv_heads=shape.num_kv_heads,
+                page_tokens=self.store.page_tokens,
+                sm_scale=shape.sm_scale,
+                partial_out=b.partial_out[rows],
+                partial_lse=b.partial_lse[rows],
+                out=attended,
+            )
+            self._mark("attention", layer_idx)
+        else:
+            self.attend_in_parts(layer_idx, part, link)
+        self.gather_ahead(layer_idx + 1, part, link, early=False)
+        part.linears.add_attention(layer, part.x, attended)
+        part.linears.add_mlp(layer, part.x)
+
+    def attend_in_parts(self, layer_idx: int, part: _Part, link: HostLink) -> None:
+        """The GPU's heads and windows here; what else the policy chooses, the host meanwhile."""
+        self._join_publishing(part, link)  # which reads the scores and lse that are written here
+        b, rows, placed = self.buffers, part.rows, self.heads.layers[layer_idx]
+        out, lse = b.window_out[rows], b.window_lse[rows]
+        host_out, host_lse = b.no_out[rows], b.no_lse[rows]
+        if placed.has_window:
+            window_attention(
+                b.query[rows],
+                self.resident.windows[layer_idx][rows],
+                b.positions[rows],
+                sm_scale=self.model.attention.sm_scale,
+                out=out,
+                lse=lse,
+            )
+            self._mark("window", layer_idx)
+        if placed.resident:
+            self.heads.attend_resident(
+                layer_idx, rows, b.query, b.positions, self.resident.page_tables, out, lse
+            )
+            self._mark("attention", layer_idx)
+        if placed.publishing:
+            with link.handshake.beside(_PUBLISHING) as part.beside.publishing:
+                self.heads.publish(layer_idx, rows, b.positions, lse, link.mailbox)
+        for gathering in part.beside.gathering:
+            link.handshake.join(gathering)
+        part.beside.gathering.clear()
+        self.gather_ahead(layer_idx + 1, part, link, early=True)
+        if placed.gathered:
+            self.heads.attend_gathered(layer_idx, rows, b.query, b.positions, out, lse)
+            self._mark("gathered", layer_idx)
+        if placed.host:
+            link.handshake.await_reply(link.request_of[layer_idx, rows.start])
+            self._mark("wait", layer_idx)
+            host_out, host_lse = link.mailbox.output[rows], link.mailbox.lse[rows]
+        merge_state(out, lse, host_out, host_lse, b.attended[rows])
+        self._mark("merge", layer_idx)
+
+    def gather_ahead(self, layer_idx: int, part: _Part, link: HostLink, *, early: bool) -> None:
+        """Fetch rows of a layer's gathered heads, while the layer above attends, or is finished."""
+        if layer_idx == len(self.heads.layers):
+            return
+        placed = self.heads.layers[layer_idx]
+        if (placed.num_early if early else len(placed.gathered) - placed.num_early) == 0:
+            return
+        # What was just published comes first in its lane; the others need not wait for it.
+        with link.handshake.beside(_GATHERING if early else _PUBLISHING) as gathering:
+            tables = self.resident.host_pages.tables
+            self.heads.gather(layer_idx, part.rows, self.buffers.positions, tables, early=early)
+        part.beside.gathering.append(gathering)
+
+    def _join_publishing(self, part: _Part, link: HostLink) -> None:
+        if part.beside.publishing is not None:
+            link.handshake.join(part.beside.publishing)
+            part.beside.publishing = None
+
+    def _linears(self, rows: slice) -> LinearPath:
+        key = (rows.start, rows.stop)
+        if key not in self._linear_paths:
+            self._linear_paths[key] = linear_path(self.weights, rows.stop - rows.start)
+        return self._linear_paths[key]
+
+    def _mark(self, kind: str, layer_idx: int = -1) -> None:
+        if self.on_mark is not None:
+            self.on_mark(kind, layer_idx)

@@ -1,0 +1,207 @@
+"""Fixed-size pages of host memory, reference-counted, cut from slabs within a hard budget.
+
+The pool knows nothing of sequences or tokens. A page is named by an id; ids index the arrays
+`addresses` and `refcounts`, so that sharing or releasing thousands of pages is one NumPy call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.system.errors import HostBudgetError
+from offload.system.huge_pages import map_slab
+from offload.system.memory import format_bytes, host_memory_limit_bytes
+from offload.system.pinned_memory import HostRegistration
+
+DEFAULT_SLAB_BYTES = 64 * 2**20
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class PagePool:
+    """Pages of shape `page_shape` and type `dtype`, at most `budget_bytes` of them in slabs.
+
+    A slab is one anonymous mapping, touched when it is made, so that the budget is memory the
+    process has and no page fault happens during decoding. Slabs are kept until `close()`. With a
+    `registration` each is registered once it is touched, and unregistered before it is unmapped.
+
+    Attributes:
+        count_beside: other bytes that are within the budget, too; None: there are none.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        budget_bytes: int,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        registration: HostRegistration | None = None,
+    ) -> None:
+        self.count_beside: Callable[[], int] | None = None
+        self.page_shape = page_shape
+        self.dtype = dtype
+        self.page_bytes = math.prod(page_shape) * dtype.itemsize
+        self.budget_bytes = budget_bytes
+        self.reserved_bytes = 0
+        self.addresses: Int64Array = np.empty(0, np.int64)
+        self.refcounts: Int32Array = np.empty(0, np.int32)
+        self._slab_pages = max(1, slab_bytes // self.page_bytes)
+        self._slabs: list[torch.Tensor] = []  # each [num_pages_of_slab, *page_shape]
+        self._slab_first_id: list[int] = []
+        self._slab_of_page: Int32Array = np.empty(0, np.int32)
+        # A stack: pages freed last are used first, while they may still be in a cache.
+        self._free_ids: Int64Array = np.empty(0, np.int64)
+        self._num_free = 0
+        self._registration = registration
+        # A pool that is dropped without close() must not leave the driver with addresses that the
+        # system will give to others. Not at exit: the driver may be gone by then.
+        self._release = weakref.finalize(self, _give_back, registration, self._slabs)
+        self._release.atexit = False
+
+    @property
+    def num_used(self) -> int:
+        """Pages with at least one owner."""
+        return len(self.refcounts) - self._num_free
+
+    @property
+    def left_bytes(self) -> int:
+        """Of the budget, for slabs and for what shares it."""
+        beside = 0 if self.count_beside is None else self.count_beside()
+        return self.budget_bytes - self.reserved_bytes - beside
+
+    def allocate(self, num_pages: int) -> Int64Array:
+        """Ids int64 [num_pages], ascending, of pages with one owner each and undefined contents.
+
+        Ascending, because neighbouring pages can then be copied in one call (`runs`) and are read
+        in sequence by the attention kernels.
+
+        Raises:
+            HostBudgetError: before anything changes, if they do not fit.
+        """
+        if num_pages > self._num_free:
+            self._grow(num_pages - self._num_free)
+        self._num_free -= num_pages
+        page_ids = np.sort(self._free_ids[self._num_free : self._num_free + num_pages])
+        self.refcounts[page_ids] = 1
+        return page_ids
+
+    def share(self, page_ids: Int64Array) -> None:
+        """One more owner for each of `page_ids` (distinct)."""
+        self.refcounts[page_ids] += 1
+
+    def release(self, page_ids: Int64Array) -> None:
+        """One owner less for each of `page_ids` (distinct); pages without one become free."""
+        self.refcounts[page_ids] -= 1
+        freed = page_ids[self.refcounts[page_ids] == 0]
+        self._free_ids[self._num_free : self._num_free + len(freed)] = freed
+        self._num_free += len(freed)
+
+    def page(self, page_id: int) -> torch.Tensor:
+        """The page itself, not a copy: [*page_shape]."""
+        slab = int(self._slab_of_page[page_id])
+        return self._slabs[slab][page_id - self._slab_first_id[slab]]
+
+    def runs(self, page_ids: Int64Array) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """`page_ids` as (first, last + 1, [last + 1 - first, *page_shape]) of adjoining pages."""
+        slabs = self._slab_of_page[page_ids]
+        breaks = (np.diff(page_ids) != 1) | (np.diff(slabs) != 0)
+        bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(page_ids)]
+        for first, stop in itertools.pairwise(bounds):
+            if stop > first:
+                slab = int(slabs[first])
+                row = int(page_ids[first]) - self._slab_first_id[slab]
+                yield first, stop, self._slabs[slab][row : row + stop - first]
+
+    def close(self) -> None:
+        """Give every slab back to the system. No page may be used afterwards."""
+        self._release()
+        self._slab_first_id.clear()
+        self.reserved_bytes = 0
+        self._num_free = 0
+        self._free_ids = self.addresses = np.empty(0, np.int64)
+        self._slab_of_page = self.refcounts = np.empty(0, np.int32)
+
+    def _grow(self, missing_pages: int) -> None:
+        """Map one slab with room for `missing_pages`, in whole slab sizes where the budget allows.
+
+        One large slab for a large request, rather than many: one mapping to touch and register.
+        """
+        left_bytes = max(0, _round_down(self.left_bytes, mmap.PAGESIZE))
+        if missing_pages * self.page_bytes > left_bytes:
+            raise self._budget_error(missing_pages, "")
+        # The budget was checked when the store was made; what is left of the machine or of the
+        # cgroup may have shrunk since then, and touching more than that ends in a kill.
+        available_bytes = _round_down(host_memory_limit_bytes(), mmap.PAGESIZE)
+        if missing_pages * self.page_bytes > available_bytes:
+            left = format_bytes(available_bytes)
+            raise self._budget_error(missing_pages, f", but only {left} of host memory are left")
+
+        num_pages = math.ceil(missing_pages / self._slab_pages) * self._slab_pages
+        # Pages that nobody asked for are taken from those who share the budget.
+        spare_bytes = left_bytes if self.count_beside is None else left_bytes // 8
+        num_pages = min(num_pages, min(spare_bytes, available_bytes) // self.page_bytes)
+        num_pages = max(num_pages, missing_pages)
+        slab_bytes = -_round_down(-num_pages * self.page_bytes, mmap.PAGESIZE)
+        try:
+            memory = map_slab(slab_bytes)
+        except OSError as error:  # RLIMIT_AS or the kernel's overcommit rules
+            refused = f", but the system refused to map {format_bytes(slab_bytes)}"
+            raise self._budget_error(missing_pages, refused) from error
+        # A tensor made under inference_mode could never be written outside of it.
+        with torch.inference_mode(False):
+            values = memory[: num_pages * self.page_bytes].view(self.dtype)
+            slab = values.view(num_pages, *self.page_shape)
+        if self._registration is not None:
+            try:
+                self._registration.register(slab.data_ptr(), slab_bytes)
+            except OSError as error:
+                raise self._budget_error(missing_pages, f", but {error}") from error
+
+        first_id = len(self.addresses)
+        page_ids = np.arange(first_id, first_id + num_pages, dtype=np.int64)
+        offsets = np.arange(num_pages, dtype=np.int64) * self.page_bytes
+        self.addresses = np.concatenate([self.addresses, slab.data_ptr() + offsets])
+        self.refcounts = np.concatenate([self.refcounts, np.zeros(num_pages, np.int32)])
+        slab_of_page = np.full(num_pages, len(self._slabs), np.int32)
+        self._slab_of_page = np.concatenate([self._slab_of_page, slab_of_page])
+        # Descending, so that the lowest id is on top of the stack.
+        free_ids = self._free_ids[: self._num_free]
+        self._free_ids = np.empty(len(self.addresses), np.int64)
+        self._free_ids[: self._num_free + num_pages] = np.concatenate([page_ids[::-1], free_ids])
+        self._num_free += num_pages
+        self._slabs.append(slab)
+        self._slab_first_id.append(first_id)
+        self.reserved_bytes += slab_bytes
+
+    def _budget_error(self, missing_pages: int, reason: str) -> HostBudgetError:
+        needed, used = missing_pages + self._num_free, self.num_used
+        if beside := self.budget_bytes - self.reserved_bytes - self.left_bytes:
+            reason = f" ({format_bytes(beside)} are what the policy keeps){reason}"
+        return HostBudgetError(
+            f"the host KV cache needs {format_bytes(needed * self.page_bytes)} more "
+            f"({needed} pages of {self.page_bytes} bytes) and uses "
+            f"{format_bytes(used * self.page_bytes)} of its budget of "
+            f"{format_bytes(self.budget_bytes)}{reason}; "
+            "raise max_memory={'cpu': ...} or shorten the context"
+        )
+
+
+def _give_back(registration: HostRegistration | None, slabs: list[torch.Tensor]) -> None:
+    if registration is not None:
+        for slab in slabs:
+            registration.unregister(slab.data_ptr())
+    slabs.clear()  # the mapping goes with the last tensor over it
+
+
+def _round_down(num_bytes: int, multiple: int) -> int:
+    return num_bytes // multiple * multiple

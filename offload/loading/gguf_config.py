@@ -1,0 +1,213 @@
+"""The config of the model in a GGUF file, and that the file holds its tensors and no others.
+
+transformers reads GGUF files leniently: it takes defaults for what it does not find in the
+metadata, drops tensors that it has no name for, and fills with random numbers what is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.loading.gguf_header import GgufHeader
+from offload.loading.gguf_rope import ROPE_FREQS, rope_parameters
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp's names; it calls Mistral a llama
+_MAX_SIZE = 2**24  # of any dimension; products of two stay far from 64 bits
+_TOKENS = "tokenizer.ggml.tokens"
+_SPECIAL_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+# Metadata of an architecture that changes what is computed, in ways that its type does not know.
+_OTHER_COMPUTATIONS = (
+    "attention.scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "expert_count",
+)
+
+
+def gguf_config(header: GgufHeader) -> Any:
+    """The transformers config of the model in a GGUF file.
+
+    Raises:
+        ValueError: an unsupported model, metadata that is missing or makes no sense, tensors that
+            are missing, unexpected or of another shape: names the file and what is wrong.
+    """
+    from huggingface_hub.errors import StrictDataclassError  # from configs of transformers
+
+    try:
+        config = _config(header)
+        _check_tensors(header, config)
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{header.path}: {error}") from error
+    return config
+
+
+def _config(header: GgufHeader) -> Any:
+    from transformers import AutoConfig
+
+    metadata, tensors = header.metadata, header.tensors
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        available = ", ".join(ARCHITECTURES)
+        raise ValueError(f"unsupported model type {architecture!r}; available: {available}")
+    if metadata.get("split.count", 0) not in (0, 1):
+        raise ValueError(
+            "the file is one part of several; merge them first (llama-gguf-split --merge)"
+        )
+    num_heads = _size(metadata, f"{architecture}.attention.head_count")
+    hidden_size = _size(metadata, f"{architecture}.embedding_length")
+    max_context = _size(metadata, f"{architecture}.context_length")
+    num_kv_heads = _size(metadata, f"{architecture}.attention.head_count_kv", num_heads)
+    head_dim = _size(metadata, f"{architecture}.attention.key_length", hidden_size // num_heads)
+    vocab_size = _vocab_size(metadata, architecture)
+    _check_attention(metadata, architecture, num_heads, num_kv_heads, head_dim, max_context)
+    config: dict[str, Any] = {
+        "max_position_embeddings": max_context,
+        "num_hidden_layers": _size(metadata, f"{architecture}.block_count"),
+        "hidden_size": hidden_size,
+        "intermediate_size": _size(metadata, f"{architecture}.feed_forward_length"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": _number(metadata, f"{architecture}.attention.layer_norm_rms_epsilon"),
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_parameters": rope_parameters(header, architecture, head_dim, max_context),
+    }
+    if architecture != "qwen2":  # which has the biases that it has
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if architecture == "llama":
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    for name, of_file in _SPECIAL_TOKENS.items():
+        config[name] = _token(metadata, f"tokenizer.ggml.{of_file}_token_id", vocab_size)
+    if config["num_hidden_layers"] > len(tensors):
+        raise ValueError(
+            f"{architecture}.block_count={config['num_hidden_layers']}, but the file holds "
+            f"{len(tensors)} tensors"
+        )
+    return AutoConfig.for_model(architecture, **config)
+
+
+def _check_attention(
+    metadata: dict[str, Any],
+    architecture: str,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_context: int,
+) -> None:
+    """Refuse heads that do not fit together, and what the lean layers do not compute."""
+    if num_heads % num_kv_heads or head_dim % 2 or num_heads * head_dim > _MAX_SIZE:
+        raise ValueError(
+            f"{num_heads} query heads, {num_kv_heads} KV heads and head_dim={head_dim} make no "
+            "attention"
+        )
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if _size(metadata, f"{architecture}.{key}", head_dim) != head_dim:
+            raise ValueError(
+                f"{architecture}.{key}={metadata[f'{architecture}.{key}']} is not supported: the "
+                f"heads have {head_dim} elements"
+            )
+    window = _size(metadata, f"{architecture}.attention.sliding_window", max_context)
+    if window < max_context:
+        raise ValueError(
+            f"{architecture}.attention.sliding_window={window} is not supported: the context has "
+            f"{max_context} tokens"
+        )
+    for key in _OTHER_COMPUTATIONS:
+        value = metadata.get(f"{architecture}.{key}")
+        if value:
+            raise ValueError(f"{architecture}.{key}={value} is not supported")
+
+
+def _check_tensors(header: GgufHeader, config: Any) -> None:
+    """Refuse a file whose tensors are not those of the config."""
+    import gguf
+
+    expected = _expected_tensors(config)
+    found = {name: of.shape for name, of in header.tensors.items() if name != ROPE_FREQS}
+    shapes = [
+        f"{name} {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    problems = [
+        _some("missing", expected.keys() - found.keys()),
+        _some("unexpected", found.keys() - expected.keys()),
+        _some("of another shape", shapes),
+    ]
+    if any(problems):
+        raise ValueError(
+            f"the tensors are not those of its metadata: {'; '.join(filter(None, problems))}"
+        )
+    for type_name in {tensor.type_name for tensor in header.tensors.values()}:
+        kind = gguf.GGMLQuantizationType[type_name]
+        try:
+            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError as error:
+            raise ValueError(f"tensors of type {type_name} cannot be dequantised") from error
+
+
+def _expected_tensors(config: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's tensors by their names in GGUF; tied ones once."""
+    import gguf
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        stock = model.from_config(config)
+    (architecture,) = (
+        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == config.model_type
+    )
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    expected = {}
+    for name, weight in stock.named_parameters():
+        module, _, kind = name.rpartition(".")
+        expected[f"{names.get_name(module)}.{kind}"] = tuple(weight.shape)
+    return expected
+
+
+def _some(problem: str, names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = ", …" if len(names) > 3 else ""
+    return f"{len(names)} {problem} ({', '.join(names[:3])}{more})" if names else ""
+
+
+def _size(metadata: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = metadata.get(key, default)
+    if type(value) is not int or not 0 < value <= _MAX_SIZE:
+        raise ValueError(f"{key} must be an integer in 1..{_MAX_SIZE}, got {_shown(value)}")
+    return value
+
+
+def _number(metadata: dict[str, Any], key: str) -> float:
+    value = metadata.get(key)
+    if not isinstance(value, float) or not 0.0 <= value < math.inf:
+        raise ValueError(f"{key} must be a finite number, got {_shown(value)}")
+    return value
+
+
+def _vocab_size(metadata: dict[str, Any], architecture: str) -> int:
+    tokens = metadata.get(_TOKENS)
+    if not isinstance(tokens, list):
+        raise ValueError(f"{_TOKENS} must be a list of strings, got {_shown(tokens)}")
+    vocab_size = _size(metadata, f"{architecture}.vocab_size", len(tokens))
+    if vocab_size < len(tokens):
+        raise ValueError(f"{len(tokens)} tokens do not fit {architecture}.vocab_size={vocab_size}")
+    return vocab_size
+
+
+def _token(metadata: dict[str, Any], key: str, vocab_size: int) -> int | None:
+    value = metadata.get(key)
+    if value is not None and not (type(value) is int and 0 <= value < vocab_size):
+        raise ValueError(f"{key} must be a token of 0..{vocab_size - 1}, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value as a message has it; None is nothing there."""
+    return "nothing" if value is None else f"{value!r:.60}"

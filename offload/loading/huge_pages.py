@@ -1,0 +1,49 @@
+"""Weights move to huge pages of host memory once they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.system.huge_pages import map_slab
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+
+
+_SLAB_BYTES = 256 * 2**20  # the old and the new copy of at most this much exist at one time
+
+
+def move_to_huge_pages(model: Any) -> None:
+    """Give each parameter of `model` a new place, its values unchanged; tied ones stay tied."""
+    for parameters in _groups(model):
+        offsets, num_bytes = [], 0
+        for parameter in parameters:
+            offsets.append(num_bytes)
+            num_bytes += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+        slab = map_slab(num_bytes).numpy()
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            # A storage of its own, unlike a view of the slab: savers look for shared storages.
+            place = torch.frombuffer(
+                slab, dtype=parameter.dtype, count=parameter.numel(), offset=offset
+            )
+            # NumPy copies on this thread; torch would wake a team of threads for each weight.
+            values = parameter.data.contiguous().view(-1)
+            slab[offset : offset + parameter.nbytes] = values.view(torch.uint8).numpy()
+            parameter.data = place.view(parameter.shape)
+
+
+def _groups(model: Any) -> Iterator[list[nn.Parameter]]:
+    """The parameters in order, as many together as fit a slab."""
+    group: list[nn.Parameter] = []
+    group_bytes = 0
+    for parameter in model.parameters():
+        if group and group_bytes + parameter.nbytes > _SLAB_BYTES:
+            yield group
+            group, group_bytes = [], 0
+        group.append(parameter)
+        group_bytes += parameter.nbytes
+    if group:
+        yield group

@@ -1,0 +1,91 @@
+"""From a model's name to a stock transformers model: local folder, GGUF file, alias or hub id."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.loading.checkpoint import check_config_file
+from offload.loading.gguf import EMBEDDED_MODEL, converted_folder, embedded_gguf
+
+logger = logging.getLogger(__name__)
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Weights in other formats, and the original checkpoints that some repositories carry in folders.
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_HUB_IGNORED = ("*/*", "consolidated*")
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """The standard keyword arguments of `from_pretrained` that say where files come from."""
+
+    cache_dir: str | None = None
+    force_download: bool = False
+    local_files_only: bool = False
+    token: str | bool | None = None
+    revision: str | None = None
+    gguf_file: str | None = None
+
+
+def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> Path:
+    """The local folder with config, safetensors and tokenizer of a model.
+
+    `name_or_path` is a folder, a .gguf file (converted once, see `gguf_conversion`), the alias
+    "smollm2-135m-instruct", or a hub id, whose files are downloaded unless they are cached.
+
+    Raises:
+        FileNotFoundError: nothing there, or not on the hub.
+        ValueError: see `check_checkpoint`; what can be known from config.json is checked before
+            weights are downloaded.
+    """
+    hub = hub or HubOptions()
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if name == EMBEDDED_MODEL and not path.exists():
+        return converted_folder(embedded_gguf(), EMBEDDED_MODEL)
+    if path.is_dir():
+        return converted_folder(path / hub.gguf_file) if hub.gguf_file else path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{path} is a file; give a model's folder or a .gguf file")
+        return converted_folder(path)
+    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
+        raise FileNotFoundError(f"no such model folder or GGUF file: {name}")
+    return _download(name, hub)
+
+
+def load_tokenizer(name_or_path: str | Path, hub: HubOptions | None = None) -> Any:
+    """The tokenizer of a model, by any name that `OffloadedModel.from_pretrained` takes."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(resolve_folder(name_or_path, hub))
+
+
+def _download(name: str, hub: HubOptions) -> Path:
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    source: dict[str, Any] = {
+        "repo_id": name,
+        "revision": hub.revision,
+        "cache_dir": hub.cache_dir,
+        "force_download": hub.force_download,
+        "local_files_only": hub.local_files_only,
+        "token": hub.token,
+    }
+    try:
+        if hub.gguf_file:
+            return converted_folder(Path(hf_hub_download(filename=hub.gguf_file, **source)))
+        check_config_file(Path(hf_hub_download(filename="config.json", **source)))
+        folder = snapshot_download(
+            allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_IGNORED), **source
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"cannot find the model {name!r}: it is no local folder, no .gguf file and not the "
+            f"alias {EMBEDDED_MODEL!r}, and the Hugging Face hub says: {error}"
+        ) from error
+    return Path(folder)

@@ -1,0 +1,137 @@
+"""What a plan must know of a model: its shape and its weights' bytes, from its config alone."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.loading.checkpoint import check_config_file
+from offload.loading.gguf import EMBEDDED_MODEL, embedded_gguf
+from offload.loading.gguf_config import gguf_config
+from offload.loading.gguf_header import read_gguf_header
+from offload.models import lean_model_maker
+from offload.models.base import check_computation, context_limit
+from offload.models.dtypes import DTYPES
+from offload.models.shape import MODEL_SHAPES, ModelShape, weight_elements
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model that is not loaded.
+
+    Attributes:
+        name: as the user wrote it.
+        model_type: transformers' name of the architecture.
+        dtype: of weights and KV cache.
+        weight_bytes: of all weights in that dtype; tied ones count once.
+    """
+
+    name: str
+    model_type: str
+    shape: ModelShape
+    dtype: torch.dtype
+    weight_bytes: int
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def planned_model(name_or_path: str, dtype: str = "auto") -> PlannedModel:
+    """The model of that name: a name of `MODEL_SHAPES`, or what `from_pretrained` takes.
+
+    Of a checkpoint only config.json is read, of a GGUF file its header, and from the hub only
+    config.json is downloaded.
+
+    Args:
+        dtype: a name, or "auto" for the checkpoint's own.
+
+    Raises:
+        FileNotFoundError, ValueError, NotImplementedError: as `from_pretrained`.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; available: auto, {', '.join(DTYPES)}")
+    wanted = DTYPES.get(dtype)
+    path = Path(name_or_path).expanduser()
+    if name_or_path in MODEL_SHAPES and not path.exists():
+        shape, chosen = MODEL_SHAPES[name_or_path], wanted or torch.bfloat16
+        return PlannedModel(
+            name_or_path, "llama", shape, chosen, weight_elements(shape) * chosen.itemsize
+        )
+    config, stored = _config(name_or_path, path)
+    lean_model_maker(config.model_type)
+    check_computation(config)
+    return _of_config(name_or_path, config, wanted or stored or _dtype_of(config, name_or_path))
+
+
+def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None]:
+    """transformers' config, and the dtype of converted weights where there is one."""
+    from transformers import AutoConfig
+
+    if name == EMBEDDED_MODEL and not path.exists():
+        path = embedded_gguf()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{path} is a file; give a model's folder or a .gguf file")
+        # bfloat16 is what `gguf_conversion` stores.
+        return gguf_config(read_gguf_header(path)), torch.bfloat16
+    if path.is_dir():
+        check_config_file(path / "config.json")
+        return AutoConfig.from_pretrained(path), None
+    return AutoConfig.from_pretrained(_hub_config(name).parent), None
+
+
+def _hub_config(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    shapes = ", ".join(MODEL_SHAPES)
+    try:
+        path = Path(hf_hub_download(name, filename="config.json"))
+    except HFValidationError as error:
+        raise FileNotFoundError(f"no such model folder, GGUF file or shape: {name}") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"cannot find the model {name!r}: it is no local folder, no .gguf file, not the alias "
+            f"{EMBEDDED_MODEL!r} and not one of the shapes {shapes}, and the Hugging Face hub "
+            f"says: {error}"
+        ) from error
+    check_config_file(path)
+    return path
+
+
+def _dtype_of(config: Any, name: str) -> torch.dtype:
+    stored = getattr(config, "dtype", None)
+    if isinstance(stored, torch.dtype):
+        return stored
+    logger.warning("the config of %s names no dtype: planning for bfloat16; give --dtype", name)
+    return torch.bfloat16
+
+
+def _of_config(name: str, config: Any, dtype: torch.dtype) -> PlannedModel:
+    from transformers import AutoModelForCausalLM
+
+    num_qo_heads = int(config.num_attention_heads)
+    max_context, _ = context_limit(config)
+    shape = ModelShape(
+        num_layers=int(config.num_hidden_layers),
+        hidden_size=int(config.hidden_size),
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_qo_heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_qo_heads),
+        intermediate_size=int(config.intermediate_size),
+        vocab_size=int(config.vocab_size),
+        max_context=max_context,
+        rope_theta=0.0,  # does not decide any work
+    )
+    model: Any = AutoModelForCausalLM
+    with torch.device("meta"):  # shapes without memory: biases, norms and ties count as they are
+        stock = model.from_config(config, dtype=dtype)
+    weight_bytes = sum(weight.numel() for weight in stock.parameters()) * dtype.itemsize
+    return PlannedModel(name, config.model_type, shape, dtype, weight_bytes)

@@ -1,0 +1,65 @@
+"""A checked checkpoint becomes a stock transformers model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.loading.checkpoint import Checkpoint, check_loaded
+
+logger = logging.getLogger(__name__)
+
+
+def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
+    """The stock model of a checked checkpoint; `dtype` None keeps the checkpoint's own.
+
+    Raises:
+        ValueError: if weights are missing, unexpected, or have other shapes than config.json says.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception as error:  # of any kind: they have no class in common
+        raise ValueError(f"{checkpoint.folder / 'config.json'}: {error}") from error
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint.folder,
+        config=config,
+        dtype=dtype or "auto",
+        trust_remote_code=False,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # or transformers raises without naming the file
+        output_loading_info=True,
+    )
+    model, info = loaded
+    check_loaded(info, checkpoint.folder, "its config.json")
+    return model
+
+
+def load_vocabulary_marks(folder: Path, vocab_size: int) -> npt.NDArray[np.uint8] | None:
+    """uint8 [vocab_size]: `offload.policies.text_marks` of a checkpoint's tokenizer; None without one."""
+    from transformers import AutoTokenizer
+
+    from offload.policies.text_marks import vocabulary_marks
+
+    try:
+        known = vocabulary_marks(AutoTokenizer.from_pretrained(folder))
+    except (OSError, ValueError) as error:
+        known = None
+        logger.debug("%s", error)
+    if known is None:
+        logger.warning(
+            "%s has no tokenizer whose text can be read: the policy cuts chunks of fixed size",
+            folder,
+        )
+        return None
+    marks = np.zeros(vocab_size, np.uint8)
+    marks[: min(vocab_size, len(known))] = known[:vocab_size]
+    return marks

@@ -1,0 +1,64 @@
+"""A rank's part of a model's weights, and its view of the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from offload.models import LeanModel
+from offload.ranks.group import TensorParallel
+from offload.ranks.shares import head_ranges, mlp_ranges
+
+
+def rank_view(model: LeanModel, ranks: TensorParallel | None) -> LeanModel:
+    """The lean view of a model whose weights `keep_own_weights` has cut: its own heads only."""
+    if ranks is None:
+        return model
+    shape = model.attention
+    heads = head_ranges(shape.num_kv_heads, ranks.world_size)[ranks.rank]
+    own = replace(shape, num_kv_heads=len(heads), num_qo_heads=len(heads) * shape.group_size)
+    return replace(model, attention=own, ranks=ranks)
+
+
+def keep_own_weights(model: LeanModel, ranks: TensorParallel) -> None:
+    """Cut the stock modules behind the view of a whole model down to what this rank computes.
+
+    q, k, v, gate and up lose rows, o and down lose columns; each keeps a copy of its part, so that
+    the whole is freed. Biases that are added after the sum over ranks stay on rank 0.
+
+    Raises:
+        ValueError: more ranks than KV heads.
+    """
+    shape = model.attention
+    heads = head_ranges(shape.num_kv_heads, ranks.world_size)[ranks.rank]
+    key_rows = range(heads.start * shape.head_dim, heads.stop * shape.head_dim)
+    group = shape.group_size
+    query_rows = range(key_rows.start * group, key_rows.stop * group)
+    for layer in model.layers:
+        inner = mlp_ranges(layer.gate_proj.out_features, ranks.world_size)[ranks.rank]
+        _keep_rows(layer.q_proj, query_rows)
+        _keep_rows(layer.k_proj, key_rows)
+        _keep_rows(layer.v_proj, key_rows)
+        _keep_columns(layer.o_proj, query_rows, keeps_bias=ranks.rank == 0)
+        _keep_rows(layer.gate_proj, inner)
+        _keep_rows(layer.up_proj, inner)
+        _keep_columns(layer.down_proj, inner, keeps_bias=ranks.rank == 0)
+
+
+def _keep_rows(module: nn.Linear, rows: range) -> None:
+    part = slice(rows.start, rows.stop)
+    module.weight.data = module.weight.data[part].clone()
+    if module.bias is not None:
+        module.bias.data = module.bias.data[part].clone()
+    module.out_features = len(rows)
+
+
+def _keep_columns(module: nn.Linear, columns: range, *, keeps_bias: bool) -> None:
+    module.weight.data = module.weight.data[:, columns.start : columns.stop].clone(
+        memory_format=torch.contiguous_format
+    )
+    if not keeps_bias:
+        module.bias = None  # type: ignore[assignment]
+    module.in_features = len(columns)

@@ -1,0 +1,57 @@
+"""The shape of a model, and of those that benches and plans know by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offload.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides the work of a Llama-like model."""
+
+    num_layers: int
+    hidden_size: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_context: int
+    rope_theta: float
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Of one token's keys and values in all layers, in a dtype of two bytes."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * 2
+
+    @property
+    def qkv_width(self) -> int:
+        """Elements that a layer projects for one token: queries, keys and values."""
+        return (self.num_qo_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+MODEL_SHAPES = {
+    "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 131072, 500000.0),
+    "llama-3.2-1b": ModelShape(16, 2048, 32, 8, 64, 8192, 128256, 131072, 500000.0),
+    "smollm2-135m": ModelShape(30, 576, 9, 3, 64, 1536, 49152, 8192, 100000.0),
+    "tiny": ModelShape(4, 128, 4, 2, 32, 256, 512, 8192, 10000.0),
+}
+
+
+def weight_elements(shape: ModelShape) -> int:
+    """Parameters of a Llama-like model of this shape without biases, the embedding not tied."""
+    return (
+        2 * shape.vocab_size * shape.hidden_size
+        + shape.hidden_size
+        + layer_elements(shape) * shape.num_layers
+    )
+
+
+def layer_elements(shape: ModelShape) -> int:
+    """Of one layer."""
+    attention = shape.qkv_width + shape.num_qo_heads * shape.head_dim
+    return shape.hidden_size * (attention + 3 * shape.intermediate_size + 2)

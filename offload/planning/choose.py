@@ -1,0 +1,215 @@
+"""Chooses where KV heads are attended, by the predicted time of a step and the GPU's budget.
+
+What stays on the GPU as a whole is chosen first: dense layers, which must, then retrieving heads,
+most saved time per byte first. Then each layer's reusing heads are shared out between the CPU and
+rows that the GPU fetches, so that the slower of the two takes least. The result depends on nothing
+but the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from offload.decode.gpu.placement import (
+    BoolArray,
+    HeadPlacement,
+    Place,
+    UInt8Array,
+    kv_head_roles,
+    may_be_gathered,
+    may_stay_on_gpu,
+)
+from offload.planning.buffer_bytes import page_bytes
+from offload.planning.step_time import StepModel
+from offload.planning.workload import Workload
+from offload.policies.base import DENSE, RETRIEVE
+from offload.system.errors import DeviceMemoryError
+from offload.system.memory import format_bytes
+
+# Bytes that a placement takes on the GPU, in all: pages, windows, tables and buffers.
+DeviceBytes = Callable[[HeadPlacement], int]
+
+
+@dataclass(frozen=True)
+class DeviceRoom:
+    """What heads may take of a GPU.
+
+    Attributes:
+        budget_bytes: of everything that `num_bytes` counts; None: no limit.
+        num_bytes: of a placement.
+        page_tokens: tokens of a page.
+    """
+
+    budget_bytes: int | None
+    num_bytes: DeviceBytes
+    page_tokens: int = 256
+
+    def holds(self, placement: HeadPlacement) -> bool:
+        return self.budget_bytes is None or self.num_bytes(placement) <= self.budget_bytes
+
+
+def choose_placement(
+    model: StepModel | None,
+    work: Workload,
+    room: DeviceRoom,
+    *,
+    gathers: bool = True,
+) -> HeadPlacement:
+    """The best placement for a GPU that decodes.
+
+    Args:
+        model: predicts steps of `work`; None: retrieving heads go to the GPU in the order of their
+            layers, and nothing is fetched, because nobody knows how long that takes.
+        gathers: rows may be fetched.
+
+    Raises:
+        DeviceMemoryError: the dense layers do not fit; names the sizes and the options.
+    """
+    places = _dense_places(work)
+    _check_dense(places, work, room)
+    if not work.policy.selects:
+        places = _more_full_heads(places, room)
+    else:
+        _add_retrieving(places, model, work, room)
+    if model is not None and gathers and work.is_sparse:
+        _add_gathered(places, model, work, room)
+    chosen, least = HeadPlacement(places), least_placement(work)
+    if model is not None and model.step(least).milliseconds < model.step(chosen).milliseconds:
+        return least  # a GPU that attends more slowly than the CPU
+    return chosen
+
+
+def least_placement(work: Workload) -> HeadPlacement:
+    """Dense layers on the GPU, everything else on the CPU: what decoding needs no choice for."""
+    return HeadPlacement(_dense_places(work))
+
+
+def _dense_places(work: Workload) -> UInt8Array:
+    shape = work.shape
+    places = np.full((shape.num_layers, shape.num_kv_heads), Place.CPU, np.uint8)
+    roles = kv_head_roles(work.policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
+    if roles is not None:
+        places[roles == DENSE] = Place.GPU
+    return places
+
+
+def _check_dense(places: UInt8Array, work: Workload, room: DeviceRoom) -> None:
+    placement = HeadPlacement(places)
+    if room.holds(placement):
+        return
+    budget, needed = room.budget_bytes or 0, room.num_bytes(placement)
+    num_heads = int((places == Place.GPU).sum())
+    one_page = num_heads * page_bytes(1, room.page_tokens, work.shape.head_dim, work.item_bytes)
+    of_pages = (
+        f", and one page of {room.page_tokens} tokens of each of the {num_heads} KV heads that "
+        f"must stay there takes {format_bytes(one_page)}"
+        if one_page > budget
+        else ""
+    )
+    raise DeviceMemoryError(
+        f"decoding {work.batch_size} sequences of {work.kv_len:,} tokens needs "
+        f"{format_bytes(needed)} on the GPU beside the weights and prefill ({num_heads} KV heads "
+        f"of dense layers, windows and buffers), but {format_bytes(budget)} are left of its "
+        f"budget{of_pages}; raise max_memory of the device, lower the policy's dense_layers, the "
+        "context or the batch size"
+    )
+
+
+def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> UInt8Array:
+    """As many layers of a policy that selects nothing as fit, the first ones first."""
+    low, high = 0, len(places)
+    while low < high:  # the most whole layers: what they take grows with each
+        middle = (low + high + 1) // 2
+        trial = places.copy()
+        trial[:middle] = Place.GPU
+        low, high = (middle, high) if room.holds(HeadPlacement(trial)) else (low, middle - 1)
+    places[:low] = Place.GPU
+    if low < len(places):
+        for head in range(places.shape[1] - 1):
+            trial = places.copy()
+            trial[low, head] = Place.GPU
+            if not room.holds(HeadPlacement(trial)):
+                break
+            places = trial
+    return places
+
+
+def _add_retrieving(
+    places: UInt8Array, model: StepModel | None, work: Workload, room: DeviceRoom
+) -> None:
+    """Put retrieving heads on the GPU while they fit, most saved time per byte first."""
+    roles = work.roles()
+    movable = may_stay_on_gpu(work.policy, roles) & (roles == RETRIEVE)
+    for layer_idx in _by_benefit(places, movable, model):
+        heads = np.flatnonzero(movable[layer_idx])
+        for count in range(len(heads), 0, -1):
+            if work.policy.shares_selection and count < len(heads):
+                break  # they publish together
+            trial = places.copy()
+            trial[layer_idx, heads[:count]] = Place.GPU
+            if room.holds(HeadPlacement(trial)):
+                places[:] = trial
+                break
+
+
+def _by_benefit(
+    places: UInt8Array,
+    movable: BoolArray,
+    model: StepModel | None,
+) -> list[int]:
+    """Layers with movable heads; those whose moving saves most time per head come first."""
+    layers = np.flatnonzero(movable.any(axis=1)).tolist()
+    if model is None:
+        return list(layers)
+
+    def saved_us(layer_idx: int) -> float:
+        moved = places[layer_idx].copy()
+        moved[movable[layer_idx]] = Place.GPU
+        before = model.layer(layer_idx, places[layer_idx]).total
+        after = model.layer(layer_idx, moved).total
+        return (before - after) / int(movable[layer_idx].sum())
+
+    # Rounded: equal layers keep their order on every machine.
+    return sorted(layers, key=lambda layer_idx: (-round(saved_us(layer_idx), 3), layer_idx))
+
+
+def _add_gathered(places: UInt8Array, model: StepModel, work: Workload, room: DeviceRoom) -> None:
+    """Share each layer's reusing heads out between the CPU and rows that the GPU fetches.
+
+    All layers use one buffer, as wide as the layer that fetches most needs it: how wide it may be
+    is found first.
+    """
+    eligible = may_be_gathered(work.policy, work.roles(), places)
+    wanted = [_best_count(places, eligible, layer_idx, model) for layer_idx in range(len(places))]
+    for most in range(max(wanted, default=0), 0, -1):
+        trial = places.copy()
+        for layer_idx, count in enumerate(wanted):
+            heads = np.flatnonzero(eligible[layer_idx])
+            trial[layer_idx, heads[: min(count, most)]] = Place.GATHER
+        if room.holds(HeadPlacement(trial)):
+            places[:] = trial
+            return
+
+
+def _best_count(
+    places: UInt8Array,
+    eligible: BoolArray,
+    layer_idx: int,
+    model: StepModel,
+) -> int:
+    """How many heads of a layer to fetch; of equally fast numbers the least.
+
+    The CPU's part falls with the number and the fetching rises, so that a faster link can only
+    move the best number up.
+    """
+    heads = np.flatnonzero(eligible[layer_idx])
+    top_k_us = model.top_k_us(layer_idx - 1, places[layer_idx - 1]) if layer_idx else 0.0
+    totals = []
+    for count in range(len(heads) + 1):
+        trial = places[layer_idx].copy()
+        trial[heads[:count]] = Place.GATHER
+        totals.append(model.layer(layer_idx, trial, top_k_us=top_k_us).total)
+    return int(np.argmin(totals))

@@ -1,0 +1,64 @@
+"""Measured times of one operator by size, and what lies between them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Microseconds by size, linear between measured sizes and beyond the last two.
+
+    Attributes:
+        points: (size, microseconds), sizes ascending. Microseconds never fall from one to the next.
+
+    Raises:
+        ValueError: no points, sizes that do not ascend, costs that fall, numbers not finite.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        points = tuple((float(size), float(us)) for size, us in self.points)
+        if not points or not all(math.isfinite(x) and x >= 0 for point in points for x in point):
+            raise ValueError(f"a cost table needs finite points of at least 0, got {self.points}")
+        for (a, cost_a), (b, cost_b) in itertools.pairwise(points):
+            if a >= b or cost_a > cost_b:
+                raise ValueError(f"sizes of a cost table must ascend, and its costs: {points}")
+        object.__setattr__(self, "points", points)
+
+    @classmethod
+    def measured(cls, points: Sequence[tuple[float, float]]) -> CostTable:
+        """From noisy measurements: no size costs less than a smaller one."""
+        costs = itertools.accumulate((us for _, us in sorted(points)), max)
+        return cls(tuple(zip(sorted(size for size, _ in points), costs, strict=True)))
+
+    @classmethod
+    def straight(cls, fixed_us: float, us_per_size: float) -> CostTable:
+        """fixed_us + us_per_size * size."""
+        return cls(((0.0, fixed_us), (1e6, fixed_us + 1e6 * us_per_size)))
+
+    def us(self, size: float) -> float:
+        """Microseconds of `size`; nothing costs nothing."""
+        if size <= 0:
+            return 0.0
+        points = self.points
+        if len(points) == 1:
+            return points[0][1] * max(1.0, size / points[0][0]) if points[0][0] else points[0][1]
+        last = next((i for i, (at, _) in enumerate(points) if at >= size), len(points) - 1)
+        (a, cost_a), (b, cost_b) = points[max(0, last - 1)], points[max(1, last)]
+        # Before the first point too, but a kernel takes its time however little it does.
+        return max(cost_a + (cost_b - cost_a) / (b - a) * (size - a), 0.0)
+
+    @property
+    def fixed_us(self) -> float:
+        """What the least work costs, by the first two points."""
+        (a, cost_a), (b, cost_b) = (*self.points, self.points[-1])[:2]
+        return max(0.0, cost_a - (cost_b - cost_a) / (b - a) * a) if b > a else cost_a

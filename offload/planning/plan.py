@@ -1,0 +1,344 @@
+"""What a model will take and how fast it will decode, before anything is loaded.
+
+`make_plan` places the heads, counts every byte on both sides, refuses what cannot fit, and predicts
+a decode step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.kv.page_pool import DEFAULT_SLAB_BYTES
+from offload.loading.planned_model import PlannedModel
+from offload.planning.buffer_bytes import mailbox_bytes, num_slots, page_bytes, store_bytes
+from offload.planning.choose import DeviceRoom, choose_placement
+from offload.planning.placement_bytes import (
+    policy_state_bytes,
+    prefill_memory,
+    publishing_heads,
+    step_device_bytes,
+)
+from offload.planning.profile import DeviceProfile, MachineProfile
+from offload.planning.step_time import StepModel, StepTime
+from offload.planning.workload import Workload
+from offload.policies.base import RETRIEVE, SELECT, Policy
+from offload.system.errors import DeviceMemoryError, HostBudgetError
+from offload.system.memory import format_bytes, host_memory_limit_bytes
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Attributes:
+        context: tokens of each sequence at its end.
+        max_memory: bytes by device index or "cpu", as in `RuntimeConfig`.
+        on_this_machine: memory that nobody names is bounded by what this machine has left.
+        placement: a given one; None: the best is chosen.
+    """
+
+    model: PlannedModel
+    policy: Policy
+    context: int
+    batch_size: int
+    device: str
+    max_memory: Mapping[int | str, int]
+    page_tokens: int = 256
+    prefill_slice_tokens: int = 8192
+    on_this_machine: bool = True
+    placement: HeadPlacement | None = None
+
+    def __post_init__(self) -> None:
+        if self.context > self.model.shape.max_context:
+            raise ValueError(
+                f"a context of {self.context} tokens exceeds the {self.model.shape.max_context} "
+                f"tokens of {self.model.name}"
+            )
+        known = {"cpu", self.device_index} if self.on_gpu else {"cpu"}
+        for key in self.max_memory:
+            if key not in known:
+                named = ", ".join(sorted(map(repr, known)))
+                raise ValueError(
+                    f"max_memory names {key!r}, but device is {self.device!r}; it may name {named}"
+                )
+        shape = self.model.shape
+        self.policy.check_model(
+            num_layers=shape.num_layers,
+            num_qo_heads=shape.num_qo_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def device_index(self) -> int:
+        return torch.device(self.device).index or 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `make_plan` found.
+
+    Attributes:
+        device_bytes, host_bytes: by what they are for.
+        device_limit_bytes, host_limit_bytes: of all of them; None: nobody named one.
+        notes: what a user should know beside the numbers.
+    """
+
+    request: PlanRequest
+    profile: MachineProfile
+    placement: HeadPlacement
+    device_bytes: dict[str, int]
+    device_limit_bytes: int | None
+    host_bytes: dict[str, int]
+    host_limit_bytes: int | None
+    step: StepTime
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; `HeadPlacement.load` takes them, too."""
+        request, model = self.request, self.request.model
+        return {
+            "model": model.name,
+            "model_type": model.model_type,
+            "dtype": model.dtype_name,
+            "policy": request.policy.name,
+            "context": request.context,
+            "batch_size": request.batch_size,
+            "device": request.device,
+            "num_threads": self.profile.num_threads,
+            "machine": self.profile.key,
+            "placement": self.placement.as_json(),
+            "device_bytes": self.device_bytes,
+            "device_total_bytes": sum(self.device_bytes.values()),
+            "device_limit_bytes": self.device_limit_bytes,
+            "host_bytes": self.host_bytes,
+            "host_total_bytes": sum(self.host_bytes.values()),
+            "host_limit_bytes": self.host_limit_bytes,
+            "milliseconds_per_step": self.step.milliseconds,
+            "tokens_per_second": self.step.tokens_per_second,
+            "microseconds": {
+                "layers": self.step.breakdown(),
+                "last": self.step.last,
+                "fixed": self.step.fixed,
+            },
+            "assumed": list(self.step.assumed),
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
+    """Place the heads, count the bytes, predict a step.
+
+    Raises:
+        DeviceMemoryError, HostBudgetError: it cannot fit; names both numbers and the options.
+        ValueError: no GPU in the profile, or a placement that is not for this model and policy.
+    """
+    model, notes = request.model, []
+    work = Workload(
+        shape=model.shape,
+        policy=request.policy,
+        kv_len=request.context,
+        batch_size=request.batch_size,
+        item_bytes=model.dtype.itemsize,
+        state_bytes=policy_state_bytes(request.policy, model.shape, model.dtype, request.context),
+    )
+    step_model = StepModel(profile, work, on_gpu=request.on_gpu)
+    if request.on_gpu and profile.device is not None:
+        limit = device_limit_bytes(request, profile.device)
+        bytes_of = device_byte_counter(request, profile.device)
+        placement, note = _place(request, step_model, work, limit, bytes_of)
+        notes += note
+        device_bytes = bytes_of(placement)
+    else:
+        shape = model.shape
+        placement = HeadPlacement.filled(shape.num_layers, shape.num_kv_heads, Place.CPU)
+        if request.placement is not None and request.placement != placement:
+            raise ValueError(
+                "a placement with heads on the GPU needs a GPU, but the device is 'cpu'"
+            )
+        limit, device_bytes = None, {}
+    host_bytes, host_limit = _host(request, work, placement)
+    return Plan(
+        request=request,
+        profile=profile,
+        placement=placement,
+        device_bytes=device_bytes,
+        device_limit_bytes=limit,
+        host_bytes=host_bytes,
+        host_limit_bytes=host_limit,
+        step=step_model.step(placement),
+        notes=tuple(notes),
+    )
+
+
+def device_limit_bytes(request: PlanRequest, device: DeviceProfile) -> int | None:
+    """Of everything on the GPU: max_memory, or what it has."""
+    named = request.max_memory.get(request.device_index)
+    return device.memory_bytes or None if named is None else named
+
+
+def device_byte_counter(
+    request: PlanRequest, device: DeviceProfile
+) -> Callable[[HeadPlacement], dict[str, int]]:
+    """What a placement takes on the GPU, by what it is for."""
+    model = request.model
+    weights, prefill = model.weight_bytes, prefill_bytes(request)
+
+    def count(placement: HeadPlacement) -> dict[str, int]:
+        of_step = step_device_bytes(
+            placement,
+            model.shape,
+            request.policy,
+            kv_len=request.context,
+            batch_size=request.batch_size,
+            page_tokens=request.page_tokens,
+            item_bytes=model.dtype.itemsize,
+            device=device,
+        )
+        return {"weights": weights, **of_step, "prefill, at its peak": prefill}
+
+    return count
+
+
+def prefill_bytes(request: PlanRequest) -> int:
+    """Of a prefill of the whole batch at its peak."""
+    return prefill_memory(
+        request.model.shape,
+        request.policy,
+        num_tokens=request.batch_size * request.context,
+        item_bytes=request.model.dtype.itemsize,
+        slice_tokens=request.prefill_slice_tokens,
+        page_tokens=request.page_tokens,
+    ).total_bytes
+
+
+def _place(
+    request: PlanRequest,
+    step_model: StepModel,
+    work: Workload,
+    limit: int | None,
+    bytes_of: Callable[[HeadPlacement], dict[str, int]],
+) -> tuple[HeadPlacement, list[str]]:
+    """The placement, and what there is to say about it."""
+    weights, prefill = request.model.weight_bytes, prefill_bytes(request)
+    where = f"max_memory[{request.device_index}]"
+    if limit is not None and weights + prefill > limit:
+        if weights > limit:
+            raise DeviceMemoryError(
+                f"the weights need {format_bytes(weights)}, but {where} is {format_bytes(limit)}; "
+                "raise it, or choose a smaller dtype or model"
+            )
+        raise DeviceMemoryError(
+            f"prefill of {request.batch_size} x {request.context:,} tokens needs "
+            f"{format_bytes(prefill)} beside weights of {format_bytes(weights)}, but {where} is "
+            f"{format_bytes(limit)}; raise it, lower prefill_slice_tokens, the batch size or the "
+            "context"
+        )
+
+    def room(kept_free: int) -> DeviceRoom:
+        left = None if limit is None else limit - weights - kept_free
+
+        def num_bytes(placement: HeadPlacement) -> int:
+            return sum(bytes_of(placement).values()) - weights - prefill
+
+        return DeviceRoom(left, num_bytes, request.page_tokens)
+
+    if request.placement is not None:
+        return _given(request, room(0), limit, where), []
+    notes: list[str] = []
+    try:
+        return choose_placement(step_model, work, room(prefill)), notes
+    except DeviceMemoryError:
+        placement = choose_placement(step_model, work, room(0))
+        notes.append(
+            "a second prompt of this length does not fit beside what decoding the first keeps on "
+            f"the GPU: prefill takes {format_bytes(prefill)} at its peak"
+        )
+        return placement, notes
+
+
+def _given(request: PlanRequest, room: DeviceRoom, limit: int | None, where: str) -> HeadPlacement:
+    """The placement of the request, if it fits."""
+    placement, shape = request.placement, request.model.shape
+    assert placement is not None
+    placement.check_model(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads)
+    placement.check_policy(request.policy, shape.num_qo_heads)
+    heads = int((placement.places == Place.GPU).sum())
+    if room.holds(placement):
+        return placement
+    of_pages = heads * page_bytes(
+        1, request.page_tokens, shape.head_dim, request.model.dtype.itemsize
+    )
+    budget = room.budget_bytes or 0
+    smallest = (
+        f"; not even one page of {request.page_tokens} tokens of each of its {heads} heads, "
+        f"{format_bytes(of_pages)}, fits"
+        if of_pages > budget
+        else ""
+    )
+    raise DeviceMemoryError(
+        f"the placement with {heads} KV heads on the GPU needs "
+        f"{format_bytes(room.num_bytes(placement))} beside the weights, but {format_bytes(budget)} "
+        f"are left of {where} = {format_bytes(limit or 0)}{smallest}; raise it, place fewer heads "
+        "there, lower the batch size or the context"
+    )
+
+
+def _host(
+    request: PlanRequest, work: Workload, placement: HeadPlacement
+) -> tuple[dict[str, int], int | None]:
+    """Bytes of host memory, and their limit.
+
+    Raises:
+        HostBudgetError: they do not fit.
+    """
+    model, shape = request.model, request.model.shape
+    item, slots = model.dtype.itemsize, num_slots(request.batch_size)
+    asking = int(((work.roles() == SELECT) | (work.roles() == RETRIEVE)).any(axis=1).sum())
+    counted = {
+        "KV cache": store_bytes(
+            shape,
+            kv_len=request.context,
+            batch_size=request.batch_size,
+            page_tokens=request.page_tokens,
+            item_bytes=item,
+            slab_bytes=DEFAULT_SLAB_BYTES,
+        ),
+        "kept by the policy": round(work.state_bytes * asking * request.batch_size),
+    }
+    budgeted = counted["KV cache"]
+    if request.on_gpu:
+        publishes = any(publishing_heads(placement, request.policy, shape.num_qo_heads))
+        shared = request.policy.shares_selection
+        counted["mailbox"] = mailbox_bytes(
+            shape,
+            slots=slots,
+            item_bytes=item,
+            num_requests=sum(map(bool, placement.counts(Place.CPU))),
+            selection_units=(1 if shared else shape.num_kv_heads) if publishes else 0,
+            selection_tokens=request.policy.budget_tokens if publishes else 0,
+        )
+    else:
+        counted = {"weights": model.weight_bytes, **counted}
+        budgeted += model.weight_bytes
+    limit, source = request.max_memory.get("cpu"), "max_memory['cpu'] is"
+    if limit is None and request.on_this_machine:
+        limit = host_memory_limit_bytes()
+        source = "the host memory that this process may use is"
+    if limit is not None and budgeted > limit:
+        what = "the KV cache" if request.on_gpu else "weights and KV cache"
+        raise HostBudgetError(
+            f"{what} of {request.batch_size} x {request.context:,} tokens need "
+            f"{format_bytes(budgeted)} of host memory, but {source} {format_bytes(limit)}; raise "
+            "max_memory={'cpu': ...}, lower the batch size or the context"
+        )
+    return counted, limit

@@ -1,0 +1,232 @@
+"""What a machine was measured to do: the numbers that plans and predictions are made from.
+
+`profile_host` and `profile_device` measure them in some seconds; here is what they are, and where
+they are kept: a JSON file per machine in the cache folder. The file's name says which processor,
+threads, instruction set, GPU, driver and version of ours it is for, so that a machine that has
+changed has no profile instead of a wrong one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.planning.cost_table import CostTable
+
+if TYPE_CHECKING:
+    from offload.models.shape import ModelShape
+
+_FORMATS = "offload-profile-"
+_FORMAT = _FORMATS + "2"
+OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """What a GPU was measured to do. Bandwidths are bytes per second, costs microseconds.
+
+    Attributes:
+        name, driver: of the GPU.
+        capability: compute capability, as (9, 0).
+        num_multiprocessors: decides the scratch of attention.
+        memory_bytes: of the GPU in all.
+        read_bandwidth: of its own memory.
+        to_host_bandwidth, from_host_bandwidth: of copies over PCIe.
+        gemv: by bytes of a weight matrix that one row is multiplied with.
+        layer_linear_us: of a layer's linear layers, norms and rotation, by `shape_key` and then
+            number of rows; of shapes that were measured.
+        lm_head_us: of the last projection, alike.
+        attention: by bytes of keys and values in GPU pages.
+        retrieval: the same of heads that also leave their scores, for a top-k.
+        top_k: by number of scores, one per query head and token: the top-k that follows, beside
+            the linear layers.
+        gather: by bytes of rows that the GPU fetches from host pages.
+        gather_measured: whether the gather kernel was there, or PCIe copies stand for it.
+        gather_beside: by bytes of rows of a layer: what a layer takes longer in which they are
+            attended to and the next layer's are fetched beside everything else, than one of linear
+            layers, window and merge alone.
+        top_k_beside: by number of scores: what a layer takes longer if a top-k runs beside it.
+        window_us, merge_us, sampling_us: of those kernels, per layer and step.
+        round_trip_us: from a request to its reply when the CPU has nothing to attend to.
+        step_us: of a step beside its kernels: launch, state, the token to the host.
+    """
+
+    name: str
+    driver: str | None
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    memory_bytes: int
+    read_bandwidth: float
+    to_host_bandwidth: float
+    from_host_bandwidth: float
+    gemv: CostTable
+    layer_linear_us: dict[str, dict[int, float]]
+    lm_head_us: dict[str, dict[int, float]]
+    attention: CostTable
+    retrieval: CostTable
+    top_k: CostTable
+    gather: CostTable
+    gather_measured: bool
+    gather_beside: CostTable
+    top_k_beside: CostTable
+    window_us: float
+    merge_us: float
+    sampling_us: float
+    round_trip_us: float
+    step_us: float
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """What a machine was measured to do.
+
+    Attributes:
+        cpu, isa, num_threads: of the host, and of its worker pool.
+        version: of this program.
+        attention_heads: (num_qo_heads, num_kv_heads, head_dim) that attention was measured with.
+        read_bandwidth: bytes per second of reading host memory in order, on all threads.
+        attend_cold: microseconds of attending to selected rows, by their bytes (keys and values of
+            all heads), when no cache holds them.
+        attend_warm: the same of rows that the same threads have just read.
+        scan_dense: microseconds of attending to all tokens, by the bytes of their keys and values.
+        scan_retrieve: the same of heads that also choose their heaviest tokens.
+        select_scale: by `step_model.policy_key`, what its units that select took, as a multiple
+            of what `StepModel` says of the bytes they look at; 1 where it was not measured.
+        device: the GPU, or None.
+    """
+
+    cpu: str
+    isa: str
+    num_threads: int
+    version: str
+    attention_heads: tuple[int, int, int]
+    read_bandwidth: float
+    attend_cold: CostTable
+    attend_warm: CostTable
+    scan_dense: CostTable
+    scan_retrieve: CostTable
+    select_scale: dict[str, float]
+    device: DeviceProfile | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_threads < 1 or not self.read_bandwidth > 0:
+            raise ValueError(
+                "num_threads must be at least 1 and read_bandwidth positive, "
+                f"got {self.num_threads} and {self.read_bandwidth}"
+            )
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a profile is for; see `machine_key`."""
+        return {
+            "cpu": self.cpu,
+            "isa": self.isa,
+            "num_threads": self.num_threads,
+            "gpu": None if self.device is None else self.device.name,
+            "driver": None if self.device is None else self.device.driver,
+            "version": self.version,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"format": _FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, document: Any, source: str = "") -> MachineProfile:
+        """What `as_json` returned.
+
+        Raises:
+            ValueError: something else; names the source.
+        """
+        name = f"machine profile {source}" if source else "machine profile"
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise ValueError(
+                f"{name} is of another format than {_FORMAT!r}; measure again with "
+                "`offload plan --remeasure`"
+            )
+        fields = {key: value for key, value in document.items() if key != "format"}
+        try:
+            device = fields.pop("device")
+            return cls(
+                **_tables(cls, fields),
+                device=None if device is None else DeviceProfile(**_tables(DeviceProfile, device)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{name} is damaged ({error}); measure again with `offload plan --remeasure`"
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON: the whole file or nothing, also where two processes write at once."""
+        target = Path(path)
+        text = json.dumps(self.as_json(), indent=1) + "\n"
+        descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=target.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(temporary).replace(target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> MachineProfile:
+        """Read a profile.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: damaged, or of another format; names the file.
+        """
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(f"no machine profile {path}")
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(
+                f"machine profile {path} is damaged, it is not JSON ({error}); measure again with "
+                "`offload plan --remeasure`"
+            ) from error
+        return cls.from_json(document, str(path))
+
+
+def shape_key(shape: ModelShape, item_bytes: int) -> str:
+    """Names the linear layers of a shape: equal keys take equally long."""
+    return (
+        f"{shape.hidden_size}x{shape.qkv_width}x{shape.intermediate_size}x{shape.vocab_size}"
+        f"x{item_bytes}"
+    )
+
+
+def _tables(cls: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON's lists and strings as the types of the fields of `cls`."""
+    types = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+    unknown = sorted(set(fields) - set(types))
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r}")
+    made: dict[str, Any] = {}
+    for name, value in fields.items():
+        kind = types[name]
+        if kind == "CostTable":
+            made[name] = CostTable(tuple((size, us) for size, us in value["points"]))
+        elif kind == "float":
+            made[name] = float(value)
+            if not math.isfinite(made[name]) or made[name] < 0:
+                raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
+        elif kind.startswith("tuple"):
+            made[name] = tuple(value)
+        elif kind == "dict[str, dict[int, float]]":
+            made[name] = {
+                key: {int(n): float(us) for n, us in of_rows.items()}
+                for key, of_rows in value.items()
+            }
+        else:
+            made[name] = value
+    return made

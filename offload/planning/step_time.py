@@ -1,0 +1,356 @@
+"""How long a decode step will take, by a placement of heads and what was measured of a machine.
+
+A layer on a GPU, with what goes on beside each other in one column:
+
+    linear layers, norms, rotation      │ fetching of rows that are known before the query
+    ────────────────────────────────────┼──────────────────────────────────────────────────
+    attention over GPU pages, windows   │ the rest of the fetching │ request, CPU attention,
+    attention over fetched rows         │                          │ reply
+    ────────────────────────────────────┴──────────────────────────────────────────────────
+    merge
+
+so a layer takes linear + max(GPU's side, reply) + merge; a layer without heads on the CPU has no
+reply. What runs beside each other also slows each other down: how much longer a layer takes with
+rows on their way, or with a top-k beside it, was measured as a whole (`profile_layers`). A step is
+its layers, the last projection, choosing the token, and what a step costs beside its kernels.
+Without a GPU it is reading the weights, and attention, layer after layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.decode.gpu.placement import HeadPlacement, Place, UInt8Array
+from offload.models.shape import layer_elements
+from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
+from offload.planning.workload import Workload, policy_key
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
+
+# Of a worker's second-level cache that reading ahead fills (cpp/attention/decode_attention_warm.cpp).
+_AHEAD_BYTES_PER_WORKER = 2**20
+_FLOAT32 = 4
+# Where a policy selects by looking at some keys first: these per token that it chooses or caches.
+_LFPS_CANDIDATE_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Microseconds of one layer.
+
+    Attributes:
+        kind: what is attended where, such as "GPU + gather + CPU".
+        linear: linear layers, norms and rotation.
+        gpu: attention on the GPU over pages, fetched rows and windows.
+        gather: what fetching beside a layer adds to it, attention to the rows not counted.
+        reply: from the request to the CPU's answer; 0 where nobody asks.
+        exposed: what the GPU waits for the slower of gather and reply beyond its own attention.
+        merge: of the parts.
+    """
+
+    kind: str
+    linear: float
+    gpu: float
+    gather: float
+    reply: float
+    exposed: float
+    merge: float
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.gpu + self.exposed + self.merge
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step, in microseconds.
+
+    Attributes:
+        layers: in order.
+        last: the last projection and choosing the token.
+        fixed: what a step costs beside its kernels.
+        batch_size: tokens of a step.
+        assumed: what was not measured, and what stands for it.
+    """
+
+    layers: tuple[LayerTime, ...]
+    last: float
+    fixed: float
+    batch_size: int
+    assumed: tuple[str, ...] = field(default=())
+
+    @property
+    def milliseconds(self) -> float:
+        return (sum(layer.total for layer in self.layers) + self.last + self.fixed) / 1e3
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.batch_size / self.milliseconds
+
+    def breakdown(self) -> list[dict[str, Any]]:
+        """A row per kind of layer, in the order of first appearance: sums over its layers, us."""
+        rows: dict[str, dict[str, Any]] = {}
+        for layer in self.layers:
+            row = rows.setdefault(layer.kind, {"kind": layer.kind, "layers": 0, "total": 0.0})
+            row["layers"] += 1
+            for name in ("linear", "gpu", "gather", "reply", "exposed", "merge", "total"):
+                row[name] = row.get(name, 0.0) + getattr(layer, name)
+        return list(rows.values())
+
+
+class StepModel:
+    """Predicts steps of one workload on one machine.
+
+    Args:
+        on_gpu: the linear layers are there; else all is on the CPU.
+
+    Raises:
+        ValueError: a GPU is asked for, and the profile has none.
+    """
+
+    def __init__(self, profile: MachineProfile, work: Workload, *, on_gpu: bool) -> None:
+        if on_gpu and profile.device is None:
+            raise ValueError(
+                "the machine profile has no GPU; measure it where there is one, or plan for "
+                "--device cpu"
+            )
+        self.profile, self.work = profile, work
+        self.roles = work.roles()
+        self._device = profile.device if on_gpu else None
+        self._assumed: list[str] = []
+        if self._device is not None:
+            self._linear_us = self._layer_linear_us(self._device)
+            if not self._device.gather_measured:
+                self._assume("fetching rows: a PCIe copy of as many bytes stands for it")
+        else:
+            weights = layer_elements(work.shape) * work.item_bytes
+            self._linear_us = 1e6 * weights / profile.read_bandwidth
+        heads = (work.shape.num_qo_heads, work.shape.num_kv_heads, work.shape.head_dim)
+        if heads != profile.attention_heads:
+            self._assume(
+                "CPU attention: measured with (query heads, KV heads, head_dim) = "
+                f"{profile.attention_heads}, this model has {heads}"
+            )
+
+    @property
+    def linear_us(self) -> float:
+        """Of a layer's linear layers."""
+        return self._linear_us
+
+    def step(self, placement: HeadPlacement) -> StepTime:
+        """Of a step whose heads are placed so; all on the CPU means wholly, if there is no GPU."""
+        waiting, layers = 0.0, []
+        for layer_idx, places in enumerate(placement.places):
+            layers.append(self.layer(layer_idx, places, top_k_us=waiting))
+            waiting = self.top_k_us(layer_idx, places)
+        if self._device is None:
+            vocabulary = self.work.shape.vocab_size * self.work.shape.hidden_size
+            last = 1e6 * vocabulary * self.work.item_bytes / self.profile.read_bandwidth
+            return StepTime(tuple(layers), last, 0.0, self.work.batch_size, tuple(self._assumed))
+        last = self._lm_head_us(self._device) + self._device.sampling_us
+        return StepTime(
+            tuple(layers), last, self._device.step_us, self.work.batch_size, tuple(self._assumed)
+        )
+
+    def layer(self, layer_idx: int, places: UInt8Array, *, top_k_us: float = 0.0) -> LayerTime:
+        """Of one layer with its heads at `places` [num_kv_heads].
+
+        Args:
+            top_k_us: what the layer before publishes takes, beside the linear layers in between.
+        """
+        roles, work = self.roles[layer_idx], self.work
+        on_cpu = roles[places == Place.CPU]
+        if self._device is None:
+            attend = self.attend_us(roles)
+            return LayerTime("CPU", self._linear_us, 0.0, 0.0, attend, attend, 0.0)
+        device = self._device
+        resident = roles[places == Place.GPU]
+        num_gathered = int((places == Place.GATHER).sum())
+        gpu = self._resident_us(device, resident)
+        gather = slowed = merge = reply = 0.0
+        if num_gathered or len(on_cpu):
+            gpu += device.window_us
+        if num_gathered or len(on_cpu) or self._publishes(resident):
+            merge = device.merge_us
+        fetched = work.batch_size * num_gathered * work.chosen_tokens * 2 * work.row_bytes
+        attend_fetched = device.attention.us(fetched)
+        if num_gathered:
+            gather, attend_fetched, slowed = self._gather_us(device, fetched)
+            if top_k_us:  # rows that the layer before chose are on their way only since then
+                late = top_k_us + device.gather.us(fetched) - self._linear_us
+                gather = max(gather, late)
+        published = self._publishing_us(device, resident)
+        if len(on_cpu):
+            # The request waits for what the CPU's heads reuse.
+            reply = max(0.0, top_k_us - self._linear_us) + device.round_trip_us
+            reply += self.attend_us(on_cpu, window_on_gpu=True)
+        # The link is done when all rows are there, whatever else the GPU did meanwhile.
+        gpu += attend_fetched
+        window = device.window_us if num_gathered or len(on_cpu) else 0.0
+        side = max(gpu + slowed, window + attend_fetched + gather, reply + slowed)
+        exposed = side - gpu + published
+        names = [
+            name
+            for name, count in (
+                ("GPU", len(resident)),
+                ("gather", num_gathered),
+                ("CPU", len(on_cpu)),
+            )
+            if count
+        ]
+        return LayerTime(" + ".join(names), self._linear_us, gpu, gather, reply, exposed, merge)
+
+    def _gather_us(self, device: DeviceProfile, num_bytes: float) -> tuple[float, float, float]:
+        """Of a layer's fetched rows: what fetching adds to a layer that has nothing else to do,
+        attention to them, and what fetching adds to any layer, however little it fetches."""
+        if not device.gather_measured:
+            hidden = max(0.0, device.gather.us(num_bytes) - self._linear_us)
+            return hidden, device.attention.us(num_bytes), 0.0
+        table = device.gather_beside
+        attend = min(device.attention.us(num_bytes), table.us(num_bytes))
+        gather = table.us(num_bytes) - attend
+        least = min(num_bytes, table.points[0][0])
+        slowed = min(gather, max(0.0, table.us(least) - device.attention.us(least)))
+        return gather, attend, slowed
+
+    def _publishing_us(self, device: DeviceProfile, resident: UInt8Array) -> float:
+        """What a layer takes longer with the top-k of its heads beside it."""
+        return device.top_k_beside.us(self._num_scores(resident))
+
+    def _num_scores(self, resident: UInt8Array) -> int:
+        """Of heads on the GPU that leave a selection: one for each query head and token."""
+        if not self._publishes(resident):
+            return 0
+        work = self.work
+        group_size = work.shape.num_qo_heads // work.shape.num_kv_heads
+        return work.batch_size * len(resident) * group_size * work.kv_len
+
+    def _publishes(self, roles: UInt8Array) -> bool:
+        """Whether heads in GPU pages leave a selection."""
+        return self.work.is_sparse and bool((roles == RETRIEVE).any())
+
+    def top_k_us(self, layer_idx: int, places: UInt8Array) -> float:
+        """Of what a layer's heads publish on the GPU."""
+        resident = self.roles[layer_idx][places == Place.GPU]
+        return 0.0 if self._device is None else self._device.top_k.us(self._num_scores(resident))
+
+    def _resident_us(self, device: DeviceProfile, roles: UInt8Array) -> float:
+        """Attention to all tokens of heads in GPU pages."""
+        work = self.work
+        of_head = work.batch_size * work.kv_len * 2 * work.row_bytes
+        if self._publishes(roles):
+            return device.retrieval.us(len(roles) * of_head)
+        return device.attention.us(len(roles) * of_head)
+
+    def attend_us(self, roles: UInt8Array, *, window_on_gpu: bool = False) -> float:
+        """The worker pool's part of a layer, its heads with these roles."""
+        work, profile = self.work, self.profile
+        window = work.window_tokens if window_on_gpu else 0
+        dense = retrieved = rows = certain = scaled = 0.0
+        for role in roles.tolist():
+            if role in (DENSE, RETRIEVE) or not work.is_sparse:
+                scanned = (work.kv_len - window) * 2 * work.row_bytes
+                if role == RETRIEVE and work.is_sparse:
+                    retrieved += scanned
+                else:
+                    dense += scanned
+                continue
+            attended = (work.chosen_tokens + work.window_tokens - window) * 2 * work.row_bytes
+            if role == REUSE:
+                certain += attended
+            elif role == SELECT:
+                looked_at, rereads_keys = self._looked_at_bytes()
+                scaled += looked_at
+                rows += attended if rereads_keys else attended / 2
+        dense, retrieved, rows, certain, scaled = (
+            work.batch_size * x for x in (dense, retrieved, rows, certain, scaled)
+        )
+        selected = rows + certain + scaled
+        cost = profile.scan_dense.us(dense) + profile.scan_retrieve.us(retrieved)
+        if selected:
+            scale = self._select_scale() if rows or scaled else 1.0
+            cost += self._rows_us(selected) * scale
+        return cost if cost else profile.attend_cold.fixed_us
+
+    def _select_scale(self) -> float:
+        """Of the policy's own kernels."""
+        scale = self.profile.select_scale.get(policy_key(self.work.policy))
+        if scale is None:
+            self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
+            return 1.0
+        return scale
+
+    def _rows_us(self, num_bytes: float) -> float:
+        """Attending to selected rows, as many of which were read ahead as there is time for."""
+        profile = self.profile
+        cold = profile.attend_cold.us(num_bytes)
+        if self._device is None:
+            return cold
+        ahead = min(
+            num_bytes,
+            self._linear_us * 1e-6 * profile.read_bandwidth,
+            profile.num_threads * _AHEAD_BYTES_PER_WORKER,
+        )
+        warm = profile.attend_warm.us(num_bytes)
+        return cold + (warm - cold) * ahead / num_bytes
+
+    def _looked_at_bytes(self) -> tuple[float, bool]:
+        """Of one KV head: what the policy reads to select, and whether keys are read again then."""
+        work = self.work
+        policy: Any = getattr(work.policy, "inner", work.policy)
+        kept = work.state_bytes / work.shape.num_kv_heads
+        if policy.scans_keys:
+            return work.kv_len * (work.row_bytes + _FLOAT32), False
+        if policy.name == "lychee_cluster":
+            short = work.kv_len <= 16 * policy.budget_tokens
+            ratio = policy.candidate_ratio
+            if short:
+                ratio = max(ratio, policy.short_context_ratio)
+            # A search reads all coarse units' centroids, and the clusters of a few of them.
+            chunk = (policy.min_chunk_tokens + policy.max_chunk_tokens) / 2
+            clusters = max(1.0, work.kv_len / (chunk * policy.chunks_per_cluster))
+            units = min(policy.max_units, clusters**0.5)
+            kept *= min(1.0, policy.kept_units / units)
+            return kept + ratio * work.chosen_tokens * work.row_bytes, False
+        if policy.name == "lfps":
+            candidates = max(work.chosen_tokens, _LFPS_CANDIDATE_SHARE * work.kv_len)
+            return candidates * work.row_bytes, False
+        return kept, True
+
+    def _layer_linear_us(self, device: DeviceProfile) -> float:
+        """Of one layer for this batch: as measured, or else by the bytes of its matrices."""
+        measured = device.layer_linear_us.get(shape_key(self.work.shape, self.work.item_bytes), {})
+        if self.work.batch_size in measured:
+            return measured[self.work.batch_size]
+        self._assume("linear layers: the bytes of their weights at the speed of other shapes stand")
+        shape, item = self.work.shape, self.work.item_bytes
+        width, hidden = shape.num_qo_heads * shape.head_dim, shape.hidden_size
+        return self._matrices_us(
+            device,
+            [
+                shape.qkv_width * hidden,
+                width * hidden,
+                2 * shape.intermediate_size * hidden,
+                shape.intermediate_size * hidden,
+            ],
+            item,
+        )
+
+    def _lm_head_us(self, device: DeviceProfile) -> float:
+        shape = self.work.shape
+        measured = device.lm_head_us.get(shape_key(shape, self.work.item_bytes), {})
+        if self.work.batch_size in measured:
+            return measured[self.work.batch_size]
+        return self._matrices_us(
+            device, [shape.vocab_size * shape.hidden_size], self.work.item_bytes
+        )
+
+    def _matrices_us(
+        self, device: DeviceProfile, elements: Sequence[int], item_bytes: int
+    ) -> float:
+        return sum(device.gemv.us(count * item_bytes) for count in elements)
+
+    def _assume(self, what: str) -> None:
+        if what not in self._assumed:
+            self._assumed.append(what)

@@ -1,0 +1,5 @@
+"""LFPS: vertical and slash patterns, predicted from one step to the next (see `policy`)."""
+
+from offload.policies.lfps.policy import LFPS
+
+__all__ = ["LFPS"]

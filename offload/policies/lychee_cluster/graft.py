@@ -1,0 +1,287 @@
+"""Grafting: LycheeCluster takes the oldest tokens of its buffer into the index, chunk by chunk.
+
+Source: arXiv 2603.08453, section 4.4 (lazy update). A chunk goes to the nearest fine cluster, found
+through the coarse units; centroids are moving averages, radii only grow, by what the new chunk and
+the move of the centroid ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+
+from offload.policies.callback import (
+    callback,
+    load_keys,
+    read_context,
+    score_int8,
+    view_float32,
+    view_int32,
+    view_uint8,
+)
+from offload.policies.lychee_cluster.chunks import chunk_length, set_chunk_start
+from offload.policies.lychee_cluster.index import (
+    CAPACITY_CHUNKS,
+    GRAFTED_AT,
+    GRAFTED_CLUSTER,
+    GRAFTED_UNIT,
+    HAS_HIGH_LINKS,
+    HEADER,
+    HEADER_COLUMNS,
+    INDEXED_END,
+    LAST_GRAFT_COLUMNS,
+    LINKS,
+    LINKS_HIGH,
+    NORM_STEP,
+    NUM_CHUNKS,
+    NUM_CLUSTERS,
+    NUM_UNITS,
+    OLD_HEADER,
+    OLD_LINK,
+    OLD_SCALES,
+    RANGES,
+    ROWS,
+    SCALES,
+    SCRATCH,
+    SPREAD_STEP,
+    Array,
+    graft_bytes,
+)
+from offload.policies.lychee_cluster.search import MAX_CHUNK, MIN_CHUNK, UNINDEXED_LIMIT, take_best
+from offload.policies.lychee_cluster.views import (
+    NEAR,
+    bfloat16_bits_up,
+    bits_of_float,
+    from_bfloat16,
+    header_of,
+    index_of,
+    last_graft_of,
+    link_of,
+    scratch_of,
+    set_link,
+    step_of,
+)
+
+_GRAFT_UNITS = 3  # coarse units in which a new chunk looks for its cluster
+_MAX_COUNT = 255  # members that weigh in a moving average
+
+
+@numba.njit(cache=True)
+def _move_centroid(row: Any, scale: Any, count: int, point: Any, old: Any, new: Any) -> None:
+    """Moving average of a centroid of `count` points and one more; its radius covers all of them.
+
+    The old points are within the old radius and the way that the centroid moved.
+    """
+    width = len(row)
+    step = from_bfloat16(scale[0])
+    radius = from_bfloat16(scale[1])
+    squares = 0.0
+    for d in range(width):
+        old[d] = np.float32(row[d]) * step
+        new[d] = old[d] * np.float32(count) + point[d]
+        squares += new[d] * new[d]
+    if squares > 0:
+        inverse = np.float32(1 / np.sqrt(squares))
+        largest = np.float32(0)
+        for d in range(width):
+            new[d] *= inverse
+            largest = max(largest, abs(new[d]))
+        if not (126 * step < largest <= 127 * step):  # else the old scale does
+            scale[0] = bfloat16_bits_up(largest / np.float32(127))
+            step = from_bfloat16(scale[0])
+        for d in range(width):
+            row[d] = np.int8(np.rint(new[d] / step))
+    moved = 0.0
+    distance = 0.0
+    for d in range(width):
+        now = np.float32(row[d]) * step
+        moved += (now - old[d]) * (now - old[d])
+        distance += (point[d] - now) * (point[d] - now)
+    needed = np.sqrt(distance)
+    if count > 0:
+        needed = max(needed, radius + np.sqrt(moved))
+    if needed > radius or count == 0:
+        # Padded as lychee_index.padded_radius.
+        scale[1] = bfloat16_bits_up(np.float32(needed * (1 + 1e-5) + 1e-6))
+
+
+@callback
+def append(pointer: Any) -> None:
+    ctx = read_context(pointer)
+    header = header_of(ctx)
+    limit = int(ctx.parameters[UNINDEXED_LIMIT])
+    # One chunk at most: a step that fails is taken back. What is left has its turn in the next.
+    if (
+        ctx.kv_len - header[INDEXED_END] > limit
+        and header[NUM_CHUNKS] + 1 <= header[CAPACITY_CHUNKS]
+    ):
+        known = ctx.kv_len if ctx.text_marks != 0 else 0
+        length = chunk_length(
+            view_uint8(ctx.text_marks, known),
+            header[INDEXED_END],
+            ctx.kv_len,
+            int(ctx.parameters[MIN_CHUNK]),
+            int(ctx.parameters[MAX_CHUNK]),
+        )
+        _graft(pointer, ctx, length)
+
+
+@numba.njit(cache=True)
+def _scale_rows(scores: Any, scales: Any, first: int, n: int) -> None:
+    for i in range(n):
+        scores[i] *= from_bfloat16(scales[0, first + i])
+
+
+@numba.njit(cache=True)
+def _note_norm_and_spread(header: Any, scale: Any, count: int, norm: float, spread: float) -> None:
+    """Mean norm of `count` chunks and one more, and the largest spread, in whole steps."""
+    if header[NORM_STEP] == 0:  # the first chunk of an index that was built empty
+        header[NORM_STEP] = bits_of_float(np.float32(1.5 / 255 * norm))
+        header[SPREAD_STEP] = bits_of_float(np.float32(1.5 / 255 * spread))
+    norm_step, spread_step = step_of(header, NORM_STEP), step_of(header, SPREAD_STEP)
+    code = np.int64(scale[2])
+    mean = np.float64(code & 0xFF)
+    if norm_step > 0:
+        mean += (norm / norm_step - mean) / (count + 1)
+    largest = code >> 8
+    if spread_step > 0:
+        largest = max(largest, np.int64(np.ceil(spread / spread_step)))
+    scale[2] = min(255, np.int64(np.rint(mean))) | min(255, largest) << 8
+
+
+@numba.njit(cache=True)
+def _chunk_key(ctx: Any, keys: Any, length: int, out: Any) -> Any:
+    """Writes the unit-length mean of `length` keys; its norm before, and their spread around it."""
+    squares = 0.0
+    for d in range(ctx.head_dim):
+        total = np.float32(0)
+        for i in range(length):
+            total += keys[i * ctx.head_dim + d]
+        out[d] = total / np.float32(length)
+        squares += out[d] * out[d]
+    furthest = 0.0
+    for i in range(length):
+        distance = 0.0
+        for d in range(ctx.head_dim):
+            off = keys[i * ctx.head_dim + d] - out[d]
+            distance += off * off
+        furthest = max(furthest, distance)
+    if squares > 0:
+        inverse = np.float32(1 / np.sqrt(squares))
+        for d in range(ctx.head_dim):
+            out[d] *= inverse
+    return np.sqrt(squares), np.sqrt(furthest)
+
+
+@numba.njit(cache=True)
+def _note_before(ctx: Any, index: Any, unit: Any, cluster: Any) -> None:
+    """Note what grafting onto a cluster will change (`lychee_index.take_back_graft`)."""
+    header, rows, scales, _, _, _, links, high = index
+    last, old_rows = last_graft_of(ctx, header)
+    last[GRAFTED_AT] = ctx.kv_len
+    last[GRAFTED_UNIT], last[GRAFTED_CLUSTER] = unit, cluster
+    last[OLD_HEADER : OLD_HEADER + HEADER_COLUMNS] = header
+    last[OLD_LINK] = link_of(links, high, cluster)
+    for i in range(2):
+        row = unit if i == 0 else header[NUM_UNITS] + cluster
+        old_rows[i] = rows[row]
+        for kind in range(3):
+            last[OLD_SCALES + 3 * i + kind] = scales[kind, row]
+
+
+@numba.njit
+def _graft(pointer: Any, ctx: Any, length: int) -> None:
+    """Put the next `length` tokens into the index: a chunk of the nearest cluster."""
+    index = index_of(ctx)
+    header, rows, scales, ranges, blocks, offsets, links, high = index
+    _, point_address, key_address, centroids, score_address, _, _, units_address = scratch_of(
+        ctx, header
+    )
+    num_units = header[NUM_UNITS]
+    base = ctx.arrays[ROWS] + ctx.unit * len(rows) * ctx.head_dim
+    scores = view_float32(score_address, max(header[NUM_CLUSTERS], num_units))
+    load_keys(  # type: ignore[call-arg]
+        pointer, ctx.load_keys, header[INDEXED_END], length, key_address
+    )
+    point = view_float32(point_address, ctx.head_dim)
+    keys = view_float32(key_address, length * ctx.head_dim)
+    norm, spread = _chunk_key(ctx, keys, length, point)
+    score_int8(pointer, ctx.score_int8, point_address, 1, base, num_units, score_address)
+    _scale_rows(scores, scales, 0, num_units)
+    near = view_int32(units_address + 4 * NEAR, _GRAFT_UNITS)
+    kept = min(_GRAFT_UNITS, num_units)
+    for i in range(kept):
+        near[i] = max(0, take_best(scores, num_units))
+    unit, cluster, largest = 0, 0, -np.inf
+    for i in range(kept):
+        first = ranges[near[i]]
+        n = ranges[near[i] + 1] - first
+        score_int8(
+            pointer,
+            ctx.score_int8,
+            point_address,
+            1,
+            base + (num_units + first) * ctx.head_dim,
+            n,
+            score_address,
+        )
+        _scale_rows(scores, scales, num_units + first, n)
+        for j in range(n):
+            if scores[j] > largest:
+                unit, cluster, largest = near[i], first + j, scores[j]
+    _note_before(ctx, index, unit, cluster)
+    count = 0
+    link = link_of(links, high, cluster)
+    while link > 0 and count < _MAX_COUNT:
+        count += 1
+        link = link_of(links, high, header[NUM_CLUSTERS] + link - 1)
+    old = view_float32(centroids, ctx.head_dim)
+    new = view_float32(centroids + 4 * ctx.head_dim, ctx.head_dim)
+    row = num_units + cluster
+    below_unit = ranges[num_units + 1 + unit]
+    _move_centroid(rows[row], scales[:, row], count, point, old, new)
+    _note_norm_and_spread(header, scales[:, row], count, norm, spread)
+    _move_centroid(rows[unit], scales[:, unit], below_unit, point, old, new)
+    _note_norm_and_spread(header, scales[:, unit], below_unit, norm, spread)
+    chunk = header[NUM_CHUNKS]
+    set_link(links, high, header[NUM_CLUSTERS] + chunk, link_of(links, high, cluster))
+    set_link(links, high, cluster, chunk + 1)
+    ranges[num_units + 1 + unit] += 1
+    header[NUM_CHUNKS] += 1
+    header[INDEXED_END] += length
+    if ctx.unit == 0:  # the heads share the starts, and nobody reads them while tokens are appended
+        set_chunk_start(blocks, offsets, chunk + 1, header[INDEXED_END])
+    ctx.bytes_touched += length * ctx.head_dim * 2 + 8 * ctx.head_dim
+
+
+def forget_graft(arrays: Sequence[Array]) -> None:
+    """There is no last graft to take back."""
+    take_back_graft(arrays, np.iinfo(np.int64).max)
+
+
+def take_back_graft(arrays: Sequence[Array], kv_len: int) -> None:
+    """The index as before the last graft, where that came after `kv_len` tokens.
+
+    What is behind the last chunk, in starts and links, is written again with the next one.
+    """
+    header, rows, scales, ranges = (arrays[i] for i in (HEADER, ROWS, SCALES, RANGES))
+    num_units, head_dim = int(header[0, NUM_UNITS]), rows.shape[2]
+    for h in range(len(header)):
+        scratch = arrays[SCRATCH][h, -graft_bytes(head_dim) :]
+        last = scratch[: 8 * LAST_GRAFT_COLUMNS].view(np.int64)
+        if last[GRAFTED_AT] > kv_len:
+            unit, cluster = int(last[GRAFTED_UNIT]), int(last[GRAFTED_CLUSTER])
+            old_rows = scratch[8 * LAST_GRAFT_COLUMNS :][: 2 * head_dim].view(np.int8)
+            old_scales = last[OLD_SCALES:].reshape(2, 3)
+            for i, row in enumerate((unit, num_units + cluster)):
+                rows[h, row] = old_rows.reshape(2, head_dim)[i]
+                scales[h, :, row] = old_scales[i]
+            ranges[h, num_units + 1 + unit] -= 1
+            header[h] = last[OLD_HEADER : OLD_HEADER + HEADER_COLUMNS]
+            arrays[LINKS][h, cluster] = last[OLD_LINK] & 0xFFFF
+            if header[h, HAS_HIGH_LINKS]:
+                arrays[LINKS_HIGH][h, cluster] = last[OLD_LINK] >> 16
+        last[GRAFTED_AT] = 0

@@ -1,0 +1,231 @@
+"""LycheeDecode: a few retrieval heads find tokens, the other heads reuse what they found.
+
+Source: LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sparse Decoding (ICLR
+2026, arXiv 2602.04541). A retrieval head attends to everything and publishes a set of tokens, by
+its exact weights, for the same-indexed KV head of the layers below; a sparse head attends to the
+set it inherits and passes it on unchanged. In layer 0 all heads retrieve. Which heads do is in a
+`HeadRoles` (`offload.policies.lychee_decode.roles`). The paper trains them; ours come from a calibration
+(`offload.policies.lychee_decode.calibration`), and a trained file of the same format works as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from offload.policies.base import RETRIEVE, REUSE, DeviceTopK, SparsePolicy
+from offload.policies.callback import (
+    Callback,
+    callback,
+    offset_floats,
+    read_context,
+    top_k,
+    view_float32,
+    view_int32,
+)
+from offload.policies.lychee_decode.roles import (
+    HeadRoles,
+    check_retrieval_heads,
+    default_retrieval_heads,
+    evenly_spaced_heads,
+)
+
+RULES = ("top_k", "top_p", "threshold", "ratio")  # parameters[0] is the index; [1] its number
+_TOP_P, _THRESHOLD, _RATIO = 1, 2, 3
+
+
+@numba.njit(cache=True)
+def enough_for_share(importance: Any, chosen: Any, first: Any, missing: Any) -> Any:
+    """Keep the most important of `chosen` until their importance reaches `missing`.
+
+    Args:
+        importance: float32, of tokens.
+        chosen: ascending positions; token = first + position. The kept ones come to its front,
+            ascending.
+        missing: what they have to sum up to; all are kept if they do not.
+
+    Returns:
+        how many are kept: the fewest that suffice. Equal ones are kept from the lowest position.
+    """
+    # Bisection for the value of the last one kept, over the bits of floats that are not negative.
+    low, high = np.int64(-1), np.int64(0x7F800000)  # above low is enough, above high is nothing
+    bits = importance.view(np.int32)
+    while high - low > 1:
+        middle = (low + high) // 2
+        total = 0.0
+        for i in range(len(chosen)):
+            token = first + chosen[i]
+            if bits[token] > middle:
+                total += importance[token]
+        if total >= missing:
+            low = middle
+        else:
+            high = middle
+    # Those above `high` are needed; of those that equal it, as many as it takes.
+    total = 0.0
+    for i in range(len(chosen)):
+        token = first + chosen[i]
+        if bits[token] > high:
+            total += importance[token]
+    count = 0
+    for i in range(len(chosen)):
+        token = first + chosen[i]
+        if bits[token] > high or (bits[token] == high and total < missing):
+            if bits[token] == high:
+                total += importance[token]
+            chosen[count] = chosen[i]
+            count += 1
+    return count
+
+
+@callback
+def select(pointer: Any) -> int:
+    ctx = read_context(pointer)
+    rule, number = int(ctx.parameters[0]), ctx.parameters[1]
+    num_tokens = ctx.last - ctx.first
+    budget = min(ctx.budget_tokens, num_tokens)
+    if rule == _RATIO:  # of all tokens, and those that are attended anyway are among them
+        anyway = ctx.kv_len - num_tokens
+        budget = min(budget, max(0, np.int64(np.ceil(number * ctx.kv_len)) - anyway))
+    count = 0
+    if budget > 0:
+        count = top_k(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
+            pointer,
+            ctx.top_k,
+            offset_floats(ctx.importance, ctx.first),
+            num_tokens,
+            budget,
+            ctx.indices,
+        )
+    chosen = view_int32(ctx.indices, max(count, 0))
+    importance = view_float32(ctx.importance, ctx.kv_len)
+    if rule == _TOP_P and count > 0:
+        missing = number * ctx.group_size
+        for i in range(ctx.first):
+            missing -= importance[i]
+        for i in range(ctx.last, ctx.kv_len):
+            missing -= importance[i]
+        count = enough_for_share(importance, chosen, ctx.first, missing)
+    elif rule == _THRESHOLD and count > 0:
+        kept = 0
+        for i in range(count):
+            if importance[ctx.first + chosen[i]] > number * ctx.group_size:
+                chosen[kept] = chosen[i]
+                kept += 1
+        count = kept
+    for i in range(max(count, 0)):
+        chosen[i] += ctx.first
+    return count
+
+
+@dataclass(frozen=True)
+class LycheeDecode(SparsePolicy):
+    """Retrieval heads attend to everything; the others to the tokens of the one above them.
+
+    Args:
+        dense_layers: so many first layers consist of retrieval heads, whatever the roles say; layer
+            0 always does.
+        head_roles: a roles file or `HeadRoles`. None: `OffloadedModel` calibrates when it loads;
+            without a model the retrieval heads are evenly spaced.
+        retrieval_heads: how many KV heads after layer 0 a calibration makes retrieval heads; None
+            is a sixth of all (the paper's share is an eighth). Not beside `head_roles`.
+        rule: which tokens a retrieval head publishes, all by weights averaged over its query heads
+            and never more than budget_tokens (sinks and recent window included):
+            "top_k": the budget_tokens of largest weight;
+            "top_p": the fewest whose weights sum up to top_p, sinks and recent window included;
+            "threshold": all with a weight above `threshold`;
+            "ratio": the ratio * kv_len of largest weight, sinks and recent window included.
+        top_p, threshold, ratio: the rule's number; given for another rule it is refused.
+    """
+
+    name: ClassVar[str] = "lychee_decode"
+    scans_keys: ClassVar[bool] = True
+    select: ClassVar[Callback | None] = select
+
+    dense_layers: int = 0
+    head_roles: str | Path | HeadRoles | None = None
+    retrieval_heads: int | None = None
+    rule: str = "top_k"
+    top_p: float | None = None
+    threshold: float | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.head_roles, (str, Path)):
+            object.__setattr__(self, "head_roles", HeadRoles.load(self.head_roles))
+        if self.head_roles is not None and not isinstance(self.head_roles, HeadRoles):
+            raise ValueError(
+                f"head_roles must be a roles file or HeadRoles, got {self.head_roles!r}"
+            )
+        if self.head_roles is not None and self.retrieval_heads is not None:
+            raise ValueError(
+                f"retrieval_heads={self.retrieval_heads} is for a calibration, but head_roles say "
+                "which heads retrieve; give one of the two"
+            )
+        if self.rule not in RULES:
+            raise ValueError(f"unknown rule {self.rule!r}; available: {', '.join(RULES)}")
+        for name in RULES[1:]:
+            self._check_number(name)
+
+    def parameters(self) -> tuple[float, ...]:
+        """Index of the rule in RULES, and its number."""
+        return (float(RULES.index(self.rule)), getattr(self, self.rule, None) or 0.0)
+
+    def check_model(
+        self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Refuse roles of another model."""
+        if isinstance(self.head_roles, HeadRoles):
+            self.head_roles.check(
+                num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim
+            )
+        elif self.retrieval_heads is not None:
+            check_retrieval_heads(self.retrieval_heads, num_layers, num_kv_heads)
+
+    def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
+        """RETRIEVE or REUSE of each [layer, KV head]."""
+        if isinstance(self.head_roles, HeadRoles):
+            retrieval = self.head_roles.array
+        else:
+            count = self.retrieval_heads
+            if count is None:
+                count = default_retrieval_heads(num_layers, num_units)
+            retrieval = evenly_spaced_heads(num_layers, num_units, count)
+        roles = np.where(retrieval, RETRIEVE, REUSE).astype(np.uint8)
+        roles[: self.dense_layers] = RETRIEVE
+        return roles
+
+    def device_top_k(self) -> DeviceTopK | None:
+        """Of the rules "top_k" and "ratio"."""
+        return DeviceTopK(self.ratio) if self.rule in ("top_k", "ratio") else None
+
+    def of_heads(
+        self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
+    ) -> LycheeDecode:
+        """With these heads' part of the whole model's roles."""
+        roles = self.head_roles
+        if not isinstance(roles, HeadRoles):
+            count = self.retrieval_heads
+            if count is None:
+                count = default_retrieval_heads(num_layers, num_kv_heads)
+            spaced = evenly_spaced_heads(num_layers, num_kv_heads, count)
+            roles = HeadRoles.of(spaced, head_dim=head_dim)
+        return self.with_roles(roles.of_heads(heads))
+
+    def with_roles(self, roles: HeadRoles) -> LycheeDecode:
+        """The same policy with roles that were made for its model."""
+        return replace(self, head_roles=roles, retrieval_heads=None)
+
+    def _check_number(self, name: str) -> None:
+        value = getattr(self, name)
+        if name != self.rule:
+            if value is not None:
+                raise ValueError(f"{name}={value} is for rule={name!r}, but rule={self.rule!r}")
+        elif not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+            raise ValueError(f"rule={name!r} needs {name} in (0, 1], got {value!r}")

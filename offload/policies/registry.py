@@ -1,0 +1,49 @@
+"""Policies by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from offload.policies.base import Policy
+
+if TYPE_CHECKING:
+    pass
+
+
+_CLASSES = {
+    "exact_topk": "ExactTopK",
+    "full": "Full",
+    "lychee_cluster": "LycheeCluster",
+    "lfps": "LFPS",
+    "lychee_decode": "LycheeDecode",
+    "quest": "Quest",
+    "streaming_llm": "StreamingLLM",
+    "tidal_decode": "TidalDecode",
+}
+
+
+def available_policies() -> list[str]:
+    """Names that `make_policy` takes, sorted."""
+    return sorted(_CLASSES)
+
+
+def make_policy(policy: str | Policy, **options: Any) -> Policy:
+    """The policy of that name with the given options; a Policy object is returned as it is.
+
+    Raises:
+        ValueError: unknown name (lists what exists), unknown option, or an option out of range.
+    """
+    if isinstance(policy, Policy):
+        if options:
+            raise ValueError(f"options {sorted(options)} given beside a policy object {policy}")
+        return policy
+    if policy not in _CLASSES:
+        names = ", ".join(available_policies())
+        raise ValueError(f"unknown policy {policy!r}; available: {names}")
+    cls: type[Policy] = getattr(import_module(f"{__name__}.{policy}"), _CLASSES[policy])
+    unknown = sorted(set(options) - set(cls.option_names()))
+    if unknown:
+        known = ", ".join(cls.option_names()) or "none"
+        raise ValueError(f"policy {policy!r} has no option {unknown[0]!r}; its options: {known}")
+    return cls.from_options(**options)

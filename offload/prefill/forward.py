@@ -1,0 +1,175 @@
+"""Prefill: many new tokens at once, layer by layer, with exact attention.
+
+Layer by layer, because a finished layer's K/V can leave for the host store while the next one
+computes (`layer_stream`), and because attention then reads one layer's keys as one array. Inside a
+layer the tokens go through in slices, so that only the hidden states and two layers' K/V (one on
+the CPU) grow with the prompt; `prefill_memory` counts what that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from offload.kv.store import KVStore
+from offload.models import DecoderLayer, LeanModel
+from offload.models.batch import RaggedBatch
+from offload.prefill.attention import aligns_last, attend
+from offload.prefill.kv_stream import LayerStream
+from offload.prefill.layer import add_mlp, project_qkv, rotate
+from offload.prefill.memory import PrefillMemory, check_prefill_memory
+from offload.system.errors import DeviceMemoryError
+
+# Gets (seq, layer_idx, queries [num_qo_heads, n, head_dim] rotated, kv_len of the last of them).
+OnQueries = Callable[[int, int, torch.Tensor, int], None]
+# Gets (layer_idx, seq, keys, values), each [num_kv_heads, kv_len, head_dim]: all tokens of the
+# sequence, cached ones included. They are overwritten soon after it returns, in the order of the
+# stream that is current then: not the one that the layers compute on.
+OnLayer = Callable[[int, int, torch.Tensor, torch.Tensor], None]
+
+
+def prefill(
+    model: LeanModel,
+    hidden: torch.Tensor,
+    batch: RaggedBatch,
+    *,
+    store: KVStore | None,
+    seqs: Sequence[int],
+    slice_tokens: int,
+    on_queries: OnQueries | None = None,
+    on_layer: OnLayer | None = None,
+    device_budget_bytes: int | None = None,
+) -> torch.Tensor:
+    """Run all layers over the new tokens of `batch`, on the device of `hidden`.
+
+    Args:
+        hidden: [num_tokens, hidden_size], the embeddings; overwritten.
+        store: takes the new K/V, for which room is reserved; None computes without a cache.
+        seqs: the store's sequence of each sequence of `batch`; its cached tokens are attended to.
+        slice_tokens: tokens that go through a layer at one time.
+        on_queries: sees the queries of every slice of every sequence, in order.
+        on_layer: sees the keys and values of every layer of every sequence in the store.
+        device_budget_bytes: what torch may have on a CUDA device, beside what is free there.
+
+    Returns:
+        [num_tokens, hidden_size], before the final norm. The K/V are in the store.
+
+    Raises:
+        ValueError: for keys or values that are not finite.
+        DeviceMemoryError: the memory of the device does not suffice. What was allocated here is
+            free again, and nothing writes to the store any more; the caller drops what it reserved.
+    """
+    memory = None
+    if hidden.is_cuda:
+        memory = PrefillMemory.of(
+            model,
+            dtype=hidden.dtype,
+            num_tokens=batch.num_tokens,
+            past_tokens=0 if store is None else sum(store.kv_len(seq) for seq in seqs),
+            slice_tokens=slice_tokens,
+            builds_index=store is not None and on_layer is not None,
+        )
+        check_prefill_memory(memory, hidden.device, device_budget_bytes)
+    try:
+        return _run_layers(model, hidden, batch, store, seqs, slice_tokens, on_queries, on_layer)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+    # Not inside the handler: the error's traceback would keep every tensor of `_run_layers` alive
+    # for as long as somebody looks at ours.
+    if hidden.is_cuda:
+        torch.cuda.empty_cache()
+    counted = f" (counted beforehand: {memory})" if memory is not None else ""
+    raise DeviceMemoryError(
+        f"prefilling {batch.num_tokens} tokens in slices of {slice_tokens} ran out of device "
+        f"memory{counted}; lower prefill_slice_tokens or shorten the prompt: {reason}"
+    )
+
+
+def _run_layers(
+    model: LeanModel,
+    hidden: torch.Tensor,
+    batch: RaggedBatch,
+    store: KVStore | None,
+    seqs: Sequence[int],
+    slice_tokens: int,
+    on_queries: OnQueries | None,
+    on_layer: OnLayer | None,
+) -> torch.Tensor:
+    positions = batch.position_ids[None].to(hidden.device)
+    cos, sin = (table[0] for table in model.rotary_emb(hidden, positions))
+    stream = LayerStream(batch, model.attention, store=store, seqs=seqs, like=hidden)
+    try:
+        for layer_idx, layer in enumerate(model.layers):
+            stream.begin(layer_idx)
+            for start in range(0, batch.num_tokens, slice_tokens):
+                stop = min(start + slice_tokens, batch.num_tokens)
+                x, rope = hidden[start:stop], (cos[start:stop], sin[start:stop])
+                q = _write_kv(layer, model.attention.head_dim, x, rope, stream, start, stop)
+                if store is not None and on_queries is not None:
+                    for sequence, first, last in batch.spans(start, stop):
+                        kv_len = stream.past_len(sequence) + last - batch.indptr[sequence]
+                        queries = q[:, first - start : last - start]
+                        on_queries(seqs[sequence], layer_idx, queries, kv_len)
+                delta = layer.o_proj(
+                    _attend(q, batch, stream, model.attention.sm_scale, start, stop)
+                )
+                del q
+                add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks)
+                del delta
+            stream.write_out(layer_idx)
+            if store is not None and on_layer is not None:
+                with stream.beside():
+                    for sequence, seq in enumerate(seqs):
+                        on_layer(layer_idx, seq, *stream.rows(sequence))
+            stream.end(layer_idx)
+        stream.finish()
+    finally:
+        stream.close()
+    return hidden
+
+
+def _write_kv(
+    layer: DecoderLayer,
+    head_dim: int,
+    x: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    stream: LayerStream,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    """Rotated queries [num_qo_heads, n, head_dim] of x, the tokens start .. stop; K/V are kept."""
+    q, k, v = project_qkv(layer, head_dim, x)
+    k, v = rotate(k, *rope), v.transpose(0, 1)
+    for of_slice, (keys, values) in stream.new_rows(start, stop):
+        keys.copy_(k[:, of_slice])
+        values.copy_(v[:, of_slice])
+    return rotate(q, *rope)
+
+
+def _attend(
+    q: torch.Tensor,
+    batch: RaggedBatch,
+    stream: LayerStream,
+    sm_scale: float,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    """Attention of the tokens start .. stop, which may be of several sequences.
+
+    Args:
+        q: [num_qo_heads, n, head_dim].
+
+    Returns:
+        [n, num_qo_heads * head_dim].
+    """
+    parts = []
+    for sequence, first, last in batch.spans(start, stop):
+        past_len = stream.past_len(sequence)
+        kv_len = past_len + last - batch.indptr[sequence]
+        past = None
+        if past_len and not aligns_last(q):
+            past = stream.rows(sequence, 0, past_len)
+        new = stream.rows(sequence, 0 if past is None else past_len, kv_len)
+        parts.append(attend(q[:, first - start : last - start], past, new, sm_scale))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)

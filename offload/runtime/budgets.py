@@ -1,0 +1,74 @@
+"""What a memory budget leaves for the KV cache beside the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload.ranks.group import TensorParallel
+from offload.runtime.config import RuntimeConfig
+from offload.system.errors import DeviceMemoryError, HostBudgetError
+from offload.system.memory import format_bytes, host_memory_limit_bytes
+
+
+def device_kv_budget_bytes(config: RuntimeConfig, weight_bytes: int) -> int | None:
+    """What max_memory leaves on the GPU beside the weights; None: as much as it has.
+
+    Raises:
+        DeviceMemoryError: if the weights alone do not fit.
+    """
+    device = torch.device(config.device)
+    limit = config.max_memory.get(device.index or 0)
+    if device.type == "cpu" or limit is None:
+        return None
+    if weight_bytes > limit:
+        raise DeviceMemoryError(
+            f"the weights need {format_bytes(weight_bytes)}, but max_memory[{device.index or 0}] "
+            f"is {format_bytes(limit)}; raise it, or choose a smaller dtype or model"
+        )
+    return limit - weight_bytes
+
+
+def kv_budget_bytes(config: RuntimeConfig, weight_bytes: int, *, loaded: bool) -> int:
+    """What is left for the KV store, before or after the weights are loaded.
+
+    Raises:
+        HostBudgetError: if the weights alone do not fit.
+    """
+    if config.device != "cpu":
+        weight_bytes = 0
+    limit, source = config.max_memory.get("cpu"), "max_memory['cpu'] is"
+    if limit is None:
+        limit = host_memory_limit_bytes() + (weight_bytes if loaded else 0)
+        source = "the host memory that this process may use is"
+    if weight_bytes > limit:
+        raise HostBudgetError(
+            f"the weights need {format_bytes(weight_bytes)}, but {source} {format_bytes(limit)}; "
+            "raise it, or choose a smaller dtype or model"
+        )
+    return limit - weight_bytes
+
+
+def rank_kv_budget_bytes(
+    config: RuntimeConfig, weight_bytes: int, num_kv_heads: int, ranks: TensorParallel | None
+) -> int:
+    """`kv_budget_bytes` of loaded weights, or of what all ranks have loaded this rank's part.
+
+    The parts are as the KV heads, so that all ranks have room for the same number of tokens: where
+    one refuses a sequence, all do.
+
+    Args:
+        weight_bytes, num_kv_heads: of this rank.
+    """
+    if ranks is None:
+        return kv_budget_bytes(config, weight_bytes, loaded=True)
+    all_bytes, all_heads = ranks.total(weight_bytes, num_kv_heads)
+    budget = ranks.least(kv_budget_bytes(config, all_bytes, loaded=True))
+    return budget // all_heads * num_kv_heads
+
+
+def weight_bytes_of(stock: Any) -> int:
+    """Bytes of all weights; tied ones count once."""
+    weights = {weight.data_ptr(): weight.nbytes for weight in stock.parameters()}
+    return sum(weights.values())

@@ -1,0 +1,309 @@
+"""`OffloadedCache`: the `past_key_values` of an offloaded model, a handle on store sequences.
+
+It holds no keys and values. Every row of a batch is a sequence of the `KVStore` without its
+padding, so that left-padded batches waste neither memory nor time; the cache remembers which
+columns of each row were padding, because transformers counts them in `get_seq_length()`, and a
+mask that hides others later would be wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from transformers import Cache
+
+from offload.kv.store import KVStore
+from offload.models.batch import RaggedBatch
+from offload.runtime.cache_layers import CachedLayer
+from offload.runtime.sequences import Sequences
+from offload.system.interrupts import shielded
+
+
+class OffloadedCache(Cache):
+    """The cached tokens of a batch: one sequence of the KV store per row.
+
+    `generate()` makes one by itself. `model.new_cache()` makes one to keep across calls, and
+    `copy.deepcopy` it to continue one prompt in several ways: copies share their pages.
+
+    The sequences go with the object (their memory is free for the next forward pass), or at once
+    by `reset()`.
+
+    What changes a cache, or copies it, waits while another thread runs the model; a cache itself is
+    for one thread at a time.
+    """
+
+    def __init__(self, sequences: Sequences) -> None:
+        # Not Cache.__init__: it would keep layers, which are made when they are asked for here.
+        self._sequences = sequences
+        self._seqs: list[int] = []
+        self._num_columns = 0
+        # bool [rows, >= columns], False at padding; None: there was none so far.
+        self._attended: torch.Tensor | None = None
+        self._lens_before: list[int] = []  # of `seqs`, since `reserve`
+        weakref.finalize(self, sequences.free_later, self._seqs)
+
+    @property
+    def seqs(self) -> tuple[int, ...]:
+        """Store handle of each row; empty before the first forward pass."""
+        return tuple(self._seqs)
+
+    @property
+    def store(self) -> KVStore:
+        """Where the keys and values are."""
+        return self._sequences.store
+
+    @property
+    def kv_lens(self) -> list[int]:
+        """Tokens of each row, without padding."""
+        return [self.store.kv_len(seq) for seq in self._seqs]
+
+    @property
+    def attended(self) -> torch.Tensor:
+        """bool [rows, columns], False at padding."""
+        if self._attended is None:
+            return torch.ones(len(self._seqs), self._num_columns, dtype=torch.bool)
+        return self._attended[:, : self._num_columns]
+
+    # What the model calls around a forward pass.
+
+    def reserve(self, batch: RaggedBatch) -> list[int]:
+        """Make room for `batch`; returns the sequence of each of its rows without padding.
+
+        Raises:
+            HostBudgetError: if it does not fit; nothing has changed then.
+        """
+        self._sequences.collect()
+        seqs = self._seqs or [self._sequences.new() for _ in range(batch.num_sequences)]
+        try:
+            self.store.reserve(seqs, batch.num_new_tokens)
+        except BaseException:
+            if not self._seqs:
+                self._sequences.free(seqs)
+            raise
+        self._seqs[:] = seqs
+        self._lens_before = self.kv_lens
+        return list(seqs)
+
+    def commit(self, batch: RaggedBatch) -> None:
+        """The tokens of `batch` are in every layer of the store; of some it may know already.
+
+        Raises:
+            HostBudgetError: no room for what rows that continue one sequence need each.
+        """
+        ends = zip(self._lens_before, batch.num_new_tokens, self.kv_lens, strict=True)
+        self.store.commit(self._seqs, [before + new - now for before, new, now in ends])
+        if batch.num_sequences < len(batch.sequence_of_row):
+            self._select(batch.sequence_of_row)
+        batch_size, seq_len = batch.rows_shape
+        attended = None
+        if batch.num_tokens < batch_size * seq_len:
+            attended = batch.attended()
+        self._note_columns(batch_size, seq_len, attended)
+        self._num_columns += seq_len
+
+    def roll_back(self) -> None:
+        """As before `reserve`, after a forward pass or a commit that failed."""
+        if self._num_columns == 0:
+            self.reset()
+        for seq, kv_len in zip(self._seqs, self._lens_before, strict=False):
+            self._sequences.roll_back(seq, kv_len)
+
+    def check_continues(self, batch_size: int, past_mask: torch.Tensor | None) -> None:
+        """Refuse a batch that does not continue this cache.
+
+        Args:
+            past_mask: bool [batch_size, get_seq_length()], the attention mask of the cached
+                columns, or None if all are attended to.
+
+        Raises:
+            ValueError: for another batch size, or a mask that hides other columns than those that
+                were padding when they were cached: what is cached cannot be masked later, and
+                padding has no keys and values.
+        """
+        if not self._seqs:
+            return
+        if batch_size != len(self._seqs):
+            raise ValueError(
+                f"input_ids has a batch size of {batch_size}, but past_key_values has "
+                f"{len(self._seqs)} rows"
+            )
+        if self._attended is None and (past_mask is None or past_mask.numpy().all()):
+            return
+        cached = self.attended
+        if past_mask is None:
+            past_mask = torch.ones_like(cached)
+        if not np.array_equal(past_mask.numpy(), cached.numpy()):  # quicker than torch.equal
+            row, column = (past_mask != cached).nonzero()[0].tolist()
+            now, then = "attends to", "was padding"
+            if cached[row, column]:
+                now, then = "hides", "was attended to"
+            raise ValueError(
+                f"attention_mask {now} column {column} of row {row}, which {then} when it was "
+                "cached; pass the mask that the tokens were cached with, extended"
+            )
+
+    # What transformers calls.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen so far, padding included: the same for all rows and layers."""
+        return self._num_columns
+
+    @property
+    def layers(self) -> list[CachedLayer]:  # type: ignore[override]
+        """Every layer, to read; their keys and values are copied from the store when asked for."""
+        return [CachedLayer(self, layer_idx) for layer_idx in range(len(self))]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
+        """(keys, values, None) of each layer, as of a `DynamicCache`."""
+        for layer in self.layers:
+            yield layer.keys, layer.values, None
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: the cache grows until the budget of the store."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(columns after `query_length` new ones, 0)."""
+        return self._num_columns + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` columns (transformers wants 0 or less)."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
+            )
+        with self._sequences.turns.lock, shielded():
+            if self._num_columns + int(tokens_to_remove) <= 0:
+                self.reset()  # rows without a column are no rows: the next batch may have others
+                return
+            self._num_columns += int(tokens_to_remove)
+            kv_lens = [self._num_columns] * len(self._seqs)
+            if self._attended is not None:
+                kv_lens = self.attended.sum(dim=1).tolist()
+            for seq, kv_len in zip(self._seqs, kv_lens, strict=True):
+                if kv_len < self.store.kv_len(seq):
+                    self._sequences.truncate(seq, kv_len)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was; rows taken twice share their pages."""
+        self._choose(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` (int64, or a bool mask [batch_size])."""
+        if indices.dtype == torch.bool:
+            if self._seqs and len(indices) != len(self._seqs):
+                raise IndexError(
+                    f"a mask of {len(indices)} rows, but the cache has {len(self._seqs)}"
+                )
+            indices = indices.nonzero().squeeze(1)
+        self._choose(indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, next to each other; the copies share their pages."""
+        if repeats < 0:
+            raise ValueError(f"repeats must not be negative, got {repeats}")
+        self._choose([row for row in range(len(self._seqs)) for _ in range(repeats)])
+
+    def reset(self) -> None:
+        """Free all sequences; the cache is as new."""
+        with self._sequences.turns.lock:
+            self._sequences.free(self._seqs)
+            self._seqs.clear()
+            self._num_columns = 0
+            self._attended = None
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for stock attention layers: they would need the keys and values as tensors."""
+        raise NotImplementedError("OffloadedCache works with OffloadedModel only")
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 before the first forward pass, as transformers has it."""
+        return len(self._seqs) or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self._seqs)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return self.store.num_layers
+
+    def __repr__(self) -> str:
+        return f"OffloadedCache(kv_lens={self.kv_lens})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedCache:
+        copied = OffloadedCache(self._sequences)
+        with self._sequences.turns.lock, shielded():
+            for seq in self._seqs:  # one by one: what there is goes with the copy if one fails
+                copied._seqs.append(self._sequences.fork(seq))
+            copied._attended = None if self._attended is None else self._attended.clone()
+            copied._num_columns = self._num_columns
+        return copied
+
+    def __copy__(self) -> OffloadedCache:
+        # A shallow copy would share handles that the first of the two to go frees.
+        return self.__deepcopy__({})
+
+    def _choose(self, rows: list[int]) -> None:
+        """Row i becomes what row rows[i] was; negative ones count from the last. No rows: as new.
+
+        A cache that has no tokens yet has no rows to choose from and stays as it is.
+
+        Raises:
+            IndexError: a row that does not exist; nothing has changed then.
+        """
+        num_rows = len(self._seqs)
+        for row in rows:
+            if num_rows and not -num_rows <= row < num_rows:
+                raise IndexError(f"row {row} of a cache of {num_rows} rows")
+        if num_rows and rows:
+            self._select([row % num_rows for row in rows])
+        elif num_rows:
+            self.reset()
+
+    def _select(self, rows: Sequence[int]) -> None:
+        """Row i becomes what row rows[i] was; all stays as it is if one cannot be forked."""
+        taken: set[int] = set()
+        seqs: list[int] = []
+        forks: list[int] = []
+        with self._sequences.turns.lock, shielded():
+            try:
+                for row in rows:
+                    seq = self._seqs[row]
+                    if row in taken:
+                        seq = self._sequences.fork(seq)
+                        forks.append(seq)
+                    seqs.append(seq)
+                    taken.add(row)
+            except BaseException:
+                self._sequences.free(forks)
+                raise
+            self._sequences.free(seq for row, seq in enumerate(self._seqs) if row not in taken)
+            self._seqs[:] = seqs
+            if self._attended is not None:
+                self._attended = self._attended[list(rows)]
+
+    def _note_columns(self, batch_size: int, seq_len: int, attended: torch.Tensor | None) -> None:
+        """`seq_len` more columns of `attended`, bool [batch_size, seq_len]; None: all True."""
+        if self._attended is None:
+            if attended is None or bool(attended.all()):
+                return
+            self._attended = torch.ones(batch_size, self._num_columns, dtype=torch.bool)
+        end = self._num_columns + seq_len
+        if end > self._attended.shape[1]:  # twice the room, so that growing stays rare
+            room = torch.ones(batch_size, 2 * end - self._attended.shape[1], dtype=torch.bool)
+            self._attended = torch.cat([self._attended, room], dim=1)
+        self._attended[:, self._num_columns : end] = True if attended is None else attended

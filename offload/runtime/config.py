@@ -1,0 +1,181 @@
+"""Options of a run, as one frozen dataclass that refuses what it does not know."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.decode.gpu.placement import HeadPlacement
+from offload.models.dtypes import DTYPES
+from offload.policies import Policy
+from offload.policies.full import Full
+from offload.policies.registry import make_policy
+from offload.system.errors import NoGPUError
+from offload.system.memory import check_max_memory
+
+BACKENDS = ("graph", "stream", "inline")
+_COUNTS = ("num_threads", "prefill_slice_tokens", "page_tokens", "tensor_parallel_size")
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """How a model runs. Make one with `runtime_config`, which also takes names and size strings.
+
+    Attributes:
+        policy: which cached tokens a decode step attends to.
+        dtype: of weights, activations and KV cache; None is the checkpoint's own.
+        device: where the linear layers run: "cpu", "cuda" or "cuda:1".
+        max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
+            With device="cpu", "cpu" covers the weights and the KV cache; with a GPU, "cpu" covers
+            the KV cache, and the GPU's index its weights and the part of the KV cache there.
+        num_threads: CPU threads of prefill and decoding; None is all CPUs this process may use,
+            with a GPU all but one: the driver and Python need it. With ranks, of each rank; None
+            is its part of the CPUs.
+        prefill_slice_tokens: tokens whose activations exist at one time during prefill.
+        page_tokens: tokens in a page of the KV store.
+        backend: how GPU and CPU wait for each other in a decode step, "graph" or "stream" (see
+            `handshake`); None is the fastest the GPU can do. "inline" runs the GPU's code path on
+            the CPU, for tests and debugging.
+        deadline_seconds: after which a decode step that one side does not finish is an error.
+        tensor_parallel_size: processes that run the model together, each with a part of the heads
+            (see `tensor_parallel`). max_memory["cpu"] is for all of them, and rank i's GPU is i.
+        placement: which KV heads are attended where, of a GPU that decodes; None: chosen when the
+            model is loaded (`placement_for`). `offload plan` makes one.
+    """
+
+    policy: Policy = field(default_factory=Full)
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
+    max_memory: Mapping[int | str, int] = field(default_factory=dict)
+    num_threads: int | None = None
+    prefill_slice_tokens: int = 8192
+    page_tokens: int = 256
+    backend: str | None = None
+    deadline_seconds: float = 5.0
+    tensor_parallel_size: int = 1
+    placement: HeadPlacement | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES.values():
+            raise _unknown("dtype", self.dtype, ["auto", *DTYPES])
+        device = checked_device(self.device)
+        check_backend(self.backend, device)
+        for name in _COUNTS:
+            number = getattr(self, name)
+            if number is None and name == "num_threads":
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+        for key in self.max_memory:
+            if key != "cpu" and (device.type == "cpu" or key not in self._gpus(device)):
+                raise ValueError(
+                    f"max_memory names device {key}, but device is {self.device!r}; "
+                    f"give {_budget_example(device)}"
+                )
+        if self.placement is not None and device.type == "cpu" and self.backend != "inline":
+            raise ValueError(
+                "placement is for a GPU that decodes, but device is 'cpu'; leave placement out"
+            )
+        if not self.deadline_seconds > 0:
+            raise ValueError(f"deadline_seconds must be positive, got {self.deadline_seconds!r}")
+
+    def _gpus(self, device: torch.device) -> range:
+        """Indices of the GPUs that may have a limit."""
+        if device.index is None and self.tensor_parallel_size > 1:
+            return range(self.tensor_parallel_size)
+        return range(device.index or 0, (device.index or 0) + 1)
+
+
+def runtime_config(**options: Any) -> RuntimeConfig:
+    """`RuntimeConfig` from what a user writes.
+
+    `policy` may be a name ("full", "exact_topk", …) or a policy object, `dtype` a name, "auto" or
+    a torch.dtype, `device` a string or a torch.device, `max_memory` a dict with size strings,
+    `placement` the path of a file.
+
+    Raises:
+        ValueError: an unknown policy, dtype or device, or a value out of range.
+        TypeError: an unknown option.
+        NoGPUError: device="cuda" without a usable GPU.
+        FileNotFoundError: no such placement file.
+    """
+    known = [option.name for option in dataclasses.fields(RuntimeConfig)]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"unknown option {name!r}; available: {', '.join(known)}")
+    if "policy" in options:
+        options["policy"] = make_policy(options["policy"])
+    if "dtype" in options:
+        options["dtype"] = _dtype(options["dtype"])
+    if "device" in options:
+        options["device"] = str(options["device"])
+    if "max_memory" in options:
+        options["max_memory"] = check_max_memory(options["max_memory"])
+    if isinstance(options.get("placement"), (str, Path)):
+        options["placement"] = HeadPlacement.load(options["placement"])
+    if not isinstance(options.get("placement"), (HeadPlacement, type(None))):
+        raise ValueError(
+            "placement must be a HeadPlacement or the path of a plan's JSON, "
+            f"got {options['placement']!r}"
+        )
+    return RuntimeConfig(**options)
+
+
+def check_backend(backend: str | None, device: torch.device) -> None:
+    """Refuse a backend of decode steps that does not fit the device."""
+    if backend is None:
+        return
+    if backend not in BACKENDS:
+        raise _unknown("backend", backend, list(BACKENDS))
+    if (backend == "inline") != (device.type == "cpu"):
+        needed = "device='cpu'" if backend == "inline" else "device='cuda'"
+        raise ValueError(f"backend={backend!r} needs {needed}, but device is {str(device)!r}")
+
+
+def checked_device(name: str) -> torch.device:
+    """The device of that name, if this machine has it.
+
+    Raises:
+        ValueError, NoGPUError: there is no such device.
+    """
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or name == "cpu:0":
+        raise _unknown("device", name, ["cpu", "cuda", "cuda:0", "cuda:1 …"])
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        reason = "this build of torch has no CUDA"
+        if torch.version.cuda is not None:
+            reason = f"torch, built for CUDA {torch.version.cuda}, finds no GPU or no driver for it"
+        raise NoGPUError(f"device={name!r}: {reason}; use device='cpu'")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={name!r}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0"
+        )
+    return device
+
+
+def _budget_example(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "max_memory={'cpu': ...} only"
+    return f"max_memory={{{device.index or 0}: ..., 'cpu': ...}}"
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto":
+        return None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise _unknown("dtype", dtype, ["auto", *DTYPES])
+    return DTYPES[dtype]
+
+
+def _unknown(option: str, value: object, available: list[str]) -> ValueError:
+    return ValueError(f"unknown {option} {str(value)!r}; available: {', '.join(available)}")

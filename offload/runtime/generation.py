@@ -1,0 +1,157 @@
+"""What one `generate()` asks for, known before anything of it is computed.
+
+transformers counts in columns of the rectangle [batch_size, seq_len], cached ones included, and
+takes a prompt in several forms: the ids of everything with or without a cache of their beginning,
+new ids with a cache and the mask of everything, or embeddings of everything. All come to a number
+of columns at which the prompt ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from offload.kv.store import HostBudgetError
+from offload.policies.state import PolicyStates, capacity_for
+from offload.runtime.cache import OffloadedCache
+from offload.system.memory import format_bytes
+
+
+@dataclass
+class Generation:
+    """A `generate()` that runs.
+
+    Attributes:
+        cache: what it continues; None until it is known, and with use_cache=False.
+        owns_cache: nobody else has `cache`.
+        prompt_columns: where the prompt ends in `cache`; what comes later is decoded.
+        gives_all: the columns that are given begin with those that are cached.
+    """
+
+    cache: OffloadedCache | None = None
+    owns_cache: bool = False
+    prompt_columns: int = 0
+    gives_all: bool = False
+
+    def num_new_columns(self, given_columns: int) -> int | None:
+        """How many of the first columns given are new, from the last; None: all are, or the caller
+        has seen to it. Assisted generation does not: stock caches would have the prompt twice.
+        """
+        past_columns = 0 if self.cache is None else self.cache.get_seq_length()
+        if self.gives_all and past_columns and given_columns >= self.prompt_columns:
+            return given_columns - past_columns
+        return None
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """The lengths of a generation.
+
+    Attributes:
+        prompt_columns: of the prompt, cached ones included.
+        gives_all: the cached ones are given again, as ids or embeddings.
+        prompt_lens: tokens of each row then, without padding; rows of one prompt are neighbours.
+        shared_lens: of these, what the rows of one prompt compute and store only once.
+        max_new_tokens: that each row may have in the cache beyond its prompt.
+        copies: rows of one prompt.
+        drafts: tokens are proposed, and verified several at a time.
+    """
+
+    prompt_columns: int
+    gives_all: bool
+    prompt_lens: list[int]
+    shared_lens: list[int]
+    max_new_tokens: int
+    copies: int
+    drafts: bool
+
+    @classmethod
+    def of(
+        cls,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        batch_size: int,
+        *,
+        drafts: bool,
+    ) -> GenerationRequest:
+        """What `_prepare_cache_for_generation` gets, of `batch_size` prompts.
+
+        `generation_config._given_ids` are the columns of ids that its max_length counts.
+        """
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        mask = model_kwargs.get("attention_mask")
+        cache, embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
+        # transformers drops a mask of ones, and keeps its length.
+        columns = int(generation_config._mask_length if mask is None else mask.shape[1])
+        # Only rows that start with equal ids are packed once (`OffloadedModel._pack`).
+        shared = generation_config.prefill_chunk_size or columns
+        if copies == 1 or embeds is not None or (cache is not None and cache.get_seq_length()):
+            shared = 0
+        if mask is None:
+            prompt_lens = [columns] * batch_size * copies
+            shared_lens = [min(shared, columns)] * batch_size * copies
+        else:
+            attended = mask != 0
+            prompt_lens = attended.sum(dim=1).tolist()
+            shared_lens = attended[:, :shared].sum(dim=1).tolist()
+        # The last token is chosen and not cached. A draft may go beyond the last one.
+        draft = generation_config.prompt_lookup_num_tokens or 1
+        chosen = max(1, generation_config.max_length - generation_config._given_ids)
+        max_new_tokens = chosen - 1 + draft - 1
+        gives_all = embeds is not None or generation_config._given_ids == columns
+        return cls(columns, gives_all, prompt_lens, shared_lens, max_new_tokens, copies, drafts)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the longest sequence at its end."""
+        return max(self.prompt_lens) + self.max_new_tokens
+
+    def check(
+        self, cache: OffloadedCache, states: PolicyStates, check_context: Callable[[int], None]
+    ) -> None:
+        """Refuse what could not be generated to its end.
+
+        Raises:
+            ValueError: a context that is too long, or a prompt without a token that is not cached.
+            HostBudgetError: the host budget does not suffice for KV cache and policy state.
+        """
+        check_context(self.max_tokens)
+        past_columns = cache.get_seq_length()
+        if past_columns >= self.prompt_columns:
+            raise ValueError(
+                f"the prompt has {self.prompt_columns} columns, but past_key_values holds "
+                f"{past_columns} already; give the ids of the whole text, or the new ids with the "
+                "attention_mask of the whole text; to go on from the last token, crop(-1) first"
+            )
+        store = cache.store
+        pages = self._pages_needed(cache) * store.num_layers
+        state = self._state_bytes_needed(cache, states)
+        need, free = pages * store.page_bytes + state, store.left_bytes(pages)
+        if need > free:
+            kept = f" ({format_bytes(state)} of it for what the policy keeps)" if state else ""
+            raise HostBudgetError(
+                f"{len(self.prompt_lens)} sequences of up to {self.max_tokens} tokens need "
+                f"{format_bytes(need)} more of host KV cache{kept}, but "
+                f"{format_bytes(max(0, free))} of its budget of "
+                f"{format_bytes(store.host_budget_bytes)} are free; raise "
+                "max_memory={'cpu': ...} or lower max_new_tokens"
+            )
+
+    def _pages_needed(self, cache: OffloadedCache) -> int:
+        """Pages per layer that are added to what is cached."""
+        page_tokens = cache.store.page_tokens
+        ends = [-(-(kv_len + self.max_new_tokens) // page_tokens) for kv_len in self.prompt_lens]
+        if cache.seqs:
+            return sum(ends) - sum(cache.store.num_own_pages(seq) for seq in cache.seqs)
+        shared = [kv_len // page_tokens for kv_len in self.shared_lens]
+        own = sum(end - of_row for end, of_row in zip(ends, shared, strict=True))
+        return own + sum(shared[:: self.copies])
+
+    def _state_bytes_needed(self, cache: OffloadedCache, states: PolicyStates) -> int:
+        """What the policy keeps at the end beyond what it keeps of `cache`."""
+        # A second copy is needed while the state grows, is forked, or a draft is being verified.
+        grows = capacity_for(max(self.prompt_lens)) < self.max_tokens
+        times = 2 if self.drafts or self.copies > 1 or grows else 1
+        state = sum(states.bytes_at(kv_len + self.max_new_tokens) for kv_len in self.prompt_lens)
+        return max(0, times * state - states.bytes_of(cache.seqs))

@@ -1,0 +1,433 @@
+"""`OffloadedModel`: a stock transformers model whose forward pass runs on the offload runtime.
+
+`from_pretrained` returns an instance of a subclass of the stock class, made on the fly with
+`OffloadedModel` in front. It has the stock class's name, weights, config and `generate()`, so that
+pipelines, `save_pretrained` and evaluation harnesses take it for what it is; only the forward pass,
+the cache that `generate()` makes and its loop over greedy tokens are ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from offload.loading.checkpoint import check_checkpoint
+from offload.loading.huge_pages import move_to_huge_pages
+from offload.loading.names import HubOptions
+from offload.loading.stock_model import load_stock_model, load_vocabulary_marks
+from offload.models.batch import RaggedBatch, pack
+from offload.ranks.group import TensorParallel, connect
+from offload.runtime.cache import OffloadedCache
+from offload.runtime.config import RuntimeConfig, runtime_config
+from offload.runtime.fixed_model import FixedModel
+from offload.runtime.generation import GenerationRequest
+from offload.runtime.inputs import (
+    check_labels,
+    check_mask,
+    check_positions,
+    check_tokens,
+    keep_positions,
+    refuse_unsupported,
+    rows_shape,
+)
+from offload.runtime.opening import (
+    check_before_loading,
+    keep_own_part,
+    resolve_folder_once,
+    with_calibrated_policy,
+)
+from offload.runtime.runtime import Runtime
+from offload.runtime.stats import OffloadStats
+from offload.runtime.token_loop import fast_options, generate_tokens
+from offload.runtime.turns import in_turn
+from offload.system.autocast import without_autocast
+
+if TYPE_CHECKING:
+    from offload.kv.store import KVStore
+    from offload.policies import Policy
+
+_RUNTIME_OPTIONS = (
+    "prefill_slice_tokens",
+    "page_tokens",
+    "backend",
+    "deadline_seconds",
+    "tensor_parallel_size",
+    "placement",
+)
+
+
+class OffloadedModel(FixedModel):
+    """A causal language model with its KV cache in the host store. Make it by `from_pretrained`."""
+
+    _offload: Runtime
+
+    @classmethod
+    @torch.inference_mode(False)
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        policy: str | Policy = "full",
+        dtype: str | torch.dtype | None = "auto",
+        device: str | torch.device = "cpu",
+        max_memory: dict[int | str, int | str] | None = None,
+        num_threads: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a model.
+
+        Args:
+            name_or_path: a folder with safetensors, a .gguf file, a hub id, or the alias
+                "smollm2-135m-instruct" of the embedded model.
+            policy: a name (see `available_policies()`) or a policy object.
+            dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
+            device: "cpu", "cuda" or "cuda:1"; with a GPU the KV cache stays on the host and the
+                CPU attends to it.
+            max_memory: hard limits such as {"cpu": "96GiB"} (weights and KV cache together), or
+                {0: "20GiB", "cpu": "96GiB"} with a GPU.
+            num_threads: CPU threads; default: all this process may use.
+            kwargs: the standard cache_dir, force_download, local_files_only, token, revision and
+                gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend`, `deadline_seconds`,
+                `tensor_parallel_size` and `placement` of `RuntimeConfig`.
+
+        Raises:
+            TypeError: an unknown keyword argument.
+            ValueError, FileNotFoundError, NotImplementedError: an unknown policy or dtype, a model
+                type that is not supported, missing or damaged files.
+            HostBudgetError: the weights do not fit `max_memory`. All before weights are read.
+        """
+        options = {name: kwargs.pop(name) for name in _RUNTIME_OPTIONS if name in kwargs}
+        hub_options = [option.name for option in fields(HubOptions)]
+        for name in kwargs:
+            if name not in hub_options:
+                known = ", ".join([*hub_options, *_RUNTIME_OPTIONS])
+                raise TypeError(f"unknown keyword argument {name!r}; available: {known}")
+        config = runtime_config(
+            policy=policy,
+            dtype=dtype,
+            device=device,
+            max_memory=max_memory,
+            num_threads=num_threads,
+            **options,
+        )
+        ranks = connect(config)
+        together = nullcontext() if ranks is None else ranks.together()
+        with together, without_autocast(torch.device(config.device)):
+            folder = resolve_folder_once(name_or_path, HubOptions(**kwargs), ranks)
+            checkpoint = check_checkpoint(folder)
+            check_before_loading(checkpoint, config, ranks)
+            stock = load_stock_model(checkpoint, config.dtype)
+            config = with_calibrated_policy(stock, config, folder, ranks)
+            marks = None
+            if config.policy.reads_text:
+                marks = load_vocabulary_marks(folder, stock.config.vocab_size)
+            return offloaded(stock, config, marks, ranks)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    @in_turn
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: OffloadedCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        cache_position: torch.Tensor | None = None,
+    ) -> CausalLMOutputWithPast:
+        """As the stock forward pass. Logits of padding are those of a zero hidden state.
+
+        Computed in the model's dtype: `torch.autocast` and `torch.compile` change nothing.
+
+        Args:
+            input_ids: int64 [batch_size, seq_len], or `inputs_embeds` [..., hidden_size].
+            attention_mask: [batch_size, cached columns + seq_len], 0 at padding.
+            past_key_values: an `OffloadedCache` of this model; continued in place.
+            token_type_ids, cache_position: of no effect, as in the stock models.
+
+        Returns:
+            logits [batch_size, seq_len or logits_to_keep, vocab_size], the cache, and the loss if
+            there are labels. Nothing has gradients.
+
+        Raises:
+            ValueError, RuntimeError: shapes that disagree, a context that is too long; K/V that are
+                not finite.
+            HostBudgetError: new tokens that do not fit; the cache is as it was.
+            NotImplementedError: attention weights and hidden states; weights, modules or hooks
+                inside the model that were changed since it was loaded. Weights may be written to in
+                place, but not be replaced, and only the model itself may have forward hooks.
+        """
+        for name, wanted in (
+            ("output_attentions", output_attentions),
+            ("output_hidden_states", output_hidden_states),
+        ):
+            if getattr(self.config, name, False) if wanted is None else wanted:
+                raise NotImplementedError(
+                    f"{name}=True: an offloaded model keeps no attention weights or hidden states; "
+                    "use the stock model for a short context"
+                )
+        input_ids, attention_mask, position_ids = (
+            None if x is None else x.cpu() for x in (input_ids, attention_mask, position_ids)
+        )
+        shape = rows_shape(input_ids, inputs_embeds, self._offload.lean.hidden_size)
+        cache = self._cache(past_key_values, use_cache)
+        batch = self._pack(shape, input_ids, attention_mask, position_ids, cache)
+        self._offload.check_modules()
+        tokens = None if input_ids is None else self._tokens(batch, input_ids)
+        embeddings = self._embed(batch, tokens, inputs_embeds)
+        hidden, phase = self._offload.run(embeddings, batch, cache, tokens)
+        hidden = keep_positions(batch.to_rows(hidden), logits_to_keep)
+        logits = self._offload.logits(hidden, phase)
+        loss = None
+        if labels is not None:
+            check_labels(labels, logits)
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+            )
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock `generate()`, its passes as `forward` computes them and with its errors.
+
+        A thread at a time; others wait. One that fails frees its KV cache at once.
+        """
+        has_assistant = kwargs.get("assistant_model") is not None
+        with self._offload.turns.lock, self._offload.generation(has_assistant=has_assistant):
+            return super().generate(*args, **kwargs)
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Behind `generate()`: our loop where the step can choose tokens, or the stock one.
+
+        Ours has no forward pass that hooks could see.
+        """
+        options = None
+        hooked = self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self)
+        if not synced_gpus and not hooked and model_kwargs.get("use_cache"):
+            options = fast_options(logits_processor, stopping_criteria, generation_config)
+        if options is None or not self._offload.chooses_tokens(options):
+            return super()._sample(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        return generate_tokens(
+            self, options, input_ids, stopping_criteria, generation_config, streamer, model_kwargs
+        )
+
+    def new_cache(self) -> OffloadedCache:
+        """An empty cache: pass it as `past_key_values` to continue across calls."""
+        return OffloadedCache(self._offload.sequences)
+
+    def offload_stats(self) -> OffloadStats:
+        """Tokens, times and KV bytes of the last `generate()`, and the forward passes since."""
+        return self._offload.stats
+
+    @property
+    def kv_store(self) -> KVStore:
+        """The host KV store of this model."""
+        self._offload.sequences.collect_if_idle()
+        return self._offload.store
+
+    def _pack(
+        self,
+        shape: tuple[int, int],
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cache: OffloadedCache | None,
+    ) -> RaggedBatch:
+        """The tokens of this call without padding, checked against the mask and the cache."""
+        batch_size, seq_len = shape
+        past_columns = cache.get_seq_length() if cache is not None else 0
+        past_mask = attended = None
+        if attention_mask is not None:
+            check_mask(attention_mask, batch_size, past_columns, seq_len)
+            past_mask = attention_mask[:, :past_columns] != 0
+            attended = attention_mask[:, past_columns:] != 0
+            if bool(attended.all()):
+                attended = None
+        if cache is not None:
+            cache.check_continues(batch_size, past_mask)
+        if position_ids is None:
+            position_ids = torch.arange(past_columns, past_columns + seq_len)[None]
+        else:
+            check_positions(position_ids, shape, past_columns, attended)
+        # Beams and samples of one prompt start as equal rows: compute and store them once.
+        shared_rows = input_ids if past_columns == 0 else None
+        batch = pack(shape, attended, position_ids, shared_rows)
+        kv_lens = cache.kv_lens if cache is not None and past_columns else [0] * batch.num_sequences
+        for kv_len, num_new in zip(kv_lens, batch.num_new_tokens, strict=True):
+            self._offload.check_context(kv_len + num_new)
+        return batch
+
+    def _tokens(self, batch: RaggedBatch, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [num_tokens]: the ids of the batch without padding."""
+        tokens = input_ids.flatten()[batch.columns]
+        check_tokens(tokens, self.config.vocab_size)
+        return tokens
+
+    def _embed(
+        self, batch: RaggedBatch, tokens: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A new tensor [num_tokens, hidden_size]."""
+        if inputs_embeds is not None:
+            columns = batch.columns.to(inputs_embeds.device)
+            return inputs_embeds.flatten(0, 1)[columns].to(self.device, self.dtype)
+        assert tokens is not None  # rows_shape has seen to it
+        embeddings: torch.Tensor = self._offload.lean.embed_tokens(tokens.to(self.device))
+        return embeddings
+
+    def _cache(
+        self, past_key_values: OffloadedCache | None, use_cache: bool | None
+    ) -> OffloadedCache | None:
+        if past_key_values is not None:
+            self._check_cache(past_key_values)
+            return past_key_values
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        return self.new_cache() if use_cache else None
+
+    def _check_cache(self, cache: Any) -> None:
+        if not isinstance(cache, OffloadedCache):
+            raise ValueError(
+                f"past_key_values must be an OffloadedCache, got {type(cache).__name__}, which "
+                "would stay empty; pass past_key_values=model.new_cache()"
+            )
+        if cache.store is not self._offload.store:
+            raise ValueError("past_key_values belongs to another model")
+
+    # How transformers calls us back.
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The stock inputs, without what stock models take and ignore, and what is cached."""
+        for name in ("tokenizer", "assistant_tokenizer"):
+            kwargs.pop(name, None)
+        generation = self._offload.generation_now
+        is_first = kwargs.get("is_first_iteration")
+        if generation is not None and is_first and kwargs.get("next_sequence_length") is None:
+            given = input_ids if inputs_embeds is None else inputs_embeds
+            kwargs["next_sequence_length"] = generation.num_new_columns(given.shape[1])
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
+        return inputs
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Make the cache of a generation, once it is sure that all its tokens will fit."""
+        mask, has_ranks = model_kwargs.get("attention_mask"), self._offload.ranks is not None
+        refuse_unsupported(generation_config, mask, has_ranks=has_ranks)
+        drafts = generation_mode == "assisted_generation"
+        request = GenerationRequest.of(generation_config, model_kwargs, batch_size, drafts=drafts)
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            self._check_cache(cache)
+            cache._is_user_defined = True  # generate() asks for it
+        elif generation_config.use_cache is False:
+            self._offload.check_context(request.max_tokens)
+            return
+        model_kwargs["past_key_values"] = self._offload.begin_generation(
+            request, cache, is_draft=generation_config.is_assistant
+        )
+
+    def _prepare_generated_length(
+        self, generation_config: Any, input_ids_length: int, **given: Any
+    ) -> Any:
+        """As the stock one; the request needs the ids that max_length counts."""
+        generation_config._given_ids = input_ids_length
+        return super()._prepare_generated_length(
+            generation_config=generation_config, input_ids_length=input_ids_length, **given
+        )
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock one; not of a part."""
+        if self._offload.ranks is not None:
+            raise NotImplementedError(
+                "save_pretrained with tensor_parallel_size: each rank has a part of the weights; "
+                "load the model without it and save that"
+            )
+        return super().save_pretrained(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Behind `generate_batch` and cache_implementation="paged"."""
+        raise NotImplementedError(
+            "generate_batch (continuous batching) is not supported; pass a left-padded batch to "
+            "generate()"
+        )
+
+
+def offloaded(
+    stock: Any,
+    config: RuntimeConfig,
+    vocabulary_marks: npt.NDArray[np.uint8] | None = None,
+    ranks: TensorParallel | None = None,
+) -> Any:
+    """Turn a loaded stock model into an offloaded one, in place.
+
+    Args:
+        vocabulary_marks: uint8 [vocab_size] for policies that read the text; None: they cannot.
+        ranks: of which this process is one; the model keeps its part of the weights only.
+
+    Raises:
+        ValueError, NotImplementedError: if it cannot be.
+    """
+    if ranks is not None:
+        config = keep_own_part(stock, config, ranks)
+    if config.device == "cpu":
+        move_to_huge_pages(stock)
+    else:
+        stock.to(config.device)
+    runtime = Runtime(stock.eval(), config, vocabulary_marks, ranks)
+    stock_class: Any = type(stock)
+    stock.__class__ = _offloaded_class(stock_class)
+    stock._offload = runtime
+    return stock
+
+
+@functools.cache
+def _offloaded_class(stock_class: Any) -> Any:
+    namespace = {
+        "__module__": __name__,
+        "__doc__": OffloadedModel.__doc__,
+        # torch.compile has nothing to gain here, and stumbles over our kernels' objects.
+        "forward": torch.compiler.disable(OffloadedModel.forward),  # type: ignore[no-untyped-call]
+    }
+    # The stock name, because save_pretrained writes it to config.json as the architecture.
+    return type(stock_class.__name__, (OffloadedModel, stock_class), namespace)

@@ -1,0 +1,401 @@
+"""What runs a model: its lean layers, its KV store, and the two phases of a forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.decode.cpu import Decoder, likeliest
+from offload.decode.sampling import SamplingOptions, TokenChooser, check_chosen
+from offload.kv.store import KVStore
+from offload.models import LeanModel, lean_model_maker
+from offload.models.batch import RaggedBatch, one_token_each
+from offload.models.rank_part import rank_view
+from offload.prefill.forward import prefill
+from offload.ranks.group import TensorParallel
+from offload.runtime.budgets import rank_kv_budget_bytes, weight_bytes_of
+from offload.runtime.cache import OffloadedCache
+from offload.runtime.config import RuntimeConfig
+from offload.runtime.decoders import _make_decoder
+from offload.runtime.generation import Generation, GenerationRequest
+from offload.runtime.module_watch import ModuleWatch
+from offload.runtime.phases import BatchPart, parts_of, prompt_columns_of
+from offload.runtime.sequences import Sequences
+from offload.runtime.stats import OffloadStats
+from offload.system.autocast import without_autocast
+from offload.system.interrupts import shielded
+from offload.system.torch_threads import torch_threads
+
+if TYPE_CHECKING:
+    pass
+
+
+logger = logging.getLogger(__name__)
+
+
+class Runtime:
+    """Runs the layers of one stock model.
+
+    Args:
+        vocabulary_marks: uint8 [vocab_size], text marks for policies that read the text.
+        ranks: those that run the model; `stock` and `config` are this one's (`keep_own_weights`,
+            `rank_config`).
+    """
+
+    def __init__(
+        self,
+        stock: Any,
+        config: RuntimeConfig,
+        vocabulary_marks: npt.NDArray[np.uint8] | None = None,
+        ranks: TensorParallel | None = None,
+    ) -> None:
+        self.config = config
+        self.stats = OffloadStats()
+        self.ranks = ranks
+        self.lean = self._view(stock)
+        shape = self.lean.attention
+        self.device = torch.device(config.device)
+        weight_bytes = weight_bytes_of(stock)
+        self.store = KVStore(
+            num_layers=len(self.lean.layers),
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=stock.dtype,
+            host_budget_bytes=rank_kv_budget_bytes(config, weight_bytes, shape.num_kv_heads, ranks),
+            page_tokens=config.page_tokens,
+            pinned=self.device.type == "cuda",
+        )
+        self._decoder = _make_decoder(self.lean, self.store, config, weight_bytes)
+        self._watch = ModuleWatch(stock)  # after the decoder, which may move weights
+        self.attention = self._decoder.attention
+        self.sequences = Sequences(self.store, self.attention, self._decoder.forget)
+        self.turns = self.sequences.turns
+        self._vocabulary_marks = vocabulary_marks
+        self.generation_now: Generation | None = None
+        self._last_pass_end: float | None = None
+        self._prefill_threads = config.num_threads  # None: as torch has it
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        batch: RaggedBatch,
+        cache: OffloadedCache | None,
+        tokens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, str]:
+        """Embeddings [num_tokens, hidden_size] through all layers: (hidden, phase of the first).
+
+        In a generation the tokens of its prompt are prefilled, and later ones decoded, however many
+        they are: a draft is decoded. Outside of one, a token per sequence after a cache is decoded,
+        and several are a prompt.
+
+        Args:
+            tokens: int64 [num_tokens], the ids behind the embeddings, where they are known.
+
+        Raises:
+            HostBudgetError: before anything is computed.
+            ValueError, RuntimeError: keys or values that are not finite. The cache is then as it
+                was before.
+        """
+        with self._current_device(), without_autocast(self.device), self.together():
+            return self._run(hidden, batch, cache, tokens)
+
+    def _run(
+        self,
+        hidden: torch.Tensor,
+        batch: RaggedBatch,
+        cache: OffloadedCache | None,
+        tokens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, str]:
+        start = time.perf_counter()
+        if self.ranks is not None:
+            inputs = torch.tensor(batch.num_new_tokens) if tokens is None else tokens
+            self.ranks.check_same("the input", inputs)
+        if cache is None:
+            hidden = self._prefill(hidden, batch, None, [])
+            self._record("prefill", batch.num_tokens, start)
+            return hidden, "prefill"
+        prompt_columns = prompt_columns_of(batch, cache, self.generation_now)
+        parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
+
+        def compute(seqs: list[int]) -> torch.Tensor:
+            self._mark_text(batch, seqs, tokens)
+            return self._run_parts(hidden, parts, seqs)
+
+        phase = parts[0].phase
+        return self._extend(cache, batch, compute, prefill=phase == "prefill"), phase
+
+    def _run_parts(
+        self, hidden: torch.Tensor, parts: Sequence[BatchPart], seqs: list[int]
+    ) -> torch.Tensor:
+        """Embeddings [num_tokens, hidden_size] through all layers, overwritten."""
+        for i, part in enumerate(parts):
+            start = time.perf_counter()
+            of_part = [seqs[sequence] for sequence in part.sequences]
+            if i > 0 and part.phase != parts[i - 1].phase:
+                self.attention.states.begin_draft(of_part)
+            x = hidden[part.tokens]
+            if part.phase == "prefill":
+                x = self._prefill(x, part.batch, self.store, of_part)
+            else:
+                start += self._build_index(of_part)
+                x = self._decoder.decode(x, part.batch, of_part)
+            self._record(part.phase, part.batch.num_tokens, start)
+            if len(parts) == 1:
+                return x
+            hidden[part.tokens] = x
+            self.store.commit(of_part, part.batch.num_new_tokens)
+        return hidden
+
+    def chooses_tokens(self, options: SamplingOptions) -> bool:
+        """Whether `choose_tokens` can be used.
+
+        Not to sample with the native decoder: the stock loop's tokens are those of transformers
+        with the same seed.
+        """
+        return options.temperature == 0.0 or not isinstance(self._decoder, Decoder)
+
+    def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+        """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size].
+
+        RuntimeError for logits that are not finite.
+        """
+        if isinstance(self._decoder, Decoder):
+            return check_chosen(likeliest(logits), len(self.lean.layers))
+        batch_size, vocab_size = logits.shape
+        chooser = TokenChooser(batch_size, vocab_size, logits.device)
+        chooser.use(options)
+        with self._current_device(), without_autocast(self.device):
+            chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
+            chosen = (chosen if self.ranks is None else self.ranks.broadcast(chosen)).cpu()
+        return check_chosen(chosen, len(self.lean.layers))
+
+    @torch.inference_mode(False)  # as in `turns.in_turn`
+    @torch.no_grad()
+    def choose_tokens(
+        self,
+        cache: OffloadedCache,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        options: SamplingOptions,
+    ) -> torch.Tensor:
+        """A decode step from the last token of each row to the next, int64 [batch_size].
+
+        Raises:
+            As `run`; ValueError for a context that is too long.
+        """
+        start = time.perf_counter()
+        self.check_context(max(cache.kv_lens) + 1)
+        batch = one_token_each(cache.batch_size)
+
+        def compute(seqs: list[int]) -> torch.Tensor:
+            nonlocal start
+            self._mark_text(batch, seqs, tokens)
+            start += self._build_index(seqs)
+            with self._current_device():
+                chosen = self._decoder.choose_tokens(seqs, tokens, position_ids, options)
+            return check_chosen(chosen, len(self.lean.layers))
+
+        with without_autocast(self.device), self.together():
+            chosen = self._extend(cache, batch, compute, prefill=False)
+        self._record("decode", batch.num_tokens, start)
+        return chosen
+
+    def logits(self, hidden: torch.Tensor, phase: str) -> torch.Tensor:
+        """[..., hidden_size] before the final norm -> [..., vocab_size]."""
+        with without_autocast(self.device):
+            if phase == "decode":
+                return self._decoder.logits(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
+            with torch_threads(self._prefill_threads):
+                logits: torch.Tensor = self.lean.lm_head(self.lean.final_norm(hidden))
+            return logits
+
+    def check_modules(self) -> None:
+        """Refuse a model that was changed after it was loaded (`ModuleWatch`).
+
+        In a generation that was done when it began.
+        """
+        if self.generation_now is None:
+            self._watch.check()
+
+    def check_context(self, num_tokens: int) -> None:
+        """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
+        if num_tokens > self.lean.max_context:
+            raise ValueError(
+                f"a context of {num_tokens} tokens exceeds the {self.lean.max_context} tokens of "
+                f"this model ({self.lean.max_context_reason}); shorten the prompt or lower "
+                "max_new_tokens"
+            )
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Around what all ranks must do together (`TensorParallel.together`)."""
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.together()
+
+    @contextlib.contextmanager
+    def generation(self, *, has_assistant: bool) -> Iterator[None]:
+        """Around one `generate()`: new statistics, and no cache left behind by an error. One within
+        another (a model may be its own assistant) leaves the outer one's as they were.
+
+        Between the forward passes torch runs on one thread. Choosing a token is little work, and
+        a second thread would wait for a CPU on which one of our workers still spins (SmolLM2 on
+        2 CPUs: 64 tokens/s instead of 82). An assistant computes in between and keeps its threads.
+        """
+        outer = self.generation_now, self.stats, self._prefill_threads
+        if self.generation_now is None:
+            self._prefill_threads = self.config.num_threads or torch.get_num_threads()
+        self.generation_now, self.stats = (generation := Generation()), OffloadStats()
+        self._last_pass_end = None
+        try:
+            with torch_threads(None if has_assistant else 1), self.together():
+                if self.ranks is not None:
+                    self.ranks.share_random_state(self.device)
+                self._watch.check()
+                yield
+        except BaseException:
+            # The traceback of the error would keep the cache, and so its pages, alive.
+            if generation.cache is not None and generation.owns_cache:
+                generation.cache.reset()
+            raise
+        finally:
+            is_inner = outer[0] is not None
+            self.generation_now, stats, self._prefill_threads = outer
+            self._last_pass_end = None
+            if is_inner:
+                self.stats = stats
+
+    def begin_generation(
+        self, request: GenerationRequest, cache: OffloadedCache | None, *, is_draft: bool
+    ) -> OffloadedCache:
+        """Check that a generation is possible to its end, and note where it goes and from where.
+
+        Args:
+            cache: to continue; None: a new one, which is reset if the generation fails.
+            is_draft: what is new beside a filled `cache` was decoded already, by another model.
+
+        Raises:
+            ValueError, HostBudgetError: before anything is computed.
+        """
+        used = OffloadedCache(self.sequences) if cache is None else cache
+        self.sequences.collect()
+        request.check(used, self.attention.states, self.check_context)
+        if not isinstance(self._decoder, Decoder):
+            self._decoder.check_room(len(request.prompt_lens), request.max_tokens)
+        generation, past_columns = self.generation_now or Generation(), used.get_seq_length()
+        generation.cache, generation.owns_cache = used, cache is None
+        generation.gives_all = request.gives_all
+        generation.prompt_columns = request.prompt_columns
+        if is_draft and past_columns:
+            generation.prompt_columns = past_columns
+        return used
+
+    def _extend(
+        self,
+        cache: OffloadedCache,
+        batch: RaggedBatch,
+        compute: Callable[[list[int]], torch.Tensor],
+        *,
+        prefill: bool,
+    ) -> torch.Tensor:
+        """What `compute` makes of the sequences of `batch`, which have room for its tokens then.
+
+        Afterwards the cache has these tokens, or after an error or ctrl-C it is as it was before.
+        """
+        if not isinstance(self._decoder, Decoder):
+            self._decoder.check_usable()
+        states = self.attention.states
+        with shielded() as exposed:
+            seqs = cache.reserve(batch)
+            try:
+                states.begin(seqs, batch.num_new_tokens, prefill=prefill)
+                with exposed():
+                    result = compute(seqs)
+                cache.commit(batch)
+            except BaseException:
+                cache.roll_back()
+                raise
+            states.commit(seqs)
+        return result
+
+    def _view(self, stock: Any) -> LeanModel:
+        return rank_view(lean_model_maker(stock.config.model_type)(stock), self.ranks)
+
+    def _current_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Kernels are launched on torch's current device, whichever their tensors are on."""
+        if self.device.type == "cuda":
+            return torch.cuda.device(self.device)
+        return contextlib.nullcontext()
+
+    def _mark_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
+        """Marks of the new tokens; of those whose ids are not known none, that is, no delimiter."""
+        if self._vocabulary_marks is None:
+            return
+        if tokens is None:
+            marks = np.zeros(batch.num_tokens, np.uint8)
+        else:
+            marks = self._vocabulary_marks[tokens.numpy()]
+        for sequence, start, stop in batch.spans():
+            self.attention.states.append_marks(seqs[sequence], marks[start:stop])
+
+    def _build_index(self, seqs: list[int]) -> float:
+        """What the policy keeps of sequences that come past its budget with their next token;
+        seconds it took, which do not count as decoding.
+        """
+        kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
+        with torch_threads(self._prefill_threads):
+            seconds = self.attention.build_states(seqs, kv_lens)
+        self.stats.index_seconds += seconds
+        if self._last_pass_end is not None:
+            self._last_pass_end += seconds
+        return seconds
+
+    def _prefill(
+        self, hidden: torch.Tensor, batch: RaggedBatch, store: KVStore | None, seqs: list[int]
+    ) -> torch.Tensor:
+        states = self.attention.states
+        with torch_threads(self._prefill_threads):
+            for seq in seqs:
+                self._decoder.forget(seq)
+            build = None
+            if hidden.is_cuda and store is not None:
+                kv_lens = [
+                    store.kv_len(seq) + num_new
+                    for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
+                ]
+                build = self.attention.prefill_build(seqs, kv_lens)
+            hidden = prefill(
+                self.lean,
+                hidden,
+                batch,
+                store=store,
+                seqs=seqs,
+                slice_tokens=self.config.prefill_slice_tokens,
+                on_queries=self.attention.on_prefill_queries,
+                device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
+                on_layer=None if build is None else build.on_layer,
+            )
+            if build is not None:
+                build.finish()
+                self.stats.index_seconds += build.host_seconds
+            for seq in seqs:
+                states.end_prefill(seq)
+        return hidden
+
+    def _record(self, phase: str, num_tokens: int, start: float) -> None:
+        stats, end = self.stats, time.perf_counter()
+        if phase == "decode":
+            stats.decode_tokens += num_tokens
+            stats.decode_seconds += end - (self._last_pass_end or start)
+        else:
+            stats.prefill_tokens += num_tokens
+            stats.prefill_seconds += end - start
+        stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
+        stats.kv_device_bytes = max(stats.kv_device_bytes, self._decoder.device_bytes)
+        stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
+        # Between the passes of a generation tokens are chosen; between others, anything may happen.
+        self._last_pass_end = None if self.generation_now is None else end

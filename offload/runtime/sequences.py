@@ -1,0 +1,94 @@
+"""The life of cached sequences: pages of the store and the policy's state change together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from offload.decode.attention import DecodeAttention
+from offload.decode.draft_rows import attend_again
+from offload.kv.store import KVStore
+from offload.runtime.turns import Turns
+from offload.system.interrupts import shielded
+
+
+class Sequences:
+    """Makes, forks, shortens and frees the sequences of one model.
+
+    Args:
+        on_changed: told of each sequence that is shortened or freed.
+
+    Attributes:
+        turns: whose lock the caller has, except for `free_later` and `collect_if_idle`.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        attention: DecodeAttention,
+        on_changed: Callable[[int], None] = lambda seq: None,
+    ) -> None:
+        self.store = store
+        self._attention = attention
+        self._on_changed = on_changed
+        self._unreachable: deque[int] = deque()
+        self.turns = Turns()
+
+    def new(self) -> int:
+        """An empty sequence."""
+        return self.store.new_sequence()
+
+    def fork(self, seq: int) -> int:
+        """A copy of `seq` that shares its pages."""
+        child = self.store.fork(seq)
+        try:
+            self._attention.states.fork(seq, child)
+        except BaseException:
+            self.free([child])
+            raise
+        return child
+
+    def truncate(self, seq: int, kv_len: int) -> None:
+        """Keep the first `kv_len` tokens, and nothing that is reserved.
+
+        What a policy has learnt from tokens that go is forgotten, bit for bit, where they are of
+        the last forward pass (a draft).
+        """
+        self._on_changed(seq)
+        rows = self._attention.states.truncate(seq, kv_len)
+        self.store.truncate(seq, kv_len)
+        if rows is not None:
+            attend_again(self._attention, seq, rows)
+
+    def roll_back(self, seq: int, kv_len: int) -> None:
+        """As before a forward pass that failed, with `kv_len` tokens."""
+        self._on_changed(seq)
+        self._attention.states.roll_back(seq)
+        self.store.truncate(seq, kv_len)
+
+    def free(self, seqs: Iterable[int]) -> None:
+        """Give the pages back, unless forks share them."""
+        for seq in seqs:
+            self._on_changed(seq)
+            self._attention.states.forget(seq)
+            self.store.free(seq)
+
+    def free_later(self, seqs: Iterable[int]) -> None:
+        """For finalizers: the collector may run one in the middle of a store operation, and in a
+        thread whose turn it is not."""
+        self._unreachable.extend(seqs)
+
+    def collect(self) -> None:
+        """Free what `free_later` was given."""
+        while self._unreachable:
+            self.free([self._unreachable.popleft()])
+
+    def collect_if_idle(self) -> None:
+        """`collect`, unless another thread has its turn: it does so before its next step."""
+        lock = self.turns.lock
+        with shielded():  # or ctrl-C might leave the lock taken
+            if lock.acquire(blocking=False):
+                try:
+                    self.collect()
+                finally:
+                    lock.release()

@@ -1,0 +1,48 @@
+"""Fresh host memory on huge pages, resident before it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.system.memory import available_cpus
+
+_TOUCH_CHUNK_BYTES = 64 * 2**20  # a multiple of the page sizes, 4 KiB to 2 MiB
+
+
+def map_slab(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] of fresh, zeroed, resident memory that is unmapped with the tensor.
+
+    Raises:
+        OSError: if the system refuses the mapping.
+    """
+    # Private, or the pages would be shared memory: no huge pages, and charged as a file.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, num_bytes, flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    touch(memory)
+    with torch.inference_mode(False):
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def touch(memory: mmap.mmap) -> None:
+    """Make every page of `memory` resident, on all CPUs: the kernel has to zero it."""
+
+    def touch_chunk(chunk: npt.NDArray[np.uint8]) -> None:
+        chunk[:: mmap.PAGESIZE] = 0  # NumPy lets go of the GIL
+
+    every_byte = np.frombuffer(memory, np.uint8)
+    chunks = [
+        every_byte[i : i + _TOUCH_CHUNK_BYTES] for i in range(0, len(memory), _TOUCH_CHUNK_BYTES)
+    ]
+    if len(chunks) == 1:
+        return touch_chunk(chunks[0])
+    with ThreadPoolExecutor(available_cpus()) as executor:
+        list(executor.map(touch_chunk, chunks))  # list: raises what a chunk raised

@@ -1,0 +1,197 @@
+"""How much host memory and how many CPUs this process may really use.
+
+A container's `/proc/meminfo` and `os.cpu_count()` describe the machine, not the share of it that
+the process was given. A KV cache sized by them is killed by the kernel, and spinning workers beyond
+the CPU quota are throttled, so both numbers here also honour cgroup v1 and v2, at every level from
+the process's own cgroup up to the root.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+PROC_SELF = Path("/proc/self")
+
+_SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(size: int | str, *, name: str = "size") -> int:
+    """Bytes in `size`: a number of bytes, or a string such as "20GiB", "500MB" or "1.5GiB".
+
+    Units are case-sensitive (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB): "Gb" means gigabits elsewhere.
+
+    Raises:
+        ValueError: for anything else; the message starts with `name`, the option it came from.
+    """
+    if isinstance(size, str):
+        match = _SIZE_PATTERN.fullmatch(size)
+        if match and match[2] in _SIZE_UNITS:
+            number, unit = match[1], _SIZE_UNITS[match[2]]
+            # Only a fraction goes through a float: 2**60 + 1 bytes must stay exact.
+            return int(float(number) * unit) if "." in number else int(number) * unit
+    elif isinstance(size, int) and not isinstance(size, bool):
+        if size >= 0:
+            return size
+        raise ValueError(f"{name} must not be negative, got {size}")
+    raise ValueError(
+        f"{name}: cannot read {size!r} as a size; give a number of bytes or a string with a unit "
+        "(B, KB, MB, GB, TB, KiB, MiB, GiB, TiB), such as '20GiB' or '500MB'"
+    )
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`num_bytes` for a message: "1.50 GiB", or "512 B" below one KiB."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if num_bytes >= _SIZE_UNITS[unit]:
+            return f"{num_bytes / _SIZE_UNITS[unit]:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def check_max_memory(max_memory: Mapping[int | str, int | str] | None) -> dict[int | str, int]:
+    """`max_memory` with every size in bytes; an empty dict for None.
+
+    Keys are "cpu" (the host KV store) and device indices (0, 1, …), as in accelerate.
+
+    Raises:
+        ValueError: for an unknown key, an unreadable or negative size, or a host budget above
+            `host_memory_limit_bytes()`.
+    """
+    if max_memory is None:
+        return {}
+    if not isinstance(max_memory, Mapping):
+        raise ValueError(
+            "max_memory must be a dict such as {0: '20GiB', 'cpu': '96GiB'}, "
+            f"got {type(max_memory).__name__}"
+        )
+    budgets: dict[int | str, int] = {}
+    for key, size in max_memory.items():
+        is_device = isinstance(key, int) and not isinstance(key, bool) and key >= 0
+        if key != "cpu" and not is_device:
+            raise ValueError(
+                f"max_memory has an unknown key {key!r}; "
+                "available: 'cpu' and device indices (0, 1, …)"
+            )
+        budgets[key] = parse_size(size, name=f"max_memory[{key!r}]")
+    if "cpu" in budgets:
+        limit = host_memory_limit_bytes()
+        if budgets["cpu"] > limit:
+            raise ValueError(
+                f"max_memory['cpu'] is {format_bytes(budgets['cpu'])}, but this process may use "
+                f"only {format_bytes(limit)} more host memory (available memory and cgroup "
+                "limits); lower max_memory['cpu'] or raise the container's memory limit"
+            )
+    return budgets
+
+
+def host_budget_bytes(max_memory: Mapping[int | str, int | str] | None = None) -> int:
+    """The hard budget of the host KV store in bytes: `max_memory["cpu"]`, or all that is left.
+
+    Raises:
+        ValueError: see `check_max_memory`.
+    """
+    budgets = check_max_memory(max_memory)
+    return budgets["cpu"] if "cpu" in budgets else host_memory_limit_bytes()
+
+
+def host_memory_limit_bytes(proc_self: Path | None = None) -> int:
+    """Bytes this process can still allocate before the kernel runs out or a cgroup stops it.
+
+    The minimum of the machine's available memory and, at every cgroup level, the limit less what
+    the cgroup uses now. Page cache that the kernel would drop first (inactive files, such as a
+    checkpoint just read) does not count as used. `proc_self` stands in for /proc/self.
+    """
+    limits = [int(psutil.virtual_memory().available)]
+    for version, cgroup in _cgroup_dirs("memory", proc_self or PROC_SELF):
+        if version == 2:
+            # memory.high is as hard as memory.max for us: anonymous memory above it cannot be
+            # reclaimed without swap, and the kernel puts its allocator to sleep instead.
+            caps = [_read_int(cgroup / "memory.max"), _read_int(cgroup / "memory.high")]
+            used, inactive = _read_int(cgroup / "memory.current"), "inactive_file"
+        else:
+            caps = [_read_int(cgroup / "memory.limit_in_bytes")]
+            used, inactive = _read_int(cgroup / "memory.usage_in_bytes"), "total_inactive_file"
+        cap = min((cap for cap in caps if cap is not None), default=None)
+        if cap is not None:
+            held = (used or 0) - _read_stat(cgroup / "memory.stat", inactive)
+            limits.append(max(0, cap - max(0, held)))
+    return min(limits)
+
+
+def available_cpus(proc_self: Path | None = None) -> int:
+    """CPUs this process may keep busy, at least 1: its affinity mask, capped by cgroup quotas.
+
+    A fractional quota is rounded down: a worker spinning on a share of a CPU that it does not have
+    gets the whole process throttled. `proc_self` stands in for /proc/self.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        num_cpus = len(os.sched_getaffinity(0))
+    else:
+        num_cpus = os.cpu_count() or 1
+    for version, cgroup in _cgroup_dirs("cpu", proc_self or PROC_SELF):
+        if version == 2:
+            quota, _, period = _read_text(cgroup / "cpu.max").partition(" ")
+        else:
+            quota = _read_text(cgroup / "cpu.cfs_quota_us")
+            period = _read_text(cgroup / "cpu.cfs_period_us")
+        # No quota reads "max" in v2 and "-1" in v1; neither is a string of digits.
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            num_cpus = min(num_cpus, int(quota) // int(period))
+    return max(1, num_cpus)
+
+
+def _cgroup_dirs(controller: str, proc_self: Path) -> Iterator[tuple[int, Path]]:
+    """(cgroup version, directory) of the process's cgroup and its visible ancestors.
+
+    Hybrid machines mount v1 controllers beside a v2 tree, and a container may see only a part of a
+    tree (the mount's root), so both are read from mountinfo instead of assuming /sys/fs/cgroup.
+    """
+    # Controller, or "" for the v2 tree -> the process's path in that tree.
+    paths: dict[str, str] = {}
+    for line in _read_text(proc_self / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths |= dict.fromkeys(controllers.split(","), path)
+
+    for line in _read_text(proc_self / "mountinfo").splitlines():
+        # id parent device ROOT MOUNT options … - FS_TYPE source SUPER_OPTIONS (source may be empty)
+        left, _, right = line.partition(" - ")
+        if not right.startswith("cgroup"):
+            continue
+        fs_type, *_, options = right.split()
+        version = 2 if fs_type == "cgroup2" else 1
+        own_path = paths.get("" if version == 2 else controller)
+        if own_path is None or (version == 1 and controller not in options.split(",")):
+            continue
+        root, mount_point = left.split()[3:5]
+        mount = Path(mount_point.replace("\\040", " "))
+        # A path outside the mount's root belongs to another namespace: only the mount is visible.
+        inside = Path(own_path).is_relative_to(root) and ".." not in Path(own_path).parts
+        cgroup = mount / Path(own_path).relative_to(root) if inside else mount
+        yield version, cgroup
+        yield from ((version, parent) for parent in cgroup.parents if parent.is_relative_to(mount))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # not Linux, another cgroup layout, or a controller that is not enabled
+        return ""
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read_text(path)
+    return int(text) if text.isdigit() else None
+
+
+def _read_stat(path: Path, field: str) -> int:
+    for line in _read_text(path).splitlines():
+        name, _, value = line.partition(" ")
+        if name == field:
+            return int(value)
+    return 0

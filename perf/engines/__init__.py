@@ -1,0 +1,1 @@
+"""Engines that benchmarks compare, and the protocol they speak."""

@@ -1,0 +1,1 @@
+"""Tables and plots of README and docs, made from `perf/results`."""

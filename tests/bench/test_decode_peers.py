@@ -1,0 +1,124 @@
+"""The engines that the GPU pipeline is compared with, at tiny shapes on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from offload.bench.decode.peers import all_on_gpu_graph
+from offload.bench.decode.peers.transformers_decode import (
+    cache_bytes,
+    decode_seconds,
+    filled_cache,
+    prefill_seconds,
+)
+from offload.bench.made.random_model import random_model
+from offload.models import lean_model_maker
+from offload.models.shape import MODEL_SHAPES
+
+pytestmark = pytest.mark.slow
+
+KV_LEN = 50
+
+
+@pytest.fixture(scope="module")
+def stock() -> Any:
+    model = random_model(MODEL_SHAPES["tiny"], device=torch.device("cpu"), dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.mul_(5)  # attention and logits peaked enough to show mistakes
+    return model
+
+
+def test_caches_are_filled_in_every_layer(stock: Any) -> None:
+    cache = filled_cache(stock, kv_len=KV_LEN, batch_size=2)
+    assert cache.get_seq_length() == KV_LEN
+    for layer in cache.layers:
+        assert layer.keys is not None
+        assert list(layer.keys.shape) == [2, 2, KV_LEN, 32]
+        assert float(layer.keys.std()) == pytest.approx(1, abs=0.1)
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))  # type: ignore[union-attr]
+    assert cache_bytes(stock, kv_len=KV_LEN, batch_size=2) == held
+
+
+def test_decoding_appends(stock: Any) -> None:
+    cache = filled_cache(stock, kv_len=KV_LEN)
+    seconds = decode_seconds(stock, cache, num_steps=3)
+    assert len(seconds) == 3
+    assert min(seconds) > 0
+    assert cache.get_seq_length() == KV_LEN + 5  # two to warm up
+    assert prefill_seconds(stock, num_tokens=40) > 0
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_attention_of_a_step(groups: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(2, 4 * 32, generator=generator)
+    cache = torch.randn(2, 2, 2, KV_LEN, 32, generator=generator)
+    out = all_on_gpu_graph._sdpa(query, cache, sm_scale=0.2, groups=groups)
+    q = query.view(2, 2, 2, 32).double()  # [n, num_kv_heads, group_size, head_dim]
+    keys, values = cache.double().unbind(1)
+    expected = (0.2 * q @ keys.transpose(-1, -2)).softmax(-1) @ values
+    torch.testing.assert_close(out.double(), expected.reshape(2, -1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_all_on_gpu_computes_what_the_stock_model_does(stock: Any, batch_size: int) -> None:
+    engine = all_on_gpu_graph.AllOnGPU(
+        lean_model_maker("llama")(stock), kv_len=KV_LEN, batch_size=batch_size
+    )
+    cache = DynamicCache(config=stock.config)
+    for layer_idx, keys_values in enumerate(engine.caches):
+        keys, values = keys_values[:, :, :, : KV_LEN - 1].clone().unbind(1)
+        cache.update(keys, values, layer_idx)
+    engine.tokens.copy_(torch.arange(7, 7 + batch_size))
+    tokens = engine.tokens[:, None].clone()
+    logits = engine.step()
+    expected = stock(
+        input_ids=tokens,
+        past_key_values=cache,
+        position_ids=torch.full_like(tokens, KV_LEN - 1),
+    ).logits[:, -1]
+    error = (logits - expected).double().norm() / expected.double().norm()
+    assert float(error) < 1e-5
+    assert torch.equal(engine.tokens, expected.argmax(-1))
+    for layer, keys_values in zip(cache.layers, engine.caches, strict=True):
+        torch.testing.assert_close(layer.keys, keys_values[:, 0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer.values, keys_values[:, 1], rtol=1e-4, atol=1e-5)
+    assert len(engine.decode_seconds(2)) == 2
+    assert engine.kv_bytes == batch_size * KV_LEN * MODEL_SHAPES["tiny"].kv_token_bytes * 2
+
+
+@pytest.mark.cuda
+def test_the_captured_step_is_the_stock_model_s() -> None:
+    device = torch.device("cuda")
+    model = random_model(MODEL_SHAPES["tiny"], device=device, dtype=torch.bfloat16)
+    engine = all_on_gpu_graph.AllOnGPU(lean_model_maker("llama")(model), kv_len=2000)
+    cache = DynamicCache(config=model.config)
+    for layer_idx, keys_values in enumerate(engine.caches):
+        keys, values = keys_values[:, :, :, :1999].clone().unbind(1)
+        cache.update(keys, values, layer_idx)
+    tokens = engine.tokens.fill_(7)[:, None].clone()
+    assert len(engine.decode_seconds(1)) == 1  # and some to warm up, of other tokens
+    engine.tokens.fill_(7)
+    logits = engine.step()
+    expected = model(
+        input_ids=tokens,
+        past_key_values=cache,
+        position_ids=torch.full_like(tokens, 1999),
+    ).logits[:, -1]
+    error = (logits - expected).double().norm() / expected.double().norm()
+    assert float(error) < 2e-2
+
+
+@pytest.mark.cuda
+def test_transformers_offloads() -> None:
+    device = torch.device("cuda")
+    model = random_model(MODEL_SHAPES["tiny"], device=device, dtype=torch.bfloat16)
+    cache = filled_cache(model, kv_len=300, offloaded=True)
+    assert len(decode_seconds(model, cache, num_steps=2)) == 2
+    devices = {layer.keys.device.type for layer in cache.layers if layer.keys is not None}
+    assert "cpu" in devices

@@ -1,0 +1,346 @@
+"""The measurement behind `offload bench latency`, on small caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offload.bench.attention.measure import AttentionShape
+from offload.bench.latency.measure import PHASES, LatencyMeasurement, measure_latency, steps_needed
+from offload.bench.latency.plan import plan_layers
+from offload.bench.latency.reference import ExactAttention
+from offload.bench.latency.report import (
+    check_plot,
+    latency_csv,
+    latency_markdown,
+    latency_rows,
+    plot_latency,
+)
+from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
+from offload.policies import TidalDecode
+from offload.policies.base import RETRIEVE, REUSE, Policy
+from offload.policies.registry import available_policies, make_policy
+
+SHAPE = AttentionShape(num_layers=8, num_qo_heads=8, num_kv_heads=2, head_dim=64)
+KV_LEN = 1200
+BUDGET = 256
+
+
+@pytest.fixture(autouse=True)
+def _small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The yardstick outgrows the CPU's caches; a test need not."""
+    monkeypatch.setattr("offload.bench.latency.yardstick.last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr("offload.bench.latency.yardstick._MIN_BYTES", 2**21)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Iterator[LatencyWorkload]:
+    made = structured_workload(
+        SHAPE,
+        kv_len=KV_LEN,
+        num_steps=steps_needed(3),
+        num_layers=3,
+        batch_size=2,
+        dtype=torch.float32,
+        seed=0,
+    )
+    yield made
+    made.close()
+
+
+def policy_of(name: str) -> Policy:
+    budget = {} if name == "full" else {"budget_tokens": BUDGET}
+    return make_policy(name, **budget)
+
+
+def test_every_policy_end_to_end(workload: LatencyWorkload) -> None:
+    names = available_policies()
+    steps = []
+    measured = measure_latency(
+        workload,
+        {name: policy_of(name) for name in names},
+        options={"lfps": {"alpha": 0.2}},
+        threads=[1, 2],
+        repeats=3,
+        on_step=lambda: steps.append(1),
+    )
+    assert len(steps) == 2 * steps_needed(3)
+    assert [(m.policy, m.num_threads) for m in measured] == [(n, t) for t in (1, 2) for n in names]
+    by_name = {m.policy: m for m in measured if m.num_threads == 1}
+    row_bytes = 64 * 4
+    # 2 warm-up steps, 3 timed ones: the median is the second of those.
+    assert by_name["full"].bytes_touched == 2 * 2 * (KV_LEN + 4) * row_bytes
+    assert by_name["full"].attended_tokens == KV_LEN + 4
+    assert by_name["exact_topk"].attended_tokens == BUDGET
+    for m in measured:
+        assert m.batch_size == 2
+        assert 0 < m.microseconds_p10 <= m.microseconds <= m.microseconds_p90
+        assert set(m.phases) == {*PHASES, "other"}
+        assert sum(m.phases.values()) >= 0.99 * m.microseconds
+        assert m.bandwidth == pytest.approx(m.bytes_touched / m.microseconds * 1e6)
+        assert m.yardstick_share > 0
+        assert m.relative_error < 1e-4
+        assert 0 < m.mass_kept <= 1 + 1e-6
+        assert 0 <= m.candidate_share <= 1
+        # What a policy answers or reuses may be less; nothing attends to more than it may.
+        if m.policy not in ("full", "tidal_decode", "lychee_decode"):
+            assert m.attended_tokens <= BUDGET + 128
+            assert m.mass_kept <= by_name["exact_topk"].mass_kept + 1e-6
+    assert by_name["full"].mass_kept == by_name["full"].top_overlap == 1
+    assert by_name["exact_topk"].top_overlap == pytest.approx(1, abs=0.01)
+    assert by_name["streaming_llm"].top_overlap is None
+    assert by_name["exact_topk"].dense_share == 2 / 8
+    assert by_name["quest"].state_share > 0.05
+    assert by_name["full"].yardstick == "sequential read"
+    assert by_name["quest"].yardstick == "row gather"
+    # The selections of a step do not depend on the number of threads.
+    for name in names:
+        one, two = (m for m in measured if m.policy == name)
+        assert one.mass_kept == two.mass_kept
+        assert one.attended_tokens == pytest.approx(two.attended_tokens)
+
+
+def test_the_workload_is_rewound_and_steps_differ(workload: LatencyWorkload) -> None:
+    assert [workload.store.kv_len(seq) for seq in workload.seqs] == [KV_LEN, KV_LEN]
+    assert workload.queries(1, 0).shape == (2, 8 * 64)
+    assert not torch.equal(workload.queries(1, 0), workload.queries(1, 1))
+    assert workload.advance(0) == [KV_LEN + 1] * 2
+    first = workload.store.gather(workload.seqs[0], 1, KV_LEN, KV_LEN + 1)[0]
+    workload.rewind()
+    workload.advance(1)
+    second = workload.store.gather(workload.seqs[0], 1, KV_LEN, KV_LEN + 1)[0]
+    assert not torch.equal(first, second)
+    workload.rewind()
+
+
+def test_too_many_repeats(workload: LatencyWorkload) -> None:
+    with pytest.raises(ValueError, match=r"repeats must be in \[1, 3\] for this workload, got 4"):
+        measure_latency(workload, {"full": policy_of("full")}, options={}, threads=[1], repeats=4)
+
+
+def test_plan_of_layers_that_reuse() -> None:
+    policy = TidalDecode(select_layers=(2, 13))
+    plan = plan_layers(policy, num_model_layers=32, num_layers=4, num_units=8)
+    roles = plan.policy.roles(4, 8)
+    assert roles is not None
+    assert (roles[0] == RETRIEVE).all()
+    assert (roles[1:] == REUSE).all()
+    assert plan.weights == pytest.approx([2 / 30, *[28 / 90] * 3])
+    assert plan.dense_share == 2 / 32
+    assert plan.asking == (8, 0, 0, 0)
+    assert plan.policy.budget_tokens == policy.budget_tokens
+    assert policy.roles(32, 8)[2, 0] == RETRIEVE  # the policy itself is as it was
+
+
+def test_plan_of_heads_that_reuse() -> None:
+    policy = make_policy("lychee_decode")
+    roles = policy.roles(32, 8)
+    assert roles is not None
+    plan = plan_layers(policy, num_model_layers=32, num_layers=4, num_units=8)
+    scanning = float((roles != REUSE).sum()) / 32
+    assert float(plan.weights @ np.array(plan.asking)) == pytest.approx(scanning, rel=0.05)
+    assert plan.weights.sum() == pytest.approx(1)
+    assert plan.asking[0] == 8
+    with pytest.raises(ValueError, match="needs at least 2 physical layers"):
+        plan_layers(policy, num_model_layers=32, num_layers=1, num_units=8)
+
+
+def test_plan_of_policies_that_select_everywhere() -> None:
+    topk = plan_layers(make_policy("exact_topk"), num_model_layers=8, num_layers=3, num_units=2)
+    assert topk.policy.dense_layers == 0
+    assert topk.weights == pytest.approx([1 / 3] * 3)
+    whole = plan_layers(make_policy("exact_topk"), num_model_layers=8, num_layers=8, num_units=2)
+    assert whole.policy.dense_layers == 2
+    assert whole.weights == pytest.approx([0, 0, *[1 / 6] * 6])
+    full = plan_layers(make_policy("full"), num_model_layers=8, num_layers=3, num_units=2)
+    assert full.dense_share == 0
+    shallow = make_policy("exact_topk", dense_layers=8)
+    with pytest.raises(ValueError, match="'exact_topk' leaves all 8 layers dense"):
+        plan_layers(shallow, num_model_layers=8, num_layers=3, num_units=2)
+
+
+@pytest.fixture
+def exact(workload: LatencyWorkload) -> ExactAttention:
+    return ExactAttention(
+        workload.store,
+        workload.seqs[0],
+        1,
+        workload.queries(1, 0)[0],
+        kv_len=KV_LEN,
+        sm_scale=workload.sm_scale,
+    )
+
+
+def attend(workload: LatencyWorkload, tokens: list[np.ndarray]) -> torch.Tensor:
+    """float64, independent of `ExactAttention`."""
+    keys, values = (x.double().numpy() for x in workload.store.gather(workload.seqs[0], 1))
+    queries = workload.queries(1, 0)[0].double().numpy().reshape(2, 4, 64)
+    out = []
+    for kv_head in range(2):
+        for query in queries[kv_head]:
+            scores = keys[kv_head, tokens[kv_head]] @ query / 8
+            weights = np.exp(scores - scores.max())
+            out.append(weights @ values[kv_head, tokens[kv_head]] / weights.sum())
+    return torch.from_numpy(np.concatenate(out)).float()
+
+
+def test_reference_outputs(workload: LatencyWorkload, exact: ExactAttention) -> None:
+    everything = [np.arange(KV_LEN)] * 2
+    out = attend(workload, everything)
+    assert exact.check_output(out, [[], []]) < 1e-5
+    some = [np.arange(3, KV_LEN, 7), np.arange(0, KV_LEN, 5)]
+    assert exact.check_output(attend(workload, some), [x.tolist() for x in some]) < 1e-5
+    with pytest.raises(ArithmeticError, match="differs from the reference"):
+        exact.check_output(out, [x.tolist() for x in some])
+    with pytest.raises(ArithmeticError, match="differs from the reference"):
+        exact.check_output(out * 1.001, [[], []])
+    mixed = torch.cat([out[:256], torch.full((256,), torch.nan)])
+    assert exact.check_output(mixed, [[], None]) < 1e-5
+
+
+def test_quality_of_selections(exact: ExactAttention) -> None:
+    importance = exact.weights.sum(1).double().numpy()
+    anyway = [*range(4), *range(KV_LEN - 64, KV_LEN)]
+    best = np.argsort(importance[0, 4:-64])[-50:] + 4
+    chosen = [sorted([*anyway, *best.tolist()]), []]
+    found = exact.quality(chosen, [False, True], sink_tokens=4, recent_tokens=64)
+    rest = importance[0, 4:].sum()
+    mass = importance[0, chosen[0][4:]].sum() / rest
+    assert found.top_overlap == 1
+    assert found.mass_kept == pytest.approx((mass + 1) / 2)
+    assert found.answered == 0
+    worst = np.argsort(importance[0, 4:-64])[:50] + 4
+    chosen[0] = sorted([*anyway, *best[:10].tolist(), *worst[:40].tolist()])
+    found = exact.quality(chosen, [False, False], sink_tokens=4, recent_tokens=64)
+    assert found.answered == 0.5
+    assert found.mass_kept < mass
+    per_head = exact.quality(
+        [anyway, *[[]] * 7], [False, *[True] * 7], sink_tokens=4, recent_tokens=64
+    )
+    weights = exact.weights[0, 0].double().numpy()
+    near = weights[-64:].sum() / weights[4:].sum()
+    assert per_head.mass_kept == pytest.approx((near + 7) / 8)
+    assert per_head.top_overlap == 1
+
+
+def measurement(policy: str, kv_len: int, threads: int, time: float) -> LatencyMeasurement:
+    return LatencyMeasurement(
+        policy=policy,
+        options={"alpha": 0.2} if policy == "lfps" else {},
+        kv_len=kv_len,
+        num_threads=threads,
+        batch_size=1,
+        microseconds=time,
+        microseconds_p10=0.9 * time,
+        microseconds_p90=1.1 * time,
+        microseconds_mean=1.01 * time,
+        phases=dict.fromkeys(PHASES, time / 10) | {"other": time / 2},
+        bytes_touched=1e6,
+        bandwidth=1e12 / time,
+        sequential_bandwidth=20e9 * threads,
+        gather_bandwidth=10e9 * threads**0.5,
+        yardstick="sequential read" if policy == "full" else "row gather",
+        candidate_share=1.0 if policy == "full" else 0.05,
+        attended_tokens=1024.0,
+        top_overlap=None if policy == "full" else 0.8,
+        mass_kept=0.95,
+        answered=0.0,
+        dense_share=0.0 if policy == "full" else 0.25,
+        build_seconds=0.5,
+        state_share=0.01,
+        relative_error=1e-3,
+    )
+
+
+MEASURED = [
+    measurement("full", 4096, 1, 400.0),
+    measurement("full", 8192, 1, 800.0),
+    measurement("lfps", 4096, 1, 100.0),
+    measurement("lfps", 8192, 1, 160.0),
+    measurement("full", 8192, 4, 400.0),
+    measurement("lfps", 8192, 4, 40.0),
+]
+
+
+def test_what_follows_from_measurements() -> None:
+    rows = {(r["policy"], r["kv_len"], r["num_threads"]): r for r in latency_rows(MEASURED)}
+    lfps = rows["lfps", 8192, 1]
+    assert lfps["speedup_over_full"] == 5
+    assert lfps["speedup_over_exact_topk"] is None
+    assert lfps["growth"] == 1.6
+    assert lfps["thread_speedup"] == lfps["thread_efficiency"] == 1
+    assert lfps["all_layers_microseconds"] == 0.25 * 800 + 0.75 * 160
+    assert lfps["yardstick_share"] == pytest.approx(1e12 / 160 / 10e9)
+    many = rows["lfps", 8192, 4]
+    assert many["thread_speedup"] == 4
+    assert many["thread_efficiency"] == pytest.approx(4 / 2)
+    assert many["growth"] is None
+
+
+def test_csv_and_markdown() -> None:
+    rows = latency_rows(MEASURED)
+    header, *lines = latency_csv(rows).splitlines()
+    assert len(lines) == len(MEASURED)
+    names = header.split(",")
+    first = dict(zip(names, lines[2].split(","), strict=True))
+    assert first["policy"] == "lfps"
+    assert first["options"] == "alpha=0.2"
+    assert float(first["select_microseconds"]) == 10
+    assert first["speedup_over_exact_topk"] == ""
+    text = latency_markdown(rows)
+    assert text.count("**1 thread**") == text.count("**4 threads**") == 1
+    assert "| lfps | 8,192 | 160 ±10% | 5.0\N{MULTIPLICATION SIGN} |" in text
+    columns = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert len(columns) == 2  # the first block has no column that compares threads
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra perf is not installed")
+    rows = latency_rows(MEASURED)
+    plot_latency(rows, tmp_path / "latency.png", title="a title")
+    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"unknown kind of file '\.txt'; available: .*png"):
+        check_plot(tmp_path / "latency.txt")
+    with pytest.raises(ValueError, match="there is no folder"):
+        check_plot(tmp_path / "missing" / "latency.png")
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(ValueError, match=r"--plot needs matplotlib, .*offload\[perf\]"):
+        check_plot(Path("latency.png"))
+
+
+def test_a_model_reads_text(tiny_folders: dict[str, Path], stock_models: dict[str, Any]) -> None:
+    reader = TextReader(tiny_folders["llama"])
+    assert reader.shape == AttentionShape(3, 6, 2, 32)
+    workload = reader.workload(kv_len=400, num_steps=steps_needed(2), batch_size=2)
+    try:
+        # The stock model's own keys of the same text: values of layer 0 need no rotation.
+        tokens = reader.tokens(0, 404)
+        stock = stock_models["llama"].model
+        layer = stock.layers[0]
+        hidden = layer.input_layernorm(stock.embed_tokens(tokens[None]))
+        values = layer.self_attn.v_proj(hidden)[0].view(-1, 2, 32).transpose(0, 1)
+        stored = workload.store.gather(workload.seqs[0], 0)[1]
+        assert torch.allclose(stored, values[:, :400], atol=1e-5)
+        measured = measure_latency(
+            workload,
+            {"full": policy_of("full"), "exact_topk": policy_of("exact_topk")},
+            options={},
+            threads=[1],
+            repeats=2,
+        )
+    finally:
+        workload.close()
+    assert [m.kv_len for m in measured] == [400, 400]
+    assert measured[1].dense_share == pytest.approx(2 / 3)
+    assert measured[1].attended_tokens == BUDGET
+    with pytest.raises(ValueError, match="exceed the 512 tokens that this model and its text have"):
+        reader.workload(kv_len=510, num_steps=3, batch_size=1)

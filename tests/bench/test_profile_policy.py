@@ -1,0 +1,67 @@
+"""What a policy's own selection is measured to cost, on a real worker pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases.profile_cases import machine_profile
+
+from offload.bench.machine.policy import measure_policy_us, selects_on_host, with_policy
+from offload.models.shape import MODEL_SHAPES
+from offload.planning.step_time import StepModel
+from offload.planning.workload import Workload, policy_key
+from offload.policies.registry import make_policy
+
+SHAPE = MODEL_SHAPES["smollm2-135m"]
+KV_LEN = 3072
+
+
+@pytest.mark.parametrize("name", ["quest", "lychee_cluster", "lfps", "exact_topk"])
+def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy(name, budget_tokens=256)
+    profile = machine_profile(num_threads=1)
+    found = with_policy(profile, policy, SHAPE, torch.float32, KV_LEN)
+    scale = found.select_scale[policy_key(policy)]
+    assert 1e-3 < scale < 1e4
+    monkeypatch.setattr("offload.bench.machine.policy.measure_policy_us", None)  # not called again
+    assert with_policy(found, policy, SHAPE, torch.float32, KV_LEN) is found
+
+    # The model says of that layer what was measured, and no longer that it assumes something.
+    work = Workload(SHAPE, policy, KV_LEN, item_bytes=4)
+    roles = work.roles()[-1]
+    plain = StepModel(replace(found, select_scale={policy_key(policy): 1.0}), work, on_gpu=False)
+    scaled = StepModel(found, work, on_gpu=False)
+    assert scaled.attend_us(roles) == pytest.approx(scale * plain.attend_us(roles))
+    other = StepModel(profile, work, on_gpu=False)
+    other.attend_us(roles)
+    assert any("selecting on the CPU" in line for line in other._assumed)
+    assert not any("selecting on the CPU" in line for line in scaled._assumed)
+
+
+def test_options_are_measured_by_themselves() -> None:
+    small, large = (make_policy("quest", budget_tokens=n) for n in (256, 512))
+    assert policy_key(small) != policy_key(large)
+
+
+def test_more_attended_tokens_take_longer() -> None:
+    times = [
+        measure_policy_us(
+            make_policy("exact_topk", budget_tokens=256), SHAPE, torch.float32, kv_len, 1
+        )
+        for kv_len in (1024, 16384)
+    ]
+    assert times[1] > 2 * times[0] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_len"), [("full", 8192), ("lychee_decode", 8192), ("quest", 512)]
+)
+def test_what_selects_nothing_on_the_cpu_is_not_measured(name: str, kv_len: int) -> None:
+    options = {} if name == "full" else {"budget_tokens": 1024}
+    policy = make_policy(name, **options)
+    assert not selects_on_host(policy, MODEL_SHAPES["llama-3.1-8b"], kv_len)
+    profile = machine_profile()
+    shape = MODEL_SHAPES["llama-3.1-8b"]
+    assert with_policy(profile, policy, shape, torch.bfloat16, kv_len) is profile

@@ -1,0 +1,130 @@
+"""A paged cache of random keys and values with its float64 copy, for the kernel tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cpu_ops import reference
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.kv.store import KVStore
+from offload.policies import Full, Policy
+
+# Relative L2 of the output: rounding of what is stored, and of the weights for bf16 dot products.
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+@dataclass
+class Cache:
+    """One sequence in a store, one layer of it filled."""
+
+    store: KVStore
+    seq: int
+    keys: np.ndarray  # float64 [num_kv_heads, kv_len, head_dim]
+    values: np.ndarray
+    layer_idx: int = 1
+
+    @classmethod
+    def random(
+        cls,
+        rng: np.random.Generator,
+        *,
+        kv_len: int,
+        num_kv_heads: int = 2,
+        head_dim: int = 64,
+        dtype: torch.dtype = torch.float32,
+        page_tokens: int = 256,
+        num_layers: int = 2,
+    ) -> Cache:
+        """Layer 1 has the returned keys, 0 their negatives, others hold them rotated."""
+        store = KVStore(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            page_tokens=page_tokens,
+        )
+        seq = store.new_sequence()
+        store.reserve([seq], [kv_len])
+        shape = (kv_len, num_kv_heads, head_dim)
+        keys, values = (
+            torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).to(dtype)
+            for _ in range(2)
+        )
+        for layer_idx in range(num_layers):
+            of_layer = torch.roll(keys, layer_idx - 1, 0) if layer_idx else -keys
+            store.append(seq, layer_idx, of_layer, values)
+        store.commit([seq], [kv_len])
+        return cls(
+            store,
+            seq,
+            keys.double().numpy().transpose(1, 0, 2),
+            values.double().numpy().transpose(1, 0, 2),
+        )
+
+    @property
+    def kv_len(self) -> int:
+        return int(self.keys.shape[1])
+
+    def reference(
+        self, queries: torch.Tensor, layer_idx: int, selection: list[np.ndarray] | None = None
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """float64 o, lse and weights of one query row over a layer above 0, or over -keys in 0."""
+        keys = np.roll(self.keys, layer_idx - 1, 1) if layer_idx else -self.keys
+        head_dim = self.store.head_dim
+        return reference.attention(
+            queries.double().numpy().reshape(-1, head_dim),
+            keys,
+            self.values,
+            sm_scale=head_dim**-0.5,
+            selection=selection,
+        )
+
+    def attention(
+        self,
+        pool: WorkerPool,
+        group_size: int,
+        policy: Policy | None = None,
+        isa: str | None = None,
+    ) -> DecodeAttention:
+        return DecodeAttention(
+            policy or Full(),
+            self.store,
+            num_qo_heads=self.store.num_kv_heads * group_size,
+            pool=pool,
+            isa=isa,
+        )
+
+
+def random_queries(
+    rng: np.random.Generator, n: int, num_qo_heads: int, head_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Query rows [n, num_qo_heads * head_dim]; their attention is neither flat nor one-hot."""
+    values = 2.0 * rng.standard_normal((n, num_qo_heads * head_dim), dtype=np.float32)
+    return torch.from_numpy(values).to(dtype)
+
+
+def attend(
+    attention: DecodeAttention,
+    seqs: list[int],
+    kv_lens: list[int],
+    queries: torch.Tensor,
+    layer_idx: int = 1,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run one layer into NaN-poisoned outputs; returns float64 o [n, heads, head_dim] and lse."""
+    step = attention.begin_step(seqs, kv_lens)
+    out = torch.full_like(queries, float("nan"))
+    lse = torch.full((len(seqs), attention.num_qo_heads), float("nan"))
+    attention.prepare(layer_idx, step)
+    attention.attend(layer_idx, step, queries, out, lse)
+    shape = (len(seqs), attention.num_qo_heads, attention.store.head_dim)
+    return out.double().numpy().reshape(shape), lse.double().numpy()
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Relative L2; NaN counts as infinite."""
+    error = float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+    return error if np.isfinite(error) else float("inf")

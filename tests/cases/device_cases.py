@@ -1,0 +1,77 @@
+"""Tiny models on every backend that this machine has."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.flag_handshake import make_flag_handshake
+from cases.tiny_models import random_tokens
+
+from offload import OffloadedModel
+from offload.policies import Policy
+from offload.policies.registry import make_policy
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+NATIVE = pytest.param(("cpu", None), id="native")
+INLINE = pytest.param(("cpu", "inline"), id="inline")
+# The graph backend's code, but a thread plays the GPU.
+FLAGS = pytest.param(("cpu", "flags"), id="flags")
+STREAM = pytest.param(("cuda", "stream"), id="stream", marks=[pytest.mark.cuda, NO_GPU])
+GRAPH = pytest.param(("cuda", "graph"), id="graph", marks=[pytest.mark.cuda, NO_GPU])
+
+
+def small(name: str, budget_tokens: int = 64) -> Policy:
+    """A policy that selects from a tiny context."""
+    options: dict[str, Any] = {"budget_tokens": budget_tokens, "sink_tokens": 4}
+    if name != "streaming_llm":
+        options["recent_tokens"] = 16
+    if name == "tidal_decode":
+        options["select_layers"] = (1,)
+    if name in ("tidal_decode", "exact_topk", "quest", "lfps", "lychee_cluster"):
+        options["dense_layers"] = 1
+    return make_policy(name, **options)
+
+
+def load(
+    folder: Path,
+    policy: Policy | str,
+    device_and_backend: tuple[str, str | None],
+    **options: Any,
+) -> Any:
+    device, backend = device_and_backend
+    model = OffloadedModel.from_pretrained(
+        folder,
+        policy=policy,
+        dtype="float32",
+        device=device,
+        backend="inline" if backend == "flags" else backend,
+        **{"num_threads": 2, "page_tokens": 16, "prefill_slice_tokens": 64, **options},
+    )
+    if backend == "flags":
+        model._offload._decoder._make_handshake = make_flag_handshake
+    return model
+
+
+def greedy(model: Any, tokens: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
+    tokens = tokens.to(model.device)
+    options = {
+        key: x.to(model.device) if isinstance(x, torch.Tensor) else x for key, x in options.items()
+    }
+    out = model.generate(
+        tokens,
+        **{"do_sample": False, "eos_token_id": None, "max_new_tokens": max_new_tokens, **options},
+    )
+    return out.cpu()
+
+
+def check_works(model: Any, stock: Any, prompt_tokens: int = 40) -> None:
+    """The stock tokens, and nothing left behind."""
+    tokens = random_tokens(1, prompt_tokens, seed=5)
+    assert torch.equal(greedy(model, tokens, 12), greedy(stock, tokens, 12))
+    gc.collect()
+    assert model.kv_store.num_sequences == 0
+    assert model.kv_store.host_bytes_used == 0

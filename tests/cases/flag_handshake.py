@@ -1,0 +1,87 @@
+"""The graph backend without a GPU: the step runs on CPU tensors, on a thread that raises flags."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cpu_ops.coprocessor import Coprocessor
+from cpu_ops.mailbox import Mailbox
+from cpu_ops.step_rows import DecodeStep
+from offload.decode.gpu.handshake import GraphHandshake, Step
+from offload.decode.gpu.side_stream import Beside
+
+
+class FlagHandshake(GraphHandshake):
+    """`GraphHandshake` whose graphs are threads. Waiting, errors and recovery are its own."""
+
+    name = "flags"
+
+    def __init__(
+        self, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
+    ) -> None:
+        self._coprocessor = coprocessor
+        self._deadline_seconds = deadline_seconds
+        self._requests = [ctypes.c_int32.from_address(row.data_ptr()) for row in mailbox.requests]
+        self._replies = [ctypes.c_int32.from_address(row.data_ptr()) for row in mailbox.replies]
+        self._steps: dict[Hashable, Step] = {}
+        self._gpu = threading.Thread()
+        self._finished: Any = _NoEvent()
+        self._stream = None  # type: ignore[assignment]
+
+    def publish(self, request: int) -> None:
+        self._requests[request].value = 1
+
+    def await_reply(self, request: int) -> None:
+        while self._replies[request].value != 1:
+            time.sleep(0)
+        self._replies[request].value = 0
+
+    @contextmanager
+    def beside(self, lane: int = 0) -> Iterator[Beside]:
+        yield Beside()
+
+    def join(self, work: Beside) -> None:
+        """It is done."""
+
+    def prepare(self, key: Hashable, step: Step) -> None:
+        self._steps[key] = step
+        self._coprocessor.start()
+
+    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+        super().run(key, step, rows, slots)
+        self._gpu.join()  # a GPU holds no locks of this process after its last flag
+
+    def close(self) -> None:
+        self._coprocessor.close()
+
+    def _replay(self, key: Hashable) -> None:
+        step = self._steps[key]
+
+        @torch.no_grad()
+        def run() -> None:
+            step()
+            self.publish(-1)
+
+        self._gpu = threading.Thread(target=run, daemon=True)
+        self._gpu.start()
+
+    def _is_idle(self) -> bool:
+        return not self._gpu.is_alive()
+
+
+class _NoEvent:
+    def record(self, stream: Any) -> None:
+        """Threads need none."""
+
+
+def make_flag_handshake(
+    backend: str, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
+) -> FlagHandshake:
+    return FlagHandshake(coprocessor, mailbox, deadline_seconds=deadline_seconds)

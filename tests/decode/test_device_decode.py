@@ -1,0 +1,201 @@
+"""The GPU's decode step gives the tokens of the stock model, on every backend.
+
+Without a GPU the step runs inline, on CPU tensors; with one, as graph and as stream, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
+from cases.tiny_models import TINY_MODELS, random_tokens
+from transformers import TextStreamer
+
+from offload.policies.registry import available_policies
+
+SPARSE = [name for name in available_policies() if name != "full"]
+
+
+@pytest.fixture(scope="module", params=[INLINE, STREAM, GRAPH])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_folders):
+    """Loads the tiny llama once for each policy and backend."""
+
+    @functools.cache
+    def model(policy_name: str, device_and_backend: tuple[str, str | None]) -> Any:
+        policy = "full" if policy_name == "full" else small(policy_name)
+        return load(tiny_folders["llama"], policy, device_and_backend)
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def full_model(backend, loaded):
+    return loaded("full", backend)
+
+
+def padded_batch() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """(tokens, mask, rows): left-padded rows of 200, 9 and 77 tokens."""
+    rows = [random_tokens(1, n)[0] for n in (200, 9, 77)]
+    tokens = torch.zeros(3, 200, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for i, row in enumerate(rows):
+        tokens[i, 200 - len(row) :] = row
+        mask[i, 200 - len(row) :] = 1
+    return tokens, mask, rows
+
+
+@pytest.mark.parametrize("model_name", list(TINY_MODELS))
+def test_full_attention_gives_the_stock_tokens(
+    backend, model_name, tiny_folders, stock_models, loaded
+):
+    """Past a page boundary, and from prompts shorter than the GPU's window."""
+    if model_name == "llama":
+        model = loaded("full", backend)
+    else:
+        model = load(tiny_folders[model_name], "full", backend)
+    for prompt_tokens in (1, 3, 70, 150):
+        tokens = random_tokens(1, prompt_tokens)
+        expected = greedy(stock_models[model_name], tokens, 40)
+        assert torch.equal(greedy(model, tokens, 40), expected)
+    assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_policy_gives_the_tokens_of_the_cpu_backend(backend, name, loaded):
+    tokens = random_tokens(1, 220)
+    expected = greedy(loaded(name, ("cpu", None)), tokens, 60)
+    assert torch.equal(greedy(loaded(name, backend), tokens, 60), expected)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_prompt_below_the_budget_grows_beyond_it(backend, name, loaded):
+    tokens = random_tokens(1, 9)
+    expected = greedy(loaded(name, ("cpu", None)), tokens, 110)
+    assert torch.equal(greedy(loaded(name, backend), tokens, 110), expected)
+
+
+@pytest.mark.parametrize("name", ["full", "exact_topk", "lychee_cluster"])
+def test_rows_of_a_batch_do_not_see_each_other(backend, name, loaded):
+    model = loaded(name, backend)
+    tokens, mask, rows = padded_batch()
+    out = greedy(model, tokens, 50, attention_mask=mask)
+    for i, row in enumerate(rows):
+        assert torch.equal(out[i, 200:], greedy(model, row[None], 50)[0, len(row) :])
+
+
+def test_two_parts_give_the_same_tokens(backend, tiny_folders):
+    """Rows that take turns: A's attention while B computes."""
+    tokens, mask, rows = padded_batch()
+    model = load(tiny_folders["llama"], small("exact_topk"), backend)
+    expected = greedy(model, tokens, 40, attention_mask=mask)
+    model._offload._decoder._num_parts = 2
+    assert torch.equal(greedy(model, tokens, 40, attention_mask=mask), expected)
+    assert {link.num_parts for link in model._offload._decoder._links.values()} == {1, 2}
+    assert torch.equal(greedy(model, rows[0][None], 40)[0, 200:], expected[0, 200:])
+
+
+def test_sequences_join_and_leave(full_model, stock_models):
+    """Caches of several conversations take turns, in smaller and larger batches."""
+    stock = stock_models["llama"]
+    prompts = [random_tokens(1, n) for n in (33, 5, 120)]
+    caches = [full_model.new_cache() for _ in prompts]
+    texts = list(prompts)
+    for turn in range(3):
+        for i, cache in enumerate(caches):
+            if turn == 1 and i == 1:
+                continue
+            texts[i] = greedy(full_model, texts[i], 6, past_key_values=cache)
+    tokens, mask, _ = padded_batch()
+    greedy(full_model, tokens, 3, attention_mask=mask)  # a larger batch in between
+    for i, cache in enumerate(caches):
+        texts[i] = greedy(full_model, texts[i], 6, past_key_values=cache)
+    for prompt, text in zip(prompts, texts, strict=True):
+        expected = greedy(stock, prompt, text.shape[1] - prompt.shape[1])
+        assert torch.equal(text, expected)
+
+
+def test_a_copy_of_a_cache_continues_by_itself(full_model, stock_models):
+    prompt = random_tokens(1, 90)
+    cache = full_model.new_cache()
+    text = greedy(full_model, prompt, 8, past_key_values=cache)
+    branch = copy.deepcopy(cache)
+    other = torch.cat([text, random_tokens(1, 1)], dim=1)
+    assert torch.equal(
+        greedy(full_model, other, 12, past_key_values=branch),
+        greedy(stock_models["llama"], other, 12),
+    )
+    assert torch.equal(
+        greedy(full_model, text, 12, past_key_values=cache),
+        greedy(stock_models["llama"], text, 12),
+    )
+
+
+def test_beams_and_drafts_run_on_the_stock_loop(full_model, stock_models):
+    """Beams reorder the cache, rejected drafts shorten it: what the GPU holds is made anew."""
+    tokens = random_tokens(1, 60)
+    for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 4}):
+        expected = greedy(stock_models["llama"], tokens, 20, **options)
+        assert torch.equal(greedy(full_model, tokens, 20, **options), expected)
+
+
+def test_finished_rows_are_padded(full_model, stock_models):
+    """Rows end at different steps; the others go on as they would alone."""
+    tokens, mask, _ = padded_batch()
+    free = greedy(stock_models["llama"], tokens, 40, attention_mask=mask)
+    eos = int(free[1, 210])  # ends row 1 after at most 11 tokens
+    options = {"attention_mask": mask, "eos_token_id": eos, "pad_token_id": 258}
+    expected = greedy(stock_models["llama"], tokens, 40, **options)
+    assert torch.equal(greedy(full_model, tokens, 40, **options), expected)
+
+
+class Pieces(TextStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_tokens_are_streamed(full_model):
+    streamer = Pieces()
+    tokens = random_tokens(1, 20)
+    out = greedy(full_model, tokens, 10, streamer=streamer)
+    assert streamer.tokens == out[0].tolist()
+    assert streamer.ended
+
+
+def test_sampling_follows_the_seed_and_the_options(full_model):
+    tokens = random_tokens(1, 20)
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 50, "top_p": 0.95}
+    torch.manual_seed(3)
+    first = greedy(full_model, tokens, 30, **options)
+    torch.manual_seed(3)
+    assert torch.equal(greedy(full_model, tokens, 30, **options), first)
+    assert not torch.equal(greedy(full_model, tokens, 30, **options), first)
+    certain = {**options, "temperature": 1e-3}
+    assert torch.equal(greedy(full_model, tokens, 30, **certain), greedy(full_model, tokens, 30))
+
+
+def test_scores_come_from_the_stock_loop(full_model, stock_models):
+    tokens = random_tokens(1, 40)
+    options = {"return_dict_in_generate": True, "output_scores": True, "do_sample": False}
+    out, expected = (
+        model.generate(tokens.to(model.device), max_new_tokens=8, eos_token_id=None, **options)
+        for model in (full_model, stock_models["llama"])
+    )
+    assert torch.equal(out.sequences.cpu(), expected.sequences)
+    for scores, stock in zip(out.scores, expected.scores, strict=True):
+        torch.testing.assert_close(scores.cpu(), stock, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,220 @@
+"""Heads on the GPU, heads whose rows it fetches, heads of the CPU: the same tokens, wherever."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
+from cases.tiny_models import random_tokens
+
+from offload.decode.gpu.handshake import InlineHandshake
+from offload.decode.gpu.heads import DeviceHeads
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.side_stream import Beside
+from offload.policies import Policy
+from offload.policies.base import DENSE, RETRIEVE, REUSE
+from offload.policies.registry import make_policy
+from offload.system.errors import DeviceMemoryError
+
+WINDOW = {"budget_tokens": 64, "sink_tokens": 4, "recent_tokens": 16}
+
+
+def policies() -> dict[str, Policy]:
+    return {
+        "lychee_decode": make_policy("lychee_decode", **WINDOW),
+        "lychee_decode_ratio": make_policy("lychee_decode", rule="ratio", ratio=0.2, **WINDOW),
+        "tidal_decode": make_policy("tidal_decode", dense_layers=1, select_layers=(1,), **WINDOW),
+        "full": make_policy("full"),
+    }
+
+
+def placement_of(model: Any, kind: str) -> HeadPlacement:
+    """retrieval: heads that retrieve, or nobody; gathered: and the rows of all that reuse;
+    mixed: the rows of every second one. Roles are the model's own, by its calibration."""
+    decoder = model._offload._decoder
+    places, roles = np.array(decoder.placement.places), decoder.attention.roles
+    if roles is None:  # full attention
+        places[:, 0] = Place.GPU
+        return HeadPlacement(places)
+    places[(roles == RETRIEVE) | (roles == DENSE)] = Place.GPU
+    if kind == "gathered":
+        places[roles == REUSE] = Place.GATHER
+    if kind == "mixed":
+        every_second = np.arange(places.size).reshape(places.shape) % 2 == 0
+        places[(roles == REUSE) & every_second] = Place.GATHER
+    return HeadPlacement(places)
+
+
+@pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_folders: dict[str, Path]):
+    """Tokens of the CPU's own step, which has nothing on a GPU."""
+
+    @functools.cache
+    def tokens_of(name: str, prompt_tokens: int) -> torch.Tensor:
+        model = load(tiny_folders["llama"], policies()[name], ("cpu", None))
+        return greedy(model, random_tokens(1, prompt_tokens), 50)
+
+    return tokens_of
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "gathered", "mixed"])
+@pytest.mark.parametrize("name", list(policies()))
+def test_the_tokens_do_not_depend_on_the_place(backend, name, kind, tiny_folders, expected):
+    policy = policies()[name]
+    if name == "full" and kind != "retrieval":
+        pytest.skip("full attention has no heads that reuse a selection")
+    model = load(tiny_folders["llama"], policy, backend)
+    model._offload._decoder.place(placement_of(model, kind))
+    for prompt_tokens in (200, 30):  # the second grows beyond the budget
+        out = greedy(model, random_tokens(1, prompt_tokens), 50)
+        assert torch.equal(out, expected(name, prompt_tokens))
+    assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "mixed"])
+def test_rows_of_a_batch_in_two_parts(backend, kind, tiny_folders, expected):
+    policy = policies()["lychee_decode"]
+    model = load(tiny_folders["llama"], policy, backend)
+    model._offload._decoder.place(placement_of(model, kind))
+    model._offload._decoder._num_parts = 2
+    prompts = [200, 30, 200]
+    tokens = torch.zeros(3, 200, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for i, n in enumerate(prompts):
+        tokens[i, 200 - n :] = random_tokens(1, n)[0]
+        mask[i, 200 - n :] = 1
+    out = greedy(model, tokens, 50, attention_mask=mask)
+    for i, n in enumerate(prompts):
+        assert torch.equal(out[i, 200:], expected("lychee_decode", n)[0, n:])
+
+
+def test_a_context_beyond_the_room_for_scores_gets_more(
+    backend, tiny_folders, expected, monkeypatch
+):
+    """The step is made anew, and the sequence goes on."""
+    monkeypatch.setattr("offload.decode.gpu.decoder._MIN_SCORE_TOKENS", 16)
+    policy = policies()["lychee_decode"]
+    model = load(tiny_folders["llama"], policy, backend)
+    decoder = model._offload._decoder
+    decoder.place(placement_of(model, "mixed"))
+    assert torch.equal(
+        greedy(model, random_tokens(1, 200), 50), expected("lychee_decode", 200)
+    )  # 200 + 50 tokens are within 256
+    assert decoder._max_tokens == 256
+    assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
+    decoder.place(decoder.placement)
+    assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
+    assert decoder._max_tokens == 128
+
+
+def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(
+    backend, tiny_folders, expected, caplog
+):
+    """A placement that was chosen for one sequence: its heads go back to the CPU, with a warning.
+    One that somebody asked for is an error, and one sequence goes on."""
+    model = load(tiny_folders["llama"], policies()["lychee_decode"], backend)
+    decoder = model._offload._decoder
+    placement, least = placement_of(model, "mixed"), decoder._least_placement()
+    heads = int((placement.places == Place.GPU).sum())
+    pages = -(-251 // model.kv_store.page_tokens)
+    decoder._device_budget_bytes = heads * pages * (model.kv_store.page_bytes // 2)  # of 2 heads
+    decoder.place(placement)
+    tokens = random_tokens(1, 200)
+    batch = tokens.repeat(3, 1)
+    assert torch.equal(greedy(model, tokens, 50), expected("lychee_decode", 200))
+    assert not decoder._keeps_placement  # the model chose by itself
+    decoder._keeps_placement = True
+    with pytest.raises(DeviceMemoryError, match="place fewer heads there"):
+        greedy(model, batch, 50)
+    assert torch.equal(greedy(model, tokens, 50), expected("lychee_decode", 200))
+    decoder._keeps_placement = False
+    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
+        out = greedy(model, batch, 50)
+    for row in out:
+        assert torch.equal(row, expected("lychee_decode", 200)[0])
+    assert decoder.placement == least
+    assert len(caplog.messages) == 1
+    assert "From now on only dense layers stay there" in caplog.messages[0]
+    assert torch.equal(greedy(model, batch, 50), out)
+
+
+class LateHandshake(InlineHandshake):
+    """What runs beside the step runs as late as a stream of its own may: when it is joined."""
+
+    def __init__(self, coprocessor: Any) -> None:
+        super().__init__(coprocessor)
+        self.late: list[tuple[int, Beside, list[Callable[[], None]]]] = []
+
+    @contextmanager
+    def beside(self, lane: int = 0) -> Iterator[Beside]:
+        self.late.append((lane, Beside(), []))
+        yield self.late[-1][1]
+
+    def join(self, work: Beside) -> None:
+        """With all that was launched before it in its lane, and nothing of another."""
+        lanes = [lane for lane, other, _ in self.late if other is work]
+        while any(other is work for _, other, _ in self.late):
+            first = next(i for i, (lane, _, _) in enumerate(self.late) if lane == lanes[0])
+            for launch in self.late.pop(first)[2]:
+                launch()
+
+    def run(self, *args: Any) -> None:
+        super().run(*args)
+        assert not self.late, "not joined in its step"
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("kind", ["retrieval", "gathered", "mixed"])
+def test_nothing_overwrites_what_is_read_beside(
+    kind, num_parts, tiny_folders, expected, monkeypatch
+):
+    """Scores and lse of a layer are read until its selection is published; on a GPU that may last
+    into the layers below."""
+    model = load(tiny_folders["llama"], policies()["lychee_decode"], INLINE.values[0])
+    decoder = model._offload._decoder
+    decoder.place(placement_of(model, kind))
+    decoder._num_parts = num_parts
+    handshakes: list[LateHandshake] = []
+
+    def make_handshake(backend: str, coprocessor: Any, *args: Any, **options: Any) -> LateHandshake:
+        handshakes.append(LateHandshake(coprocessor))
+        return handshakes[-1]
+
+    def later(work: Callable[..., None]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            handshakes[-1].late[-1][2].append(functools.partial(work, *args, **options))
+
+        return launch
+
+    decoder._make_handshake = make_handshake
+    monkeypatch.setattr(DeviceHeads, "publish", later(DeviceHeads.publish))
+    monkeypatch.setattr(DeviceHeads, "gather", later(DeviceHeads.gather))
+    tokens = random_tokens(1, 200).repeat(2, 1)
+    out = greedy(model, tokens, 50)
+    assert len(handshakes) == 1
+    for row in out:
+        assert torch.equal(row, expected("lychee_decode", 200)[0])
+
+
+def test_a_fork_writes_to_pages_of_its_own(backend, tiny_folders):
+    """Beams share pages until one writes: addresses that the GPU fetches from change."""
+    policy = policies()["lychee_decode"]
+    plain = load(tiny_folders["llama"], policy, ("cpu", None))
+    model = load(tiny_folders["llama"], policy, backend)
+    model._offload._decoder.place(placement_of(model, "gathered"))
+    tokens = random_tokens(1, 150)
+    options = {"num_beams": 3, "num_return_sequences": 3}
+    assert torch.equal(greedy(model, tokens, 30, **options), greedy(plain, tokens, 30, **options))

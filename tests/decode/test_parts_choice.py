@@ -1,0 +1,44 @@
+"""Steps are timed in each way, and the faster way is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.decode.gpu.buffers import part_rows
+from offload.decode.gpu.parts_choice import PartsChoice
+
+
+def run(choice: PartsChoice, seconds: dict[int, float], num_steps: int) -> list[int]:
+    """The parts of each step, if steps take so long; the first of a kind takes a capture longer."""
+    used, seen = [], set()
+    for _ in range(num_steps):
+        parts = choice.num_parts
+        used.append(parts)
+        choice.record(parts, seconds[parts] + (0.0 if parts in seen else 1.0))
+        seen.add(parts)
+    return used
+
+
+@pytest.mark.parametrize("fastest", [1, 2])
+def test_the_faster_way_is_kept(fastest):
+    seconds = {1: 0.010, 2: 0.012} if fastest == 1 else {1: 0.010, 2: 0.007}
+    used = run(PartsChoice((1, 2)), seconds, 200)
+    assert used[:16] == [1] * 16  # a short answer is not worth a trial
+    assert used.count(2) >= 5
+    assert used[40:] == [fastest] * 160
+
+
+def test_it_is_tried_again_when_contexts_have_grown():
+    choice = PartsChoice((1, 2))
+    assert run(choice, {1: 0.010, 2: 0.012}, 500)[-1] == 1
+    assert run(choice, {1: 0.030, 2: 0.020}, 1200)[-1] == 2
+
+
+def test_one_way_needs_no_trial():
+    assert set(run(PartsChoice((1,)), {1: 0.01}, 2000)) == {1}
+
+
+def test_parts_cover_the_rows():
+    assert part_rows(4, 2) == [slice(0, 2), slice(2, 4)]
+    assert part_rows(5, 2) == [slice(0, 2), slice(2, 5)]
+    assert part_rows(3, 1) == [slice(0, 3)]

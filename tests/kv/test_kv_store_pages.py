@@ -1,0 +1,286 @@
+"""The KV store case by case: pages shared by forks, budgets and the memory they stand for."""
+
+import gc
+import mmap
+
+import numpy as np
+import psutil
+import pytest
+from cases.kv_store_cases import (
+    LAYERS,
+    PAGE_TOKENS,
+    assert_same,
+    bytes_per_column,
+    joined,
+    make_store,
+    random_rows,
+    read_tokens,
+    write_tokens,
+)
+
+import offload.kv.page_pool
+import offload.kv.store
+from offload.kv.store import HostBudgetError
+
+
+class TestSharing:
+    def test_appending_nothing_to_a_shared_page_is_allowed(self):
+        store = make_store()
+        parent = store.new_sequence()
+        write_tokens(store, parent, 1)
+        none = random_rows(0, store)
+        store.append(store.fork(parent), 0, none, none)
+
+    def test_fork_takes_no_memory_until_it_is_written_to(self):
+        store = make_store()
+        parent = store.new_sequence()
+        written = write_tokens(store, parent, 10)
+        used = store.host_bytes_used
+        child = store.fork(parent)
+        assert store.host_bytes_used == used
+        assert store.kv_len(child) == 10
+        tail = write_tokens(store, child, 1)
+        assert store.host_bytes_used == used + bytes_per_column(store)
+        assert_same(read_tokens(store, parent), written)
+        assert_same(read_tokens(store, child), joined(written, tail))
+        write_tokens(store, parent, 1)
+        assert store.host_bytes_used == used + bytes_per_column(store)
+        assert_same(read_tokens(store, child), joined(written, tail))
+
+    def test_fork_at_a_page_boundary_copies_nothing(self):
+        store = make_store()
+        parent = store.new_sequence()
+        write_tokens(store, parent, 2 * PAGE_TOKENS)
+        child = store.fork(parent)
+        write_tokens(store, child, 1)
+        assert store.host_bytes_used == 3 * bytes_per_column(store)
+        assert (store.page_table(parent)[:, :2] == store.page_table(child)[:, :2]).all()
+
+    def test_fork_does_not_take_reserved_pages_and_ends_the_reservation(self):
+        store = make_store()
+        parent = store.new_sequence()
+        write_tokens(store, parent, 3)
+        store.reserve([parent], [9])
+        child = store.fork(parent)
+        assert (store.page_table(child) != 0).sum() == LAYERS
+        rows = random_rows(1, store)
+        with pytest.raises(ValueError, match="not reserved"):
+            store.append(parent, 0, rows, rows)
+
+    def test_n_owners_of_a_page_need_n_minus_1_copies(self):
+        # Beam search: the budget has room for exactly these.
+        column = bytes_per_column(make_store())
+        store = make_store(host_budget_bytes=-(-4 * column // mmap.PAGESIZE) * mmap.PAGESIZE)
+        beams = [store.new_sequence()]
+        written = write_tokens(store, beams[0], 3)
+        beams += [store.fork(beams[0]) for _ in range(3)]
+        store.reserve(beams, [1] * 4)
+        assert store.host_bytes_used == 4 * column
+        for beam in beams:
+            assert_same(read_tokens(store, beam), written)
+        assert len({int(store.page_table(beam)[0, 0]) for beam in beams}) == 4
+
+    def test_truncate_then_write_leaves_the_fork_alone(self):
+        store = make_store()
+        parent = store.new_sequence()
+        written = write_tokens(store, parent, 11)
+        child = store.fork(parent)
+        store.truncate(child, 6)
+        tail = write_tokens(store, child, 4)
+        assert_same(read_tokens(store, parent), written)
+        expected = joined([rows[:, :6] for rows in written], tail)
+        assert_same(read_tokens(store, child), expected)
+        # The other way round: the parent rewrites what the child still shares.
+        store.truncate(parent, 2)
+        write_tokens(store, parent, 1)
+        assert_same(read_tokens(store, child), expected)
+
+    def test_truncating_back_into_shared_pages_after_a_write_of_its_own(self):
+        store = make_store()
+        parent = store.new_sequence()
+        written = write_tokens(store, parent, 10)
+        child = store.fork(parent)
+        write_tokens(store, child, 3)
+        store.truncate(child, 5)
+        tail = write_tokens(store, child, 4)
+        assert_same(read_tokens(store, parent), written)
+        assert_same(read_tokens(store, child), joined([rows[:, :5] for rows in written], tail))
+
+    def test_rewriting_a_shared_page_in_place_is_refused(self):
+        store = make_store()
+        parent = store.new_sequence()
+        written = write_tokens(store, parent, 10)
+        child = store.fork(parent)
+        rows = random_rows(1, store)
+        with pytest.raises(ValueError, match=r"positions 1..2 .* shared with a fork; truncate"):
+            store.append(child, 0, rows, rows, start=1)
+        assert_same(read_tokens(store, parent), written)
+        store.free(parent)
+        store.append(child, 0, rows, rows, start=1)
+
+    def test_freeing_the_parent_keeps_the_child(self):
+        store = make_store()
+        parent = store.new_sequence()
+        written = write_tokens(store, parent, 10)
+        child = store.fork(store.fork(parent))
+        store.free(parent)
+        write_tokens(store, store.new_sequence(), 30)
+        assert_same(read_tokens(store, child), written)
+
+    def test_fork_of_an_empty_sequence(self):
+        store = make_store()
+        child = store.fork(store.new_sequence())
+        written = write_tokens(store, child, 2)
+        assert_same(read_tokens(store, child), written)
+
+
+class TestBudget:
+    def test_used_counts_pages_exactly(self):
+        store = make_store()
+        column = bytes_per_column(store)
+        seq = store.new_sequence()
+        assert store.host_bytes_used == store.host_bytes_reserved == 0
+        for num_tokens, columns in ((1, 1), (3, 1), (1, 2), (8, 4)):
+            write_tokens(store, seq, num_tokens)
+            assert store.host_bytes_used == columns * column
+        store.truncate(seq, 5)
+        assert store.host_bytes_used == 2 * column
+        store.free(seq)
+        assert store.host_bytes_used == store.num_sequences == 0
+        assert store.host_bytes_reserved == 1 << 16
+
+    def test_reserve_is_all_or_nothing(self):
+        column = bytes_per_column(make_store())
+        store = make_store(host_budget_bytes=8 * column)
+        first, second = store.new_sequence(), store.new_sequence()
+        written = write_tokens(store, first, 6)
+        fork = store.fork(first)
+        table = store.page_table(first).copy()
+        with pytest.raises(HostBudgetError):
+            store.reserve([first, fork, second], [1, 1, 6 * PAGE_TOKENS])
+        assert store.host_bytes_used == 2 * column
+        assert (store.page_table(first) == table).all()
+        assert (store.page_table(fork) == table).all()
+        assert store.page_table(second).shape == (LAYERS, 0)
+        rows = random_rows(1, store)
+        with pytest.raises(ValueError, match="not reserved"):
+            store.append(first, 0, rows, rows)
+        store.reserve([first, fork, second], [1, 1, 5 * PAGE_TOKENS])
+        assert store.host_bytes_used == store.host_bytes_reserved == 8 * column
+        assert_same(read_tokens(store, first), written)
+
+    def test_message(self):
+        store = make_store(
+            num_layers=2, num_kv_heads=8, head_dim=128, page_tokens=64, host_budget_bytes=3 << 20
+        )
+        assert store.page_bytes == 1 << 19
+        seq = store.new_sequence()
+        store.reserve([seq], [64])
+        message = (
+            r"needs 4.00 MiB more \(8 pages of 524288 bytes\) and uses 1.00 MiB of its budget of "
+            r"3.00 MiB; raise max_memory=\{'cpu': ...\} or shorten the context"
+        )
+        with pytest.raises(HostBudgetError, match=message) as error:
+            store.reserve([seq], [5 * 64])
+        assert isinstance(error.value, MemoryError)
+
+    def test_freed_pages_are_used_again(self):
+        column = bytes_per_column(make_store())
+        store = make_store(host_budget_bytes=8 * column)
+        for _ in range(5):
+            seq = store.new_sequence()
+            written = write_tokens(store, seq, 8 * PAGE_TOKENS)
+            assert_same(read_tokens(store, seq), written)
+            store.free(seq)
+
+    def test_the_last_slab_may_be_smaller(self):
+        store = make_store(host_budget_bytes=(3 << 16) + 5000)
+        seq = store.new_sequence()
+        reserved = set()
+        sizes = [1 << 16, 2 << 16, 3 << 16, (3 << 16) + mmap.PAGESIZE]
+        for _ in range(sizes[-1] // bytes_per_column(store)):
+            write_tokens(store, seq, PAGE_TOKENS)
+            reserved.add(store.host_bytes_reserved)
+        assert sorted(reserved) == sizes
+        with pytest.raises(HostBudgetError):
+            store.reserve([seq], [1])
+
+    def test_budgets_smaller_than_a_slab(self):
+        store = make_store(slab_bytes=1 << 40, host_budget_bytes=mmap.PAGESIZE)
+        seq = store.new_sequence()
+        write_tokens(store, seq, 1)
+        assert store.host_bytes_reserved == mmap.PAGESIZE
+
+    def test_budget_of_nothing(self):
+        store = make_store(host_budget_bytes=0)
+        seq = store.new_sequence()
+        store.reserve([seq], [0])
+        with pytest.raises(HostBudgetError, match="uses 0 B of its budget of 0 B"):
+            store.reserve([seq], [1])
+
+    def test_a_request_of_many_slabs_maps_one(self, monkeypatch):
+        sizes = []
+        map_slab = offload.system.huge_pages.map_slab
+        monkeypatch.setattr(
+            offload.kv.page_pool, "map_slab", lambda size: sizes.append(size) or map_slab(size)
+        )
+        store = make_store()
+        seq = store.new_sequence()
+        write_tokens(store, seq, 200 * PAGE_TOKENS)
+        assert sizes == [5 << 16]
+        assert len(np.unique(np.diff(store.page_table(seq)[1]))) == 1  # one run of pages per layer
+
+    def test_memory_that_went_away_after_the_store_was_made(self, monkeypatch):
+        store = make_store()
+        seq = store.new_sequence()
+        monkeypatch.setattr(offload.kv.page_pool, "host_memory_limit_bytes", lambda: 5000)
+        with pytest.raises(HostBudgetError, match=r"budget of 1.00 MiB, but only 4.00 KiB of host"):
+            store.reserve([seq], [40])
+        assert store.host_bytes_reserved == 0
+        store.reserve([seq], [4])
+        assert store.host_bytes_reserved == mmap.PAGESIZE
+
+    def test_mappings_that_the_system_refuses(self, monkeypatch):
+        def refuse(size):
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(offload.kv.page_pool, "map_slab", refuse)
+        store = make_store()
+        with pytest.raises(
+            HostBudgetError, match=r"system refused to map 64.00 KiB; raise max_mem"
+        ):
+            store.reserve([store.new_sequence()], [1])
+        assert store.host_bytes_used == store.host_bytes_reserved == 0
+
+    def test_the_default_budget_is_what_the_process_may_use(self, monkeypatch):
+        monkeypatch.setattr(offload.kv.store, "host_memory_limit_bytes", lambda: 12345)
+        assert make_store(host_budget_bytes=None).host_budget_bytes == 12345
+
+    def test_reserved_bytes_are_resident_and_go_back(self):
+        process = psutil.Process()
+        store = make_store(
+            num_kv_heads=8,
+            head_dim=64,
+            page_tokens=64,
+            slab_bytes=1 << 26,
+            host_budget_bytes=1 << 28,
+        )
+        gc.collect()
+        before = process.memory_info().rss
+        seq = store.new_sequence()
+        store.reserve([seq], [64 * 150])
+        resident = process.memory_info().rss - before
+        assert store.host_bytes_reserved == 2 << 26
+        assert resident == pytest.approx(store.host_bytes_reserved, rel=0.06)
+        store.close()
+        assert process.memory_info().rss - before < 0.06 * resident
+
+    def test_memory_goes_back_when_the_store_is_collected(self):
+        process = psutil.Process()
+        store = make_store(slab_bytes=1 << 26, host_budget_bytes=1 << 26)
+        store.reserve([store.new_sequence()], [1])
+        held = process.memory_info().rss
+        del store
+        gc.collect()
+        # Most of the slab: the test process's own heap moves by some MiB between the two readings.
+        assert held - process.memory_info().rss > 48 << 20

@@ -1,0 +1,339 @@
+"""GGUF files of every model type: what they hold is what is computed, or they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.tiny_models import (
+    TINY_MODELS,
+    byte_tokenizer,
+    make_tiny_model,
+    random_tokens,
+    write_gguf,
+)
+
+from offload import OffloadedModel
+from offload.loading.checkpoint import check_loaded
+from offload.loading.gguf import converted_folder
+from offload.loading.gguf_config import gguf_config
+from offload.loading.gguf_header import read_gguf_header
+from offload.loading.planned_model import planned_model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+Writer = Callable[..., Path]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Writer:
+    """A GGUF file of a stock model, the tiny llama by default."""
+
+    def write(stock: Any = None, **options: Any) -> Path:
+        path = tmp_path / "tiny.gguf"
+        write_gguf(path, stock or make_tiny_model("llama"), byte_tokenizer(), **options)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_every_model_type(name: str, written: Writer) -> None:
+    stock = make_tiny_model(name)
+    model = OffloadedModel.from_pretrained(written(stock), num_threads=1)
+    expected = stock.to(torch.bfloat16).state_dict()
+    weights = model.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    assert model.config.rope_parameters == stock.config.rope_parameters
+    for option in ("max_position_embeddings", "head_dim", "num_key_value_heads", "eos_token_id"):
+        assert getattr(model.config, option) == getattr(stock.config, option)
+    assert model.config.rms_norm_eps == pytest.approx(stock.config.rms_norm_eps)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    "yarn with all": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "attention_factor": 1.25,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 100,
+    },
+}
+OTHER_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def assert_same_answers(path: Path, stock: Any) -> Any:
+    """As stock computes, with its weights rounded to what a conversion keeps; 300 tokens."""
+    model = OffloadedModel.from_pretrained(path, num_threads=1, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in stock.parameters():
+            weight.copy_(weight.to(torch.bfloat16))
+    rotary, expected = model.model.rotary_emb, stock.model.rotary_emb
+    torch.testing.assert_close(rotary.inv_freq, expected.inv_freq, rtol=1e-6, atol=0)
+    assert rotary.attention_scaling == pytest.approx(expected.attention_scaling)
+    tokens = random_tokens(1, 300)
+    with torch.no_grad():
+        probabilities = [m(tokens).logits.softmax(-1) for m in (model, stock)]
+    assert (probabilities[0] - probabilities[1]).abs().sum(-1).max() / 2 < 1e-3
+    return model
+
+
+@pytest.mark.parametrize(
+    ("rope", "model_type"),
+    [
+        ("linear", "llama"),
+        ("linear", "qwen3"),
+        ("yarn", "mistral"),
+        ("yarn", "qwen2"),
+        ("yarn with all", "qwen3"),
+        ("llama3", "llama"),
+        ("llama3", "qwen2"),
+    ],
+)
+def test_rope_scaling(rope: str, model_type: str, written: Writer) -> None:
+    parameters = {"rope_theta": 50000.0, **ROPES[rope]}
+    stock = make_tiny_model(model_type, rope_parameters=parameters)
+    model = assert_same_answers(written(stock), stock)
+    assert model.config.rope_parameters == parameters
+
+
+def test_llama3_with_other_parameters(written: Writer) -> None:
+    """Only the divisors are in the file; where they do not tell the parameters, they are kept."""
+    stock = make_tiny_model("llama", rope_parameters={"rope_theta": 10000.0, **OTHER_LLAMA3})
+    model = assert_same_answers(written(stock), stock)
+    assert model.config.rope_parameters["rope_type"] == "longrope"
+
+
+@pytest.mark.parametrize("dimension", [64, 128])
+def test_published_llamas(dimension: int, written: Writer) -> None:
+    """Llama 3.1 (8B) and 3.2 (1B): their parameters come back from the divisors."""
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0 if dimension == 128 else 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    stock = make_tiny_model(
+        "llama", head_dim=dimension, max_position_embeddings=131072, rope_parameters=parameters
+    )
+    assert gguf_config(read_gguf_header(written(stock))).rope_parameters == parameters
+
+
+def test_divisors_that_divide_nothing(written: Writer) -> None:
+    path = written(edit=lambda t: t.update({"rope_freqs.weight": np.ones(16, np.float32)}))
+    assert gguf_config(read_gguf_header(path)).rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope_type": "default"}),
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.type": "linear", "rope.scaling.attn_factor": 1.0}, {}),
+        ({"rope.freq_base": None}, {"rope_theta": 10000.0}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0},
+            {"factor": 2.0, "original_max_position_embeddings": 512},
+        ),
+    ],
+)
+def test_scaling_as_llama_cpp_reads_it(
+    metadata: dict[str, Any], expected: dict[str, Any], written: Writer
+) -> None:
+    path = written(metadata={f"llama.{key}": value for key, value in metadata.items()})
+    parameters = gguf_config(read_gguf_header(path)).rope_parameters
+    assert parameters.items() >= expected.items()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "other scaling": ({"rope.scaling.type": "longrope"}, "type 'longrope'; available: linear, no"),
+    "extrapolation": ({"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor=0.5 is not supp"),
+    "unknown scaling": ({"rope.scaling.warp": 2.0}, "llama.rope.scaling.warp=2.0 is not supp"),
+    "factor": ({"rope.scaling.factor": -2.0}, "scaling.factor must be a positive number, got -2"),
+    "original": (
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 2.0,
+            "rope.scaling.original_context_length": 0,
+        },
+        r"original_context_length must be in 1\.\.512, got 0",
+    ),
+    "theta": ({"rope.freq_base": 1.0}, "freq_base must be above 1"),
+    "partial": ({"rope.dimension_count": 16}, "dimension_count=16 is not supported.* 32 elements"),
+    "values": ({"attention.value_length": 16}, "value_length=16 is not supported"),
+    "window": ({"attention.sliding_window": 64}, "sliding_window=64 is not supported"),
+    "scale": ({"attention.scale": 0.5}, "llama.attention.scale=0.5 is not supported"),
+    "experts": ({"expert_count": 8}, "llama.expert_count=8 is not supported"),
+    "no heads": ({"attention.head_count": 0}, r"head_count must be an integer in 1\.\..*, got 0"),
+    "heads": ({"attention.head_count_kv": 4}, "6 query heads, 4 KV heads and head_dim=32 make no"),
+    "no width": ({"embedding_length": None}, "embedding_length must be .* got nothing"),
+    "layers": ({"block_count": 100}, "block_count=100, but the file holds 29 tensors"),
+    "vocabulary": ({"vocab_size": 300}, "320 tokens do not fit llama.vocab_size=300"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_metadata_that_is_refused(case: str, written: Writer, cache: Path) -> None:
+    metadata, message = REFUSED[case]
+    path = written(metadata={f"llama.{key}": value for key, value in metadata.items()})
+    with pytest.raises(ValueError, match=rf"{path}: .*{message}"):
+        converted_folder(path)
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.architecture": "gpt2"}, "unsupported model type 'gpt2'; available: llama, qw"),
+        ({"split.count": 3}, "one part of several; merge them"),
+        ({"tokenizer.ggml.eos_token_id": 320}, r"eos_token_id must be a token of 0\.\.319, got 3"),
+        ({"tokenizer.ggml.tokens": None}, "tokens must be a list of strings, got nothing"),
+        ({"tokenizer.ggml.model": "bert"}, "damaged or unknown tokenizer: .*'bert'"),
+    ],
+)
+def test_other_metadata_that_is_refused(
+    metadata: dict[str, Any], message: str, written: Writer
+) -> None:
+    path = written(metadata=metadata)
+    with pytest.raises(ValueError, match=rf"{path}.*{message}"):
+        converted_folder(path)
+
+
+def rename(tensors: dict[str, Any], old: str, new: str) -> None:
+    tensors[new] = tensors.pop(old)
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing": (lambda t: t.pop("blk.1.attn_q.weight"), r"1 missing \(blk.1.attn_q.weight\)$"),
+    "missing layer": (
+        lambda t: [t.pop(name) for name in list(t) if name.startswith("blk.2.")],
+        r"9 missing \(blk.2.attn_k.weight, blk.2.attn_norm.weight, blk.2.attn_output.weight, …\)",
+    ),
+    "unexpected": (
+        lambda t: t.update({"blk.0.attn_sinks.weight": np.zeros(6, np.float32)}),
+        r"1 unexpected \(blk.0.attn_sinks.weight\)$",
+    ),
+    "biases of some": (
+        lambda t: t.update({"blk.1.ffn_up.bias": np.zeros(96, np.float32)}),
+        r"1 unexpected \(blk.1.ffn_up.bias\)$",
+    ),
+    "shape": (
+        lambda t: t.update({"blk.0.ffn_up.weight": np.zeros((64, 96), np.float32)}),
+        r"1 of another shape \(blk.0.ffn_up.weight \[64, 96\] instead of \[96, 96\]\)$",
+    ),
+    "renamed": (
+        lambda t: rename(t, "output_norm.weight", "norm.weight"),
+        r"1 missing \(output_norm.weight\); 1 unexpected \(norm.weight\)$",
+    ),
+    "type": (
+        lambda t: t.update({"output_norm.weight": np.ones(96, np.int32)}),
+        "tensors of type I32 cannot be dequantised",
+    ),
+    "not finite": (
+        lambda t: t.update({"output_norm.weight": np.full(96, np.nan, np.float32)}),
+        "numbers that are not finite, in model.norm.weight",
+    ),
+    "divisors": (
+        lambda t: t.update({"rope_freqs.weight": np.ones(8, np.float32)}),
+        r"rope_freqs.weight must be F32 \[16\], got F32 \[8\]",
+    ),
+    "no divisors": (
+        lambda t: t.update({"rope_freqs.weight": np.zeros(16, np.float32)}),
+        "rope_freqs.weight must hold positive numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_tensors_that_are_refused(case: str, written: Writer, cache: Path) -> None:
+    edit, message = EDITS[case]
+    with pytest.raises(ValueError, match=message):
+        converted_folder(written(edit=edit))
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("token_embd.weight", "starts at byte"), ("output_norm.weight", "bytes follow")],
+)
+def test_tensors_with_other_types(name: str, message: str, written: Writer) -> None:
+    """F16 in place of F32: then half of the bytes belong to nobody."""
+    path = written()
+    content = path.read_bytes()
+    at = content.index(name.encode()) + len(name)
+    at += 4 + 8 * content[at]  # behind the dimensions
+    path.write_bytes(content[:at] + (1).to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(ValueError, match=rf"{path} is truncated or damaged .*{message}"):
+        converted_folder(path)
+
+
+def test_two_scalings(written: Writer) -> None:
+    path = written(
+        edit=lambda t: t.update({"rope_freqs.weight": np.full(16, 2.0, np.float32)}),
+        metadata={"llama.rope.scaling.factor": 2.0},
+    )
+    with pytest.raises(ValueError, match=r"rope_freqs.weight beside llama.rope.scaling"):
+        converted_folder(path)
+
+
+def test_what_transformers_leaves_out(
+    written: Writer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight that it does not load, although the file has it."""
+    import transformers.modeling_gguf_pytorch_utils as of_transformers
+
+    names = of_transformers.get_gguf_hf_weights_map
+
+    def without_one(*args: Any, **kwargs: Any) -> dict[str, str]:
+        return {k: v for k, v in names(*args, **kwargs).items() if k != "blk.1.ffn_up.weight"}
+
+    monkeypatch.setattr(of_transformers, "get_gguf_hf_weights_map", without_one)
+    with pytest.raises(
+        ValueError, match=r"1 missing keys, such as model.layers.1.mlp.up_proj.weig"
+    ):
+        converted_folder(written())
+    assert not list(cache.iterdir())
+
+
+def test_heads_beside_the_language_model(tmp_path: Path) -> None:
+    info: dict[str, Any] = {"missing_keys": [], "mismatched_keys": []}
+    check_loaded({**info, "unexpected_keys": ["v_head.weight"]}, tmp_path, "its config.json")
+    with pytest.raises(ValueError, match=r"1 unexpected keys, such as model.norm.bias"):
+        check_loaded({**info, "unexpected_keys": ["model.norm.bias"]}, tmp_path, "its config.json")
+
+
+def test_a_plan_reads_the_same_config(written: Writer) -> None:
+    parameters = {"rope_theta": 10000.0, **ROPES["yarn"]}
+    stock = make_tiny_model("qwen3", rope_parameters={**parameters, "factor": 8.0})
+    planned = planned_model(str(written(stock)))
+    assert planned.shape.head_dim == 32
+    assert planned.shape.max_context == 1024

@@ -1,0 +1,231 @@
+"""Machine profiles: tables of costs, files, the cache, and a real measurement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.profile_cases import LLAMA, machine_profile
+
+from offload.bench.machine.device import measure_device
+from offload.bench.machine.measure import measure_profile
+from offload.models.shape import MODEL_SHAPES
+from offload.planning import profile as module
+from offload.planning.cost_table import CostTable
+from offload.planning.profile import MachineProfile, shape_key
+from offload.planning.profile_cache import cached_profile, machine_key, profile_path, store_profile
+
+CPU = torch.device("cpu")
+
+
+def test_costs_between_and_beyond_points() -> None:
+    table = CostTable(((100, 10), (200, 20), (400, 25)))
+    assert table.us(0) == 0.0
+    assert table.us(100) == 10.0
+    assert table.us(150) == 15.0
+    assert table.us(300) == 22.5
+    assert table.us(800) == 35.0
+    assert table.us(50) == 5.0
+    assert table.fixed_us == 0.0
+    assert CostTable(((100, 10), (200, 12))).fixed_us == 8.0
+    assert CostTable(((100, 10),)).us(50) == 10.0
+    assert CostTable(((100, 10),)).us(300) == 30.0
+    assert CostTable.straight(3.0, 0.5).us(10) == pytest.approx(8.0)
+
+
+def test_noise_does_not_make_more_cost_less() -> None:
+    table = CostTable.measured([(300, 7), (100, 10), (200, 8)])
+    assert table.points == ((100, 10), (200, 10), (300, 10))
+
+
+@pytest.mark.parametrize(
+    "points", [(), ((1, 2), (1, 3)), ((1, 2), (2, 1)), ((1, float("nan")),), ((-1, 1),)]
+)
+def test_wrong_tables(points: tuple) -> None:
+    with pytest.raises(ValueError, match="cost table"):
+        CostTable(points)
+
+
+def test_a_file_comes_back(tmp_path: Path) -> None:
+    for profile in (machine_profile(), machine_profile(device=None)):
+        path = tmp_path / "profile.json"
+        profile.save(path)
+        assert MachineProfile.load(path) == profile
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is not JSON"),
+        (lambda text: "[]", "another format"),
+        (lambda text: text.replace("profile-2", "profile-0"), "another format"),
+        (lambda text: text.replace('"isa"', '"esa"'), "damaged .*unknown field 'esa'"),
+        (lambda text: text.replace('"isa": "avx2",', ""), "damaged .*isa"),
+        (lambda text: text.replace("190000000000.0", "-1"), "damaged .*read_bandwidth must be"),
+        (lambda text: text.replace("190000000000.0", "NaN"), "damaged .*read_bandwidth must be"),
+        (lambda text: text.replace('"window_us": 6.6', '"window_us": "x"'), "damaged .*'x'"),
+        (lambda text: text.replace('"points"', '"dots"'), "damaged .*points"),
+        (lambda text: text.replace('"device": {', '"device": 7, "was": {'), "damaged"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, damage, message: str) -> None:
+    path = tmp_path / "profile.json"
+    machine_profile().save(path)
+    text = path.read_text()
+    assert damage(text) != text
+    path.write_text(damage(text))
+    with pytest.raises(ValueError, match=message) as error:
+        MachineProfile.load(path)
+    assert "profile.json" in str(error.value)
+    assert "offload plan --remeasure" in str(error.value)
+
+
+def _profile_of(key: dict[str, Any]) -> MachineProfile:
+    fields = {name: key[name] for name in ("cpu", "isa", "num_threads", "version")}
+    return machine_profile(device=None, **fields)
+
+
+def test_the_cache_is_keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
+    assert cached_profile(CPU, 2) is None
+    key = machine_key(CPU, 2)
+    profile = machine_profile(
+        cpu=key["cpu"], isa=key["isa"], num_threads=2, version=key["version"], device=None
+    )
+    path = store_profile(profile)
+    assert path == profile_path(key)
+    assert cached_profile(CPU, 2) == profile
+    assert cached_profile(CPU, 3) is None
+    for name, value in (("cpu", "other"), ("isa", "scalar"), ("version", "0"), ("gpu", "H200")):
+        assert profile_path(key | {name: value}) != path
+
+    # A file that was copied there from another machine.
+    path.write_text(json.dumps(machine_profile(num_threads=2).as_json()))
+    with pytest.raises(ValueError, match="is for another machine: cpu 'made CPU' instead of"):
+        cached_profile(CPU, 2)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        cached_profile(CPU, 2)
+
+
+def test_a_profile_of_an_older_version_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
+    path = store_profile(_profile_of(machine_key(CPU, 2)))
+    path.write_text(json.dumps({"format": "offload-profile-1", "num_threads": 2}))
+    assert cached_profile(CPU, 2) is None
+
+
+def test_a_cache_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "file"))
+    with pytest.raises(PermissionError, match="set OFFLOAD_CACHE to a folder"):
+        store_profile(machine_profile())
+
+
+def test_shapes_with_equal_layers_have_equal_keys() -> None:
+    assert shape_key(LLAMA, 2) == "4096x6144x14336x128256x2"
+    assert shape_key(LLAMA, 4) != shape_key(LLAMA, 2)
+
+
+def test_a_real_measurement_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.bench.machine.host._KV_LEN", 4096)
+    monkeypatch.setattr("offload.bench.machine.host._MAX_CACHE_BYTES", 64 * 2**20)
+    seen = []
+    profile = measure_profile(
+        CPU,
+        1,
+        shape=MODEL_SHAPES["smollm2-135m"],
+        dtype=torch.float32,
+        on_progress=lambda what, done, total: seen.append((done, total)),
+    )
+    assert profile.device is None
+    assert profile.attention_heads == (9, 3, 64)
+    assert profile.key == machine_key(CPU, 1)
+    assert 1e8 < profile.read_bandwidth < 1e13
+    sizes = [size for size, _ in profile.attend_cold.points]
+    assert sizes == [2 * 3 * 64 * 4 * tokens for tokens in (32, 256, 1024, 2048, 4096)]
+    for table in (profile.scan_dense, profile.scan_retrieve):
+        assert [size for size, _ in table.points] == [2 * 3 * 64 * 4 * n for n in (512, 2048, 4096)]
+        assert table.points[-1][1] > 2 * table.points[0][1] > 0.0  # 8 times the tokens
+    for table in (profile.attend_cold, profile.attend_warm):
+        assert table.us(sizes[-1]) > 2 * table.us(sizes[0]) > 0.0  # 128 times the rows
+    for size in sizes:
+        assert profile.attend_warm.us(size) <= profile.attend_cold.us(size)
+    assert seen[-1][0] == seen[-1][1]
+    assert MachineProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
+
+
+def test_device_parts_run_on_cpu_tensors() -> None:
+    """By the reference code: what is measured is the code's, the numbers are of no use."""
+    device = measure_device(
+        CPU,
+        MODEL_SHAPES["tiny"],
+        torch.float32,
+        rows=[1, 2],
+        driver=None,
+        num_threads=1,
+        scale=0.004,
+    )
+    key = shape_key(MODEL_SHAPES["tiny"], 4)
+    assert set(device.layer_linear_us[key]) == set(device.lm_head_us[key]) == {1, 2}
+    for table in (device.gemv, device.attention, device.retrieval, device.top_k, device.gather):
+        assert len(table.points) >= 2
+        assert table.points[-1][1] > 0.0
+    # Differences of graphs: noise may make them 0 here, but there they are.
+    assert len(device.gather_beside.points) >= 2
+    assert device.gather_beside.points[-1][1] > 0.0  # by the reference, fetching hides nothing
+    assert [size for size, _ in device.top_k_beside.points] == [
+        size for size, _ in device.top_k.points
+    ]
+    for name in ("read_bandwidth", "to_host_bandwidth", "from_host_bandwidth", "window_us"):
+        assert getattr(device, name) > 0.0
+    profile = machine_profile(device=device)
+    assert MachineProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
+
+
+@pytest.mark.parametrize("missing", ["gather_rows", "retrieval_attention", "top_k_tokens"])
+def test_kernels_that_are_not_there_are_stood_for(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.bench.machine import kernels as profile_kernels
+
+    found = profile_kernels._kernels
+    monkeypatch.setattr(
+        profile_kernels, "_kernels", lambda name: None if name == missing else found(name)
+    )
+    device = measure_device(
+        CPU,
+        MODEL_SHAPES["tiny"],
+        torch.float32,
+        rows=[1],
+        driver=None,
+        num_threads=1,
+        scale=0.002,
+    )
+    assert device.top_k.points[-1][1] > 0.0
+    if missing == "gather_rows":
+        assert not device.gather_measured
+        num_bytes = 1e6
+        expected = 1e6 * num_bytes / device.from_host_bandwidth
+        assert device.gather.us(num_bytes) == pytest.approx(expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+def test_a_real_measurement_of_a_gpu() -> None:
+    profile = measure_profile(torch.device("cuda"), 2, shape=MODEL_SHAPES["llama-3.2-1b"])
+    device = profile.device
+    assert device is not None
+    assert device.read_bandwidth > device.from_host_bandwidth > 1e9
+    assert 0.0 < device.round_trip_us < 200.0
+    assert 0.0 < device.step_us < 5000.0
+    (linear,) = device.layer_linear_us.values()
+    assert 1.0 < linear[1] < 1000.0
+    assert profile.key == machine_key(torch.device("cuda"), 2)
+    assert module.MachineProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile

@@ -1,0 +1,391 @@
+"""Plans: bytes against what is allocated, refusals, and the options of the runtime."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.device_cases import greedy, small
+from cases.profile_cases import SMALL, machine_profile
+from cases.tiny_models import make_tiny_model, random_tokens, write_gguf
+
+from cpu_ops.mailbox import Mailbox
+from offload import HostBudgetError, OffloadedModel
+from offload.bench.made.random_model import random_model
+from offload.decode.gpu.buffers import StepBuffers
+from offload.decode.gpu.pages import whole_slabs
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.kv.page_pool import DEFAULT_SLAB_BYTES
+from offload.kv.store import KVStore
+from offload.loading.planned_model import PlannedModel, planned_model
+from offload.models import lean_model_maker
+from offload.models.shape import MODEL_SHAPES, weight_elements
+from offload.planning.buffer_bytes import (
+    mailbox_bytes,
+    num_slots,
+    resident_bytes,
+    step_buffer_bytes,
+    store_bytes,
+)
+from offload.planning.choose import least_placement
+from offload.planning.placement_bytes import policy_state_bytes, step_device_bytes
+from offload.planning.plan import PlanRequest, make_plan
+from offload.planning.workload import Workload
+from offload.policies.registry import make_policy
+from offload.runtime.budgets import weight_bytes_of
+from offload.system.errors import DeviceMemoryError
+
+CPU = torch.device("cpu")
+GIB = 2**30
+LLAMA = "llama-3.1-8b"
+
+
+def request(policy: str = "lychee_decode", **changes: Any) -> PlanRequest:
+    options = {"context": 131072, "batch_size": 1, "device": "cuda", "max_memory": {}}
+    model = changes.pop("model", LLAMA)
+    made = make_policy(policy, **changes.pop("policy_options", {}))
+    options |= {"on_this_machine": False} | changes
+    return PlanRequest(planned_model(model), made, **options)
+
+
+# Bytes, against what allocates them
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [40, 150])
+def test_the_decoder_takes_what_was_planned(
+    tiny_folders: dict[str, Path], batch_size: int, tokens: int
+) -> None:
+    policy, new = small("exact_topk", budget_tokens=64), 6
+    model = OffloadedModel.from_pretrained(
+        tiny_folders["llama"],
+        policy=policy,
+        dtype="float32",
+        backend="inline",
+        num_threads=1,
+        page_tokens=16,
+    )
+    greedy(model, random_tokens(batch_size, tokens, seed=1), new)
+    runtime = model._offload
+    planned = planned_model(str(tiny_folders["llama"]), "float32")
+    last = tokens + new - 1  # the last token has no KV
+    counted = step_device_bytes(
+        least_placement(Workload(planned.shape, policy, last, batch_size, 4)),
+        planned.shape,
+        policy,
+        kv_len=last,
+        batch_size=batch_size,
+        page_tokens=16,
+        item_bytes=4,
+        device=None,
+    )
+    names = ("KV of resident heads", "windows", "page tables")
+    assert sum(counted[name] for name in names) == runtime._decoder.device_bytes
+    assert runtime.store.host_bytes_reserved == store_bytes(
+        planned.shape,
+        kv_len=last,
+        batch_size=batch_size,
+        page_tokens=16,
+        item_bytes=4,
+        slab_bytes=DEFAULT_SLAB_BYTES,
+    )
+    assert planned.weight_bytes == weight_bytes_of(model)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_step_buffers(slots: int, dtype: torch.dtype) -> None:
+    shape = MODEL_SHAPES["tiny"]
+    stock = random_model(shape, device=CPU, dtype=dtype)
+    lean = lean_model_maker("llama")(stock)
+    buffers = StepBuffers(lean, slots, dtype, CPU)
+    tensors = [x for x in vars(buffers).values() if isinstance(x, torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    for host in (buffers.host_state, buffers.host_tokens):
+        storages.pop(host.untyped_storage().data_ptr())
+    chooser = [x for x in vars(buffers.chooser).values() if isinstance(x, torch.Tensor)]
+    chooser += [x for x in vars(buffers.chooser._buffers).values() if isinstance(x, torch.Tensor)]
+    allocated = sum(storages.values()) + sum(x.nbytes for x in chooser)
+    allocated += slots * 3 * 8  # the state, which on the CPU is the host's
+    heads = shape.num_qo_heads * shape.head_dim
+    linear = shape.qkv_width + shape.intermediate_size + shape.vocab_size
+    if slots > 1:
+        linear = shape.hidden_size + shape.intermediate_size
+    allocated += slots * dtype.itemsize * linear  # of `linear_path`, which makes its own
+    if not hasattr(buffers, "no_out"):  # the host's part where it has none
+        allocated += slots * 4 * (heads + shape.num_qo_heads)
+    counted = step_buffer_bytes(
+        shape, slots=slots, item_bytes=dtype.itemsize, num_splits=buffers.partial_lse.shape[2]
+    )
+    assert counted == allocated
+
+
+@pytest.mark.parametrize("num_requests", [1, 5])
+def test_mailbox(num_requests: int) -> None:
+    shape = MODEL_SHAPES["tiny"]
+    mailbox = Mailbox.allocate(
+        num_requests=num_requests,
+        max_rows=2,
+        num_layers=shape.num_layers,
+        num_qo_heads=shape.num_qo_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=torch.bfloat16,
+        pinned=False,
+    )
+    counted = mailbox_bytes(shape, slots=2, item_bytes=2, num_requests=num_requests)
+    assert counted == mailbox.host_bytes
+
+
+@pytest.mark.parametrize(("kv_len", "batch_size"), [(1, 1), (16, 1), (17, 2), (1000, 3)])
+@pytest.mark.parametrize("slab_bytes", [1, 100_000, DEFAULT_SLAB_BYTES])
+def test_the_store_reserves_what_was_planned(kv_len: int, batch_size: int, slab_bytes: int) -> None:
+    store = KVStore(
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
+        page_tokens=16,
+        slab_bytes=slab_bytes,
+    )
+    seqs = [store.new_sequence() for _ in range(batch_size)]
+    store.reserve(seqs, [kv_len] * batch_size)
+    counted = store_bytes(
+        replace(SMALL, num_layers=3, num_kv_heads=2, head_dim=8),
+        kv_len=kv_len,
+        batch_size=batch_size,
+        page_tokens=16,
+        item_bytes=4,
+        slab_bytes=slab_bytes,
+    )
+    assert counted == store.host_bytes_reserved
+    store.close()
+
+
+def test_layers_of_equally_many_heads_share_slabs() -> None:
+    sizes = {"kv_len": 100, "batch_size": 2, "page_tokens": 16, "head_dim": 8, "item_bytes": 2}
+    page = 2 * 16 * 8 * 2
+    assert resident_bytes([0, 0], **sizes) == 0
+    assert resident_bytes([4, 0, 4], **sizes) == whole_slabs(2 * 14) * 4 * page
+    assert resident_bytes([4, 2, 4], **sizes) == (32 * 4 + 32 * 2) * page
+
+
+def test_slots_are_powers_of_two() -> None:
+    assert [num_slots(n) for n in (1, 2, 3, 5, 8)] == [1, 2, 4, 8, 8]
+
+
+def test_weights_of_named_shapes() -> None:
+    stock = random_model(MODEL_SHAPES["tiny"], device=CPU, dtype=torch.float32)
+    assert 4 * weight_elements(MODEL_SHAPES["tiny"]) == weight_bytes_of(stock)
+    assert planned_model(LLAMA).weight_bytes == 16_060_522_496  # perf/results/gpu-decode.json
+
+
+@pytest.mark.parametrize("policy", ["quest", "lychee_cluster", "lfps"])
+def test_what_policies_keep(policy: str) -> None:
+    shape = replace(SMALL, num_kv_heads=2)
+    made = make_policy(policy, dense_layers=0)
+    few, many = (policy_state_bytes(made, shape, torch.bfloat16, n) for n in (8192, 65536))
+    assert 0 < few < many < 12 * few
+    assert policy_state_bytes(made, shape, torch.bfloat16, made.budget_tokens) == 0.0
+    assert policy_state_bytes(make_policy("exact_topk"), shape, torch.bfloat16, 65536) == 0.0
+
+
+def test_the_index_of_128k_tokens_is_about_what_it_was_measured_to_be() -> None:
+    made = make_policy("lychee_cluster")
+    of_layer = policy_state_bytes(made, MODEL_SHAPES[LLAMA], torch.bfloat16, 131072)
+    assert 30 * of_layer == pytest.approx(156_644_580, rel=0.15)  # perf/results/gpu-decode.json
+
+
+# Models that are not loaded
+
+
+def test_only_the_config_is_read(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    for name, folder in tiny_folders.items():
+        if not (folder / "config.json").is_file():
+            continue
+        alone = tmp_path / name
+        alone.mkdir()
+        (alone / "config.json").write_bytes((folder / "config.json").read_bytes())
+        planned = planned_model(str(alone))
+        assert planned.shape.num_layers == 3
+        assert planned.shape.head_dim == 32
+        assert planned.weight_bytes == planned_model(str(folder)).weight_bytes > 0
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    from cases.tiny_models import byte_tokenizer
+
+    stock = make_tiny_model("llama", tie_word_embeddings=False)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, stock, byte_tokenizer())
+    planned = planned_model(str(path))
+    assert planned.dtype == torch.bfloat16
+    assert planned.shape.num_kv_heads == 2
+    assert planned.weight_bytes == 2 * sum(w.numel() for w in stock.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("./nowhere", FileNotFoundError, "no such model folder, GGUF file or shape"),
+        ("nowhere.gguf", FileNotFoundError, "nowhere.gguf"),
+    ],
+)
+def test_models_that_are_not_there(
+    name: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(error, match=message):
+        planned_model(name)
+
+
+def test_a_model_type_that_does_not_run_cannot_be_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises((ValueError, NotImplementedError), match="gpt2"):
+        planned_model(str(tmp_path))
+    with pytest.raises(ValueError, match="unknown dtype 'int8'; available: auto, bfloat16"):
+        planned_model(LLAMA, "int8")
+
+
+# Plans
+
+
+def test_a_plan_adds_up() -> None:
+    plan = make_plan(request(max_memory={0: 24 * GIB}), machine_profile())
+    document = json.loads(json.dumps(plan.as_json()))
+    assert document["device_total_bytes"] == sum(document["device_bytes"].values()) <= 24 * GIB
+    assert document["host_total_bytes"] == sum(document["host_bytes"].values())
+    assert HeadPlacement.from_json(document) == plan.placement
+    assert document["host_bytes"]["KV cache"] == 16 * GIB
+    assert document["milliseconds_per_step"] == pytest.approx(
+        sum(row["total"] for row in document["microseconds"]["layers"]) / 1e3
+        + (document["microseconds"]["last"] + document["microseconds"]["fixed"]) / 1e3
+    )
+    assert plan.notes == ()
+
+
+def test_a_smaller_budget_moves_heads_to_the_host() -> None:
+    plans = [make_plan(request(max_memory={0: size * GIB}), machine_profile()) for size in (20, 24)]
+    on_gpu = [sum(plan.placement.counts(Place.GPU)) for plan in plans]
+    assert on_gpu[0] < on_gpu[1]
+    assert plans[0].step.milliseconds > plans[1].step.milliseconds
+    for plan, size in zip(plans, (20, 24), strict=True):
+        assert sum(plan.device_bytes.values()) <= size * GIB
+
+
+def test_a_second_prompt_that_does_not_fit_is_noted() -> None:
+    options = {"policy": "quest", "policy_options": {"dense_layers": 8}}
+    plan = make_plan(request(**options, max_memory={0: 20 * GIB}), machine_profile())
+    assert "a second prompt of this length does not fit" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"max_memory": {0: 14 * GIB}}, DeviceMemoryError, r"weights need 14\.96 GiB, but max_mem"),
+        (
+            {"max_memory": {0: 16 * GIB}},
+            DeviceMemoryError,
+            r"prefill of 1 x 131,072 tokens needs .* max_memory\[0\] is 16.00 GiB; raise it, lower",
+        ),
+        (
+            {
+                "policy": "quest",
+                "max_memory": {0: 37 * GIB // 2},
+                "policy_options": {"dense_layers": 8},
+            },
+            DeviceMemoryError,
+            "lower the policy's dense_layers, the context or the batch size",
+        ),
+        (
+            {"max_memory": {"cpu": 8 * GIB}},
+            HostBudgetError,
+            r"the KV cache of 1 x 131,072 tokens need 16.00 GiB .* is 8.00 GiB; raise max_memory",
+        ),
+        (
+            {"device": "cpu", "max_memory": {"cpu": 20 * GIB}},
+            HostBudgetError,
+            "weights and KV cache of 1 x 131,072 tokens need 30.96 GiB",
+        ),
+        (
+            {"max_memory": {1: GIB}},
+            ValueError,
+            "names 1, but device is 'cuda'; it may name 'cpu', 0",
+        ),
+        ({"max_memory": {"gpu": GIB}}, ValueError, "max_memory names 'gpu'"),
+        ({"device": "cpu", "max_memory": {0: GIB}}, ValueError, "it may name 'cpu'$"),
+        ({"context": 131073}, ValueError, "exceeds the 131072 tokens of llama-3.1-8b"),
+        (
+            {"policy": "tidal_decode", "policy_options": {"select_layers": (40,)}},
+            ValueError,
+            "names layer 40",
+        ),
+        (
+            {"placement": HeadPlacement.filled(30, 3, Place.GPU)},
+            ValueError,
+            "made for another model",
+        ),
+        (
+            {"placement": HeadPlacement.filled(32, 8, Place.GPU)},
+            ValueError,
+            "only heads that attend to everything",
+        ),
+        (
+            {"device": "cpu", "placement": HeadPlacement.filled(32, 8, Place.GPU)},
+            ValueError,
+            "needs a GPU, but the device is 'cpu'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_plan(request(**changes), machine_profile())
+
+
+def test_a_placement_that_does_not_fit() -> None:
+    places = HeadPlacement.filled(32, 8, Place.GPU)
+    given = {"policy": "full", "placement": places, "context": 32768}
+    with pytest.raises(DeviceMemoryError, match=r"256 KV heads on the GPU needs 4\.\d+ GiB"):
+        make_plan(request(**given, max_memory={0: 17 * GIB}), machine_profile())
+    weights = planned_model(LLAMA).weight_bytes
+    small_prefill = {"context": 256, "policy": "full", "placement": places}
+    limit = weights + 400 * 2**20
+    with pytest.raises(DeviceMemoryError, match="256 KV heads"):
+        make_plan(
+            request(**(small_prefill | {"page_tokens": 4096}), max_memory={0: limit}),
+            machine_profile(),
+        )
+
+
+def test_a_budget_below_one_page_of_each_given_head_is_named() -> None:
+    places = HeadPlacement.filled(32, 8, Place.GPU)
+    limit = planned_model(LLAMA).weight_bytes + 400 * 2**20
+    with pytest.raises(
+        DeviceMemoryError,
+        match=r"not even one page of 4096 tokens of each of its 256 heads, 512\.00 MiB, fits",
+    ):
+        make_plan(
+            request("full", placement=places, context=256, page_tokens=4096, max_memory={0: limit}),
+            machine_profile(),
+        )
+
+
+def test_without_a_gpu() -> None:
+    profile = machine_profile(device=None)
+    plan = make_plan(request("quest", device="cpu", context=8192), profile)
+    assert plan.device_bytes == {}
+    assert plan.host_bytes["weights"] == planned_model(LLAMA).weight_bytes
+    assert plan.step.milliseconds > 1e3 * plan.host_bytes["weights"] / 190e9 * 0.9
+    with pytest.raises(ValueError, match="the machine profile has no GPU"):
+        make_plan(request(), profile)
+
+
+def test_planned_models_say_their_dtype() -> None:
+    model = PlannedModel("x", "llama", SMALL, torch.float16, 1)
+    assert model.dtype_name == "float16"

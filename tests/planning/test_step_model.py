@@ -1,0 +1,193 @@
+"""Predicted steps: sums that can be done by hand, and how they move with what they depend on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases.profile_cases import LLAMA, SMALL, device_profile, machine_profile, workload
+
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.planning.choose import least_placement
+from offload.planning.cost_table import CostTable
+from offload.planning.step_time import StepModel
+from offload.planning.workload import Workload, policy_key
+
+G, C, F = Place.GPU, Place.CPU, Place.GATHER
+ROW = 2 * 128 * 2  # bytes of a key and a value of Llama in bfloat16
+
+
+def model_of(work: Workload, **changes) -> StepModel:
+    return StepModel(machine_profile(**changes), work, on_gpu=True)
+
+
+def row(*heads: Place) -> np.ndarray:
+    return np.array(heads, np.uint8)
+
+
+def test_a_layer_by_hand() -> None:
+    work = workload("lychee_decode", budget_tokens=1024)  # 956 chosen tokens per head
+    model = model_of(
+        work,
+        attend_cold=CostTable.straight(10.0, 1e-5),
+        attend_warm=CostTable.straight(10.0, 1e-5),
+        device=device_profile(
+            attention=CostTable.straight(5.0, 1e-7),
+            gather=CostTable.straight(8.0, 1e-4),
+            gather_beside=CostTable(((1e6, 40.0), (4e6, 100.0))),
+            round_trip_us=9.0,
+        ),
+    )
+    chosen = 956 * ROW
+    on_cpu = model.layer(1, row(*[C] * 8))
+    assert on_cpu.linear == 129.0
+    assert on_cpu.gpu == 6.6
+    assert on_cpu.reply == pytest.approx(9.0 + 10.0 + 8 * chosen * 1e-5)
+    assert on_cpu.total == pytest.approx(129.0 + on_cpu.reply + 4.6)
+
+    mixed = model.layer(1, row(*[C] * 2, *[F] * 6))
+    fetched = 6 * chosen
+    added = 40.0 + (fetched - 1e6) * 60.0 / 3e6  # measured: attention to the rows and their way
+    after = 5.0 + fetched * 1e-7
+    slowed = 40.0 - 5.1  # 1e6 bytes: what fetching adds however little it is
+    assert mixed.gather == pytest.approx(added - after)
+    assert mixed.gpu == pytest.approx(6.6 + after)
+    assert mixed.reply == pytest.approx(9.0 + 10.0 + 2 * chosen * 1e-5)
+    assert 6.6 + added > mixed.reply + slowed  # the link is the slower one here
+    assert mixed.total == pytest.approx(129.0 + 6.6 + added + 4.6)
+    assert mixed.kind == "gather + CPU"
+
+    # The CPU's heads take longer; fetching slows the linear layers all the same.
+    for_cpu = model.layer(1, row(*[C] * 7, F))
+    assert for_cpu.gather < slowed
+    assert for_cpu.total == pytest.approx(129.0 + for_cpu.reply + for_cpu.gather + 4.6)
+
+    waited = model.layer(1, row(*[F] * 8), top_k_us=20.0)
+    assert waited.gather == pytest.approx(20.0 + 8.0 + 8 * chosen * 1e-4 - 129.0)
+    assert waited.reply == 0.0
+
+
+def test_a_layer_that_is_on_the_gpu_waits_for_nobody() -> None:
+    work = workload("lychee_decode")
+    layer = model_of(work).layer(0, row(*[G] * 8))
+    assert layer.kind == "GPU"
+    assert (layer.reply, layer.gather) == (0.0, 0.0)
+    assert layer.exposed == pytest.approx(5.0 + 32 * 131072 * 1e-6)  # a top-k beside it
+    assert layer.gpu == pytest.approx(8.0 + 8 * 131072 * ROW / 4.0e6)
+    assert layer.merge == 4.6  # what publishes is merged with nothing
+    dense = model_of(workload("quest", dense_layers=2)).layer(0, row(*[G] * 8))
+    assert dense.gpu == pytest.approx(6.0 + 8 * 131072 * ROW / 4.2e6)
+    assert dense.merge == 0.0
+
+
+def test_a_step_is_its_layers_and_the_rest() -> None:
+    work = workload("tidal_decode", budget_tokens=1024)
+    model = model_of(work)
+    step = model.step(least_placement(work))
+    assert len(step.layers) == 32
+    assert step.last == 285.0 + 15.0
+    assert step.fixed == 120.0
+    rows = step.breakdown()
+    assert sum(r["layers"] for r in rows) == 32
+    assert sum(r["total"] for r in rows) + 420.0 == pytest.approx(1e3 * step.milliseconds)
+    assert step.tokens_per_second == pytest.approx(1e3 / step.milliseconds)
+    assert step.assumed == ()
+
+
+def test_retrieving_on_the_gpu_and_gathering_is_faster_here() -> None:
+    work = workload("tidal_decode", budget_tokens=1024)
+    model = model_of(work)
+    roles = work.roles()
+    gathered = HeadPlacement(np.where(roles == 3, F, G))
+    assert model.step(gathered).milliseconds < model.step(least_placement(work)).milliseconds / 2
+
+
+@pytest.mark.parametrize("policy", ["lychee_decode", "quest", "lychee_cluster", "lfps", "full"])
+def test_longer_contexts_and_larger_batches_take_no_less(policy: str) -> None:
+    # Not below 16 budgets, where lychee_cluster looks at more candidates.
+    times = []
+    for kv_len, batch_size in ((20000, 1), (32768, 1), (131072, 1), (131072, 2)):
+        work = workload(policy, kv_len, batch_size)
+        times.append(model_of(work).step(least_placement(work)).milliseconds)
+    assert times == sorted(times)
+
+
+def test_within_the_budget_nothing_is_selected() -> None:
+    work = workload("lychee_decode", kv_len=1024, budget_tokens=1024)
+    assert not work.is_sparse
+    assert work.chosen_tokens == 1024 - 68
+    model = model_of(work)
+    assert model.top_k_us(0, row(*[G] * 8)) == 0.0
+    longer = workload("lychee_decode", kv_len=1025, budget_tokens=1024)
+    assert longer.is_sparse
+    assert model_of(longer).top_k_us(0, row(*[G] * 8)) > 0.0
+
+
+def test_what_is_read_ahead_is_faster() -> None:
+    work = workload("lychee_decode", budget_tokens=1024)
+    warm = model_of(work).layer(1, row(*[C] * 8)).reply
+    profile = machine_profile()
+    cold = model_of(work, attend_warm=profile.attend_cold).layer(1, row(*[C] * 8)).reply
+    assert warm < cold
+    # There is time for as much as memory gives during the linear layers, and caches have room.
+    no_time = model_of(
+        work,
+        device=device_profile(
+            layer_linear_us={}, lm_head_us={}, gemv=CostTable(((1, 1e-9), (1e12, 1e-8)))
+        ),
+    )
+    assert no_time.layer(1, row(*[C] * 8)).reply == pytest.approx(cold, rel=0.01)
+
+
+def test_a_scale_that_was_measured_counts_for_that_policy_only() -> None:
+    for policy, grows in (("lychee_cluster", True), ("quest", False), ("lychee_decode", False)):
+        work = workload(policy)
+        plain = model_of(work).layer(5, row(*[C] * 8)).reply
+        scales = {policy_key(workload("lychee_cluster").policy): 2.0}
+        scaled = model_of(work, select_scale=scales).layer(5, row(*[C] * 8)).reply
+        assert (scaled > 1.5 * plain) == grows
+
+
+def test_without_a_gpu_it_is_weights_and_attention() -> None:
+    work = workload("quest", kv_len=8192, shape=SMALL)
+    profile = machine_profile(read_bandwidth=1e9)
+    step = StepModel(profile, work, on_gpu=False).step(
+        HeadPlacement.filled(SMALL.num_layers, SMALL.num_kv_heads, C)
+    )
+    of_layer = 2 * 128 * ((8 + 2 * 4) * 32 + 8 * 32 + 3 * 256 + 2)
+    assert step.layers[0].linear == pytest.approx(of_layer / 1e3)
+    dense = 10.0 + 2 * 4 * 8192 * 32 * 2 / 1.5e5
+    assert step.layers[0].total == pytest.approx(of_layer / 1e3 + dense)
+    assert step.last == pytest.approx(2 * 512 * 128 / 1e3)
+    assert step.fixed == 0.0
+
+
+def test_what_was_not_measured_is_said() -> None:
+    work = workload("quest", shape=SMALL, kv_len=8192)
+    model = model_of(work, device=device_profile(gather_measured=False))
+    assumed = model.step(least_placement(work)).assumed
+    assert len(assumed) == 4
+    for text in (
+        "fetching rows",
+        "selecting on the CPU",
+        "linear layers",
+        "CPU attention: measured with",
+    ):
+        assert any(text in line for line in assumed)
+
+
+def test_a_profile_without_a_gpu_cannot_plan_for_one() -> None:
+    with pytest.raises(ValueError, match="the machine profile has no GPU"):
+        StepModel(machine_profile(device=None), workload(), on_gpu=True)
+
+
+@pytest.mark.parametrize("name", ["kv_len", "batch_size", "item_bytes"])
+def test_workloads_of_nothing(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        replace(workload(), **{name: 0})
+
+
+def test_the_measured_shape_is_llamas() -> None:
+    assert model_of(workload()).linear_us == 129.0
+    assert workload().shape == LLAMA

@@ -1,0 +1,157 @@
+"""Every policy inside a model: batches, beams, rejected drafts and turns."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.device_cases import small
+from cases.tiny_models import random_tokens
+
+from offload import OffloadedModel
+from offload.policies import Policy
+from offload.policies.registry import available_policies
+
+SPARSE = [name for name in available_policies() if name != "full"]
+LONG = 220  # tokens of a prompt that is far over the small budget
+
+
+def load(folder: Path, policy: Policy | str) -> Any:
+    return OffloadedModel.from_pretrained(folder, policy=policy, dtype="float32", num_threads=2)
+
+
+def greedy(model: Any, tokens: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
+    return model.generate(
+        tokens, do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=None, **options
+    )
+
+
+@pytest.fixture(scope="module", params=SPARSE)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folders):
+    return tiny_folders["llama"]
+
+
+@pytest.fixture(scope="module")
+def model(name, folder):
+    return load(folder, small(name))
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 7, 31, 200])
+def test_a_budget_that_holds_everything_is_full_attention(name, folder, prompt_tokens):
+    """Prompts shorter than a chunk, than LFPS's window, than the recent window too."""
+    tokens = random_tokens(1, prompt_tokens)
+    expected = greedy(load(folder, "full"), tokens, 40)
+    assert torch.equal(greedy(load(folder, small(name, 256)), tokens, 40), expected)
+
+
+def test_a_prompt_below_the_budget_grows_beyond_it(model):
+    """State is built in the middle of a generation, from the queries of decode steps."""
+    out = greedy(model, random_tokens(1, 9), 120)
+    assert out.shape == (1, 129)
+    assert model.kv_store.num_sequences == 0
+    assert model._offload.attention.states.num_bytes == 0
+
+
+def test_queries_are_kept_in_native_steps(folder):
+    """LFPS builds its tables from them: the same as of layers that attend one by one."""
+    kept, texts = [], []
+    for one_by_one in (False, True):
+        model = load(folder, small("lfps", 96))
+        attention = model._offload.attention
+        if one_by_one:
+            attention.on_attended = lambda *_: None
+        cache = model.new_cache()
+        text = greedy(model, random_tokens(2, 9), 40, past_key_values=cache)
+        queries = attention.states._queries
+        kept.append([of_seq[i].in_order(48) for of_seq in queries.values() for i in of_seq])
+        texts.append(greedy(model, text, 80, past_key_values=cache))
+    native, expected = kept
+    assert len(native) == len(expected) == 2 * int(attention.sparse_layers.sum())
+    for a, b in zip(native, expected, strict=True):
+        assert a.shape[1] == 32
+        assert torch.equal(a, b)
+    assert torch.equal(*texts)
+
+
+def test_rows_of_a_batch_do_not_see_each_other(model):
+    """Left-padded rows, one of them below the budget, as each alone."""
+    rows = [random_tokens(1, LONG), random_tokens(1, 30), random_tokens(1, 150)]
+    width = max(row.shape[1] for row in rows)
+    batch = torch.zeros(3, width, dtype=torch.long)
+    mask = torch.zeros(3, width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        batch[i, width - row.shape[1] :] = row
+        mask[i, width - row.shape[1] :] = 1
+    together = greedy(model, batch, 24, attention_mask=mask)
+    for i, row in enumerate(rows):
+        alone = greedy(model, row, 24)
+        assert torch.equal(together[i, width:], alone[0, row.shape[1] :])
+
+
+def test_beams_fork_and_reorder_the_state(model):
+    tokens = random_tokens(1, LONG)
+    out = model.generate(
+        tokens, num_beams=3, num_return_sequences=2, do_sample=False, max_new_tokens=20
+    )
+    assert out.shape[0] == 2
+    one = model.generate(tokens, num_beams=1, do_sample=False, max_new_tokens=20)
+    assert torch.equal(one, model.generate(tokens, num_beams=1, do_sample=False, max_new_tokens=20))
+
+
+def test_rejected_drafts_leave_no_trace_in_what_is_attended(model):
+    """Prompt lookup decodes several rows at once and cuts the sequence back."""
+    tokens = random_tokens(1, 60).repeat(1, 4)
+    out = greedy(model, tokens, 40, prompt_lookup_num_tokens=4)
+    assert out.shape[1] <= 280
+    assert torch.isfinite(model(out[:, :-1]).logits).all()
+    assert model.kv_store.num_sequences == 0
+
+
+def test_turns_continue_a_cache(model):
+    """A second prompt after sparse decoding is prefilled exactly, and its state built again."""
+    first, second = random_tokens(1, LONG), random_tokens(1, 40)
+    cache = model.new_cache()
+    model(first, past_key_values=cache)
+    for _ in range(5):
+        model(random_tokens(1, 1), past_key_values=cache)
+    branch = copy.deepcopy(cache)
+    logits = [model(second, past_key_values=c).logits for c in (cache, branch)]
+    assert torch.equal(logits[0], logits[1])
+    token = logits[0][:, -1:].argmax(-1)
+    steps = [model(token, past_key_values=c).logits for c in (cache, branch)]
+    torch.testing.assert_close(steps[0], steps[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cut_cache_goes_on(model):
+    tokens = random_tokens(1, LONG)
+    cache = model.new_cache()
+    model(tokens, past_key_values=cache)
+    fed = random_tokens(1, 30)
+    for i in range(30):
+        model(fed[:, i : i + 1], past_key_values=cache)
+    cache.crop(-3)
+    short = model(fed[:, 27:28], past_key_values=cache).logits
+    cache.crop(-(cache.get_seq_length() - 40))  # below the budget: full attention
+    full = model(fed[:, :1], past_key_values=cache).logits
+    assert torch.isfinite(short).all()
+    exact = model(torch.cat([tokens[:, :40], fed[:, :1]], 1)).logits[:, -1:]
+    torch.testing.assert_close(full, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_an_empty_prompt_is_refused(model):
+    with pytest.raises(ValueError, match="input_ids"):
+        model(torch.zeros(1, 0, dtype=torch.long))
+
+
+def test_generation_beyond_the_positions_is_refused(model):
+    with pytest.raises(ValueError, match="a context of 519 tokens exceeds the 512 tokens"):
+        greedy(model, random_tokens(1, 420), 100)
+    assert model.kv_store.num_sequences == 0

@@ -1,0 +1,136 @@
+"""Parts of prefill: attention over past and new tokens, merging, the rotary embedding, packing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.prefill_cases import reference_attention
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from offload.models.batch import pack
+from offload.prefill import attention as prefill_attention
+from offload.prefill.attention import attend, key_pieces, merge_state, suits_cudnn
+from offload.prefill.layer import rotate
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("num_past", [0, 1, 33])
+@pytest.mark.parametrize(("num_before", "num_queries"), [(0, 1), (0, 40), (7, 1), (50, 30)])
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_attend(num_past: int, num_before: int, num_queries: int, group_size: int) -> None:
+    """Against one softmax in float64 over all the keys a query may see."""
+    num_kv_heads, head_dim, kv_len = 2, 16, num_past + num_before + num_queries
+    q = normal(num_kv_heads * group_size, num_queries, head_dim, seed=1) * 3
+    keys, values = normal(2, num_kv_heads, kv_len, head_dim, seed=2)
+    past = (keys[:, :num_past], values[:, :num_past]) if num_past else None
+    o = attend(q, past, (keys[:, num_past:], values[:, num_past:]), 0.25)
+
+    scores = q.double() @ keys.double().repeat_interleave(group_size, 0).mT * 0.25
+    seen = torch.arange(kv_len) <= torch.arange(num_past + num_before, kv_len)[:, None]
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    expected = weights @ values.double().repeat_interleave(group_size, 0)
+    torch.testing.assert_close(o, expected.transpose(0, 1).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_past", [0, 1, 33])
+@pytest.mark.parametrize("num_before", [0, 8, 7, 24, 53])
+@pytest.mark.parametrize("queries_first", [False, True])
+def test_attend_by_cudnn(monkeypatch, num_past: int, num_before: int, queries_first: bool) -> None:
+    """Its square calls and merged pieces, on a stand-in that masks as cuDNN does."""
+    shapes = []
+
+    def cudnn(q, keys, values, bias, with_lse, dropout, is_causal, *, scale):
+        shapes.append((q.shape, keys.shape, is_causal))
+        group_size = q.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(group_size, 1).double() for x in (keys, values))
+        scores = q.double() @ keys.mT * scale
+        if is_causal:  # the first query sees the first key only
+            hidden = torch.ones(scores.shape[-2:]).triu(1).bool()
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return (scores.softmax(-1) @ values).float(), scores.logsumexp(-1, keepdim=True).float()
+
+    def flash(q, keys, values, dropout, is_causal, debug, *, scale):
+        assert not is_causal
+        o, lse = cudnn(q, keys, values, None, True, dropout, False, scale=scale)
+        shapes.pop()
+        return o, lse[..., 0]
+
+    monkeypatch.setattr(prefill_attention, "attention_kernel", lambda *_: prefill_attention.CUDNN)
+    monkeypatch.setattr(prefill_attention, "_cudnn_attention", cudnn)
+    monkeypatch.setattr(prefill_attention, "_cuda_flash", flash)
+    q = normal(6, 8, 16, seed=1) * 3
+    rows = normal(2, 2, num_past + num_before + 8, 16, seed=2)
+    if queries_first:
+        q = q.transpose(0, 1).contiguous().transpose(0, 1)
+        rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
+    past = (rows[0, :, :num_past], rows[1, :, :num_past]) if num_past else None
+    o = attend(q, past, (rows[0, :, num_past:], rows[1, :, num_past:]), 0.25)
+    expected, _ = reference_attention(q, rows[0], rows[1], 0.25)
+    torch.testing.assert_close(o, expected.float(), rtol=1e-5, atol=1e-5)
+    for q_shape, keys_shape, is_causal in shapes:
+        assert q_shape == (1, 6, 8, 16)
+        assert keys_shape[2] in ((8,) if is_causal else (8, 16, 32))
+
+
+def test_cudnn_gets_few_shapes() -> None:
+    """A plan takes it long: the lengths of prompts and their last slices are none of them."""
+    assert key_pieces(8, 0) == []
+    assert key_pieces(8, 7) == [(0, 7)]
+    assert key_pieces(8, 59) == [(0, 32), (32, 48), (48, 56), (56, 59)]
+    hopper = (9, 0)
+    assert suits_cudnn(8192, 128, hopper)
+    assert suits_cudnn(2048, 64, hopper)
+    for n, head_dim, capability in [
+        (8191, 128, hopper),
+        (6144, 128, hopper),
+        (1024, 128, hopper),
+        (8192, 256, hopper),
+        (8192, 128, (8, 0)),
+        (8192, 128, (12, 0)),
+    ]:
+        assert not suits_cudnn(n, head_dim, capability)
+
+
+def test_merge_state_with_distant_parts() -> None:
+    """One part may outweigh the other by more than exp() can hold."""
+    o_a, o_b = torch.ones(2, 4), torch.full((2, 4), 5.0)
+    o, lse = merge_state(o_a, torch.tensor([500.0, -500.0]), o_b, torch.tensor([-500.0, 500.0]))
+    assert torch.equal(o, torch.stack([o_a[0], o_b[1]]))
+    assert torch.equal(lse, torch.tensor([500.0, 500.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotate_rounds_as_transformers(dtype: torch.dtype) -> None:
+    x = normal(9, 4, 32, seed=3).to(dtype)
+    cos, sin = normal(2, 9, 32, seed=4).to(dtype)
+    heads_first = x[None].transpose(1, 2)
+    expected, _ = apply_rotary_pos_emb(heads_first, heads_first, cos[None], sin[None])
+    assert torch.equal(rotate(x, cos, sin), expected[0])
+
+
+def test_pack_left_out_padding_and_equal_rows() -> None:
+    tokens = torch.tensor([[1, 2, 3], [0, 5, 6], [1, 2, 3], [0, 5, 6], [1, 5, 6]])
+    attended = tokens != 0
+    positions = torch.arange(3)[None]
+    batch = pack((5, 3), attended, positions, tokens)
+    assert batch.sequence_of_row == [0, 1, 0, 1, 2]
+    assert batch.indptr == [0, 3, 5, 8]
+    assert batch.num_new_tokens == [3, 2, 3]
+    assert batch.position_ids.tolist() == [0, 1, 2, 1, 2, 0, 1, 2]
+    assert batch.attended().tolist() == [
+        [row not in (1, 3) or column > 0 for column in range(batch.rows_shape[1])]
+        for row in range(5)
+    ]
+    assert list(batch.spans(2, 6)) == [(0, 2, 3), (1, 3, 5), (2, 5, 6)]
+    rows = batch.to_rows(tokens.flatten()[batch.columns][:, None].float())
+    assert torch.equal(rows[..., 0].long(), tokens)
+
+
+def test_pack_without_padding() -> None:
+    batch = pack((2, 3), None, torch.arange(3)[None])
+    assert batch.indptr == [0, 3, 6]
+    packed = torch.arange(12.0).view(6, 2)
+    assert torch.equal(batch.to_rows(packed), packed.view(2, 3, 2))

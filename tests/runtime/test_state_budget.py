@@ -1,0 +1,121 @@
+"""What a policy keeps of sequences is within max_memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from typing import Any
+
+import pytest
+import torch
+from cases.device_cases import small
+from cases.tiny_models import random_tokens
+
+from cpu_ops.worker_pool import WorkerPool
+from offload import OffloadedModel
+from offload.kv.store import HostBudgetError
+from offload.policies.base import BuildContext, StateShape
+from offload.policies.state import capacity_for
+
+LONG = 220
+
+
+def load(folder: Any, name: str, room: int | None = None) -> Any:
+    """With `room` bytes beside the weights."""
+    options = {"policy": small(name), "dtype": "float32", "num_threads": 1, "page_tokens": 16}
+    model = OffloadedModel.from_pretrained(folder, **options)
+    if room is None:
+        return model
+    weights = sum({w.data_ptr(): w.nbytes for w in model.parameters()}.values())
+    return OffloadedModel.from_pretrained(folder, max_memory={"cpu": weights + room}, **options)
+
+
+def state_of(model: Any) -> int:
+    return model._offload.attention.states.bytes_at(LONG + 1)
+
+
+@pytest.mark.parametrize("name", ["lfps", "quest", "lychee_cluster"])
+@pytest.mark.parametrize("num_tokens", [100, 9000])
+def test_the_bytes_counted_beforehand_are_the_most_there_are(name, num_tokens):
+    policy, generator, pool = small(name), torch.Generator().manual_seed(0), WorkerPool(1)
+    keys, values = torch.randn(2, 2, num_tokens, 32, generator=generator)
+    context = BuildContext(
+        layer_idx=1,
+        keys=keys,
+        values=values,
+        queries=torch.randn(6, 32, 32, generator=generator),
+        sm_scale=0.2,
+        capacity_tokens=capacity_for(num_tokens),
+        text_marks=None,
+        pool=pool,
+    )
+    arrays = policy.build(context)
+    pool.close()
+    made = sum(array.nbytes for array in arrays)
+    counted = policy.state_bytes(StateShape(6, 2, 32, 4, capacity_for(num_tokens)))
+    assert 0.3 * counted < made <= counted
+    if name != "lychee_cluster":  # whose chunks may be twice as long as the shortest
+        assert made == counted
+
+
+@pytest.mark.parametrize("name", ["lfps", "lychee_cluster"])
+def test_a_state_that_does_not_fit_is_refused_beforehand(name, tiny_folders):
+    folder = tiny_folders["llama"]
+    pages = load(folder, name).kv_store.page_bytes * 3 * -(-LONG // 16)
+    state = state_of(load(folder, name))
+    model = load(folder, name, pages + state // 2)
+    cache = model.new_cache()
+    with pytest.raises(HostBudgetError, match=rf"{name}.*max_memory"):
+        model(random_tokens(1, LONG), past_key_values=cache)
+    assert cache.kv_lens == []
+    assert model.kv_store.host_bytes_used == 0
+    with pytest.raises(HostBudgetError, match=r"for what the policy keeps.*max_memory"):
+        model.generate(random_tokens(1, LONG), max_new_tokens=20, do_sample=False)
+    assert model.kv_store.host_bytes_used == 0
+
+
+@pytest.mark.parametrize("name", ["lfps", "lychee_cluster"])
+def test_all_there_is_stays_within_the_budget(name, tiny_folders):
+    """Pages leave room for the state of what they hold, and copies stop where there is none."""
+    folder = tiny_folders["llama"]
+    pages = load(folder, name).kv_store.page_bytes * 3 * -(-(LONG + 30) // 16)
+    room = pages + 2 * state_of(load(folder, name)) + (1 << 18)
+    model = load(folder, name, room)
+    store, states = model.kv_store, model._offload.attention.states
+    cache = model.new_cache()
+    model(random_tokens(1, LONG), past_key_values=cache)
+    model(random_tokens(1, 1), past_key_values=cache)
+    assert 0 < states.num_bytes <= states.held_bytes
+    copies = [cache]
+    refused = None
+    while refused is None and len(copies) < 1000:
+        try:
+            copies.append(copy.deepcopy(cache))
+        except HostBudgetError as error:
+            refused = str(error)
+        assert store.host_bytes_reserved + states.held_bytes <= room
+    assert re.search(rf"{name}.*max_memory", refused)
+    assert len(copies) > 1
+    gc.collect()
+    assert model.kv_store.num_sequences == len(copies)
+    del copies[2:]
+    gc.collect()
+    assert model.kv_store.num_sequences == 2
+    logits = [model(random_tokens(1, 1), past_key_values=c).logits for c in copies]
+    assert torch.equal(*logits)
+    del cache, copies
+    gc.collect()
+    assert model.kv_store.num_sequences == 0
+    assert states.held_bytes == 0
+
+
+def test_beams_count_their_copies(tiny_folders):
+    folder = tiny_folders["llama"]
+    state = state_of(load(folder, "lfps"))
+    model = load(folder, "lfps", 3 * state + (1 << 20))
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    model.generate(random_tokens(1, LONG), **options)
+    with pytest.raises(HostBudgetError, match="4 sequences of up to 231 tokens"):
+        model.generate(random_tokens(1, LONG), num_beams=4, **options)
+    assert model.kv_store.num_sequences == 0

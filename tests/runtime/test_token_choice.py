@@ -1,0 +1,90 @@
+"""A `TokenChooser` draws from the distributions of transformers' logits warpers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
+
+from offload.decode.sampling import SamplingOptions, TokenChooser
+from offload.runtime.token_loop import fast_options
+
+STOP = StoppingCriteriaList([MaxLengthCriteria(10), EosTokenCriteria(2)])
+
+
+def choose(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+    chooser = TokenChooser(*logits.shape, logits.device)
+    chooser.use(options)
+    return chooser.choose(logits, samples=options.temperature > 0.0)
+
+
+def test_greedy_takes_the_first_of_the_largest():
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 2.0, 5.0]])
+    assert choose(logits, SamplingOptions()).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SamplingOptions(temperature=1.0),
+        SamplingOptions(temperature=0.6),
+        SamplingOptions(temperature=1.3, top_k=5),
+        SamplingOptions(temperature=1.0, top_p=0.7),
+        SamplingOptions(temperature=0.8, top_k=6, top_p=0.6),
+        SamplingOptions(temperature=0.8, top_k=100, top_p=0.05),
+    ],
+    ids=str,
+)
+def test_frequencies_are_those_of_the_stock_warpers(options):
+    torch.manual_seed(7)
+    logits = torch.randn(1, 12) * 2
+    scores = TemperatureLogitsWarper(options.temperature)(None, logits)
+    if options.top_k:
+        scores = TopKLogitsWarper(options.top_k)(None, scores)
+    if options.top_p < 1.0:
+        scores = TopPLogitsWarper(options.top_p)(None, scores)
+    expected = scores.softmax(-1)[0].double()
+    num_draws = 10_000
+    counts = torch.bincount(choose(logits.repeat(num_draws, 1), options), minlength=12)
+    assert not bool(counts[expected == 0].any())
+    # Five standard deviations of a binomial count.
+    slack = 5 * (num_draws * expected * (1 - expected)).sqrt()
+    assert bool(((counts - num_draws * expected).abs() <= slack).all())
+
+
+def options_of(processors: list[Any], stop: Any = STOP, **generation: Any) -> Any:
+    config = GenerationConfig(**generation)
+    return fast_options(LogitsProcessorList(processors), stop, config)
+
+
+def test_what_the_step_can_choose():
+    warpers = [TemperatureLogitsWarper(0.5), TopKLogitsWarper(7), TopPLogitsWarper(0.9)]
+    assert options_of([]) == SamplingOptions()
+    assert options_of([], do_sample=True) == SamplingOptions(temperature=1.0)
+    assert options_of(warpers, do_sample=True) == SamplingOptions(0.5, 7, 0.9)
+    assert options_of(warpers[1:], do_sample=True) == SamplingOptions(1.0, 7, 0.9)
+
+
+def test_what_the_stock_loop_must_choose():
+    penalty = RepetitionPenaltyLogitsProcessor(1.2)
+    assert options_of([penalty]) is None
+    assert options_of([TopPLogitsWarper(0.9), TemperatureLogitsWarper(0.5)], do_sample=True) is None
+    assert options_of([TopPLogitsWarper(0.9, min_tokens_to_keep=2)], do_sample=True) is None
+    assert options_of([], return_dict_in_generate=True) is None
+    assert options_of([], output_scores=True) is None
+    assert options_of([], StoppingCriteriaList([*STOP, MaxTimeCriteria(1.0)])) is None

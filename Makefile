@@ -24,7 +24,7 @@ PERF_STAMP := $(VENV)/.perf-extra
 EXTENSION_STAMP := $(VENV)/.extension
 PEERS_STAMP := $(PEERS)/.made
 
-NATIVE_SOURCES := setup.py $(wildcard cpp/*.cpp cpp/*.h cpp/isa/*.cpp cpp/isa/*.h)
+NATIVE_SOURCES := setup.py $(wildcard cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 
 .PHONY: help venv build demo test test-all lint format bench bench-gpu bench-placement report peers clean
 

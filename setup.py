@@ -20,8 +20,9 @@ compile_args = [
 
 native = Pybind11Extension(
     "cpu_ops._native",
-    sources=sorted(glob("cpp/*.cpp") + glob("cpp/isa/*.cpp")),
-    depends=sorted(glob("cpp/*.h") + glob("cpp/isa/*.h")),
+    sources=sorted(glob("cpp/**/*.cpp", recursive=True)),
+    depends=sorted(glob("cpp/**/*.h", recursive=True)),
+    include_dirs=["cpp"],
     cxx_std=20,
     extra_compile_args=compile_args + os.environ.get("OFFLOAD_CXXFLAGS", "").split(),
     extra_link_args=["-pthread"],

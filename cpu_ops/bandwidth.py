@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from cpu_ops import _native
-
-if TYPE_CHECKING:
-    pass
 from cpu_ops.native import isa_name
 from cpu_ops.worker_pool import WorkerPool
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cpu_ops import _native
-
-if TYPE_CHECKING:
-    pass
 from cpu_ops.native import MAX_LINEAR_ROWS, _rows, dtype_code, isa_name
 from cpu_ops.worker_pool import WorkerPool
 

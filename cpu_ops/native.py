@@ -8,7 +8,6 @@ instruction set and is refused if the CPU lacks it.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +15,6 @@ import torch
 from torch import Tensor
 
 from cpu_ops import _native
-
-if TYPE_CHECKING:
-    pass
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MAX_GROUP_SIZE = _native.MAX_GROUP_SIZE

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from cpu_ops.native import NO_ARRAYS
-from offload.kv.page_pool import Int64Array
+
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cpu_ops import _native
-
-if TYPE_CHECKING:
-    pass
 
 
 class WorkerPool:

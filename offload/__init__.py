@@ -41,18 +41,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "DeviceMemoryError": "memory",
+    "DeviceMemoryError": "system.errors",
     "ExactTopK": "policies",
     "Full": "policies",
-    "HostBudgetError": "kv_store",
-    "KVStore": "kv_store",
-    "OffloadedCache": "cache",
-    "OffloadedModel": "model",
+    "HostBudgetError": "system.errors",
+    "KVStore": "kv.store",
+    "OffloadedCache": "runtime.cache",
+    "OffloadedModel": "runtime.model",
     "Policy": "policies",
-    "RuntimeConfig": "config",
+    "RuntimeConfig": "runtime.config",
     "StreamingLLM": "policies",
     "available_policies": "policies",
-    "load_tokenizer": "loading",
+    "load_tokenizer": "loading.names",
     "make_policy": "policies",
 }
 

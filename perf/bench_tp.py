@@ -37,7 +37,6 @@ from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.ranks.group import TensorParallel, connect
 from offload.ranks.launch import is_rank, run_ranks
-from offload.runtime.config import runtime_config
 from offload.runtime.opening import rank_policy
 from offload.system.memory import available_cpus, parse_size
 from perf.results_file import start_machine, write_results
@@ -107,7 +106,7 @@ def _start_ranks(world_size: int, arguments: list[str]) -> None:
 def _run_rank(options: argparse.Namespace) -> None:
     """Everything that one rank of one size does; rank 0 writes the figures."""
     world_size = int(os.environ["WORLD_SIZE"])
-    ranks = connect(runtime_config(device=options.device, tensor_parallel_size=world_size))
+    ranks = connect(world_size, options.device)
     with nullcontext() if ranks is None else ranks.together():
         result = {
             "tokens": _tokens(options, world_size),

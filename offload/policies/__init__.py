@@ -6,11 +6,10 @@ Numba.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offload.policies.base import Policy
-from offload.policies.registry import _CLASSES, available_policies, make_policy
+from offload.policies.registry import available_policies, make_policy, policy_class
 
 if TYPE_CHECKING:
     from offload.policies.exact_topk import ExactTopK
@@ -38,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for module, cls in _CLASSES.items():
-        if name == cls:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return policy_class(name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

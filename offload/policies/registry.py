@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offload.policies.base import Policy
-
-if TYPE_CHECKING:
-    pass
-
 
 _CLASSES = {
     "exact_topk": "ExactTopK",
@@ -21,6 +17,18 @@ _CLASSES = {
     "streaming_llm": "StreamingLLM",
     "tidal_decode": "TidalDecode",
 }
+
+
+def policy_class(class_name: str) -> Any:
+    """The class of that name, imported when it is asked for.
+
+    Raises:
+        AttributeError: no policy has it.
+    """
+    for name, of_policy in _CLASSES.items():
+        if of_policy == class_name:
+            return getattr(import_module(f"offload.policies.{name}"), class_name)
+    raise AttributeError(f"there is no policy class {class_name!r}")
 
 
 def available_policies() -> list[str]:
@@ -41,7 +49,7 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
     if policy not in _CLASSES:
         names = ", ".join(available_policies())
         raise ValueError(f"unknown policy {policy!r}; available: {names}")
-    cls: type[Policy] = getattr(import_module(f"{__name__}.{policy}"), _CLASSES[policy])
+    cls: type[Policy] = policy_class(_CLASSES[policy])
     unknown = sorted(set(options) - set(cls.option_names()))
     if unknown:
         known = ", ".join(cls.option_names()) or "none"

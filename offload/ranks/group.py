@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from torch import Tensor
 
 from offload.ranks.watch import LostConnectionError, RankWatch
 from offload.system.memory import available_cpus
-
-if TYPE_CHECKING:
-    from offload.runtime.config import RuntimeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -218,20 +215,20 @@ def check_peer_access(world_size: int, rank: int) -> None:
         return
 
 
-def connect(config: RuntimeConfig) -> TensorParallel | None:
-    """The ranks of `config`; None where there is one only.
+def connect(size: int, device: str) -> TensorParallel | None:
+    """The `size` processes that run a model on `device`; None where there is one only.
 
     Waits for the other processes. A process connects once and keeps the connection.
 
     Raises:
         ValueError: see `check_environment`, `check_peer_access`.
     """
-    if config.tensor_parallel_size == 1:
+    if size == 1:
         return None
-    check_environment(config.tensor_parallel_size, config.device)
-    device_type = torch.device(config.device).type
+    check_environment(size, device)
+    device_type = torch.device(device).type
     if device_type == "cuda":
-        check_peer_access(config.tensor_parallel_size, int(os.environ["RANK"]))
+        check_peer_access(size, int(os.environ["RANK"]))
     return _connect(device_type)
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 def head_ranges(num_kv_heads: int, world_size: int) -> list[range]:

@@ -118,7 +118,7 @@ class OffloadedModel(FixedModel):
             num_threads=num_threads,
             **options,
         )
-        ranks = connect(config)
+        ranks = connect(config.tensor_parallel_size, config.device)
         together = nullcontext() if ranks is None else ranks.together()
         with together, without_autocast(torch.device(config.device)):
             folder = resolve_folder_once(name_or_path, HubOptions(**kwargs), ranks)

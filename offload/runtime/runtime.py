@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,6 @@ from offload.runtime.stats import OffloadStats
 from offload.system.autocast import without_autocast
 from offload.system.interrupts import shielded
 from offload.system.torch_threads import torch_threads
-
-if TYPE_CHECKING:
-    pass
-
 
 logger = logging.getLogger(__name__)
 

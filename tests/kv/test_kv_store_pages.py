@@ -20,6 +20,7 @@ from cases.kv_store_cases import (
 
 import offload.kv.page_pool
 import offload.kv.store
+import offload.system.huge_pages
 from offload.kv.store import HostBudgetError
 
 

@@ -141,7 +141,7 @@ def test_peers_are_looked_at_before_ranks_connect(gpus, monkeypatch):
     # Without a GPU a config for one cannot be made.
     config: Any = type("Config", (), {"tensor_parallel_size": 3, "device": "cuda"})
     with pytest.raises(ValueError, match="NCCL_P2P_DISABLE=1"):
-        connect(config)
+        connect(config.tensor_parallel_size, config.device)
     assert runtime_config().tensor_parallel_size == 1
 
 

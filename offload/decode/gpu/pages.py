@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
-
-if TYPE_CHECKING:
-    pass
 
 
 class PageBudget:

@@ -21,12 +21,14 @@ MODEL_STAMP := $(VENV)/.model
 TEST_STAMP := $(VENV)/.test-extra
 DEV_STAMP := $(VENV)/.dev-extra
 PERF_STAMP := $(VENV)/.perf-extra
+DOCS_STAMP := $(VENV)/.docs-extra
 EXTENSION_STAMP := $(VENV)/.extension
 PEERS_STAMP := $(PEERS)/.made
 
 NATIVE_SOURCES := setup.py $(wildcard cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 
-.PHONY: help venv build demo test test-all lint format bench bench-gpu bench-placement report peers clean
+.PHONY: help venv build demo test test-all lint format docs bench bench-gpu bench-placement report \
+    peers clean
 
 help:  ## Show this.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -45,13 +47,17 @@ test: venv $(TEST_STAMP)  ## Run the tests, all but the slow ones.
 test-all: venv $(TEST_STAMP)  ## Run all tests; those of faults and recovery take minutes.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(DEV_STAMP)  ## Run every check that a commit must pass.
+lint: $(DEV_STAMP) $(DOCS_STAMP)  ## Run every check that a commit must pass.
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
 
 format: $(DEV_STAMP)  ## Rewrite the sources as the formatters want them.
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(filter %.cpp %.h,$(NATIVE_SOURCES))
+
+docs: $(DOCS_STAMP)  ## Build the documentation in site/; a warning is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and write their reports.
 	$(BIN)/python -m perf.bench_startup
@@ -79,7 +85,7 @@ report: $(PERF_STAMP) $(TEST_STAMP)  ## Write the tables and plots of README and
 peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks compare with (needs cmake).
 
 clean:  ## Remove the environments and everything built.
-	rm -rf $(VENV) $(PEERS) build *.egg-info
+	rm -rf $(VENV) $(PEERS) build site *.egg-info
 	find cpu_ops -name '_native*.so' -delete
 
 $(VENV_STAMP):
@@ -115,7 +121,7 @@ EXTRA = $(BIN)/python -c "from importlib.metadata import requires; \
     print(*(f'{r.name}{r.specifier}' for r in map(Requirement, requires('offload')) \
         if r.marker and r.marker.evaluate({'extra': '$(1)'})))"
 
-$(TEST_STAMP) $(DEV_STAMP) $(PERF_STAMP): $(VENV)/.%-extra: $(PACKAGE_STAMP)
+$(TEST_STAMP) $(DEV_STAMP) $(PERF_STAMP) $(DOCS_STAMP): $(VENV)/.%-extra: $(PACKAGE_STAMP)
 	$(PIP) install -c constraints.txt $$($(call EXTRA,$*))
 	@touch $@
 

@@ -14,6 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from perf.plots import (
+    is_current,
+    plot_decode,
+    plot_time_per_token,
+    time_per_token_caption,
+    time_plot_is_current,
+)
 from perf.results_file import ROOT, read_results
 from perf.tables.gpu_tables import (
     PARTS,
@@ -55,8 +62,7 @@ def _gpu(make: Callable[[Results], str]) -> Callable[[dict[str, Any]], str]:
     """For a table of several parts of `perf.bench_gpu`, which write a file each."""
 
     def table(result: dict[str, Any]) -> str:
-        of_part = {part: read_results(f"gpu-{part}") for part in PARTS}
-        return make({part: found for part, found in of_part.items() if found is not None})
+        return make(_gpu_results())
 
     return table
 
@@ -95,11 +101,15 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "niah": ("niah", niah_table),
     "selection": ("selection", selection_table),
     "startup": ("startup", startup_table),
+    "time-per-token": (
+        "gpu-decode",
+        _gpu(lambda gpu: time_per_token_caption(gpu, read_results("decode"))),
+    ),
 }
 PLACEMENT_TARGETS = "gpu-placement-targets"  # of several files
 NOT_MEASURED = "*Not measured yet: run `make bench`.*"
-PLOT = ROOT / "docs" / "decode.svg"
-_HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges"}
+DECODE_PLOT = ROOT / "docs" / "decode.svg"
+TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
 _SECTION = re.compile(r"<!-- perf:(?P<name>[\w-]+) -->\n.*?<!-- /perf:(?P=name) -->", re.DOTALL)
 
 
@@ -144,60 +154,39 @@ def outdated() -> list[Path]:
     ]
 
 
-def plot_decode(result: dict[str, Any], path: Path) -> None:
-    """Decode speed by context length, as an SVG that is the same for the same results."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "offload"
-    from matplotlib import pyplot
-
-    rows = result["rows"]
-    contexts = sorted({row["context"] for row in rows})
-    engines = list(dict.fromkeys(row["engine"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(9, 3.4))
-    width = 0.8 / len(engines)
-    for i, engine in enumerate(engines):
-        speeds = [r["decode_tokens_per_second"] for r in rows if r["engine"] == engine]
-        positions = [x + (i - (len(engines) - 1) / 2) * width for x in range(len(contexts))]
-        axes.bar(positions, speeds, width, label=engine, color=_color(engine, engines))
-    axes.set_xticks(range(len(contexts)), [f"{context:,} tokens" for context in contexts])
-    axes.set_ylabel("decode, tokens/s")
-    axes.set_title(f"{result['settings']['model']}, {result['settings']['threads']} CPU threads")
-    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+def _gpu_results() -> Results:
+    """Of the parts of `perf.bench_gpu` that were measured."""
+    of_part = {part: read_results(f"gpu-{part}") for part in PARTS}
+    return {part: found for part, found in of_part.items() if found is not None}
 
 
-def _color(engine: str, engines: list[str]) -> tuple[float, ...]:
-    """One hue per family of engines, lighter from its first member to its last."""
-    from matplotlib import colormaps
-
-    family = re.match(r"[\w.]+", engine)
-    name = family[0] if family else engine
-    members = [other for other in engines if other.startswith(name)]
-    shade = 0.75 - 0.4 * members.index(engine) / len(members)
-    color: tuple[float, ...] = colormaps[_HUES.get(name, "Greens")](shade)
-    return color
+def plots(*, outdated_only: bool) -> dict[Path, Callable[[], None]]:
+    """What draws each plot whose results there are."""
+    cpu, gpu = read_results("decode"), _gpu_results()
+    found: dict[Path, Callable[[], None]] = {}
+    if cpu is not None and not (outdated_only and is_current(DECODE_PLOT, cpu)):
+        found[DECODE_PLOT] = lambda: plot_decode(cpu, DECODE_PLOT)
+    if cpu is None or "decode" not in gpu:
+        return found
+    if not (outdated_only and time_plot_is_current(gpu, cpu, TIME_PLOT)):
+        found[TIME_PLOT] = lambda: plot_time_per_token(gpu, cpu, TIME_PLOT)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
     if parser.parse_args().check:
-        paths = outdated()
+        paths = [*outdated(), *plots(outdated_only=True)]
         for path in paths:
             print(f"{path.relative_to(ROOT)} does not match perf/results; run: make report")
         sys.exit(1 if paths else 0)
     for path in outdated():
         path.write_text(render(path.read_text("utf-8")), "utf-8")
         print(path.relative_to(ROOT))
-    decode = read_results("decode")
-    if decode is not None:
-        plot_decode(decode, PLOT)
-        print(PLOT.relative_to(ROOT))
+    for path, draw in plots(outdated_only=False).items():
+        draw()
+        print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":

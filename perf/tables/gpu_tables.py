@@ -28,10 +28,10 @@ BATCH_RATIO = 10.0
 def gpu_decode_table(results: Results) -> str:
     """Milliseconds per token of every engine at every context."""
     decode = results["decode"]
-    rows = [*decode["rows"], *_same_run_rows(results, "peers")]
+    rows = decode_rows(results)
     contexts = sorted({row["kv_len"] for row in rows})
-    names = list(dict.fromkeys(_name(row) for row in rows))
-    cells = {(_name(row), row["kv_len"]): milliseconds_cell(row) for row in rows}
+    names = list(dict.fromkeys(engine_name(row) for row in rows))
+    cells = {(engine_name(row), row["kv_len"]): milliseconds_cell(row) for row in rows}
     lines = [[name, *(cells.get((name, context), "") for context in contexts)] for name in names]
     settings = decode["settings"]
     title = (
@@ -70,7 +70,7 @@ def gpu_prefill_table(results: Results) -> str:
     base = {row["kv_len"]: row["milliseconds"] for row in _of(prefill, NO_OFFLOAD)}
     lines = [
         [
-            _name(row),
+            engine_name(row),
             f"{row['kv_len']:,}",
             f"{row['milliseconds'] / 1e3:.2f}",
             f"{row['kv_len'] / row['milliseconds'] * 1e3:,.0f}",
@@ -106,7 +106,7 @@ def gpu_batch_table(results: Results) -> str:
     settings = batch["settings"]
     lines = [
         [
-            _name(row),
+            engine_name(row),
             str(row["batch_size"]),
             f"{row['tokens_per_second']:,.1f}",
             milliseconds_cell(row),
@@ -168,8 +168,7 @@ def _decode_checks(results: Results) -> list[list[str]]:
     if lychee is None:
         return lines
     time = lychee["milliseconds"]
-    peers = [*decode["rows"], *_same_run_rows(results, "peers")]
-    found_peers = {row["engine"]: row for row in peers if row["kv_len"] == longest}
+    found_peers = {row["engine"]: row for row in decode_rows(results) if row["kv_len"] == longest}
     for engine, ratio in ((STOCK_OFFLOADED, OVER_OFFLOADED), (STOCK, OVER_STOCK), (GRAPH, 1.0)):
         label = f"against {engine}, {longest:,}"
         if engine not in found_peers:
@@ -259,12 +258,12 @@ _CHECKS: tuple[tuple[str, Callable[[Results], list[list[str]]]], ...] = (
 PARTS = ("decode", "peers", "prefill", "batch", "handshake", "smollm2")
 
 
-def _same_run_rows(results: Results, part: str) -> list[Row]:
-    """Rows of another part, if it was measured in the same run as `decode`."""
-    other = results.get(part)
-    if other is None or other["settings"]["run"] != results["decode"]["settings"]["run"]:
-        return []
-    rows: list[Row] = other["rows"]
+def decode_rows(results: Results) -> list[Row]:
+    """Rows of `decode`, and of `peers` if they were measured in the same run."""
+    decode, peers = results["decode"], results.get("peers")
+    rows: list[Row] = list(decode["rows"])
+    if peers is not None and peers["settings"]["run"] == decode["settings"]["run"]:
+        rows += peers["rows"]
     return rows
 
 
@@ -272,7 +271,8 @@ def _of(result: dict[str, Any], engine: str) -> list[Row]:
     return [row for row in result["rows"] if row["engine"] == engine]
 
 
-def _name(row: Row) -> str:
+def engine_name(row: Row) -> str:
+    """The engine, and the policy if it has one."""
     return row["engine"] + (f", `{row['policy']}`" if row.get("policy") else "")
 
 

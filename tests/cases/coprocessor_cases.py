@@ -194,7 +194,7 @@ def merge(window: tuple[np.ndarray, np.ndarray], out: Tensor, lse: Tensor) -> np
     """The GPU's part and the CPU's [Hq, D], as mailbox.py says."""
     o = out.double().numpy().reshape(len(lse), -1)
     whole = torch.isposinf(lse).numpy()
-    merged, _ = reference.merge_state(*window, o, np.where(whole, 0.0, lse.double().numpy()))
+    merged, _ = reference.merge_softmax(*window, o, np.where(whole, 0.0, lse.double().numpy()))
     merged[whole] = o[whole]
     return merged
 

@@ -1,92 +1,255 @@
-"""Decode attention on the worker pool, by addresses: the C++ object behind checked arguments."""
+"""Decode attention over paged keys and values in host memory, on the worker pool."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from offload.decode.attention import DecodeAttention
-from cpu_ops.native import _rows
+from cpu_ops import _native
+from cpu_ops.native import MAX_GROUP_SIZE, check_head_dim, dtype_code, isa_name, page_shift
 from cpu_ops.step_rows import DecodeStep
-from offload.decode.attention import DecodeAttention
+from cpu_ops.trace import TraceEvent
+from cpu_ops.worker_pool import WorkerPool
 
 
-def attend_csr(
-    attention: DecodeAttention,
-    query: Tensor,
-    pages: npt.NDArray[np.int64],
-    kv_len: int,
-    indptr: npt.ArrayLike,
-    indices: npt.ArrayLike,
-    *,
-    return_weights: bool = False,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Attend one query token to an explicit CSR selection of one layer's cache.
+class NativeAttention:
+    """Attention of decode steps: to all tokens, or where `select` says so to some.
 
     Args:
-        attention: names the shapes, the pool and the kernels; its policy is not used.
-        query: [1, num_qo_heads * head_dim].
-        pages: int64 [num_pages], a row of `KVStore.page_table(seq)`.
-        indptr: [num_kv_heads + 1], or [num_qo_heads + 1] for a selection per query head.
-        indices: sorted unique tokens of each CSR row, in [0, kv_len).
-        return_weights: also return the attention weights of the selection.
+        num_qo_heads: query heads; a multiple of `num_kv_heads`.
+        page_tokens: tokens of a page; a power of two.
+        dtype: of queries, keys and values.
+        sm_scale: softmax scale; None takes head_dim ** -0.5.
+        isa: an ISA other than the process's (tests).
 
-    Returns:
-        o [num_qo_heads, head_dim], lse float32 [num_qo_heads] (-inf for an empty row), and per
-        query head the weights over its row's tokens ([] unless asked for).
+    Attributes:
+        native: the C++ object, for native code that attends by itself.
+        sparse_layers: bool [num_layers], where rows of more than `budget_tokens` select.
+        window: sink tokens and recent tokens of every selection; None before `select`.
+
+    Raises:
+        ValueError: shapes the kernels do not take.
     """
-    heads, kv_heads = attention.num_qo_heads, attention.store.num_kv_heads
-    head_dim = attention.store.head_dim
-    _rows("query", query, heads * head_dim, attention.store.dtype)
-    offsets = np.ascontiguousarray(indptr, np.int64)
-    tokens = np.ascontiguousarray(indices, np.int64)
-    num_rows = len(offsets) - 1
-    if num_rows not in (kv_heads, heads):
-        raise ValueError(
-            f"indptr must have {kv_heads + 1} or {heads + 1} entries, got {len(offsets)}"
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        *,
+        num_layers: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        sm_scale: float | None = None,
+        isa: str | None = None,
+    ) -> None:
+        if num_qo_heads < 1 or num_qo_heads % num_kv_heads:
+            raise ValueError(
+                f"num_qo_heads must be a multiple of num_kv_heads={num_kv_heads},"
+                f" got {num_qo_heads}"
+            )
+        if num_qo_heads // num_kv_heads > MAX_GROUP_SIZE:
+            raise ValueError(
+                f"at most {MAX_GROUP_SIZE} query heads may share a KV head,"
+                f" got {num_qo_heads // num_kv_heads}"
+            )
+        check_head_dim(head_dim)
+        self.num_layers = num_layers
+        self.num_qo_heads = num_qo_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        self.sparse_layers = np.zeros(num_layers, bool)
+        self.window: tuple[int, int] | None = None
+        self.budget_tokens = 0
+        self._prepares = False
+        self._row_elements = num_qo_heads * head_dim
+        self.native = _native.DecodeAttention(
+            pool.native,
+            isa or isa_name(),
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_shift(page_tokens),
+            dtype_code(dtype),
+            self.sm_scale,
         )
-    if offsets[0] != 0 or bool((np.diff(offsets) < 0).any()):
-        raise ValueError("indptr must start at 0 and not decrease")
-    if offsets[-1] != len(tokens):
-        raise ValueError(f"indptr ends at {offsets[-1]} but there are {len(tokens)} indices")
-    if not 0 <= kv_len <= len(pages) * attention.store.page_tokens:
-        raise ValueError(f"kv_len must be in the given pages, got {kv_len}")
-    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < kv_len:
-        raise ValueError(f"indices must lie in [0, {kv_len})")
-    starts = np.zeros(len(tokens), bool)
-    starts[offsets[:-1][offsets[:-1] < len(tokens)]] = True
-    if len(tokens) > 1 and bool(((np.diff(tokens) <= 0) & ~starts[1:]).any()):
-        raise ValueError("indices of each row must be sorted and unique")
-    out = torch.empty(heads, head_dim, dtype=query.dtype)
-    lse = torch.empty(heads, dtype=torch.float32)
-    per_row = heads // num_rows
-    flat = torch.empty(len(tokens) * per_row if return_weights else 0, dtype=torch.float32)
-    attention.native_csr(
-        query.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
-        int(pages.ctypes.data),
-        kv_len,
-        offsets,
-        tokens.astype(np.int32),
-        flat.data_ptr() if return_weights and len(tokens) else 0,
-    )
-    weights: list[Tensor] = []
-    if return_weights:
-        for row in range(num_rows):
-            n = int(offsets[row + 1] - offsets[row])
-            first = int(offsets[row]) * per_row
-            weights += list(flat[first : first + n * per_row].view(per_row, n))
-    return out, lse, weights
+
+    def select(
+        self,
+        sparse_layers: npt.NDArray[np.bool_],
+        *,
+        budget_tokens: int,
+        window: tuple[int, int],
+        per_query_head: bool,
+        scans_keys: bool,
+        callbacks: Sequence[int],
+        parameters: Sequence[float],
+        roles: Sequence[int],
+        shares_selection: bool,
+    ) -> None:
+        """From now on rows of `sparse_layers` attend to what callbacks choose; `cpp/policy.h` says
+        more of each argument.
+
+        Args:
+            callbacks: addresses of prepare, propose, select, observe and append; 0: there is none.
+            roles: of each layer and unit, or [] where all of a sparse layer select.
+        """
+        self.sparse_layers = sparse_layers
+        self.window = window
+        self.budget_tokens = budget_tokens
+        self._prepares = callbacks[0] != 0
+        self.native.set_policy(
+            budget_tokens,
+            *window,
+            per_query_head,
+            scans_keys,
+            callbacks,
+            parameters,
+            roles,
+            shares_selection,
+        )
+
+    def prepare(self, layer_idx: int, step: DecodeStep) -> None:
+        """Run the `prepare` of a layer's selection; may overlap whatever computes its queries.
+
+        `attend` does it first where it was not called.
+        """
+        if self._prepares and self.sparse_layers[layer_idx] and not step.in_turns:
+            self.native.prepare(layer_idx, *step.of(slice(None)))
+            step.prepared.add(layer_idx)
+
+    def attend(
+        self,
+        layer_idx: int,
+        step: DecodeStep,
+        query: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+    ) -> None:
+        """Attend the rows of `step` to their sequences' keys and values of one layer.
+
+        Args:
+            query: [n, >= num_qo_heads * head_dim], rotated, unit stride in the last dimension; the
+                query heads come first in each row.
+            out: the same shape rules; receives o in its first num_qo_heads * head_dim columns.
+            lse: optional float32 [n, num_qo_heads], natural log.
+
+        Raises:
+            RuntimeError: NaN or inf in the query or the cache; names the layer.
+        """
+        n = len(step.seqs)
+        for name, x in (("query", query), ("out", out)):
+            if x.dtype != self.dtype or x.device.type != "cpu":
+                raise ValueError(f"{name} must be {self.dtype} on the CPU, got {x.dtype}")
+            if (
+                x.dim() != 2
+                or x.shape[0] != n
+                or x.shape[1] < self._row_elements
+                or x.stride(1) != 1
+            ):
+                raise ValueError(
+                    f"{name} must be [{n}, >= {self._row_elements}] with unit column stride,"
+                    f" got {list(x.shape)} with strides {x.stride()}"
+                )
+        if lse is not None and (
+            lse.dtype != torch.float32
+            or list(lse.shape) != [n, self.num_qo_heads]
+            or not lse.is_contiguous()
+        ):
+            raise ValueError(f"lse must be float32 [{n}, {self.num_qo_heads}], contiguous")
+        item = query.element_size()
+        sparse = bool(self.sparse_layers[layer_idx])
+        in_turns = sparse and step.in_turns
+        for rows in [slice(i, i + 1) for i in range(n)] if in_turns else [slice(0, n)]:
+            first: int = rows.start
+            self.native.attend(
+                layer_idx,
+                query.data_ptr() + first * query.stride(0) * item,
+                query.stride(0) * item,
+                out.data_ptr() + first * out.stride(0) * item,
+                out.stride(0) * item,
+                0 if lse is None else lse.data_ptr() + first * lse.stride(0) * 4,
+                *step.of(rows),
+                sparse,
+                first,
+                layer_idx not in step.prepared,
+            )
+
+    def time_layers(
+        self, step: DecodeStep, queries: Sequence[Tensor], out: Tensor
+    ) -> list[tuple[float, dict[str, Any]]]:
+        """Attend layer after layer as the CPU's decode step does, without its linear layers: for
+        benches. Policies prepare, and keep no queries for a later `build`.
+
+        Args:
+            queries: of each layer [n, num_qo_heads * head_dim], rotated, contiguous.
+            out: of the same shape; holds the last layer's o then.
+
+        Returns:
+            (seconds, what `profile` would return) of each layer.
+
+        Raises:
+            ValueError: tensors that do not fit, or rows that must attend in turns.
+            RuntimeError: as `attend`.
+        """
+        if step.in_turns:
+            raise ValueError("rows of one sequence whose policy has state cannot be timed together")
+        shape = (len(step.seqs), self._row_elements)
+        for x in (*queries, out):
+            fits = x.is_cpu and x.dtype == self.dtype and tuple(x.shape) == shape
+            if not fits or not x.is_contiguous():
+                raise ValueError(
+                    f"queries and out must be {self.dtype} {list(shape)} on the CPU,"
+                    f" contiguous, got {x.dtype} {list(x.shape)} on {x.device}"
+                    f" with strides {x.stride()}"
+                )
+        if len(queries) != self.num_layers:
+            raise ValueError(f"expected {self.num_layers} queries, got {len(queries)}")
+        return self.native.time_layers(
+            np.array([query.data_ptr() for query in queries], np.int64),
+            out.data_ptr(),
+            *step.of(slice(None)),
+            self.sparse_layers.tolist(),
+        )
+
+    def last_selection(self) -> list[list[int]]:
+        """Tokens of each (row, unit) of the last `attend` that was sparse; [] where dense."""
+        return self.native.last_selection()
+
+    def start_profile(self) -> None:
+        """Count times, bytes and tokens from now on."""
+        self.native.start_profile()
+
+    def profile(self) -> dict[str, Any]:
+        """What was counted since `start_profile`, summed over workers.
+
+        seconds: of each phase (predict, score, select, attend, update), by the workers' clocks.
+        bytes: of keys, values and the policy's arrays read and written. scored_tokens,
+        attended_tokens: tokens x units whose keys were scored exactly, and which were attended.
+        """
+        return self.native.profile()
+
+    def trace(self, on: bool) -> None:
+        """Record what each worker does, and a `Coprocessor`'s thread, from now on, or no more."""
+        self.native.record(on)
+
+    def trace_events(self) -> tuple[list[TraceEvent], int]:
+        """What was recorded since the last call, and how many events were lost because nobody
+        collected them in time: first those of the leading thread, then each worker's."""
+        events, num_lost = self.native.drain()
+        return [TraceEvent(*event) for event in events], num_lost
 
 
 def attend_csr_rows(
-    attention: DecodeAttention,
+    attention: NativeAttention,
     layer_idx: int,
     step: DecodeStep,
     query: torch.Tensor,
@@ -97,7 +260,7 @@ def attend_csr_rows(
     num_kv_heads, tokens = indices.shape
     indptr = np.arange(num_kv_heads + 1, dtype=np.int64) * tokens
     pages = int(step.page_tables[0] + layer_idx * step.table_strides[0] * 8)
-    attention.native_csr(
+    attention.native.attend_csr(
         query.data_ptr(),
         out.data_ptr(),
         0,

@@ -1,8 +1,8 @@
 """The CPU as a GPU's coprocessor: attention to the part of the cache that the GPU does not hold.
 
 The GPU attends to the sinks and the recent window; the `Coprocessor` attends to the rest of what
-the policy chose, writes a partial result (o, lse) to merge with the GPU's, and keeps the host KV
-store and the policy's state up to date. `cpu_ops.mailbox` states what passes between the two.
+was selected, writes a partial result (o, lse) to merge with the GPU's, and keeps the pages on the
+host and the selection's arrays up to date. `cpu_ops.mailbox` states what passes between the two.
 
 A step is served in one of two ways. Synchronously, by whoever calls:
 
@@ -28,8 +28,8 @@ cache and to policies is undefined after that.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +37,12 @@ import torch
 from torch import Tensor
 
 from cpu_ops import _native
-from cpu_ops.trace import TraceEvent
-
-if TYPE_CHECKING:
-    from cpu_ops.mailbox import Mailbox
-    from cpu_ops.step_rows import DecodeStep
-    from offload.decode.attention import DecodeAttention
+from cpu_ops.attention import NativeAttention
+from cpu_ops.mailbox import Mailbox
+from cpu_ops.step_rows import DecodeStep
 
 Request = tuple[int, int, int]
+OnDone = Callable[[DecodeStep, Mapping[int, Tensor]], None]
 
 
 class CoprocessorError(RuntimeError):
@@ -55,46 +53,54 @@ class Coprocessor:
     """Serves the requests of decode steps. Not thread-safe.
 
     Args:
-        attention: what to attend to; its store receives the keys and values.
+        attention: what to attend to; its pages receive the keys and values.
         mailbox: shared with the GPU.
         requests: (layer_idx, first_row, num_rows) of each request of a step, in the order in which
-            the GPU raises them. Layers of a row ascend. In a layer that is dense under the policy
-            all tokens outside of the window are attended.
-        sink_tokens, recent_tokens: the window on the GPU; None takes the policy's. They must be the
-            policy's where it selects, and must be given where it does not.
+            the GPU raises them. Layers of a row ascend. In a layer that is not sparse all tokens
+            outside of the window are attended.
+        sink_tokens, recent_tokens: the window on the GPU: the attention's, if it selects.
         deadline_seconds: how long one side waits for the other before it gives up.
         device_heads: bool [num_layers, num_kv_heads], heads to which the GPU attends by itself; of
             those of `publishing_heads` it puts the selection into the mailbox, before the next
             request. None: no head, as far as there are requests.
+        on_done: called when a step that `keeps_queries` is done, by whoever closes it or waits for
+            it: with the step and the queries [n, num_qo_heads * head_dim] of each sparse layer that
+            had a request.
 
     Raises:
         ValueError: a mailbox that does not fit the attention, requests outside of it, a window that
-            is not the policy's.
+            is not that of its selections.
     """
 
     def __init__(
         self,
-        attention: DecodeAttention,
+        attention: NativeAttention,
         mailbox: Mailbox,
         requests: Sequence[Request],
         *,
-        sink_tokens: int | None = None,
-        recent_tokens: int | None = None,
+        sink_tokens: int,
+        recent_tokens: int,
         deadline_seconds: float = 5.0,
         device_heads: npt.NDArray[np.bool_] | None = None,
         publishing_heads: npt.NDArray[np.bool_] | None = None,
+        on_done: OnDone | None = None,
     ) -> None:
         _check_mailbox(attention, mailbox)
         self.requests = tuple((int(a), int(b), int(c)) for a, b, c in requests)
         _check_requests(self.requests, mailbox)
         if not 0.0 < deadline_seconds < 1e6:
             raise ValueError(f"deadline_seconds must be above 0 and finite, got {deadline_seconds}")
-        self.sink_tokens = _window("sink_tokens", sink_tokens, attention)
-        self.recent_tokens = _window("recent_tokens", recent_tokens, attention)
+        _check_window(sink_tokens, recent_tokens, attention.window)
+        self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
         self.attention = attention
         self.mailbox = mailbox
         self.deadline_seconds = deadline_seconds
-        self.num_lost_events = 0
+        self._on_done = on_done
+        self._asked = [
+            layer_idx
+            for layer_idx in sorted({layer_idx for layer_idx, _, _ in self.requests})
+            if attention.sparse_layers[layer_idx]
+        ]
         self._native = _native.Coprocessor(
             attention.native,
             [x.data_ptr() for x in mailbox.tensors],
@@ -103,8 +109,8 @@ class Coprocessor:
             mailbox.selection.shape[2],
             [list(request) for request in self.requests],
             attention.sparse_layers.tolist(),
-            self.sink_tokens,
-            self.recent_tokens,
+            sink_tokens,
+            recent_tokens,
             _head_flags("device_heads", device_heads, attention),
             _check_publishing(publishing_heads, attention, mailbox),
             mailbox,
@@ -174,7 +180,7 @@ class Coprocessor:
             )
         self._native.end()
         done, self._open = self._open, None
-        self._record_queries(done)
+        self._hand_back(done)
 
     def start(self) -> None:
         """From now on a thread serves the steps, driven by the mailbox's flags."""
@@ -250,17 +256,6 @@ class Coprocessor:
         self._queued.clear()
         self._native.close()
 
-    def trace(self, on: bool) -> None:
-        """Record events from now on, or no more."""
-        self.attention.trace(on)
-
-    def events(self) -> list[TraceEvent]:
-        """Events recorded since the last call, the leading thread's and then each worker's; what
-        nobody collects in time is lost, and counted in `num_lost_events`."""
-        events, num_lost = self.attention.trace_events()
-        self.num_lost_events += num_lost
-        return events
-
     def serve_nothing(self, on: bool) -> None:
         """Have the thread store keys and values, but attend to nothing: for benches that ask what
         the hand-over alone costs. Policies learn nothing meanwhile."""
@@ -294,11 +289,11 @@ class Coprocessor:
     def _collect(self) -> None:
         num_done = self._native.release_done()
         while self._queued and self._queued[0].number <= num_done:
-            self._record_queries(self._queued.popleft())
+            self._hand_back(self._queued.popleft())
 
     def _query_log(self, step: DecodeStep) -> Tensor | None:
-        """Room for the step's queries where the policy will build its state from them."""
-        if not self.attention.keeps_queries(step):
+        """Room for the step's queries where somebody wants them."""
+        if self._on_done is None or not step.keeps_queries:
             return None
         return torch.empty(
             self.mailbox.num_layers,
@@ -307,12 +302,9 @@ class Coprocessor:
             dtype=self.mailbox.query.dtype,
         )
 
-    def _record_queries(self, done: _OpenStep) -> None:
-        if done.queries is None:
-            return
-        for layer_idx in sorted({layer_idx for layer_idx, _, _ in self.requests}):
-            if self.attention.sparse_layers[layer_idx]:
-                self.attention.record_step_queries(layer_idx, done.step, done.queries[layer_idx])
+    def _hand_back(self, done: _OpenStep) -> None:
+        if self._on_done is not None and done.queries is not None:
+            self._on_done(done.step, {i: done.queries[i] for i in self._asked})
 
 
 class _OpenStep(NamedTuple):
@@ -321,14 +313,14 @@ class _OpenStep(NamedTuple):
     queries: Tensor | None  # [num_layers, n, num_qo_heads * head_dim]
 
 
-def _check_mailbox(attention: DecodeAttention, mailbox: Mailbox) -> None:
-    store = attention.store
-    rows, columns = mailbox.max_rows, attention.num_qo_heads * store.head_dim
+def _check_mailbox(attention: NativeAttention, mailbox: Mailbox) -> None:
+    rows, columns = mailbox.max_rows, attention.num_qo_heads * attention.head_dim
+    kv_shape = [attention.num_layers, rows, 2, attention.num_kv_heads, attention.head_dim]
     flags = mailbox.requests.shape[1] if mailbox.requests.dim() == 2 else 0
     units, tokens = mailbox.selection.shape[1:] if mailbox.selection.dim() == 3 else (0, 0)
     expected: dict[str, tuple[torch.dtype, list[int]]] = {
-        "query": (store.dtype, [rows, columns]),
-        "kv": (store.dtype, [store.num_layers, rows, 2, store.num_kv_heads, store.head_dim]),
+        "query": (attention.dtype, [rows, columns]),
+        "kv": (attention.dtype, kv_shape),
         "output": (torch.float32, [rows, columns]),
         "lse": (torch.float32, [rows, attention.num_qo_heads]),
         "requests": (torch.int32, [mailbox.num_requests + 1, flags]),
@@ -372,45 +364,38 @@ def _check_requests(requests: Sequence[Request], mailbox: Mailbox) -> None:
 
 
 def _head_flags(
-    name: str, heads: npt.NDArray[np.bool_] | None, attention: DecodeAttention
+    name: str, heads: npt.NDArray[np.bool_] | None, attention: NativeAttention
 ) -> list[bool]:
     if heads is None:
         return []
-    shape = (attention.store.num_layers, attention.store.num_kv_heads)
+    shape = (attention.num_layers, attention.num_kv_heads)
     if heads.shape != shape:
         raise ValueError(f"{name} must be [num_layers, num_kv_heads] = {shape}, got {heads.shape}")
     return [bool(flag) for flag in heads.reshape(-1)]
 
 
 def _check_publishing(
-    heads: npt.NDArray[np.bool_] | None, attention: DecodeAttention, mailbox: Mailbox
+    heads: npt.NDArray[np.bool_] | None, attention: NativeAttention, mailbox: Mailbox
 ) -> list[bool]:
     flags = _head_flags("publishing_heads", heads, attention)
     units, tokens = mailbox.selection.shape[1:]
     if any(flags) and (
-        units not in (1, attention.store.num_kv_heads) or tokens < attention.policy.budget_tokens
+        units not in (1, attention.num_kv_heads) or tokens < attention.budget_tokens
     ):
         raise ValueError(
-            f"mailbox.selection must have 1 or {attention.store.num_kv_heads} lists of at least "
-            f"budget_tokens={attention.policy.budget_tokens} tokens, got {units} of {tokens}"
+            f"mailbox.selection must have 1 or {attention.num_kv_heads} lists of at least "
+            f"budget_tokens={attention.budget_tokens} tokens, got {units} of {tokens}"
         )
     return flags
 
 
-def _window(name: str, given: int | None, attention: DecodeAttention) -> int:
-    policy = attention.policy
-    if not policy.selects:
-        if given is None:
-            raise ValueError(
-                f"policy {policy.name!r} has no {name}: give those of the GPU's window"
-            )
-        if given < 0:
-            raise ValueError(f"{name} must not be negative, got {given}")
-        return given
-    own: int = getattr(policy, name)
-    if given is not None and given != own:
-        raise ValueError(f"{name} must be the policy's, {own}, got {given}")
-    return own
+def _check_window(sink_tokens: int, recent_tokens: int, selected: tuple[int, int] | None) -> None:
+    given = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+    for (name, tokens), own in zip(given.items(), selected or (None, None), strict=True):
+        if tokens < 0:
+            raise ValueError(f"{name} must not be negative, got {tokens}")
+        if own is not None and tokens != own:
+            raise ValueError(f"{name} must be the policy's, {own}, got {tokens}")
 
 
 def _check_slots(step: DecodeStep, slots: Sequence[int], max_rows: int) -> npt.NDArray[np.int64]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cpu_ops import _native
+from cpu_ops.attention import NativeAttention
 from cpu_ops.linear import Linear
-from cpu_ops.native import dtype_code, isa_name
-
-if TYPE_CHECKING:
-    from cpu_ops.step_rows import DecodeStep
-    from offload.decode.attention import DecodeAttention
+from cpu_ops.native import isa_name
+from cpu_ops.step_rows import DecodeStep
 
 Norm = tuple[Tensor, float]  # RMSNorm weight and eps
 
@@ -78,7 +75,7 @@ class LayersStep:
 
 
 class DecoderLayers:
-    """All layers of a decoder, over the KV store and the worker pool of its `attention`.
+    """All layers of a decoder, over the pages and the worker pool of its `attention`.
 
     Args:
         isa: an ISA other than the process's (tests).
@@ -91,18 +88,16 @@ class DecoderLayers:
     """
 
     def __init__(
-        self, layers: Sequence[NativeLayer], attention: DecodeAttention, *, isa: str | None = None
+        self, layers: Sequence[NativeLayer], attention: NativeAttention, *, isa: str | None = None
     ) -> None:
-        store = attention.store
-        if len(layers) != store.num_layers:
-            raise ValueError(f"expected {store.num_layers} layers, got {len(layers)}")
+        if len(layers) != attention.num_layers:
+            raise ValueError(f"expected {attention.num_layers} layers, got {len(layers)}")
         self.num_layers = len(layers)
-        self.query_features = attention.num_qo_heads * store.head_dim
-        self.qkv_features = self.query_features + 2 * store.num_kv_heads * store.head_dim
+        self.query_features = attention.num_qo_heads * attention.head_dim
+        self.qkv_features = self.query_features + 2 * attention.num_kv_heads * attention.head_dim
         self.hidden_size = layers[0].qkv.in_features
         self.gate_up_features = layers[0].gate_up.out_features
-        self._dtype, self._head_dim = store.dtype, store.head_dim
-        dtype_code(store.dtype)
+        self._dtype, self._head_dim = attention.dtype, attention.head_dim
         self.layers = tuple(layers)
         self._attention = attention  # kept alive
         self._native = _native.DecoderLayers(attention.native, isa or isa_name())

@@ -54,7 +54,7 @@ def attention(
     return out, lse, weights
 
 
-def merge_state(
+def merge_softmax(
     o_a: Float64s, lse_a: Float64s, o_b: Float64s, lse_b: Float64s
 ) -> tuple[Float64s, Float64s]:
     """Merge two partial softmaxes: o [..., head_dim], lse [...] (natural log)."""

@@ -27,7 +27,7 @@ class DecodeStep:
         text_marks: int64 [n], address of the text marks of the row's sequence, or empty.
         kept: what the addresses point into; a step's memory lives as long as the step.
         in_turns: rows must run one after the other, as they share their sequence's policy state.
-        has_short_rows: some row is no longer than the policy's budget.
+        keeps_queries: somebody wants the queries of its sparse layers when they have attended.
         prepared: layers whose `prepare` has run.
     """
 
@@ -40,7 +40,7 @@ class DecodeStep:
     text_marks: Int64Array
     kept: tuple[Any, ...]
     in_turns: bool
-    has_short_rows: bool
+    keeps_queries: bool
     prepared: set[int]
 
     def of(self, rows: slice) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]:

@@ -9,16 +9,11 @@ class WorkerPool:
     """Threads that run kernels; the calling thread is one of them.
 
     Args:
-        num_threads: workers including the caller; None takes the CPUs this process may use
-            (cpuset and cgroup quota).
+        num_threads: workers including the caller.
         spin_us: how long idle workers spin before they sleep.
     """
 
-    def __init__(self, num_threads: int | None = None, spin_us: int = 500) -> None:
-        if num_threads is None:
-            from offload.system.memory import available_cpus
-
-            num_threads = available_cpus()
+    def __init__(self, num_threads: int, spin_us: int = 500) -> None:
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         if spin_us < 0:

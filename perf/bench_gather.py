@@ -242,7 +242,7 @@ class Bench:
             pages = self.pages[i % len(self.pages)].ctypes.data
             indices = selection[: point.heads].reshape(-1)
             start = time.perf_counter()
-            attention.native_csr(
+            attention.native.attend_csr(
                 self.query.data_ptr(),
                 out.data_ptr(),
                 lse.data_ptr(),

@@ -203,7 +203,7 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
     lean = rank_view(whole, ranks)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    pool = WorkerPool(None)
+    pool = WorkerPool(available_cpus())
     start = time.monotonic()
     try:
         cache = structured_model_cache(

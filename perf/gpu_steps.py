@@ -269,7 +269,7 @@ def _prefill_attention(
         dtype=bench.settings.dtype,
         **options,
     )
-    pool = WorkerPool(bench.settings.num_threads)
+    pool = WorkerPool(bench.settings.num_threads or available_cpus())
     try:
         seq = store.new_sequence()
         store.reserve([seq], [num_tokens])

@@ -6,11 +6,11 @@ so that `--help` answers at once.
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Annotated
 
 import typer
 
-from offload import __version__
 from offload.cli import bench, calibrate
 from offload.cli.env import env
 from offload.cli.generate import generate
@@ -32,7 +32,7 @@ app.add_typer(bench.app, name="bench")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"offload {__version__}")
+        print(f"offload {metadata.version('offload')}")
         raise typer.Exit
 
 

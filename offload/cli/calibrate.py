@@ -91,12 +91,13 @@ def calibrate(
 
         from rich.progress import Progress
 
-        from offload import OffloadedModel, load_tokenizer
+        from offload.loading.names import load_tokenizer
         from offload.policies.lychee_decode.calibration import (
             calibration_tokens,
             observe_heads,
             roles_from,
         )
+        from offload.runtime.model import OffloadedModel
 
         with quiet_transformers(verbose=verbose):
             input_ids = calibration_tokens(load_tokenizer(model), tokens, content)

@@ -245,8 +245,8 @@ def generate(
             policies.append(make_policy("full"))
         prompt = _read_prompt(prompt_file) if prompt is None else prompt
 
-        from offload import load_tokenizer
         from offload.cli.generation import ModelChoice, Sampling, answer, load, prompt_tokens
+        from offload.loading.names import load_tokenizer
 
         with quiet_transformers(verbose=verbose):
             tokenizer = load_tokenizer(model)

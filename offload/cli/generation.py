@@ -119,7 +119,7 @@ def prompt_tokens(
 
 def load(choice: ModelChoice, policy: Policy) -> Any:
     """The model under a policy."""
-    from offload import OffloadedModel
+    from offload.runtime.model import OffloadedModel
 
     return OffloadedModel.from_pretrained(
         choice.name,

@@ -25,6 +25,7 @@ from offload.kv.store import KVStore
 from offload.models import DecoderLayer, LeanModel
 from offload.models.batch import RaggedBatch, one_token_each
 from offload.policies import Policy
+from offload.system.memory import available_cpus
 
 
 class Decoder:
@@ -38,7 +39,7 @@ class Decoder:
     ) -> None:
         self.model = model
         self.store = store
-        self.pool = WorkerPool(num_threads)
+        self.pool = WorkerPool(available_cpus() if num_threads is None else num_threads)
         self.attention = DecodeAttention(
             policy,
             store,
@@ -126,11 +127,11 @@ class Decoder:
                 attention.attend(layer_idx, rows, step.qkv, step.attended)
                 stack.finish(layer_idx, step)
             return
-        step = stack.begin(hidden, rope, rows, keeps_queries=attention.keeps_queries(rows))
+        step = stack.begin(hidden, rope, rows, keeps_queries=rows.keeps_queries)
         stack.run(step)
         if step.kept_queries is not None:
-            for layer_idx in attention.sparse_layers.nonzero()[0].tolist():
-                attention.record_step_queries(layer_idx, rows, step.kept_queries[layer_idx])
+            sparse = attention.sparse_layers.nonzero()[0].tolist()
+            attention.record_step_queries(rows, {i: step.kept_queries[i] for i in sparse})
 
     def forget(self, seq: int) -> None:
         """`seq` was changed or freed: there is no copy of it here that could be out of date."""

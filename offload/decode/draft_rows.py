@@ -45,7 +45,7 @@ def _attend_row(attention: DecodeAttention, seq: int, rows: DraftRows, row: int)
     for layer_idx, queries in rows.queries.items():
         query = queries[row : row + 1]
         if kv_len <= attention.policy.budget_tokens:
-            attention.record_step_queries(layer_idx, step, query)
+            attention.record_step_queries(step, {layer_idx: query})
         else:
             _learn(attention, layer_idx, step, query)
 

@@ -21,10 +21,10 @@ STAGING_BYTES = 64 * 2**20  # device memory of a transfer under way; at least on
 
 # Of `SequencePages.pieces`: tokens first .. last, [n, K|V, num_kv_heads, tokens, head_dim].
 Piece = tuple[int, int, Tensor]
-KV = tuple[Tensor, Tensor]
+Rows = tuple[Tensor, Tensor]  # keys, values: each [num_tokens, num_kv_heads, head_dim]
 
 
-def copy_to_pages(rows: KV, pieces: Iterable[Piece]) -> None:
+def copy_to_pages(rows: Rows, pieces: Iterable[Piece]) -> None:
     """Write keys and values [num_tokens, num_kv_heads, head_dim]; pieces count from the first."""
     for first, last, pages in pieces:
         if not pages.is_contiguous():
@@ -44,7 +44,7 @@ def copy_to_pages(rows: KV, pieces: Iterable[Piece]) -> None:
             run.copy_(staging, non_blocking=True)
 
 
-def copy_from_pages(rows: KV, pieces: Iterable[Piece]) -> None:
+def copy_from_pages(rows: Rows, pieces: Iterable[Piece]) -> None:
     """Read keys and values [num_tokens, num_kv_heads, head_dim]; pieces count from the first."""
     device = rows[0].device
     for first, last, pages in pieces:

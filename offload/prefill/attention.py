@@ -70,7 +70,7 @@ def attend(q: Tensor, past: KV | None, new: KV, sm_scale: float) -> Tensor:
         parts = [before, past]
     for part in parts:
         if part is not None:
-            o, lse = merge_state(o, lse, *_unmasked(q, part, sm_scale))
+            o, lse = merge_softmax(o, lse, *_unmasked(q, part, sm_scale))
     return o.flatten(0, 1).transpose(0, 1)
 
 
@@ -129,7 +129,7 @@ def aligns_last(q: Tensor) -> bool:
     )
 
 
-def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_softmax(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Two partial softmaxes over disjoint keys as one: o [..., head_dim], lse [...] (natural)."""
     lse = torch.logaddexp(lse_a, lse_b)
     weight_a, weight_b = ((part - lse).exp()[..., None] for part in (lse_a, lse_b))

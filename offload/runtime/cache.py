@@ -18,7 +18,6 @@ from transformers import Cache
 
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch
-from offload.runtime.cache_layers import CachedLayer
 from offload.runtime.sequences import Sequences
 from offload.system.interrupts import shielded
 
@@ -307,3 +306,44 @@ class OffloadedCache(Cache):
             room = torch.ones(batch_size, 2 * end - self._attended.shape[1], dtype=torch.bool)
             self._attended = torch.cat([self._attended, room], dim=1)
         self._attended[:, self._num_columns : end] = True if attended is None else attended
+
+
+class CachedLayer:
+    """A layer as transformers' code reads those of a stock cache: copies, made when asked for."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, cache: OffloadedCache, layer_idx: int) -> None:
+        self._cache, self._layer_idx = cache, layer_idx
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._cache.is_initialized
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[batch_size, num_kv_heads, columns, head_dim] in host memory, rotated; zeros at padding.
+        None before the first forward pass."""
+        return self._gather()[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """As `keys`."""
+        return self._gather()[1] if self.is_initialized else None
+
+    def get_seq_length(self) -> int:
+        """Columns, padding included."""
+        return self._cache.get_seq_length()
+
+    def _gather(self) -> torch.Tensor:
+        """[K|V, batch_size, num_kv_heads, columns, head_dim]."""
+        store, attended = self._cache.store, self._cache.attended
+        batch_size, columns = attended.shape
+        shape = (2, batch_size, store.num_kv_heads, columns, store.head_dim)
+        both = torch.zeros(shape, dtype=store.dtype)
+        for row, seq in enumerate(self._cache.seqs):
+            for side, tokens in enumerate(store.gather(seq, self._layer_idx)):
+                both[side, row, :, attended[row]] = tokens
+        return both

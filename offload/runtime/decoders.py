@@ -77,8 +77,6 @@ def decode_backend(lean: LeanModel, backend: str | None, device: torch.device) -
     Raises:
         NotImplementedError: a graph of a model whose rotary embedding it cannot capture.
     """
-    from offload.runtime.decoders import choose_backend
-
     chosen = choose_backend(backend, device)
     rope_type = getattr(lean.rotary_emb, "rope_type", "default")
     # Their frequencies follow the longest position: Python looks at that in every step.

@@ -240,8 +240,16 @@ class OffloadedModel(FixedModel):
                 streamer=streamer,
                 **model_kwargs,
             )
+        is_first = not generation_config.is_assistant
         return generate_tokens(
-            self, options, input_ids, stopping_criteria, generation_config, streamer, model_kwargs
+            self._offload,
+            self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first),
+            options,
+            input_ids,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
         )
 
     def new_cache(self) -> OffloadedCache:

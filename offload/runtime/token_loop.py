@@ -22,11 +22,12 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from offload.decode.sampling import SamplingOptions
 
 if TYPE_CHECKING:
-    from offload.runtime.model import OffloadedModel
+    from offload.runtime.runtime import Runtime
 
 
 def generate_tokens(
-    model: OffloadedModel,
+    runtime: Runtime,
+    outputs: Any,
     options: SamplingOptions,
     input_ids: Tensor,
     stopping_criteria: Any,
@@ -36,15 +37,12 @@ def generate_tokens(
 ) -> Tensor:
     """As the stock `_sample` does it, with the choice in the step.
 
+    Args:
+        outputs: `CausalLMOutputWithPast` of the prompt.
+
     Returns:
         int64 [batch_size, tokens], prompt and new tokens.
     """
-    outputs = model._prefill(
-        input_ids,
-        generation_config,
-        model_kwargs,
-        is_first_iteration=not generation_config.is_assistant,
-    )
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     pad = int(generation_config._pad_token_tensor) if has_eos else 0
     batch_size, length = input_ids.shape
@@ -52,8 +50,8 @@ def generate_tokens(
     text[:, :length] = input_ids
     unfinished = torch.ones(batch_size, dtype=torch.bool)
     cache, positions = outputs.past_key_values, _last_positions(model_kwargs, batch_size, length)
-    tokens = model._offload.first_tokens(outputs.logits[:, -1], options)
-    del outputs
+    tokens = runtime.first_tokens(outputs.logits[:, -1], options)
+    del outputs  # the logits may be of a whole prompt
     while True:
         tokens = torch.where(unfinished, tokens, pad)
         text[:, length] = tokens
@@ -64,7 +62,7 @@ def generate_tokens(
         if not bool(unfinished.any()):
             break
         positions += 1
-        tokens = model._offload.choose_tokens(cache, tokens, positions, options)
+        tokens = runtime.choose_tokens(cache, tokens, positions, options)
     if streamer is not None:
         streamer.end()
     return text[:, :length].to(input_ids.device)

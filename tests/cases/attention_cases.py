@@ -124,6 +124,32 @@ def attend(
     return out.double().numpy().reshape(shape), lse.double().numpy()
 
 
+def attend_csr(
+    attention: DecodeAttention, cache: Cache, query: torch.Tensor, selection: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Attend one row to the sorted tokens of each unit, KV heads or query heads.
+
+    Returns float64 o [heads, head_dim] and lse, and of each query head the weights of its tokens.
+    """
+    heads = attention.num_qo_heads
+    out = torch.full((heads, attention.head_dim), float("nan"), dtype=query.dtype)
+    lse = torch.full((heads,), float("nan"))
+    lengths = [len(tokens) for tokens in selection for _ in range(heads // len(selection))]
+    weights = torch.full((sum(lengths),), float("nan"))
+    attention.native.attend_csr(
+        query.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        int(cache.store.page_table(cache.seq)[cache.layer_idx].ctypes.data),
+        cache.kv_len,
+        np.cumsum([0, *(len(tokens) for tokens in selection)]),
+        np.concatenate(selection).astype(np.int32),
+        weights.data_ptr(),
+    )
+    of_heads = [of_head.numpy() for of_head in weights.split(lengths)]
+    return out.double().numpy(), lse.double().numpy(), of_heads
+
+
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Relative L2; NaN counts as infinite."""
     error = float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

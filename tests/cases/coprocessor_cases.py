@@ -164,6 +164,10 @@ class World:
         mailbox.kv.fill_(float("nan"))
         mailbox.output.fill_(float("nan"))
         mailbox.lse.fill_(float("nan"))
+        if self.attention.window is not None:
+            own = zip(("sink_tokens", "recent_tokens"), self.attention.window, strict=True)
+            options = {**dict(own), **options}
+        options.setdefault("on_done", self.attention.record_step_queries)
         return Coprocessor(self.attention, mailbox, requests, **options)
 
     def window_part(
@@ -190,7 +194,7 @@ def merge(window: tuple[np.ndarray, np.ndarray], out: Tensor, lse: Tensor) -> np
     """The GPU's part and the CPU's [Hq, D], as mailbox.py says."""
     o = out.double().numpy().reshape(len(lse), -1)
     whole = torch.isposinf(lse).numpy()
-    merged, _ = reference.merge_state(*window, o, np.where(whole, 0.0, lse.double().numpy()))
+    merged, _ = reference.merge_softmax(*window, o, np.where(whole, 0.0, lse.double().numpy()))
     merged[whole] = o[whole]
     return merged
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from cases.attention_cases import (
+    TOLERANCE,
+    Cache,
+    attend,
+    attend_csr,
+    random_queries,
+    relative_error,
+)
 from cases.seeded import new_rng
 
 from cpu_ops import native, reference
@@ -73,20 +80,14 @@ def test_csr_matches_reference(isa, dtype, head_dim, group_size, per_query_head,
     counts = rng.permutation(lengths[:num_rows])
     selection = [np.sort(rng.choice(kv_len, n, replace=False)) for n in counts]
     queries = queries_of(cache, rng, group_size)
-    out, lse, weights = native.attend_csr(
-        cache.attention(pool, group_size, isa=isa),
-        queries,
-        cache.store.page_table(cache.seq)[cache.layer_idx],
-        kv_len,
-        np.concatenate([[0], np.cumsum(counts)]),
-        np.concatenate(selection),
-        return_weights=True,
+    out, lse, weights = attend_csr(
+        cache.attention(pool, group_size, isa=isa), cache, queries, selection
     )
     expected, expected_lse, expected_weights = reference_of(cache, queries, kv_len, selection)
-    assert relative_error(out.double().numpy(), expected) < TOLERANCE[dtype]
-    np.testing.assert_allclose(lse.numpy(), expected_lse, atol=2e-4)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-4)
     for actual, weight in zip(weights, expected_weights, strict=True):
-        np.testing.assert_allclose(actual.numpy(), weight, atol=2e-4)
+        np.testing.assert_allclose(actual, weight, atol=2e-4)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -131,16 +132,11 @@ def test_partial_results_merge_exactly(isa, pool):
     cache = Cache.random(rng, kv_len=kv_len)
     queries = queries_of(cache, rng, group_size)
     attention = cache.attention(pool, group_size, isa=isa)
-    pages = cache.store.page_table(cache.seq)[cache.layer_idx]
     parts = []
     for tokens in (np.arange(0, 300), np.arange(300, kv_len)):
-        heads = cache.store.num_kv_heads
-        indptr = np.arange(heads + 1) * len(tokens)
-        out, lse, _ = native.attend_csr(
-            attention, queries, pages, kv_len, indptr, np.tile(tokens, heads)
-        )
-        parts += [out.double().numpy(), lse.double().numpy()]
-    out, lse = reference.merge_state(*parts)
+        out, lse, _ = attend_csr(attention, cache, queries, [tokens] * cache.store.num_kv_heads)
+        parts += [out, lse]
+    out, lse = reference.merge_softmax(*parts)
     expected, expected_lse, _ = reference_of(cache, queries, kv_len)
     assert relative_error(out, expected) < TOLERANCE[torch.float32]
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
@@ -237,14 +233,3 @@ def test_bad_input_is_refused(pool):
     ):
         with pytest.raises(ValueError, match=message):
             attention.attend(1, step, query, good.clone())
-    for indptr, indices, message in (
-        ([0, 1], [0], "indptr must have 3 or 5 entries, got 2"),
-        ([0, 2, 1], [0, 1], "indptr must start at 0 and not decrease"),
-        ([0, 1, 2], [0, 300], r"indices must lie in \[0, 300\)"),
-        ([0, 2, 2], [1, 1], "sorted and unique"),
-        ([0, 1, 3], [0, 1], "indptr ends at 3 but there are 2 indices"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            native.attend_csr(
-                attention, good, cache.store.page_table(cache.seq)[1], 300, indptr, indices
-            )

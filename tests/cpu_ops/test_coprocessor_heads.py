@@ -310,7 +310,13 @@ def test_heads_that_do_not_fit(pool):
     ):
         wrong = dataclasses.replace(mailbox, **{name: x})
         with pytest.raises(ValueError, match=rf"mailbox\.{name} must be"):
-            Coprocessor(twins.world.attention, wrong, twins.coprocessor().requests)
+            Coprocessor(
+                twins.world.attention,
+                wrong,
+                twins.coprocessor().requests,
+                sink_tokens=4,
+                recent_tokens=8,
+            )
 
 
 def test_every_list_that_is_reused_was_published():

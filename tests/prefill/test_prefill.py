@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from offload.models.batch import pack
 from offload.prefill import attention as prefill_attention
-from offload.prefill.attention import attend, key_pieces, merge_state, suits_cudnn
+from offload.prefill.attention import attend, key_pieces, merge_softmax, suits_cudnn
 from offload.prefill.layer import rotate
 
 
@@ -97,7 +97,7 @@ def test_cudnn_gets_few_shapes() -> None:
 def test_merge_state_with_distant_parts() -> None:
     """One part may outweigh the other by more than exp() can hold."""
     o_a, o_b = torch.ones(2, 4), torch.full((2, 4), 5.0)
-    o, lse = merge_state(o_a, torch.tensor([500.0, -500.0]), o_b, torch.tensor([-500.0, 500.0]))
+    o, lse = merge_softmax(o_a, torch.tensor([500.0, -500.0]), o_b, torch.tensor([-500.0, 500.0]))
     assert torch.equal(o, torch.stack([o_a[0], o_b[1]]))
     assert torch.equal(lse, torch.tensor([500.0, 500.0]))
 

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cpu_ops.decoder_layers import Norm
 from gpu_ops.rope_publish import rope_publish
 from offload.bench.machine.kernels import CALLS, COLD_BYTES, RECENT, SINKS, Operands, microseconds
 from offload.bench.machine.layers import LayerBench
-from offload.decode.gpu.linear import DeviceLayer, DeviceWeights, LinearPath, Norm, linear_path
+from offload.decode.gpu.linear import DeviceLayer, DeviceWeights, LinearPath, linear_path
 from offload.decode.sampling import SamplingOptions, TokenChooser
 from offload.planning.cost_table import CostTable
 from offload.planning.profile import DeviceProfile, OnProgress, shape_key

@@ -26,6 +26,7 @@ from offload.decode.cpu import Decoder
 from offload.models import lean_model_maker
 from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
+from offload.system.memory import available_cpus
 
 HOST_WORK = ("attend", "none")
 Opener = Callable[[PipelineSettings, Any, ModelCache], PipelineSession]
@@ -92,7 +93,7 @@ def make_cache(
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelCache:
     """Caches for sessions of any of `policies`."""
-    pool = WorkerPool(settings.num_threads)
+    pool = WorkerPool(settings.num_threads or available_cpus())
     try:
         return structured_model_cache(
             MODEL_SHAPES[settings.shape],

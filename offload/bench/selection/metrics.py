@@ -38,7 +38,7 @@ class ReferenceBudget:
 
 
 @dataclass(frozen=True)
-class SelectionQuality:
+class UnitQuality:
     """One unit's selection at one step.
 
     Attributes:
@@ -87,7 +87,7 @@ def largest(values: FloatArray, count: int) -> Int64Array:
 
 def selection_quality(
     importance: FloatArray, selection: Int32Array, reference: ReferenceBudget
-) -> SelectionQuality:
+) -> UnitQuality:
     """Compare the attended tokens of one unit with exact top-k.
 
     Args:
@@ -108,7 +108,7 @@ def selection_quality(
     if len(chosen):
         most_important = largest(importance[first:last], len(chosen))
         overlap = len(np.intersect1d(chosen, most_important, assume_unique=True)) / len(chosen)
-    return SelectionQuality(kept / total, kept / best_kept, overlap)
+    return UnitQuality(kept / total, kept / best_kept, overlap)
 
 
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:

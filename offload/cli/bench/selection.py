@@ -199,13 +199,14 @@ def _measure(
         TimeRemainingColumn,
     )
 
-    from offload import OffloadedModel, load_tokenizer
     from offload.bench.selection.measure import (
         SelectionSettings,
         check_settings,
         measure_selection,
         reference_options,
     )
+    from offload.loading.names import load_tokenizer
+    from offload.runtime.model import OffloadedModel
     from offload.system.machine import describe_machine
     from offload.system.stdlib_text import stdlib_paragraphs
 

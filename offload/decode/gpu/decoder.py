@@ -35,6 +35,7 @@ from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
 from offload.policies import Policy
 from offload.system.errors import DeviceMemoryError
+from offload.system.memory import available_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class DeviceDecoder:
         make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
         self.model, self.store, self.device = model, store, device
-        self.pool = WorkerPool(num_threads)
+        self.pool = WorkerPool(available_cpus() if num_threads is None else num_threads)
         self.attention = DecodeAttention(
             policy,
             store,
@@ -440,6 +441,7 @@ class DeviceDecoder:
             deadline_seconds=self._deadline_seconds,
             device_heads=self.placement.places != Place.CPU,
             publishing_heads=publishing,
+            on_done=self.attention.record_step_queries,
         )
         handshake = self._make_handshake(
             self._backend, coprocessor, mailbox, deadline_seconds=self._deadline_seconds

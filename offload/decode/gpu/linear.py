@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cpu_ops.decoder_layers import Norm
 from gpu_ops.gemv import gemv
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.silu_mul import silu_mul
@@ -25,7 +26,6 @@ from offload.models import DecoderLayer, LeanModel
 from offload.models.weights import fuse_rows
 from offload.ranks.group import TensorParallel
 
-Norm = tuple[Tensor, float]  # RMSNorm weight and eps
 Weights = tuple[Tensor, Tensor | None]  # [out_features, in_features], bias
 
 

@@ -1,0 +1,103 @@
+"""The order of the rooms: who may import whom, lazy and `TYPE_CHECKING` imports included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from pathlib import Path
+
+# A room imports those of the lines above its own; rooms of one line do not know each other.
+# No room knows `offload` itself, the public names.
+ORDER = """
+cpu_ops gpu_ops
+system
+ranks kv
+models
+prefill
+policies
+loading decode
+planning
+runtime
+bench
+cli
+offload
+"""
+LEVEL_OF = {room: i for i, line in enumerate(ORDER.split("\n")) for room in line.split()}
+Imports = dict[str, dict[str, int]]  # of each module: which modules, and in which line
+
+
+def imports_below(root: Path) -> Imports:
+    """Of the modules of the three packages, among themselves."""
+    trees = {}
+    for path in (path for name in LEVEL_OF for path in (root / name).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[name] = ast.parse(path.read_text())
+    return {
+        name: {found: line for found, line in imported(tree, {*trees}) if found in trees}
+        for name, tree in trees.items()
+    }
+
+
+def imported(tree: ast.Module, modules: set[str]) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative: {ast.unparse(node)}"
+            for inner in (f"{node.module}.{alias.name}" for alias in node.names):
+                yield (inner if inner in modules else node.module), node.lineno
+
+
+def room(module: str) -> str:
+    return module.removeprefix("offload.").split(".")[0]
+
+
+def against_the_order(imports: Imports) -> list[str]:
+    return [
+        f"{name}:{line} imports {found}"
+        for name, of_module in imports.items()
+        for found, line in of_module.items()
+        if room(found) != room(name) and LEVEL_OF[room(found)] >= LEVEL_OF[room(name)]
+    ]
+
+
+def ring(imports: Imports) -> list[str]:
+    """Modules each of which imports the next, back to the first; none where there is no ring."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+def test_rooms_import_those_below_them_and_no_files_each_other() -> None:
+    imports = imports_below(Path(__file__).parents[1])
+    assert len(imports) > 200
+    broken, of_ring = against_the_order(imports), ring(imports)
+    assert not broken, "\n".join(broken)
+    assert not of_ring, " imports ".join(of_ring)
+
+
+def test_the_import_that_breaks_the_order_is_named(tmp_path: Path) -> None:
+    for name, text in {
+        "cpu_ops/pool.py": "if TYPE_CHECKING:\n    from offload.system import memory",
+        "offload/__init__.py": "from offload.kv import store",
+        "offload/system/memory.py": "import offload",
+        "offload/kv/store.py": "def late():\n    import cpu_ops.pool, offload.ranks.group",
+        "offload/kv/pages.py": "from offload.kv.store import Store",
+        "offload/ranks/group.py": "import json",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    imports = imports_below(tmp_path)
+    assert sorted(against_the_order(imports)) == [
+        "cpu_ops.pool:2 imports offload.system.memory",
+        "offload.kv.store:2 imports offload.ranks.group",
+        "offload.system.memory:1 imports offload",
+    ]
+    of_ring = ring(imports)
+    assert {*of_ring} == {"cpu_ops.pool", "offload.system.memory", "offload", "offload.kv.store"}
+    assert all(to in imports[name] for name, to in pairwise(of_ring))

@@ -120,8 +120,3 @@ class Mailbox:
     @property
     def host_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in self.tensors)
-
-    def lower_flags(self) -> None:
-        """All flags to 0; only while neither side is in a step."""
-        self.requests.zero_()
-        self.replies.zero_()

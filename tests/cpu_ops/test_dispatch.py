@@ -18,12 +18,14 @@ MISSING = [isa for isa in native.known_isas() if isa not in AVAILABLE]
 # One attention and one linear, checked against float64, by whatever ISA the environment forces.
 SCRIPT = """
 import numpy as np, torch
-from attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
-from seeded import new_rng
+from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from cases.seeded import new_rng
 from cpu_ops import native, reference
+from cpu_ops.linear import Linear
+from cpu_ops.worker_pool import WorkerPool
 
 rng = new_rng()
-pool = native.WorkerPool(2)
+pool = WorkerPool(2)
 for dtype, tolerance in TOLERANCE.items():
     cache = Cache.random(rng, kv_len=300, dtype=dtype)
     queries = random_queries(rng, 1, 6, 64, dtype)
@@ -33,7 +35,7 @@ for dtype, tolerance in TOLERANCE.items():
     assert relative_error(out[0], expected) < tolerance, dtype
     weight = torch.randn(70, 48).to(dtype)
     x = torch.randn(2, 48).to(dtype)
-    y = native.Linear([weight])(pool, x).double().numpy()
+    y = Linear([weight])(pool, x).double().numpy()
     assert relative_error(y, x.double().numpy() @ weight.double().numpy().T) < tolerance, dtype
 print(native.isa_name())
 """

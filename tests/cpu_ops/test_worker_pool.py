@@ -14,6 +14,7 @@ import torch
 from cases.seeded import new_rng
 
 from cpu_ops import native
+from cpu_ops.bandwidth import measure_gather_bandwidth, measure_read_bandwidth
 from cpu_ops.linear import Linear
 from cpu_ops.worker_pool import WorkerPool
 from offload.system.memory import available_cpus
@@ -97,7 +98,8 @@ def test_calls_from_several_python_threads(linear):
 
 FORK = """
 import os, torch
-from cpu_ops.native import Linear, WorkerPool
+from cpu_ops.linear import Linear
+from cpu_ops.worker_pool import WorkerPool
 torch.set_num_threads(1)
 pool = WorkerPool(3)
 linear = Linear([torch.randn(300, 64)])
@@ -133,8 +135,8 @@ def test_bandwidth_is_of_this_world(isa):
     pool = WorkerPool(2)
     buffer = torch.ones(1 << 20, dtype=torch.int64)
     rows = np.sort(new_rng().choice(1 << 15, 4000, replace=False)).astype(np.int32)
-    sequential = native.measure_read_bandwidth(pool, buffer, isa=isa)
-    gathered = native.measure_gather_bandwidth(pool, buffer, rows, isa=isa)
+    sequential = measure_read_bandwidth(pool, buffer, isa=isa)
+    gathered = measure_gather_bandwidth(pool, buffer, rows, isa=isa)
     assert 1e7 < sequential < 1e13
     assert 1e7 < gathered < 1e13
 
@@ -144,4 +146,4 @@ def test_rows_outside_the_buffer_are_refused():
     buffer = torch.zeros(1024, dtype=torch.uint8)
     for rows in ([], [4], [-1]):
         with pytest.raises(ValueError, match=r"rows must lie in \[0, 4\)"):
-            native.measure_gather_bandwidth(pool, buffer, np.array(rows, np.int32))
+            measure_gather_bandwidth(pool, buffer, np.array(rows, np.int32))

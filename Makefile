@@ -110,9 +110,10 @@ $(PACKAGE_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) install -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
-# The editable install compiles, too; later changes of C++ sources only need this.
+# The editable install compiles, too; this is for what changed after it.
 $(EXTENSION_STAMP): $(PACKAGE_STAMP) $(NATIVE_SOURCES)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	@test -z "$$(find $(NATIVE_SOURCES) -newer $(PACKAGE_STAMP))" || { set -x; \
+	    $(BIN)/python setup.py --quiet build_ext --inplace; }
 	@touch $@
 
 $(MODEL_STAMP): $(PACKAGE_STAMP)

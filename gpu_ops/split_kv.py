@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gpu_ops.early_launch import await_inputs, can_launch_early, early_option, prefetch
-from gpu_ops.launch import compiles, jit, next_power_of_2, tl
+from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
+from gpu_ops.launch import jit, next_power_of_2, tl
 from gpu_ops.online_softmax import MIN_GROUP, load_query, score_tile, tile_tokens, weigh_tile
 from gpu_ops.split_state import merge_states, split_length
 
@@ -27,7 +27,6 @@ PROGRAMS_PER_MULTIPROCESSOR = 2
 _MAX_TILES_PER_SPLIT = 8
 _MERGE_PROGRAMS = 256  # that the merge has at least, by parts of a head's output
 _MERGED_ELEMENTS = 4096  # of the pieces of a head, that a program has in registers at once
-_PREFETCHED_LINES = 128  # per program, of each operand
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,12 @@ class SplitLaunch:
         num_warps: of a program.
         num_stages: of the loop over tiles; one tile less is in flight.
         merges_early: the merge is launched while the splits run, if the GPU can (`early_launch`).
-        starts_early: so are the splits, while the kernel before them in the stream runs.
-        prefetches: programs bring page table and query into the L2 before they need them.
-        keeps_scores: the scores are the last that the L2 gives up, as they are read soon; 4 bytes
-            of each token and query head.
     """
 
     tile_tokens: int
     num_warps: int = 4
     num_stages: int = 3
     merges_early: bool = True
-    starts_early: bool = False
-    prefetches: bool = False
-    keeps_scores: bool = False
 
     @classmethod
     def default(cls, head_dim: int, itemsize: int) -> SplitLaunch:
@@ -82,25 +74,12 @@ def paged_attention_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,  # divides PAGE_TOKENS: a tile lies in one page, contiguous
     BLOCK_D: tl.constexpr,
-    SCORES_EVICTION: tl.constexpr,
-    LINES: tl.constexpr,
-    PREFETCHES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """One program per split, head of the pages and row."""
     split, page_head = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     pages = page_table + row * max_pages
-    # Where the first key is takes loads one after the other. Together the programs of a row have
-    # fetched what they read by the time that the first of them is back.
-    program, programs = split * PAGE_HEADS + page_head, NUM_SPLITS * PAGE_HEADS
-    row_bytes: tl.constexpr = (
-        NUM_QO_HEADS * HEAD_DIM * query.dtype.element_ty.primitive_bitwidth // 8
-    )
-    prefetch(positions + row, 8, program, programs, LINES, PREFETCHES)
-    prefetch(heads, PAGE_HEADS * 4, program, programs, LINES, PREFETCHES)
-    prefetch(pages, max_pages * 8, program, programs, LINES, PREFETCHES)
-    prefetch(query + row * NUM_QO_HEADS * HEAD_DIM, row_bytes, program, programs, LINES, PREFETCHES)
     await_inputs(EARLY)
     position = tl.load(positions + row)
     kv_head = page_head
@@ -132,7 +111,7 @@ def paged_attention_kernel(
             score_row = (row * PAGE_HEADS + page_head) * GROUP_SIZE + g
             target = scores + score_row[:, None] * max_tokens + (start + t)[None, :]
             kept = (g < GROUP_SIZE)[:, None] & (start + t < last)[None, :]
-            tl.store(target, of_tile, mask=kept, eviction_policy=SCORES_EVICTION)
+            tl.store(target, of_tile, mask=kept)
         row_max, row_sum, acc = weigh_tile(
             of_tile,
             keys + PAGE_HEADS * PAGE_TOKENS * HEAD_DIM,
@@ -217,8 +196,7 @@ def attend_pages(
     block_t = min(page_tokens, launch.tile_tokens)
     block_d = next_power_of_2(head_dim)
     min_tiles = min(n, _MAX_TILES_PER_SPLIT)
-    can = can_launch_early(query)
-    merges_early, starts_early = launch.merges_early and can, launch.starts_early and can
+    merges_early = launch.merges_early and can_launch_early(query)
     paged_attention_kernel[(num_splits, page_heads, n)](
         query,
         page_table,
@@ -240,13 +218,9 @@ def attend_pages(
         max(MIN_GROUP, next_power_of_2(group_size)),
         block_t,
         block_d,
-        "evict_last" if launch.keeps_scores else "",
-        _PREFETCHED_LINES,
-        launch.prefetches and (query.is_cuda or compiles()),
-        merges_early or starts_early,
+        merges_early,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        **early_option(starts_early),
     )
     parts = min(block_d // 16, max(1, _MERGE_PROGRAMS // (n * page_heads * group_size)))
     merged_d = block_d // next_power_of_2(parts)
@@ -265,7 +239,7 @@ def attend_pages(
         block_t,
         min(_MERGED_ELEMENTS // merged_d, next_power_of_2(num_splits)),
         merged_d,
-        merges_early or starts_early,
+        merges_early,
         num_warps=4,
         **early_option(merges_early),
     )

@@ -27,10 +27,6 @@ class TopKLaunch:
         segment_tile: tokens that one of them looks at together.
         tile: candidates that the program of the third holds; more are read once more in each step.
         num_warps: of the programs of the three kernels.
-        starts_early: each kernel is launched while the one before it runs (`early_launch`), if the
-            GPU can.
-        drops_scores: the L2 may give up scores that have been read, before anything else; the
-            counterpart of `SplitLaunch.keeps_scores`.
         interpolates: the third closes in on the k-th by where it should be, not by halves.
     """
 
@@ -40,8 +36,6 @@ class TopKLaunch:
     segment_tile: int = 4096
     tile: int = 4096
     num_warps: tuple[int, int, int] = (4, 8, 16)
-    starts_early: bool = False
-    drops_scores: bool = False
     interpolates: bool = True
 
     def __post_init__(self) -> None:
@@ -210,7 +204,6 @@ def importance_kernel(
     CHUNK: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
     MAX_LEVEL: tl.constexpr,
-    SCORES_EVICTION: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """One program per chunk of tokens, list and row."""
@@ -236,12 +229,7 @@ def importance_kernel(
             kv_head = tl.load(heads + head)
         first_head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE
         for g in tl.static_range(GROUP_SIZE):
-            score = tl.load(
-                of_head + g * score_stride + t,
-                mask=inside,
-                other=float("-inf"),
-                eviction_policy=SCORES_EVICTION,
-            )
+            score = tl.load(of_head + g * score_stride + t, mask=inside, other=float("-inf"))
             total += tl.exp2(score - tl.load(lse + first_head + g) * 1.4426950408889634)
     bits = total.to(tl.int32, bitcast=True)
     infinite = 0x7F800000

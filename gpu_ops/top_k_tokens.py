@@ -131,7 +131,7 @@ def top_k_tokens(
             ratio=ratio,
         )
     launch = buffers.launch
-    early = launch.starts_early and can_launch_early(scores)
+    early = can_launch_early(scores)  # each while the kernel before it runs, if the GPU can
     sizes = (sink_tokens, recent_tokens, budget_tokens)
     importance_kernel[(-(-max_tokens // launch.chunk_tokens), lists, n)](
         scores,
@@ -150,7 +150,6 @@ def top_k_tokens(
         launch.chunk_tokens,
         launch.max_groups,
         launch.max_level,
-        "evict_first" if launch.drops_scores else "",
         early,
         num_warps=launch.num_warps[0],
         **early_option(early),

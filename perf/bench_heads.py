@@ -4,9 +4,8 @@
 Llama-3.1-8B's shapes in bfloat16, one row. Bytes are those of the keys and values; every launch
 reads such as no cache holds. Their share is of what a plain read or copy reaches in the same run.
 
-`--sweep attention top_k` also tries other launch shapes, best first. `--sweep in_line` tries what
-kernels that follow each other can do for each other, one thing after the other; each result is
-checked. `--profile` shows the kernels. `--variants` and `--no-measure` leave rows away.
+`--sweep attention top_k` also tries other launch shapes, best first. `--profile` shows the kernels.
+`--variants` and `--no-measure` leave rows away.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from gpu_ops.split_kv import SplitLaunch
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 from perf.gpu_timing import LAUNCHES, ROUNDS, memory_bandwidths, microseconds
-from perf.in_line_launches import in_line_launches
 from perf.results_file import start_machine, write_results
 from perf.tables.markdown import markdown_table
 
 VARIANTS = ("attention", "attention, scores", "attention, top-k", "top-k alone", "top-k shared")
-SWEEPS = ("attention", "top_k", "in_line")
+SWEEPS = ("attention", "top_k")
 _NUM_KV_HEADS, _GROUP_SIZE, _HEAD_DIM, _PAGE_TOKENS = 8, 4, 128, 256
 _SINK_TOKENS, _RECENT_TOKENS = 16, 64
 _COLD_BYTES = 512 * 2**20  # of keys and values in turns; the L2 of an H200 holds 60 MB
@@ -84,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(kernel_times(case))
         for sweep in options.sweep:
             found = list(sweep_launches(case, sweep, options))
-            for row in found[: 12 if sweep == "in_line" else 8]:
+            for row in found[:8]:
                 print(f"  {sweep} {row['launch']}: {row['microseconds']:.2f} us", flush=True)
             sweeps += found
         del case
@@ -170,11 +168,10 @@ class HeadsCase:
             shared: tuple(torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in lists)
             for shared, lists in self.lists.items()
         }
-        self.buffers = self.top_k_buffers(None)
+        self.buffers = self.top_k_buffers()
         self.partial = self.scratch(2)
-        self.launch: SplitLaunch | None = None
 
-    def top_k_buffers(self, launch: TopKLaunch | None) -> TopKBuffers:
+    def top_k_buffers(self, launch: TopKLaunch | None = None) -> TopKBuffers:
         """Scratch of `top_k`."""
         max_tokens = self.scores.shape[-1]
         return TopKBuffers.allocate(
@@ -215,7 +212,7 @@ class HeadsCase:
             out=self.out,
             lse=self.lse,
             scores=self.scores if with_scores else None,
-            launch=launch or self.launch,
+            launch=launch,
         )
 
     def top_k(self, *, shared: bool = False, buffers: TopKBuffers | None = None) -> None:
@@ -374,20 +371,6 @@ def launches(
                 )
         return
     chosen = TopKLaunch.default(case.budget_tokens)
-    if sweep == "in_line":
-        default = SplitLaunch.default(_HEAD_DIM, case.dtype.itemsize)
-        for name, programs, split, top_k in in_line_launches(default, chosen):
-            case.launch, case.partial = split, case.scratch(programs)
-            case.buffers = case.top_k_buffers(top_k)
-            try:
-                case.check()
-            except ArithmeticError as error:
-                print(f"  WRONG {name}: {error}", flush=True)
-                continue
-            yield name, lambda copy: case.run("attention, top-k", copy)
-        case.launch, case.partial = None, case.scratch(2)
-        case.buffers = case.top_k_buffers(None)
-        return
     case.attend(0)  # the scores
     for chunk, segments, segment_tile, first, second in product(
         options.chunks,
@@ -411,7 +394,7 @@ def launches(
 def kernel_times(case: HeadsCase) -> str:
     """Mean microseconds of each kernel by torch's profiler, which knows no gaps between them."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for copy in range(LAUNCHES):
             case.run("attention, top-k", copy)
         torch.cuda.synchronize()

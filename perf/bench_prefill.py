@@ -221,7 +221,7 @@ class Bench:
             return
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             run()
             self.synchronize()
         events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)

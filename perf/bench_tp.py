@@ -27,9 +27,9 @@ from torch import Tensor
 from cpu_ops.worker_pool import WorkerPool
 from offload.bench.made.model_cache import ModelCache, structured_model_cache
 from offload.bench.made.random_model import random_model
+from offload.bench.pipeline.device_session import DecoderSession
 from offload.bench.pipeline.measure import measure_pipeline
 from offload.decode.gpu.decoder import DeviceDecoder
-from offload.decode.sampling import SamplingOptions
 from offload.models import LeanModel, lean_model_maker
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.models.shape import MODEL_SHAPES
@@ -118,64 +118,22 @@ def _run_rank(options: argparse.Namespace) -> None:
         path.write_text(json.dumps(result), encoding="utf-8")
 
 
-class RankSession:
-    """A `DecodeSession` of one rank: its heads of every sequence."""
-
-    def __init__(
-        self, lean: LeanModel, cache: ModelCache, policy: Policy, device: torch.device, parts: int
-    ) -> None:
-        self._cache, self._lean = cache, lean
-        is_cuda = device.type == "cuda"
-        self._decoder = DeviceDecoder(
-            lean,
-            cache.store,
-            policy,
-            device=device,
-            backend="graph" if is_cuda else "inline",
-            num_threads=max(1, available_cpus() - is_cuda),
-            num_parts=parts,
-            deadline_seconds=30.0,
-        )
-        self._decoder.after_projection = cache.rows.after_projection
-        self._tokens = torch.zeros(len(cache.seqs), dtype=torch.int64)
-
-    @property
-    def num_steps(self) -> int:
-        return self._cache.num_steps
-
-    @property
-    def batch_size(self) -> int:
-        return len(self._cache.seqs)
-
-    @torch.inference_mode()
-    def decode(self, num_steps: int) -> list[float]:
-        cache, n, seconds = self._cache, self.batch_size, []
-        for _ in range(num_steps):
-            start = time.perf_counter()
-            cache.store.reserve(cache.seqs, [1] * n)
-            positions = torch.tensor([cache.store.kv_len(seq) for seq in cache.seqs])
-            self._tokens = self._decoder.choose_tokens(
-                cache.seqs, self._tokens, positions, SamplingOptions()
-            )
-            cache.store.commit(cache.seqs, [1] * n)
-            seconds.append(time.perf_counter() - start)
-        return seconds
-
-    def rewind(self) -> None:
-        for seq in self._cache.seqs:
-            self._decoder.forget(seq)
-        self._cache.rewind()
-        self._cache.install(self._decoder.attention)
-
-    def memory(self) -> dict[str, int]:
-        return {
-            "kv_host": self._cache.store.host_bytes_used,
-            "kv_device": self._decoder.device_bytes,
-            "policy_host": self._decoder.attention.states.num_bytes,
-        }
-
-    def close(self) -> None:
-        self._decoder.close()
+def _session(
+    lean: LeanModel, cache: ModelCache, policy: Policy, device: torch.device, parts: int
+) -> DecoderSession:
+    """Of one rank: its heads of every sequence."""
+    is_cuda = device.type == "cuda"
+    decoder = DeviceDecoder(
+        lean,
+        cache.store,
+        policy,
+        device=device,
+        backend="graph" if is_cuda else "inline",
+        num_threads=max(1, available_cpus() - is_cuda),
+        num_parts=parts,
+        deadline_seconds=30.0,
+    )
+    return DecoderSession(decoder, cache)
 
 
 def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> list[dict[str, Any]]:
@@ -230,7 +188,7 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
     rows = []
     for policy in policies:
         for parts in options.parts:
-            session = RankSession(lean, cache, policy, device, parts)
+            session = _session(lean, cache, policy, device, parts)
             session.rewind()
             try:
                 measured, _ = measure_pipeline(session, repeats=options.repeats, traced_steps=0)

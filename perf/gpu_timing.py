@@ -59,7 +59,7 @@ def print_kernels(run: Callable[[], object], *, rows: int = 8) -> None:
 
     run()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(20):
             run()
         torch.cuda.synchronize()

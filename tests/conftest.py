@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 from cases.tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model
 
 from offload import OffloadedModel
+from offload.system.memory import available_cpus
 
 # A shell starts background jobs with SIGINT ignored; tests of ctrl-C want Python's handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -30,6 +31,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Threads only slow tiny tensors down, above all on a busy machine.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: as many as this process may keep busy, not as the machine has."""
+    return available_cpus()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

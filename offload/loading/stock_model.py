@@ -44,7 +44,7 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
 
 
 def load_vocabulary_marks(folder: Path, vocab_size: int) -> npt.NDArray[np.uint8] | None:
-    """uint8 [vocab_size]: `offload.policies.text_marks` of a checkpoint's tokenizer; None without one."""
+    """uint8 [vocab_size]: `text_marks` of a checkpoint's tokenizer; None without one."""
     from transformers import AutoTokenizer
 
     from offload.policies.text_marks import vocabulary_marks

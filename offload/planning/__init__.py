@@ -1,4 +1,4 @@
-"""What a step will take: a machine's profile, predicted time and bytes, and the placement they choose.
+"""A machine's profile, a step's predicted time and bytes, and the placement that they choose.
 
 Imports `decode` and what is below; `runtime`, `bench` and the command line ask it.
 """

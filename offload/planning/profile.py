@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.planning.cost_table import CostTable
+from offload.system.json_file import read_json
 
 if TYPE_CHECKING:
     from offload.models.shape import ModelShape
@@ -184,17 +185,8 @@ class MachineProfile:
             FileNotFoundError: there is none.
             ValueError: damaged, or of another format; names the file.
         """
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise FileNotFoundError(f"no machine profile {path}")
-        try:
-            document = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(
-                f"machine profile {path} is damaged, it is not JSON ({error}); measure again with "
-                "`offload plan --remeasure`"
-            ) from error
-        return cls.from_json(document, str(path))
+        damaged = "is damaged, it is not JSON ({}); measure again with `offload plan --remeasure`"
+        return cls.from_json(read_json(path, "machine profile", damaged=damaged), str(path))
 
 
 def shape_key(shape: ModelShape, item_bytes: int) -> str:

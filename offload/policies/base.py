@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from cpu_ops.worker_pool import WorkerPool
     from offload.policies.callback import Callback
 
-# What a unit does in a layer where its sequence is longer than the budget (cpp/attention/policy.h's Role).
+# What a unit does in a layer where its sequence is longer than the budget: the Role of
+# cpp/attention/policy.h.
 DENSE = 0  # full attention
 RETRIEVE = 1  # full attention, and publishes the policy's selection
 SELECT = 2  # attends to the policy's selection and publishes it
@@ -53,7 +54,8 @@ class BuildContext:
         queries: [num_qo_heads, n, head_dim], the last n <= `observed_queries`, rotated, oldest
             first; the last one belongs to token kv_len - 1. n is 0 where none were kept.
         capacity_tokens: the arrays must serve so many tokens before `grow` is asked for more.
-        text_marks: uint8 [kv_len] of `reads_text` policies (see `offload.policies.text_marks`), or None.
+        text_marks: uint8 [kv_len] of `reads_text` policies, or None (see
+            `offload.policies.text_marks`).
         pool: threads to build with.
     """
 

@@ -2,8 +2,9 @@
 
 `@callback` compiles a function with Numba's `cfunc` when its address is first needed (and caches
 the machine code on disk). The pool calls it from C++ threads without the GIL. The function gets a
-pointer to a `PolicyContext` (cpp/attention/policy.h); `read_context` makes it a record with the fields of
-`CONTEXT_DTYPE`, which is the context itself: what is assigned to a field is seen by the runtime.
+pointer to a `PolicyContext` (cpp/attention/policy.h); `read_context` makes it a record with the
+fields of `CONTEXT_DTYPE`, which is the context itself: what is assigned to a field is seen by the
+runtime.
 Pointers in the record are plain addresses: `view_float32` and friends turn them into arrays;
 `score_tokens`, `top_k` and the other primitives at the end call the SIMD code behind them;
 `prefetch` needs none.
@@ -22,7 +23,7 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-# The fields of cpp/attention/policy.h's PolicyContext; tests/policies/test_callback.py compares the offsets.
+# The fields of PolicyContext in cpp/attention/policy.h; a test of callbacks compares the offsets.
 CONTEXT_DTYPE = np.dtype(
     [
         ("layer_idx", np.int64),

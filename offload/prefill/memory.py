@@ -127,17 +127,13 @@ class PrefillMemory:
 
 
 def check_prefill_memory(
-    memory: PrefillMemory,
-    device: torch.device,
-    budget_bytes: int | None = None,
-    *,
-    has_hidden: bool = True,
+    memory: PrefillMemory, device: torch.device, budget_bytes: int | None = None
 ) -> None:
     """Refuse a prefill that does not fit what is free on `device`.
 
     Args:
+        memory: the hidden states are allocated already, the rotary tables are not.
         budget_bytes: what torch may have there altogether; None: as much as there is.
-        has_hidden: the hidden states are allocated already, the rotary tables are not.
 
     Raises:
         DeviceMemoryError: names the sizes and the option that changes them.
@@ -148,7 +144,7 @@ def check_prefill_memory(
     available = free_bytes + torch.cuda.memory_reserved(device) - allocated_bytes
     if budget_bytes is not None:
         available = min(available, budget_bytes - allocated_bytes)
-    check_fits(memory, max(0, available), already_there=memory.hidden_bytes if has_hidden else 0)
+    check_fits(memory, max(0, available), already_there=memory.hidden_bytes)
 
 
 def check_fits(memory: PrefillMemory, available_bytes: int, *, already_there: int = 0) -> None:

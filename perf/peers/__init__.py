@@ -1,1 +1,1 @@
-"""Engines that offload is compared with, each in a process of its own (see `perf.engines.engines`)."""
+"""Engines that offload is compared with, each in a process of its own (`perf.engines.engines`)."""

@@ -315,9 +315,9 @@ STUCK = """
 import sys, time, torch
 sys.path[:0] = ["tests", "tests/cpu_ops"]
 from pathlib import Path
-from device_cases import greedy, load
+from cases.device_cases import greedy, load
 from test_coprocessor_faults import SMALL, Stuck
-from tiny_models import random_tokens
+from cases.tiny_models import random_tokens
 from cpu_ops.coprocessor import CoprocessorError
 
 folder, device, backend = Path(sys.argv[1]), *sys.argv[2:]
@@ -392,8 +392,8 @@ FORK = """
 import os, sys
 sys.path[:0] = ["tests"]
 from pathlib import Path
-from device_cases import greedy, load
-from tiny_models import random_tokens
+from cases.device_cases import greedy, load
+from cases.tiny_models import random_tokens
 
 folder, device, backend = Path(sys.argv[1]), *sys.argv[2:]
 model = load(folder, "full", (device, backend))

@@ -38,7 +38,7 @@ from gpu_ops.rotate import rotate_tokens
 from gpu_ops.sampling import sample_tokens
 from gpu_ops.silu_mul import activate, silu_mul
 from gpu_ops.split_kv import SplitLaunch
-from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
+from gpu_ops.top_k_candidates import TopKBuffers
 from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention
 
@@ -190,8 +190,7 @@ def retrieve_all(
     positions, heads = torch.zeros(1, dtype=torch.int64), torch.zeros(num_heads, dtype=torch.int32)
     scores = torch.zeros(1, num_heads, group_size, max_tokens)
     default = SplitLaunch.default(head_dim, query.element_size())
-    early = replace(default, starts_early=True, prefetches=True, keeps_scores=True)
-    for split in (default, early):
+    for split in (default, replace(default, merges_early=False)):
         retrieval_attention(
             query,
             torch.zeros(1, 512, dtype=torch.int64),
@@ -211,8 +210,6 @@ def retrieve_all(
         lists = 1 if shared else num_kv_heads
         selection = torch.zeros(1, lists, 2048, dtype=torch.int32)
         counts = torch.zeros(1, lists, dtype=torch.int32)
-        default = TopKLaunch.default(2048)
-        top_k = replace(default, starts_early=shared, drops_scores=shared)
         top_k_tokens(
             scores,
             lse,
@@ -222,7 +219,7 @@ def retrieve_all(
             recent_tokens=64,
             budget_tokens=2048,
             shared=shared,
-            buffers=TopKBuffers.allocate(num_heads, max_tokens, 2048, "cpu", launch=top_k),
+            buffers=TopKBuffers.allocate(num_heads, max_tokens, 2048, "cpu"),
             selection=selection,
             counts=counts,
             host_selection=selection,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ class Step:
 
     Args:
         replayed: the two operators are captured in a CUDA graph, twice.
-        in_line: kernels do what they can for those that follow, and start early.
     """
 
     def __init__(
@@ -36,7 +34,6 @@ class Step:
         *,
         shared: bool,
         replayed: bool,
-        in_line: bool,
     ) -> None:
         rng, self.dtype = new_rng(), torch.bfloat16
         self.device, self.budget_tokens, self.shared = device, budget_tokens, shared
@@ -60,11 +57,6 @@ class Step:
         if device == "cpu":
             top_k = TopKLaunch(16, 64, 4, 16, 64)
         self.split = SplitLaunch.default(HEAD_DIM, self.dtype.itemsize)
-        if in_line:
-            self.split = replace(
-                self.split, starts_early=True, prefetches=True, keeps_scores=True, num_stages=4
-            )
-            top_k = replace(top_k, starts_early=True, drops_scores=True)
         self.buffers = TopKBuffers.allocate(4, max_tokens, budget_tokens, device, launch=top_k)
         lists = 1 if shared else NUM_KV_HEADS
         self.selection = torch.zeros(2, lists, budget_tokens, dtype=torch.int32, device=device)
@@ -142,9 +134,9 @@ class Step:
 LENGTHS = [(1, 0), (40, 17), (41, 39), (42, 250), (90, 300), (300, 300)]
 
 
-@pytest.mark.parametrize(("shared", "in_line"), [(False, False), (True, False), (False, True)])
-def test_rows_grow(device: str, shared: bool, in_line: bool) -> None:
-    step = Step(device, 300, 40, shared=shared, replayed=False, in_line=in_line)
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_grow(device: str, shared: bool) -> None:
+    step = Step(device, 300, 40, shared=shared, replayed=False)
     for kv_lens in LENGTHS:
         step.check(kv_lens)
 
@@ -152,9 +144,8 @@ def test_rows_grow(device: str, shared: bool, in_line: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("scale", [1, 400])
-@pytest.mark.parametrize("in_line", [False, True])
-def test_rows_grow_in_a_graph(in_line: bool, scale: int, shared: bool) -> None:
-    """In line, the second call's attention is launched while the first one's lists are chosen."""
-    step = Step("cuda", 300 * scale, 40 * scale, shared=shared, replayed=True, in_line=in_line)
+def test_rows_grow_in_a_graph(scale: int, shared: bool) -> None:
+    """Kernels are launched while those before them run."""
+    step = Step("cuda", 300 * scale, 40 * scale, shared=shared, replayed=True)
     for first, second in LENGTHS:
         step.check((first * scale, second * scale))

@@ -89,28 +89,6 @@ def test_sweeps_run_other_launches(sweep: str) -> None:
             assert swept.lists[False][1][0, 6:].tolist() == [200, 200]
 
 
-def test_a_sweep_of_all_kernels_in_line_checks_each_step() -> None:
-    swept = case()
-    found = []
-    for name, run in launches(swept, "in_line", OPTIONS):
-        assert swept.launch is not None
-        found.append((name, swept.launch, swept.buffers.launch, swept.partial[0].shape[2]))
-        swept.out.fill_(float("nan"))
-        run(1)
-        assert not swept.out.view(8, -1)[6:].isnan().any()
-    assert len(set(found)) == len(found) == 12
-    assert swept.launch is None
-
-
-def test_wrong_results_in_a_sweep_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    swept = case()
-    monkeypatch.setattr(swept, "top_k", lambda shared=False: None)
-    assert list(launches(swept, "in_line", OPTIONS)) == []
-    assert capsys.readouterr().out.count("WRONG") == 12
-
-
 def test_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -189,33 +189,6 @@ def test_device_parts_run_on_cpu_tensors() -> None:
     assert MachineProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
 
 
-@pytest.mark.parametrize("missing", ["gather_rows", "retrieval_attention", "top_k_tokens"])
-def test_kernels_that_are_not_there_are_stood_for(
-    missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from offload.bench.machine import kernels as profile_kernels
-
-    found = profile_kernels._kernels
-    monkeypatch.setattr(
-        profile_kernels, "_kernels", lambda name: None if name == missing else found(name)
-    )
-    device = measure_device(
-        CPU,
-        MODEL_SHAPES["tiny"],
-        torch.float32,
-        rows=[1],
-        driver=None,
-        num_threads=1,
-        scale=0.002,
-    )
-    assert device.top_k.points[-1][1] > 0.0
-    if missing == "gather_rows":
-        assert not device.gather_measured
-        num_bytes = 1e6
-        expected = 1e6 * num_bytes / device.from_host_bandwidth
-        assert device.gather.us(num_bytes) == pytest.approx(expected)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 def test_a_real_measurement_of_a_gpu() -> None:

@@ -145,9 +145,9 @@ FORK = """
 import os, sys, threading
 sys.path[:0] = ["tests"]
 from pathlib import Path
-from device_cases import greedy, load
+from cases.device_cases import greedy, load
 from test_turns import Calls, generating
-from tiny_models import random_tokens
+from cases.tiny_models import random_tokens
 
 model = load(Path(sys.argv[1]), "full", ("cpu", None))
 tokens = random_tokens(1, 50)

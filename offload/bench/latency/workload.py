@@ -54,8 +54,8 @@ class LatencyWorkload:
         steps: of each sequence and layer.
         num_model_layers: of the model whose `num_layers` layers stand for all.
         statistics: of the keys and queries.
-        text_marks: uint8 [kv_len + num_steps] of each sequence (see `offload.policies.text_marks`), for
-            policies that read text; made sequences have none.
+        text_marks: uint8 [kv_len + num_steps] of each sequence (see `offload.policies.text_marks`),
+            for policies that read text; made sequences have none.
 
     The store's handles are `seqs`. A step is: `advance`, whatever reads it, `commit`.
     """

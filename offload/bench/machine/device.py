@@ -75,13 +75,11 @@ def measure_device(
         part(4, "top-k")
         retrieval, top_k = attends.retrieval()
         part(5, "rows of host pages")
-        gather, gather_measured = attends.gather(from_host)
+        gather = attends.gather()
         part(6, "layers with work beside them")
         linears = bench.layer_calls()
         top_k_beside = attends.top_k_beside(linears)
-        gather_beside = gather
-        if gather_measured:
-            gather_beside = attends.gather_beside(linears)
+        gather_beside = attends.gather_beside(linears)
         del linears
     part(7, "round trips")
     round_trip_us = step_us = 0.0
@@ -106,7 +104,7 @@ def measure_device(
         retrieval=retrieval,
         top_k=top_k,
         gather=gather,
-        gather_measured=gather_measured,
+        gather_measured=True,
         gather_beside=gather_beside,
         top_k_beside=top_k_beside,
         window_us=window_us,

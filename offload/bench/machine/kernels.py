@@ -7,7 +7,6 @@ CPU tensors the reference code runs: for tests.
 from __future__ import annotations
 
 import functools
-import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_ops.gather_rows import gather_rows
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
+from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
+from gpu_ops.top_k_candidates import TopKBuffers
+from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention
 from offload.planning.cost_table import CostTable
 
@@ -58,14 +61,6 @@ def microseconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> fl
         end_event.synchronize()
         times.append(start_event.elapsed_time(end_event) * 1e3 / len(calls))
     return float(np.median(times))
-
-
-def _kernels(name: str) -> Any:
-    """A module of `gpu_ops`, or None if this version has no such kernels."""
-    try:
-        return importlib.import_module(f"gpu_ops.{name}")
-    except ImportError:
-        return None
 
 
 def _events() -> tuple[Any, Any]:
@@ -140,11 +135,7 @@ class AttentionBench(Operands):
         )
 
     def retrieval(self) -> tuple[CostTable, CostTable]:
-        """All heads' attention that leaves scores, by bytes; and their top-k, by scores.
-
-        By `gpu_ops.retrieval_attention` and `gpu_ops.top_k_tokens` where there are such kernels;
-        else by attention without scores, and torch's top-k.
-        """
+        """All heads' attention that leaves scores, by bytes; and their top-k, by scores."""
         attended, chosen = {}, {}
         for num_scores, attend, choose in self.retrieving_calls():
             num_bytes = num_scores // self.shape.num_qo_heads * self.token_bytes
@@ -182,12 +173,9 @@ class AttentionBench(Operands):
     ) -> Callable[[], Any]:
         shape = self.shape
         query = self.random(1, self.heads)
-        module = _kernels("retrieval_attention")
-        if module is None:
-            return self._attention_call(query, table, positions, self.random(1, self.heads))
-        splits = module.num_retrieval_splits(shape.num_kv_heads, self.num_multiprocessors)
+        splits = num_retrieval_splits(shape.num_kv_heads, self.num_multiprocessors)
         return functools.partial(
-            module.retrieval_attention,
+            retrieval_attention,
             query,
             table,
             positions,
@@ -209,19 +197,9 @@ class AttentionBench(Operands):
     ) -> Callable[[], Any]:
         shape, device = self.shape, self.device
         budget = min(_RETRIEVED_TOKENS, kv_len)
-        module = _kernels("top_k_tokens")
-        if module is None:
-            importance = scores.sum(2)[0]
-            k = budget
-            found = torch.topk(importance, k, sorted=False)
-
-            def choose() -> None:
-                torch.topk(importance, k, sorted=False, out=(found.values, found.indices))
-
-            return choose
         lists = shape.num_kv_heads
         return functools.partial(
-            module.top_k_tokens,
+            top_k_tokens,
             scores,
             lse,
             positions,
@@ -230,16 +208,13 @@ class AttentionBench(Operands):
             recent_tokens=RECENT,
             budget_tokens=budget,
             shared=False,
-            buffers=module.TopKBuffers.allocate(lists, scores.shape[-1], budget, device),
+            buffers=TopKBuffers.allocate(lists, scores.shape[-1], budget, device),
             selection=torch.zeros(1, lists, budget, dtype=torch.int32, device=device),
             counts=torch.zeros(1, lists, dtype=torch.int32, device=device),
         )
 
-    def gather(self, from_host_bandwidth: float) -> tuple[CostTable, bool]:
-        """Rows of host pages, by bytes, and whether the kernel for it was there."""
-        module = _kernels("gather_rows")
-        if module is None:
-            return CostTable.straight(0.0, 1e6 / from_host_bandwidth), False
+    def gather(self) -> CostTable:
+        """Rows of host pages, by bytes."""
         shape, device = self.shape, self.device
         kv_len = self.sized(32768, PAGE_TOKENS)
         pages = -(-kv_len // PAGE_TOKENS)
@@ -256,7 +231,7 @@ class AttentionBench(Operands):
             budget = chosen + SINKS + RECENT
             calls = [
                 functools.partial(
-                    module.gather_rows,
+                    gather_rows,
                     self._selection(kv_len, budget, seed).to(device),
                     torch.full((1, shape.num_kv_heads), budget, dtype=torch.int32, device=device),
                     page_table,
@@ -271,7 +246,7 @@ class AttentionBench(Operands):
                 for seed in range(8)
             ]
             points[chosen * self.token_bytes] = microseconds(calls, device)
-        return CostTable.measured(sorted(points.items())), True
+        return CostTable.measured(sorted(points.items()))
 
     def _selection(self, kv_len: int, budget: int, seed: int) -> Tensor:
         """int32 [1, num_kv_heads, budget]: sinks, sorted random tokens, recent tokens."""

@@ -27,30 +27,12 @@ if TYPE_CHECKING:
     from offload.bench.pipeline.settings import PipelineSettings
 
 
-class DeviceSession:
-    """A `PipelineSession` of the decoder that a model with a GPU has."""
+class DecoderSession:
+    """A `DecodeSession` of a decoder with a device; closes the decoder."""
 
-    def __init__(self, settings: PipelineSettings, stock: Any, cache: ModelCache) -> None:
-        lean = lean_model_maker(stock.config.model_type)(stock)
-        self._cache = cache
-        self._before_bytes = torch.cuda.memory_allocated(settings.device)
-        self._decoder = DeviceDecoder(
-            lean,
-            cache.store,
-            settings.policy,
-            device=settings.device,
-            backend=settings.backend,
-            num_threads=settings.num_threads or max(1, available_cpus() - 1),
-            placement=settings.placement,
-            num_parts=settings.num_parts,
-            make_handshake=_without_host if settings.host_work == "none" else make_handshake,
-        )
-        self._decoder.after_projection = cache.rows.after_projection
-        self._without_host = settings.host_work == "none"
-        self._device = settings.device
-        self._weight_bytes = sum(weight.nbytes for weight in stock.parameters())
-        # Making the caches took more than decoding does.
-        torch.cuda.reset_peak_memory_stats(settings.device)
+    def __init__(self, decoder: DeviceDecoder, cache: ModelCache) -> None:
+        self._decoder, self._cache = decoder, cache
+        decoder.after_projection = cache.rows.after_projection
         self._tokens = torch.zeros(len(cache.seqs), dtype=torch.int64)
 
     @property
@@ -68,6 +50,58 @@ class DeviceSession:
             self._step()
             seconds.append(time.perf_counter() - start)
         return seconds
+
+    def rewind(self) -> None:
+        for seq in self._cache.seqs:
+            self._decoder.forget(seq)
+        self._cache.rewind()
+        self._cache.install(self._decoder.attention)
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "kv_host": self._cache.store.host_bytes_used,
+            "kv_device": self._decoder.device_bytes,
+            "policy_host": self._decoder.attention.states.num_bytes,
+        }
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """One token of every sequence."""
+        cache, n = self._cache, len(self._cache.seqs)
+        cache.store.reserve(cache.seqs, [1] * n)
+        positions = torch.tensor([cache.store.kv_len(seq) for seq in cache.seqs])
+        self._tokens = self._decoder.choose_tokens(
+            cache.seqs, self._tokens, positions, SamplingOptions()
+        )
+        cache.store.commit(cache.seqs, [1] * n)
+
+
+class DeviceSession(DecoderSession):
+    """A `PipelineSession` of the decoder that a model with a GPU has."""
+
+    def __init__(self, settings: PipelineSettings, stock: Any, cache: ModelCache) -> None:
+        lean = lean_model_maker(stock.config.model_type)(stock)
+        self._before_bytes = torch.cuda.memory_allocated(settings.device)
+        self._without_host = settings.host_work == "none"
+        decoder = DeviceDecoder(
+            lean,
+            cache.store,
+            settings.policy,
+            device=settings.device,
+            backend=settings.backend,
+            num_threads=settings.num_threads or max(1, available_cpus() - 1),
+            placement=settings.placement,
+            num_parts=settings.num_parts,
+            make_handshake=_without_host if self._without_host else make_handshake,
+        )
+        super().__init__(decoder, cache)
+        self._device = settings.device
+        self._weight_bytes = sum(weight.nbytes for weight in stock.parameters())
+        # Making the caches took more than decoding does.
+        torch.cuda.reset_peak_memory_stats(settings.device)
 
     def trace(self, num_steps: int) -> list[StepTimeline]:
         if self._without_host:
@@ -100,34 +134,11 @@ class DeviceSession:
             self._decoder.on_mark = None
         return timelines
 
-    def rewind(self) -> None:
-        for seq in self._cache.seqs:
-            self._decoder.forget(seq)
-        self._cache.rewind()
-        self._cache.install(self._decoder.attention)
-
     def memory(self) -> dict[str, int]:
-        return {
-            "weights": self._weight_bytes,
-            "kv_host": self._cache.store.host_bytes_used,
-            "kv_device": self._decoder.device_bytes,
-            "device": torch.cuda.max_memory_allocated(self._device) - self._before_bytes,
-            "policy_host": self._decoder.attention.states.num_bytes,
-        }
-
-    def close(self) -> None:
-        self._decoder.close()
-
-    @torch.inference_mode()
-    def _step(self) -> None:
-        """One token of every sequence."""
-        cache, n = self._cache, len(self._cache.seqs)
-        cache.store.reserve(cache.seqs, [1] * n)
-        positions = torch.tensor([cache.store.kv_len(seq) for seq in cache.seqs])
-        self._tokens = self._decoder.choose_tokens(
-            cache.seqs, self._tokens, positions, SamplingOptions()
-        )
-        cache.store.commit(cache.seqs, [1] * n)
+        peak = torch.cuda.max_memory_allocated(self._device) - self._before_bytes
+        held = super().memory()
+        of_policy = {"policy_host": held.pop("policy_host")}
+        return {"weights": self._weight_bytes, **held, "device": peak, **of_policy}
 
 
 class WithoutHost:

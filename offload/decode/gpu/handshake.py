@@ -210,20 +210,8 @@ class GraphHandshake:
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         try:
-            self.launch(key, rows, slots)
-            self._coprocessor.wait()
-        except BaseException as error:
-            self._recover(error)
-            raise
-
-    def launch(self, key: Hashable, rows: DecodeStep, slots: Sequence[int]) -> None:
-        """Start a step that was prepared, after those already started."""
-        self._coprocessor.begin_step(rows, slots)
-        self._replay(key)
-
-    def wait(self) -> None:
-        """Until the oldest step that was started has ended on both sides."""
-        try:
+            self._coprocessor.begin_step(rows, slots)
+            self._replay(key)
             self._coprocessor.wait()
         except BaseException as error:
             self._recover(error)

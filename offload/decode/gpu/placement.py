@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy, check_roles
+from offload.system.json_file import read_json
 
 UInt8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
@@ -223,16 +224,8 @@ class HeadPlacement:
             FileNotFoundError: there is none.
             ValueError: not JSON, or not a placement; names the file.
         """
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"no placement file {path}; write one with `offload plan MODEL --json > {path}`"
-            )
-        try:
-            document = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:  # also what is not UTF-8
-            raise ValueError(f"placement file {path} is not JSON: {error}") from error
-        return cls.from_json(document, str(path))
+        hint = f"; write one with `offload plan MODEL --json > {path}`"
+        return cls.from_json(read_json(path, "placement file", hint=hint), str(path))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeadPlacement) and np.array_equal(self.places, other.places)

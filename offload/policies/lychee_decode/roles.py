@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from offload.system.json_file import read_json
+
 BoolArray = npt.NDArray[np.bool_]
 
 _FORMAT = "offload-head-roles-1"
@@ -150,15 +152,8 @@ class HeadRoles:
             ValueError: not JSON, keys missing or unknown, or values that `HeadRoles` refuses; names
                 the file.
         """
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"no roles file {path}; write one with `offload calibrate MODEL -o {path}`"
-            )
-        try:
-            document = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:  # also what is not UTF-8
-            raise ValueError(f"roles file {path} is not JSON: {error}") from error
+        hint = f"; write one with `offload calibrate MODEL -o {path}`"
+        document = read_json(path, "roles file", hint=hint)
         if not isinstance(document, dict):
             raise ValueError(
                 f"roles file {path} must hold a JSON object, got a {type(document).__name__}"

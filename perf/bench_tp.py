@@ -38,7 +38,7 @@ from offload.policies.registry import make_policy
 from offload.ranks.group import TensorParallel, connect
 from offload.ranks.launch import is_rank, run_ranks
 from offload.runtime.opening import rank_policy
-from offload.system.memory import available_cpus, parse_size
+from offload.system.memory import available_cpus, parse_size, worker_threads
 from perf.results_file import start_machine, write_results
 
 COMMAND = (sys.executable, "-m", "perf.bench_tp")
@@ -132,7 +132,7 @@ class RankSession:
             policy,
             device=device,
             backend="graph" if is_cuda else "inline",
-            num_threads=max(1, available_cpus() - is_cuda),
+            num_threads=worker_threads(None, with_gpu=is_cuda),
             num_parts=parts,
             deadline_seconds=30.0,
         )
@@ -203,7 +203,7 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
     lean = rank_view(whole, ranks)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    pool = WorkerPool(None)
+    pool = WorkerPool(available_cpus())
     start = time.monotonic()
     try:
         cache = structured_model_cache(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
-from offload.decode.cpu import Decoder
+from offload.decode.cpu import NativeDecoder
+from offload.decode.decoder import Decoder
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.runtime.budgets import device_kv_budget_bytes
 from offload.runtime.config import RuntimeConfig, check_backend
-from offload.system.memory import available_cpus
+from offload.system.memory import worker_threads
 
-if TYPE_CHECKING:
-    from offload.decode.gpu.decoder import DeviceDecoder
 from gpu_ops.flags import why_no_flags
 
 logger = logging.getLogger(__name__)
@@ -45,18 +43,19 @@ logger = logging.getLogger(__name__)
 
 def _make_decoder(
     lean: LeanModel, store: KVStore, config: RuntimeConfig, weight_bytes: int
-) -> Decoder | DeviceDecoder:
+) -> Decoder:
     """Native kernels without a GPU; with one, or for backend="inline", the GPU's step."""
     device = torch.device(config.device)
+    num_threads = worker_threads(
+        config.num_threads,
+        with_gpu=device.type == "cuda",
+        num_cpus=None if lean.ranks is None else lean.ranks.num_cpus,
+    )
     if device.type == "cpu" and config.backend is None:
-        return Decoder(lean, store, config.policy, config.num_threads)
+        return NativeDecoder(lean, store, config.policy, num_threads)
     from offload.decode.gpu.decoder import DeviceDecoder
     from offload.runtime.placing import placement_for
 
-    num_threads = config.num_threads
-    if num_threads is None and (device.type == "cuda" or lean.ranks is not None):
-        cpus = available_cpus() if lean.ranks is None else lean.ranks.num_cpus
-        num_threads = max(1, cpus - 1) if device.type == "cuda" else cpus
     return DeviceDecoder(
         lean,
         store,

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.decode.cpu import Decoder, likeliest
-from offload.decode.sampling import SamplingOptions, TokenChooser, check_chosen
+from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models import LeanModel, lean_model_maker
 from offload.models.batch import RaggedBatch, one_token_each
@@ -150,26 +149,16 @@ class Runtime:
         return hidden
 
     def chooses_tokens(self, options: SamplingOptions) -> bool:
-        """Whether `choose_tokens` can be used.
-
-        Not to sample with the native decoder: the stock loop's tokens are those of transformers
-        with the same seed.
-        """
-        return options.temperature == 0.0 or not isinstance(self._decoder, Decoder)
+        """Whether `choose_tokens` can be used."""
+        return options.temperature == 0.0 or self._decoder.samples
 
     def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
         """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size].
 
         RuntimeError for logits that are not finite.
         """
-        if isinstance(self._decoder, Decoder):
-            return check_chosen(likeliest(logits), len(self.lean.layers))
-        batch_size, vocab_size = logits.shape
-        chooser = TokenChooser(batch_size, vocab_size, logits.device)
-        chooser.use(options)
         with self._current_device(), without_autocast(self.device):
-            chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
-            chosen = (chosen if self.ranks is None else self.ranks.broadcast(chosen)).cpu()
+            chosen = self._decoder.first_tokens(logits, options)
         return check_chosen(chosen, len(self.lean.layers))
 
     @torch.inference_mode(False)  # as in `turns.in_turn`
@@ -280,8 +269,7 @@ class Runtime:
         used = OffloadedCache(self.sequences) if cache is None else cache
         self.sequences.collect()
         request.check(used, self.attention.states, self.check_context)
-        if not isinstance(self._decoder, Decoder):
-            self._decoder.check_room(len(request.prompt_lens), request.max_tokens)
+        self._decoder.check_room(len(request.prompt_lens), request.max_tokens)
         generation, past_columns = self.generation_now or Generation(), used.get_seq_length()
         generation.cache, generation.owns_cache = used, cache is None
         generation.gives_all = request.gives_all
@@ -302,8 +290,7 @@ class Runtime:
 
         Afterwards the cache has these tokens, or after an error or ctrl-C it is as it was before.
         """
-        if not isinstance(self._decoder, Decoder):
-            self._decoder.check_usable()
+        self._decoder.check_usable()
         states = self.attention.states
         with shielded() as exposed:
             seqs = cache.reserve(batch)

@@ -1,9 +1,9 @@
 """Decode: a few new tokens per sequence, on the native kernels.
 
-The hot path is `DecoderLayers::decode_layer` in `cpp/operators/decoder_layers.cpp`; read it first. A step
-over more rows than the kernels take at once runs block by block, each through all layers: rows of
-one sequence are in order, so a later row finds the K/V of the earlier ones in the store whichever
-block they were in.
+The hot path is `DecoderLayers::decode_layer` in `cpp/operators/decoder_layers.cpp`; read it first.
+A step over more rows than the kernels take at once runs block by block, each through all layers:
+rows of one sequence are in order, so a later row finds the K/V of the earlier ones in the store
+whichever block they were in.
 """
 
 from __future__ import annotations

@@ -9,22 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
-from offload.models import LeanModel, lean_model_maker
 from offload.models.batch import RaggedBatch, one_token_each
-from offload.models.rank_part import rank_view
 from offload.prefill.forward import prefill
-from offload.ranks.group import TensorParallel
-from offload.runtime.budgets import rank_kv_budget_bytes, weight_bytes_of
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.config import RuntimeConfig
-from offload.runtime.decoders import _make_decoder
+from offload.runtime.decoders import make_decoder
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.module_watch import ModuleWatch
+from offload.runtime.opening import OpenedModel
 from offload.runtime.phases import BatchPart, parts_of, prompt_columns_of
 from offload.runtime.sequences import Sequences
 from offload.runtime.stats import OffloadStats
@@ -36,43 +31,29 @@ logger = logging.getLogger(__name__)
 
 
 class Runtime:
-    """Runs the layers of one stock model.
+    """Runs the layers of one stock model."""
 
-    Args:
-        vocabulary_marks: uint8 [vocab_size], text marks for policies that read the text.
-        ranks: those that run the model; `stock` and `config` are this one's (`keep_own_weights`,
-            `rank_config`).
-    """
-
-    def __init__(
-        self,
-        stock: Any,
-        config: RuntimeConfig,
-        vocabulary_marks: npt.NDArray[np.uint8] | None = None,
-        ranks: TensorParallel | None = None,
-    ) -> None:
-        self.config = config
+    def __init__(self, opened: OpenedModel) -> None:
+        self.config = config = opened.config
         self.stats = OffloadStats()
-        self.ranks = ranks
-        self.lean = self._view(stock)
+        self.lean, self.device = opened.lean, opened.device
+        self.ranks = self.lean.ranks
         shape = self.lean.attention
-        self.device = torch.device(config.device)
-        weight_bytes = weight_bytes_of(stock)
         self.store = KVStore(
             num_layers=len(self.lean.layers),
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            dtype=stock.dtype,
-            host_budget_bytes=rank_kv_budget_bytes(config, weight_bytes, shape.num_kv_heads, ranks),
+            dtype=opened.stock.dtype,
+            host_budget_bytes=opened.host_kv_bytes,
             page_tokens=config.page_tokens,
             pinned=self.device.type == "cuda",
         )
-        self._decoder = _make_decoder(self.lean, self.store, config, weight_bytes)
-        self._watch = ModuleWatch(stock)  # after the decoder, which may move weights
+        self._decoder = make_decoder(opened, self.store)
+        self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self._decoder.attention
         self.sequences = Sequences(self.store, self.attention, self._decoder.forget)
         self.turns = self.sequences.turns
-        self._vocabulary_marks = vocabulary_marks
+        self._vocabulary_marks = opened.vocabulary_marks
         self.generation_now: Generation | None = None
         self._last_pass_end: float | None = None
         self._prefill_threads = config.num_threads  # None: as torch has it
@@ -304,9 +285,6 @@ class Runtime:
                 raise
             states.commit(seqs)
         return result
-
-    def _view(self, stock: Any) -> LeanModel:
-        return rank_view(lean_model_maker(stock.config.model_type)(stock), self.ranks)
 
     def _current_device(self) -> contextlib.AbstractContextManager[Any]:
         """Kernels are launched on torch's current device, whichever their tensors are on."""

@@ -38,7 +38,7 @@ from offload.policies.registry import make_policy
 from offload.ranks.group import TensorParallel, connect
 from offload.ranks.launch import is_rank, run_ranks
 from offload.runtime.opening import rank_policy
-from offload.system.memory import available_cpus, parse_size
+from offload.system.memory import available_cpus, parse_size, worker_threads
 from perf.results_file import start_machine, write_results
 
 COMMAND = (sys.executable, "-m", "perf.bench_tp")
@@ -129,7 +129,7 @@ def _session(
         policy,
         device=device,
         backend="graph" if is_cuda else "inline",
-        num_threads=max(1, available_cpus() - is_cuda),
+        num_threads=worker_threads(None, with_gpu=is_cuda),
         num_parts=parts,
         deadline_seconds=30.0,
     )

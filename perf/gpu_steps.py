@@ -33,7 +33,7 @@ from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.prefill.forward import prefill
 from offload.runtime.budgets import weight_bytes_of
-from offload.system.memory import available_cpus, format_bytes
+from offload.system.memory import format_bytes
 
 Rows = list[dict[str, Any]]
 NO_OFFLOAD, STREAMED, INDEXED = "without offload", "streamed out", "streamed out, with index"
@@ -74,7 +74,7 @@ class GPUBench:
     def profile(self) -> MachineProfile:
         """What this machine is measured to do, with the threads of `settings`."""
         settings = self.settings
-        threads = settings.num_threads or max(1, available_cpus() - 1)
+        threads = settings.worker_threads
         shape = MODEL_SHAPES[settings.shape]
         profile = measure_profile(settings.device, threads, shape=shape, dtype=settings.dtype)
         self.release()
@@ -269,7 +269,7 @@ def _prefill_attention(
         dtype=bench.settings.dtype,
         **options,
     )
-    pool = WorkerPool(bench.settings.num_threads or available_cpus())
+    pool = WorkerPool(bench.settings.worker_threads)
     try:
         seq = store.new_sequence()
         store.reserve([seq], [num_tokens])

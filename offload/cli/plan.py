@@ -207,14 +207,13 @@ def _profile(
     from offload.planning.profile import MachineProfile
     from offload.planning.profile_cache import cached_profile, store_profile
     from offload.runtime.config import checked_device
-    from offload.system.memory import available_cpus
+    from offload.system.memory import worker_threads
 
     if file is not None:
         return MachineProfile.load(file)
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = checked_device(name)
-    if threads is None:
-        threads = max(1, available_cpus() - (where.type == "cuda"))
+    threads = worker_threads(threads, with_gpu=where.type == "cuda")
     known = None if remeasure else cached_profile(where, threads)
     if known is not None:
         return known

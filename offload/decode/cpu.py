@@ -28,15 +28,18 @@ from offload.policies import Policy
 from offload.system.memory import available_cpus
 
 
-class Decoder:
-    """Decode steps of one model over one store."""
+class NativeDecoder:
+    """The `Decoder` of a model without a GPU.
+
+    It does not sample: the stock loop's tokens are those of transformers with the same seed.
+    """
 
     max_rows = Linear.max_rows
-    max_step_tokens = None  # of one sequence in a `decode`: any number
+    max_step_tokens: int | None = None
+    samples = False
+    device_bytes = 0
 
-    def __init__(
-        self, model: LeanModel, store: KVStore, policy: Policy, num_threads: int | None
-    ) -> None:
+    def __init__(self, model: LeanModel, store: KVStore, policy: Policy, num_threads: int) -> None:
         self.model = model
         self.store = store
         self.pool = WorkerPool(available_cpus() if num_threads is None else num_threads)
@@ -52,18 +55,7 @@ class Decoder:
         self.lm_head = _linear(model.lm_head)
 
     def decode(self, hidden: torch.Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> torch.Tensor:
-        """Run all layers over the new tokens of `batch`, for which room is reserved in the store.
-
-        Args:
-            hidden: [num_tokens, hidden_size], the embeddings; overwritten.
-            seqs: the store's sequence of each sequence of `batch`.
-
-        Returns:
-            [num_tokens, hidden_size], before the final norm.
-
-        Raises:
-            RuntimeError: for keys or values that are not finite.
-        """
+        """As `Decoder.decode`; `hidden` is overwritten."""
         cos, sin = (table[0] for table in self.model.rotary_emb(hidden, batch.position_ids[None]))
         rows = [
             (seq, position)
@@ -101,19 +93,16 @@ class Decoder:
         position_ids: torch.Tensor,
         options: SamplingOptions,
     ) -> torch.Tensor:
-        """One whole step, from the last tokens to the `likeliest` next: int64 [num_sequences].
-
-        Args:
-            tokens, position_ids: int64 [num_sequences], of the last token of each.
-            options: greedy ones.
-
-        Raises:
-            As `decode`.
-        """
+        """One whole step, to the `likeliest` tokens: see `Decoder.choose_tokens`."""
         assert options.temperature == 0.0
         batch = replace(one_token_each(len(seqs)), position_ids=position_ids)
         hidden = self.decode(self.model.embed_tokens(tokens), batch, seqs)
         return likeliest(self.logits(hidden))
+
+    def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+        """The `likeliest` of logits [n, vocab_size]."""
+        assert options.temperature == 0.0
+        return likeliest(logits)
 
     def _run_layers(
         self, hidden: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], rows: DecodeStep
@@ -134,12 +123,17 @@ class Decoder:
             attention.record_step_queries(rows, {i: step.kept_queries[i] for i in sparse})
 
     def forget(self, seq: int) -> None:
-        """`seq` was changed or freed: there is no copy of it here that could be out of date."""
+        """Nothing: there is no copy of `seq` here that could be out of date."""
 
-    @property
-    def device_bytes(self) -> int:
-        """Of the KV cache that is on a device."""
-        return 0
+    def check_usable(self) -> None:
+        """Nothing: an error leaves no step behind."""
+
+    def check_room(self, num_sequences: int, kv_len: int) -> None:
+        """Nothing: all that a step takes is in the store, which checks for itself."""
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.close()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] before the final norm -> [n, vocab_size]."""

@@ -14,20 +14,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from offload.loading.checkpoint import check_checkpoint
-from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions
-from offload.loading.stock_model import load_stock_model, load_vocabulary_marks
 from offload.models.batch import RaggedBatch, pack
-from offload.ranks.group import TensorParallel, connect
+from offload.ranks.group import connect
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.config import RuntimeConfig, runtime_config
+from offload.runtime.config import runtime_config
 from offload.runtime.fixed_model import FixedModel
 from offload.runtime.generation import GenerationRequest
 from offload.runtime.inputs import (
@@ -39,12 +34,7 @@ from offload.runtime.inputs import (
     refuse_unsupported,
     rows_shape,
 )
-from offload.runtime.opening import (
-    check_before_loading,
-    keep_own_part,
-    resolve_folder_once,
-    with_calibrated_policy,
-)
+from offload.runtime.opening import OpenedModel, open_model
 from offload.runtime.runtime import Runtime
 from offload.runtime.stats import OffloadStats
 from offload.runtime.token_loop import fast_options, generate_tokens
@@ -121,15 +111,7 @@ class OffloadedModel(FixedModel):
         ranks = connect(config.tensor_parallel_size, config.device)
         together = nullcontext() if ranks is None else ranks.together()
         with together, without_autocast(torch.device(config.device)):
-            folder = resolve_folder_once(name_or_path, HubOptions(**kwargs), ranks)
-            checkpoint = check_checkpoint(folder)
-            check_before_loading(checkpoint, config, ranks)
-            stock = load_stock_model(checkpoint, config.dtype)
-            config = with_calibrated_policy(stock, config, folder, ranks)
-            marks = None
-            if config.policy.reads_text:
-                marks = load_vocabulary_marks(folder, stock.config.vocab_size)
-            return offloaded(stock, config, marks, ranks)
+            return _offloaded(open_model(name_or_path, config, HubOptions(**kwargs), ranks))
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     @in_turn
@@ -401,28 +383,9 @@ class OffloadedModel(FixedModel):
         )
 
 
-def offloaded(
-    stock: Any,
-    config: RuntimeConfig,
-    vocabulary_marks: npt.NDArray[np.uint8] | None = None,
-    ranks: TensorParallel | None = None,
-) -> Any:
-    """Turn a loaded stock model into an offloaded one, in place.
-
-    Args:
-        vocabulary_marks: uint8 [vocab_size] for policies that read the text; None: they cannot.
-        ranks: of which this process is one; the model keeps its part of the weights only.
-
-    Raises:
-        ValueError, NotImplementedError: if it cannot be.
-    """
-    if ranks is not None:
-        config = keep_own_part(stock, config, ranks)
-    if config.device == "cpu":
-        move_to_huge_pages(stock)
-    else:
-        stock.to(config.device)
-    runtime = Runtime(stock.eval(), config, vocabulary_marks, ranks)
+def _offloaded(opened: OpenedModel) -> Any:
+    """Turn its stock model into an offloaded one, in place."""
+    stock, runtime = opened.stock, Runtime(opened)
     stock_class: Any = type(stock)
     stock.__class__ = _offloaded_class(stock_class)
     stock._offload = runtime

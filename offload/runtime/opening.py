@@ -2,22 +2,132 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from offload.loading.checkpoint import Checkpoint
-from offload.models import lean_model_maker
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.decode.gpu.placement import HeadPlacement
+from offload.loading.checkpoint import Checkpoint, check_checkpoint
+from offload.loading.huge_pages import move_to_huge_pages
+from offload.loading.names import HubOptions, resolve_folder
+from offload.loading.stock_model import load_stock_model, load_vocabulary_marks
+from offload.models import LeanModel, lean_model_maker
+from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
 from offload.ranks.group import TensorParallel
 from offload.ranks.shares import head_ranges
-from offload.runtime.budgets import device_kv_budget_bytes, kv_budget_bytes, weight_bytes_of
+from offload.runtime.backends import decode_backend
+from offload.runtime.budgets import (
+    device_kv_budget_bytes,
+    kv_budget_bytes,
+    rank_kv_budget_bytes,
+    weight_bytes_of,
+)
 from offload.runtime.config import RuntimeConfig
+from offload.runtime.placing import placement_for
+from offload.system.memory import worker_threads
 
-if TYPE_CHECKING:
-    from offload.runtime.config import RuntimeConfig
-from offload.loading.names import HubOptions, resolve_folder
-from offload.models.rank_part import keep_own_weights
+
+@dataclass(frozen=True, eq=False)
+class OpenedModel:
+    """What a model runs with.
+
+    Attributes:
+        stock: the model of transformers, on its device; of ranks, this one's part.
+        lean: its layers.
+        config: as asked for, with a policy that has learned what it needs; of ranks, this one's.
+        vocabulary_marks: uint8 [vocab_size], text marks for policies that read the text.
+        num_threads: of the worker pool.
+        backend: of the steps of a `DeviceDecoder`; None: the native kernels decode.
+        host_kv_bytes, device_kv_bytes: for the KV cache; None: as much as the GPU has.
+        placement: see `placement_for`.
+    """
+
+    stock: Any
+    lean: LeanModel
+    config: RuntimeConfig
+    vocabulary_marks: npt.NDArray[np.uint8] | None
+    num_threads: int
+    backend: str | None
+    host_kv_bytes: int
+    device_kv_bytes: int | None
+    placement: HeadPlacement | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where its linear layers run."""
+        return torch.device(self.config.device)
+
+
+def open_model(
+    name_or_path: str | Path, config: RuntimeConfig, hub: HubOptions, ranks: TensorParallel | None
+) -> OpenedModel:
+    """Load a model, once it is sure that it will run.
+
+    Raises:
+        As `OffloadedModel.from_pretrained`.
+    """
+    folder = resolve_folder_once(name_or_path, hub, ranks)
+    checkpoint = check_checkpoint(folder)
+    check_before_loading(checkpoint, config, ranks)
+    stock = load_stock_model(checkpoint, config.dtype).eval()
+    config = with_calibrated_policy(stock, config, folder, ranks)
+    if ranks is not None:
+        config = keep_own_part(stock, config, ranks)
+    if config.device == "cpu":
+        move_to_huge_pages(stock)
+    else:
+        stock.to(config.device)
+    return open_loaded(stock, config, folder, ranks)
+
+
+def open_loaded(
+    stock: Any, config: RuntimeConfig, folder: Path, ranks: TensorParallel | None = None
+) -> OpenedModel:
+    """A loaded model on its device; of ranks, `stock` and `config` are this one's already.
+
+    Raises:
+        HostBudgetError, DeviceMemoryError: the weights do not fit.
+        NotImplementedError: the backend is not for this model.
+    """
+    marks = None
+    if config.policy.reads_text:
+        marks = load_vocabulary_marks(folder, stock.config.vocab_size)
+    lean = rank_view(lean_model_maker(stock.config.model_type)(stock), ranks)
+    device, weight_bytes = torch.device(config.device), weight_bytes_of(stock)
+    num_threads = worker_threads(
+        config.num_threads,
+        with_gpu=device.type == "cuda",
+        num_cpus=None if ranks is None else ranks.num_cpus,
+    )
+    host_kv_bytes = rank_kv_budget_bytes(config, weight_bytes, lean.attention.num_kv_heads, ranks)
+    backend = None
+    if device.type == "cuda" or config.backend is not None:
+        backend = decode_backend(lean, config.backend, device)
+    device_kv_bytes = device_kv_budget_bytes(config, weight_bytes)
+    placement = placement_for(
+        config,
+        lean,
+        item_bytes=stock.dtype.itemsize,
+        host_kv_bytes=host_kv_bytes,
+        device_kv_bytes=device_kv_bytes,
+        num_threads=num_threads,
+    )
+    return OpenedModel(
+        stock=stock,
+        lean=lean,
+        config=config,
+        vocabulary_marks=marks,
+        num_threads=num_threads,
+        backend=backend,
+        host_kv_bytes=host_kv_bytes,
+        device_kv_bytes=device_kv_bytes,
+        placement=placement,
+    )
 
 
 def resolve_folder_once(

@@ -12,7 +12,6 @@ import logging
 import torch
 
 from offload.decode.gpu.placement import HeadPlacement
-from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
@@ -24,46 +23,59 @@ from offload.planning.workload import Workload
 from offload.ranks.shares import head_ranges
 from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError
-from offload.system.memory import available_cpus
 
 logger = logging.getLogger(__name__)
 
 
 def placement_for(
-    config: RuntimeConfig, lean: LeanModel, store: KVStore, weight_bytes: int
+    config: RuntimeConfig,
+    lean: LeanModel,
+    *,
+    item_bytes: int,
+    host_kv_bytes: int,
+    device_kv_bytes: int | None,
+    num_threads: int,
 ) -> HeadPlacement | None:
-    """Where the heads of a model that is being loaded are attended.
+    """Where the heads of a model that is on its device are attended.
 
-    A given placement is checked and returned. Otherwise one is made for a sequence as long as the
-    model and the host's budget allow: for several sequences, `offload plan --batch` makes it.
+    A given placement is returned, of ranks the part of it. Otherwise one is made for a sequence as
+    long as the model and the host's budget allow: for several, `offload plan --batch` makes it.
+
+    Args:
+        host_kv_bytes, device_kv_bytes: for the KV cache; None: as much as the GPU has.
+        num_threads: of the worker pool.
 
     Returns:
         None: dense layers on the GPU and everything else on the CPU, or there is no GPU.
-
-    Raises:
-        ValueError: a placement for another model or policy.
     """
-    shape = shape_of(lean)
     if config.placement is not None:
         placement = config.placement
         if lean.ranks is not None:  # it is of the whole model's heads
             ranges = head_ranges(placement.num_kv_heads, lean.ranks.world_size)
             placement = placement.of_heads(ranges[lean.ranks.rank])
-        placement.check_model(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads)
-        placement.check_policy(config.policy, shape.num_qo_heads)
         return placement
     device = torch.device(config.device)
     if device.type != "cuda" or not config.policy.selects:
         return None
-    room_bytes = _room_bytes(config, device, weight_bytes)
-    profile = _known_profile(device, num_threads_of(config, device))
-    return choose_automatically(config, shape, store, room_bytes, profile)
+    room_bytes = int(torch.cuda.mem_get_info(device)[0])
+    if device_kv_bytes is not None:
+        room_bytes = min(room_bytes, device_kv_bytes)
+    return choose_automatically(
+        config,
+        shape_of(lean),
+        item_bytes=item_bytes,
+        host_kv_bytes=host_kv_bytes,
+        room_bytes=room_bytes,
+        profile=_known_profile(device, num_threads),
+    )
 
 
 def choose_automatically(
     config: RuntimeConfig,
     shape: ModelShape,
-    store: KVStore,
+    *,
+    item_bytes: int,
+    host_kv_bytes: int,
     room_bytes: int,
     profile: MachineProfile | None,
 ) -> HeadPlacement | None:
@@ -72,18 +84,18 @@ def choose_automatically(
     Args:
         profile: of this machine; None: it was never measured.
     """
-    item, policy = store.dtype.itemsize, config.policy
-    token_bytes = store.page_bytes * shape.num_layers // store.page_tokens
-    tokens = min(shape.max_context, max(store.page_tokens, store.host_budget_bytes // token_bytes))
-    work = Workload(shape=shape, policy=policy, kv_len=tokens, item_bytes=item)
+    policy, page_tokens = config.policy, config.page_tokens
+    token_bytes = shape.kv_token_bytes * item_bytes // 2
+    tokens = min(shape.max_context, max(page_tokens, host_kv_bytes // token_bytes))
+    work = Workload(shape=shape, policy=policy, kv_len=tokens, item_bytes=item_bytes)
     device = None if profile is None else profile.device
     prefill = prefill_memory(
         shape,
         policy,
         num_tokens=tokens,
-        item_bytes=item,
+        item_bytes=item_bytes,
         slice_tokens=config.prefill_slice_tokens,
-        page_tokens=store.page_tokens,
+        page_tokens=page_tokens,
     ).total_bytes
 
     def num_bytes(placement: HeadPlacement) -> int:
@@ -93,13 +105,13 @@ def choose_automatically(
             policy,
             kv_len=tokens,
             batch_size=1,
-            page_tokens=store.page_tokens,
-            item_bytes=item,
+            page_tokens=page_tokens,
+            item_bytes=item_bytes,
             device=device,
         )
         return sum(counted.values())
 
-    room = DeviceRoom(room_bytes - prefill, num_bytes, store.page_tokens)
+    room = DeviceRoom(room_bytes - prefill, num_bytes, page_tokens)
     model = None
     if profile is not None and device is not None:
         model = StepModel(profile, work, on_gpu=True)
@@ -130,20 +142,6 @@ def shape_of(lean: LeanModel) -> ModelShape:
         max_context=lean.max_context,
         rope_theta=0.0,  # does not decide any work
     )
-
-
-def num_threads_of(config: RuntimeConfig, device: torch.device) -> int:
-    """Of the worker pool; with a GPU the driver and Python need a CPU, too."""
-    if config.num_threads is not None:
-        return config.num_threads
-    return max(1, available_cpus() - (device.type == "cuda"))
-
-
-def _room_bytes(config: RuntimeConfig, device: torch.device, weight_bytes: int) -> int:
-    """What is left on the GPU beside the weights, which are there already."""
-    free, _ = torch.cuda.mem_get_info(device)
-    limit = config.max_memory.get(device.index or 0)
-    return int(free) if limit is None else min(int(free), limit - weight_bytes)
 
 
 def _known_profile(device: torch.device, num_threads: int) -> MachineProfile | None:

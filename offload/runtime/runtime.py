@@ -9,23 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from offload.decode.cpu import Decoder, likeliest
-from offload.decode.sampling import SamplingOptions, TokenChooser, check_chosen
+from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
-from offload.models import LeanModel, lean_model_maker
 from offload.models.batch import RaggedBatch, one_token_each
-from offload.models.rank_part import rank_view
 from offload.prefill.forward import prefill
-from offload.ranks.group import TensorParallel
-from offload.runtime.budgets import rank_kv_budget_bytes, weight_bytes_of
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.config import RuntimeConfig
-from offload.runtime.decoders import _make_decoder
+from offload.runtime.decoders import make_decoder
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.module_watch import ModuleWatch
+from offload.runtime.opening import OpenedModel
 from offload.runtime.phases import BatchPart, parts_of, prompt_columns_of
 from offload.runtime.sequences import Sequences
 from offload.runtime.stats import OffloadStats
@@ -37,43 +31,29 @@ logger = logging.getLogger(__name__)
 
 
 class Runtime:
-    """Runs the layers of one stock model.
+    """Runs the layers of one stock model."""
 
-    Args:
-        vocabulary_marks: uint8 [vocab_size], text marks for policies that read the text.
-        ranks: those that run the model; `stock` and `config` are this one's (`keep_own_weights`,
-            `rank_config`).
-    """
-
-    def __init__(
-        self,
-        stock: Any,
-        config: RuntimeConfig,
-        vocabulary_marks: npt.NDArray[np.uint8] | None = None,
-        ranks: TensorParallel | None = None,
-    ) -> None:
-        self.config = config
+    def __init__(self, opened: OpenedModel) -> None:
+        self.config = config = opened.config
         self.stats = OffloadStats()
-        self.ranks = ranks
-        self.lean = self._view(stock)
+        self.lean, self.device = opened.lean, opened.device
+        self.ranks = self.lean.ranks
         shape = self.lean.attention
-        self.device = torch.device(config.device)
-        weight_bytes = weight_bytes_of(stock)
         self.store = KVStore(
             num_layers=len(self.lean.layers),
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            dtype=stock.dtype,
-            host_budget_bytes=rank_kv_budget_bytes(config, weight_bytes, shape.num_kv_heads, ranks),
+            dtype=opened.stock.dtype,
+            host_budget_bytes=opened.host_kv_bytes,
             page_tokens=config.page_tokens,
             pinned=self.device.type == "cuda",
         )
-        self._decoder = _make_decoder(self.lean, self.store, config, weight_bytes)
-        self._watch = ModuleWatch(stock)  # after the decoder, which may move weights
+        self._decoder = make_decoder(opened, self.store)
+        self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self._decoder.attention
         self.sequences = Sequences(self.store, self.attention, self._decoder.forget)
         self.turns = self.sequences.turns
-        self._vocabulary_marks = vocabulary_marks
+        self._vocabulary_marks = opened.vocabulary_marks
         self.generation_now: Generation | None = None
         self._last_pass_end: float | None = None
         self._prefill_threads = config.num_threads  # None: as torch has it
@@ -150,26 +130,16 @@ class Runtime:
         return hidden
 
     def chooses_tokens(self, options: SamplingOptions) -> bool:
-        """Whether `choose_tokens` can be used.
-
-        Not to sample with the native decoder: the stock loop's tokens are those of transformers
-        with the same seed.
-        """
-        return options.temperature == 0.0 or not isinstance(self._decoder, Decoder)
+        """Whether `choose_tokens` can be used."""
+        return options.temperature == 0.0 or self._decoder.samples
 
     def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
         """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size].
 
         RuntimeError for logits that are not finite.
         """
-        if isinstance(self._decoder, Decoder):
-            return check_chosen(likeliest(logits), len(self.lean.layers))
-        batch_size, vocab_size = logits.shape
-        chooser = TokenChooser(batch_size, vocab_size, logits.device)
-        chooser.use(options)
         with self._current_device(), without_autocast(self.device):
-            chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
-            chosen = (chosen if self.ranks is None else self.ranks.broadcast(chosen)).cpu()
+            chosen = self._decoder.first_tokens(logits, options)
         return check_chosen(chosen, len(self.lean.layers))
 
     @torch.inference_mode(False)  # as in `turns.in_turn`
@@ -280,8 +250,7 @@ class Runtime:
         used = OffloadedCache(self.sequences) if cache is None else cache
         self.sequences.collect()
         request.check(used, self.attention.states, self.check_context)
-        if not isinstance(self._decoder, Decoder):
-            self._decoder.check_room(len(request.prompt_lens), request.max_tokens)
+        self._decoder.check_room(len(request.prompt_lens), request.max_tokens)
         generation, past_columns = self.generation_now or Generation(), used.get_seq_length()
         generation.cache, generation.owns_cache = used, cache is None
         generation.gives_all = request.gives_all
@@ -302,8 +271,7 @@ class Runtime:
 
         Afterwards the cache has these tokens, or after an error or ctrl-C it is as it was before.
         """
-        if not isinstance(self._decoder, Decoder):
-            self._decoder.check_usable()
+        self._decoder.check_usable()
         states = self.attention.states
         with shielded() as exposed:
             seqs = cache.reserve(batch)
@@ -317,9 +285,6 @@ class Runtime:
                 raise
             states.commit(seqs)
         return result
-
-    def _view(self, stock: Any) -> LeanModel:
-        return rank_view(lean_model_maker(stock.config.model_type)(stock), self.ranks)
 
     def _current_device(self) -> contextlib.AbstractContextManager[Any]:
         """Kernels are launched on torch's current device, whichever their tensors are on."""

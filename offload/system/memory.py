@@ -146,6 +146,15 @@ def available_cpus(proc_self: Path | None = None) -> int:
     return max(1, num_cpus)
 
 
+def worker_threads(num_threads: int | None, *, with_gpu: bool, num_cpus: int | None = None) -> int:
+    """Threads of a worker pool: so many, or one for each of `num_cpus` (None: `available_cpus`),
+    with a GPU one fewer: the driver and Python need a CPU, too.
+    """
+    if num_threads is not None:
+        return num_threads
+    return max(1, (available_cpus() if num_cpus is None else num_cpus) - with_gpu)
+
+
 def _cgroup_dirs(controller: str, proc_self: Path) -> Iterator[tuple[int, Path]]:
     """(cgroup version, directory) of the process's cgroup and its visible ancestors.
 

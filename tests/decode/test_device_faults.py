@@ -21,8 +21,8 @@ from cases.tiny_models import random_tokens
 
 from cpu_ops.coprocessor import CoprocessorError
 from offload import HostBudgetError
-from offload.decode.gpu import handshake
 from offload.prefill.forward import _attend as attend_of_prefill
+from offload.runtime import backends
 from offload.system.errors import DeviceMemoryError
 
 pytestmark = pytest.mark.slow  # deadlines, forks and recoveries: minutes in all
@@ -54,15 +54,15 @@ def stock(stock_models):
 
 def test_a_gpu_whose_kernels_cannot_wait(monkeypatch, caplog):
     """The backend is `stream`, and the log says so once."""
-    handshake._say_once.cache_clear()
+    backends._say_once.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.handshake"):
+    with caplog.at_level(logging.WARNING, logger="offload.runtime.backends"):
         for backend in (None, "graph", None):
-            assert handshake.choose_backend(backend, torch.device("cuda:0")) == "stream"
+            assert backends.choose_backend(backend, torch.device("cuda:0")) == "stream"
     (message,) = caplog.messages
     assert message.startswith("this GPU has compute capability 6.1, and flags")
     assert message.endswith("using backend='stream', which is slower")
-    handshake._say_once.cache_clear()
+    backends._say_once.cache_clear()
 
 
 # The memory of the GPU.

@@ -113,11 +113,11 @@ def test_a_context_beyond_the_room_for_scores_gets_more(
     assert torch.equal(
         greedy(model, random_tokens(1, 200), 50), expected("lychee_decode", 200)
     )  # 200 + 50 tokens are within 256
-    assert decoder._max_tokens == 256
+    assert decoder._steps.max_tokens == 256
     assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
     decoder.place(decoder.placement)
     assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
-    assert decoder._max_tokens == 128
+    assert decoder._steps.max_tokens == 128
 
 
 def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(

@@ -7,13 +7,12 @@ import logging
 from pathlib import Path
 
 import pytest
-import torch
 from cases.device_cases import small
 from cases.profile_cases import SMALL, device_profile, machine_profile
 
 from offload import OffloadedModel
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.kv.store import KVStore
+from offload.planning.profile import MachineProfile
 from offload.policies.registry import make_policy
 from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.placing import choose_automatically, placement_for
@@ -42,7 +41,7 @@ def test_another_models_placement_is_refused_before_weights_are_read(
     tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "offload.runtime.model.load_stock_model", lambda *_: pytest.fail("weights read")
+        "offload.runtime.opening.load_stock_model", lambda *_: pytest.fail("weights read")
     )
     with pytest.raises(ValueError, match="made for another model"):
         OffloadedModel.from_pretrained(
@@ -64,42 +63,47 @@ def test_the_decoder_gets_the_placement(tiny_folders: dict[str, Path]) -> None:
         )
 
 
-def store_of(shape=SMALL, budget: int = 2**33) -> KVStore:
-    return KVStore(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=torch.bfloat16,
-        host_budget_bytes=budget,
+def chosen_for(
+    config: RuntimeConfig,
+    room_bytes: int,
+    profile: MachineProfile | None,
+    host_kv_bytes: int = 2**33,
+) -> HeadPlacement | None:
+    return choose_automatically(
+        config,
+        SMALL,
+        item_bytes=2,
+        host_kv_bytes=host_kv_bytes,
+        room_bytes=room_bytes,
+        profile=profile,
     )
 
 
 def test_the_automatic_choice_without_a_profile(caplog: pytest.LogCaptureFixture) -> None:
     config = RuntimeConfig(policy=make_policy("lychee_decode", retrieval_heads=4))
     with caplog.at_level(logging.INFO, logger="offload.runtime.placing"):
-        chosen = choose_automatically(config, SMALL, store_of(), 4 * GIB, None)
+        chosen = chosen_for(config, 4 * GIB, None)
     assert chosen is not None
     roles = config.policy.roles(SMALL.num_layers, SMALL.num_kv_heads)
     assert ((chosen.places == Place.GPU) == (roles == 1)).all()
     assert not (chosen.places == Place.GATHER).any()
     assert "`offload plan` measures this machine" in caplog.text
     # Nothing fits, or there is nothing to choose: as it was.
-    assert choose_automatically(config, SMALL, store_of(), 2**20, None) is None
+    assert chosen_for(config, 2**20, None) is None
     quest = RuntimeConfig(policy=make_policy("quest"))
-    assert choose_automatically(quest, SMALL, store_of(), 4 * GIB, None) is None
+    assert chosen_for(quest, 4 * GIB, None) is None
 
 
 def test_the_automatic_choice_by_a_profile(caplog: pytest.LogCaptureFixture) -> None:
     config = RuntimeConfig(policy=make_policy("lychee_decode", retrieval_heads=4))
     slow_cpu = machine_profile(read_bandwidth=1e9, device=device_profile())
     with caplog.at_level(logging.INFO, logger="offload.runtime.placing"):
-        chosen = choose_automatically(config, SMALL, store_of(), 4 * GIB, slow_cpu)
+        chosen = chosen_for(config, 4 * GIB, slow_cpu)
     assert chosen is not None
     assert (chosen.places == Place.GATHER).any()
     assert "by this machine's profile" in caplog.text
     # As much context as the host's budget holds decides how many heads fit.
-    pages = store_of(budget=2**22)
-    few = choose_automatically(config, SMALL, pages, 2**29, slow_cpu)
+    few = chosen_for(config, 2**29, slow_cpu, host_kv_bytes=2**22)
     assert few is not None
     assert few.counts(Place.GPU)[0] == 4
 
@@ -109,4 +113,12 @@ def test_no_choice_without_a_gpu(tiny_folders: dict[str, Path]) -> None:
         tiny_folders["llama"], policy=small("lychee_decode"), backend="inline", num_threads=1
     )
     runtime = model._offload
-    assert placement_for(runtime.config, runtime.lean, runtime.store, 0) is None
+    found = placement_for(
+        runtime.config,
+        runtime.lean,
+        item_bytes=4,
+        host_kv_bytes=GIB,
+        device_kv_bytes=GIB,
+        num_threads=1,
+    )
+    assert found is None

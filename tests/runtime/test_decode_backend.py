@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.runtime.decoders import decode_backend
+from offload.runtime.backends import decode_backend
 
 CUDA = torch.device("cuda")
 
@@ -25,7 +25,7 @@ class Lean:
 @pytest.fixture
 def _graphs_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "offload.runtime.decoders.choose_backend", lambda name, device: name or "graph"
+        "offload.runtime.backends.choose_backend", lambda name, device: name or "graph"
     )
 
 

@@ -20,11 +20,11 @@ from offload.bench.pipeline.settings import PipelineSettings
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import load_tokenizer, resolve_folder
-from offload.loading.stock_model import load_stock_model, load_vocabulary_marks
+from offload.loading.stock_model import load_stock_model
 from offload.models import LeanModel, lean_model_maker
 from offload.policies import Policy
 from offload.runtime.config import RuntimeConfig, runtime_config
-from offload.runtime.opening import with_calibrated_policy
+from offload.runtime.opening import open_loaded, with_calibrated_policy
 from offload.runtime.runtime import Runtime
 from offload.system.errors import DeviceMemoryError
 
@@ -197,11 +197,7 @@ class TextModel:
             policy.check_model(**self._checkpoint.attention_shape)
             config = runtime_config(policy=policy, **self._options)
             self._configs[policy] = with_calibrated_policy(self.stock, config, self._folder)
-        config = self._configs[policy]
-        marks = None
-        if config.policy.reads_text:
-            marks = load_vocabulary_marks(self._folder, self.stock.config.vocab_size)
-        return Runtime(self.stock, config, marks)
+        return Runtime(open_loaded(self.stock, self._configs[policy], self._folder))
 
 
 @contextmanager

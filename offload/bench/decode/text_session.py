@@ -78,8 +78,7 @@ class TextSession:
         for cache in (self._cache, self._prompt):
             if cache is not None:
                 cache.reset()
-        decoder = self._runtime._decoder
-        getattr(decoder, "close", decoder.pool.close)()
+        self._runtime._decoder.close()
         self._runtime.store.close()
 
     @torch.no_grad()

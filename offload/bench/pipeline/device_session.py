@@ -21,7 +21,6 @@ from offload.decode.gpu.handshake import NUM_LANES, Step, make_handshake
 from offload.decode.gpu.side_stream import Beside, SideStream
 from offload.decode.sampling import SamplingOptions
 from offload.models import lean_model_maker
-from offload.system.memory import available_cpus
 
 if TYPE_CHECKING:
     from offload.bench.pipeline.settings import PipelineSettings
@@ -92,7 +91,7 @@ class DeviceSession(DecoderSession):
             settings.policy,
             device=settings.device,
             backend=settings.backend,
-            num_threads=settings.num_threads or max(1, available_cpus() - 1),
+            num_threads=settings.worker_threads,
             placement=settings.placement,
             num_parts=settings.num_parts,
             make_handshake=_without_host if self._without_host else make_handshake,

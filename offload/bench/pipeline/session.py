@@ -22,11 +22,10 @@ from offload.bench.pipeline.measure import PipelineSession
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.bench.pipeline.step_timeline import Interval, StepTimeline
 from offload.bench.pipeline.worker_tasks import worker_tasks
-from offload.decode.cpu import Decoder
+from offload.decode.cpu import NativeDecoder
 from offload.models import lean_model_maker
 from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
-from offload.system.memory import available_cpus
 
 HOST_WORK = ("attend", "none")
 Opener = Callable[[PipelineSettings, Any, ModelCache], PipelineSession]
@@ -93,7 +92,7 @@ def make_cache(
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelCache:
     """Caches for sessions of any of `policies`."""
-    pool = WorkerPool(settings.num_threads or available_cpus())
+    pool = WorkerPool(settings.worker_threads)
     try:
         return structured_model_cache(
             MODEL_SHAPES[settings.shape],
@@ -132,7 +131,7 @@ class InlineSession:
         self._settings = settings
         self._cache = cache
         self._lean = lean = lean_model_maker(stock.config.model_type)(stock)
-        self._decoder = Decoder(lean, cache.store, settings.policy, settings.num_threads)
+        self._decoder = NativeDecoder(lean, cache.store, settings.policy, settings.worker_threads)
         self._tokens = torch.zeros(len(cache.seqs), dtype=torch.int64)
         self._weights = sum(weight.nbytes for weight in stock.parameters())
 
@@ -186,7 +185,7 @@ class InlineSession:
         }
 
     def close(self) -> None:
-        self._decoder.pool.close()
+        self._decoder.close()
 
     @torch.inference_mode()
     def _step(self, marks: GpuMarks | None) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from offload.decode.gpu.placement import HeadPlacement
 from offload.policies import Policy
+from offload.system.memory import worker_threads
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class PipelineSettings:
     Attributes:
         shape: a name of `MODEL_SHAPES`.
         num_steps: decode steps that caches are made for.
-        num_threads: of the worker pool; None: all that this process may use.
+        num_threads: of the worker pool; None: see `worker_threads`.
         distinct_layers: see `structured_model_cache`.
         host_work: "attend"; or "none", a step without attention on the host and without the
             handshake for it: what remains when both cost nothing.
@@ -43,3 +44,8 @@ class PipelineSettings:
     def device(self) -> torch.device:
         """Where the model is."""
         return torch.device("cpu" if self.backend == "inline" else "cuda")
+
+    @property
+    def worker_threads(self) -> int:
+        """Of the worker pool."""
+        return worker_threads(self.num_threads, with_gpu=self.device.type == "cuda")

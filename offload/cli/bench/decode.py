@@ -288,7 +288,7 @@ def _model(
     from offload.bench.decode.models import RandomModel, TextModel
     from offload.bench.pipeline.settings import PipelineSettings
     from offload.models.dtypes import DTYPES
-    from offload.runtime.decoders import choose_backend
+    from offload.runtime.backends import choose_backend
 
     backend = None if device.type == "cpu" else choose_backend(options["backend"], device)
     described = {

@@ -1,8 +1,8 @@
 """Decode on the GPU with the KV cache on the host; the CPU attends as its coprocessor.
 
-Here is who decodes: sequences get slots, steps are made for so many rows, run and accounted for.
-What a step launches is in `device_step`, who waits for whom in `handshake`, what stays on the GPU
-in `resident`. With device "cpu" and backend "inline" the same step runs on CPU tensors.
+Here is who decodes: sequences get slots, steps are run and accounted for. What they share is in
+`prepared_steps`, what one launches in `step`, who waits for whom in `handshake`, what stays on the
+GPU in `resident_kv`. With device "cpu" and backend "inline" the same step runs on CPU tensors.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ import torch
 from torch import Tensor
 
 from cpu_ops.coprocessor import Coprocessor
-from cpu_ops.mailbox import Mailbox
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
-from offload.decode.gpu.buffers import HostLink, StepBuffers, part_rows
+from offload.decode.gpu.buffers import HostLink
 from offload.decode.gpu.handshake import Handshake, Step, make_handshake
-from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.layer_heads import layer_heads
 from offload.decode.gpu.linear import DeviceWeights, linear_path
-from offload.decode.gpu.parts_choice import PartsChoice
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.decode.gpu.resident_kv import ResidentKV, check_resident_room
-from offload.decode.gpu.step import DeviceStep
-from offload.decode.sampling import SamplingOptions
+from offload.decode.gpu.prepared_steps import PreparedSteps, bucket
+from offload.decode.gpu.resident_kv import check_resident_room
+from offload.decode.sampling import SamplingOptions, TokenChooser
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
@@ -45,7 +42,7 @@ _MIN_SCORE_TOKENS = 4096
 
 
 class DeviceDecoder:
-    """Decode steps of one model over one store.
+    """The `Decoder` of a model with a GPU.
 
     Args:
         backend: as `handshake.choose_backend` returns it.
@@ -61,7 +58,8 @@ class DeviceDecoder:
         after_projection, on_mark: see `DeviceStep`; steps with others are captured apart.
     """
 
-    max_step_tokens = 1  # of one sequence in a `decode`
+    max_step_tokens: int | None = 1
+    samples = True
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class DeviceDecoder:
         *,
         device: torch.device,
         backend: str,
-        num_threads: int | None,
+        num_threads: int,
         deadline_seconds: float = 5.0,
         device_budget_bytes: int | None = None,
         placement: HeadPlacement | None = None,
@@ -98,12 +96,9 @@ class DeviceDecoder:
         self._deadline_seconds = deadline_seconds
         self._device_budget_bytes = device_budget_bytes
         self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
-        self._num_slots = self._max_tokens = 0
         self._keeps_placement = keeps_placement
         self._agreed_on: tuple[list[int], list[int]] | None = None  # by `_fails_anywhere`
-        self._step: DeviceStep | None = None  # with the first slots
-        self._links: dict[tuple[int, int], HostLink] = {}
-        self._choices: dict[int, PartsChoice] = {}
+        self._steps: PreparedSteps | None = None  # with the first sequences
         self.place(placement or self._least_placement())
         if model.ranks is not None:
             model.ranks.close_before_leaving(self.close)
@@ -111,12 +106,13 @@ class DeviceDecoder:
     @property
     def device_bytes(self) -> int:
         """Of the KV cache that is on the device."""
-        return self._running.resident.num_bytes if self._num_slots else 0
+        return 0 if self._steps is None else self._steps.step.resident.num_bytes
 
     @property
     def coprocessors(self) -> list[Coprocessor]:
         """Of all kinds of steps that there have been."""
-        return [link.coprocessor for link in self._links.values()]
+        links = {} if self._steps is None else self._steps.links
+        return [link.coprocessor for link in links.values()]
 
     def place(self, placement: HeadPlacement) -> None:
         """Attend as `placement` says from now on.
@@ -135,19 +131,10 @@ class DeviceDecoder:
         )
         device_heads = placement.places != Place.CPU
         self.attention.beside = (self._sink_tokens, self._recent_tokens, device_heads)
-        self._num_slots = 0
-        self._drop_links()
-        self._step = None
+        self._drop_steps()
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
-        """Run all layers over one new token per sequence, for which room is reserved.
-
-        Args:
-            hidden: [num_sequences, hidden_size], the embeddings.
-            seqs: the store's sequence of each.
-
-        Returns:
-            [num_sequences, hidden_size], before the final norm.
+        """As `Decoder.decode`, of one new token per sequence.
 
         Raises:
             CoprocessorError: a side missed its deadline, or NaN or inf in the query or the cache;
@@ -156,8 +143,8 @@ class DeviceDecoder:
             DeviceMemoryError: the resident layers do not fit.
         """
         slots, kv_lens = self._bind(seqs)
-        link, b = self._choose_link(slots), self._running.buffers
-        run = functools.partial(self._running.run_layers, link)
+        link, step = self._prepared.choose_link(slots, self._num_parts), self._prepared.step
+        run, b = functools.partial(step.run_layers, link), step.buffers
         self._prepare(link, "layers", run)
         self._write_state(slots, kv_lens, batch.position_ids)
         at = torch.tensor(slots, device=self.device)
@@ -176,26 +163,26 @@ class DeviceDecoder:
         position_ids: Tensor,
         options: SamplingOptions,
     ) -> Tensor:
-        """One whole step, from the last tokens to the next.
-
-        Args:
-            tokens, position_ids: int64 [num_sequences], of the last token of each.
-
-        Returns:
-            int64 [num_sequences], on the host; -1 where the logits were not finite.
-
-        Raises:
-            As `decode`.
-        """
+        """One whole step: see `Decoder.choose_tokens`."""
         slots, kv_lens = self._bind(seqs)
-        link, samples = self._choose_link(slots), options.temperature > 0.0
+        link, step = self._prepared.choose_link(slots, self._num_parts), self._prepared.step
+        samples = options.temperature > 0.0
         kind = "sampled tokens" if samples else "tokens"
-        run = functools.partial(self._running.run_tokens, link, samples=samples)
-        self._running.buffers.chooser.use(options)
+        run = functools.partial(step.run_tokens, link, samples=samples)
+        step.buffers.chooser.use(options)
         self._prepare(link, kind, run)
         self._write_state(slots, kv_lens, position_ids, tokens)
         self._run(link, kind, run, seqs, slots, kv_lens)
-        return self._running.buffers.host_tokens[slots]
+        return step.buffers.host_tokens[slots]
+
+    def first_tokens(self, logits: Tensor, options: SamplingOptions) -> Tensor:
+        """The choice after a prompt, of logits [n, vocab_size]; with ranks rank 0's."""
+        num_rows, vocab_size = logits.shape
+        chooser = TokenChooser(num_rows, vocab_size, logits.device)
+        chooser.use(options)
+        chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
+        ranks = self.model.ranks
+        return (chosen if ranks is None else ranks.broadcast(chosen)).cpu()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] before the final norm -> [n, vocab_size]."""
@@ -204,8 +191,8 @@ class DeviceDecoder:
 
     def forget(self, seq: int) -> None:
         """`seq` was changed or freed outside of a decode step."""
-        if self._num_slots:
-            self._running.resident.forget(seq)
+        if self._steps is not None:
+            self._steps.step.resident.forget(seq)
 
     def check_room(self, num_sequences: int, kv_len: int) -> None:
         """Raise DeviceMemoryError, as the step that comes to so many tokens would."""
@@ -220,13 +207,13 @@ class DeviceDecoder:
 
     def close(self) -> None:
         """End the threads."""
-        self._drop_links()
+        self._drop_steps()
         self.pool.close()
 
     @property
-    def _running(self) -> DeviceStep:
-        assert self._step is not None
-        return self._step
+    def _prepared(self) -> PreparedSteps:
+        assert self._steps is not None
+        return self._steps
 
     def _bind(self, seqs: Sequence[int]) -> tuple[list[int], list[int]]:
         """Slots for `seqs`, and their kv_lens after the step, for which there is room."""
@@ -269,8 +256,9 @@ class DeviceDecoder:
 
     def _bind_lens(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         self._make_slots(len(seqs), max(kv_lens))
-        slots = self._running.resident.bind(seqs)
-        self._running.resident.reserve(slots, kv_lens)
+        resident = self._prepared.step.resident
+        slots = resident.bind(seqs)
+        resident.reserve(slots, kv_lens)
         return slots
 
     def _least_placement(self) -> HeadPlacement:
@@ -280,29 +268,11 @@ class DeviceDecoder:
             places[np.array(self.attention.is_dense)] = Place.GPU
         return HeadPlacement(places)
 
-    def _choose_link(self, slots: Sequence[int]) -> HostLink:
-        """The step that fits these slots, in as many parts as are fastest."""
-        num_rows = _bucket(max(slots) + 1)
-        num_parts = self._num_parts
-        if num_parts is None:
-            num_parts = self._choice(num_rows).num_parts
-        num_parts = min(num_parts, num_rows)
-        if (num_rows, num_parts) not in self._links:
-            self._links[num_rows, num_parts] = self._make_link(num_rows, num_parts)
-        return self._links[num_rows, num_parts]
-
-    def _choice(self, num_rows: int) -> PartsChoice:
-        if num_rows not in self._choices:
-            ranks = self.model.ranks
-            self._choices[num_rows] = PartsChoice(
-                (1, 2) if num_rows > 1 else (1,), int if ranks is None else ranks.agree
-            )
-        return self._choices[num_rows]
-
     def _prepare(self, link: HostLink, kind: str, run: Step) -> None:
         """Do what the first run of a step needs; it may run the step, with no row in use."""
-        self._running.buffers.host_state.fill_(-1)
-        self._running.after_projection, self._running.on_mark = self.after_projection, self.on_mark
+        step = self._prepared.step
+        step.buffers.host_state.fill_(-1)
+        step.after_projection, step.on_mark = self.after_projection, self.on_mark
         link.handshake.prepare(self._key(kind), run)
 
     def _key(self, kind: str) -> tuple[object, ...]:
@@ -316,7 +286,7 @@ class DeviceDecoder:
         position_ids: Tensor,
         tokens: Tensor | None = None,
     ) -> None:
-        state = self._running.buffers.host_state.numpy()
+        state = self._prepared.step.buffers.host_state.numpy()
         state.fill(-1)
         state[0, slots] = kv_lens
         state[0, slots] -= 1
@@ -333,41 +303,47 @@ class DeviceDecoder:
         kv_lens: Sequence[int],
     ) -> None:
         """One step of bound sequences that end with `kv_lens` tokens."""
-        start = time.perf_counter()
+        start, steps = time.perf_counter(), self._prepared
         rows = self.attention.begin_step(seqs, kv_lens)
         try:
             link.handshake.run(self._key(kind), run, rows, slots)
         except BaseException:
             for seq in seqs:  # who knows what was written
-                self._running.resident.forget(seq)
+                steps.step.resident.forget(seq)
                 if link.coprocessor.is_stuck:
                     self.store.renew_page_table(seq)
             raise
-        self._running.resident.advance(slots, kv_lens)
+        steps.step.resident.advance(slots, kv_lens)
         if self._num_parts is None:
-            self._choice(link.num_rows).record(link.num_parts, time.perf_counter() - start)
+            steps.record(link, time.perf_counter() - start)
 
     def _make_slots(self, num_sequences: int, kv_len: int) -> None:
         """Room for at least `num_sequences` rows, and where heads publish on the GPU for the scores
         of `kv_len` tokens; more than there was means new captures.
         """
-        if num_sequences <= self._num_slots and kv_len <= self._max_tokens:
-            return
-        num_slots = max(_bucket(num_sequences), self._num_slots)
-        self._num_slots = 0  # whatever happens below
-        self._max_tokens = self._room_for(kv_len)
-        self._drop_links()
-        self._choices.clear()
-        self._step = None  # its memory first
-        try:
-            self._step = self._make_step(num_slots)
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                f"the GPU has no memory left for decode steps of {num_slots} sequences ("
-                f"{str(error).partition(chr(10))[0]}); lower the batch size or raise max_memory of "
-                "the device"
-            ) from error
-        self._num_slots = num_slots
+        num_slots, steps = bucket(num_sequences), self._steps
+        if steps is not None:
+            if num_sequences <= steps.num_slots and kv_len <= steps.max_tokens:
+                return
+            num_slots = max(num_slots, steps.num_slots)
+        steps = None
+        self._drop_steps()  # their memory first
+        self._steps = PreparedSteps(
+            self.model,
+            self._weights,
+            self.attention,
+            self.placement,
+            self._layers,
+            window=(self._sink_tokens, self._recent_tokens),
+            num_slots=num_slots,
+            max_tokens=self._room_for(kv_len),
+            device=self.device,
+            device_budget_bytes=self._device_budget_bytes,
+            deadline_seconds=self._deadline_seconds,
+            make_handshake=functools.partial(
+                self._make_handshake, self._backend, deadline_seconds=self._deadline_seconds
+            ),
+        )
 
     def _room_for(self, kv_len: int) -> int:
         """Tokens that a step is made for: all that the model can have, unless heads publish. The
@@ -380,81 +356,7 @@ class DeviceDecoder:
         page_tokens = self.store.page_tokens
         return -(-max_tokens // page_tokens) * page_tokens
 
-    def _make_step(self, num_slots: int) -> DeviceStep:
-        layers = self._layers
-        resident = ResidentKV(
-            self.store,
-            window_layers=[i for i, layer in enumerate(layers) if layer.has_window],
-            resident_heads={i: layer.resident for i, layer in enumerate(layers)},
-            gathered_layers=[i for i, layer in enumerate(layers) if layer.gathered],
-            sink_tokens=self._sink_tokens,
-            recent_tokens=self._recent_tokens,
-            num_slots=num_slots,
-            max_context=self._max_tokens,
-            device=self.device,
-            budget_bytes=self._device_budget_bytes,
-        )
-        heads = DeviceHeads(
-            self.model,
-            layers,
-            self.attention.policy,
-            num_rows=num_slots,
-            max_tokens=self._max_tokens,
-            page_tokens=self.store.page_tokens,
-            dtype=self.store.dtype,
-            device=self.device,
-        )
-        buffers = StepBuffers(self.model, num_slots, self.store.dtype, self.device)
-        return DeviceStep(self.model, self._weights, self.store, buffers, resident, heads)
-
-    def _make_link(self, num_rows: int, num_parts: int) -> HostLink:
-        parts = part_rows(num_rows, num_parts)
-        requests = [
-            (layer_idx, rows.start, rows.stop - rows.start)
-            for layer_idx, layer in enumerate(self._layers)
-            if layer.host
-            for rows in parts
-        ]
-        heads = self._running.heads
-        shape = self.model.attention
-        mailbox = Mailbox.allocate(
-            num_layers=len(self._weights.layers),
-            max_rows=num_rows,
-            num_qo_heads=shape.num_qo_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=self.store.dtype,
-            num_requests=len(requests),
-            pinned=self.device.type == "cuda",
-            selection_units=heads.selection.shape[1],
-            selection_tokens=heads.selection.shape[2],
-        )
-        publishing = np.zeros(self.placement.places.shape, bool)
-        for layer_idx, layer in enumerate(self._layers):
-            publishing[layer_idx, list(layer.publishing)] = True
-        coprocessor = Coprocessor(
-            self.attention,
-            mailbox,
-            requests,
-            sink_tokens=self._sink_tokens,
-            recent_tokens=self._recent_tokens,
-            deadline_seconds=self._deadline_seconds,
-            device_heads=self.placement.places != Place.CPU,
-            publishing_heads=publishing,
-            on_done=self.attention.record_step_queries,
-        )
-        handshake = self._make_handshake(
-            self._backend, coprocessor, mailbox, deadline_seconds=self._deadline_seconds
-        )
-        request_of = {(layer, first): i for i, (layer, first, _) in enumerate(requests)}
-        return HostLink(num_rows, num_parts, mailbox, coprocessor, handshake, request_of)
-
-    def _drop_links(self) -> None:
-        for link in self._links.values():
-            link.handshake.close()
-        self._links.clear()
-
-
-def _bucket(num_rows: int) -> int:
-    """The number of rows that a step for `num_rows` sequences is made for: a power of two."""
-    return 1 << (num_rows - 1).bit_length()
+    def _drop_steps(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = None

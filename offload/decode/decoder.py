@@ -1,0 +1,86 @@
+"""What runs decode steps: the native kernels (`cpu`), or a GPU beside them (`gpu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.decode.sampling import SamplingOptions
+from offload.models.batch import RaggedBatch
+
+
+class Decoder(Protocol):
+    """Decode steps of one model over one store.
+
+    Attributes:
+        attention: what the CPU attends with, and the policy's state of each sequence.
+        pool: the threads that it attends on.
+    """
+
+    attention: DecodeAttention
+    pool: WorkerPool
+
+    @property
+    def max_step_tokens(self) -> int | None:
+        """New tokens of one sequence in a `decode`; None: any number."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token can be chosen by temperatures above 0, too."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the KV cache that is on a device."""
+
+    def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
+        """Run all layers over the new tokens of `batch`, for which room is reserved in the store.
+
+        Args:
+            hidden: [num_tokens, hidden_size], the embeddings; may be overwritten.
+            seqs: the store's sequence of each sequence of `batch`.
+
+        Returns:
+            [num_tokens, hidden_size], before the final norm.
+
+        Raises:
+            RuntimeError: NaN or inf in queries, keys or values; names the layer.
+            CoprocessorError, DeviceMemoryError: with a GPU that waits in vain, or is full.
+        """
+
+    def choose_tokens(
+        self, seqs: Sequence[int], tokens: Tensor, position_ids: Tensor, options: SamplingOptions
+    ) -> Tensor:
+        """One whole step, from the last tokens to the next.
+
+        Args:
+            tokens, position_ids: int64 [num_sequences], of the last token of each, on the host.
+            options: greedy ones, unless it `samples`.
+
+        Returns:
+            int64 [num_sequences], on the host; -1 where the logits were not finite.
+
+        Raises:
+            As `decode`.
+        """
+
+    def first_tokens(self, logits: Tensor, options: SamplingOptions) -> Tensor:
+        """The choice after a prompt, of logits [n, vocab_size]: as `choose_tokens` returns it."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] before the final norm -> [n, vocab_size]."""
+
+    def forget(self, seq: int) -> None:
+        """`seq` was changed or freed outside of a decode step."""
+
+    def check_usable(self) -> None:
+        """Raise CoprocessorError where an earlier fault was for good, or after a fork."""
+
+    def check_room(self, num_sequences: int, kv_len: int) -> None:
+        """Raise DeviceMemoryError, as the step that comes to so many tokens would."""
+
+    def close(self) -> None:
+        """End the threads."""

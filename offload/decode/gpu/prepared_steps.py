@@ -1,0 +1,173 @@
+"""What decode steps on the GPU share: made together before the first, dropped together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from cpu_ops.coprocessor import Coprocessor
+from cpu_ops.mailbox import Mailbox
+from offload.decode.attention import DecodeAttention
+from offload.decode.gpu.buffers import HostLink, StepBuffers, part_rows
+from offload.decode.gpu.handshake import Handshake
+from offload.decode.gpu.heads import DeviceHeads
+from offload.decode.gpu.layer_heads import LayerHeads
+from offload.decode.gpu.linear import DeviceWeights
+from offload.decode.gpu.parts_choice import PartsChoice
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.resident_kv import ResidentKV
+from offload.decode.gpu.step import DeviceStep
+from offload.models import LeanModel
+from offload.system.errors import DeviceMemoryError
+
+
+class PreparedSteps:
+    """Steps of up to `num_slots` sequences under one placement of the KV heads.
+
+    Args:
+        window: sink tokens and recent tokens, which the GPU attends to.
+        max_tokens: that the scores of heads which publish have room for.
+        make_handshake: of a coprocessor and its mailbox.
+
+    Attributes:
+        step: what a step launches, with its buffers and what stays on the GPU in the slots.
+        links: to the host, by rows and parts of the steps that there have been.
+
+    Raises:
+        DeviceMemoryError: the GPU has no memory left for them.
+    """
+
+    def __init__(
+        self,
+        model: LeanModel,
+        weights: DeviceWeights,
+        attention: DecodeAttention,
+        placement: HeadPlacement,
+        layers: Sequence[LayerHeads],
+        *,
+        window: tuple[int, int],
+        num_slots: int,
+        max_tokens: int,
+        device: torch.device,
+        device_budget_bytes: int | None,
+        deadline_seconds: float,
+        make_handshake: Callable[[Coprocessor, Mailbox], Handshake],
+    ) -> None:
+        self.num_slots, self.max_tokens = num_slots, max_tokens
+        self.links: dict[tuple[int, int], HostLink] = {}
+        self._choices: dict[int, PartsChoice] = {}
+        self._model, self._attention, self._store = model, attention, attention.store
+        self._placement, self._layers, self._window = placement, layers, window
+        self._device, self._deadline_seconds = device, deadline_seconds
+        self._make_handshake = make_handshake
+        try:
+            self.step = self._make_step(weights, device_budget_bytes)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the GPU has no memory left for decode steps of {num_slots} sequences ("
+                f"{str(error).partition(chr(10))[0]}); lower the batch size or raise max_memory of "
+                "the device"
+            ) from error
+
+    def choose_link(self, slots: Sequence[int], num_parts: int | None) -> HostLink:
+        """Of the step that fits these slots; in as many parts as are fastest for None."""
+        num_rows = bucket(max(slots) + 1)
+        if num_parts is None:
+            num_parts = self._choice(num_rows).num_parts
+        num_parts = min(num_parts, num_rows)
+        if (num_rows, num_parts) not in self.links:
+            self.links[num_rows, num_parts] = self._make_link(num_rows, num_parts)
+        return self.links[num_rows, num_parts]
+
+    def record(self, link: HostLink, seconds: float) -> None:
+        """A step took so long: `choose_link` learns from it."""
+        self._choice(link.num_rows).record(link.num_parts, seconds)
+
+    def close(self) -> None:
+        """End the threads of the links, and drop what was captured."""
+        for link in self.links.values():
+            link.handshake.close()
+        self.links.clear()
+
+    def _choice(self, num_rows: int) -> PartsChoice:
+        if num_rows not in self._choices:
+            ranks = self._model.ranks
+            self._choices[num_rows] = PartsChoice(
+                (1, 2) if num_rows > 1 else (1,), int if ranks is None else ranks.agree
+            )
+        return self._choices[num_rows]
+
+    def _make_step(self, weights: DeviceWeights, device_budget_bytes: int | None) -> DeviceStep:
+        model, layers, store, device = self._model, self._layers, self._store, self._device
+        sink_tokens, recent_tokens = self._window
+        resident = ResidentKV(
+            store,
+            window_layers=[i for i, layer in enumerate(layers) if layer.has_window],
+            resident_heads={i: layer.resident for i, layer in enumerate(layers)},
+            gathered_layers=[i for i, layer in enumerate(layers) if layer.gathered],
+            sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens,
+            num_slots=self.num_slots,
+            max_context=self.max_tokens,
+            device=device,
+            budget_bytes=device_budget_bytes,
+        )
+        heads = DeviceHeads(
+            model,
+            layers,
+            self._attention.policy,
+            num_rows=self.num_slots,
+            max_tokens=self.max_tokens,
+            page_tokens=store.page_tokens,
+            dtype=store.dtype,
+            device=device,
+        )
+        buffers = StepBuffers(model, self.num_slots, store.dtype, device)
+        return DeviceStep(model, weights, store, buffers, resident, heads)
+
+    def _make_link(self, num_rows: int, num_parts: int) -> HostLink:
+        requests = [
+            (layer_idx, rows.start, rows.stop - rows.start)
+            for layer_idx, layer in enumerate(self._layers)
+            if layer.host
+            for rows in part_rows(num_rows, num_parts)
+        ]
+        selection = self.step.heads.selection
+        shape = self._model.attention
+        mailbox = Mailbox.allocate(
+            num_layers=len(self._layers),
+            max_rows=num_rows,
+            num_qo_heads=shape.num_qo_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=self._store.dtype,
+            num_requests=len(requests),
+            pinned=self._device.type == "cuda",
+            selection_units=selection.shape[1],
+            selection_tokens=selection.shape[2],
+        )
+        publishing = np.zeros(self._placement.places.shape, bool)
+        for layer_idx, layer in enumerate(self._layers):
+            publishing[layer_idx, list(layer.publishing)] = True
+        sink_tokens, recent_tokens = self._window
+        coprocessor = Coprocessor(
+            self._attention,
+            mailbox,
+            requests,
+            sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens,
+            deadline_seconds=self._deadline_seconds,
+            device_heads=self._placement.places != Place.CPU,
+            publishing_heads=publishing,
+            on_done=self._attention.record_step_queries,
+        )
+        handshake = self._make_handshake(coprocessor, mailbox)
+        request_of = {(layer, first): i for i, (layer, first, _) in enumerate(requests)}
+        return HostLink(num_rows, num_parts, mailbox, coprocessor, handshake, request_of)
+
+
+def bucket(num_rows: int) -> int:
+    """The number of rows that a step for `num_rows` sequences is made for: a power of two."""
+    return 1 << (num_rows - 1).bit_length()

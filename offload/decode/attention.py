@@ -29,7 +29,7 @@ from cpu_ops.trace import TraceEvent
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.page_pool import Int64Array
 from offload.kv.store import KVStore
-from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy, SparsePolicy, check_roles
+from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy, check_roles
 from offload.policies.prefill_build import PrefillBuild
 from offload.policies.state import PolicyStates
 from offload.prefill.forward import OnQueries
@@ -123,6 +123,7 @@ class DecodeAttention:
                 policy.observe,
                 policy.append,
             )
+            numbers, state = policy.selecting.number_layout, policy.selecting.state_layout
             self._native.set_policy(
                 policy.budget_tokens,
                 policy.sink_tokens,
@@ -130,7 +131,8 @@ class DecodeAttention:
                 policy.per_query_head,
                 policy.scans_keys,
                 [0 if c is None else c.address for c in callbacks],
-                policy.parameters(),
+                [] if numbers is None else numbers.values(policy.selecting),
+                0 if state is None else len(state),
                 [] if roles is None else roles.reshape(-1).tolist(),
                 policy.shares_selection,
             )
@@ -143,9 +145,7 @@ class DecodeAttention:
             layers=asking,
         )
         self._has_state = policy.selects and policy.has_state()
-        inner = getattr(policy, "inner", policy)  # of policies that are made of another one
-        builds = getattr(type(inner), "build_on_device", None)
-        self._builds_on_device = builds is not SparsePolicy.build_on_device
+        self._builds_on_device = policy.selecting.builds_on_device
         self._observes_queries = policy.selects and policy.observed_queries > 0
 
     @property

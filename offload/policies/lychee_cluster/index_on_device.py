@@ -1,9 +1,9 @@
-"""The clusters of LycheeCluster's index, found where the keys are: `lychee_index` on a device.
+"""The clusters of LycheeCluster's index, found where the keys are: `index` on a device.
 
-The steps and their order are those of `cpp/operators/clustering.cpp`, so that both find the same clusters but
-for rounding. Nothing depends on a value that is on the device, so nothing waits for it; sums come
-to the same in any order, so that a prompt has one index. The launches of a layer are counted in
-tests: more than a few hundred would keep a GPU busy with starting them.
+The steps and their order are those of `cpp/operators/clustering.cpp`, so that both find the same
+clusters but for rounding. Nothing depends on a value that is on the device, so nothing waits for
+it; sums come to the same in any order, so that a prompt has one index. The launches of a layer are
+counted in tests: more than a few hundred would keep a GPU busy with starting them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cluster_on_device(
     num_units: int,
     iterations: int,
 ) -> dict[str, Tensor]:
-    """The fields of `lychee_index.Clusters`, on the device of `keys`.
+    """The fields of `index.Clusters`, on the device of `keys`.
 
     Args:
         keys: [num_kv_heads, kv_len, head_dim].

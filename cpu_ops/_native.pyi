@@ -13,7 +13,6 @@ MAX_GROUP_SIZE: int
 MAX_HEAD_DIM: int
 HEAD_DIM_MULTIPLE: int
 MAX_LINEAR_ROWS: int
-MAX_POLICY_ARRAYS: int
 FLAG_STRIDE: int
 
 _Int64s = npt.NDArray[np.int64]
@@ -103,6 +102,7 @@ class DecodeAttention:
         scans_keys: bool,
         functions: Sequence[int],
         parameters: Sequence[float],
+        num_arrays: int,
         roles: Sequence[int],
         shares_selection: bool,
     ) -> None: ...

@@ -92,6 +92,7 @@ class NativeAttention:
         scans_keys: bool,
         callbacks: Sequence[int],
         parameters: Sequence[float],
+        num_arrays: int,
         roles: Sequence[int],
         shares_selection: bool,
     ) -> None:
@@ -100,6 +101,7 @@ class NativeAttention:
 
         Args:
             callbacks: addresses of prepare, propose, select, observe and append; 0: there is none.
+            num_arrays: that a layer of a sequence has (`StepRows.arrays`).
             roles: of each layer and unit, or [] where all of a sparse layer select.
         """
         self.sparse_layers = sparse_layers
@@ -113,6 +115,7 @@ class NativeAttention:
             scans_keys,
             callbacks,
             parameters,
+            num_arrays,
             roles,
             shares_selection,
         )

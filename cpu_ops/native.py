@@ -20,7 +20,6 @@ DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch
 MAX_GROUP_SIZE = _native.MAX_GROUP_SIZE
 MAX_HEAD_DIM = _native.MAX_HEAD_DIM
 MAX_LINEAR_ROWS = _native.MAX_LINEAR_ROWS
-MAX_POLICY_ARRAYS = _native.MAX_POLICY_ARRAYS
 NO_ARRAYS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
 

@@ -69,7 +69,7 @@ struct QueryRow {
   const void* query;          // [num_qo_heads, head_dim], dtype of the shape
   void* output;               // the same, or float32 (AttendOptions)
   float* lse;                 // optional [num_qo_heads]
-  void* const* arrays;        // the policy's arrays of (sequence, layer), kMaxPolicyArrays of them; may be null
+  void* const* arrays;        // of the policy: [num_layers, PolicyFunctions::num_arrays]; may be null
   const uint8_t* text_marks;  // [kv_len] or null
   // An explicit selection instead of a policy's: CSR over units, sorted unique tokens. Null where a policy selects.
   const int64_t* indptr;

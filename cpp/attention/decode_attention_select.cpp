@@ -85,12 +85,12 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.last = row.kv_len - policy_.recent_tokens;
   context.budget_tokens = policy_.budget_tokens - policy_.sink_tokens - policy_.recent_tokens;
   context.sm_scale = shape_.sm_scale;
-  std::copy_n(policy_.parameters, kMaxPolicyParameters, context.parameters);
+  context.parameters = policy_.parameters.data();
   if (static_cast<size_t>(row_idx) < queries_.size() / (static_cast<size_t>(shape_.num_qo_heads) * shape_.head_dim)) {
     context.query = queries_of(row_idx, unit * unit_group());
   }
   context.text_marks = row.text_marks;
-  for (int i = 0; i < kMaxPolicyArrays; ++i) context.arrays[i] = row.arrays != nullptr ? row.arrays[i] : nullptr;
+  if (row.arrays != nullptr) context.arrays = row.arrays + layer_idx * policy_.num_arrays;
   context.score_tokens = score_tokens;
   context.top_k = top_k_for_policy;
   context.score_rows = score_rows;

@@ -11,8 +11,6 @@
 
 namespace offload {
 
-inline constexpr int kMaxPolicyArrays = 8;
-inline constexpr int kMaxPolicyParameters = 8;
 inline constexpr int64_t kAnswered = -2;  // of propose: the unit's output is written, nothing is attended
 
 struct WorkerProfile;
@@ -30,18 +28,18 @@ struct PolicyContext {
   int64_t budget_tokens;   // how many it may choose
   int64_t num_candidates;  // select: what propose returned
   double sm_scale;
-  double parameters[kMaxPolicyParameters];
-  const float* query;       // [group_size, head_dim]; null in prepare
+  const double* parameters;  // the policy's numbers, in the order that it declares
+  const float* query;        // [group_size, head_dim]; null in prepare
   const float* importance;  // exact attention weights summed over the group: of the candidates, or of all kv_len tokens
   int32_t* indices;         // select writes budget_tokens of them; observe reads num_indices
   int64_t num_indices;
-  const float* weights;            // observe: [group_size, num_indices] normalised attention weights
-  const int32_t* candidates;       // propose: sorted unique tokens in [first, last), in memory of the policy's own
-  float* output;                   // propose: [group_size, head_dim] and
-  float* lse;                      // [group_size], where it answers
-  const uint8_t* text_marks;       // [kv_len] what the text of each token ends with; null where it is not known
-  int64_t bytes_touched;           // callbacks add what they read and write of their own arrays
-  void* arrays[kMaxPolicyArrays];  // the policy's own arrays of this (sequence, layer)
+  const float* weights;       // observe: [group_size, num_indices] normalised attention weights
+  const int32_t* candidates;  // propose: sorted unique tokens in [first, last), in memory of the policy's own
+  float* output;              // propose: [group_size, head_dim] and
+  float* lse;                 // [group_size], where it answers
+  const uint8_t* text_marks;  // [kv_len] what the text of each token ends with; null where it is not known
+  int64_t bytes_touched;      // callbacks add what they read and write of their own arrays
+  void* const* arrays;        // the policy's own arrays of this (sequence, layer), in the order that it declares
   // SIMD primitives, as function pointers so that Numba code can call them.
   void (*score_tokens)(const PolicyContext*, const int32_t* indices, int64_t n, float* scores);
   int64_t (*top_k)(const PolicyContext*, const float* x, int64_t n, int64_t k, int32_t* positions);
@@ -76,7 +74,8 @@ struct PolicyFunctions {
   bool scans_keys = false;        // the runtime scores every key first and hands over `importance`
   bool shares_selection = false;  // units of a row that retrieve publish one selection, by their summed importance
   std::vector<uint8_t> roles;     // Role of each [layer, unit]
-  double parameters[kMaxPolicyParameters] = {};
+  std::vector<double> parameters;
+  int64_t num_arrays = 0;                        // of each (sequence, layer)
   void (*prepare)(PolicyContext*) = nullptr;     // before the query is known
   int64_t (*propose)(PolicyContext*) = nullptr;  // sets candidates, returns how many; or answers
   // Writes sorted unique tokens in [first, last), or where there are candidates ascending positions among them; returns

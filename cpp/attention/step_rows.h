@@ -14,7 +14,7 @@ struct StepRows {
   const int64_t* page_tables;    // addresses of the sequences' page tables [num_layers, table_stride]
   const int64_t* table_strides;  // pages per layer in those tables
   const int64_t* kv_lens;        // tokens each row attends to, its own, the last, included
-  const int64_t* arrays;         // addresses of the policy's tables [num_layers, kMaxPolicyArrays], or null; 0: none
+  const int64_t* arrays;         // addresses of the sequences' QueryRow::arrays, or null; 0: none
   const int64_t* text_marks;     // addresses of the sequences' text marks, or null
 
   const int64_t* pages(int64_t row, int64_t layer_idx) const {
@@ -27,9 +27,7 @@ struct StepRows {
       QueryRow& row = rows[static_cast<size_t>(r)];
       row.pages = pages(r, layer_idx);
       row.kv_len = kv_lens[r];
-      if (arrays != nullptr && arrays[r] != 0) {
-        row.arrays = reinterpret_cast<void* const*>(arrays[r]) + layer_idx * kMaxPolicyArrays;
-      }
+      if (arrays != nullptr) row.arrays = reinterpret_cast<void* const*>(arrays[r]);
       if (text_marks != nullptr) row.text_marks = reinterpret_cast<const uint8_t*>(text_marks[r]);
     }
   }

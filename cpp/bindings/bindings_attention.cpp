@@ -39,7 +39,7 @@ class PyDecodeAttention {
   // empty.
   void set_policy(int64_t budget_tokens, int64_t sink_tokens, int64_t recent_tokens, bool per_query_head,
                   bool scans_keys, const std::vector<int64_t>& functions, const std::vector<double>& parameters,
-                  const std::vector<uint8_t>& roles, bool shares_selection) {
+                  int64_t num_arrays, const std::vector<uint8_t>& roles, bool shares_selection) {
     PolicyFunctions policy;
     policy.budget_tokens = budget_tokens;
     policy.sink_tokens = sink_tokens;
@@ -48,7 +48,8 @@ class PyDecodeAttention {
     policy.scans_keys = scans_keys;
     policy.roles = roles;
     policy.shares_selection = shares_selection;
-    for (size_t i = 0; i < parameters.size() && i < kMaxPolicyParameters; ++i) policy.parameters[i] = parameters[i];
+    policy.parameters = parameters;
+    policy.num_arrays = num_arrays;
     policy.prepare = pointer<void(PolicyContext*)>(functions.at(0));
     policy.propose = pointer<int64_t(PolicyContext*)>(functions.at(1));
     policy.select = pointer<int64_t(PolicyContext*)>(functions.at(2));
@@ -240,7 +241,6 @@ py::dict policy_context_offsets() {
 DecodeAttention& attention_of(const py::object& attention) { return attention.cast<PyDecodeAttention&>().attention(); }
 
 void bind_attention(py::module_& m) {
-  m.attr("MAX_POLICY_ARRAYS") = kMaxPolicyArrays;
   m.def("policy_context_offsets", &policy_context_offsets);
   py::class_<PyDecodeAttention>(m, "DecodeAttention")
       .def(py::init<WorkerPool&, const std::string&, int, int, int, int, int, float>(), py::keep_alive<1, 2>())

@@ -89,7 +89,7 @@ size_t StepServer::rows_of(int request, std::vector<QueryRow>& rows) const {
     row.query = mailbox_.query + of_step.slot * elements * dtype_bytes(shape.dtype);
     row.output = mailbox_.output + of_step.slot * elements;
     row.lse = mailbox_.lse + of_step.slot * shape.num_qo_heads;
-    if (of_step.arrays != nullptr) row.arrays = of_step.arrays + r.layer_idx * kMaxPolicyArrays;
+    row.arrays = of_step.arrays;
     row.text_marks = of_step.text_marks;
     rows.push_back(row);
   }

@@ -50,7 +50,7 @@ struct StepRow {
   const int64_t* page_table;
   int64_t table_stride;
   int64_t kv_len;             // the step's own token included
-  void* const* arrays;        // [num_layers, kMaxPolicyArrays] or null
+  void* const* arrays;        // as QueryRow's
   const uint8_t* text_marks;  // or null
 };
 

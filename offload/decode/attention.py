@@ -19,7 +19,7 @@ from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
-from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy, SparsePolicy, check_roles
+from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy, check_roles
 from offload.policies.prefill_build import PrefillBuild
 from offload.policies.state import PolicyStates
 from offload.prefill.forward import OnQueries
@@ -94,6 +94,7 @@ class DecodeAttention(NativeAttention):
                 policy.observe,
                 policy.append,
             )
+            numbers, state = policy.selecting.number_layout, policy.selecting.state_layout
             self.select(
                 sparse,
                 budget_tokens=policy.budget_tokens,
@@ -101,7 +102,8 @@ class DecodeAttention(NativeAttention):
                 per_query_head=policy.per_query_head,
                 scans_keys=policy.scans_keys,
                 callbacks=[0 if c is None else c.address for c in callbacks],
-                parameters=policy.parameters(),
+                parameters=[] if numbers is None else numbers.values(policy.selecting),
+                num_arrays=0 if state is None else len(state),
                 roles=[] if roles is None else roles.reshape(-1).tolist(),
                 shares_selection=policy.shares_selection,
             )
@@ -114,9 +116,7 @@ class DecodeAttention(NativeAttention):
             layers=asking,
         )
         self.has_state = policy.selects and policy.has_state()
-        inner = getattr(policy, "inner", policy)  # of policies that are made of another one
-        builds = getattr(type(inner), "build_on_device", None)
-        self._builds_on_device = builds is not SparsePolicy.build_on_device
+        self._builds_on_device = policy.selecting.builds_on_device
         self._observes_queries = policy.selects and policy.observed_queries > 0
 
     @property

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -154,7 +152,7 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
 
     It is built from random keys of two short contexts; what grows, grows with the room for tokens.
     """
-    inner: Any = getattr(policy, "inner", policy)
+    selecting = policy.selecting
     if not policy.selects or not policy.has_state() or kv_len <= policy.budget_tokens:
         return 0.0
     from cpu_ops.worker_pool import WorkerPool
@@ -173,13 +171,13 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
                 layer_idx=shape.num_layers - 1,
                 keys=random(shape.num_kv_heads, num_tokens),
                 values=random(shape.num_kv_heads, num_tokens),
-                queries=random(shape.num_qo_heads, max(1, inner.observed_queries)),
+                queries=random(shape.num_qo_heads, max(1, selecting.observed_queries)),
                 sm_scale=shape.head_dim**-0.5,
                 capacity_tokens=capacity_for(num_tokens),
                 text_marks=None,
                 pool=pool,
             )
-            sizes.append(sum(array.nbytes for array in inner.build(context)))
+            sizes.append(sum(array.nbytes for array in selecting.build(context).values()))
     finally:
         pool.close()
     first, second = (capacity_for(n) for n in _STATE_LENS)

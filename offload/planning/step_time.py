@@ -28,11 +28,8 @@ from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
 from offload.planning.workload import Workload, policy_key
 from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
 
-# Of a worker's second-level cache, filled ahead (cpp/attention/decode_attention_warm.cpp).
+# Of a worker's second-level cache that reading ahead fills (decode_attention_warm.cpp).
 _AHEAD_BYTES_PER_WORKER = 2**20
-_FLOAT32 = 4
-# Where a policy selects by looking at some keys first: these per token that it chooses or caches.
-_LFPS_CANDIDATE_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -260,7 +257,12 @@ class StepModel:
             if role == REUSE:
                 certain += attended
             elif role == SELECT:
-                looked_at, rereads_keys = self._looked_at_bytes()
+                looked_at, rereads_keys = work.policy.selecting.looked_at_bytes(
+                    kv_len=work.kv_len,
+                    chosen_tokens=work.chosen_tokens,
+                    row_bytes=work.row_bytes,
+                    state_bytes=work.state_bytes / work.shape.num_kv_heads,
+                )
                 scaled += looked_at
                 rows += attended if rereads_keys else attended / 2
         dense, retrieved, rows, certain, scaled = (
@@ -294,29 +296,6 @@ class StepModel:
         )
         warm = profile.attend_warm.us(num_bytes)
         return cold + (warm - cold) * ahead / num_bytes
-
-    def _looked_at_bytes(self) -> tuple[float, bool]:
-        """Of one KV head: what the policy reads to select, and whether keys are read again then."""
-        work = self.work
-        policy: Any = getattr(work.policy, "inner", work.policy)
-        kept = work.state_bytes / work.shape.num_kv_heads
-        if policy.scans_keys:
-            return work.kv_len * (work.row_bytes + _FLOAT32), False
-        if policy.name == "lychee_cluster":
-            short = work.kv_len <= 16 * policy.budget_tokens
-            ratio = policy.candidate_ratio
-            if short:
-                ratio = max(ratio, policy.short_context_ratio)
-            # A search reads all coarse units' centroids, and the clusters of a few of them.
-            chunk = (policy.min_chunk_tokens + policy.max_chunk_tokens) / 2
-            clusters = max(1.0, work.kv_len / (chunk * policy.chunks_per_cluster))
-            units = min(policy.max_units, clusters**0.5)
-            kept *= min(1.0, policy.kept_units / units)
-            return kept + ratio * work.chosen_tokens * work.row_bytes, False
-        if policy.name == "lfps":
-            candidates = max(work.chosen_tokens, _LFPS_CANDIDATE_SHARE * work.kv_len)
-            return candidates * work.row_bytes, False
-        return kept, True
 
     def _layer_linear_us(self, device: DeviceProfile) -> float:
         """Of one layer for this batch: as measured, or else by the bytes of its matrices."""

@@ -68,4 +68,4 @@ class Workload:
 
 def policy_key(policy: Policy) -> str:
     """Names what a policy does in a layer in which it selects: its name and options."""
-    return repr(getattr(policy, "inner", policy))
+    return repr(policy.selecting)

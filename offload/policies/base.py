@@ -20,7 +20,7 @@ is exactly full attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cpu_ops.worker_pool import WorkerPool
+    from offload.models.base import LeanModel
     from offload.policies.callback import Callback
+    from offload.policies.layouts import NumberLayout, StateLayout
 
-# What a unit does in a layer where its sequence is longer than the budget: the Role of
+# What a unit does in a layer where its sequence is longer than the budget: Role of
 # cpp/attention/policy.h.
 DENSE = 0  # full attention
 RETRIEVE = 1  # full attention, and publishes the policy's selection
@@ -41,8 +43,10 @@ SELECT = 2  # attends to the policy's selection and publishes it
 REUSE = 3  # attends to what the same unit of a layer above last published in this step
 
 
+# A policy's own arrays of one layer of one sequence, by the names of its `state_layout`.
+State = dict[str, "npt.NDArray[Any]"]
 # What `Policy.build_on_device` returns: called once, after the device has done what was queued.
-DeviceBuild = Callable[[], "Sequence[npt.NDArray[Any]]"]
+DeviceBuild = Callable[[], State]
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class BuildContext:
         queries: [num_qo_heads, n, head_dim], the last n <= `observed_queries`, rotated, oldest
             first; the last one belongs to token kv_len - 1. n is 0 where none were kept.
         capacity_tokens: the arrays must serve so many tokens before `grow` is asked for more.
-        text_marks: uint8 [kv_len] of `reads_text` policies, or None (see
-            `offload.policies.text_marks`).
+        text_marks: uint8 [kv_len] of `reads_text` policies (see `offload.policies.text_marks`), or
+            None.
         pool: threads to build with.
     """
 
@@ -106,6 +110,9 @@ class Policy:
         observed_queries: the runtime keeps the last so many queries of each (sequence, layer)
             while it attends densely, for `build`.
         reads_text: callbacks and `build` get text marks, if the runtime knows the text.
+        state_layout: the arrays that `build` makes; None: the policy keeps none.
+        number_layout: the numbers that callbacks read.
+        builds_on_device: `build_on_device` is there.
     A policy that selects also has the options of `SparsePolicy`, or properties of these names.
     """
 
@@ -116,6 +123,9 @@ class Policy:
     shares_selection: ClassVar[bool] = False
     observed_queries: ClassVar[int] = 0
     reads_text: ClassVar[bool] = False
+    state_layout: ClassVar[StateLayout | None] = None
+    number_layout: ClassVar[NumberLayout | None] = None
+    builds_on_device: ClassVar[bool] = False
     prepare: ClassVar[Callback | None] = None
     propose: ClassVar[Callback | None] = None
     select: ClassVar[Callback | None] = None
@@ -143,9 +153,10 @@ class Policy:
         """The policy with these options; policies made of others also take those' options."""
         return cls(**options)
 
-    def parameters(self) -> tuple[float, ...]:
-        """At most 8 numbers, which callbacks find in `ctx.parameters`."""
-        return ()
+    @property
+    def selecting(self) -> Policy:
+        """Whose callbacks, arrays and numbers these are: another one's, if this is made of it."""
+        return self
 
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
@@ -178,13 +189,43 @@ class Policy:
         """How units that RETRIEVE choose, if a GPU that holds their KV can do it; else None."""
         return None
 
-    def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
-        """The policy's own arrays for one layer of one sequence, at most 8, C-contiguous.
+    def calibrated(
+        self,
+        make_lean: Callable[[], LeanModel],
+        *,
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+    ) -> Policy:
+        """The policy with what it has to learn from the attention of the model that will run.
 
-        Called once per (sequence, layer), before its first sparse decode step. Callbacks find the
-        arrays in `ctx.arrays`, in this order; forks copy them. A policy without state returns ().
+        Args:
+            make_lean, load_tokenizer: called only if they are needed.
+
+        Raises:
+            ValueError: the policy is for another model.
         """
-        return ()
+        return self
+
+    def looked_at_bytes(
+        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
+    ) -> tuple[float, bool]:
+        """For estimates: what is read of one KV head to select, and whether keys are read again
+        to attend.
+
+        Args:
+            chosen_tokens: of a head, beside sinks and recent window; row_bytes: of a key.
+            state_bytes: that the policy keeps of the head.
+        """
+        if self.scans_keys:
+            return kv_len * (row_bytes + 4), False  # keys, and their importance
+        return state_bytes, True
+
+    def build(self, context: BuildContext) -> State:
+        """The policy's own arrays for one layer of one sequence, C-contiguous.
+
+        Called once per (sequence, layer), before its first sparse decode step; forks copy them.
+        """
+        return {}
 
     def state_bytes(self, shape: StateShape) -> int:
         """At most so many bytes are in the arrays of one layer of one sequence.
@@ -193,32 +234,29 @@ class Policy:
         """
         return 0
 
-    def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
+    def build_on_device(self, context: BuildContext) -> DeviceBuild:
         """`build` alongside a prefill, from tensors on the device that computes it.
 
         Queues its work to the current stream and does not wait for it: the keys and values are
-        overwritten after it. Returns what makes the arrays, for when that work is done; None if
-        this policy can only `build`, from what has come to the host.
+        overwritten after it. Returns what makes the arrays, for when that work is done.
         """
-        return None
+        raise NotImplementedError
 
-    def grow(
-        self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
-    ) -> Sequence[npt.NDArray[Any]]:
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The arrays, for `capacity_tokens` tokens. Called between steps, when they get too few.
 
         Those given stay as they are: the step that needs the room may fail.
         """
         return arrays
 
-    def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """Adapt the arrays in place to a sequence cut to `kv_len` tokens.
 
         False: it cannot be done; the state is built again when it is needed.
         """
         return False
 
-    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """Take back, in place, what the callbacks of one step did that failed, after `kv_len`
         tokens: of some units, of all, or of none; `prepare` may have run without the others.
 
@@ -228,8 +266,8 @@ class Policy:
         return self.observe is None and self.append is None and self.prepare is None
 
     def has_state(self) -> bool:
-        """Whether `build` keeps arrays."""
-        return type(self).build is not Policy.build
+        """Whether `build` makes arrays."""
+        return self.selecting.state_layout is not None
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 the machine code on disk). The pool calls it from C++ threads without the GIL. The function gets a
 pointer to a `PolicyContext` (cpp/attention/policy.h); `read_context` makes it a record with the
 fields of `CONTEXT_DTYPE`, which is the context itself: what is assigned to a field is seen by the
-runtime.
-Pointers in the record are plain addresses: `view_float32` and friends turn them into arrays;
+runtime. Pointers in the record are plain addresses: `view_float32` and friends turn them into
+arrays, and what is at `arrays` and `parameters` is read by name (`offload.policies.layouts`);
 `score_tokens`, `top_k` and the other primitives at the end call the SIMD code behind them;
 `prefetch` needs none.
 """
@@ -23,7 +23,7 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-# The fields of PolicyContext in cpp/attention/policy.h; a test of callbacks compares the offsets.
+# The fields of cpp/attention/policy.h's PolicyContext; a test compares the offsets.
 CONTEXT_DTYPE = np.dtype(
     [
         ("layer_idx", np.int64),
@@ -37,7 +37,7 @@ CONTEXT_DTYPE = np.dtype(
         ("budget_tokens", np.int64),
         ("num_candidates", np.int64),
         ("sm_scale", np.float64),
-        ("parameters", np.float64, (8,)),
+        ("parameters", np.int64),
         ("query", np.int64),
         ("importance", np.int64),
         ("indices", np.int64),
@@ -48,7 +48,7 @@ CONTEXT_DTYPE = np.dtype(
         ("lse", np.int64),
         ("text_marks", np.int64),
         ("bytes_touched", np.int64),
-        ("arrays", np.int64, (8,)),
+        ("arrays", np.int64),
         ("score_tokens", np.int64),
         ("top_k", np.int64),
         ("score_rows", np.int64),
@@ -128,33 +128,33 @@ _as_uint64 = _cast(types.uint64)
 
 
 @numba.njit(inline="always")
-def view_float32(address: Any, length: Any) -> Any:
-    """float32 array [length] at an address."""
-    return carray(_as_float32(address), length)
+def view_float32(address: Any, length: Any, row: Any = 0) -> Any:
+    """float32 array [length] at an address; or a row of that length, of an array [rows, length]."""
+    return carray(_as_float32(address + 4 * row * length), length)
 
 
 @numba.njit(inline="always")
-def view_int32(address: Any, length: Any) -> Any:
-    """int32 array [length] at an address."""
-    return carray(_as_int32(address), length)
+def view_int32(address: Any, length: Any, row: Any = 0) -> Any:
+    """int32 array [length] at an address; or a row of that length, of an array [rows, length]."""
+    return carray(_as_int32(address + 4 * row * length), length)
 
 
 @numba.njit(inline="always")
-def view_uint8(address: Any, length: Any) -> Any:
-    """uint8 array [length] at an address."""
-    return carray(_as_uint8(address), length)
+def view_uint8(address: Any, length: Any, row: Any = 0) -> Any:
+    """uint8 array [length] at an address; or a row of that length, of an array [rows, length]."""
+    return carray(_as_uint8(address + row * length), length)
 
 
 @numba.njit(inline="always")
-def view_float64(address: Any, length: Any) -> Any:
-    """float64 array [length] at an address."""
-    return carray(_as_float64(address), length)
+def view_float64(address: Any, length: Any, row: Any = 0) -> Any:
+    """float64 array [length] at an address; or a row of that length, of an array [rows, length]."""
+    return carray(_as_float64(address + 8 * row * length), length)
 
 
 @numba.njit(inline="always")
-def view_uint64(address: Any, length: Any) -> Any:
-    """uint64 array [length] at an address."""
-    return carray(_as_uint64(address), length)
+def view_uint64(address: Any, length: Any, row: Any = 0) -> Any:
+    """uint64 array [length] at an address; or a row of that length, of an array [rows, length]."""
+    return carray(_as_uint64(address + 8 * row * length), length)
 
 
 @numba.njit(inline="always")

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import DeviceBuild
+from offload.policies.base import DeviceBuild, State
 from offload.policies.state import PolicyStates
 
 _LAYERS_PENDING = 3
@@ -39,7 +37,7 @@ class PrefillBuild:
     A layer is finished on the host once the device is found to have done its part (LycheeCluster:
     about 1 ms of a layer of 128K tokens, beside hundreds of the device). The host waits only where
     it is some layers ahead: what is pending holds pinned memory. Sequences are built again later,
-    on the host, if the policy cannot build on a device, or if `finish` is not reached.
+    on the host, if `finish` is not reached.
 
     Args:
         kv_lens: of the sequences to build for, the tokens that they will have.
@@ -52,9 +50,7 @@ class PrefillBuild:
         self._states = states
         self._kv_lens = dict(kv_lens)
         self._pending: deque[_Pending] = deque()
-        self._layers: dict[int, dict[int, Sequence[npt.NDArray[Any]]]] = {
-            seq: {} for seq in kv_lens
-        }
+        self._layers: dict[int, dict[int, State]] = {seq: {} for seq in kv_lens}
         self.host_seconds = 0.0
 
     def on_layer(self, layer_idx: int, seq: int, keys: Tensor, values: Tensor) -> None:
@@ -71,15 +67,12 @@ class PrefillBuild:
                 f"layer {layer_idx} of sequence {seq} has {keys.shape[1]} keys, expected {kv_len}"
             )
         context = self._states.build_context(seq, layer_idx, keys, values, kv_len + 1)
-        build = self._states.policy.build_on_device(context)
-        if build is None:
-            del self._layers[seq]
-        else:
-            done = None
-            if keys.is_cuda:
-                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                done.record(torch.cuda.current_stream(keys.device))
-            self._pending.append(_Pending(seq, layer_idx, build, done))
+        build = self._states.policy.selecting.build_on_device(context)
+        done = None
+        if keys.is_cuda:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(keys.device))
+        self._pending.append(_Pending(seq, layer_idx, build, done))
         most = _LAYERS_PENDING * len(self._kv_lens)
         while self._pending and (self._pending[0].is_done() or len(self._pending) > most):
             self._make_arrays(self._pending.popleft())
@@ -91,13 +84,11 @@ class PrefillBuild:
         while self._pending:
             self._make_arrays(self._pending.popleft())
         for seq, kv_len in self._kv_lens.items():
-            if seq in self._layers:
-                self._states.install(seq, self._layers[seq], kv_len + 1)
+            self._states.install(seq, self._layers[seq], kv_len + 1)
         self._layers.clear()
         self.host_seconds += time.perf_counter() - start
 
     def _make_arrays(self, pending: _Pending) -> None:
-        if pending.seq in self._layers:
-            if pending.done is not None:
-                pending.done.synchronize()
-            self._layers[pending.seq][pending.layer_idx] = pending.build()
+        if pending.done is not None:
+            pending.done.synchronize()
+        self._layers[pending.seq][pending.layer_idx] = pending.build()

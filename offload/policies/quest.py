@@ -17,7 +17,7 @@ sixteenth of the bytes of keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, StateShape
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, State, StateShape
 from offload.policies.callback import (
     Callback,
     callback,
@@ -41,19 +41,22 @@ from offload.policies.callback import (
     view_int32,
 )
 from offload.policies.device_build import to_host
+from offload.policies.layouts import StateLayout, reader
 
 _MAX_ROW_WIDTH = 256  # of score_rows
-# Arrays: 0 bounds in the cache's dtype [num_kv_heads, parts, max_pages, width], where `parts` rows
-# of `width` elements make [M | m]; 1 float32 scratch and 2 int32 page numbers of each KV head;
-# 3 int32: page_tokens, max_pages, parts, width, bytes of an element, then how many pages of each KV
-# head have bounds.
-_PAGES_OF = 5
-
-
-@numba.njit(inline="always")
-def _scratch_floats(head_dim: Any, max_pages: Any, page_tokens: Any) -> Any:
-    """Of a KV head: [max(q, 0) | min(q, 0)], two rows of scores, and a page of keys."""
-    return 2 * head_dim + 2 * max_pages + page_tokens * head_dim
+STATE = StateLayout(
+    # [num_kv_heads, parts, max_pages, width] in the cache's dtype: `parts` rows make [M | m].
+    bounds=None,
+    pages=np.int32,  # [num_kv_heads] that have bounds
+    sizes=np.int32,  # SIZES
+    # Scratch of each KV head: [max(q, 0) | min(q, 0)], scores, chosen pages, a page's keys.
+    split=np.float32,  # [.., 2 * head_dim]
+    scores=np.float32,  # [.., 2, max_pages]
+    chosen=np.int32,  # [.., max_pages]
+    keys=np.float32,  # [.., page_tokens * head_dim]
+)
+SIZES = ("page_tokens", "max_pages", "parts", "width", "item_bytes")
+read_state, read_sizes = STATE.read, reader(SIZES, np.int32)
 
 
 @numba.njit(cache=True)
@@ -123,17 +126,17 @@ def expand_pages(
 @callback
 def select(pointer: Any) -> int:
     ctx = read_context(pointer)
-    header = view_int32(ctx.arrays[3], _PAGES_OF + ctx.kv_head + 1)
-    page_tokens, max_pages, parts, width = header[0], header[1], header[2], header[3]
+    state = read_state(ctx.arrays)
+    sizes = read_sizes(state.sizes)
+    page_tokens, max_pages, width = sizes.page_tokens, sizes.max_pages, sizes.width
     head_dim = ctx.head_dim
-    scratch = offset_floats(
-        ctx.arrays[1], ctx.kv_head * _scratch_floats(head_dim, max_pages, page_tokens)
-    )
-    scores_at = offset_floats(scratch, 2 * head_dim)
-    pages_at = offset_floats(ctx.arrays[2], ctx.kv_head * max_pages)
+    split_at = offset_floats(state.split, ctx.kv_head * 2 * head_dim)
+    scores_at = offset_floats(state.scores, ctx.kv_head * 2 * max_pages)
+    pages_at = offset_floats(state.chosen, ctx.kv_head * max_pages)
 
     # Tokens that no complete page holds: a few, if the recent window is shorter than a page.
-    full_pages = min((ctx.kv_len - ctx.first) // page_tokens, header[_PAGES_OF + ctx.kv_head])
+    with_bounds = view_int32(state.pages, ctx.kv_head + 1)[ctx.kv_head]
+    full_pages = min((ctx.kv_len - ctx.first) // page_tokens, with_bounds)
     last_paged = min(ctx.last, ctx.first + full_pages * page_tokens)
     num_loose = min(ctx.last - last_paged, ctx.budget_tokens)
     budget = ctx.budget_tokens - num_loose
@@ -144,18 +147,19 @@ def select(pointer: Any) -> int:
             view_float32(ctx.query, ctx.group_size * head_dim),
             ctx.group_size,
             head_dim,
-            view_float32(scratch, 2 * head_dim),
+            view_float32(split_at, 2 * head_dim),
         )
-        rows = ctx.arrays[0] + ctx.kv_head * parts * max_pages * width * header[4]
+        part_bytes = max_pages * width * sizes.item_bytes
+        rows = state.bounds + ctx.kv_head * sizes.parts * part_bytes
         group_size = ctx.group_size
         ctx.group_size = 1  # score_rows shall take one query, the group's
         score_rows(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-            pointer, ctx.score_rows, scratch, rows, num_pages, width, scores_at
+            pointer, ctx.score_rows, split_at, rows, num_pages, width, scores_at
         )
         scores = view_float32(scores_at, num_pages)
-        if parts == 2:
-            minima = rows + max_pages * width * header[4]
-            query_at, more_at = offset_floats(scratch, width), offset_floats(scores_at, max_pages)
+        if sizes.parts == 2:
+            query_at, more_at = offset_floats(split_at, width), offset_floats(scores_at, max_pages)
+            minima = rows + part_bytes
             score_rows(pointer, ctx.score_rows, query_at, minima, num_pages, width, more_at)
             more = view_float32(more_at, num_pages)
             for i in range(num_pages):
@@ -185,14 +189,14 @@ def select(pointer: Any) -> int:
 def append(pointer: Any) -> None:
     """Bounds of the pages that the newest token completes: one in `page_tokens` steps."""
     ctx = read_context(pointer)
-    header = view_int32(ctx.arrays[3], _PAGES_OF + ctx.kv_head + 1)
-    page_tokens, max_pages, parts, width = header[0], header[1], header[2], header[3]
-    head_dim = ctx.head_dim
-    scratch = offset_floats(
-        ctx.arrays[1], ctx.kv_head * _scratch_floats(head_dim, max_pages, page_tokens)
-    )
-    keys_at = offset_floats(scratch, 2 * head_dim + 2 * max_pages)
-    page = header[_PAGES_OF + ctx.kv_head]
+    state = read_state(ctx.arrays)
+    sizes = read_sizes(state.sizes)
+    page_tokens, max_pages, width = sizes.page_tokens, sizes.max_pages, sizes.width
+    head_dim, item_bytes = ctx.head_dim, sizes.item_bytes
+    split_at = offset_floats(state.split, ctx.kv_head * 2 * head_dim)
+    keys_at = offset_floats(state.keys, ctx.kv_head * page_tokens * head_dim)
+    pages = view_int32(state.pages, ctx.kv_head + 1)
+    page = pages[ctx.kv_head]
     while ctx.first + (page + 1) * page_tokens <= ctx.kv_len and page < max_pages:
         load_keys(  # type: ignore[call-arg]
             pointer, ctx.load_keys, ctx.first + page * page_tokens, page_tokens, keys_at
@@ -201,15 +205,15 @@ def append(pointer: Any) -> None:
             view_float32(keys_at, page_tokens * head_dim),
             page_tokens,
             head_dim,
-            view_float32(scratch, 2 * head_dim),
+            view_float32(split_at, 2 * head_dim),
         )
-        for part in range(parts):
-            row = (ctx.kv_head * parts + part) * max_pages + page
-            x, out = offset_floats(scratch, part * width), ctx.arrays[0] + row * width * header[4]
+        for part in range(sizes.parts):
+            row = (ctx.kv_head * sizes.parts + part) * max_pages + page
+            x, out = offset_floats(split_at, part * width), state.bounds + row * width * item_bytes
             store_rows(pointer, ctx.store_rows, x, width, out)
-        ctx.bytes_touched += 2 * head_dim * header[4]
+        ctx.bytes_touched += 2 * head_dim * item_bytes
         page += 1
-    header[_PAGES_OF + ctx.kv_head] = page
+    pages[ctx.kv_head] = page
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,8 @@ class Quest(SparsePolicy):
     name: ClassVar[str] = "quest"
     select: ClassVar[Callback | None] = select
     append: ClassVar[Callback | None] = append
+    state_layout: ClassVar[StateLayout | None] = STATE
+    builds_on_device: ClassVar[bool] = True
 
     page_tokens: int = 16
 
@@ -236,11 +242,11 @@ class Quest(SparsePolicy):
         if self.page_tokens < 1:
             raise ValueError(f"page_tokens must be at least 1, got {self.page_tokens}")
 
-    def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
+    def build(self, context: BuildContext) -> State:
         """Bounds of all complete pages after the sinks."""
         return self._arrays(self._bounds(context.keys), context.capacity_tokens)
 
-    def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
+    def build_on_device(self, context: BuildContext) -> DeviceBuild:
         """The same, with the bounds taken on the device."""
         bounds, capacity_tokens = to_host(self._bounds(context.keys)), context.capacity_tokens
         return lambda: self._arrays(bounds, capacity_tokens)
@@ -258,43 +264,48 @@ class Quest(SparsePolicy):
             extremes = pages.amax(2), pages.amin(2)
         return torch.cat(extremes, dim=-1)
 
-    def _arrays(self, rows: Tensor, capacity_tokens: int) -> Sequence[npt.NDArray[Any]]:
+    def _arrays(self, rows: Tensor, capacity_tokens: int) -> State:
         num_kv_heads, num_pages, both = rows.shape
         max_pages = max(1, self._pages_of(capacity_tokens))
         parts = 1 if both <= _MAX_ROW_WIDTH else 2
         width = both // parts
         bounds = torch.zeros(num_kv_heads, parts, max_pages, width, dtype=rows.dtype)
         bounds[:, :, :num_pages] = rows.view(num_kv_heads, num_pages, parts, width).transpose(1, 2)
-        numbers = (self.page_tokens, max_pages, parts, width, rows.element_size())
-        header = np.array([*numbers, *[num_pages] * num_kv_heads], np.int32)
-        return (as_numpy(bounds), *self._scratch(num_kv_heads, max_pages, both // 2), header)
+        arrays: State = {
+            "bounds": as_numpy(bounds),
+            "pages": np.full(num_kv_heads, num_pages, np.int32),
+            "sizes": np.array(
+                [self.page_tokens, max_pages, parts, width, rows.element_size()], np.int32
+            ),
+            "split": np.zeros((num_kv_heads, both), np.float32),
+            "keys": np.zeros((num_kv_heads, self.page_tokens * both // 2), np.float32),
+        }
+        return {**arrays, **_page_scratch(num_kv_heads, max_pages)}
 
     def state_bytes(self, shape: StateShape) -> int:
         max_pages = max(1, self._pages_of(shape.capacity_tokens))
-        floats = _scratch_floats(shape.head_dim, max_pages, self.page_tokens)
-        of_head = 2 * shape.head_dim * shape.item_bytes * max_pages + 4 * (floats + max_pages + 1)
-        return shape.num_kv_heads * int(of_head) + 4 * _PAGES_OF
+        of_page = 2 * shape.head_dim * shape.item_bytes + 12
+        of_head = of_page * max_pages + 4 * shape.head_dim * (2 + self.page_tokens) + 4
+        return shape.num_kv_heads * of_head + 4 * len(SIZES)
 
-    def grow(
-        self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
-    ) -> Sequence[npt.NDArray[Any]]:
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""
-        old, _, _, header = arrays
+        old = arrays["bounds"]
         num_kv_heads, parts, num_pages, width = old.shape
         max_pages = max(num_pages, self._pages_of(capacity_tokens))
         bounds = np.zeros((num_kv_heads, parts, max_pages, width), old.dtype)
         bounds[:, :, :num_pages] = old
-        header = header.copy()
-        header[1] = max_pages
-        return (bounds, *self._scratch(num_kv_heads, max_pages, parts * width // 2), header)
+        grown = {name: array.copy() for name, array in arrays.items() if name != "bounds"}
+        grown["sizes"][SIZES.index("max_pages")] = max_pages
+        return {**grown, "bounds": bounds, **_page_scratch(num_kv_heads, max_pages)}
 
-    def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """Pages that are no longer complete lose their bounds; `append` makes them anew."""
-        pages = arrays[3][_PAGES_OF:]
+        pages = arrays["pages"]
         np.minimum(pages, self._pages_of(kv_len), out=pages)
         return True
 
-    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """As `truncate`: bounds say nothing of steps."""
         return self.truncate(layer_idx, arrays, kv_len)
 
@@ -302,14 +313,12 @@ class Quest(SparsePolicy):
         """Complete pages of so many tokens."""
         return max(0, num_tokens - self.sink_tokens) // self.page_tokens
 
-    def _scratch(
-        self, num_kv_heads: int, max_pages: int, head_dim: int
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-        floats = _scratch_floats(head_dim, max_pages, self.page_tokens)
-        return (
-            np.zeros((num_kv_heads, floats), np.float32),
-            np.zeros((num_kv_heads, max_pages), np.int32),
-        )
+
+def _page_scratch(num_kv_heads: int, max_pages: int) -> State:
+    return {
+        "scores": np.zeros((num_kv_heads, 2, max_pages), np.float32),
+        "chosen": np.zeros((num_kv_heads, max_pages), np.int32),
+    }
 
 
 def _reduce(pick: Callable[[Tensor, Tensor], Tensor], pages: Tensor) -> Tensor:

@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cpu_ops.native import MAX_POLICY_ARRAYS
+from offload.policies.base import State
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    from offload.policies.layouts import StateLayout
+
 _CAPACITY_STEP = 4096  # tokens; and an eighth of the length, so that growing stays rare
 # Tokens that a draft may take back, of queries beyond those that a policy observes.
 _SPARE_QUERIES = 32
 
 
 class LayerArrays:
-    """A policy's arrays of one sequence, and their addresses as the kernels want them."""
+    """A policy's arrays of one sequence, and their addresses as the kernels want them.
 
-    def __init__(self, layers: list[list[Array]], capacity_tokens: int) -> None:
+    Args:
+        layers: of each layer; {} where the policy is not asked.
+    """
+
+    def __init__(self, layout: StateLayout, layers: list[State], capacity_tokens: int) -> None:
+        self._layout = layout
         self.layers = layers
         self.capacity_tokens = capacity_tokens
-        self.pointers = np.zeros((len(layers), MAX_POLICY_ARRAYS), np.int64)
+        self.pointers = np.zeros((len(layers), len(layout)), np.int64)
         for layer_idx, arrays in enumerate(layers):
-            if len(arrays) > MAX_POLICY_ARRAYS:
-                raise ValueError(
-                    f"a policy keeps at most {MAX_POLICY_ARRAYS} arrays, got {len(arrays)}"
-                )
-            self.pointers[layer_idx, : len(arrays)] = [array.ctypes.data for array in arrays]
-        self.num_bytes = sum(array.nbytes for arrays in layers for array in arrays)
+            if arrays:
+                self.pointers[layer_idx] = layout.addresses(arrays)
+        self.num_bytes = sum(array.nbytes for arrays in layers for array in arrays.values())
 
     def copy(self, into: LayerArrays | None = None) -> LayerArrays:
         """A copy; in the memory of `into`, if it is as large."""
         if into is not None and _shapes(into) == _shapes(self):
             for arrays, sources in zip(into.layers, self.layers, strict=True):
-                for array, source in zip(arrays, sources, strict=True):
-                    np.copyto(array, source)
+                for name, source in sources.items():
+                    np.copyto(arrays[name], source)
             into.capacity_tokens = self.capacity_tokens
             return into
-        layers = [[array.copy() for array in arrays] for arrays in self.layers]
-        return LayerArrays(layers, self.capacity_tokens)
+        layers = [{name: x.copy() for name, x in arrays.items()} for arrays in self.layers]
+        return LayerArrays(self._layout, layers, self.capacity_tokens)
 
 
 class RecentQueries:
@@ -147,4 +151,4 @@ def capacity_for(kv_len: int) -> int:
 
 
 def _shapes(arrays: LayerArrays) -> list[list[tuple[tuple[int, ...], Any]]]:
-    return [[(array.shape, array.dtype) for array in of_layer] for of_layer in arrays.layers]
+    return [[(x.shape, x.dtype) for x in of_layer.values()] for of_layer in arrays.layers]

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import HostBudgetError, KVStore
-from offload.policies.base import BuildContext, Policy, StateShape
+from offload.policies.base import BuildContext, Policy, State, StateShape
 from offload.policies.sequence_state import (
-    Array,
     LayerArrays,
     RecentQueries,
     TextMarks,
@@ -53,6 +52,7 @@ class PolicyStates:
         layers: Sequence[int],
     ) -> None:
         self.policy = policy
+        self._selecting = policy.selecting
         self._store = store
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
@@ -219,7 +219,7 @@ class PolicyStates:
             recent.truncate(before.kv_len)
         arrays = self._arrays.get(seq)
         if arrays is not None and before.rewinds:
-            self._change(seq, self.policy.rewind, before.kv_len)
+            self._change(seq, self._selecting.rewind, before.kv_len)
 
     def ensure(self, seq: int, kv_len: int, num_tokens: int | None = None) -> LayerArrays:
         """The arrays of `seq`, built or grown so that they serve `kv_len` tokens.
@@ -235,10 +235,10 @@ class PolicyStates:
         if kv_len > arrays.capacity_tokens:
             capacity = capacity_for(kv_len)
             layers = [
-                _contiguous(self.policy.grow(i, old, capacity)) if old else []
+                self._selecting.grow(i, old, capacity) if old else {}
                 for i, old in enumerate(arrays.layers)
             ]
-            arrays = self._arrays[seq] = LayerArrays(layers, capacity)
+            arrays = self._arrays[seq] = self._layer_arrays(layers, capacity)
         return arrays
 
     def serves(self, seq: int, kv_len: int) -> bool:
@@ -325,7 +325,7 @@ class PolicyStates:
         for queries in self._queries.get(seq, {}).values():
             queries.truncate(kv_len)
         if seq in self._arrays and (draft is None or kv_len < draft.kv_len):
-            self._change(seq, self.policy.truncate, kv_len)
+            self._change(seq, self._selecting.truncate, kv_len)
         return None
 
     def rebuild(self, seq: int) -> None:
@@ -371,13 +371,13 @@ class PolicyStates:
             pool=self._pool,
         )
 
-    def install(self, seq: int, layers: Mapping[int, Sequence[Array]], kv_len: int) -> None:
+    def install(self, seq: int, layers: Mapping[int, State], kv_len: int) -> None:
         """Take the arrays of all layers that ask the policy, built to serve `kv_len` tokens."""
         arrays = [
-            _contiguous(layers[layer_idx]) if layer_idx in self._layers else []
+            layers[layer_idx] if layer_idx in self._layers else {}
             for layer_idx in range(self._store.num_layers)
         ]
-        self._arrays[seq] = LayerArrays(arrays, capacity_for(kv_len))
+        self._arrays[seq] = self._layer_arrays(arrays, capacity_for(kv_len))
         queries = self._queries.pop(seq, None)
         if seq in self._before:
             self._built[seq] = (kv_len - 1, queries)
@@ -392,7 +392,7 @@ class PolicyStates:
         for layer_idx in sorted(self._layers):
             keys, values = self._store.gather(seq, layer_idx, 0, num_tokens)
             context = self.build_context(seq, layer_idx, keys, values, kv_len)
-            layers[layer_idx] = self.policy.build(context)
+            layers[layer_idx] = self._selecting.build(context)
         self.install(seq, layers, kv_len)
 
     def _check_pass(
@@ -419,7 +419,7 @@ class PolicyStates:
             item_bytes=self._store.dtype.itemsize,
             capacity_tokens=capacity_tokens,
         )
-        return len(self._layers) * self.policy.state_bytes(shape)
+        return len(self._layers) * self._selecting.state_bytes(shape)
 
     def _restore(self, seq: int, before: Before) -> None:
         """The arrays and queries that were there before."""
@@ -433,13 +433,15 @@ class PolicyStates:
         else:
             self._queries[seq] = before.queries
 
-    def _change(self, seq: int, change: Callable[[int, list[Array], int], bool], n: int) -> None:
+    def _change(self, seq: int, change: Callable[[int, State, int], bool], n: int) -> None:
         """Have the policy change its arrays in place; where it cannot, they are built again."""
         layers = self._arrays[seq].layers
         done = [change(i, arrays, n) for i, arrays in enumerate(layers) if arrays]
         if not all(done):
             self._arrays.pop(seq)
 
-
-def _contiguous(arrays: Sequence[Array]) -> list[Array]:
-    return [np.ascontiguousarray(array) for array in arrays]
+    def _layer_arrays(self, layers: Sequence[State], capacity_tokens: int) -> LayerArrays:
+        layout = self._selecting.state_layout
+        assert layout is not None
+        contiguous = [{name: np.ascontiguousarray(x) for name, x in of.items()} for of in layers]
+        return LayerArrays(layout, contiguous, capacity_tokens)

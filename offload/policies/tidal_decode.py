@@ -33,11 +33,8 @@ from offload.policies.base import (
     RETRIEVE,
     REUSE,
     SELECT,
-    BuildContext,
-    DeviceBuild,
     DeviceTopK,
     Policy,
-    StateShape,
 )
 from offload.policies.exact_topk import ExactTopK
 
@@ -168,32 +165,10 @@ class TidalDecode(Policy):
         """The inner policy's."""
         return self.inner.device_top_k()
 
-    def parameters(self) -> tuple[float, ...]:
-        return self.inner.parameters()
-
-    def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
-        """The inner policy's arrays; only select layers are asked for them."""
-        return self.inner.build(context)
-
-    def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
-        return self.inner.build_on_device(context)
-
-    def grow(
-        self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
-    ) -> Sequence[npt.NDArray[Any]]:
-        return self.inner.grow(layer_idx, arrays, capacity_tokens)
-
-    def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
-        return self.inner.truncate(layer_idx, arrays, kv_len)
-
-    def state_bytes(self, shape: StateShape) -> int:
-        return self.inner.state_bytes(shape)
-
-    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
-        return self.inner.rewind(layer_idx, arrays, kv_len)
-
-    def has_state(self) -> bool:
-        return self.inner.has_state()
+    @property
+    def selecting(self) -> Policy:
+        """The inner policy; only select layers are asked for its arrays."""
+        return self.inner
 
     def _checked(self, layers: Sequence[int]) -> tuple[int, ...]:
         if isinstance(layers, (str, int)) or not all(

@@ -180,13 +180,8 @@ def with_calibrated_policy(
         )
     from transformers import AutoTokenizer
 
-    if config.policy.name != "lychee_decode":
-        return config
-    from offload.policies.lychee_decode.calibration import with_calibrated_roles
-
-    policy = with_calibrated_roles(
-        config.policy,
-        lean_model_maker(stock.config.model_type)(stock),
+    policy = config.policy.calibrated(
+        lambda: lean_model_maker(stock.config.model_type)(stock),
         model_type=stock.config.model_type,
         load_tokenizer=lambda: AutoTokenizer.from_pretrained(folder),
     )

@@ -6,14 +6,13 @@ is the same policy in float64 NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from cpu_ops import reference
-from offload.policies.base import BuildContext, SparsePolicy
+from offload.policies.base import BuildContext, SparsePolicy, State
 from offload.policies.callback import (
     Callback,
     callback,
@@ -24,18 +23,21 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.layouts import StateLayout
 
 MAX_TOKENS = 512
 MAX_GROUP = 4
 LOG_ENTRIES = (
     64  # int32 of a unit: prepared, selected, observed, appended, then kv_len of each append
 )
+STATE = StateLayout(attended=np.float32, log=np.int32, tokens=np.int32, scores=np.float32)
+read_state = STATE.read
 
 
 @callback
 def prepare(pointer: Any) -> None:
     ctx = read_context(pointer)
-    log = view_int32(offset_floats(ctx.arrays[1], ctx.unit * LOG_ENTRIES), LOG_ENTRIES)
+    log = view_int32(read_state(ctx.arrays).log, LOG_ENTRIES, ctx.unit)
     log[0] += 1 if ctx.query == 0 else 1000  # the query is not known yet
 
 
@@ -43,19 +45,15 @@ def prepare(pointer: Any) -> None:
 def select(pointer: Any) -> int:
     ctx = read_context(pointer)
     n = ctx.last - ctx.first
-    tokens = view_int32(offset_floats(ctx.arrays[2], ctx.unit * MAX_TOKENS), n)
-    scores_at = offset_floats(ctx.arrays[3], ctx.unit * MAX_TOKENS * MAX_GROUP)
+    state = read_state(ctx.arrays)
+    tokens_at = offset_floats(state.tokens, ctx.unit * MAX_TOKENS)
+    tokens = view_int32(tokens_at, n)
+    scores_at = offset_floats(state.scores, ctx.unit * MAX_TOKENS * MAX_GROUP)
     for i in range(n):
         tokens[i] = ctx.first + i
-    score_tokens(
-        pointer,
-        ctx.score_tokens,
-        offset_floats(ctx.arrays[2], ctx.unit * MAX_TOKENS),
-        n,
-        scores_at,
-    )
+    score_tokens(pointer, ctx.score_tokens, tokens_at, n, scores_at)
     scores = view_float32(scores_at, ctx.group_size * n)
-    attended = view_float32(offset_floats(ctx.arrays[0], ctx.unit * MAX_TOKENS), MAX_TOKENS)
+    attended = view_float32(read_state(ctx.arrays).attended, MAX_TOKENS, ctx.unit)
     for i in range(n):
         total = 0.0
         for g in range(ctx.group_size):
@@ -65,7 +63,7 @@ def select(pointer: Any) -> int:
     indices = view_int32(ctx.indices, max(count, 0))
     for i in range(len(indices)):
         indices[i] += ctx.first
-    view_int32(offset_floats(ctx.arrays[1], ctx.unit * LOG_ENTRIES), LOG_ENTRIES)[1] += 1
+    view_int32(read_state(ctx.arrays).log, LOG_ENTRIES, ctx.unit)[1] += 1
     return count
 
 
@@ -75,17 +73,17 @@ def observe(pointer: Any) -> None:
     n = ctx.num_indices
     indices = view_int32(ctx.indices, n)
     weights = view_float32(ctx.weights, ctx.group_size * n)
-    attended = view_float32(offset_floats(ctx.arrays[0], ctx.unit * MAX_TOKENS), MAX_TOKENS)
+    attended = view_float32(read_state(ctx.arrays).attended, MAX_TOKENS, ctx.unit)
     for g in range(ctx.group_size):
         for i in range(n):
             attended[indices[i]] += weights[g * n + i]
-    view_int32(offset_floats(ctx.arrays[1], ctx.unit * LOG_ENTRIES), LOG_ENTRIES)[2] += 1
+    view_int32(read_state(ctx.arrays).log, LOG_ENTRIES, ctx.unit)[2] += 1
 
 
 @callback
 def append(pointer: Any) -> None:
     ctx = read_context(pointer)
-    log = view_int32(offset_floats(ctx.arrays[1], ctx.unit * LOG_ENTRIES), LOG_ENTRIES)
+    log = view_int32(read_state(ctx.arrays).log, LOG_ENTRIES, ctx.unit)
     log[4 + log[3]] = ctx.kv_len
     log[3] += 1
 
@@ -97,17 +95,18 @@ class HeavyHitter(SparsePolicy):
     select: ClassVar[Callback | None] = select
     observe: ClassVar[Callback | None] = observe
     append: ClassVar[Callback | None] = append
+    state_layout: ClassVar[StateLayout | None] = STATE
     num_units: int = 2
     built: list[tuple[int, tuple[int, ...]]] = field(default_factory=list, compare=False)
 
-    def build(self, context: BuildContext) -> Sequence[np.ndarray]:
+    def build(self, context: BuildContext) -> State:
         self.built.append((context.layer_idx, tuple(context.keys.shape)))
-        return (
-            np.zeros((self.num_units, MAX_TOKENS), np.float32),
-            np.zeros((self.num_units, LOG_ENTRIES), np.int32),
-            np.zeros((self.num_units, MAX_TOKENS), np.int32),
-            np.zeros((self.num_units, MAX_GROUP, MAX_TOKENS), np.float32),
-        )
+        return {
+            "attended": np.zeros((self.num_units, MAX_TOKENS), np.float32),
+            "log": np.zeros((self.num_units, LOG_ENTRIES), np.int32),
+            "tokens": np.zeros((self.num_units, MAX_TOKENS), np.int32),
+            "scores": np.zeros((self.num_units, MAX_GROUP, MAX_TOKENS), np.float32),
+        }
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def check_index(stream: Stream) -> None:
     assert (lengths >= policy.min_chunk_tokens).all()
     assert (lengths <= policy.max_chunk_tokens).all()
     for head in range(KV_HEADS):  # every head has taken in the same chunks
-        assert list(index.arrays[0][head, :2]) == [index.num_chunks, index.indexed_end]
+        assert list(index.arrays["header"][head, :2]) == [index.num_chunks, index.indexed_end]
     if index.num_chunks == 0:
         return
     keys = stream.keys()

@@ -51,6 +51,7 @@ PolicyFunctions make_policy(bool proposes) {
   policy.budget_tokens = 40;
   policy.sink_tokens = 2;
   policy.recent_tokens = 6;
+  policy.num_arrays = 2;
   policy.select = proposes ? nullptr : select_first;
   policy.propose = proposes ? propose : nullptr;
   policy.prepare = prepare;
@@ -84,10 +85,8 @@ struct Side {
       }
       counts[row].assign(static_cast<size_t>(kShape.num_kv_heads), 0);
       attended[row].assign(static_cast<size_t>(kShape.num_kv_heads * kMaxTokens), 0.0f);
-      arrays[row].assign(static_cast<size_t>(kNumLayers * kMaxPolicyArrays), nullptr);
       for (int64_t layer_idx = 0; layer_idx < kNumLayers; ++layer_idx) {  // shared: layers come one after the other
-        arrays[row][static_cast<size_t>(layer_idx * kMaxPolicyArrays)] = counts[row].data();
-        arrays[row][static_cast<size_t>(layer_idx * kMaxPolicyArrays + 1)] = attended[row].data();
+        arrays[row].insert(arrays[row].end(), {counts[row].data(), attended[row].data()});
       }
     }
   }

@@ -46,7 +46,7 @@ struct Sequence {
   std::vector<float> attended;    // [units, kMaxTokens]
   std::vector<int64_t> appends;   // [units]
   std::vector<int32_t> proposed;  // [units, kMaxTokens]
-  void* arrays[kMaxPolicyArrays] = {};
+  void* arrays[3];                // of all layers: PolicyFunctions::num_arrays, by which layers lie apart, is 0
 
   Sequence(const AttentionShape& shape, int64_t kv_len)
       : attended(static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0.0f),

@@ -38,6 +38,7 @@ from offload.policies.callback import (
     score_tokens,
     view_int32,
 )
+from offload.policies.layouts import StateLayout
 
 
 @pytest.fixture(params=[1, 3])
@@ -162,11 +163,16 @@ def test_abort_in_the_middle_of_good_steps(pool):
         check_last(world, gpu, coprocessor)
 
 
+STATE = StateLayout(flag=np.int32, scores=np.float32)
+read_state = STATE.read
+
+
 @callback
 def select(pointer: Any) -> int:
     ctx = read_context(pointer)
-    while view_int32(ctx.arrays[0], 2)[0] == 0:  # the call below may change it, for all LLVM knows
-        score_tokens(pointer, ctx.score_tokens, offset_floats(ctx.arrays[0], 1), 1, ctx.arrays[1])
+    state = read_state(ctx.arrays)
+    while view_int32(state.flag, 2)[0] == 0:  # the call below may change it, for all LLVM knows
+        score_tokens(pointer, ctx.score_tokens, offset_floats(state.flag, 1), 1, state.scores)
     return 0
 
 
@@ -176,9 +182,10 @@ class Stuck(SparsePolicy):
 
     name: ClassVar[str] = "stuck"
     select: ClassVar[Callback | None] = select
+    state_layout: ClassVar[StateLayout | None] = STATE
 
     def build(self, context):
-        return np.zeros(2, np.int32), np.zeros(64, np.float32)
+        return {"flag": np.zeros(2, np.int32), "scores": np.zeros(64, np.float32)}
 
 
 def test_a_callback_that_hangs():
@@ -196,7 +203,7 @@ def test_a_callback_that_hangs():
                 call()
         arrays = world.attention.states.arrays_of(world.seqs[0])
         assert arrays is not None
-        flags = [of_layer[0] for of_layer in arrays.layers if of_layer]
+        flags = [of_layer["flag"] for of_layer in arrays.layers if of_layer]
         mailbox = weakref.ref(coprocessor.mailbox)
     del coprocessor, gpu
     gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
-from cases.heavy_hitter import HeavyHitter, HeavyHitterPerQueryHead, Simulation
+from cases.heavy_hitter import LOG_ENTRIES, HeavyHitter, HeavyHitterPerQueryHead, Simulation
 
-from cpu_ops import _native, native, reference
+from cpu_ops import _native, reference
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import ExactTopK
 from offload.policies import exact_topk as exact_topk_module
-from offload.policies.base import SparsePolicy
+from offload.policies.base import SparsePolicy, State
 from offload.policies.callback import (
     CONTEXT_DTYPE,
     Callback,
@@ -31,6 +32,7 @@ from offload.policies.callback import (
     read_context,
     view_int32,
 )
+from offload.policies.layouts import NumberLayout, StateLayout
 
 OPTIONS = {"budget_tokens": 32, "sink_tokens": 2, "recent_tokens": 4, "dense_layers": 1}
 GROUP_SIZE = 3
@@ -61,7 +63,7 @@ def check_row(cache: Cache, simulation: Simulation, query, kv_len, out, lse, sel
     np.testing.assert_allclose(lse, expected_lse, atol=2e-4)
 
 
-def arrays_of(attention: DecodeAttention, seq: int, layer_idx: int = 1) -> list[np.ndarray]:
+def arrays_of(attention: DecodeAttention, seq: int, layer_idx: int = 1) -> State:
     return attention.states._arrays[seq].layers[layer_idx]
 
 
@@ -70,7 +72,6 @@ def test_context_offsets_are_those_of_the_header():
     assert fields is not None
     offsets = {name: entry[1] for name, entry in fields.items()}
     assert offsets == _native.policy_context_offsets()
-    assert CONTEXT_DTYPE["arrays"].shape == (native.MAX_POLICY_ARRAYS,)
 
 
 def test_a_callback_runs_from_python_on_a_context_made_by_hand():
@@ -114,8 +115,9 @@ def test_state_lives_from_step_to_step(dtype, pool):
         query = queries[i : i + 1]
         out, lse = attend(attention, [cache.seq], [kv_len], query)
         check_row(cache, simulation, query, kv_len, out[0], lse[0], attention.last_selection())
-    attended, log, _, _ = arrays_of(attention, cache.seq)
-    np.testing.assert_allclose(attended, simulation.attended, atol=1e-2)
+    arrays = arrays_of(attention, cache.seq)
+    log = arrays["log"]
+    np.testing.assert_allclose(arrays["attended"], simulation.attended, atol=1e-2)
     assert log[:, :4].tolist() == [[10, 10, 10, 10]] * 2
     assert log[:, 4:14].tolist() == [kv_lens] * 2
     assert policy.built == [(1, (2, 400, 64))]  # layer 0 is dense and has no state
@@ -135,7 +137,7 @@ def test_rows_of_one_sequence_run_in_order(pool):
         assert relative_error(out[i], expected) < TOLERANCE[torch.float32]
     last = attention.last_selection()
     check_row(cache, simulation, queries[3], 203, out[3], lse[3], last)
-    assert arrays_of(attention, cache.seq)[1][:, 4:8].tolist() == [kv_lens] * 2
+    assert arrays_of(attention, cache.seq)["log"][:, 4:8].tolist() == [kv_lens] * 2
 
 
 def test_sequences_of_a_batch_have_states_of_their_own(pool):
@@ -172,8 +174,8 @@ def test_fork_copies_and_forget_drops(pool):
     for seq, ours, row in ((child, of_child, 1), (child, of_child, 2), (cache.seq, simulation, 3)):
         out, lse = attend(attention, [seq], [301], queries[row : row + 1])
         check_row(cache, ours, queries[row], 301, out[0], lse[0], attention.last_selection())
-    assert arrays_of(attention, child)[1][0, 3] == 3
-    assert arrays_of(attention, cache.seq)[1][0, 3] == 2
+    assert arrays_of(attention, child)["log"][0, 3] == 3
+    assert arrays_of(attention, cache.seq)["log"][0, 3] == 2
 
     attention.states.forget(child)
     attention.states.forget(child)
@@ -198,7 +200,7 @@ def test_units_may_be_query_heads(dtype, pool):
         query = queries[step : step + 1]
         out, lse = attend(attention, [cache.seq], [300 + step], query)
         check_row(cache, simulation, query, 300 + step, out[0], lse[0], attention.last_selection())
-    assert arrays_of(attention, cache.seq)[1][:, :4].tolist() == [[4] * 4] * (2 * GROUP_SIZE)
+    assert arrays_of(attention, cache.seq)["log"][:, :4].tolist() == [[4] * 4] * (2 * GROUP_SIZE)
 
 
 @dataclass(frozen=True)
@@ -248,28 +250,85 @@ def test_a_failing_select_is_an_error(policy, pool):
         )
 
 
-def test_too_many_arrays_are_refused(pool):
-    class Greedy(HeavyHitter):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"more": np.zeros(1, np.float32)},
+        {"log": np.zeros((2, LOG_ENTRIES), np.int64)},
+        {"log": None},
+    ],
+)
+def test_other_arrays_than_declared_are_refused(change, pool):
+    class Other(HeavyHitter):
         def build(self, context):
-            return [np.zeros(1, np.float32)] * 9
+            arrays = {**super().build(context), **change}
+            return {name: array for name, array in arrays.items() if array is not None}
 
     cache, _ = make_case()
-    attention = cache.attention(pool, GROUP_SIZE, Greedy(**OPTIONS))
-    with pytest.raises(ValueError, match="a policy keeps at most 8 arrays, got 9"):
+    attention = cache.attention(pool, GROUP_SIZE, Other(**OPTIONS))
+    with pytest.raises(ValueError, match=r"a policy declares the arrays .*, but has built"):
         attention.begin_step([cache.seq], [400])
+
+
+NUM_MANY = 40
+MANY = StateLayout(**{f"x{i}": np.int32 for i in range(NUM_MANY)})
+NAMES = NumberLayout(*(f"y{i}" for i in range(NUM_MANY)))
+read_many, read_names = MANY.read, NAMES.read
+
+
+@callback
+def append(pointer: Any) -> None:
+    ctx = read_context(pointer)
+    state, numbers = read_many(ctx.arrays), read_names(ctx.parameters)
+    if ctx.unit == 0:
+        view_int32(state.x0, 1)[0] += 1
+        view_int32(state.x39, 1)[0] += int(numbers.y39) + ctx.layer_idx
+
+
+@dataclass(frozen=True)
+class Many(ExactTopK):
+    name: ClassVar[str] = "many"
+    append: ClassVar[Callback | None] = append
+    state_layout: ClassVar[StateLayout | None] = MANY
+    number_layout: ClassVar[NumberLayout | None] = NAMES
+
+    def __getattr__(self, name: str) -> int:
+        if not re.fullmatch(r"y\d+", name):
+            raise AttributeError(name)
+        return int(name[1:])
+
+    def build(self, context):
+        return {f"x{i}": np.full(1, i, np.int32) for i in reversed(range(NUM_MANY))}
+
+
+def test_a_policy_may_have_many_arrays_and_numbers(pool):
+    """Each layer has its own; they are found by their names, in whatever order they are built."""
+    cache, queries = make_case()
+    attention = cache.attention(pool, GROUP_SIZE, Many(**{**OPTIONS, "dense_layers": 0}))
+    step = attention.begin_step([cache.seq], [400])
+    for layer_idx in range(cache.store.num_layers):
+        attention.attend(layer_idx, step, queries[:1], torch.empty_like(queries[:1]))
+    for layer_idx in range(cache.store.num_layers):
+        arrays = arrays_of(attention, cache.seq, layer_idx)
+        values = [int(arrays[f"x{i}"][0]) for i in range(NUM_MANY)]
+        assert values == [1, *range(1, 39), 39 + 39 + layer_idx]
+
+
+FOUND, THRESHOLD = StateLayout(found=np.int32), NumberLayout("threshold")
+read_found, read_threshold = FOUND.read, THRESHOLD.read
 
 
 @callback
 def select(pointer: Any) -> int:
-    """The first tokens that reach parameters[0]."""
+    """The first tokens that reach a threshold."""
     ctx = read_context(pointer)
-    scratch = ctx.arrays[0] + 4 * ctx.unit * 512
+    scratch = read_found(ctx.arrays).found + 4 * ctx.unit * 512
     count = filter_at_least(  # type: ignore[call-arg]
         pointer,
         ctx.filter_at_least,
         offset_floats(ctx.importance, ctx.first),
         ctx.last - ctx.first,
-        np.float32(ctx.parameters[0]),
+        np.float32(read_threshold(ctx.parameters).threshold),
         scratch,
     )
     found, chosen = view_int32(scratch, count), view_int32(ctx.indices, ctx.budget_tokens)
@@ -282,14 +341,14 @@ def select(pointer: Any) -> int:
 @dataclass(frozen=True)
 class AboveThreshold(SparsePolicy):
     name: ClassVar[str] = "above_threshold"
+    state_layout: ClassVar[StateLayout | None] = FOUND
+    number_layout: ClassVar[NumberLayout | None] = THRESHOLD
+    threshold: ClassVar[float] = 0.01
     scans_keys: ClassVar[bool] = True
     select: ClassVar[Callback | None] = select
 
-    def parameters(self) -> tuple[float, ...]:
-        return (0.01,)
-
     def build(self, context):
-        return [np.zeros((2, 512), np.int32)]
+        return {"found": np.zeros((2, 512), np.int32)}
 
 
 def test_filter_at_least(pool):

@@ -20,7 +20,6 @@ from offload.policies.lychee_decode.calibration import (
     calibration_tokens,
     observe_heads,
     roles_from,
-    with_calibrated_roles,
 )
 from offload.policies.lychee_decode.choice import choose_retrieval_heads, choose_select_layers
 from offload.policies.lychee_decode.roles import (
@@ -284,7 +283,7 @@ def calibrated(policy, model, tokenizer):
         return tokenizer
 
     lean = model._offload.lean
-    made = with_calibrated_roles(policy, lean, model_type="llama", load_tokenizer=load)
+    made = policy.calibrated(lambda: lean, model_type="llama", load_tokenizer=load)
     return made, len(loads)
 
 
@@ -329,8 +328,8 @@ def test_a_model_too_short_for_calibration(tokenizer, caplog):
     stock = make_tiny_model("llama", max_position_embeddings=128)
     lean = lean_model_maker("llama")(stock)
     with caplog.at_level(logging.WARNING, logger="offload"):
-        made = with_calibrated_roles(
-            LycheeDecode(), lean, model_type="llama", load_tokenizer=lambda: tokenizer
+        made = LycheeDecode().calibrated(
+            lambda: lean, model_type="llama", load_tokenizer=lambda: tokenizer
         )
     assert made == LycheeDecode()
     assert "a context of 128 tokens is too short for a calibration" in caplog.text

@@ -17,7 +17,8 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
 from offload.policies import sequence_state
-from offload.policies.lfps.layout import FIRST_COUNT, SCALE
+from offload.policies.base import State
+from offload.policies.lfps.layout import SCALE
 from offload.policies.lfps.policy import LFPS
 from offload.policies.lfps.tables import TABLE_STATE
 from offload.policies.registry import make_policy
@@ -111,18 +112,22 @@ class Run:
         self.store.append(self.seq, 0, self.text.keys[begin:end], self.text.values[begin:end])
         self.store.commit([self.seq], [end - begin])
 
-    def arrays(self, seq: int | None = None) -> list[np.ndarray]:
+    def arrays(self, seq: int | None = None) -> State:
         built = self.attention.states.arrays_of(self.seq if seq is None else seq)
         assert built is not None
         return built.layers[0]
 
     def candidates(self, unit: int) -> np.ndarray:
         arrays = self.arrays()
-        return arrays[6][unit, : arrays[7][FIRST_COUNT + unit]].astype(np.int64)
+        count = arrays["num_candidates"][unit]
+        return arrays["candidates"][unit, :count].astype(np.int64)
 
     def tables(self, unit: int) -> np.ndarray:
         """float64 [2, capacity] scores."""
-        table, values, indices, _, state = (x[unit].astype(np.float64) for x in self.arrays()[:5])
+        table, values, indices, state = (
+            self.arrays()[name][unit].astype(np.float64)
+            for name in ("tables", "values", "indices", "units")
+        )
         for k in range(2):
             count = int(state[k * TABLE_STATE + 6])
             table[k, indices[k, :count].astype(np.int64)] = values[k, :count]
@@ -261,7 +266,7 @@ def test_lazy_decay_rescales(pool):
     run = Run(policy_of(gamma=0.5, bypass_threshold=1.0, budget_tokens=36), pool, Text(600), 300)
     for _ in range(170):
         run.step()
-    assert run.arrays()[4][:, SCALE].max() < 1e16
+    assert run.arrays()["units"][:, SCALE].max() < 1e16
     run.check_candidates()
     run.check_tables()
 
@@ -272,7 +277,7 @@ def test_growth_over_the_capacity(pool, monkeypatch):
     capacities = set()
     for _ in range(120):
         run.step()
-        capacities.add(run.arrays()[0].shape[2])
+        capacities.add(run.arrays()["tables"].shape[2])
     assert len(capacities) > 2
     run.check_candidates()
     run.check_tables()
@@ -301,11 +306,11 @@ def test_forks_go_their_own_ways(pool):
         run.step()
     child = run.store.fork(run.seq)
     run.attention.states.fork(run.seq, child)
-    before = [array.copy() for array in run.arrays(child)]
+    before = {name: array.copy() for name, array in run.arrays(child).items()}
     for _ in range(10):
         run.step()
-    for ours, theirs in zip(before, run.arrays(child), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for name, array in run.arrays(child).items():
+        np.testing.assert_array_equal(before[name], array)
     run.check_tables()
 
 

@@ -10,7 +10,9 @@ import torch
 from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, Stream, check_index
 
 from cpu_ops.worker_pool import WorkerPool
+from offload.policies.base import State
 from offload.policies.lychee_cluster.index import LycheeIndex, grow_index
+from offload.policies.lychee_cluster.layout import STATE
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.lychee_cluster.search import SIZE_OF_BEST
 from offload.policies.registry import make_policy
@@ -66,9 +68,13 @@ def test_an_empty_index_fills_up(pool):
     check_index(stream)
 
 
+def copied(arrays: State) -> State:
+    return {name: array.copy() for name, array in arrays.items()}
+
+
 def snapshot(stream: Stream) -> LycheeIndex:
     """The index as it is: a step may graft after it has searched."""
-    return LycheeIndex([array.copy() for array in stream.index.arrays])
+    return LycheeIndex(copied(stream.index.arrays))
 
 
 def upper_bounds(stream: Stream, index: LycheeIndex, query: torch.Tensor, head: int) -> np.ndarray:
@@ -180,7 +186,7 @@ def test_forks_have_their_own_index(pool):
     stream.prefill(500)
     for _ in range(100):
         stream.step()
-    parent = [array.copy() for array in stream.index.arrays[:7]]
+    parent = copied(stream.index.arrays)
     child = stream.store.fork(stream.seq)
     stream.attention.states.fork(stream.seq, child)
     first, stream.seq = stream.seq, child
@@ -188,8 +194,8 @@ def test_forks_have_their_own_index(pool):
         stream.step()
     check_index(stream)
     stream.seq = first
-    for ours, theirs in zip(stream.index.arrays, parent, strict=False):
-        np.testing.assert_array_equal(ours, theirs)
+    for name, array in stream.index.arrays.items():
+        np.testing.assert_array_equal(array, parent[name])
 
 
 def test_truncation(pool):
@@ -226,14 +232,16 @@ def test_growing_keeps_the_index_and_widens_links(pool):
     before = stream.index
     grown = LycheeIndex(grow_index(before.arrays, 70000 * 8, SMALL.min_chunk_tokens))
     assert grown.capacity_chunks > 65536
-    assert grown.arrays[6].shape == grown.arrays[5].shape  # the high bits have room now
+    assert (
+        grown.arrays["links_high"].shape == grown.arrays["links"].shape
+    )  # the high bits have room now
     np.testing.assert_array_equal(grown.starts(), before.starts())
     for head in range(KV_HEADS):
         assert grown.members(head) == before.members(head)
     state = stream.attention.states.arrays_of(stream.seq)
     assert state is not None
-    state.layers[0] = list(grown.arrays)
-    state.pointers[0] = [array.ctypes.data for array in grown.arrays]
+    state.layers[0] = grown.arrays
+    state.pointers[0] = STATE.addresses(grown.arrays)
     for _ in range(300):
         stream.step()
     check_index(stream)

@@ -15,8 +15,9 @@ from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies.callback import prefetch
+from offload.policies.lychee_cluster.layout import CANDIDATE_CAPACITY
 from offload.policies.lychee_cluster.policy import LycheeCluster
-from offload.policies.lychee_cluster.views import FOUND, OPENED, UNITS_LENGTH
+from offload.policies.lychee_cluster.views import FOUND, OPENED
 
 POLICY = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0
@@ -81,17 +82,9 @@ def test_what_was_opened_is_known_in_the_next_step(pool):
         stream.step()
         arrays, index = stream.index.arrays, stream.index
         for head in range(KV_HEADS):
-            units, opened, found = _units(arrays, head)
+            units = arrays["units"][head]
+            opened, found = units[OPENED], units[FOUND]
             assert 5 <= opened <= index.num_units
             assert len(set(units[:opened])) == opened
             assert units[:opened].max() < index.num_units
-            assert 0 < found <= arrays[0][head, 6]
-
-
-def _units(arrays: Any, head: int) -> tuple[np.ndarray, int, int]:
-    """The units that a head's last search opened, how many, and how many tokens it found."""
-    header = arrays[0][head]
-    words, clusters = int(header[4]) // 64 + 1, int(header[3])
-    offset = 8 * words + 4 * (HEAD_DIM * 19 + max(clusters, 64) + int(header[6]) + 16 + clusters)
-    room = arrays[7][head, offset : offset + 4 * UNITS_LENGTH].view(np.int32)
-    return room, int(room[OPENED]), int(room[FOUND])
+            assert 0 < found <= arrays["header"][head, CANDIDATE_CAPACITY]

@@ -27,17 +27,20 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.layouts import NumberLayout, StateLayout
 
 GROUP_SIZE = 3
 HEAD_DIM = 64
 OPTIONS = {"budget_tokens": 40, "sink_tokens": 3, "recent_tokens": 7, "dense_layers": 0}
+THIRDS, NUMBERS = StateLayout(tokens=np.int32, appended=np.int32), NumberLayout("answers")
+read_thirds, read_numbers = THIRDS.read, NUMBERS.read
 
 
 @callback
 def propose(pointer: Any) -> int:
-    """Every third token; unit 1 answers ones instead when parameter 0 asks for it."""
+    """Every third token; unit 1 answers ones instead when `answers` asks for it."""
     ctx = read_context(pointer)
-    if ctx.parameters[0] > 0 and ctx.unit == 1:
+    if read_numbers(ctx.parameters).answers > 0 and ctx.unit == 1:
         output = view_float32(ctx.output, ctx.group_size * ctx.head_dim)
         lse = view_float32(ctx.lse, ctx.group_size)
         for i in range(len(output)):
@@ -45,13 +48,13 @@ def propose(pointer: Any) -> int:
         for g in range(ctx.group_size):
             lse[g] = ctx.kv_len
         return ANSWERED
-    tokens = view_int32(offset_floats(ctx.arrays[0], ctx.unit * 4096), 4096)
+    tokens = view_int32(read_thirds(ctx.arrays).tokens, 4096, ctx.unit)
     count = 0
     for t in range(ctx.first, ctx.last):
         if t % 3 == 0:
             tokens[count] = t
             count += 1
-    ctx.candidates = offset_floats(ctx.arrays[0], ctx.unit * 4096)
+    ctx.candidates = offset_floats(read_thirds(ctx.arrays).tokens, ctx.unit * 4096)
     ctx.bytes_touched += 4 * count
     return count
 
@@ -70,7 +73,7 @@ def select(pointer: Any) -> int:
 @callback
 def append(pointer: Any) -> None:
     ctx = read_context(pointer)
-    view_int32(ctx.arrays[1], 64)[ctx.unit] += 1
+    view_int32(read_thirds(ctx.arrays).appended, 64)[ctx.unit] += 1
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,12 @@ class EveryThird(SparsePolicy):
     name: ClassVar[str] = "every_third"
     propose: ClassVar[Callback | None] = propose
     append: ClassVar[Callback | None] = append
+    state_layout: ClassVar[StateLayout | None] = THIRDS
+    number_layout: ClassVar[NumberLayout | None] = NUMBERS
     answers: bool = False
 
-    def parameters(self) -> tuple[float, ...]:
-        return (float(self.answers),)
-
     def build(self, context):
-        return np.zeros((32, 4096), np.int32), np.zeros(64, np.int32)
+        return {"tokens": np.zeros((32, 4096), np.int32), "appended": np.zeros(64, np.int32)}
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def test_a_policy_may_answer_for_a_unit(pool):
     assert (lse[0][GROUP_SIZE:] == 500).all()
     expected, _, _ = expected_of(cache, queries, 500, [np.array(selection[0]), np.arange(9)])
     assert relative_error(rows[:GROUP_SIZE], expected[:GROUP_SIZE]) < TOLERANCE[torch.float32]
-    appended = attention.states.arrays_of(cache.seq).layers[1][1]
+    appended = attention.states.arrays_of(cache.seq).layers[1]["appended"]
     assert appended[:3].tolist() == [1, 1, 0]  # answered units are told of new tokens too
 
 
@@ -275,14 +277,17 @@ def test_retrieving_needs_a_scan(pool):
         cache.attention(pool, GROUP_SIZE, Strange(**OPTIONS))
 
 
+ROWS = StateLayout(loaded=np.float32, stored=np.int16, scores=np.float32)
+read_rows = ROWS.read
+
+
 def probe_rows(pointer: Any) -> int:
     ctx = read_context(pointer)
     if ctx.unit == 0:
-        load_keys(pointer, ctx.load_keys, 20, 20, ctx.arrays[0])
-        store_rows(pointer, ctx.store_rows, ctx.arrays[0], 20 * ctx.head_dim, ctx.arrays[1])
-        score_rows(
-            pointer, ctx.score_rows, ctx.query, ctx.arrays[1], 20, ctx.head_dim, ctx.arrays[2]
-        )
+        state = read_rows(ctx.arrays)
+        load_keys(pointer, ctx.load_keys, 20, 20, state.loaded)
+        store_rows(pointer, ctx.store_rows, state.loaded, 20 * ctx.head_dim, state.stored)
+        score_rows(pointer, ctx.score_rows, ctx.query, state.stored, 20, ctx.head_dim, state.scores)
     return 0
 
 
@@ -294,12 +299,14 @@ class Rows(SparsePolicy):
     name: ClassVar[str] = "rows"
     select: ClassVar[Callback | None] = callback(probe_rows)
 
+    state_layout: ClassVar[StateLayout | None] = ROWS
+
     def build(self, context):
-        return (
-            np.zeros((20, HEAD_DIM), np.float32),
-            np.zeros((20, HEAD_DIM), np.int16),
-            np.zeros((GROUP_SIZE, 20), np.float32),
-        )
+        return {
+            "loaded": np.zeros((20, HEAD_DIM), np.float32),
+            "stored": np.zeros((20, HEAD_DIM), np.int16),
+            "scores": np.zeros((GROUP_SIZE, 20), np.float32),
+        }
 
 
 def test_row_primitives(pool):
@@ -308,7 +315,8 @@ def test_row_primitives(pool):
     probe = Rows(**OPTIONS)
     attention = cache.attention(pool, GROUP_SIZE, probe)
     attend(attention, [cache.seq], [200], queries)
-    loaded, stored, scores = attention.states.arrays_of(cache.seq).layers[1]
+    arrays = attention.states.arrays_of(cache.seq).layers[1]
+    loaded, stored, scores = (arrays[name] for name in ("loaded", "stored", "scores"))
     keys = cache.keys[0, 20:40].astype(np.float32)
     np.testing.assert_array_equal(loaded, keys)
     np.testing.assert_array_equal(stored, torch.tensor(keys).bfloat16().view(torch.int16).numpy())

@@ -11,7 +11,7 @@ from cases.seeded import new_rng
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import Quest
-from offload.policies.base import BuildContext
+from offload.policies.base import BuildContext, State
 from offload.policies.quest import expand_pages, page_bounds, split_query
 from offload.policies.registry import make_policy
 
@@ -34,7 +34,7 @@ def make_case(dtype=torch.float32, kv_len=600, **options) -> tuple[Cache, torch.
     return cache, random_queries(rng, 60, 2 * GROUP_SIZE, cache.store.head_dim, dtype)
 
 
-def built(policy: Quest, keys: torch.Tensor, capacity_tokens: int = 0) -> list[np.ndarray]:
+def built(policy: Quest, keys: torch.Tensor, capacity_tokens: int = 0) -> State:
     """The policy's arrays for keys [num_kv_heads, kv_len, head_dim]."""
     context = BuildContext(
         layer_idx=0,
@@ -46,15 +46,15 @@ def built(policy: Quest, keys: torch.Tensor, capacity_tokens: int = 0) -> list[n
         text_marks=None,
         pool=None,
     )
-    return list(policy.build(context))
+    return policy.build(context)
 
 
-def bounds_of(arrays: list[np.ndarray], dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+def bounds_of(arrays: State, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """float64 maxima and minima [num_kv_heads, pages with bounds, head_dim]."""
-    bounds, _, _, header = arrays
+    bounds = arrays["bounds"]
     raw = torch.from_numpy(bounds.view(np.int16) if dtype == torch.bfloat16 else bounds)
     rows = raw.view(dtype).double().numpy().transpose(0, 2, 1, 3)
-    rows = rows.reshape(*rows.shape[:2], -1)[:, : header[5]]
+    rows = rows.reshape(*rows.shape[:2], -1)[:, : arrays["pages"][0]]
     head_dim = rows.shape[-1] // 2
     return rows[..., :head_dim], rows[..., head_dim:]
 
@@ -229,7 +229,7 @@ def test_appended_bounds_are_those_of_a_new_build(dtype, head_dim, pool):
         key, value = (torch.from_numpy(rng.standard_normal((2, head_dim))).to(dtype) for _ in "kv")
         grow_by_one(cache, attention, queries[step : step + 1], key, value)
         arrays = attention.states.arrays_of(cache.seq).layers[1]
-        assert list(arrays[3][5:]) == [(151 + step - 4) // 16] * 2
+        assert list(arrays["pages"]) == [(151 + step - 4) // 16] * 2
     keys, _ = cache.store.gather(cache.seq, 1)
     fresh = built(policy, keys)
     for ours, theirs in zip(bounds_of(arrays, dtype), bounds_of(fresh, dtype), strict=True):
@@ -240,13 +240,13 @@ def test_state_grows_beyond_its_capacity():
     policy = Quest(**OPTIONS)
     keys = torch.randn(3, 200, 192)
     small, large = built(policy, keys, 201), built(policy, keys, 5000)
-    grown = list(policy.grow(0, small, 5000))
-    for ours, theirs in zip(grown, large, strict=True):
-        assert ours.shape == theirs.shape
-        assert ours.dtype == theirs.dtype
-    np.testing.assert_array_equal(grown[0], large[0])
-    np.testing.assert_array_equal(grown[3], large[3])
-    assert small[3][1] == (201 - 4) // 16  # the old arrays are as they were
+    before = {name: array.copy() for name, array in small.items()}
+    grown = policy.grow(0, small, 5000)
+    assert grown.keys() == large.keys()
+    for name, array in grown.items():
+        np.testing.assert_array_equal(array, large[name])
+        assert array.dtype == large[name].dtype
+        np.testing.assert_array_equal(small[name], before[name])  # as they were
 
 
 def test_truncated_pages_are_bounded_anew(pool):
@@ -258,7 +258,7 @@ def test_truncated_pages_are_bounded_anew(pool):
     attention.states.truncate(cache.seq, 300)
     cache.store.truncate(cache.seq, 300)
     arrays = attention.states.arrays_of(cache.seq).layers[1]
-    assert list(arrays[3][5:]) == [18, 18]
+    assert list(arrays["pages"]) == [18, 18]
     rng = new_rng()
     for step in range(60):
         key, value = (torch.from_numpy(9 * rng.standard_normal((2, 64))).float() for _ in "kv")

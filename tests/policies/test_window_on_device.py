@@ -100,7 +100,9 @@ def compare_states(beside: World, ours: int, alone: World, theirs: int) -> None:
     if ours_arrays is None or their_arrays is None:
         return
     for layer_ours, layer_theirs in zip(ours_arrays.layers, their_arrays.layers, strict=True):
-        for x, y in zip(layer_ours, layer_theirs, strict=True):
+        assert layer_ours.keys() == layer_theirs.keys()
+        for name, x in layer_ours.items():
+            y = layer_theirs[name]
             if x.dtype.kind == "f":
                 np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
             else:  # some scratch holds floats: their last bits, which are less than 1 of a token

@@ -301,8 +301,8 @@ def test_an_index_built_beside_the_next_layer(name):
             context = attention.states.build_context(seq, layer_idx, keys, values, n + 1)
             finish = policy.build_on_device(context)
             torch.cuda.synchronize()
-            for array, expected in zip(built.layers[layer_idx], finish(), strict=True):
-                np.testing.assert_array_equal(array, expected)
+            for name, expected in finish().items():
+                np.testing.assert_array_equal(built.layers[layer_idx][name], expected)
     pool.close()
     store.close()
 

@@ -122,7 +122,7 @@ def _filled(
     seq = store.new_sequence()
     assert seq == 0
     store.reserve([seq], [kv_len])
-    inner: Any = getattr(attention.policy, "inner", attention.policy)
+    observed_queries = attention.policy.observed_queries
     layer = structured_layer(
         num_qo_heads=shape.num_qo_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -131,13 +131,13 @@ def _filled(
         num_steps=1,
         dtype=dtype,
         seed=0,
-        prompt_queries=max(1, inner.observed_queries),
+        prompt_queries=max(1, observed_queries),
     )
     for layer_idx in range(store.num_layers):  # one and the same, each in memory of its own
         store.append(
             seq, layer_idx, layer.keys.transpose(0, 1), layer.values.transpose(0, 1), start=0
         )
-        if inner.observed_queries:
+        if observed_queries:
             attention.record_queries(seq, layer_idx, layer.queries, kv_len)
     store.commit([seq], [kv_len])
     return [layer.queries[:, -1].reshape(1, -1).contiguous()] * store.num_layers
@@ -145,6 +145,6 @@ def _filled(
 
 def _in_every_layer(policy: Policy) -> Policy:
     """Of a policy that selects in every layer: also in the first ones."""
-    inner: Any = getattr(policy, "inner", policy)
-    everywhere: Policy = replace(inner, dense_layers=0)
+    selecting: Any = policy.selecting
+    everywhere: Policy = replace(selecting, dense_layers=0)
     return everywhere

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,12 +23,12 @@ from offload.decode.attention import DecodeAttention
 from offload.kv.store import HostBudgetError, KVStore
 from offload.models.shape import ModelShape
 from offload.policies import Policy
-from offload.policies.base import BuildContext
+from offload.policies.base import BuildContext, State
 from offload.policies.state import capacity_for
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
 _PAGE_TOKENS = 256
-PolicyArrays = dict[int, list[npt.NDArray[Any]]]  # of each layer that asks the policy
+PolicyArrays = dict[int, State]  # of each layer that asks the policy
 RotaryEmbedding = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -59,7 +57,7 @@ class ModelCache:
         for seq, layers in zip(self.seqs, self.arrays[attention.policy], strict=True):
             if layers:
                 copied = {
-                    layer_idx: [array.copy() for array in arrays]
+                    layer_idx: {name: x.copy() for name, x in arrays.items()}
                     for layer_idx, arrays in layers.items()
                 }
                 attention.states.install(seq, copied, self.kv_len + self.num_steps)
@@ -145,7 +143,7 @@ def structured_model_cache(
                     continue
                 built = _build(policy, layer, source, kv_len, num_steps, shape, pool)
                 for layer_idx in asks:
-                    layers_of[policy][layer_idx] = [array.copy() for array in built]
+                    layers_of[policy][layer_idx] = {name: x.copy() for name, x in built.items()}
             if device.type == "cuda":  # before the layer's memory goes to the next one
                 torch.cuda.synchronize(device)
             on_layer(row * distinct + source + 1, batch_size * distinct)
@@ -208,7 +206,7 @@ def _build(
     num_steps: int,
     shape: ModelShape,
     pool: WorkerPool,
-) -> list[npt.NDArray[Any]]:
+) -> State:
     """The policy's arrays, built on the layer's device if the policy can."""
     tensors = (layer.keys[:, :kv_len], layer.values[:, :kv_len], layer.queries[:, :LFPS_STEPS])
     keys, values, queries = (x.contiguous() for x in tensors)
@@ -222,10 +220,10 @@ def _build(
         text_marks=None,
         pool=pool,
     )
-    if keys.is_cuda:
-        finish = policy.build_on_device(context)
-        if finish is not None:
-            torch.cuda.synchronize(keys.device)
-            return [np.ascontiguousarray(array) for array in finish()]
-        context = replace(context, keys=keys.cpu(), values=values.cpu(), queries=queries.cpu())
-    return [np.ascontiguousarray(array) for array in policy.build(context)]
+    selecting = policy.selecting
+    if keys.is_cuda and selecting.builds_on_device:
+        finish = selecting.build_on_device(context)
+        torch.cuda.synchronize(keys.device)
+        return finish()
+    context = replace(context, keys=keys.cpu(), values=values.cpu(), queries=queries.cpu())
+    return selecting.build(context)

@@ -1,44 +1,53 @@
-"""Where LFPS keeps what in a policy's arrays."""
+"""What LFPS keeps of a layer, by the names of its arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from offload.policies.base import State
+from offload.policies.layouts import NumberLayout, StateLayout, reader
 from offload.policies.lfps.tables import TABLE_STATE, list_scores, take_back, unlist_scores
 
 _MIN_LISTED = 4096  # a list holds this many scores or a quarter of its table
-# Arrays, 0 to 6 with a row per unit: 0 tables float32 [2, capacity]; 1 listed values float32 and
-# 2 their indices int32 [2, listed]; 3 bitmaps uint64 [vertical | slash | marks]; 4 state
-# float64 [two table states | scale | step | attempt | votes of the group's heads], then the same
-# as it was before the last step, and of that step its kv_len and how many tokens it added; 5 what
-# bypasses need, float32 [mean key | mean value | sink values | variance ratios | scores]; 6 int32
-# [candidates | hits], which are scratch, and of the last step [tokens | their scores before, by
-# position | by distance]; 7 int32 [capacity, listed, longest list of candidates, most tokens of a
-# step | candidates of units].
+LOCAL_TOKENS = 5  # of L, in a bypass
+STATE = StateLayout(
+    # [units, 2, …]: by position, by distance.
+    tables=np.float32,  # [.., capacity] scores, or where they are listed
+    values=np.float32,  # [.., listed] listed scores
+    indices=np.int32,  # [.., listed] and their places in the tables
+    bits=np.uint64,  # [.., words] what is listed
+    marks=np.uint64,  # [units, words] scratch
+    # [units, …]: two table states | scale | step | attempt | votes of the group's heads.
+    units=np.float64,
+    # The same before the last step, and of that step its kv_len and how many tokens it added.
+    units_before=np.float64,
+    added_tokens=np.int32,  # [units, added] of the last step
+    added_to=np.float32,  # [units, 2, added] and their scores before, by position, by distance
+    answers=np.float32,  # [units, 2 + sinks, head_dim]: mean key, mean value, sinks' values
+    variance_ratios=np.float32,  # [units, group_size]
+    bypass_scores=np.float32,  # [units, group_size * (sinks + LOCAL_TOKENS)] scratch
+    candidates=np.int32,  # [units, longest]
+    num_candidates=np.int32,  # [units]
+    hits=np.int32,  # [units, listed] scratch
+    sizes=np.int32,  # SIZES
+)
+NUMBERS = NumberLayout(
+    "alpha",
+    "gamma",
+    "bypass_threshold",
+    "prune_every",
+    "candidates_per_budget",
+    "short_context_budgets",
+)
+SIZES = ("capacity", "listed", "longest", "added")
+read_state, read_numbers, read_sizes = STATE.read, NUMBERS.read, reader(SIZES, np.int32)
+# Of `units`; LAST_KV_LEN and LAST_ADDED are the last of `units_before`.
 SCALE, STEP, ATTEMPT, VOTES = (2 * TABLE_STATE + i for i in range(4))
-CAPACITY, LISTED, CANDIDATES, ADDED, FIRST_COUNT = 0, 1, 2, 3, 4
-
-
-@numba.njit(inline="always")
-def unit_floats(group_size: Any) -> Any:
-    """Numbers of a unit in array 4."""
-    return 2 * (VOTES + group_size) + 2
-
-
-@numba.njit(inline="always")
-def room_of_unit(sizes: Any) -> Any:
-    """Numbers of a unit in array 6."""
-    return sizes[CANDIDATES] + sizes[LISTED] + 3 * sizes[ADDED]
-
-
-def group_size_of(arrays: Sequence[npt.NDArray[Any]]) -> int:
-    """Query heads of a unit."""
-    return int(arrays[4].shape[1] - 2) // 2 - VOTES
+LAST_KV_LEN, LAST_ADDED = -2, -1
 
 
 @numba.njit(inline="always")
@@ -59,109 +68,118 @@ def _list_lengths(capacity: int, budget_tokens: int) -> tuple[int, int]:
     return listed, min(capacity, max(_MIN_LISTED, capacity // 2, budget_tokens))
 
 
-def unit_bytes(capacity: int, group_size: int, budget_tokens: int) -> int:
-    """Of all arrays of a unit but what bypasses need."""
+def unit_bytes(
+    capacity: int, group_size: int, budget_tokens: int, sink_tokens: int, head_dim: int
+) -> int:
+    """Of all arrays of a unit."""
     listed, longest = _list_lengths(capacity, budget_tokens)
-    words, floats = int(num_words(capacity)), int(unit_floats(group_size))
     numbers = 2 * capacity + 4 * listed + longest + listed + 3 * budget_tokens + 1
-    return 4 * numbers + 8 * (3 * words + floats)
+    numbers += (2 + sink_tokens) * head_dim + group_size * (1 + sink_tokens + LOCAL_TOKENS)
+    return 4 * numbers + 8 * (3 * int(num_words(capacity)) + 2 * (VOTES + group_size) + 2)
 
 
 def make_arrays(
     tables: npt.NDArray[np.float32],
-    bypass: npt.NDArray[np.float32],
-    group_size: int,
+    answers: npt.NDArray[np.float32],
+    variance_ratios: npt.NDArray[np.float32],
     num_tokens: int,
     budget_tokens: int,
-    unit_states: npt.NDArray[np.float64] | None = None,
-) -> list[npt.NDArray[Any]]:
+    units_of_before: npt.NDArray[np.float64] | None = None,
+) -> State:
     """All arrays, for tables that hold scores only.
 
     Args:
-        bypass: array 5; num_tokens: in the tables, so without sinks.
-        unit_states: array 4 of before, where the tables are older.
+        num_tokens: in the tables, so without sinks.
+        units_of_before: `units`, where the tables are older.
     """
     num_units, _, capacity = tables.shape
     listed, longest = _list_lengths(capacity, budget_tokens)
     words = int(num_words(capacity))
-    states = np.zeros((num_units, int(unit_floats(group_size))), np.float64)
-    states[:, SCALE] = 1.0 if unit_states is None else unit_states[:, SCALE]
-    states[:, ATTEMPT] = 0.0 if unit_states is None else unit_states[:, ATTEMPT]
-    states[:, STEP] = np.inf  # prune before the first prediction
-    states[:, VOTES : VOTES + group_size] = 1.0
-    arrays: list[npt.NDArray[Any]] = [
-        tables,
-        np.zeros((num_units, 2, listed), np.float32),
-        np.zeros((num_units, 2, listed), np.int32),
-        np.zeros((num_units, 3 * words), np.uint64),
-        states,
-        bypass,
-        np.zeros((num_units, longest + listed + 3 * budget_tokens), np.int32),
-        np.array([capacity, listed, longest, budget_tokens] + [0] * num_units, np.int32),
-    ]
+    group_size, num_sinks = variance_ratios.shape[1], answers.shape[1] - 2
+    units = np.zeros((num_units, VOTES + group_size), np.float64)
+    units[:, SCALE] = 1.0 if units_of_before is None else units_of_before[:, SCALE]
+    units[:, ATTEMPT] = 0.0 if units_of_before is None else units_of_before[:, ATTEMPT]
+    units[:, STEP] = np.inf  # prune before the first prediction
+    units[:, VOTES:] = 1.0
+    scores = group_size * (num_sinks + LOCAL_TOKENS)
+    arrays: State = {
+        "tables": tables,
+        "values": np.zeros((num_units, 2, listed), np.float32),
+        "indices": np.zeros((num_units, 2, listed), np.int32),
+        "bits": np.zeros((num_units, 2, words), np.uint64),
+        "marks": np.zeros((num_units, words), np.uint64),
+        "units": units,
+        "units_before": np.zeros((num_units, units.shape[1] + 2), np.float64),
+        "added_tokens": np.zeros((num_units, budget_tokens), np.int32),
+        "added_to": np.zeros((num_units, 2, budget_tokens), np.float32),
+        "answers": answers,
+        "variance_ratios": variance_ratios,
+        "bypass_scores": np.zeros((num_units, scores), np.float32),
+        "candidates": np.zeros((num_units, longest), np.int32),
+        "num_candidates": np.zeros(num_units, np.int32),
+        "hits": np.zeros((num_units, listed), np.int32),
+        "sizes": np.array([capacity, listed, longest, budget_tokens], np.int32),
+    }
     list_all(arrays, num_tokens)
     return arrays
 
 
-def list_all(arrays: Sequence[npt.NDArray[Any]], num_tokens: int) -> None:
+def list_all(arrays: State, num_tokens: int) -> None:
     """Make lists, bits and sums of tables that hold scores only; `num_tokens`: without sinks."""
-    tables, values, indices, bitmaps, states = arrays[:5]
-    capacity = tables.shape[2]
-    words = int(num_words(capacity))
+    tables, units = arrays["tables"], arrays["units"]
     for unit in range(len(tables)):
         for k in range(2):
             list_scores(
                 tables[unit, k],
-                values[unit, k],
-                indices[unit, k],
-                bitmaps[unit, k * words : (k + 1) * words],
-                -1 if k == 0 else int(top_bit(capacity)),
-                states[unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
+                arrays["values"][unit, k],
+                arrays["indices"][unit, k],
+                arrays["bits"][unit, k],
+                _top_of(k, tables),
+                units[unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
                 float(tables[unit, k].sum(dtype=np.float64)) / num_tokens,
             )
 
 
-def forget_step(arrays: Sequence[npt.NDArray[Any]]) -> None:
+def forget_step(arrays: State) -> None:
     """There is no last step to take back."""
-    arrays[4][:, -2:] = 0.0
+    arrays["units_before"][:, LAST_KV_LEN:] = 0.0
 
 
-def take_back_step(arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> None:
+def take_back_step(arrays: State, kv_len: int) -> None:
     """Scores, lists and state as before the last step, if it came after `kv_len` tokens.
 
     What `prepare` did before its prediction stays: done again, it changes nothing.
     """
-    tables, values, _, bitmaps, states, _, scratch, sizes = arrays
-    size = states.shape[1] // 2 - 1
-    words, first = int(num_words(tables.shape[2])), int(sizes[CANDIDATES] + sizes[LISTED])
-    for unit in np.flatnonzero(states[:, -2] > kv_len):
-        newest, num = (int(x) for x in states[unit, -2:])
-        newest -= 1
-        tokens, *scores = scratch[unit, first:].reshape(3, -1)[:, :num]
-        before = states[unit, size : 2 * size]
+    tables, units_before = arrays["tables"], arrays["units_before"]
+    for unit in np.flatnonzero(units_before[:, LAST_KV_LEN] > kv_len):
+        before = units_before[unit, :LAST_KV_LEN]
+        newest, num = (int(x) for x in units_before[unit, LAST_KV_LEN:])
         for k in range(2):
             take_back(
                 tables[unit, k],
-                values[unit, k],
-                bitmaps[unit, k * words : (k + 1) * words],
-                -1 if k == 0 else int(top_bit(tables.shape[2])),
+                arrays["values"][unit, k],
+                arrays["bits"][unit, k],
+                _top_of(k, tables),
                 before[k * TABLE_STATE : (k + 1) * TABLE_STATE],
-                tokens,
-                scores[k].view(np.float32),
-                newest,
+                arrays["added_tokens"][unit, :num],
+                arrays["added_to"][unit, k, :num],
+                newest - 1,
             )
-        states[unit, :size] = before
+        arrays["units"][unit] = before
     forget_step(arrays)
 
 
-def unlist_all(arrays: Sequence[npt.NDArray[Any]]) -> None:
+def unlist_all(arrays: State) -> None:
     """Tables that hold scores only."""
-    tables, values, indices, _, states = arrays[:5]
-    for unit in range(len(tables)):
+    for unit, tables in enumerate(arrays["tables"]):
         for k in range(2):
             unlist_scores(
-                tables[unit, k],
-                values[unit, k],
-                indices[unit, k],
-                states[unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
+                tables[k],
+                arrays["values"][unit, k],
+                arrays["indices"][unit, k],
+                arrays["units"][unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
             )
+
+
+def _top_of(k: int, tables: npt.NDArray[np.float32]) -> int:
+    return -1 if k == 0 else int(top_bit(tables.shape[2]))

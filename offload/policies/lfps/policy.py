@@ -31,20 +31,20 @@ a group again: the group is the default.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, StateShape
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, State, StateShape
 from offload.policies.callback import Callback
 from offload.policies.device_build import to_host
+from offload.policies.layouts import NumberLayout, StateLayout
 from offload.policies.lfps.layout import (
-    FIRST_COUNT,
+    NUMBERS,
+    SIZES,
+    STATE,
     forget_step,
-    group_size_of,
     list_all,
     make_arrays,
     take_back_step,
@@ -57,9 +57,10 @@ from offload.policies.lfps.prompt import (
     prompt_weights,
     tables_on_device,
 )
-from offload.policies.lfps.step import bypass_floats, observe, prepare, propose
+from offload.policies.lfps.step import observe, prepare, propose
 
 GRANULARITIES = ("kv_head", "query_head")
+_CANDIDATE_SHARE = 0.05  # of a context, for estimates
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class LFPS(SparsePolicy):
     prepare: ClassVar[Callback | None] = prepare
     propose: ClassVar[Callback | None] = propose
     observe: ClassVar[Callback | None] = observe
+    state_layout: ClassVar[StateLayout | None] = STATE
+    number_layout: ClassVar[NumberLayout | None] = NUMBERS
+    builds_on_device: ClassVar[bool] = True
     # Steps between prunings of the lists. In between, neighbours that fell below the mean since
     # the last one are still added to candidates; 1 is the paper's rule to the letter.
     prune_every: ClassVar[int] = 8
@@ -119,17 +123,13 @@ class LFPS(SparsePolicy):
     def per_query_head(self) -> bool:  # type: ignore[override]
         return self.granularity == "query_head"
 
-    def parameters(self) -> tuple[float, ...]:
-        return (
-            self.alpha,
-            self.gamma,
-            self.bypass_threshold,
-            float(self.prune_every),
-            self.candidates_per_budget,
-            self.short_context_budgets,
-        )
+    def looked_at_bytes(
+        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
+    ) -> tuple[float, bool]:
+        """Keys of the candidates."""
+        return max(chosen_tokens, _CANDIDATE_SHARE * kv_len) * row_bytes, False
 
-    def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
+    def build(self, context: BuildContext) -> State:
         """Tables of the last queries, and the means and sink values that bypasses answer with.
 
         Raises:
@@ -142,69 +142,72 @@ class LFPS(SparsePolicy):
         group_size = 1 if self.per_query_head else num_qo_heads // num_kv_heads
         num_units = num_qo_heads // group_size
         tables = np.zeros((num_units, 2, context.capacity_tokens), np.float32)
-        bypass = np.zeros((num_units, bypass_floats(head_dim, sinks, group_size)), np.float32)
+        answers = np.zeros((num_units, 2 + sinks, head_dim), np.float32)
+        variance_ratios = np.zeros((num_units, group_size), np.float32)
         for kv_head, (weights, shared, ratios) in enumerate(prompt_weights(context, sinks)):
             of_head = range(
                 kv_head * num_units // num_kv_heads, (kv_head + 1) * num_units // num_kv_heads
             )
             for k, unit in enumerate(of_head):
                 mine = slice(k * group_size, (k + 1) * group_size)
-                bypass[unit, : len(shared)] = shared.numpy()
-                bypass[unit, len(shared) : len(shared) + group_size] = ratios[mine].numpy()
+                answers[unit] = shared.numpy()
+                variance_ratios[unit] = ratios[mine].numpy()
                 fill_tables(tables[unit], weights[mine].mean(0).numpy(), sinks, self.gamma)
-        return make_arrays(tables, bypass, group_size, max(kv_len - sinks, 1), self.budget_tokens)
+        return make_arrays(
+            tables, answers, variance_ratios, max(kv_len - sinks, 1), self.budget_tokens
+        )
 
-    def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
+    def build_on_device(self, context: BuildContext) -> DeviceBuild:
         """The same; sums of float32 in another order."""
         check_queries(context, self.observed_queries)
-        num_kv_heads, kv_len, head_dim = context.keys.shape
+        num_kv_heads, kv_len, _ = context.keys.shape
         sinks, capacity_tokens = self.sink_tokens, context.capacity_tokens
         group_size = 1 if self.per_query_head else context.queries.shape[0] // num_kv_heads
-        width = bypass_floats(head_dim, sinks, group_size)
-        sums, rows = tables_on_device(context, sinks, self.gamma, group_size, width)
-        scores, bypass = to_host(sums), to_host(rows)
+        found = tables_on_device(context, sinks, self.gamma, group_size)
+        scores, answers, ratios = (to_host(x) for x in found)
 
-        def finish() -> Sequence[npt.NDArray[Any]]:
+        def finish() -> State:
             tables = np.zeros((len(scores), 2, capacity_tokens), np.float32)
             tables[:, 0, sinks:kv_len] = scores[:, 0].numpy()
             tables[:, 1, : kv_len - sinks] = scores[:, 1].numpy()
-            num_tokens = max(kv_len - sinks, 1)
-            return make_arrays(
-                tables, bypass.numpy().copy(), group_size, num_tokens, self.budget_tokens
-            )
+            bypass = answers.numpy().copy(), ratios.numpy().copy()
+            return make_arrays(tables, *bypass, max(kv_len - sinks, 1), self.budget_tokens)
 
         return finish
 
     def state_bytes(self, shape: StateShape) -> int:
         group_size = 1 if self.per_query_head else shape.num_qo_heads // shape.num_kv_heads
-        of_unit = 4 * int(bypass_floats(shape.head_dim, self.sink_tokens, group_size))
-        of_unit += unit_bytes(shape.capacity_tokens, group_size, self.budget_tokens)
-        return shape.num_qo_heads // group_size * of_unit + 4 * FIRST_COUNT
+        of_unit = unit_bytes(
+            shape.capacity_tokens,
+            group_size,
+            self.budget_tokens,
+            self.sink_tokens,
+            shape.head_dim,
+        )
+        return shape.num_qo_heads // group_size * of_unit + 4 * len(SIZES)
 
-    def grow(
-        self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
-    ) -> Sequence[npt.NDArray[Any]]:
-        tables, states = arrays[0], arrays[4]
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+        tables, units = arrays["tables"], arrays["units"]
         grown = np.zeros((len(tables), 2, capacity_tokens), np.float32)
         grown[:, :, : tables.shape[2]] = tables
-        unlist_all([grown, *arrays[1:4], states.copy()])
+        unlist_all({**arrays, "tables": grown, "units": units.copy()})
         return make_arrays(
             grown,
-            arrays[5].copy(),
-            group_size_of(arrays),
+            arrays["answers"].copy(),
+            arrays["variance_ratios"].copy(),
             tables.shape[2] - self.sink_tokens,
             self.budget_tokens,
-            unit_states=states,
+            units_of_before=units,
         )
 
-    def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         forget_step(arrays)
         unlist_all(arrays)
-        arrays[0][:, 0, kv_len:] = 0.0
-        arrays[0][:, 1, max(kv_len - self.sink_tokens, 0) :] = 0.0
+        arrays["tables"][:, 0, kv_len:] = 0.0
+        arrays["tables"][:, 1, max(kv_len - self.sink_tokens, 0) :] = 0.0
         list_all(arrays, max(kv_len - self.sink_tokens, 1))
         return True
 
-    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         take_back_step(arrays, kv_len)
         return True

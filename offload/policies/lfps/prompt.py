@@ -61,7 +61,7 @@ def prompt_weights(
 
     Yields:
         weights float32 [group_size, n, kv_len - sinks], overwritten by the next; the mean key, the
-        mean value and the sinks' values in one row; variance ratios [group_size].
+        mean value and the sinks' values [2 + sinks, head_dim]; variance ratios [group_size].
     """
     num_kv_heads, kv_len, _ = context.keys.shape
     num_qo_heads, num_queries, _ = context.queries.shape
@@ -72,15 +72,14 @@ def prompt_weights(
         keys, values = context.keys[kv_head].float(), context.values[kv_head]
         queries = context.queries[kv_head * group : (kv_head + 1) * group].float()
         ratios = weights_of(queries, keys[sinks:], context.sm_scale, scores, weights)
-        shared = torch.cat(
-            [keys[sinks:].mean(0), values[sinks:].float().mean(0), values[:sinks].flatten()]
-        )
+        means = torch.stack([keys[sinks:].mean(0), values[sinks:].float().mean(0)])
+        shared = torch.cat([means, values[:sinks].float()])
         yield weights, shared, ratios
 
 
 def tables_on_device(
-    context: BuildContext, sinks: int, gamma: float, group_size: int, bypass_floats: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    context: BuildContext, sinks: int, gamma: float, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Equation 4 for all units, and what bypasses answer with, where the keys are.
 
     Args:
@@ -88,25 +87,26 @@ def tables_on_device(
 
     Returns:
         float32 [num_units, 2, kv_len - sinks]: sums by position from the first token that is no
-        sink, and by distance; and [num_units, bypass_floats].
+        sink, and by distance; [num_units, 2 + sinks, head_dim]; and [num_units, group_size].
     """
-    num_kv_heads, kv_len, _ = context.keys.shape
+    num_kv_heads, kv_len, head_dim = context.keys.shape
     num_qo_heads, num_queries, _ = context.queries.shape
     num_units = num_qo_heads // group_size
     per_head = num_units // num_kv_heads
     sums = torch.empty(
         num_units, 2, kv_len - sinks, dtype=torch.float32, device=context.keys.device
     )
-    bypass = sums.new_zeros(num_units, bypass_floats)
+    answers = sums.new_zeros(num_units, 2 + sinks, head_dim)
+    variance_ratios = sums.new_zeros(num_units, group_size)
     scale = 0.5 / ((1.0 - gamma) * num_queries)
     for kv_head, (weights, shared, ratios) in enumerate(prompt_weights(context, sinks)):
         units = slice(kv_head * per_head, (kv_head + 1) * per_head)
-        bypass[units, : len(shared)] = shared
-        bypass[units, len(shared) : len(shared) + group_size] = ratios.view(-1, group_size)
+        answers[units] = shared
+        variance_ratios[units] = ratios.view(-1, group_size)
         of_units = weights.view(per_head, group_size, *weights.shape[1:]).mean(1) * scale
         sums[units, 0] = of_units.sum(1)
         sums[units, 1] = slash_sums(of_units)
-    return sums, bypass
+    return sums, answers, variance_ratios
 
 
 def slash_sums(weights: torch.Tensor) -> torch.Tensor:

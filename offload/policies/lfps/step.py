@@ -1,13 +1,12 @@
 """What LFPS does in a decode step: predict, answer for heads that attend to the sinks, learn.
 
-`lfps` has the idea, `lfps_layout` says where everything is.
+`policy` has the idea, `layout` says what everything is.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from offload.policies.callback import (
@@ -25,19 +24,18 @@ from offload.policies.callback import (
 )
 from offload.policies.lfps.bypass import answer_from_sinks, log_odds_of_sinks
 from offload.policies.lfps.layout import (
-    ADDED,
     ATTEMPT,
-    CANDIDATES,
-    CAPACITY,
-    FIRST_COUNT,
-    LISTED,
+    LAST_ADDED,
+    LAST_KV_LEN,
+    LOCAL_TOKENS,
     SCALE,
     STEP,
     VOTES,
     num_words,
-    room_of_unit,
+    read_numbers,
+    read_sizes,
+    read_state,
     top_bit,
-    unit_floats,
 )
 from offload.policies.lfps.tables import (
     COUNT,
@@ -57,42 +55,39 @@ from offload.policies.lfps.tables import (
 )
 from offload.policies.lfps.votes import group_weights
 
-_LOCAL_TOKENS = 5  # of L
 # 1 / gamma^steps of a unit, before its tables are rescaled. By a power of two nothing is
 # rounded: it does not matter when that is done.
 _LARGEST_SCALE = 2.0**50
 
 
-@numba.njit(inline="always")
-def bypass_floats(head_dim: Any, sink_tokens: Any, group_size: Any) -> Any:
-    return (2 + sink_tokens) * head_dim + group_size * (1 + sink_tokens + _LOCAL_TOKENS)
-
-
 @callback
 def prepare(pointer: Any) -> None:
     ctx = read_context(pointer)
-    sizes = view_int32(ctx.arrays[7], FIRST_COUNT)
-    capacity, listed, longest = sizes[CAPACITY], sizes[LISTED], sizes[CANDIDATES]
+    state, numbers = read_state(ctx.arrays), read_numbers(ctx.parameters)
+    sizes = read_sizes(state.sizes)
+    capacity, listed = sizes.capacity, sizes.listed
     words, top = num_words(capacity), top_bit(capacity)
-    bitmaps = ctx.arrays[3] + 8 * ctx.unit * 3 * words
-    bits_v = view_uint64(bitmaps, words)
-    bits_s = view_uint64(bitmaps + 8 * words, words)
-    marks = view_uint64(bitmaps + 16 * words, words)
-    states = ctx.arrays[4] + 8 * ctx.unit * unit_floats(ctx.group_size)
-    state_v = view_float64(states, TABLE_STATE)
-    state_s = view_float64(states + 8 * TABLE_STATE, TABLE_STATE)
-    unit = view_float64(states, unit_floats(ctx.group_size))
-    at = ctx.unit * 2 * capacity
-    table_v = view_float32(offset_floats(ctx.arrays[0], at), capacity)
-    table_s = view_float32(offset_floats(ctx.arrays[0], at + capacity), capacity)
-    at = ctx.unit * 2 * listed
-    values_v = view_float32(offset_floats(ctx.arrays[1], at), listed)
-    values_s = view_float32(offset_floats(ctx.arrays[1], at + listed), listed)
-    indices_v = view_int32(offset_floats(ctx.arrays[2], at), listed)
-    indices_s = view_int32(offset_floats(ctx.arrays[2], at + listed), listed)
-    at = ctx.unit * room_of_unit(sizes)
-    candidates = view_int32(offset_floats(ctx.arrays[6], at), longest)
-    hits_at = offset_floats(ctx.arrays[6], at + longest)
+    num_states = VOTES + ctx.group_size
+    unit = view_float64(state.units, num_states, ctx.unit)
+    before = view_float64(state.units_before, num_states + 2, ctx.unit)
+    state_v, state_s = unit[:TABLE_STATE], unit[TABLE_STATE : 2 * TABLE_STATE]
+    v, s = 2 * ctx.unit, 2 * ctx.unit + 1  # by position, by distance
+    table_v, table_s = (
+        view_float32(state.tables, capacity, v),
+        view_float32(state.tables, capacity, s),
+    )
+    values_v, values_s = (
+        view_float32(state.values, listed, v),
+        view_float32(state.values, listed, s),
+    )
+    indices_v, indices_s = (
+        view_int32(state.indices, listed, v),
+        view_int32(state.indices, listed, s),
+    )
+    bits_v, bits_s = view_uint64(state.bits, words, v), view_uint64(state.bits, words, s)
+    marks = view_uint64(state.marks, words, ctx.unit)
+    candidates = view_int32(state.candidates, sizes.longest, ctx.unit)
+    hits_at = offset_floats(state.hits, ctx.unit * listed)
     hits = view_int32(hits_at, listed)
     # When the hits are marked, their place takes the expansion.
     num_listing = (ctx.last >> 6) - (ctx.first >> 6) + 2
@@ -101,17 +96,15 @@ def prepare(pointer: Any) -> None:
     places = view_int32(chosen_at + 8 * num_listing, num_listing)
 
     # Lists are read in order, which the hardware sees; these are not.
-    prefetch(bitmaps + 16 * words, ctx.kv_len >> 3)
+    prefetch(state.marks + 8 * words * ctx.unit, ctx.kv_len >> 3)
     newest = ctx.kv_len - 1
     n = newest - ctx.first
-    alpha, prune_every = ctx.parameters[0], ctx.parameters[3]
     if unit[SCALE] > _LARGEST_SCALE:
         unit[SCALE] /= _LARGEST_SCALE
         rescale(table_v, values_v, state_v, 1.0 / _LARGEST_SCALE)
         rescale(table_s, values_s, state_s, 1.0 / _LARGEST_SCALE)
-    num_states = VOTES + ctx.group_size
     step, attempts = unit[STEP], unit[ATTEMPT]
-    due = unit[STEP] >= prune_every
+    due = unit[STEP] >= numbers.prune_every
     if due:
         unit[STEP] = 0.0
     if due or state_v[FULL] > 0.0:
@@ -119,14 +112,14 @@ def prepare(pointer: Any) -> None:
     if due or state_s[FULL] > 0.0:
         prune(table_s, values_s, indices_s, bits_s, top, state_s, mean_of(state_s, n))
     for i in range(num_states):
-        unit[num_states + i] = unit[i]
-    unit[num_states + STEP], unit[num_states + ATTEMPT] = step, attempts
-    unit[2 * num_states], unit[2 * num_states + 1] = ctx.kv_len, 0.0
+        before[i] = unit[i]
+    before[STEP], before[ATTEMPT] = step, attempts
+    before[LAST_KV_LEN], before[LAST_ADDED] = ctx.kv_len, 0.0
     mean_v, mean_s = mean_of(state_v, n), mean_of(state_s, n)
-    theta_v = threshold_of(state_v, n, alpha)
-    theta_s = threshold_of(state_s, n, alpha)
-    wanted = min(np.int64(ctx.parameters[4] * ctx.budget_tokens), ctx.last - ctx.first)
-    if ctx.kv_len > ctx.parameters[5] * ctx.budget_tokens:
+    theta_v = threshold_of(state_v, n, numbers.alpha)
+    theta_s = threshold_of(state_s, n, numbers.alpha)
+    wanted = min(np.int64(numbers.candidates_per_budget * ctx.budget_tokens), ctx.last - ctx.first)
+    if ctx.kv_len > numbers.short_context_budgets * ctx.budget_tokens:
         wanted = 0
     marked = count = 0
     # Thresholds of the rule, lower ones, all that is listed, recent tokens: what sufficed in the
@@ -161,56 +154,54 @@ def prepare(pointer: Any) -> None:
         if count >= wanted:
             break
     unit[STEP] += 1.0
-    # What propose reads but for the query: its mean key and variance ratios.
-    bypass_at = offset_floats(
-        ctx.arrays[5], ctx.unit * bypass_floats(ctx.head_dim, ctx.first, ctx.group_size)
-    )
-    prefetch(bypass_at, 4 * bypass_floats(ctx.head_dim, ctx.first, ctx.group_size))
-    view_int32(ctx.arrays[7], FIRST_COUNT + ctx.unit + 1)[FIRST_COUNT + ctx.unit] = count
+    # What propose reads but for the query: mean keys and values, sinks' values, variance ratios.
+    num_floats = (2 + ctx.first) * ctx.head_dim
+    prefetch(state.answers + 4 * num_floats * ctx.unit, 4 * num_floats)
+    prefetch(state.variance_ratios + 4 * ctx.group_size * ctx.unit, 4 * ctx.group_size)
+    num_scores = ctx.group_size * (ctx.first + LOCAL_TOKENS)
+    prefetch(state.bypass_scores + 4 * num_scores * ctx.unit, 4 * num_scores)
+    view_int32(state.num_candidates, ctx.unit + 1)[ctx.unit] = count
     ctx.bytes_touched += np.int64(8 * (state_v[COUNT] + state_s[COUNT])) + 32 * marked + 4 * count
 
 
 @callback
 def propose(pointer: Any) -> int:
     ctx = read_context(pointer)
-    sizes = view_int32(ctx.arrays[7], FIRST_COUNT + ctx.unit + 1)
-    listed, longest = sizes[LISTED], sizes[CANDIDATES]
-    candidates_at = offset_floats(ctx.arrays[6], ctx.unit * room_of_unit(sizes))
+    state, numbers = read_state(ctx.arrays), read_numbers(ctx.parameters)
+    sizes = read_sizes(state.sizes)
     group_size, head_dim, num_sinks = ctx.group_size, ctx.head_dim, ctx.first
-    states = ctx.arrays[4] + 8 * ctx.unit * unit_floats(group_size)
-    votes = view_float64(states + 8 * VOTES, group_size)
-    threshold = ctx.parameters[2]
+    votes = view_float64(state.units, VOTES + group_size, ctx.unit)[VOTES:]
+    threshold = numbers.bypass_threshold
     attending = group_size
-    if threshold < 1.0 and 0 < num_sinks <= listed - _LOCAL_TOKENS:
+    if threshold < 1.0 and 0 < num_sinks <= sizes.listed - LOCAL_TOKENS:
         attending = 0
-        width = bypass_floats(head_dim, num_sinks, group_size)
-        bypass_at = offset_floats(ctx.arrays[5], ctx.unit * width)
-        bypass = view_float32(bypass_at, width)
-        ratios = (2 + num_sinks) * head_dim
-        local = min(_LOCAL_TOKENS, ctx.kv_len - num_sinks)
+        answers = view_float32(state.answers, (2 + num_sinks) * head_dim, ctx.unit)
+        ratios = view_float32(state.variance_ratios, group_size, ctx.unit)
+        all_scores = view_float32(
+            state.bypass_scores, group_size * (num_sinks + LOCAL_TOKENS), ctx.unit
+        )
+        local = min(LOCAL_TOKENS, ctx.kv_len - num_sinks)
         num = num_sinks + local
-        tokens_at = offset_floats(candidates_at, longest)  # the hits' place
-        tokens = view_int32(tokens_at, num)
+        tokens = view_int32(state.hits, sizes.listed, ctx.unit)  # what it had is marked
         for i in range(num_sinks):
             tokens[i] = i
         for i in range(local):
             tokens[num_sinks + i] = ctx.kv_len - local + i
-        scores_at = ratios + group_size
         score_tokens(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-            pointer, ctx.score_tokens, tokens_at, num, offset_floats(bypass_at, scores_at)
+            pointer, ctx.score_tokens, tokens.ctypes.data, num, all_scores.ctypes.data
         )
         query = view_float32(ctx.query, group_size * head_dim)
         output = view_float32(ctx.output, group_size * head_dim)
         lse = view_float32(ctx.lse, group_size)
         log_odds = np.log(threshold / (1.0 - threshold))
         for g in range(group_size):
-            scores = bypass[scores_at + g * num : scores_at + (g + 1) * num]
+            scores = all_scores[g * num : (g + 1) * num]
             odds, log_total = log_odds_of_sinks(
                 scores,
                 num_sinks,
                 query[g * head_dim : (g + 1) * head_dim],
-                bypass[:head_dim],
-                bypass[ratios + g],
+                answers[:head_dim],
+                ratios[g],
                 ctx.sm_scale,
                 ctx.kv_len,
             )
@@ -221,60 +212,52 @@ def propose(pointer: Any) -> int:
                 attending -= 1
                 answer_from_sinks(
                     scores[:num_sinks],
-                    bypass[2 * head_dim : ratios],
-                    bypass[head_dim : 2 * head_dim],
+                    answers[2 * head_dim :],
+                    answers[head_dim : 2 * head_dim],
                     1.0 / (1.0 + np.exp(-odds)),
                     output[g * head_dim : (g + 1) * head_dim],
                 )
                 lse[g] = log_total
-        ctx.bytes_touched += 4 * width
+        ctx.bytes_touched += 4 * (len(answers) + len(ratios) + len(all_scores))
     if attending == 0:
         return ANSWERED
-    ctx.candidates = candidates_at
-    count: int = sizes[FIRST_COUNT + ctx.unit]
+    ctx.candidates = offset_floats(state.candidates, ctx.unit * sizes.longest)
+    count: int = view_int32(state.num_candidates, ctx.unit + 1)[ctx.unit]
     return count
 
 
 @callback
 def observe(pointer: Any) -> None:
     ctx = read_context(pointer)
-    sizes = view_int32(ctx.arrays[7], FIRST_COUNT)
-    capacity, listed, longest = sizes[CAPACITY], sizes[LISTED], sizes[CANDIDATES]
-    words = num_words(capacity)
-    bitmaps = ctx.arrays[3] + 8 * ctx.unit * 3 * words
-    states = ctx.arrays[4] + 8 * ctx.unit * unit_floats(ctx.group_size)
-    unit = view_float64(states, unit_floats(ctx.group_size))
-    votes = view_float64(states + 8 * VOTES, ctx.group_size)
+    state, numbers = read_state(ctx.arrays), read_numbers(ctx.parameters)
+    sizes = read_sizes(state.sizes)
+    capacity, listed = sizes.capacity, sizes.listed
+    words, num_states = num_words(capacity), VOTES + ctx.group_size
+    unit = view_float64(state.units, num_states, ctx.unit)
     first, num = ctx.first, ctx.num_indices
+    added = num - first
     # Candidates are the runtime's by now: their place takes the weights.
-    room_at = offset_floats(ctx.arrays[6], ctx.unit * room_of_unit(sizes))
-    combined = view_float32(room_at, num - first)
+    combined = view_float32(offset_floats(state.candidates, ctx.unit * sizes.longest), added)
     weights = view_float32(ctx.weights, ctx.group_size * num)
-    if not group_weights(weights, num, first, ctx.group_size, votes, combined):
+    if not group_weights(weights, num, first, ctx.group_size, unit[VOTES:], combined):
         return
-    tokens = view_int32(offset_floats(ctx.indices, first), num - first)
-    unit[SCALE] /= ctx.parameters[1]
-    added_at, added = offset_floats(room_at, longest + listed), sizes[ADDED]
-    view_int32(added_at, num - first)[:] = tokens
-    unit[2 * (VOTES + ctx.group_size) + 1] = num - first
+    tokens = view_int32(offset_floats(ctx.indices, first), added)
+    unit[SCALE] /= numbers.gamma
+    view_int32(state.added_tokens, sizes.added, ctx.unit)[:added] = tokens
+    view_float64(state.units_before, num_states + 2, ctx.unit)[LAST_ADDED] = added
     for k in range(2):
-        table = view_float32(offset_floats(ctx.arrays[0], (ctx.unit * 2 + k) * capacity), capacity)
-        at = (ctx.unit * 2 + k) * listed
-        values = view_float32(offset_floats(ctx.arrays[1], at), listed)
-        indices = view_int32(offset_floats(ctx.arrays[2], at), listed)
-        bits = view_uint64(bitmaps + 8 * words * k, words)
-        state = view_float64(states + 8 * TABLE_STATE * k, TABLE_STATE)
+        row = 2 * ctx.unit + k
         add_scores(
-            table,
-            values,
-            indices,
-            bits,
+            view_float32(state.tables, capacity, row),
+            view_float32(state.values, listed, row),
+            view_int32(state.indices, listed, row),
+            view_uint64(state.bits, words, row),
             -1 if k == 0 else top_bit(capacity),
-            state,
+            unit[k * TABLE_STATE : (k + 1) * TABLE_STATE],
             tokens,
             combined,
             ctx.kv_len - 1,
             np.float32(unit[SCALE]),
-            view_float32(offset_floats(added_at, (1 + k) * added), num - first),
+            view_float32(state.added_to, sizes.added, row),
         )
-    ctx.bytes_touched += (num - first) * 36 + 4 * num * ctx.group_size
+    ctx.bytes_touched += added * 36 + 4 * num * ctx.group_size

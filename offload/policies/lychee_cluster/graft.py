@@ -7,12 +7,12 @@ the move of the centroid ask for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numba
 import numpy as np
 
+from offload.policies.base import State
 from offload.policies.callback import (
     callback,
     load_keys,
@@ -23,18 +23,14 @@ from offload.policies.callback import (
     view_uint8,
 )
 from offload.policies.lychee_cluster.chunks import chunk_length, set_chunk_start
-from offload.policies.lychee_cluster.index import (
+from offload.policies.lychee_cluster.layout import (
     CAPACITY_CHUNKS,
     GRAFTED_AT,
     GRAFTED_CLUSTER,
     GRAFTED_UNIT,
     HAS_HIGH_LINKS,
-    HEADER,
     HEADER_COLUMNS,
     INDEXED_END,
-    LAST_GRAFT_COLUMNS,
-    LINKS,
-    LINKS_HIGH,
     NORM_STEP,
     NUM_CHUNKS,
     NUM_CLUSTERS,
@@ -42,15 +38,10 @@ from offload.policies.lychee_cluster.index import (
     OLD_HEADER,
     OLD_LINK,
     OLD_SCALES,
-    RANGES,
-    ROWS,
-    SCALES,
-    SCRATCH,
     SPREAD_STEP,
-    Array,
-    graft_bytes,
+    read_state,
 )
-from offload.policies.lychee_cluster.search import MAX_CHUNK, MIN_CHUNK, UNINDEXED_LIMIT, take_best
+from offload.policies.lychee_cluster.search import read_numbers, take_best
 from offload.policies.lychee_cluster.views import (
     NEAR,
     bfloat16_bits_up,
@@ -104,7 +95,7 @@ def _move_centroid(row: Any, scale: Any, count: int, point: Any, old: Any, new: 
     if count > 0:
         needed = max(needed, radius + np.sqrt(moved))
     if needed > radius or count == 0:
-        # Padded as lychee_index.padded_radius.
+        # Padded as index.padded_radius.
         scale[1] = bfloat16_bits_up(np.float32(needed * (1 + 1e-5) + 1e-6))
 
 
@@ -112,10 +103,10 @@ def _move_centroid(row: Any, scale: Any, count: int, point: Any, old: Any, new: 
 def append(pointer: Any) -> None:
     ctx = read_context(pointer)
     header = header_of(ctx)
-    limit = int(ctx.parameters[UNINDEXED_LIMIT])
+    numbers = read_numbers(ctx.parameters)
     # One chunk at most: a step that fails is taken back. What is left has its turn in the next.
     if (
-        ctx.kv_len - header[INDEXED_END] > limit
+        ctx.kv_len - header[INDEXED_END] > int(numbers.unindexed_limit)
         and header[NUM_CHUNKS] + 1 <= header[CAPACITY_CHUNKS]
     ):
         known = ctx.kv_len if ctx.text_marks != 0 else 0
@@ -123,8 +114,8 @@ def append(pointer: Any) -> None:
             view_uint8(ctx.text_marks, known),
             header[INDEXED_END],
             ctx.kv_len,
-            int(ctx.parameters[MIN_CHUNK]),
-            int(ctx.parameters[MAX_CHUNK]),
+            int(numbers.min_chunk_tokens),
+            int(numbers.max_chunk_tokens),
         )
         _graft(pointer, ctx, length)
 
@@ -178,9 +169,9 @@ def _chunk_key(ctx: Any, keys: Any, length: int, out: Any) -> Any:
 
 @numba.njit(cache=True)
 def _note_before(ctx: Any, index: Any, unit: Any, cluster: Any) -> None:
-    """Note what grafting onto a cluster will change (`lychee_index.take_back_graft`)."""
+    """Note what grafting onto a cluster will change (`take_back_graft`)."""
     header, rows, scales, _, _, _, links, high = index
-    last, old_rows = last_graft_of(ctx, header)
+    last, old_rows = last_graft_of(ctx)
     last[GRAFTED_AT] = ctx.kv_len
     last[GRAFTED_UNIT], last[GRAFTED_CLUSTER] = unit, cluster
     last[OLD_HEADER : OLD_HEADER + HEADER_COLUMNS] = header
@@ -201,7 +192,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
         ctx, header
     )
     num_units = header[NUM_UNITS]
-    base = ctx.arrays[ROWS] + ctx.unit * len(rows) * ctx.head_dim
+    base = read_state(ctx.arrays).rows + ctx.unit * len(rows) * ctx.head_dim
     scores = view_float32(score_address, max(header[NUM_CLUSTERS], num_units))
     load_keys(  # type: ignore[call-arg]
         pointer, ctx.load_keys, header[INDEXED_END], length, key_address
@@ -257,31 +248,27 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     ctx.bytes_touched += length * ctx.head_dim * 2 + 8 * ctx.head_dim
 
 
-def forget_graft(arrays: Sequence[Array]) -> None:
+def forget_graft(arrays: State) -> None:
     """There is no last graft to take back."""
-    take_back_graft(arrays, np.iinfo(np.int64).max)
+    arrays["last_graft"][:, GRAFTED_AT] = 0
 
 
-def take_back_graft(arrays: Sequence[Array], kv_len: int) -> None:
+def take_back_graft(arrays: State, kv_len: int) -> None:
     """The index as before the last graft, where that came after `kv_len` tokens.
 
     What is behind the last chunk, in starts and links, is written again with the next one.
     """
-    header, rows, scales, ranges = (arrays[i] for i in (HEADER, ROWS, SCALES, RANGES))
-    num_units, head_dim = int(header[0, NUM_UNITS]), rows.shape[2]
-    for h in range(len(header)):
-        scratch = arrays[SCRATCH][h, -graft_bytes(head_dim) :]
-        last = scratch[: 8 * LAST_GRAFT_COLUMNS].view(np.int64)
-        if last[GRAFTED_AT] > kv_len:
-            unit, cluster = int(last[GRAFTED_UNIT]), int(last[GRAFTED_CLUSTER])
-            old_rows = scratch[8 * LAST_GRAFT_COLUMNS :][: 2 * head_dim].view(np.int8)
-            old_scales = last[OLD_SCALES:].reshape(2, 3)
-            for i, row in enumerate((unit, num_units + cluster)):
-                rows[h, row] = old_rows.reshape(2, head_dim)[i]
-                scales[h, :, row] = old_scales[i]
-            ranges[h, num_units + 1 + unit] -= 1
-            header[h] = last[OLD_HEADER : OLD_HEADER + HEADER_COLUMNS]
-            arrays[LINKS][h, cluster] = last[OLD_LINK] & 0xFFFF
-            if header[h, HAS_HIGH_LINKS]:
-                arrays[LINKS_HIGH][h, cluster] = last[OLD_LINK] >> 16
-        last[GRAFTED_AT] = 0
+    header, last_graft = arrays["header"], arrays["last_graft"]
+    num_units = int(header[0, NUM_UNITS])
+    for h in np.flatnonzero(last_graft[:, GRAFTED_AT] > kv_len):
+        last = last_graft[h]
+        unit, cluster = int(last[GRAFTED_UNIT]), int(last[GRAFTED_CLUSTER])
+        changed = [unit, num_units + cluster]
+        arrays["rows"][h, changed] = arrays["old_rows"][h].reshape(2, -1)
+        arrays["scales"][h][:, changed] = last[OLD_SCALES:].reshape(2, 3).T
+        arrays["ranges"][h, num_units + 1 + unit] -= 1
+        header[h] = last[OLD_HEADER : OLD_HEADER + HEADER_COLUMNS]
+        arrays["links"][h, cluster] = last[OLD_LINK] & 0xFFFF
+        if header[h, HAS_HIGH_LINKS]:
+            arrays["links_high"][h, cluster] = last[OLD_LINK] >> 16
+    forget_graft(arrays)

@@ -6,27 +6,11 @@ mean of a chunk's keys) below a centroid mu and every query q
 
     q·v <= q·mu + |q| radius                                   (arXiv 2603.08453, eq. 2)
 
-holds for the numbers stored. Arrays, as callbacks find them in `ctx.arrays`:
-
-    HEADER   int64 [num_kv_heads, HEADER_COLUMNS]: sizes
-    ROWS     int8 [num_kv_heads, num_units + num_clusters, head_dim]: units first, then the
-             clusters, those of a unit one after the other
-    SCALES   uint16 [num_kv_heads, 3, num_units + num_clusters]: bits of scales, of radii, and in
-             two bytes the mean norm of the chunks' mean keys before they were scaled to unit
-             length (low) and their largest spread (high), in steps of the KV head; one kind after
-             the other, so that ranking runs over vectors
-    RANGES   int32 [num_kv_heads, 2 num_units + 1]: first cluster of each unit, then the end; and
-             the number of chunks below each unit
-    STARTS   uint8: where the layer's chunks start, shared by its heads (lychee_chunks)
-    LINKS    uint16 [num_kv_heads, num_clusters + capacity_chunks]: each cluster's newest chunk,
-             then each chunk's next older one in its cluster; chunk + 1, 0 ends the list
-    LINKS_HIGH  uint8, the same shape: bits 16 to 23, only where the capacity needs them
-    SCRATCH  uint8 [num_kv_heads, …]: room for the callbacks to work in; not part of the index
+holds for the numbers stored. The arrays: `layout`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,35 +19,27 @@ import numpy as np
 import numpy.typing as npt
 
 from cpu_ops.clustering import chunk_means, spherical_kmeans
-from offload.policies.base import BuildContext
-from offload.policies.lychee_cluster.chunks import (
-    BLOCK,
-    MAX_CHUNK_TOKENS,
-    chunk_start,
-    set_chunk_start,
+from offload.policies.base import BuildContext, State
+from offload.policies.lychee_cluster.chunks import BLOCK, chunk_start, set_chunk_start
+from offload.policies.lychee_cluster.layout import (
+    CANDIDATE_CAPACITY,
+    CAPACITY_CHUNKS,
+    HAS_HIGH_LINKS,
+    HEADER_COLUMNS,
+    INDEXED_END,
+    NORM_STEP,
+    NUM_CHUNKS,
+    NUM_CLUSTERS,
+    NUM_UNITS,
+    SPREAD_STEP,
+    scratch_rows,
+    starts_bytes,
 )
 
-HEADER, ROWS, SCALES, RANGES, STARTS, LINKS, LINKS_HIGH, SCRATCH = range(8)
-# The columns of HEADER.
-NUM_CHUNKS = 0
-INDEXED_END = 1  # tokens from here on are in no chunk yet
-NUM_UNITS = 2
-NUM_CLUSTERS = 3
-CAPACITY_CHUNKS = 4
-HAS_HIGH_LINKS = 5
-CANDIDATE_CAPACITY = 6
-SCRATCH_BYTES = 7  # of one KV head
-NORM_STEP = 8  # bits of a float32: what a norm byte counts
-SPREAD_STEP = 9
-HEADER_COLUMNS = 10
-# Of the last graft: the kv_len of its step, or 0; its unit and cluster; and what was there before:
-# the header, the cluster's first link, three kinds of scales of the unit and of the cluster.
-GRAFTED_AT, GRAFTED_UNIT, GRAFTED_CLUSTER = 0, 1, 2
-OLD_HEADER, OLD_LINK, OLD_SCALES = 3, 3 + HEADER_COLUMNS, 4 + HEADER_COLUMNS
-LAST_GRAFT_COLUMNS = OLD_SCALES + 6
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
 _LOW_LINKS = 1 << 16
+_FIXED = ("header", "rows", "scales", "ranges")  # whatever the capacity
 
 
 def bfloat16_up(x: Float32Array) -> npt.NDArray[np.uint16]:
@@ -92,36 +68,6 @@ def encode_bytes(x: Float32Array, steps: Float32Array) -> npt.NDArray[np.uint16]
     steps = np.where(steps > 0, steps, 1)[:, None]
     codes: npt.NDArray[np.uint16] = np.clip(np.ceil(x / steps), 0, 255).astype(np.uint16)
     return codes
-
-
-def starts_bytes(capacity_chunks: int) -> int:
-    """Size of STARTS: block starts, then one offset for each chunk and for the end."""
-    return 4 * (capacity_chunks // BLOCK + 1) + capacity_chunks + 1
-
-
-def split_starts(starts: Array, capacity_chunks: int) -> tuple[Array, Array]:
-    """The block starts (int32) and the offsets (uint8) in STARTS."""
-    split = 4 * (capacity_chunks // BLOCK + 1)
-    return starts[:split].view(np.int32), starts[split:]
-
-
-def scratch_bytes(
-    num_clusters: int, capacity_chunks: int, candidate_capacity: int, head_dim: int
-) -> int:
-    """Of one KV head; `lychee_views.scratch_of` cuts it up."""
-    flags = (capacity_chunks // 64 + 1) * 8
-    floats = head_dim * (MAX_CHUNK_TOKENS + 3) + max(num_clusters, 64)
-    candidates = candidate_capacity + MAX_CHUNK_TOKENS  # chunks are written whole
-    work = (flags + 4 * (floats + candidates + num_clusters + 256) + 63) // 64 * 64
-    return work + graft_bytes(head_dim)
-
-
-def graft_bytes(head_dim: int) -> int:
-    """At the end of a KV head's scratch: what the last graft changed, as it was before.
-
-    int64 [LAST_GRAFT_COLUMNS], then the rows of the unit and the cluster.
-    """
-    return (8 * LAST_GRAFT_COLUMNS + 2 * head_dim + 63) // 64 * 64
 
 
 @numba.njit(cache=True)
@@ -256,7 +202,7 @@ def no_clusters(num_heads: int, head_dim: int) -> Clusters:
     )
 
 
-def index_arrays(clusters: Clusters, shape: IndexShape) -> list[Array]:
+def index_arrays(clusters: Clusters, shape: IndexShape) -> State:
     """The arrays of a layer's index."""
     labels, units, rows = clusters.labels, clusters.units, clusters.rows
     heads, num_units = len(rows), shape.num_units
@@ -285,19 +231,9 @@ def index_arrays(clusters: Clusters, shape: IndexShape) -> list[Array]:
     header[:, CANDIDATE_CAPACITY] = shape.candidate_capacity
     links = np.zeros((heads, shape.num_clusters + shape.capacity_chunks), np.int32)
     _link(labels, shape.num_clusters, links)
-    packed = np.zeros(starts_bytes(shape.capacity_chunks), np.uint8)
-    _write_starts(*split_starts(packed, shape.capacity_chunks), shape.starts)
-    arrays: list[Array] = [
-        header,
-        rows,
-        np.stack([clusters.scales, padded_radius(clusters.radii), codes], axis=1),
-        ranges,
-        packed,
-        links,
-        links,
-        links,
-    ]
-    return _with_links(arrays, links, shape.capacity_chunks)
+    scales = np.stack([clusters.scales, padded_radius(clusters.radii), codes], axis=1)
+    arrays: State = {"header": header, "rows": rows, "scales": scales, "ranges": ranges}
+    return _with_room(arrays, shape.starts, links, shape.capacity_chunks)
 
 
 def _norms_and_spreads(
@@ -323,48 +259,54 @@ def _room(indexed_end: int, capacity_tokens: int, min_chunk_tokens: int) -> int:
     return max(0, capacity_tokens - indexed_end) // min_chunk_tokens + 1
 
 
-def _with_links(
-    arrays: list[Array], links: npt.NDArray[np.int32], capacity_chunks: int
-) -> list[Array]:
-    """`arrays` with these links and what depends on their number."""
-    header, rows = arrays[HEADER], arrays[ROWS]
-    num_clusters = int(header[0, NUM_CLUSTERS])
+def _with_room(
+    arrays: State,
+    starts: npt.NDArray[np.int64],
+    links: npt.NDArray[np.int32],
+    capacity_chunks: int,
+) -> State:
+    """`arrays` with these chunks, and with everything whose size depends on their capacity."""
+    header, rows = arrays["header"], arrays["rows"]
     high = capacity_chunks + 1 >= _LOW_LINKS
-    size = scratch_bytes(
-        num_clusters, capacity_chunks, int(header[0, CANDIDATE_CAPACITY]), rows.shape[2]
-    )
     header[:, CAPACITY_CHUNKS] = capacity_chunks
     header[:, HAS_HIGH_LINKS] = high
-    header[:, SCRATCH_BYTES] = size
-    arrays[LINKS] = (links & 0xFFFF).astype(np.uint16)
-    arrays[LINKS_HIGH] = (links >> 16).astype(np.uint8) if high else np.zeros((1, 1), np.uint8)
-    arrays[SCRATCH] = np.zeros((len(header), size), np.uint8)
-    return arrays
+    scratch = scratch_rows(
+        int(header[0, NUM_CLUSTERS]),
+        capacity_chunks,
+        int(header[0, CANDIDATE_CAPACITY]),
+        rows.shape[2],
+    )
+    made: State = {
+        "blocks": np.zeros(capacity_chunks // BLOCK + 1, np.int32),
+        "offsets": np.zeros(capacity_chunks + 1, np.uint8),
+        "links": (links & 0xFFFF).astype(np.uint16),
+        "links_high": (links >> 16).astype(np.uint8) if high else np.zeros((1, 1), np.uint8),
+        **{name: np.zeros((len(header), n), dtype) for name, (dtype, n) in scratch.items()},
+    }
+    _write_starts(made["blocks"], made["offsets"], starts)
+    return {**arrays, **made}
 
 
-def grow_index(arrays: Sequence[Array], capacity_tokens: int, min_chunk_tokens: int) -> list[Array]:
+def grow_index(arrays: State, capacity_tokens: int, min_chunk_tokens: int) -> State:
     """The same index with room for the chunks of `capacity_tokens` tokens."""
     index = LycheeIndex(arrays)
-    grown = [array.copy() for array in arrays]
-    header = grown[HEADER]
-    num_chunks = int(header[0, NUM_CHUNKS])
-    room = _room(int(header[0, INDEXED_END]), capacity_tokens, min_chunk_tokens)
+    grown = {name: arrays[name].copy() for name in _FIXED}
+    num_chunks = index.num_chunks
+    room = _room(index.indexed_end, capacity_tokens, min_chunk_tokens)
     capacity = max(index.capacity_chunks, num_chunks + room)
-    grown[STARTS] = np.zeros(starts_bytes(capacity), np.uint8)
-    _write_starts(*split_starts(grown[STARTS], capacity), index.starts())
-    links = np.zeros((len(header), index.num_clusters + capacity), np.int32)
+    links = np.zeros((len(grown["header"]), index.num_clusters + capacity), np.int32)
     links[:, : index.num_clusters + num_chunks] = index.links()
-    return _with_links(grown, links, capacity)
+    return _with_room(grown, index.starts(), links, capacity)
 
 
 @dataclass(frozen=True)
 class LycheeIndex:
     """A view of the arrays, for tests, statistics and growing; callbacks use the arrays."""
 
-    arrays: Sequence[Array]
+    arrays: State
 
     def _first(self, column: int) -> int:
-        return int(self.arrays[HEADER][0, column])
+        return int(self.arrays["header"][0, column])
 
     @property
     def num_chunks(self) -> int:
@@ -390,24 +332,24 @@ class LycheeIndex:
     @property
     def index_bytes(self) -> int:
         """Bytes of the index proper: without room for chunks to come, and without scratch."""
-        heads = len(self.arrays[HEADER])
+        heads = len(self.arrays["header"])
         per_link = 3 if self._first(HAS_HIGH_LINKS) else 2
         links = heads * (self.num_clusters + self.num_chunks) * per_link
-        fixed = sum(self.arrays[i].nbytes for i in (HEADER, ROWS, SCALES, RANGES))
+        fixed = sum(self.arrays[name].nbytes for name in _FIXED)
         return fixed + links + starts_bytes(self.num_chunks)
 
     def starts(self) -> npt.NDArray[np.int64]:
         """First token of each chunk, then the end: int64 [num_chunks + 1]."""
-        blocks, offsets = split_starts(self.arrays[STARTS], self.capacity_chunks)
+        blocks, offsets = self.arrays["blocks"], self.arrays["offsets"]
         chunks = range(self.num_chunks + 1)
         return np.array([chunk_start(blocks, offsets, i) for i in chunks], np.int64)
 
     def links(self) -> npt.NDArray[np.int32]:
         """Links of all clusters and present chunks: int32 [heads, num_clusters + num_chunks]."""
         used = self.num_clusters + self.num_chunks
-        links = self.arrays[LINKS][:, :used].astype(np.int32)
+        links = self.arrays["links"][:, :used].astype(np.int32)
         if self._first(HAS_HIGH_LINKS):
-            links += self.arrays[LINKS_HIGH][:, :used].astype(np.int32) << 16
+            links += self.arrays["links_high"][:, :used].astype(np.int32) << 16
         return links
 
     def members(self, head: int) -> list[list[int]]:
@@ -426,20 +368,20 @@ class LycheeIndex:
     def centroids(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Dequantised centroids [heads, num_units + num_clusters, head_dim] and their radii."""
         scales, radii = (
-            bfloat16_value(self.arrays[SCALES][:, i]).astype(np.float64) for i in (0, 1)
+            bfloat16_value(self.arrays["scales"][:, i]).astype(np.float64) for i in (0, 1)
         )
-        return self.arrays[ROWS] * scales[..., None], radii
+        return self.arrays["rows"] * scales[..., None], radii
 
     def norms_and_spreads(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Mean norm and largest spread of the chunks below each row of `centroids`."""
-        codes = self.arrays[SCALES][:, 2].astype(np.int64)
+        codes = self.arrays["scales"][:, 2].astype(np.int64)
         norm_steps, spread_steps = (
-            self.arrays[HEADER][:, column].astype(np.int32).view(np.float32).astype(np.float64)
+            self.arrays["header"][:, column].astype(np.int32).view(np.float32).astype(np.float64)
             for column in (NORM_STEP, SPREAD_STEP)
         )
         return (codes & 0xFF) * norm_steps[:, None], (codes >> 8) * spread_steps[:, None]
 
     def unit_of_cluster(self, head: int) -> npt.NDArray[np.int64]:
         """Coarse unit of each cluster of a KV head."""
-        first = self.arrays[RANGES][head, : self.num_units + 1]
+        first = self.arrays["ranges"][head, : self.num_units + 1]
         return np.repeat(np.arange(self.num_units), np.diff(first))

@@ -1,4 +1,4 @@
-"""The clusters of LycheeCluster's index, found where the keys are: `lychee_index` on a device.
+"""The clusters of LycheeCluster's index, found where the keys are: `index` on a device.
 
 The steps and their order are those of `cpp/operators/clustering.cpp`, so that both find the same
 clusters but for rounding. Nothing depends on a value that is on the device, so nothing waits for
@@ -25,7 +25,7 @@ def cluster_on_device(
     num_units: int,
     iterations: int,
 ) -> dict[str, Tensor]:
-    """The fields of `lychee_index.Clusters`, on the device of `keys`.
+    """The fields of `index.Clusters`, on the device of `keys`.
 
     Args:
         keys: [num_kv_heads, kv_len, head_dim].

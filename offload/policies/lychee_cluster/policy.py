@@ -1,33 +1,31 @@
 """LycheeCluster: structure-aware chunks under a two-level index of clusters.
 
 Source: Li et al., LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and
-Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `lychee_chunks`; index: `lychee_index`; search:
-`lychee_search`; updates: `lychee_graft`; the arrays as they see them: `lychee_views`.
+Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `chunks`; index: `index`; search: `search`;
+updates: `graft`; the arrays: `layout`, and as callbacks see them: `views`.
 
 Two things differ from the paper, both for the attention mass they keep on real text. The clusters
 found hold `candidate_ratio` times the tokens that are attended, and exact attention weights choose
 among them: a chunk's mean key tells where the attention is, not which tokens have it. And clusters
-are ranked by an upper bound for their tokens' keys, not for their chunks' means (`lychee_search`),
+are ranked by an upper bound for their tokens' keys, not for their chunks' means (`search`),
 in which radius and spread count with `radius_weight`: at 1 wide clusters win whatever their
 centroids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, StateShape
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, State, StateShape
 from offload.policies.callback import Callback
 from offload.policies.device_build import to_host
+from offload.policies.layouts import NumberLayout, StateLayout
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, cut_chunks
 from offload.policies.lychee_cluster.graft import append, forget_graft, take_back_graft
 from offload.policies.lychee_cluster.index import (
-    HEADER_COLUMNS,
     Clusters,
     IndexShape,
     LycheeIndex,
@@ -35,14 +33,17 @@ from offload.policies.lychee_cluster.index import (
     grow_index,
     index_arrays,
     no_clusters,
+)
+from offload.policies.lychee_cluster.index_on_device import cluster_on_device
+from offload.policies.lychee_cluster.layout import (
+    HEADER_COLUMNS,
+    MAX_UNITS,
+    STATE,
     scratch_bytes,
     starts_bytes,
 )
-from offload.policies.lychee_cluster.index_on_device import cluster_on_device
 from offload.policies.lychee_cluster.prefetch import prepare
-from offload.policies.lychee_cluster.search import propose, select
-
-_MAX_UNITS = 64
+from offload.policies.lychee_cluster.search import NUMBERS, SHORT_CONTEXT_BUDGETS, propose, select
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,16 @@ class LycheeCluster(SparsePolicy):
     propose: ClassVar[Callback | None] = propose
     select: ClassVar[Callback | None] = select
     append: ClassVar[Callback | None] = append
+    state_layout: ClassVar[StateLayout | None] = STATE
+    number_layout: ClassVar[NumberLayout | None] = NUMBERS
+    builds_on_device: ClassVar[bool] = True
 
     sink_tokens: int = 16
     buffer_tokens: int = 128
     min_chunk_tokens: int = 8
     max_chunk_tokens: int = 16
     chunks_per_cluster: int = 2
-    max_units: int = _MAX_UNITS
+    max_units: int = MAX_UNITS
     kept_units: int = 6
     candidate_ratio: float = 1.75
     short_context_ratio: float = 4.0
@@ -90,8 +94,8 @@ class LycheeCluster(SparsePolicy):
             "min_chunk_tokens": (1, self.max_chunk_tokens),
             "max_chunk_tokens": (1, MAX_CHUNK_TOKENS),
             "chunks_per_cluster": (1, 1 << 20),
-            "max_units": (1, _MAX_UNITS),
-            "kept_units": (1, _MAX_UNITS),
+            "max_units": (1, MAX_UNITS),
+            "kept_units": (1, MAX_UNITS),
             "iterations": (1, 1000),
         }
         for name, (low, high) in limits.items():
@@ -115,24 +119,25 @@ class LycheeCluster(SparsePolicy):
         beside_recent = min(self.buffer_tokens - self.recent_tokens, self._chosen_tokens // 4)
         return self.recent_tokens + max(self.max_chunk_tokens, beside_recent)
 
-    def parameters(self) -> tuple[float, ...]:
-        """What the callbacks need; see `lychee_search`."""
-        return (
-            self.candidate_ratio,
-            self.kept_units,
-            self.radius_weight,
-            self.unindexed_limit,
-            self.min_chunk_tokens,
-            self.max_chunk_tokens,
-            self.short_context_ratio,
-        )
+    def looked_at_bytes(
+        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
+    ) -> tuple[float, bool]:
+        """All coarse units' centroids, the clusters of a few of them, and candidates' keys."""
+        ratio = self.candidate_ratio
+        if kv_len <= SHORT_CONTEXT_BUDGETS * self.budget_tokens:
+            ratio = max(ratio, self.short_context_ratio)
+        chunk = (self.min_chunk_tokens + self.max_chunk_tokens) / 2
+        clusters = max(1.0, kv_len / (chunk * self.chunks_per_cluster))
+        units = min(self.max_units, clusters**0.5)
+        kept = state_bytes * min(1.0, self.kept_units / units)
+        return kept + ratio * chosen_tokens * row_bytes, False
 
-    def build(self, context: BuildContext) -> Sequence[npt.NDArray[Any]]:
+    def build(self, context: BuildContext) -> State:
         """Cut the text before the recent window into chunks and cluster their keys."""
         shape = self._index_shape(context)
         return index_arrays(cluster_chunks(context, shape, self.iterations), shape)
 
-    def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
+    def build_on_device(self, context: BuildContext) -> DeviceBuild:
         """The same, clustered on the device."""
         shape = self._index_shape(context)
         num_heads, _, head_dim = context.keys.shape
@@ -147,7 +152,7 @@ class LycheeCluster(SparsePolicy):
         )
         on_host = {name: to_host(x) for name, x in found.items()}
 
-        def finish() -> Sequence[npt.NDArray[Any]]:
+        def finish() -> State:
             arrays: dict[str, Any] = {name: x.numpy().copy() for name, x in on_host.items()}
             arrays["scales"] = arrays["scales"].view(np.uint16)
             return index_arrays(Clusters(**arrays), shape)
@@ -188,18 +193,16 @@ class LycheeCluster(SparsePolicy):
         )
         return shape.num_kv_heads * of_head + starts_bytes(chunks)
 
-    def grow(
-        self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
-    ) -> Sequence[npt.NDArray[Any]]:
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """Make room for more chunks."""
         return grow_index(arrays, capacity_tokens, self.min_chunk_tokens)
 
-    def truncate(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """True while only tokens go that are in no chunk."""
         forget_graft(arrays)
         return kv_len >= LycheeIndex(arrays).indexed_end
 
-    def rewind(self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], kv_len: int) -> bool:
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """Takes back a graft."""
         take_back_graft(arrays, kv_len)
         return True

@@ -10,30 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 from offload.policies.callback import callback, prefetch, read_context, view_int32
-from offload.policies.lychee_cluster.chunks import BLOCK, BLOCK_SHIFT
-from offload.policies.lychee_cluster.index import (
+from offload.policies.lychee_cluster.chunks import BLOCK_SHIFT
+from offload.policies.lychee_cluster.layout import (
     CAPACITY_CHUNKS,
     HAS_HIGH_LINKS,
-    HEADER,
     HEADER_COLUMNS,
-    LINKS,
-    LINKS_HIGH,
     NUM_CHUNKS,
     NUM_CLUSTERS,
     NUM_UNITS,
-    RANGES,
-    ROWS,
-    SCALES,
-    SCRATCH,
-    SCRATCH_BYTES,
-    STARTS,
+    UNITS_LENGTH,
+    read_state,
 )
 from offload.policies.lychee_cluster.search import prefetch_unit
 from offload.policies.lychee_cluster.views import (
     ENDS,
     FOUND,
     OPENED,
-    UNITS_LENGTH,
     index_of,
     scratch_of,
 )
@@ -44,17 +36,18 @@ _MOST_BYTES = 1 << 20  # of one KV head: half of a second-level cache
 @callback
 def prepare(pointer: Any) -> None:
     ctx = read_context(pointer)
-    prefetch(ctx.arrays[HEADER] + 8 * HEADER_COLUMNS * ctx.unit, 8 * HEADER_COLUMNS)
+    state = read_state(ctx.arrays)
+    prefetch(state.header + 8 * HEADER_COLUMNS * ctx.unit, 8 * HEADER_COLUMNS)
     index = index_of(ctx)
     header = index[0]
     flags, query, _, _, scores, candidates, picked, units_address = scratch_of(ctx, header)
     prefetch(units_address, 4 * UNITS_LENGTH)
     num_units, num_clusters = header[NUM_UNITS], header[NUM_CLUSTERS]
     num_chunks, num_rows = header[NUM_CHUNKS], num_units + num_clusters
-    prefetch(ctx.arrays[ROWS] + ctx.unit * num_rows * ctx.head_dim, num_units * ctx.head_dim)
+    prefetch(state.rows + ctx.unit * num_rows * ctx.head_dim, num_units * ctx.head_dim)
     for kind in range(3):
-        prefetch(ctx.arrays[SCALES] + 2 * (3 * ctx.unit + kind) * num_rows, 2 * num_units)
-    prefetch(ctx.arrays[RANGES] + 4 * ctx.unit * (2 * num_units + 1), 4 * num_units)
+        prefetch(state.scales + 2 * (3 * ctx.unit + kind) * num_rows, 2 * num_units)
+    prefetch(state.ranges + 4 * ctx.unit * (2 * num_units + 1), 4 * num_units)
     prefetch(query, 4 * ctx.head_dim)
     units = view_int32(units_address, UNITS_LENGTH)
     opened, found = units[OPENED], units[FOUND]
@@ -63,7 +56,7 @@ def prepare(pointer: Any) -> None:
     prefetch(scores, 4 * ranked)
     prefetch(picked, 4 * (ranked >> 2))
     prefetch(candidates, 4 * found)
-    prefetch(ctx.arrays[SCRATCH] + ctx.unit * header[SCRATCH_BYTES], 8 * len(flags))
+    prefetch(flags.ctypes.data, 8 * len(flags))
     asked = num_units * (ctx.head_dim + 10) + 5 * ranked + 4 * found
     for i in range(opened):
         if asked > _MOST_BYTES:
@@ -76,8 +69,8 @@ def prepare(pointer: Any) -> None:
     if asked + lists > _MOST_BYTES:
         return
     at = ctx.unit * (num_clusters + capacity)
-    prefetch(ctx.arrays[LINKS] + 2 * at, 2 * num_links)
+    prefetch(state.links + 2 * at, 2 * num_links)
     if header[HAS_HIGH_LINKS] > 0:
-        prefetch(ctx.arrays[LINKS_HIGH] + at, num_links)
-    prefetch(ctx.arrays[STARTS], 4 * (num_chunks >> BLOCK_SHIFT) + 4)
-    prefetch(ctx.arrays[STARTS] + 4 * (capacity // BLOCK + 1), num_chunks + 1)
+        prefetch(state.links_high + at, num_links)
+    prefetch(state.blocks, 4 * (num_chunks >> BLOCK_SHIFT) + 4)
+    prefetch(state.offsets, num_chunks + 1)

@@ -29,27 +29,25 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, chunk_start
-from offload.policies.lychee_cluster.index import (
+from offload.policies.lychee_cluster.layout import (
     CANDIDATE_CAPACITY,
     INDEXED_END,
-    LINKS,
+    MAX_UNITS,
     NORM_STEP,
     NUM_CHUNKS,
     NUM_CLUSTERS,
     NUM_UNITS,
-    ROWS,
-    SCALES,
     SPREAD_STEP,
-    STARTS,
+    UNITS_LENGTH,
+    read_state,
 )
 from offload.policies.lychee_cluster.views import (
     ENDS,
     FOUND,
-    MAX_UNITS,
     OPENED,
     PARTIAL,
-    UNITS_LENGTH,
     bits_of_float,
     from_bfloat16,
     header_of,
@@ -59,9 +57,16 @@ from offload.policies.lychee_cluster.views import (
     step_of,
 )
 
-# ctx.parameters
-CANDIDATE_RATIO, KEPT_UNITS, RADIUS_WEIGHT, UNINDEXED_LIMIT, MIN_CHUNK, MAX_CHUNK = range(6)
-SHORT_CONTEXT_RATIO = 6
+NUMBERS = NumberLayout(
+    "candidate_ratio",
+    "kept_units",
+    "radius_weight",
+    "unindexed_limit",
+    "min_chunk_tokens",
+    "max_chunk_tokens",
+    "short_context_ratio",
+)
+read_numbers = NUMBERS.read
 SHORT_CONTEXT_BUDGETS = 16  # a context is short up to so many of the policy's budgets
 _CHOICE = 2.5  # clusters to rank, for each that will be taken
 SIZE_OF_BEST = 1.45  # of the mean: large clusters have high bounds
@@ -208,12 +213,10 @@ def prefetch_unit(ctx: Any, index: Any, unit: Any) -> Any:
     first = np.int64(ranges[unit])
     n = ranges[unit + 1] - first
     row = header[NUM_UNITS] + first
-    prefetch(
-        ctx.arrays[ROWS] + (ctx.unit * num_rows + row) * ctx.head_dim,
-        n * ctx.head_dim,
-    )
+    state = read_state(ctx.arrays)
+    prefetch(state.rows + (ctx.unit * num_rows + row) * ctx.head_dim, n * ctx.head_dim)
     for kind in range(3):
-        prefetch(ctx.arrays[SCALES] + 2 * ((3 * ctx.unit + kind) * num_rows + row), 2 * n)
+        prefetch(state.scales + 2 * ((3 * ctx.unit + kind) * num_rows + row), 2 * n)
     return n * (ctx.head_dim + 6)
 
 
@@ -231,7 +234,8 @@ def _visit_units(
     num_units, num_clusters = header[NUM_UNITS], header[NUM_CLUSTERS]
     scores = view_float32(score_address, max(num_clusters, MAX_UNITS))
     units = view_int32(units_address, UNITS_LENGTH)
-    base = ctx.arrays[ROWS] + ctx.unit * (num_units + num_clusters) * ctx.head_dim
+    base = read_state(ctx.arrays).rows + ctx.unit * (num_units + num_clusters) * ctx.head_dim
+    kept_units = read_numbers(ctx.parameters).kept_units
     enough = _CHOICE * wanted / cluster_tokens(ctx, header)
     score_int8(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
         pointer, ctx.score_int8, query, 1, base, num_units, score_address
@@ -244,7 +248,7 @@ def _visit_units(
     _order_scores(scores, keys)
     kept = 0
     visited = 0
-    while kept < num_units and (kept < ctx.parameters[KEPT_UNITS] or visited < enough):
+    while kept < num_units and (kept < kept_units or visited < enough):
         unit = _take_best_key(keys)
         if unit < 0:
             return -1
@@ -283,15 +287,15 @@ def _take_clusters(
     The sizes of clusters are not known before they are walked: as many as should hold `wanted`
     tokens are taken, and more while that was too few.
     """
-    header, _, _, ranges, blocks, _, links, high = index
+    header, _, _, ranges, _, offsets, links, high = index
     flags, _, _, _, score_address, _, picked_address, units_address = scratch
     picked = view_int32(picked_address, header[NUM_CLUSTERS])
     units = view_int32(units_address, UNITS_LENGTH)
     partial = view_int32(units_address + 4 * PARTIAL, 2)
     partial[0] = -1
     room = header[CANDIDATE_CAPACITY] - (ctx.budget_tokens - needed)  # beside the buffer
-    first_link = ctx.unit * len(links) + header[NUM_CLUSTERS]
-    first_offset = ctx.arrays[STARTS] + 4 * len(blocks)
+    chunk_links = links.ctypes.data + 2 * header[NUM_CLUSTERS]
+    first_offset = offsets.ctypes.data
     taken = 0
     k = 0
     size = SIZE_OF_BEST * cluster_tokens(ctx, header)
@@ -311,7 +315,7 @@ def _take_clusters(
             picked[p] = cluster
             # Chunks are anywhere: walking the lists one by one would wait for each of them.
             chunk = max(link_of(links, high, cluster) - 1, 0)
-            prefetch_line(ctx.arrays[LINKS] + 2 * (first_link + chunk))
+            prefetch_line(chunk_links + 2 * chunk)
             prefetch_line(first_offset + chunk)
         taken += _flag_clusters(index, picked[:count], flags, room - taken, partial)
         size = max(1.0, taken / k)
@@ -331,10 +335,11 @@ def propose(pointer: Any) -> int:
     needed = ctx.budget_tokens - buffered
     count = 0
     if needed > 0 and header[NUM_CHUNKS] > 0:
-        slack = ctx.parameters[RADIUS_WEIGHT] * _sum_queries(ctx, scratch[1])
-        ratio = ctx.parameters[CANDIDATE_RATIO]
+        numbers = read_numbers(ctx.parameters)
+        slack = numbers.radius_weight * _sum_queries(ctx, scratch[1])
+        ratio = numbers.candidate_ratio
         if ctx.kv_len <= SHORT_CONTEXT_BUDGETS * ctx.budget_tokens:
-            ratio = max(ratio, ctx.parameters[SHORT_CONTEXT_RATIO])
+            ratio = max(ratio, numbers.short_context_ratio)
         wanted = int(needed * ratio)
         visited = _visit_units(pointer, ctx, index, scratch, slack, wanted)
         if visited < 0:

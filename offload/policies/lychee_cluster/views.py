@@ -11,39 +11,30 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 from numba.extending import intrinsic
 
-from offload.policies.callback import _cast, view_int32, view_uint8
+from offload.policies.callback import _cast, view_int32, view_uint8, view_uint64
 from offload.policies.lychee_cluster.chunks import BLOCK, MAX_CHUNK_TOKENS
-from offload.policies.lychee_cluster.index import (
+from offload.policies.lychee_cluster.layout import (
     CANDIDATE_CAPACITY,
     CAPACITY_CHUNKS,
     HAS_HIGH_LINKS,
-    HEADER,
     HEADER_COLUMNS,
     LAST_GRAFT_COLUMNS,
-    LINKS,
-    LINKS_HIGH,
+    MAX_UNITS,
     NUM_CLUSTERS,
     NUM_UNITS,
-    RANGES,
-    ROWS,
-    SCALES,
-    SCRATCH,
-    SCRATCH_BYTES,
-    STARTS,
+    UNITS_LENGTH,
+    read_state,
 )
 
-MAX_UNITS = 64
-# Of the scratch `units`, int32: the units that the last search opened, where the clusters of each
+# Of `units`: the units that the last search opened, where the clusters of each
 # end in its scores, then these. What was opened and how many candidates that gave stays until the
 # next search: `prepare` reads it.
 ENDS, PARTIAL = MAX_UNITS, 2 * MAX_UNITS
 OPENED, FOUND, NEAR = PARTIAL + 2, PARTIAL + 3, PARTIAL + 4
-UNITS_LENGTH = 256
 
 _as_int8 = _cast(types.int8)
 _as_int64 = _cast(types.int64)
 _as_uint16 = _cast(types.uint16)
-_as_uint64 = _cast(types.uint64)
 
 
 def _bitcast(source: Any, target: Any, llvm_type: Any) -> Any:
@@ -75,57 +66,52 @@ def bfloat16_bits_up(x: Any) -> Any:
 
 @numba.njit(inline="always")
 def header_of(ctx: Any) -> Any:
-    address = ctx.arrays[HEADER] + 8 * HEADER_COLUMNS * ctx.unit
+    address = read_state(ctx.arrays).header + 8 * HEADER_COLUMNS * ctx.unit
     return carray(_as_int64(address), HEADER_COLUMNS)
 
 
 @numba.njit(cache=True)
 def index_of(ctx: Any) -> Any:
     """header, rows, scales, ranges, block starts, offsets, links, high links of ctx.unit."""
-    header = header_of(ctx)
+    state, header = read_state(ctx.arrays), header_of(ctx)
     num_rows = header[NUM_UNITS] + header[NUM_CLUSTERS]
     capacity = header[CAPACITY_CHUNKS]
     num_links = header[NUM_CLUSTERS] + capacity
-    num_ranges = 2 * header[NUM_UNITS] + 1
-    num_blocks = capacity // BLOCK + 1
     rows = carray(
-        _as_int8(ctx.arrays[ROWS] + ctx.unit * num_rows * ctx.head_dim), (num_rows, ctx.head_dim)
+        _as_int8(state.rows + ctx.unit * num_rows * ctx.head_dim), (num_rows, ctx.head_dim)
     )
-    scales = carray(_as_uint16(ctx.arrays[SCALES] + ctx.unit * num_rows * 6), (3, num_rows))
-    ranges = view_int32(ctx.arrays[RANGES] + ctx.unit * num_ranges * 4, num_ranges)
-    blocks = view_int32(ctx.arrays[STARTS], num_blocks)
-    offsets = view_uint8(ctx.arrays[STARTS] + 4 * num_blocks, capacity + 1)
-    links = carray(_as_uint16(ctx.arrays[LINKS] + ctx.unit * num_links * 2), num_links)
-    high = view_uint8(
-        ctx.arrays[LINKS_HIGH] + ctx.unit * num_links * header[HAS_HIGH_LINKS],
-        num_links * header[HAS_HIGH_LINKS],
-    )
+    scales = carray(_as_uint16(state.scales + ctx.unit * num_rows * 6), (3, num_rows))
+    ranges = view_int32(state.ranges, 2 * header[NUM_UNITS] + 1, ctx.unit)
+    blocks = view_int32(state.blocks, capacity // BLOCK + 1)
+    offsets = view_uint8(state.offsets, capacity + 1)
+    links = carray(_as_uint16(state.links + ctx.unit * num_links * 2), num_links)
+    high = view_uint8(state.links_high, num_links * header[HAS_HIGH_LINKS], ctx.unit)
     return header, rows, scales, ranges, blocks, offsets, links, high
 
 
 @numba.njit(cache=True)
 def scratch_of(ctx: Any, header: Any) -> Any:
     """flags uint64, and addresses: query, keys, centroids, scores, candidates, picked, units."""
-    base = ctx.arrays[SCRATCH] + ctx.unit * header[SCRATCH_BYTES]
-    num_words = header[CAPACITY_CHUNKS] // 64 + 1
-    query = base + 8 * num_words
-    keys = query + 4 * ctx.head_dim
-    centroids = keys + 4 * ctx.head_dim * MAX_CHUNK_TOKENS
-    scores = centroids + 8 * ctx.head_dim
-    candidates = scores + 4 * max(header[NUM_CLUSTERS], MAX_UNITS)
-    picked = candidates + 4 * (header[CANDIDATE_CAPACITY] + MAX_CHUNK_TOKENS)
-    units = picked + 4 * header[NUM_CLUSTERS]
-    flags = carray(_as_uint64(base), num_words)
+    state, unit, row_bytes = read_state(ctx.arrays), ctx.unit, 4 * ctx.head_dim
+    flags = view_uint64(state.flags, header[CAPACITY_CHUNKS] // 64 + 1, unit)
+    query = state.query + unit * row_bytes
+    keys = state.keys + unit * row_bytes * MAX_CHUNK_TOKENS
+    centroids = state.centroids + unit * row_bytes * 2
+    scores = state.scores + unit * 4 * max(header[NUM_CLUSTERS], MAX_UNITS)
+    longest = header[CANDIDATE_CAPACITY] + MAX_CHUNK_TOKENS
+    candidates = state.candidates + unit * 4 * longest
+    picked = state.picked + unit * 4 * header[NUM_CLUSTERS]
+    units = state.units + unit * 4 * UNITS_LENGTH
     return flags, query, keys, centroids, scores, candidates, picked, units
 
 
 @numba.njit(cache=True)
-def last_graft_of(ctx: Any, header: Any) -> Any:
+def last_graft_of(ctx: Any) -> Any:
     """Numbers int64 [LAST_GRAFT_COLUMNS] and rows int8 [2, head_dim] of what it changed."""
-    size = (8 * LAST_GRAFT_COLUMNS + 2 * ctx.head_dim + 63) // 64 * 64
-    base = ctx.arrays[SCRATCH] + (ctx.unit + 1) * header[SCRATCH_BYTES] - size
-    rows = carray(_as_int8(base + 8 * LAST_GRAFT_COLUMNS), (2, ctx.head_dim))
-    return carray(_as_int64(base), LAST_GRAFT_COLUMNS), rows
+    state = read_state(ctx.arrays)
+    last = _as_int64(state.last_graft + ctx.unit * 8 * LAST_GRAFT_COLUMNS)
+    rows = carray(_as_int8(state.old_rows + ctx.unit * 2 * ctx.head_dim), (2, ctx.head_dim))
+    return carray(last, LAST_GRAFT_COLUMNS), rows
 
 
 @numba.njit(inline="always")

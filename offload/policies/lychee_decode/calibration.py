@@ -43,7 +43,7 @@ from offload.prefill.forward import prefill
 from offload.system.stdlib_text import stdlib_docstrings
 
 if TYPE_CHECKING:
-    from offload.policies.base import Policy
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -269,62 +269,43 @@ def calibration_tokens(tokenizer: Any, num_tokens: int, text: str | None = None)
     return tokens
 
 
-def with_calibrated_roles(
-    policy: Policy, lean: LeanModel, *, model_type: str, load_tokenizer: Callable[[], Any]
-) -> Policy:
-    """The policy, with roles if it is a `LycheeDecode` that lacks them.
+def calibrated_roles(
+    lean: LeanModel,
+    *,
+    model_type: str,
+    load_tokenizer: Callable[[], Any],
+    retrieval_heads: int | None = None,
+) -> HeadRoles | None:
+    """Roles from up to CALIBRATION_TOKENS tokens of the standard library's docstrings.
 
-    They come from up to CALIBRATION_TOKENS tokens of the standard library's docstrings. A model
-    whose context is shorter than MIN_CALIBRATION_TOKENS keeps evenly spaced retrieval heads.
+    None for a model whose context is shorter than MIN_CALIBRATION_TOKENS: it keeps evenly spaced
+    retrieval heads.
 
     Args:
         lean: the model that will run.
         load_tokenizer: called only if it is needed.
-
-    Raises:
-        ValueError: the policy has roles of another model.
+        retrieval_heads: as in `calibrate_roles`.
     """
-    if policy.name != "lychee_decode":
-        return policy
-    from offload.policies.lychee_decode.policy import LycheeDecode
-
-    if not isinstance(policy, LycheeDecode):
-        return policy
-    shape = lean.attention
-    if isinstance(policy.head_roles, HeadRoles):
-        policy.head_roles.check(
-            num_layers=len(lean.layers),
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            model_type=model_type,
-        )
-        return policy
-    policy.check_model(
-        num_layers=len(lean.layers),
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
     if lean.max_context < MIN_CALIBRATION_TOKENS:
         logger.warning(
             "lychee_decode: a context of %d tokens is too short for a calibration; its retrieval "
             "heads are evenly spaced",
             lean.max_context,
         )
-        return policy
+        return None
     tokens = calibration_tokens(load_tokenizer(), min(CALIBRATION_TOKENS, lean.max_context))
     roles = roles_from(
         observe_heads(lean, tokens),
         model_type=model_type,
-        head_dim=shape.head_dim,
-        retrieval_heads=policy.retrieval_heads,
+        head_dim=lean.attention.head_dim,
+        retrieval_heads=retrieval_heads,
         text="the standard library's docstrings",
     )
     logger.info(
         "lychee_decode has no head_roles: %s. `offload calibrate` makes a file of them",
         roles.made_by,
     )
-    return policy.with_roles(roles)
+    return roles
 
 
 def calibrate_roles(

@@ -4,22 +4,22 @@ Source: LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sp
 2026, arXiv 2602.04541). A retrieval head attends to everything and publishes a set of tokens, by
 its exact weights, for the same-indexed KV head of the layers below; a sparse head attends to the
 set it inherits and passes it on unchanged. In layer 0 all heads retrieve. Which heads do is in a
-`HeadRoles` (`offload.policies.lychee_decode.roles`). The paper trains them; ours come from a
-calibration (`offload.policies.lychee_decode.calibration`), and a trained file of the same format
-works as well.
+`HeadRoles` (`roles`). The paper trains them; ours come from a `calibration`, and a trained file of
+the same format works as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import RETRIEVE, REUSE, DeviceTopK, SparsePolicy
+from offload.policies.base import RETRIEVE, REUSE, DeviceTopK, Policy, SparsePolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -29,6 +29,7 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_decode.roles import (
     HeadRoles,
     check_retrieval_heads,
@@ -36,8 +37,13 @@ from offload.policies.lychee_decode.roles import (
     evenly_spaced_heads,
 )
 
-RULES = ("top_k", "top_p", "threshold", "ratio")  # parameters[0] is the index; [1] its number
+if TYPE_CHECKING:
+    from offload.models.base import LeanModel
+
+RULES = ("top_k", "top_p", "threshold", "ratio")
 _TOP_P, _THRESHOLD, _RATIO = 1, 2, 3
+NUMBERS = NumberLayout("rule_index", "rule_number")
+read_numbers = NUMBERS.read
 
 
 @numba.njit(cache=True)
@@ -87,7 +93,8 @@ def enough_for_share(importance: Any, chosen: Any, first: Any, missing: Any) -> 
 @callback
 def select(pointer: Any) -> int:
     ctx = read_context(pointer)
-    rule, number = int(ctx.parameters[0]), ctx.parameters[1]
+    numbers = read_numbers(ctx.parameters)
+    rule, number = int(numbers.rule_index), numbers.rule_number
     num_tokens = ctx.last - ctx.first
     budget = min(ctx.budget_tokens, num_tokens)
     if rule == _RATIO:  # of all tokens, and those that are attended anyway are among them
@@ -147,6 +154,7 @@ class LycheeDecode(SparsePolicy):
     name: ClassVar[str] = "lychee_decode"
     scans_keys: ClassVar[bool] = True
     select: ClassVar[Callback | None] = select
+    number_layout: ClassVar[NumberLayout | None] = NUMBERS
 
     dense_layers: int = 0
     head_roles: str | Path | HeadRoles | None = None
@@ -174,9 +182,53 @@ class LycheeDecode(SparsePolicy):
         for name in RULES[1:]:
             self._check_number(name)
 
-    def parameters(self) -> tuple[float, ...]:
-        """Index of the rule in RULES, and its number."""
-        return (float(RULES.index(self.rule)), getattr(self, self.rule, None) or 0.0)
+    @property
+    def rule_index(self) -> int:
+        """In RULES."""
+        return RULES.index(self.rule)
+
+    @property
+    def rule_number(self) -> float:
+        """That the rule compares with."""
+        return getattr(self, self.rule, None) or 0.0
+
+    def calibrated(
+        self,
+        make_lean: Callable[[], LeanModel],
+        *,
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+    ) -> Policy:
+        """With `calibrated_roles` of the model, if it has no roles.
+
+        Raises:
+            ValueError: it has roles of another model.
+        """
+        from offload.policies.lychee_decode.calibration import calibrated_roles
+
+        lean = make_lean()
+        shape = lean.attention
+        if isinstance(self.head_roles, HeadRoles):
+            self.head_roles.check(
+                num_layers=len(lean.layers),
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                model_type=model_type,
+            )
+            return self
+        self.check_model(
+            num_layers=len(lean.layers),
+            num_qo_heads=shape.num_qo_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        )
+        roles = calibrated_roles(
+            lean,
+            model_type=model_type,
+            load_tokenizer=load_tokenizer,
+            retrieval_heads=self.retrieval_heads,
+        )
+        return self if roles is None else self.with_roles(roles)
 
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int

@@ -32,6 +32,7 @@ class Decoder:
 
     max_rows = Linear.max_rows
     max_step_tokens = None  # of one sequence in a `decode`: any number
+    setup_seconds = 0.0  # see `DeviceDecoder`: there is nothing to do before a step
 
     def __init__(
         self, model: LeanModel, store: KVStore, policy: Policy, num_threads: int | None

@@ -200,6 +200,13 @@ class Policy:
         """
         return None
 
+    def rehearse_on_device(self, keys: Tensor) -> None:
+        """Launch the kernels of ours that `build_on_device` launches; `gpu_ops.compile_ahead`.
+
+        Args:
+            keys: [num_kv_heads, 64, head_dim], whatever they are.
+        """
+
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int
     ) -> Sequence[npt.NDArray[Any]]:

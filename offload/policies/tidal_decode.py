@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,9 @@ from offload.policies.base import (
     StateShape,
 )
 from offload.policies.exact_topk import ExactTopK
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
 # SmolLM2-135M: layers of heads that copy (`head_calibration`), by what the table above measures.
@@ -177,6 +180,9 @@ class TidalDecode(Policy):
 
     def build_on_device(self, context: BuildContext) -> DeviceBuild | None:
         return self.inner.build_on_device(context)
+
+    def rehearse_on_device(self, keys: Tensor) -> None:
+        self.inner.rehearse_on_device(keys)
 
     def grow(
         self, layer_idx: int, arrays: Sequence[npt.NDArray[Any]], capacity_tokens: int

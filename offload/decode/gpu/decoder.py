@@ -58,6 +58,7 @@ class DeviceDecoder:
 
     Attributes:
         after_projection, on_mark: see `DeviceStep`; steps with others are captured apart.
+        setup_seconds: spent so far on what steps of a new kind or size need.
     """
 
     max_step_tokens = 1  # of one sequence in a `decode`
@@ -89,6 +90,7 @@ class DeviceDecoder:
         )
         self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
+        self.setup_seconds = 0.0
         self._sink_tokens = policy.sink_tokens if policy.selects else _SINK_TOKENS
         self._recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
         self._weights = DeviceWeights.of(model)
@@ -287,7 +289,9 @@ class DeviceDecoder:
             num_parts = self._choice(num_rows).num_parts
         num_parts = min(num_parts, num_rows)
         if (num_rows, num_parts) not in self._links:
+            start = time.perf_counter()
             self._links[num_rows, num_parts] = self._make_link(num_rows, num_parts)
+            self.setup_seconds += time.perf_counter() - start
         return self._links[num_rows, num_parts]
 
     def _choice(self, num_rows: int) -> PartsChoice:
@@ -302,7 +306,9 @@ class DeviceDecoder:
         """Do what the first run of a step needs; it may run the step, with no row in use."""
         self._running.buffers.host_state.fill_(-1)
         self._running.after_projection, self._running.on_mark = self.after_projection, self.on_mark
-        link.handshake.prepare(self._key(kind), run)
+        start = time.perf_counter()
+        if link.handshake.prepare(self._key(kind), run):
+            self.setup_seconds += time.perf_counter() - start
 
     def _key(self, kind: str) -> tuple[object, ...]:
         """Of steps that launch the same."""
@@ -352,6 +358,7 @@ class DeviceDecoder:
         """
         if num_sequences <= self._num_slots and kv_len <= self._max_tokens:
             return
+        start = time.perf_counter()
         num_slots = max(_bucket(num_sequences), self._num_slots)
         self._num_slots = 0  # whatever happens below
         self._max_tokens = self._room_for(kv_len)
@@ -367,6 +374,7 @@ class DeviceDecoder:
                 "the device"
             ) from error
         self._num_slots = num_slots
+        self.setup_seconds += time.perf_counter() - start
 
     def _room_for(self, kv_len: int) -> int:
         """Tokens that a step is made for: all that the model can have, unless heads publish. The

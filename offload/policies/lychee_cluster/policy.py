@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,9 @@ from offload.policies.lychee_cluster.index import (
 from offload.policies.lychee_cluster.index_on_device import cluster_on_device
 from offload.policies.lychee_cluster.prefetch import prepare
 from offload.policies.lychee_cluster.search import propose, select
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAX_UNITS = 64
 
@@ -153,6 +156,10 @@ class LycheeCluster(SparsePolicy):
             return index_arrays(Clusters(**arrays), shape)
 
         return finish
+
+    def rehearse_on_device(self, keys: Tensor) -> None:
+        starts = np.arange(0, keys.shape[1] + 1, 8)
+        cluster_on_device(keys, starts, num_clusters=4, num_units=2, iterations=1)
 
     def _index_shape(self, context: BuildContext) -> IndexShape:
         last = context.keys.shape[1] - self.recent_tokens

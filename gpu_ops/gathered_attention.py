@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.gather_rows import check_fixed, check_gathered, check_units, gathered_tokens
-from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.launch import jit_for_any, next_power_of_2, runs_kernel, tl
 from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_tile, load_query, tile_tokens
 from gpu_ops.paged_attention import num_kv_splits
 from gpu_ops.split_state import merge_states, split_length, store_state
@@ -29,7 +29,7 @@ def num_gathered_splits(num_heads: int, capacity: int, num_multiprocessors: int)
     return max(1, min(by_tokens, num_kv_splits(num_heads, num_multiprocessors)))
 
 
-@jit
+@jit_for_any("min_tiles")
 def gathered_attention_kernel(
     query: tl.tensor,
     gathered: tl.tensor,
@@ -41,7 +41,7 @@ def gathered_attention_kernel(
     capacity: tl.tensor,
     scale: tl.tensor,  # sm_scale * log2(e)
     NUM_SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    min_tiles: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_UNITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -57,7 +57,7 @@ def gathered_attention_kernel(
     row = tl.program_id(2).to(tl.int64)
     kv_head = tl.load(heads + slot)
     num_tokens = gathered_tokens(counts, positions, row, kv_head, capacity, FIXED_TOKENS, NUM_UNITS)
-    length = split_length(num_tokens, NUM_SPLITS, BLOCK_T, MIN_TILES)
+    length = split_length(num_tokens, NUM_SPLITS, BLOCK_T, min_tiles)
     first = split * length
     last = tl.minimum(first + length, num_tokens)
     if first >= last:
@@ -106,7 +106,7 @@ def gathered_attention_kernel(
     )
 
 
-@jit
+@jit_for_any("min_tiles")
 def merge_gathered_kernel(
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
@@ -117,7 +117,7 @@ def merge_gathered_kernel(
     lse: tl.tensor,
     capacity: tl.tensor,
     NUM_SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    min_tiles: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_UNITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -134,7 +134,7 @@ def merge_gathered_kernel(
     num_tokens = gathered_tokens(counts, positions, row, kv_head, capacity, FIXED_TOKENS, NUM_UNITS)
     if num_tokens == 0:
         return  # the window's part is the whole
-    used = tl.cdiv(num_tokens, split_length(num_tokens, NUM_SPLITS, BLOCK_T, MIN_TILES))
+    used = tl.cdiv(num_tokens, split_length(num_tokens, NUM_SPLITS, BLOCK_T, min_tiles))
     d = tl.arange(0, BLOCK_D)
     first_slot = (row * NUM_HEADS * GROUP_SIZE + member) * NUM_SPLITS
     largest, total, acc = merge_states(

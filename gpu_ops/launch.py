@@ -13,6 +13,7 @@ variable alone changes nothing for CPU tensors.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,6 +34,7 @@ except ModuleNotFoundError as error:
     has_triton = False
 
 __all__ = [
+    "compiled_ahead",
     "compiles",
     "has_triton",
     "interpreted",
@@ -42,16 +44,35 @@ __all__ = [
     "pointer",
     "runs_kernel",
     "tl",
+    "triton",
 ]
 
 # Fixed by now: triton's own device functions (tl.sum, …) are either compiled or interpreted.
 _interprets = has_triton and bool(triton.knobs.runtime.interpret)
 _on_cpu: ContextVar[bool] = ContextVar("kernels run on CPU tensors", default=False)
 
+# While there is one kernels are compiled instead of launched, and it gets what triton made of each
+# launch (`compile_ahead`).
+compiled_ahead: ContextVar[Callable[[Any], Any] | None] = ContextVar(
+    "takes kernels that are not launched", default=None
+)
+
+# Numbers, and what a thread reads and writes one element of: that these are multiples of 16 gains
+# nothing, and depends on the batch, on a step's part of it, or on how long contexts are.
+_ANY_ALIGNMENT = (
+    "positions",
+    "counts",
+    "host_counts",
+    "page_table",
+    "partial_lse",
+    "num_rows",
+    "max_pages",
+)
+
 
 def jit(function: Callable[..., None]) -> Any:
     """`triton.jit`, or the function as it is where triton is not installed."""
-    return triton.jit(function) if has_triton else function
+    return jit_for_any()(function)
 
 
 def jit_for_any(*sizes: str) -> Callable[[Callable[..., None]], Any]:
@@ -61,7 +82,23 @@ def jit_for_any(*sizes: str) -> Callable[[Callable[..., None]], Any]:
     """
     if not has_triton:
         return lambda function: function
-    decorate: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=list(sizes))
+
+    def decorate(function: Callable[..., None]) -> Any:
+        names = [name for name in _ANY_ALIGNMENT if name in inspect.signature(function).parameters]
+        kernel = triton.jit(
+            function, do_not_specialize=list(sizes), do_not_specialize_on_alignment=names
+        )
+
+        def run(*args: Any, warmup: bool, **options: Any) -> Any:
+            ahead = compiled_ahead.get()
+            launched = type(kernel).run(
+                kernel, *args, warmup=warmup or ahead is not None, **options
+            )
+            return launched if ahead is None else ahead(launched)
+
+        kernel.run = run
+        return kernel
+
     return decorate
 
 

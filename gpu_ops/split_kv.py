@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
-from gpu_ops.launch import jit, next_power_of_2, tl
+from gpu_ops.launch import jit_for_any, next_power_of_2, tl
 from gpu_ops.online_softmax import MIN_GROUP, load_query, score_tile, tile_tokens, weigh_tile
 from gpu_ops.split_state import merge_states, split_length
 
@@ -52,7 +52,7 @@ class SplitLaunch:
         return cls(tile_tokens(head_dim, itemsize))
 
 
-@jit
+@jit_for_any("min_tiles")
 def paged_attention_kernel(
     query: tl.tensor,
     page_table: tl.tensor,
@@ -65,7 +65,7 @@ def paged_attention_kernel(
     max_tokens: tl.tensor,  # of scores
     scale: tl.tensor,  # sm_scale * log2(e)
     NUM_SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    min_tiles: tl.tensor,
     PAGE_HEADS: tl.constexpr,
     NUM_QO_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -86,7 +86,7 @@ def paged_attention_kernel(
     if heads is not None:
         kv_head = tl.load(heads + page_head)
     kv_len = (position + 1).to(tl.int32)
-    length = split_length(kv_len, NUM_SPLITS, BLOCK_T, MIN_TILES)
+    length = split_length(kv_len, NUM_SPLITS, BLOCK_T, min_tiles)
     first = split * length
     last = tl.minimum(first + length, kv_len)
     if first >= last:
@@ -131,7 +131,7 @@ def paged_attention_kernel(
     tl.store(partial_lse + target, row_max + tl.log2(row_sum), mask=g < GROUP_SIZE)
 
 
-@jit
+@jit_for_any("min_tiles")
 def merge_splits_kernel(
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
@@ -140,7 +140,7 @@ def merge_splits_kernel(
     out: tl.tensor,
     lse: tl.tensor,  # natural log; None: nobody wants it
     NUM_SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    min_tiles: tl.tensor,
     NUM_QO_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -157,7 +157,7 @@ def merge_splits_kernel(
         kv_head = tl.load(heads + page_head)
     head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE + tl.program_id(1) % GROUP_SIZE
     kv_len = (tl.load(positions + row) + 1).to(tl.int32)
-    used = tl.cdiv(kv_len, split_length(kv_len, NUM_SPLITS, BLOCK_T, MIN_TILES))
+    used = tl.cdiv(kv_len, split_length(kv_len, NUM_SPLITS, BLOCK_T, min_tiles))
     d = piece * BLOCK_D + tl.arange(0, BLOCK_D)
     # Only here: the first kernel had waited for what is read above before this one could start.
     await_inputs(EARLY)

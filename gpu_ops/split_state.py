@@ -12,11 +12,11 @@ from gpu_ops.launch import jit, tl
 
 @jit
 def split_length(
-    num_tokens: tl.tensor, NUM_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, MIN_TILES: tl.constexpr
+    num_tokens: tl.tensor, NUM_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, min_tiles: tl.tensor
 ) -> tl.tensor:
     """Tokens of every split but the last: whole tiles."""
     tiles = tl.cdiv(num_tokens, NUM_SPLITS * BLOCK_T)
-    return tl.maximum(tiles, MIN_TILES) * BLOCK_T
+    return tl.maximum(tiles, min_tiles) * BLOCK_T
 
 
 @jit

@@ -356,7 +356,9 @@ def _print_result(
 
     table = Table(title=model, title_justify="left")
     table.add_column("policy", min_width=max(len(run.policy) for run in runs))
-    for column in ("context", "KV on host", "KV on device", "index", "prefill", "decode"):
+    sets_up = any(run.setup_seconds for run in runs)
+    costs = ["context", "KV on host", "KV on device", "index", "prefill", "decode"]
+    for column in [*costs, "set-up"] if sets_up else costs:
         table.add_column(column, justify="right")
     for run in runs:
         table.add_row(
@@ -367,6 +369,7 @@ def _print_result(
             _index_cell(run),
             f"{run.prefill_tokens_per_second:,.0f} tok/s",
             f"{run.decode_tokens_per_second:,.1f} tok/s",
+            *([f"{run.setup_seconds:.2f} s"] if sets_up else []),
         )
     stdout().print(table)
 

@@ -53,7 +53,8 @@ class Sampling:
 class Run:
     """One answer and what it cost. Rates are tokens per second, sizes bytes of all ranks.
 
-    The policy's own state beside the KV cache took policy_host_bytes and index_seconds to build.
+    The policy's own state beside the KV cache took policy_host_bytes and index_seconds to build,
+    what a GPU needs before its first steps setup_seconds; neither counts as prefill or decode.
     """
 
     policy: str
@@ -65,6 +66,7 @@ class Run:
     kv_device_bytes: int
     policy_host_bytes: int
     index_seconds: float
+    setup_seconds: float
     prefill_seconds: float
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
@@ -171,6 +173,7 @@ def answer(
         kv_device_bytes=sizes[1],
         policy_host_bytes=sizes[2],
         index_seconds=stats.index_seconds,
+        setup_seconds=stats.setup_seconds,
         prefill_seconds=stats.prefill_seconds,
         prefill_tokens_per_second=stats.prefill_tokens_per_second,
         decode_tokens_per_second=stats.decode_tokens_per_second,

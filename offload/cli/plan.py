@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -217,6 +218,9 @@ def _profile(
     known = None if remeasure else cached_profile(where, threads)
     if known is not None:
         return known
+    parts = "memory and CPU" if where.type == "cpu" else "memory, CPU, PCIe and GPU"
+    stderr().print(f"[dim]measuring this machine, once: {parts}[/dim]")
+    start = time.perf_counter()
     with Progress(console=stderr(), transient=True) as progress:
         task = progress.add_task("measuring this machine", total=None)
         found = measure_profile(
@@ -230,7 +234,8 @@ def _profile(
             ),
         )
     path = store_profile(found)
-    stderr().print(f"[dim]measured this machine: {path}[/dim]", soft_wrap=True)
+    seconds = time.perf_counter() - start
+    stderr().print(f"[dim]measured this machine in {seconds:.0f} s: {path}[/dim]", soft_wrap=True)
     return found
 
 
@@ -241,9 +246,13 @@ def _with_policy(
     from offload.bench.machine.policy import with_policy
     from offload.planning.profile_cache import store_profile
 
-    found = with_policy(profile, policy, model.shape, model.dtype, context)
+    start = time.perf_counter()
+    with stderr().status(f"measuring what {policy.name} costs here, once"):
+        found = with_policy(profile, policy, model.shape, model.dtype, context)
     if found is not profile:
         store_profile(found)
+        seconds = time.perf_counter() - start
+        stderr().print(f"[dim]measured what {policy.name} costs here in {seconds:.0f} s[/dim]")
     return found
 
 

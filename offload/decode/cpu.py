@@ -38,6 +38,7 @@ class NativeDecoder:
     max_step_tokens: int | None = None
     samples = False
     device_bytes = 0
+    setup_seconds = 0.0
 
     def __init__(self, model: LeanModel, store: KVStore, policy: Policy, num_threads: int) -> None:
         self.model = model

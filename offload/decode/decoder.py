@@ -36,6 +36,10 @@ class Decoder(Protocol):
     def device_bytes(self) -> int:
         """Of the KV cache that is on a device."""
 
+    @property
+    def setup_seconds(self) -> float:
+        """Spent so far on what steps of a new kind or size need."""
+
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
         """Run all layers over the new tokens of `batch`, for which room is reserved in the store.
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import check_checkpoint, check_loaded
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import check_gguf_magic, read_gguf_header
@@ -85,8 +86,8 @@ def _convert(gguf_path: Path, folder: Path) -> None:
     config = gguf_config(read_gguf_header(gguf_path))
     tokenizer = _tokenizer(gguf_path)
     _logger.info("converting %s to safetensors, once", gguf_path.name)
-    with np.errstate(all="ignore"):  # numbers that are not finite are refused below
-        # transformers shows a progress bar over the tensors, on stderr.
+    # Numbers that are not finite are refused below.
+    with np.errstate(all="ignore"), passing_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             gguf_path.parent,
             gguf_file=gguf_path.name,
@@ -102,7 +103,8 @@ def _convert(gguf_path: Path, folder: Path) -> None:
         if not bool(weight.isfinite().all()):
             raise ValueError(f"{gguf_path} holds numbers that are not finite, in {name}")
     tokenizer.model_max_length = config.max_position_embeddings
-    model.save_pretrained(folder)
+    with passing_bars():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint, check_loaded
 
 logger = logging.getLogger(__name__)
@@ -29,15 +30,16 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
         raise
     except Exception as error:  # of any kind: they have no class in common
         raise ValueError(f"{checkpoint.folder / 'config.json'}: {error}") from error
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoint.folder,
-        config=config,
-        dtype=dtype or "auto",
-        trust_remote_code=False,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # or transformers raises without naming the file
-        output_loading_info=True,
-    )
+    with passing_bars():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            config=config,
+            dtype=dtype or "auto",
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # or transformers raises without naming the file
+            output_loading_info=True,
+        )
     model, info = loaded
     check_loaded(info, checkpoint.folder, "its config.json")
     return model

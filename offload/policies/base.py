@@ -242,6 +242,13 @@ class Policy:
         """
         raise NotImplementedError
 
+    def rehearse_on_device(self, keys: Tensor) -> None:
+        """Launch the kernels of ours that `build_on_device` launches; `gpu_ops.compile_ahead`.
+
+        Args:
+            keys: [num_kv_heads, 64, head_dim], whatever they are.
+        """
+
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The arrays, for `capacity_tokens` tokens. Called between steps, when they get too few.
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,9 @@ from offload.policies.base import (
     Policy,
 )
 from offload.policies.exact_topk import ExactTopK
+
+if TYPE_CHECKING:
+    pass
 
 # (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
 # SmolLM2-135M: layers of heads that copy (`head_calibration`), by what the table above measures.

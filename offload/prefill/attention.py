@@ -119,6 +119,16 @@ def _cudnn_works(
     return True
 
 
+def rehearse_attention(
+    num_qo_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Launch the kernels of ours that long slices take (`compile_ahead`)."""
+    x = torch.empty(_CUDNN_QUERIES, num_qo_heads, head_dim, dtype=dtype, device=device)
+    o, lse = x.transpose(0, 1), torch.empty(x.shape[1::-1], device=device)
+    if aligns_last(o) and suits_cudnn(len(x), head_dim, torch.cuda.get_device_capability(device)):
+        merge_parts(o, lse, o, lse)
+
+
 def aligns_last(q: Tensor) -> bool:
     """Whether causal attention takes more keys than queries, the last of each aligned."""
     return (

@@ -57,6 +57,10 @@ class Runtime:
         self.generation_now: Generation | None = None
         self._last_pass_end: float | None = None
         self._prefill_threads = config.num_threads  # None: as torch has it
+        if self.device.type == "cuda":
+            from offload.runtime.kernel_warmup import warm_up
+
+            warm_up(self.lean, self._decoder, config.policy, self.store.dtype)
 
     def run(
         self,
@@ -121,7 +125,9 @@ class Runtime:
                 x = self._prefill(x, part.batch, self.store, of_part)
             else:
                 start += self._build_index(of_part)
+                before = self._decoder.setup_seconds
                 x = self._decoder.decode(x, part.batch, of_part)
+                start += self._count_setup(before)
             self._record(part.phase, part.batch.num_tokens, start)
             if len(parts) == 1:
                 return x
@@ -164,8 +170,10 @@ class Runtime:
             nonlocal start
             self._mark_text(batch, seqs, tokens)
             start += self._build_index(seqs)
+            before = self._decoder.setup_seconds
             with self._current_device():
                 chosen = self._decoder.choose_tokens(seqs, tokens, position_ids, options)
+            start += self._count_setup(before)
             return check_chosen(chosen, len(self.lean.layers))
 
         with without_autocast(self.device), self.together():
@@ -311,6 +319,16 @@ class Runtime:
         with torch_threads(self._prefill_threads):
             seconds = self.attention.build_states(seqs, kv_lens)
         self.stats.index_seconds += seconds
+        return self._leave_out(seconds)
+
+    def _count_setup(self, before: float) -> float:
+        """Seconds that the decoder took for set-up, since they were `before`."""
+        seconds = self._decoder.setup_seconds - before
+        self.stats.setup_seconds += seconds
+        return self._leave_out(seconds)
+
+    def _leave_out(self, seconds: float) -> float:
+        """`seconds`, which do not count as decoding."""
         if self._last_pass_end is not None:
             self._last_pass_end += seconds
         return seconds

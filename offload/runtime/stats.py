@@ -11,7 +11,8 @@ class OffloadStats:
 
     In a generation, seconds of decoding count from the end of one forward pass to the end of the
     next, so they include choosing and streaming tokens. index_seconds went into building what the
-    policy keeps of a context, and are in neither. kv_host_bytes is the most that was in use,
+    policy keeps of a context, and setup_seconds into what a GPU needs before the first step of its
+    kind or size, such as its graph; both are in neither. kv_host_bytes is the most that was in use,
     policy_host_bytes what the policy keeps beside it. With threads: what the last one did, or does.
     """
 
@@ -23,6 +24,7 @@ class OffloadStats:
     kv_device_bytes: int = 0
     index_seconds: float = 0.0
     policy_host_bytes: int = 0
+    setup_seconds: float = 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float:

@@ -50,9 +50,11 @@ class FlagHandshake(GraphHandshake):
     def join(self, work: Beside) -> None:
         """It is done."""
 
-    def prepare(self, key: Hashable, step: Step) -> None:
+    def prepare(self, key: Hashable, step: Step) -> bool:
+        is_new = key not in self._steps
         self._steps[key] = step
         self._coprocessor.start()
+        return is_new
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         super().run(key, step, rows, slots)

@@ -165,3 +165,9 @@ def test_a_gpu_that_is_not_there_is_one_line(tiny_folders: dict[str, Path]) -> N
     assert result.exit_code == 1
     assert "error: device='cuda': " in result.output
     assert "Traceback" not in result.output
+
+
+def test_nothing_but_our_lines_is_left_on_stderr(generate: Any) -> None:
+    result = generate("-p", "the quick brown fox", "-n", "2")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "full:\n"

@@ -161,13 +161,15 @@ class WithoutHost:
     def join(self, work: Beside) -> None:
         SideStream.join(work)
 
-    def prepare(self, key: Hashable, step: Step) -> None:
-        if key not in self._graphs:
+    def prepare(self, key: Hashable, step: Step) -> bool:
+        is_new = key not in self._graphs
+        if is_new:
             step()
             torch.cuda.synchronize()
             self._graphs[key] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graphs[key]):
                 step()
+        return is_new
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         self._graphs[key].replay()

@@ -56,6 +56,7 @@ class DeviceDecoder:
 
     Attributes:
         after_projection, on_mark: see `DeviceStep`; steps with others are captured apart.
+        setup_seconds: spent so far on what steps of a new kind or size need.
     """
 
     max_step_tokens: int | None = 1
@@ -88,6 +89,7 @@ class DeviceDecoder:
         )
         self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
+        self.setup_seconds = 0.0
         self._sink_tokens = policy.sink_tokens if policy.selects else _SINK_TOKENS
         self._recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
         self._weights = DeviceWeights.of(model)
@@ -143,7 +145,7 @@ class DeviceDecoder:
             DeviceMemoryError: the resident layers do not fit.
         """
         slots, kv_lens = self._bind(seqs)
-        link, step = self._prepared.choose_link(slots, self._num_parts), self._prepared.step
+        link, step = self._choose_link(slots), self._prepared.step
         run, b = functools.partial(step.run_layers, link), step.buffers
         self._prepare(link, "layers", run)
         self._write_state(slots, kv_lens, batch.position_ids)
@@ -165,7 +167,7 @@ class DeviceDecoder:
     ) -> Tensor:
         """One whole step: see `Decoder.choose_tokens`."""
         slots, kv_lens = self._bind(seqs)
-        link, step = self._prepared.choose_link(slots, self._num_parts), self._prepared.step
+        link, step = self._choose_link(slots), self._prepared.step
         samples = options.temperature > 0.0
         kind = "sampled tokens" if samples else "tokens"
         run = functools.partial(step.run_tokens, link, samples=samples)
@@ -268,12 +270,21 @@ class DeviceDecoder:
             places[np.array(self.attention.is_dense)] = Place.GPU
         return HeadPlacement(places)
 
+    def _choose_link(self, slots: Sequence[int]) -> HostLink:
+        steps, start = self._prepared, time.perf_counter()
+        num_links = len(steps.links)
+        link = steps.choose_link(slots, self._num_parts)
+        if len(steps.links) > num_links:
+            self.setup_seconds += time.perf_counter() - start
+        return link
+
     def _prepare(self, link: HostLink, kind: str, run: Step) -> None:
         """Do what the first run of a step needs; it may run the step, with no row in use."""
-        step = self._prepared.step
+        step, start = self._prepared.step, time.perf_counter()
         step.buffers.host_state.fill_(-1)
         step.after_projection, step.on_mark = self.after_projection, self.on_mark
-        link.handshake.prepare(self._key(kind), run)
+        if link.handshake.prepare(self._key(kind), run):
+            self.setup_seconds += time.perf_counter() - start
 
     def _key(self, kind: str) -> tuple[object, ...]:
         """Of steps that launch the same."""
@@ -326,6 +337,7 @@ class DeviceDecoder:
             if num_sequences <= steps.num_slots and kv_len <= steps.max_tokens:
                 return
             num_slots = max(num_slots, steps.num_slots)
+        start = time.perf_counter()
         steps = None
         self._drop_steps()  # their memory first
         self._steps = PreparedSteps(
@@ -344,6 +356,7 @@ class DeviceDecoder:
                 self._make_handshake, self._backend, deadline_seconds=self._deadline_seconds
             ),
         )
+        self.setup_seconds += time.perf_counter() - start
 
     def _room_for(self, kv_len: int) -> int:
         """Tokens that a step is made for: all that the model can have, unless heads publish. The

@@ -60,8 +60,11 @@ class Handshake(Protocol):
     def join(self, work: Beside) -> None:
         """What the step launches next comes after `work`; each must be joined before its end."""
 
-    def prepare(self, key: Hashable, step: Step) -> None:
-        """Do what running `step` for the first time needs, while no row of it is in use."""
+    def prepare(self, key: Hashable, step: Step) -> bool:
+        """Do what running `step` for the first time needs, while no row of it is in use.
+
+        Returns whether there was something to do.
+        """
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         """Run a prepared step to its end.
@@ -102,8 +105,9 @@ class InlineHandshake:
     def join(self, work: Beside) -> None:
         """It is done."""
 
-    def prepare(self, key: Hashable, step: Step) -> None:
+    def prepare(self, key: Hashable, step: Step) -> bool:
         """Nothing to prepare."""
+        return False
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         try:
@@ -143,8 +147,9 @@ class StreamHandshake:
     def join(self, work: Beside) -> None:
         SideStream.join(work)
 
-    def prepare(self, key: Hashable, step: Step) -> None:
+    def prepare(self, key: Hashable, step: Step) -> bool:
         """Nothing to prepare."""
+        return False
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         try:
@@ -202,11 +207,13 @@ class GraphHandshake:
     def join(self, work: Beside) -> None:
         SideStream.join(work)
 
-    def prepare(self, key: Hashable, step: Step) -> None:
+    def prepare(self, key: Hashable, step: Step) -> bool:
         """Capture `step`. It is run once before, without the CPU side, to load its kernels."""
-        if key not in self._graphs:
+        is_new = key not in self._graphs
+        if is_new:
             self._graphs[key] = self._capture(step)
         self._coprocessor.start()
+        return is_new
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         try:

@@ -78,7 +78,7 @@ class PreparedSteps:
             num_parts = self._choice(num_rows).num_parts
         num_parts = min(num_parts, num_rows)
         if (num_rows, num_parts) not in self.links:
-            self.links[num_rows, num_parts] = self._make_link(num_rows, num_parts)
+            self.links[num_rows, num_parts] = self.make_link(num_rows, num_parts)
         return self.links[num_rows, num_parts]
 
     def record(self, link: HostLink, seconds: float) -> None:
@@ -127,7 +127,8 @@ class PreparedSteps:
         buffers = StepBuffers(model, self.num_slots, store.dtype, device)
         return DeviceStep(model, weights, store, buffers, resident, heads)
 
-    def _make_link(self, num_rows: int, num_parts: int) -> HostLink:
+    def make_link(self, num_rows: int, num_parts: int) -> HostLink:
+        """A new one, for steps of so many rows in so many parts."""
         requests = [
             (layer_idx, rows.start, rows.stop - rows.start)
             for layer_idx, layer in enumerate(self._layers)

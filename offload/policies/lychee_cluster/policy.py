@@ -15,7 +15,7 @@ centroids.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -44,6 +44,9 @@ from offload.policies.lychee_cluster.layout import (
 )
 from offload.policies.lychee_cluster.prefetch import prepare
 from offload.policies.lychee_cluster.search import NUMBERS, SHORT_CONTEXT_BUDGETS, propose, select
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,10 @@ class LycheeCluster(SparsePolicy):
             return index_arrays(Clusters(**arrays), shape)
 
         return finish
+
+    def rehearse_on_device(self, keys: Tensor) -> None:
+        starts = np.arange(0, keys.shape[1] + 1, 8)
+        cluster_on_device(keys, starts, num_clusters=4, num_units=2, iterations=1)
 
     def _index_shape(self, context: BuildContext) -> IndexShape:
         last = context.keys.shape[1] - self.recent_tokens

@@ -1,0 +1,169 @@
+"""What the first prompt and the first token would wait for, done when a model is loaded.
+
+That is above all triton, which compiles some twenty kernels for a model and its placement. A small
+prefill and a step are launched for that without running anything (`compile_ahead`): a step's
+kernels depend on neither lengths nor more of the batch than whether there are several rows.
+
+What cannot be known yet, such as the graph of a step for so many rows, is made with the first such
+step and counts as `OffloadStats.setup_seconds`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.utils.logging import tqdm
+
+from gpu_ops.compile_ahead import compile_ahead
+from gpu_ops.flags import await_flag, raise_flag
+from offload.decode.decoder import Decoder
+from offload.decode.gpu.buffers import HostLink
+from offload.decode.gpu.decoder import DeviceDecoder
+from offload.decode.gpu.handshake import GraphHandshake, InlineHandshake
+from offload.models import LeanModel
+from offload.models.batch import pack
+from offload.policies import Policy
+from offload.prefill.attention import rehearse_attention
+from offload.prefill.forward import prefill
+from offload.system.autocast import without_autocast
+from offload.system.errors import DeviceMemoryError
+from offload.system.memory import available_cpus
+
+logger = logging.getLogger(__name__)
+
+_SLICE_TOKENS = 16
+_PREFILL_TOKENS = 256  # a product of so many rows takes the kernels of longer prompts
+_LINKS = ((1, 1), (2, 1), (2, 2))  # rows and parts of steps that launch different kernels
+
+
+@torch.no_grad()
+def warm_up(lean: LeanModel, decoder: Decoder, policy: Policy, dtype: torch.dtype) -> None:
+    """Compile, or load, what a model on a GPU launches, and run a small prompt.
+
+    Afterwards the decoder has no slots, as before. Where the GPU has no room for that, nothing is
+    done, and the first prompt tells, or waits.
+    """
+    assert isinstance(decoder, DeviceDecoder)  # as on any GPU
+    device, ranks = decoder.device, lean.ranks
+    progress = _Progress(is_shown=ranks is None or ranks.rank == 0)
+    # A seed is for the user's draws; kernels are launched on the current device.
+    with torch.random.fork_rng([device]), torch.cuda.device(device), without_autocast(device):
+        try:
+            with progress.shown():
+                compile_ahead(
+                    lambda: rehearse(lean, decoder, policy, dtype),
+                    num_threads=available_cpus() if ranks is None else ranks.num_cpus,
+                    on_progress=progress,
+                )
+            _prefill(lean, _PREFILL_TOKENS, _PREFILL_TOKENS, dtype, device)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except (DeviceMemoryError, torch.OutOfMemoryError) as error:
+            if ranks is not None:  # the others are in the middle of it
+                raise
+            logger.debug("no room to warm up: %s", error)
+
+
+def rehearse(lean: LeanModel, decoder: DeviceDecoder, policy: Policy, dtype: torch.dtype) -> None:
+    """Launch every kernel of a prefill, of what `policy` builds beside it, and of steps."""
+    shape, device = lean.attention, decoder.device
+    # Sizes that are multiples of 16, and one that is not.
+    _prefill(lean, _SLICE_TOKENS + 1, _SLICE_TOKENS, dtype, device)
+    rehearse_attention(shape.num_qo_heads, shape.head_dim, dtype, device)
+    keys = torch.zeros(64, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+    policy.selecting.rehearse_on_device(keys.transpose(0, 1))
+    rehearse_steps(decoder)
+
+
+def _prefill(
+    lean: LeanModel, num_tokens: int, slice_tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A prompt that nobody keeps, of any tokens."""
+    num_tokens = min(num_tokens, lean.max_context)
+    hidden = torch.zeros(num_tokens, lean.hidden_size, dtype=dtype, device=device)
+    batch = pack((1, num_tokens), None, torch.arange(num_tokens)[None])
+    prefill(lean, hidden, batch, store=None, seqs=[], slice_tokens=slice_tokens)
+    lean.lm_head(lean.final_norm(hidden[-1:]))
+
+
+def rehearse_steps(decoder: DeviceDecoder) -> None:
+    """Launch what steps of one and of several rows launch, with no row in use and no host.
+
+    Nothing where the GPU, or that of another rank, has no room for their buffers.
+    """
+    ranks, has_room = decoder.model.ranks, True
+    try:
+        try:
+            decoder._make_slots(max(num_rows for num_rows, _ in _LINKS), 1)
+        except DeviceMemoryError as error:
+            logger.debug("no room to warm up steps: %s", error)
+            has_room = False
+        if not has_room if ranks is None else ranks.total(int(not has_room))[0]:
+            return
+        steps = decoder._prepared
+        for num_rows, num_parts in _LINKS:
+            link = steps.make_link(num_rows, num_parts)
+            rehearsed = replace(link, handshake=_Rehearsal(link, decoder))
+            steps.step.run_tokens(rehearsed, samples=False)
+            link.handshake.close()
+        buffers = steps.step.buffers
+        for num_rows in (1, 2):  # greedy tokens come from the same buffers
+            buffers.chooser.choose(decoder.logits(buffers.hidden[:num_rows]), samples=True)
+    finally:
+        decoder.place(decoder.placement)  # without slots
+
+
+class _Rehearsal(InlineHandshake):
+    """Launches what the decoder's handshake does, for nobody."""
+
+    def __init__(self, link: HostLink, decoder: DeviceDecoder) -> None:
+        super().__init__(link.coprocessor)
+        self._has_flags = isinstance(link.handshake, GraphHandshake)
+        self._mailbox, self._device = link.mailbox, decoder.device
+
+    def publish(self, request: int) -> None:
+        if self._has_flags:
+            raise_flag(self._mailbox.requests[request, :1], self._device)
+
+    def await_reply(self, request: int) -> None:
+        if self._has_flags:
+            await_flag(self._mailbox.replies[request, :1], self._device)
+
+
+class _Progress:
+    """Says once that kernels are compiled; on a terminal with a bar, which does not stay."""
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        self._bar: Any = None
+        self._done = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if not self._is_shown:
+            return
+        if self._bar is None:
+            self._done = done
+            logger.info("compiling %d GPU kernels, once", total - done)
+            self._bar = tqdm(
+                desc="compiling GPU kernels", total=total, initial=done, leave=False, disable=None
+            )
+        self._bar.update(done - self._done)
+        self._done = done
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Around the work."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+        if self._bar is not None:
+            logger.info("compiled them in %.1f s", time.perf_counter() - start)

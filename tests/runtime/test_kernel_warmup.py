@@ -1,0 +1,237 @@
+"""Nothing is compiled after a model was loaded."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.device_cases import GRAPH, STREAM, greedy, load, small
+from cases.tiny_models import random_tokens
+
+from gpu_ops.launch import has_triton, interpreted
+from offload.decode.gpu.decoder import DeviceDecoder
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.sampling import SamplingOptions, TokenChooser
+from offload.models.batch import pack
+from offload.policies import Policy
+from offload.policies.base import RETRIEVE, REUSE
+from offload.policies.lychee_cluster.index_on_device import cluster_on_device
+from offload.policies.registry import make_policy
+from offload.prefill import layer
+from offload.prefill.forward import prefill
+from offload.runtime import kernel_warmup
+from offload.runtime.kernel_warmup import _Progress, _Rehearsal, rehearse
+
+interpreter = pytest.mark.skipif(
+    not has_triton or torch.cuda.is_available(), reason="needs triton, and it not to compile here"
+)
+
+
+class Launches:
+    """What triton would compile for the kernels that are launched: (kernel, signature)."""
+
+    def __init__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.backends.nvidia.compiler import CUDABackend
+
+        self.seen: set[tuple[str, str]] = set()
+        self._backend = CUDABackend(GPUTarget("cuda", 90, 32))
+        self._binders: dict[str, Any] = {}
+
+    def add(self, kernel: Any, *args: Any, **options: Any) -> None:
+        """Instead of `InterpretedFunction.run`."""
+        from triton.runtime.jit import JITFunction, create_function_from_signature
+
+        name = kernel.fn.__name__
+        if name not in self._binders:
+            compiled = JITFunction(kernel.fn, **kernel.kwargs)
+            self._binders[name] = create_function_from_signature(
+                compiled.signature, compiled.params, self._backend
+            )
+        del options["grid"], options["warmup"]
+        _, specialization, used = self._binders[name](*args, **options)
+        self.seen.add((name, f"{specialization} {used}"))
+
+    def take(self) -> set[tuple[str, str]]:
+        taken, self.seen = self.seen, set()
+        return taken
+
+
+@contextmanager
+def collected_launches() -> Iterator[Launches]:
+    """What operators on CPU tensors launch, which has no effect meanwhile."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launches = Launches()
+    with pytest.MonkeyPatch.context() as patch, interpreted(), torch.no_grad():
+        patch.setattr(InterpretedFunction, "run", launches.add)
+        patch.setattr(layer, "has_kernels", lambda x: True)
+        yield launches
+
+
+def placed(model: Any) -> HeadPlacement:
+    """Heads that retrieve on the GPU, of the others every second one fetched."""
+    decoder = model._offload._decoder
+    places, roles = np.array(decoder.placement.places), decoder.attention.roles
+    places[roles == RETRIEVE] = Place.GPU
+    every_second = np.arange(places.size).reshape(places.shape) % 2 == 0
+    places[(roles == REUSE) & every_second] = Place.GATHER
+    return HeadPlacement(places)
+
+
+def policy_named(name: str) -> Policy:
+    if name == "lychee_decode":
+        return make_policy(name, budget_tokens=64, sink_tokens=4, recent_tokens=16)
+    return make_policy(name) if name == "full" else small(name)
+
+
+@interpreter
+@pytest.mark.parametrize("backend", ["inline", "flags"])
+@pytest.mark.parametrize("name", ["full", "lychee_cluster", "lychee_decode"])
+def test_the_rehearsal_launches_every_kernel(
+    name: str, backend: str, tiny_folders: dict[str, Path]
+) -> None:
+    """For batches and lengths that it does not have itself."""
+    model = load(tiny_folders["llama"], policy_named(name), ("cpu", backend))
+    runtime = model._offload
+    if name == "lychee_decode":
+        runtime._decoder.place(placed(model))
+    with collected_launches() as launches:
+        rehearse(runtime.lean, runtime._decoder, runtime.config.policy, torch.float32)
+        assert runtime._decoder._steps is None
+        rehearsed = launches.take()
+        launch_prompts(runtime.lean)
+        launch_steps(runtime._decoder)
+        if name == "lychee_cluster":
+            keys = torch.zeros(700, runtime.store.num_kv_heads, runtime.store.head_dim)
+            starts = np.arange(0, 701, 7)
+            cluster_on_device(
+                keys.transpose(0, 1), starts, num_clusters=16, num_units=1, iterations=2
+            )
+        wanted = launches.take()
+    kernels = {kernel for kernel, _ in wanted}
+    assert {"gemv_kernel", "silu_mul_kernel", "rotate_kernel", "pick_kernel"} <= kernels
+    assert ("await_flag_kernel" in kernels) == (backend == "flags")
+    assert ("gather_rows_kernel" in kernels) == (name == "lychee_decode")
+    assert ("cover_kernel" in kernels) == (name == "lychee_cluster")
+    assert wanted - rehearsed == set()
+
+
+def launch_prompts(lean: Any) -> None:
+    for num_tokens, slice_tokens in ((1, 64), (33, 8), (200, 64)):
+        hidden = torch.zeros(num_tokens, lean.hidden_size)
+        batch = pack((1, num_tokens), None, torch.arange(num_tokens)[None])
+        prefill(lean, hidden, batch, store=None, seqs=[], slice_tokens=slice_tokens)
+
+
+def launch_steps(decoder: DeviceDecoder) -> None:
+    vocab_size = decoder.model.lm_head.out_features
+    for num_slots, kv_len in ((1, 10), (1, 5000), (4, 100), (16, 9000)):
+        decoder._make_slots(num_slots, kv_len)
+        for num_rows in {1, num_slots // 2 or 1, num_slots}:
+            for num_parts in {1, min(2, num_rows)}:
+                link = decoder._prepared.make_link(num_rows, num_parts)
+                link = replace(link, handshake=_Rehearsal(link, decoder))
+                decoder._prepared.step.run_tokens(link, samples=num_slots == 4)
+                link.handshake.close()
+        chooser = TokenChooser(num_slots, vocab_size, torch.device("cpu"))
+        for temperature in (0.0, 0.7):  # of the first token
+            chooser.use(SamplingOptions(temperature))
+            chooser.choose(torch.zeros(num_slots, vocab_size), samples=temperature > 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [STREAM, GRAPH])
+@pytest.mark.parametrize("name", ["full", "lychee_cluster", "lychee_decode"])
+def test_nothing_is_compiled_after_loading(
+    name: str, backend: Any, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    compiled: list[str] = []
+
+    def count(*, fn: Any, **of_kernel: Any) -> None:
+        compiled.append(fn.name)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", count)
+    state = torch.cuda.get_rng_state()
+    model = load(tiny_folders["llama"], policy_named(name), backend)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert model.kv_store.host_bytes_used == 0
+    compiled.clear()
+    for batch_size, prompt_tokens in ((1, 200), (1, 9), (3, 150), (4, 70)):
+        tokens = random_tokens(batch_size, prompt_tokens)
+        greedy(model, tokens, 40)
+        model.generate(tokens.cuda(), do_sample=True, max_new_tokens=3, eos_token_id=None)
+    assert compiled == []
+
+
+@pytest.mark.cuda
+def test_setting_up_is_not_decoding(tiny_folders: dict[str, Path]) -> None:
+    model = load(tiny_folders["llama"], "full", ("cuda", "graph"))
+    greedy(model, random_tokens(1, 50), 8)
+    first = model.offload_stats()
+    assert first.setup_seconds > 0.0
+    greedy(model, random_tokens(1, 50), 8)
+    second = model.offload_stats()
+    assert second.setup_seconds == 0.0
+    assert first.decode_seconds < 5 * second.decode_seconds
+
+
+def test_only_the_first_step_of_a_kind_is_set_up(tiny_folders: dict[str, Path]) -> None:
+    model = load(tiny_folders["llama"], "full", ("cpu", "flags"))
+    greedy(model, random_tokens(1, 20), 4)
+    assert model.offload_stats().setup_seconds > 0.0
+    greedy(model, random_tokens(1, 20), 4)
+    assert model.offload_stats().setup_seconds == 0.0
+    greedy(model, random_tokens(2, 20), 4)
+    assert model.offload_stats().setup_seconds > 0.0
+
+
+def test_seconds_of_set_up_are_left_out_of_decoding(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    make = DeviceDecoder._make_step
+
+    def make_slowly(self: DeviceDecoder, num_slots: int) -> Any:
+        time.sleep(2.0)
+        return make(self, num_slots)
+
+    monkeypatch.setattr(DeviceDecoder, "_make_step", make_slowly)
+    model = load(tiny_folders["llama"], "full", ("cpu", "inline"))
+    greedy(model, random_tokens(1, 20), 4)
+    stats = model.offload_stats()
+    assert stats.setup_seconds >= 2.0
+    assert 0.0 < stats.decode_seconds < 1.9
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_progress_leaves_a_line_in_the_log_and_no_bar(
+    stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream())
+    progress = _Progress(is_shown=True)
+    with caplog.at_level("INFO", kernel_warmup.__name__), progress.shown():
+        for done in range(2, 6):
+            progress(done, 5)
+    assert caplog.messages[0] == "compiling 3 GPU kernels, once"
+    assert caplog.messages[1].startswith("compiled them in ")
+    written = sys.stderr.getvalue()
+    assert ("compiling GPU kernels" in written) == (stream is Terminal)
+    assert written.rpartition("\r")[2].strip() == ""
+    assert "\n" not in written

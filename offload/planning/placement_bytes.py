@@ -27,7 +27,6 @@ from offload.planning.buffer_bytes import (
 from offload.planning.profile import DeviceProfile
 from offload.policies.base import RETRIEVE, BuildContext, Policy
 from offload.policies.state import capacity_for
-from offload.prefill.memory import PrefillMemory
 
 # What the GPU keeps of policies that name no window (`device_decode`).
 _SINK_TOKENS, _RECENT_TOKENS = 4, 64
@@ -116,30 +115,6 @@ def step_device_bytes(
         ),
         "step buffers": buffers + (0 if device is None else cublas_bytes(device.capability)),
     }
-
-
-def prefill_memory(
-    shape: ModelShape,
-    policy: Policy,
-    *,
-    num_tokens: int,
-    item_bytes: int,
-    slice_tokens: int,
-    page_tokens: int,
-) -> PrefillMemory:
-    """`PrefillMemory.of` a model that is not loaded."""
-    return PrefillMemory.of_shape(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        item_bytes=item_bytes,
-        num_tokens=num_tokens,
-        slice_tokens=slice_tokens,
-        page_tokens=page_tokens,
-        builds_index=policy.selects and policy.has_state(),
-    )
 
 
 def window_of(policy: Policy) -> tuple[int, int]:

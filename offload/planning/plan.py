@@ -19,7 +19,6 @@ from offload.planning.buffer_bytes import mailbox_bytes, num_slots, page_bytes, 
 from offload.planning.choose import DeviceRoom, choose_placement
 from offload.planning.placement_bytes import (
     policy_state_bytes,
-    prefill_memory,
     publishing_heads,
     step_device_bytes,
 )
@@ -27,6 +26,7 @@ from offload.planning.profile import DeviceProfile, MachineProfile
 from offload.planning.step_time import StepModel, StepTime
 from offload.planning.workload import Workload
 from offload.policies.base import RETRIEVE, SELECT, Policy
+from offload.prefill.memory import PrefillMemory
 from offload.system.errors import DeviceMemoryError, HostBudgetError
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
@@ -66,13 +66,7 @@ class PlanRequest:
                 raise ValueError(
                     f"max_memory names {key!r}, but device is {self.device!r}; it may name {named}"
                 )
-        shape = self.model.shape
-        self.policy.check_model(
-            num_layers=shape.num_layers,
-            num_qo_heads=shape.num_qo_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-        )
+        self.policy.check_model(**self.model.shape.heads)
 
     @property
     def on_gpu(self) -> bool:
@@ -211,13 +205,14 @@ def device_byte_counter(
 
 def prefill_bytes(request: PlanRequest) -> int:
     """Of a prefill of the whole batch at its peak."""
-    return prefill_memory(
+    policy = request.policy
+    return PrefillMemory.of(
         request.model.shape,
-        request.policy,
         num_tokens=request.batch_size * request.context,
         item_bytes=request.model.dtype.itemsize,
         slice_tokens=request.prefill_slice_tokens,
         page_tokens=request.page_tokens,
+        builds_index=policy.selects and policy.has_state(),
     ).total_bytes
 
 

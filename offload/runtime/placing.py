@@ -16,11 +16,12 @@ from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
-from offload.planning.placement_bytes import prefill_memory, step_device_bytes
+from offload.planning.placement_bytes import step_device_bytes
 from offload.planning.profile import MachineProfile
 from offload.planning.profile_cache import cached_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
+from offload.prefill.memory import PrefillMemory
 from offload.ranks.shares import head_ranges
 from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError
@@ -43,7 +44,7 @@ def placement_for(
     Raises:
         ValueError: a placement for another model or policy.
     """
-    shape = shape_of(lean)
+    shape = lean.shape
     if config.placement is not None:
         placement = config.placement
         if lean.ranks is not None:  # it is of the whole model's heads
@@ -77,13 +78,13 @@ def choose_automatically(
     tokens = min(shape.max_context, max(store.page_tokens, store.host_budget_bytes // token_bytes))
     work = Workload(shape=shape, policy=policy, kv_len=tokens, item_bytes=item)
     device = None if profile is None else profile.device
-    prefill = prefill_memory(
+    prefill = PrefillMemory.of(
         shape,
-        policy,
         num_tokens=tokens,
         item_bytes=item,
         slice_tokens=config.prefill_slice_tokens,
         page_tokens=store.page_tokens,
+        builds_index=policy.selects and policy.has_state(),
     ).total_bytes
 
     def num_bytes(placement: HeadPlacement) -> int:
@@ -114,22 +115,6 @@ def choose_automatically(
     hint = "" if model is not None else "; `offload plan` measures this machine and does better"
     logger.info("KV heads are placed %s%s:\n%s", how, hint, chosen.text())
     return chosen
-
-
-def shape_of(lean: LeanModel) -> ModelShape:
-    """The shape of a loaded model."""
-    attention = lean.attention
-    return ModelShape(
-        num_layers=len(lean.layers),
-        hidden_size=lean.hidden_size,
-        num_qo_heads=attention.num_qo_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        intermediate_size=lean.layers[0].gate_proj.out_features,
-        vocab_size=lean.lm_head.out_features,
-        max_context=lean.max_context,
-        rope_theta=0.0,  # does not decide any work
-    )
 
 
 def num_threads_of(config: RuntimeConfig, device: torch.device) -> int:

@@ -56,7 +56,7 @@ class Runtime:
         self.stats = OffloadStats()
         self.ranks = ranks
         self.lean = self._view(stock)
-        shape = self.lean.attention
+        shape = self.lean.shape
         self.device = torch.device(config.device)
         weight_bytes = weight_bytes_of(stock)
         self.store = KVStore(
@@ -222,11 +222,11 @@ class Runtime:
 
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
-        if num_tokens > self.lean.max_context:
+        if num_tokens > self.lean.shape.max_context:
             raise ValueError(
-                f"a context of {num_tokens} tokens exceeds the {self.lean.max_context} tokens of "
-                f"this model ({self.lean.max_context_reason}); shorten the prompt or lower "
-                "max_new_tokens"
+                f"a context of {num_tokens} tokens exceeds the {self.lean.shape.max_context} "
+                f"tokens of this model ({self.lean.max_context_reason}); shorten the prompt or "
+                "lower max_new_tokens"
             )
 
     def together(self) -> contextlib.AbstractContextManager[None]:

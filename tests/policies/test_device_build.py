@@ -233,7 +233,7 @@ def test_alongside_a_prefill(name, options, pool):
         policy = make_policy(name, budget_tokens=90, dense_layers=1, **options)
     store = store_for(lean)
     attention = DecodeAttention(
-        policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.2
+        policy, store, num_qo_heads=lean.shape.num_qo_heads, pool=pool, sm_scale=0.2
     )
     lengths = [150, 89, 90, 30]
     seqs = [store.new_sequence() for _ in lengths]
@@ -279,7 +279,7 @@ def test_a_policy_without_it_is_built_later(pool):
     for policy_class in (HeavyHitter, Sometimes):
         policy = policy_class(budget_tokens=90, dense_layers=1)
         attention = DecodeAttention(
-            policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.2
+            policy, store, num_qo_heads=lean.shape.num_qo_heads, pool=pool, sm_scale=0.2
         )
         seq = store.new_sequence()
         build = attention.prefill_build([seq], [120])
@@ -296,6 +296,6 @@ def test_dense_policies_have_nothing_to_build(pool):
     _, lean = tiny_lean_model()
     store = store_for(lean)
     attention = DecodeAttention(
-        make_policy("full"), store, num_qo_heads=lean.attention.num_qo_heads, pool=pool
+        make_policy("full"), store, num_qo_heads=lean.shape.num_qo_heads, pool=pool
     )
     assert attention.prefill_build([], []) is None

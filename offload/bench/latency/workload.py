@@ -221,12 +221,12 @@ class TextReader:
         self._lean = lean = model._offload.lean
         self.shape = AttentionShape(
             len(lean.layers),
-            lean.attention.num_qo_heads,
-            lean.attention.num_kv_heads,
-            lean.attention.head_dim,
+            lean.shape.num_qo_heads,
+            lean.shape.num_kv_heads,
+            lean.shape.head_dim,
         )
         self.dtype: torch.dtype = model.dtype
-        self.max_tokens = min(int(lean.max_context), len(ids))
+        self.max_tokens = min(int(lean.shape.max_context), len(ids))
 
     def tokens(self, first: int, count: int) -> Tensor:
         """int64 [count] of the text."""
@@ -274,7 +274,7 @@ class TextReader:
             steps,
             num_model_layers=self.shape.num_layers,
             statistics=mean_statistics(statistics),
-            sm_scale=self._lean.attention.sm_scale,
+            sm_scale=self._lean.sm_scale,
             text_marks=None if self._marks is None else marks,
         )
 

@@ -21,7 +21,7 @@ class StepBuffers:
     """The static tensors of steps with up to `num_rows` rows."""
 
     def __init__(self, model: LeanModel, num_rows: int, dtype: torch.dtype, device: torch.device):
-        shape = model.attention
+        shape = model.shape
         heads = shape.num_qo_heads * shape.head_dim
 
         def rows(width: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -34,7 +34,7 @@ class StepBuffers:
         self.positions, self.rope_positions, self.tokens = self.state
         self.host_tokens = torch.empty_like(self.host_state[2], pin_memory=device.type == "cuda")
         self.chooser = TokenChooser(num_rows, model.lm_head.out_features, device)
-        self.hidden = rows(model.hidden_size)
+        self.hidden = rows(model.shape.hidden_size)
         self.query = rows(heads)
         self.window_out = rows(heads, torch.float32)
         self.window_lse = rows(shape.num_qo_heads, torch.float32)

@@ -83,9 +83,9 @@ class DeviceDecoder:
         self.attention = DecodeAttention(
             policy,
             store,
-            num_qo_heads=model.attention.num_qo_heads,
+            num_qo_heads=model.shape.num_qo_heads,
             pool=self.pool,
-            sm_scale=model.attention.sm_scale,
+            sm_scale=model.sm_scale,
         )
         self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
@@ -126,7 +126,7 @@ class DeviceDecoder:
         policy = self.attention.policy
         num_kv_heads = self.store.num_kv_heads
         placement.check_model(num_layers=len(self.model.layers), num_kv_heads=num_kv_heads)
-        placement.check_policy(policy, self.model.attention.num_qo_heads)
+        placement.check_policy(policy, self.model.shape.num_qo_heads)
         self.placement = placement
         roles = None if policy.per_query_head else self.attention.roles
         self._layers = layer_heads(
@@ -373,7 +373,7 @@ class DeviceDecoder:
         scores of these are kept, and get room as the context grows, which is rare. All ranks do
         as if: they capture together.
         """
-        max_tokens: int = self.model.max_context
+        max_tokens: int = self.model.shape.max_context
         if self.model.ranks is not None or any(layer.publishing for layer in self._layers):
             max_tokens = min(max_tokens, max(_MIN_SCORE_TOKENS, 1 << (kv_len - 1).bit_length()))
         page_tokens = self.store.page_tokens
@@ -415,7 +415,7 @@ class DeviceDecoder:
             for rows in parts
         ]
         heads = self._running.heads
-        shape = self.model.attention
+        shape = self.model.shape
         mailbox = Mailbox.allocate(
             num_layers=len(self._weights.layers),
             max_rows=num_rows,

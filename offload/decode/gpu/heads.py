@@ -52,9 +52,10 @@ class DeviceHeads:
         device: torch.device,
     ) -> None:
         self.layers = tuple(layers)
-        self._shape, self._policy, self._page_tokens = model.attention, policy, page_tokens
+        self._shape, self._policy, self._page_tokens = model.shape, policy, page_tokens
+        self._sm_scale = model.sm_scale
         self._num_rows, self._max_tokens = num_rows, max_tokens
-        shape, num_sms = model.attention, _num_multiprocessors(device)
+        shape, num_sms = model.shape, _num_multiprocessors(device)
 
         def indices(heads: Sequence[int]) -> Tensor:
             return torch.tensor(heads, dtype=torch.int32, device=device)
@@ -145,7 +146,7 @@ class DeviceHeads:
             self._resident[layer_idx],
             group_size=self._shape.group_size,
             page_tokens=self._page_tokens,
-            sm_scale=self._shape.sm_scale,
+            sm_scale=self._sm_scale,
             partial_out=partial_out,
             partial_lse=partial_lse,
             out=out,
@@ -228,7 +229,7 @@ class DeviceHeads:
             group_size=self._shape.group_size,
             sink_tokens=self._policy.sink_tokens,
             recent_tokens=self._policy.recent_tokens,
-            sm_scale=self._shape.sm_scale,
+            sm_scale=self._sm_scale,
             partial_out=partial_out,
             partial_lse=partial_lse,
             out=out,

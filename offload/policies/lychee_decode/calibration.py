@@ -219,13 +219,13 @@ def observe_heads(
             f"calibration needs a text of at least {MIN_CALIBRATION_TOKENS} tokens, "
             f"got {num_tokens}"
         )
-    if num_tokens > lean.max_context:
+    if num_tokens > lean.shape.max_context:
         raise ValueError(
-            f"a calibration text of {num_tokens} tokens exceeds the {lean.max_context} tokens of "
-            f"this model ({lean.max_context_reason}); shorten it or lower its number of tokens"
+            f"a calibration text of {num_tokens} tokens exceeds the {lean.shape.max_context} "
+            f"tokens of this model ({lean.max_context_reason}); shorten it or lower its number of tokens"
         )
-    shape, num_layers = lean.attention, len(lean.layers)
-    observer = HeadObserver(num_layers, shape.num_kv_heads, shape.sm_scale, num_tokens)
+    shape, num_layers = lean.shape, len(lean.layers)
+    observer = HeadObserver(num_layers, shape.num_kv_heads, lean.sm_scale, num_tokens)
     tokens = torch.cat([tokens[: observer.text_tokens], tokens[observer.repeated]])
     store = KVStore(
         num_layers=num_layers,
@@ -290,7 +290,7 @@ def with_calibrated_roles(
 
     if not isinstance(policy, LycheeDecode):
         return policy
-    shape = lean.attention
+    shape = lean.shape
     if isinstance(policy.head_roles, HeadRoles):
         policy.head_roles.check(
             num_layers=len(lean.layers),
@@ -299,20 +299,15 @@ def with_calibrated_roles(
             model_type=model_type,
         )
         return policy
-    policy.check_model(
-        num_layers=len(lean.layers),
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
-    if lean.max_context < MIN_CALIBRATION_TOKENS:
+    policy.check_model(**shape.heads)
+    if shape.max_context < MIN_CALIBRATION_TOKENS:
         logger.warning(
             "lychee_decode: a context of %d tokens is too short for a calibration; its retrieval "
             "heads are evenly spaced",
-            lean.max_context,
+            shape.max_context,
         )
         return policy
-    tokens = calibration_tokens(load_tokenizer(), min(CALIBRATION_TOKENS, lean.max_context))
+    tokens = calibration_tokens(load_tokenizer(), min(CALIBRATION_TOKENS, shape.max_context))
     roles = roles_from(
         observe_heads(lean, tokens),
         model_type=model_type,
@@ -348,7 +343,7 @@ def calibrate_roles(
     return roles_from(
         calibration,
         model_type=model.config.model_type,
-        head_dim=model._offload.lean.attention.head_dim,
+        head_dim=model._offload.lean.shape.head_dim,
         retrieval_heads=retrieval_heads,
     )
 

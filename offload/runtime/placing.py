@@ -95,7 +95,7 @@ def choose_automatically(
             kv_len=tokens,
             batch_size=1,
             page_tokens=store.page_tokens,
-            item_bytes=item,
+            dtype=store.dtype,
             device=device,
         )
         return sum(counted.values())

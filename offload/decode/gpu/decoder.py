@@ -20,14 +20,14 @@ from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
-from offload.decode.gpu.buffers import HostLink, StepBuffers, part_rows
+from offload.decode.gpu.buffers import HostLink, StepBuffers, num_slots, part_rows, step_tokens
 from offload.decode.gpu.handshake import Handshake, Step, make_handshake
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.layer_heads import layer_heads
 from offload.decode.gpu.linear import DeviceWeights, linear_path
 from offload.decode.gpu.parts_choice import PartsChoice
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.decode.gpu.resident_kv import ResidentKV, check_resident_room
+from offload.decode.gpu.resident_kv import ResidentKV, check_resident_room, window_of
 from offload.decode.gpu.step import DeviceStep
 from offload.decode.sampling import SamplingOptions
 from offload.kv.store import KVStore
@@ -37,10 +37,6 @@ from offload.policies import Policy
 from offload.system.errors import DeviceMemoryError
 
 logger = logging.getLogger(__name__)
-
-# Of policies that name none (full attention): enough for the GPU to have something to do.
-_SINK_TOKENS, _RECENT_TOKENS = 4, 64
-_MIN_SCORE_TOKENS = 4096
 
 
 class DeviceDecoder:
@@ -89,8 +85,7 @@ class DeviceDecoder:
         )
         self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
-        self._sink_tokens = policy.sink_tokens if policy.selects else _SINK_TOKENS
-        self._recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
+        self._sink_tokens, self._recent_tokens = window_of(policy)
         self._weights = DeviceWeights.of(model)
         self._backend = backend
         self._make_handshake = make_handshake
@@ -281,7 +276,7 @@ class DeviceDecoder:
 
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
         """The step that fits these slots, in as many parts as are fastest."""
-        num_rows = _bucket(max(slots) + 1)
+        num_rows = num_slots(max(slots) + 1)
         num_parts = self._num_parts
         if num_parts is None:
             num_parts = self._choice(num_rows).num_parts
@@ -352,40 +347,35 @@ class DeviceDecoder:
         """
         if num_sequences <= self._num_slots and kv_len <= self._max_tokens:
             return
-        num_slots = max(_bucket(num_sequences), self._num_slots)
+        slots = max(num_slots(num_sequences), self._num_slots)
         self._num_slots = 0  # whatever happens below
         self._max_tokens = self._room_for(kv_len)
         self._drop_links()
         self._choices.clear()
         self._step = None  # its memory first
         try:
-            self._step = self._make_step(num_slots)
+            self._step = self._make_step(slots)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
-                f"the GPU has no memory left for decode steps of {num_slots} sequences ("
+                f"the GPU has no memory left for decode steps of {slots} sequences ("
                 f"{str(error).partition(chr(10))[0]}); lower the batch size or raise max_memory of "
                 "the device"
             ) from error
-        self._num_slots = num_slots
+        self._num_slots = slots
 
     def _room_for(self, kv_len: int) -> int:
-        """Tokens that a step is made for: all that the model can have, unless heads publish. The
-        scores of these are kept, and get room as the context grows, which is rare. All ranks do
-        as if: they capture together.
+        """`step_tokens`; as the scores of heads that publish are kept. All ranks do as if they had
+        some: they capture together.
         """
-        max_tokens: int = self.model.shape.max_context
-        if self.model.ranks is not None or any(layer.publishing for layer in self._layers):
-            max_tokens = min(max_tokens, max(_MIN_SCORE_TOKENS, 1 << (kv_len - 1).bit_length()))
-        page_tokens = self.store.page_tokens
-        return -(-max_tokens // page_tokens) * page_tokens
+        grows = self.model.ranks is not None or any(layer.publishing for layer in self._layers)
+        max_context = self.model.shape.max_context
+        return step_tokens(max_context, kv_len, self.store.page_tokens, grows=grows)
 
     def _make_step(self, num_slots: int) -> DeviceStep:
         layers = self._layers
         resident = ResidentKV(
             self.store,
-            window_layers=[i for i, layer in enumerate(layers) if layer.has_window],
-            resident_heads={i: layer.resident for i, layer in enumerate(layers)},
-            gathered_layers=[i for i, layer in enumerate(layers) if layer.gathered],
+            layers,
             sink_tokens=self._sink_tokens,
             recent_tokens=self._recent_tokens,
             num_slots=num_slots,
@@ -415,13 +405,9 @@ class DeviceDecoder:
             for rows in parts
         ]
         heads = self._running.heads
-        shape = self.model.shape
         mailbox = Mailbox.allocate(
-            num_layers=len(self._weights.layers),
+            **self.model.shape.heads,
             max_rows=num_rows,
-            num_qo_heads=shape.num_qo_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
             dtype=self.store.dtype,
             num_requests=len(requests),
             pinned=self.device.type == "cuda",
@@ -451,8 +437,3 @@ class DeviceDecoder:
         for link in self._links.values():
             link.handshake.close()
         self._links.clear()
-
-
-def _bucket(num_rows: int) -> int:
-    """The number of rows that a step for `num_rows` sequences is made for: a power of two."""
-    return 1 << (num_rows - 1).bit_length()

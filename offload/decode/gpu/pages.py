@@ -44,10 +44,6 @@ class DevicePages:
         self._pages: dict[int, Tensor] = {}  # by address
         self._free: list[int] = []
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
     def page(self, address: int) -> Tensor:
         """The page itself: [*page_shape]."""
         return self._pages[address]

@@ -222,7 +222,8 @@ def observe_heads(
     if num_tokens > lean.shape.max_context:
         raise ValueError(
             f"a calibration text of {num_tokens} tokens exceeds the {lean.shape.max_context} "
-            f"tokens of this model ({lean.max_context_reason}); shorten it or lower its number of tokens"
+            f"tokens of this model ({lean.max_context_reason}); shorten it or lower its number of "
+            "tokens"
         )
     shape, num_layers = lean.shape, len(lean.layers)
     observer = HeadObserver(num_layers, shape.num_kv_heads, lean.sm_scale, num_tokens)

@@ -28,7 +28,7 @@ from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
 from offload.planning.workload import Workload, policy_key
 from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
 
-# Of a worker's second-level cache that reading ahead fills (cpp/attention/decode_attention_warm.cpp).
+# Of a worker's second-level cache that reading ahead fills (`decode_attention_warm.cpp`).
 _AHEAD_BYTES_PER_WORKER = 2**20
 _FLOAT32 = 4
 # Where a policy selects by looking at some keys first: these per token that it chooses or caches.

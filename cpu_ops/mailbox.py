@@ -29,6 +29,7 @@ count of -1: the numbers were not finite.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,9 +50,8 @@ class Mailbox:
     selection: Tensor
     counts: Tensor
 
-    @classmethod
-    def allocate(
-        cls,
+    @staticmethod
+    def layout(
         *,
         num_requests: int,
         max_rows: int,
@@ -60,16 +60,14 @@ class Mailbox:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        pinned: bool,
         selection_units: int = 0,
         selection_tokens: int = 0,
-    ) -> Mailbox:
-        """A mailbox with all flags down, in which the CPU has attended to nothing yet.
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """(shape, dtype) of each tensor.
 
         Args:
             num_requests: requests of one step; 0 if the GPU attends to everything.
             dtype: of queries, keys and values: the KV store's.
-            pinned: in memory that CUDA kernels can read and write (needs a GPU).
         """
         if num_requests < 0:
             raise ValueError(f"num_requests must not be negative, got {num_requests}")
@@ -83,22 +81,32 @@ class Mailbox:
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+        row = (max_rows, num_qo_heads * head_dim)
+        return {
+            "query": (row, dtype),
+            "kv": ((num_layers, max_rows, 2, num_kv_heads, head_dim), dtype),
+            "output": (row, torch.float32),
+            "lse": ((max_rows, num_qo_heads), torch.float32),
+            "requests": ((num_requests + 1, FLAG_STRIDE), torch.int32),
+            "replies": ((num_requests, FLAG_STRIDE), torch.int32),
+            "selection": ((max_rows, selection_units, selection_tokens), torch.int32),
+            "counts": ((max_rows, selection_units), torch.int32),
+        }
 
-        def zeros(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(*shape, dtype=of, pin_memory=pinned)
+    @classmethod
+    def allocate(cls, *, pinned: bool, **sizes: Any) -> Mailbox:
+        """A mailbox with all flags down, in which the CPU has attended to nothing yet.
 
-        mailbox = cls(
-            query=zeros(max_rows, num_qo_heads * head_dim, of=dtype),
-            kv=zeros(num_layers, max_rows, 2, num_kv_heads, head_dim, of=dtype),
-            output=zeros(max_rows, num_qo_heads * head_dim),
-            lse=zeros(max_rows, num_qo_heads),
-            requests=zeros(num_requests + 1, FLAG_STRIDE, of=torch.int32),
-            replies=zeros(num_requests, FLAG_STRIDE, of=torch.int32),
-            selection=zeros(max_rows, selection_units, selection_tokens, of=torch.int32),
-            counts=zeros(max_rows, selection_units, of=torch.int32),
-        )
-        mailbox.lse.fill_(float("-inf"))
-        return mailbox
+        Args:
+            pinned: in memory that CUDA kernels can read and write (needs a GPU).
+            sizes: of `layout`.
+        """
+        tensors = {
+            name: torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+            for name, (shape, dtype) in cls.layout(**sizes).items()
+        }
+        tensors["lse"].fill_(float("-inf"))
+        return cls(**tensors)
 
     @property
     def max_rows(self) -> int:
@@ -116,7 +124,3 @@ class Mailbox:
     def tensors(self) -> tuple[Tensor, ...]:
         """All, in the order of their declaration."""
         return tuple(getattr(self, field.name) for field in fields(self))
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.tensors)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.layout import Layout, allocate
 
 CHUNK = 2048  # logits of a program
 DIGIT_BITS = 4  # of the search of sampling.py
@@ -39,28 +40,28 @@ class SamplingBuffers:
     target: Tensor
     floor: Tensor
 
+    @staticmethod
+    def layout(max_rows: int, vocab_size: int) -> Layout:
+        """For logits of any dtype: 64 KB a row for 128K logits."""
+        chunks = (max_rows, -(-vocab_size // CHUNK))
+        passes = (max_rows, 2 * max(DIGITS.values()))
+        return {
+            "chunk_max": (chunks, torch.float32),
+            "chunk_argmax": (chunks, torch.int64),
+            "chunk_mass": (chunks, torch.float32),
+            "sums": ((*passes, chunks[1], 1 << DIGIT_BITS), torch.float32),
+            "prefix": (passes, torch.int64),
+            "above": (passes, torch.float32),
+            "target": (passes, torch.float32),
+            "floor": ((max_rows, 2), torch.int64),
+        }
+
     @classmethod
     def allocate(
         cls, max_rows: int, vocab_size: int, device: torch.device | str
     ) -> SamplingBuffers:
-        """Buffers for logits of any dtype: 64 KB a row for 128K logits."""
-        chunks = -(-vocab_size // CHUNK)
-        passes = 2 * max(DIGITS.values())
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(max_rows, *shape, dtype=dtype, device=device)
-
-        return cls(
-            vocab_size=vocab_size,
-            chunk_max=empty(chunks),
-            chunk_argmax=empty(chunks, dtype=torch.int64),
-            chunk_mass=empty(chunks),
-            sums=empty(passes, chunks, 1 << DIGIT_BITS),
-            prefix=empty(passes, dtype=torch.int64),
-            above=empty(passes),
-            target=empty(passes),
-            floor=empty(2, dtype=torch.int64),
-        )
+        """Buffers of `layout`."""
+        return cls(vocab_size, **allocate(cls.layout(max_rows, vocab_size), device, torch.empty))
 
     @property
     def num_chunks(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpu_ops.early_launch import await_inputs
 from gpu_ops.launch import jit, jit_for_any, next_power_of_2, tl
+from gpu_ops.layout import Layout, allocate
 
 _MAX_LEVEL = 8  # groups of up to 256 tokens
 _MAX_TILE = 16384  # counts of a tile are in 16 bits
@@ -98,6 +99,26 @@ class TopKBuffers:
     candidates: Tensor
     lengths: Tensor
 
+    @staticmethod
+    def layout(max_lists: int, max_tokens: int, launch: TopKLaunch) -> Layout:
+        """12 bytes a token and list.
+
+        Args:
+            max_lists: rows times heads, or rows where heads share a list.
+            max_tokens: of the scores.
+
+        Raises:
+            ValueError: for more tokens than the launch can do.
+        """
+        if max_tokens > launch.max_tokens:
+            raise ValueError(f"max_tokens must be at most {launch.max_tokens}, got {max_tokens}")
+        return {
+            "importance": ((max_lists, max_tokens), torch.int32),
+            "maxima": ((max_lists, launch.max_groups), torch.int32),
+            "candidates": ((max_lists, max_tokens), torch.int64),
+            "lengths": ((max_lists, launch.segments), torch.int32),
+        }
+
     @classmethod
     def allocate(
         cls,
@@ -108,29 +129,10 @@ class TopKBuffers:
         *,
         launch: TopKLaunch | None = None,
     ) -> TopKBuffers:
-        """12 bytes a token and list.
-
-        Args:
-            max_lists: rows times heads, or rows where heads share a list.
-            max_tokens: of the scores.
-
-        Raises:
-            ValueError: for more tokens than the launch can do.
-        """
+        """Buffers of `layout`."""
         launch = launch or TopKLaunch.default(budget_tokens, max_tokens)
-        if max_tokens > launch.max_tokens:
-            raise ValueError(f"max_tokens must be at most {launch.max_tokens}, got {max_tokens}")
-
-        def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.empty(max_lists, size, dtype=dtype, device=device)
-
-        return cls(
-            launch=launch,
-            importance=empty(max_tokens),
-            maxima=empty(launch.max_groups),
-            candidates=empty(max_tokens, torch.int64),
-            lengths=empty(launch.segments),
-        )
+        layout = cls.layout(max_lists, max_tokens, launch)
+        return cls(launch, **allocate(layout, device, torch.empty))
 
 
 @jit

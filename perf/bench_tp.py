@@ -148,16 +148,7 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
     policies = [_policy(name) for name in options.policies]
     if ranks is not None:
         keep_own_weights(whole, ranks)
-        policies = [
-            rank_policy(
-                policy,
-                ranks,
-                num_layers=whole_shape.num_layers,
-                num_kv_heads=whole_shape.num_kv_heads,
-                head_dim=whole_shape.head_dim,
-            )
-            for policy in policies
-        ]
+        policies = [rank_policy(policy, ranks, whole_shape) for policy in policies]
     lean = rank_view(whole, ranks)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -165,11 +156,7 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
     start = time.monotonic()
     try:
         cache = structured_model_cache(
-            replace(
-                whole_shape,
-                num_qo_heads=lean.attention.num_qo_heads,
-                num_kv_heads=lean.attention.num_kv_heads,
-            ),
+            lean.shape,
             kv_len=options.kv_len,
             num_steps=options.steps,
             rotary_emb=stock.model.rotary_emb,

@@ -111,7 +111,7 @@ def calibrate(
         roles = roles_from(
             calibration,
             model_type=loaded.config.model_type,
-            head_dim=lean.attention.head_dim,
+            head_dim=lean.shape.head_dim,
             retrieval_heads=retrieval_heads,
             text="the standard library's docstrings" if text is None else text.name,
         )

@@ -47,9 +47,9 @@ class NativeDecoder:
         self.attention = DecodeAttention(
             policy,
             store,
-            num_qo_heads=model.attention.num_qo_heads,
+            num_qo_heads=model.shape.num_qo_heads,
             pool=self.pool,
-            sm_scale=model.attention.sm_scale,
+            sm_scale=model.sm_scale,
         )
         self.stack = DecoderLayers([_native_layer(layer) for layer in model.layers], self.attention)
         self.final_norm = _norm(model.final_norm)

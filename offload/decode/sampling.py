@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gpu_ops.greedy import SamplingBuffers, greedy_tokens
+from gpu_ops.layout import Layout, allocate
 from gpu_ops.sampling import sample_tokens
 
 
@@ -45,13 +46,24 @@ class TokenChooser:
         tokens: int64 [max_rows], the choice of the last call.
     """
 
+    @staticmethod
+    def layout(max_rows: int, vocab_size: int) -> Layout:
+        """Of all buffers, the scratch of `SamplingBuffers` among them."""
+        return {
+            "tokens": ((max_rows,), torch.int64),
+            "uniform": ((max_rows,), torch.float32),
+            "top_k": ((max_rows,), torch.int64),
+            "temperature": ((max_rows,), torch.float32),
+            "top_p": ((max_rows,), torch.float32),
+        } | SamplingBuffers.layout(max_rows, vocab_size)
+
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._buffers = SamplingBuffers.allocate(max_rows, vocab_size, device)
-        self._temperature = torch.ones(max_rows, dtype=torch.float32, device=device)
-        self._top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._top_p = torch.ones(max_rows, dtype=torch.float32, device=device)
-        self._uniform = torch.zeros(max_rows, dtype=torch.float32, device=device)
+        buffers = allocate(self.layout(max_rows, vocab_size), device)
+        self.tokens, self._uniform = buffers.pop("tokens"), buffers.pop("uniform")
+        self._top_k = buffers.pop("top_k")
+        self._temperature = buffers.pop("temperature").fill_(1.0)
+        self._top_p = buffers.pop("top_p").fill_(1.0)
+        self._buffers = SamplingBuffers(vocab_size, **buffers)
         self._options = SamplingOptions()
 
     def use(self, options: SamplingOptions) -> None:

@@ -55,7 +55,7 @@ class PagePool:
         self.reserved_bytes = 0
         self.addresses: Int64Array = np.empty(0, np.int64)
         self.refcounts: Int32Array = np.empty(0, np.int32)
-        self._slab_pages = max(1, slab_bytes // self.page_bytes)
+        self._slab_bytes = slab_bytes
         self._slabs: list[torch.Tensor] = []  # each [num_pages_of_slab, *page_shape]
         self._slab_first_id: list[int] = []
         self._slab_of_page: Int32Array = np.empty(0, np.int32)
@@ -146,12 +146,12 @@ class PagePool:
             left = format_bytes(available_bytes)
             raise self._budget_error(missing_pages, f", but only {left} of host memory are left")
 
-        num_pages = math.ceil(missing_pages / self._slab_pages) * self._slab_pages
+        num_pages = pages_of_slabs(missing_pages, self.page_bytes, self._slab_bytes)
         # Pages that nobody asked for are taken from those who share the budget.
         spare_bytes = left_bytes if self.count_beside is None else left_bytes // 8
         num_pages = min(num_pages, min(spare_bytes, available_bytes) // self.page_bytes)
         num_pages = max(num_pages, missing_pages)
-        slab_bytes = -_round_down(-num_pages * self.page_bytes, mmap.PAGESIZE)
+        slab_bytes = _mapped_bytes(num_pages * self.page_bytes)
         try:
             memory = map_slab(slab_bytes)
         except OSError as error:  # RLIMIT_AS or the kernel's overcommit rules
@@ -201,6 +201,26 @@ def _give_back(registration: HostRegistration | None, slabs: list[torch.Tensor])
         for slab in slabs:
             registration.unregister(slab.data_ptr())
     slabs.clear()  # the mapping goes with the last tensor over it
+
+
+def page_shape(num_heads: int, page_tokens: int, head_dim: int) -> tuple[int, int, int, int]:
+    """Of a page of KV cache: keys and values of `num_heads` heads."""
+    return 2, num_heads, page_tokens, head_dim
+
+
+def pages_of_slabs(num_pages: int, page_bytes: int, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
+    """Pages of the whole slabs that hold `num_pages`."""
+    of_slab = max(1, slab_bytes // page_bytes)
+    return -(-num_pages // of_slab) * of_slab
+
+
+def pool_bytes(num_pages: int, page_bytes: int, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
+    """What a `PagePool` with room takes for its first `num_pages` pages, if asked for at once."""
+    return _mapped_bytes(pages_of_slabs(num_pages, page_bytes, slab_bytes) * page_bytes)
+
+
+def _mapped_bytes(num_bytes: int) -> int:
+    return -_round_down(-num_bytes, mmap.PAGESIZE)
 
 
 def _round_down(num_bytes: int, multiple: int) -> int:

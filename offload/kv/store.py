@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool
+from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
 from offload.kv.sequence_pages import SequencePages
 from offload.kv.transfer import Piece, copy_from_pages, copy_to_pages
 from offload.system.errors import HostBudgetError
@@ -91,7 +91,7 @@ class KVStore:
             (CudaRegistration() if pinned else None) if isinstance(pinned, bool) else pinned
         )
         self._pool = PagePool(
-            page_shape=(2, num_kv_heads, page_tokens, head_dim),
+            page_shape=page_shape(num_kv_heads, page_tokens, head_dim),
             dtype=dtype,
             budget_bytes=host_budget_bytes,
             slab_bytes=slab_bytes,

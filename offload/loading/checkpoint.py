@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload.models import lean_model_maker
+from offload.models import ModelShape, lean_model_maker
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -38,16 +38,10 @@ class Checkpoint:
     stored_bytes: int
 
     @property
-    def attention_shape(self) -> dict[str, int]:
-        """num_layers, num_qo_heads, num_kv_heads and head_dim, as config.json has them."""
-        config = self.config
-        num_qo_heads = config["num_attention_heads"]
-        return {
-            "num_layers": config["num_hidden_layers"],
-            "num_qo_heads": num_qo_heads,
-            "num_kv_heads": config.get("num_key_value_heads") or num_qo_heads,
-            "head_dim": config.get("head_dim") or config["hidden_size"] // num_qo_heads,
-        }
+    def shape(self) -> ModelShape:
+        """As config.json has it; a size that it leaves to transformers is 0."""
+        named = {"intermediate_size": 0, "vocab_size": 0} | self.config
+        return ModelShape.of_config(named, named.get("max_position_embeddings", 0))
 
     def weight_bytes(self, dtype: torch.dtype | None) -> int:
         """Bytes of the weights in memory; None is the dtype they are stored in."""

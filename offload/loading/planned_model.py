@@ -117,19 +117,7 @@ def _dtype_of(config: Any, name: str) -> torch.dtype:
 def _of_config(name: str, config: Any, dtype: torch.dtype) -> PlannedModel:
     from transformers import AutoModelForCausalLM
 
-    num_qo_heads = int(config.num_attention_heads)
-    max_context, _ = context_limit(config)
-    shape = ModelShape(
-        num_layers=int(config.num_hidden_layers),
-        hidden_size=int(config.hidden_size),
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_qo_heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_qo_heads),
-        intermediate_size=int(config.intermediate_size),
-        vocab_size=int(config.vocab_size),
-        max_context=max_context,
-        rope_theta=0.0,  # does not decide any work
-    )
+    shape = ModelShape.of_config(config.to_dict(), context_limit(config)[0])
     model: Any = AutoModelForCausalLM
     with torch.device("meta"):  # shapes without memory: biases, norms and ties count as they are
         stock = model.from_config(config, dtype=dtype)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from offload.models.base import AttentionShape, DecoderLayer, LeanModel
+from offload.models.base import DecoderLayer, LeanModel
 from offload.models.llama import lean_llama
 from offload.models.mistral import lean_mistral
 from offload.models.qwen2 import lean_qwen2
 from offload.models.qwen3 import lean_qwen3
+from offload.models.shape import ModelShape
 
-__all__ = ["AttentionShape", "DecoderLayer", "LeanModel", "available_models", "lean_model_maker"]
+__all__ = ["DecoderLayer", "LeanModel", "ModelShape", "available_models", "lean_model_maker"]
 
 _MAKERS: dict[str, Callable[[Any], LeanModel]] = {
     "llama": lean_llama,

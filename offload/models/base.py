@@ -14,23 +14,10 @@ import torch
 from torch import nn
 
 from offload.models.rope import rope_context, rotary_view
+from offload.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.ranks.group import TensorParallel
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """`num_qo_heads` query heads share `num_kv_heads` KV heads; sm_scale multiplies q @ k."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    sm_scale: float
-
-    @property
-    def group_size(self) -> int:
-        return self.num_qo_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True)
@@ -59,10 +46,10 @@ class LeanModel:
 
     Attributes:
         rotary_emb: (x, position_ids [1, n]) -> (cos, sin), each [1, n, head_dim] in x's dtype.
-        max_context: tokens a sequence may have.
-        max_context_reason: what bounds `max_context`, for messages.
+        sm_scale: multiplies q @ k.
+        max_context_reason: what bounds `shape.max_context`, for messages.
         ranks: the processes that run the model together, each with a part of the heads and of the
-            MLP (`attention` and `layers` are this one's); None: this process has all.
+            MLP (`shape` and `layers` are this one's); None: this process has all.
     """
 
     embed_tokens: nn.Module
@@ -70,9 +57,8 @@ class LeanModel:
     final_norm: nn.Module
     lm_head: nn.Linear
     rotary_emb: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    attention: AttentionShape
-    hidden_size: int
-    max_context: int
+    shape: ModelShape
+    sm_scale: float
     max_context_reason: str
     ranks: TensorParallel | None = None
 
@@ -103,14 +89,8 @@ def lean_model(stock: Any, *, has_qk_norm: bool) -> LeanModel:
         final_norm=model.norm,
         lm_head=_linear(stock.lm_head, "lm_head"),
         rotary_emb=rotary_view(model.rotary_emb, head_dim),
-        attention=AttentionShape(
-            num_qo_heads=int(config.num_attention_heads),
-            num_kv_heads=int(config.num_key_value_heads),
-            head_dim=head_dim,
-            sm_scale=float(attention.scaling),
-        ),
-        hidden_size=int(config.hidden_size),
-        max_context=max_context,
+        shape=ModelShape.of_config(config.to_dict() | {"head_dim": head_dim}, max_context),
+        sm_scale=float(attention.scaling),
         max_context_reason=reason,
     )
 

@@ -16,10 +16,15 @@ def rank_view(model: LeanModel, ranks: TensorParallel | None) -> LeanModel:
     """The lean view of a model whose weights `keep_own_weights` has cut: its own heads only."""
     if ranks is None:
         return model
-    shape = model.attention
+    shape = model.shape
     heads = head_ranges(shape.num_kv_heads, ranks.world_size)[ranks.rank]
-    own = replace(shape, num_kv_heads=len(heads), num_qo_heads=len(heads) * shape.group_size)
-    return replace(model, attention=own, ranks=ranks)
+    own = replace(
+        shape,
+        num_kv_heads=len(heads),
+        num_qo_heads=len(heads) * shape.group_size,
+        intermediate_size=model.layers[0].gate_proj.out_features,
+    )
+    return replace(model, shape=own, ranks=ranks)
 
 
 def keep_own_weights(model: LeanModel, ranks: TensorParallel) -> None:
@@ -31,7 +36,7 @@ def keep_own_weights(model: LeanModel, ranks: TensorParallel) -> None:
     Raises:
         ValueError: more ranks than KV heads.
     """
-    shape = model.attention
+    shape = model.shape
     heads = head_ranges(shape.num_kv_heads, ranks.world_size)[ranks.rank]
     key_rows = range(heads.start * shape.head_dim, heads.stop * shape.head_dim)
     group = shape.group_size

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides the work of a Llama-like model."""
+    """What decides the work of a Llama-like model.
+
+    Attributes:
+        max_context: tokens a sequence may have.
+        rope_theta: of models that are made from a shape; it decides no work.
+    """
 
     num_layers: int
     hidden_size: int
@@ -17,7 +24,33 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     max_context: int
-    rope_theta: float
+    rope_theta: float = 0.0
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], max_context: int) -> ModelShape:
+        """The shape that a config.json describes."""
+        num_qo_heads = config["num_attention_heads"]
+        return cls(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_qo_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // num_qo_heads,
+            intermediate_size=config["intermediate_size"],
+            vocab_size=config["vocab_size"],
+            max_context=max_context,
+        )
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """What `Policy.check_model` takes."""
+        names = ("num_layers", "num_qo_heads", "num_kv_heads", "head_dim")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
 
     @property
     def kv_token_bytes(self) -> int:

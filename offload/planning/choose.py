@@ -22,7 +22,6 @@ from offload.decode.gpu.placement import (
     may_be_gathered,
     may_stay_on_gpu,
 )
-from offload.planning.buffer_bytes import page_bytes
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
 from offload.policies.base import DENSE, RETRIEVE
@@ -102,7 +101,7 @@ def _check_dense(places: UInt8Array, work: Workload, room: DeviceRoom) -> None:
         return
     budget, needed = room.budget_bytes or 0, room.num_bytes(placement)
     num_heads = int((places == Place.GPU).sum())
-    one_page = num_heads * page_bytes(1, room.page_tokens, work.shape.head_dim, work.item_bytes)
+    one_page = num_heads * 2 * room.page_tokens * work.row_bytes
     of_pages = (
         f", and one page of {room.page_tokens} tokens of each of the {num_heads} KV heads that "
         f"must stay there takes {format_bytes(one_page)}"

@@ -1,38 +1,36 @@
 """Every byte that decoding with a placement takes, of a model that need not be loaded.
 
-`step_bytes` has the arithmetic of each allocation; here is which there are.
+What a step allocates its owners declare (`layout`); here is which there are, and their sizes.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from typing import Any
+
 import torch
 
-from offload.decode.gpu.placement import HeadPlacement, Place, kv_head_roles
+from cpu_ops.mailbox import Mailbox
+from gpu_ops.layout import Layout, layout_bytes
+from offload.decode.gpu.buffers import StepBuffers, num_slots, step_tokens
+from offload.decode.gpu.heads import DeviceHeads
+from offload.decode.gpu.layer_heads import layer_heads
+from offload.decode.gpu.linear import linear_layout
+from offload.decode.gpu.placement import HeadPlacement, kv_head_roles
+from offload.decode.gpu.resident_kv import ResidentKV, resident_pages, window_of
+from offload.decode.sampling import TokenChooser
+from offload.kv.page_pool import DEFAULT_SLAB_BYTES, page_shape, pool_bytes
 from offload.models.shape import ModelShape
-from offload.planning.buffer_bytes import (
-    cublas_bytes,
-    gather_bytes,
-    most,
-    num_slots,
-    page_table_bytes,
-    partial_bytes,
-    resident_bytes,
-    retrieval_bytes,
-    step_buffer_bytes,
-    window_bytes,
-)
 from offload.planning.profile import DeviceProfile
-from offload.policies.base import RETRIEVE, BuildContext, Policy
+from offload.policies.base import BuildContext, Policy
 from offload.policies.state import capacity_for
-from offload.prefill.memory import PrefillMemory
 
-# What the GPU keeps of policies that name no window (`device_decode`).
-_SINK_TOKENS, _RECENT_TOKENS = 4, 64
+# What torch gives cuBLAS for each stream: 32 MiB on Hopper, 8,320 KiB before.
+_CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 8320 * 2**10, 32 * 2**20
 _STATE_LENS = (8192, 24576)  # that a policy's state is built at, to tell it at others
 
 
-def step_device_bytes(
+def step_layouts(
     placement: HeadPlacement,
     shape: ModelShape,
     policy: Policy,
@@ -40,111 +38,110 @@ def step_device_bytes(
     kv_len: int,
     batch_size: int,
     page_tokens: int,
-    item_bytes: int,
-    device: DeviceProfile | None,
-) -> dict[str, int]:
-    """Of the decode step on the GPU beside the weights: what `DeviceDecoder` takes.
+    dtype: torch.dtype,
+    num_multiprocessors: int = 1,
+) -> dict[str, Layout]:
+    """What `DeviceDecoder` allocates for steps of `batch_size` sequences, by what it is for, when
+    they have `kv_len` tokens; on the device all but the mailbox.
 
     Args:
-        device: None: its number of multiprocessors and its cuBLAS are not known, and not counted.
+        num_multiprocessors: of the device.
     """
-    item, slots = item_bytes, num_slots(batch_size)
-    resident = placement.counts(Place.GPU)
-    gathered = placement.counts(Place.GATHER)
-    on_cpu = placement.counts(Place.CPU)
-    sinks, recent = window_of(policy)
-    publishing = publishing_heads(placement, policy, shape.num_qo_heads)
-    group_size = shape.num_qo_heads // shape.num_kv_heads
-    num_sms = 1 if device is None else device.num_multiprocessors
-    apart = [
-        heads if fetched or others or published else 0
-        for heads, fetched, others, published in zip(
-            resident, gathered, on_cpu, publishing, strict=True
-        )
-    ]
-    tables = sum(map(bool, resident)) + sum(map(bool, gathered))
-    budget = policy.budget_tokens if policy.selects else 0
-    buffers = step_buffer_bytes(
-        shape, slots=slots, item_bytes=item, num_splits=_num_splits(shape.num_kv_heads, num_sms)
+    roles = kv_head_roles(policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
+    layers = layer_heads(placement.places, roles, shares_selection=policy.shares_selection)
+    publishes = any(layer.publishing for layer in layers)
+    slots = num_slots(batch_size)
+    max_tokens = step_tokens(shape.max_context, kv_len, page_tokens, grows=publishes)
+    heads = DeviceHeads.layout(
+        shape,
+        layers,
+        policy,
+        num_rows=slots,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        num_multiprocessors=num_multiprocessors,
     )
-    buffers += partial_bytes(
-        apart,
-        slots=slots,
-        group_size=group_size,
+    _, selection_units, selection_tokens = heads["selection"][0]
+    resident = ResidentKV.layout(
+        layers,
+        num_slots=slots,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        num_multiprocessors=num_sms,
+        window_tokens=sum(window_of(policy)),
+        max_pages=max_tokens // page_tokens,
+        dtype=dtype,
     )
+    of_step = {
+        "rows": StepBuffers.layout(shape, slots, dtype, num_multiprocessors),
+        "heads": {name: heads.pop(name) for name in ("partial_out", "partial_lse", "head_lists")},
+        "linear": linear_layout(shape, slots, dtype),
+        "tokens": TokenChooser.layout(slots, shape.vocab_size),
+    }
     return {
-        "KV of resident heads": resident_bytes(
-            resident,
-            kv_len=kv_len,
-            batch_size=batch_size,
+        "KV of resident heads": resident_pages(
+            layers,
+            num_pages=batch_size * -(-kv_len // page_tokens),
             page_tokens=page_tokens,
             head_dim=shape.head_dim,
-            item_bytes=item,
+            dtype=dtype,
         ),
-        "windows": window_bytes(
-            sum(map(bool, np.add(gathered, on_cpu))),
-            slots=slots,
-            num_kv_heads=shape.num_kv_heads,
-            window_tokens=sinks + recent,
-            head_dim=shape.head_dim,
-            item_bytes=item,
+        "windows": {"windows": resident.pop("windows")},
+        "page tables": resident,
+        "fetched rows": {"rows": heads.pop("rows")},
+        "scores and top-k": heads,
+        "step buffers": {
+            f"{owner}: {name}": declared
+            for owner, layout in of_step.items()
+            for name, declared in layout.items()
+        },
+        "mailbox": Mailbox.layout(
+            **shape.heads,
+            num_requests=sum(bool(layer.host) for layer in layers),
+            max_rows=slots,
+            dtype=dtype,
+            selection_units=selection_units,
+            selection_tokens=selection_tokens,
         ),
-        "page tables": page_table_bytes(
-            tables, slots=slots, max_context=shape.max_context, page_tokens=page_tokens
-        ),
-        "fetched rows": gather_bytes(
-            most(gathered),
-            slots=slots,
-            chosen_tokens=max(0, budget - sinks - recent),
-            head_dim=shape.head_dim,
-            item_bytes=item,
-        ),
-        "scores and top-k": retrieval_bytes(
-            most(publishing),
-            slots=slots,
-            group_size=group_size,
-            kv_len=kv_len,
-            max_context=shape.max_context,
-            budget_tokens=budget,
-            shared=policy.shares_selection,
-            num_kv_heads=shape.num_kv_heads,
-        ),
-        "step buffers": buffers + (0 if device is None else cublas_bytes(device.capability)),
     }
 
 
-def prefill_memory(
+def step_device_bytes(
+    placement: HeadPlacement,
     shape: ModelShape,
     policy: Policy,
     *,
-    num_tokens: int,
-    item_bytes: int,
-    slice_tokens: int,
+    device: DeviceProfile | None,
+    **sizes: Any,
+) -> dict[str, int]:
+    """Bytes of the decode step on the GPU beside the weights, by what they are for.
+
+    Args:
+        device: None: its number of multiprocessors and its cuBLAS are not known, and not counted.
+        sizes: of `step_layouts`.
+    """
+    num_sms = 1 if device is None else device.num_multiprocessors
+    layouts = step_layouts(placement, shape, policy, num_multiprocessors=num_sms, **sizes)
+    del layouts["mailbox"]
+    counted = {name: layout_bytes(layout) for name, layout in layouts.items()}
+    if device is not None:
+        is_hopper = device.capability[0] == 9
+        counted["step buffers"] += _CUBLAS_HOPPER_BYTES if is_hopper else _CUBLAS_BYTES
+    return counted
+
+
+def store_bytes(
+    shape: ModelShape,
+    *,
+    kv_len: int,
+    batch_size: int,
     page_tokens: int,
-) -> PrefillMemory:
-    """`PrefillMemory.of` a model that is not loaded."""
-    return PrefillMemory.of_shape(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        item_bytes=item_bytes,
-        num_tokens=num_tokens,
-        slice_tokens=slice_tokens,
-        page_tokens=page_tokens,
-        builds_index=policy.selects and policy.has_state(),
-    )
-
-
-def window_of(policy: Policy) -> tuple[int, int]:
-    """Sink tokens and recent tokens that the GPU keeps of a head."""
-    if policy.selects:
-        return policy.sink_tokens, policy.recent_tokens
-    return _SINK_TOKENS, _RECENT_TOKENS
+    item_bytes: int,
+    slab_bytes: int = DEFAULT_SLAB_BYTES,
+) -> int:
+    """Of the host store's slabs with `batch_size` sequences that share nothing."""
+    page = math.prod(page_shape(shape.num_kv_heads, page_tokens, shape.head_dim)) * item_bytes
+    num_pages = shape.num_layers * batch_size * -(-kv_len // page_tokens)
+    return pool_bytes(num_pages, page, slab_bytes)
 
 
 def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int) -> float:
@@ -183,17 +180,3 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
     first, second = (capacity_for(n) for n in _STATE_LENS)
     per_token = (sizes[1] - sizes[0]) / (second - first)
     return float(sizes[0] + per_token * (capacity_for(kv_len) - first))
-
-
-def publishing_heads(placement: HeadPlacement, policy: Policy, num_qo_heads: int) -> list[int]:
-    """Of each layer: KV heads on the GPU whose selection others reuse."""
-    roles = kv_head_roles(policy, placement.num_layers, num_qo_heads, placement.num_kv_heads)
-    if roles is None:
-        return [0] * placement.num_layers
-    return [int(n) for n in ((placement.places == Place.GPU) & (roles == RETRIEVE)).sum(1)]
-
-
-def _num_splits(num_kv_heads: int, num_multiprocessors: int) -> int:
-    from gpu_ops.paged_attention import num_kv_splits
-
-    return num_kv_splits(num_kv_heads, num_multiprocessors)

@@ -6,27 +6,29 @@ a decode step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from gpu_ops.layout import layout_bytes
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.kv.page_pool import DEFAULT_SLAB_BYTES
+from offload.kv.page_pool import page_shape
 from offload.loading.planned_model import PlannedModel
-from offload.planning.buffer_bytes import mailbox_bytes, num_slots, page_bytes, store_bytes
 from offload.planning.choose import DeviceRoom, choose_placement
 from offload.planning.placement_bytes import (
     policy_state_bytes,
-    prefill_memory,
-    publishing_heads,
     step_device_bytes,
+    step_layouts,
+    store_bytes,
 )
 from offload.planning.profile import DeviceProfile, MachineProfile
 from offload.planning.step_time import StepModel, StepTime
 from offload.planning.workload import Workload
 from offload.policies.base import RETRIEVE, SELECT, Policy
+from offload.prefill.memory import PrefillMemory
 from offload.system.errors import DeviceMemoryError, HostBudgetError
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
@@ -66,13 +68,7 @@ class PlanRequest:
                 raise ValueError(
                     f"max_memory names {key!r}, but device is {self.device!r}; it may name {named}"
                 )
-        shape = self.model.shape
-        self.policy.check_model(
-            num_layers=shape.num_layers,
-            num_qo_heads=shape.num_qo_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-        )
+        self.policy.check_model(**self.model.shape.heads)
 
     @property
     def on_gpu(self) -> bool:
@@ -201,7 +197,7 @@ def device_byte_counter(
             kv_len=request.context,
             batch_size=request.batch_size,
             page_tokens=request.page_tokens,
-            item_bytes=model.dtype.itemsize,
+            dtype=model.dtype,
             device=device,
         )
         return {"weights": weights, **of_step, "prefill, at its peak": prefill}
@@ -211,13 +207,14 @@ def device_byte_counter(
 
 def prefill_bytes(request: PlanRequest) -> int:
     """Of a prefill of the whole batch at its peak."""
-    return prefill_memory(
+    policy = request.policy
+    return PrefillMemory.of(
         request.model.shape,
-        request.policy,
         num_tokens=request.batch_size * request.context,
         item_bytes=request.model.dtype.itemsize,
         slice_tokens=request.prefill_slice_tokens,
         page_tokens=request.page_tokens,
+        builds_index=policy.selects and policy.has_state(),
     ).total_bytes
 
 
@@ -275,9 +272,8 @@ def _given(request: PlanRequest, room: DeviceRoom, limit: int | None, where: str
     heads = int((placement.places == Place.GPU).sum())
     if room.holds(placement):
         return placement
-    of_pages = heads * page_bytes(
-        1, request.page_tokens, shape.head_dim, request.model.dtype.itemsize
-    )
+    page = math.prod(page_shape(1, request.page_tokens, shape.head_dim))
+    of_pages = heads * page * request.model.dtype.itemsize
     budget = room.budget_bytes or 0
     smallest = (
         f"; not even one page of {request.page_tokens} tokens of each of its {heads} heads, "
@@ -302,31 +298,20 @@ def _host(
         HostBudgetError: they do not fit.
     """
     model, shape = request.model, request.model.shape
-    item, slots = model.dtype.itemsize, num_slots(request.batch_size)
+    sizes: dict[str, int] = {
+        "kv_len": request.context,
+        "batch_size": request.batch_size,
+        "page_tokens": request.page_tokens,
+    }
     asking = int(((work.roles() == SELECT) | (work.roles() == RETRIEVE)).any(axis=1).sum())
     counted = {
-        "KV cache": store_bytes(
-            shape,
-            kv_len=request.context,
-            batch_size=request.batch_size,
-            page_tokens=request.page_tokens,
-            item_bytes=item,
-            slab_bytes=DEFAULT_SLAB_BYTES,
-        ),
+        "KV cache": store_bytes(shape, item_bytes=model.dtype.itemsize, **sizes),
         "kept by the policy": round(work.state_bytes * asking * request.batch_size),
     }
     budgeted = counted["KV cache"]
     if request.on_gpu:
-        publishes = any(publishing_heads(placement, request.policy, shape.num_qo_heads))
-        shared = request.policy.shares_selection
-        counted["mailbox"] = mailbox_bytes(
-            shape,
-            slots=slots,
-            item_bytes=item,
-            num_requests=sum(map(bool, placement.counts(Place.CPU))),
-            selection_units=(1 if shared else shape.num_kv_heads) if publishes else 0,
-            selection_tokens=request.policy.budget_tokens if publishes else 0,
-        )
+        layouts = step_layouts(placement, shape, request.policy, dtype=model.dtype, **sizes)
+        counted["mailbox"] = layout_bytes(layouts["mailbox"])
     else:
         counted = {"weights": model.weight_bytes, **counted}
         budgeted += model.weight_bytes

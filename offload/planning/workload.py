@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offload.decode.gpu.placement import UInt8Array, kv_head_roles
+from offload.decode.gpu.resident_kv import window_of
 from offload.models.shape import ModelShape
 from offload.policies.base import DENSE, Policy
 
@@ -46,9 +47,7 @@ class Workload:
     @property
     def window_tokens(self) -> int:
         """Sinks and recent tokens of a head, which a GPU attends to itself."""
-        if self.policy.selects:
-            return min(self.kv_len, self.policy.sink_tokens + self.policy.recent_tokens)
-        return min(self.kv_len, 68)
+        return min(self.kv_len, sum(window_of(self.policy)))
 
     @property
     def chosen_tokens(self) -> int:

@@ -3,7 +3,7 @@
 Layer by layer, because a finished layer's K/V can leave for the host store while the next one
 computes (`layer_stream`), and because attention then reads one layer's keys as one array. Inside a
 layer the tokens go through in slices, so that only the hidden states and two layers' K/V (one on
-the CPU) grow with the prompt; `prefill_memory` counts what that takes.
+the CPU) grow with the prompt; `PrefillMemory` counts what that takes.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ def prefill(
     memory = None
     if hidden.is_cuda:
         memory = PrefillMemory.of(
-            model,
-            dtype=hidden.dtype,
+            model.shape,
+            item_bytes=hidden.dtype.itemsize,
             num_tokens=batch.num_tokens,
             past_tokens=0 if store is None else sum(store.kv_len(seq) for seq in seqs),
             slice_tokens=slice_tokens,
+            page_tokens=256 if store is None else store.page_tokens,
             builds_index=store is not None and on_layer is not None,
         )
         check_prefill_memory(memory, hidden.device, device_budget_bytes)
@@ -98,22 +99,20 @@ def _run_layers(
 ) -> torch.Tensor:
     positions = batch.position_ids[None].to(hidden.device)
     cos, sin = (table[0] for table in model.rotary_emb(hidden, positions))
-    stream = LayerStream(batch, model.attention, store=store, seqs=seqs, like=hidden)
+    stream = LayerStream(batch, model.shape, store=store, seqs=seqs, like=hidden)
     try:
         for layer_idx, layer in enumerate(model.layers):
             stream.begin(layer_idx)
             for start in range(0, batch.num_tokens, slice_tokens):
                 stop = min(start + slice_tokens, batch.num_tokens)
                 x, rope = hidden[start:stop], (cos[start:stop], sin[start:stop])
-                q = _write_kv(layer, model.attention.head_dim, x, rope, stream, start, stop)
+                q = _write_kv(layer, model.shape.head_dim, x, rope, stream, start, stop)
                 if store is not None and on_queries is not None:
                     for sequence, first, last in batch.spans(start, stop):
                         kv_len = stream.past_len(sequence) + last - batch.indptr[sequence]
                         queries = q[:, first - start : last - start]
                         on_queries(seqs[sequence], layer_idx, queries, kv_len)
-                delta = layer.o_proj(
-                    _attend(q, batch, stream, model.attention.sm_scale, start, stop)
-                )
+                delta = layer.o_proj(_attend(q, batch, stream, model.sm_scale, start, stop))
                 del q
                 add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks)
                 del delta

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.kv.store import KVStore
-from offload.models import AttentionShape
+from offload.models import ModelShape
 from offload.models.batch import RaggedBatch
 from offload.prefill.attention import KV
 
@@ -57,7 +57,7 @@ class LayerStream:
     def __init__(
         self,
         batch: RaggedBatch,
-        shape: AttentionShape,
+        shape: ModelShape,
         *,
         store: KVStore | None,
         seqs: Sequence[int],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.kv.transfer import STAGING_BYTES
-from offload.models import LeanModel
+from offload.models import ModelShape
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
 
@@ -40,14 +40,10 @@ class PrefillMemory:
     rotary_bytes: int
 
     @classmethod
-    def of_shape(
+    def of(
         cls,
+        shape: ModelShape,
         *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
         item_bytes: int,
         num_tokens: int,
         slice_tokens: int,
@@ -62,7 +58,8 @@ class PrefillMemory:
         """
         n = min(slice_tokens, num_tokens)
         total_tokens = num_tokens + past_tokens
-        q_width, kv_width = num_qo_heads * head_dim, num_kv_heads * head_dim
+        hidden_size, head_dim = shape.hidden_size, shape.head_dim
+        q_width, kv_width = shape.num_qo_heads * head_dim, shape.num_kv_heads * head_dim
         phases = (
             # An upper bound where kernels of our own do it. RMSNorm: the input and its scaled copy,
             # in float32.
@@ -70,9 +67,9 @@ class PrefillMemory:
             # Queries, two halves of products and the rotated queries; keys and values.
             item_bytes * (3 * q_width + 2 * kv_width),
             # Queries, attention's output, its rows in order, the projection; the log-sum-exp.
-            item_bytes * (3 * q_width + hidden_size) + _FLOAT32 * num_qo_heads,
+            item_bytes * (3 * q_width + hidden_size) + _FLOAT32 * shape.num_qo_heads,
             # The input, gate and up.
-            item_bytes * (hidden_size + 2 * intermediate_size),
+            item_bytes * (hidden_size + 2 * shape.intermediate_size),
         )
         page_bytes = 2 * kv_width * page_tokens * item_bytes
         index_bytes = INDEX_WORKSPACE_BYTES + 4 * _FLOAT32 * total_tokens * head_dim
@@ -83,31 +80,6 @@ class PrefillMemory:
             copy_bytes=max(STAGING_BYTES, page_bytes),
             index_bytes=index_bytes if builds_index else 0,
             rotary_bytes=4 * _FLOAT32 * num_tokens * head_dim,
-        )
-
-    @classmethod
-    def of(
-        cls,
-        model: LeanModel,
-        *,
-        dtype: torch.dtype,
-        num_tokens: int,
-        slice_tokens: int,
-        past_tokens: int = 0,
-        builds_index: bool = True,
-    ) -> PrefillMemory:
-        """`of_shape` for a model."""
-        return cls.of_shape(
-            hidden_size=model.hidden_size,
-            intermediate_size=model.layers[0].gate_proj.out_features,
-            num_qo_heads=model.attention.num_qo_heads,
-            num_kv_heads=model.attention.num_kv_heads,
-            head_dim=model.attention.head_dim,
-            item_bytes=dtype.itemsize,
-            num_tokens=num_tokens,
-            slice_tokens=slice_tokens,
-            past_tokens=past_tokens,
-            builds_index=builds_index,
         )
 
     @property

@@ -72,7 +72,7 @@ def warm_up(lean: LeanModel, decoder: Decoder, policy: Policy, dtype: torch.dtyp
 
 def rehearse(lean: LeanModel, decoder: DeviceDecoder, policy: Policy, dtype: torch.dtype) -> None:
     """Launch every kernel of a prefill, of what `policy` builds beside it, and of steps."""
-    shape, device = lean.attention, decoder.device
+    shape, device = lean.shape, decoder.device
     # Sizes that are multiples of 16, and one that is not.
     _prefill(lean, _SLICE_TOKENS + 1, _SLICE_TOKENS, dtype, device)
     rehearse_attention(shape.num_qo_heads, shape.head_dim, dtype, device)
@@ -85,8 +85,8 @@ def _prefill(
     lean: LeanModel, num_tokens: int, slice_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """A prompt that nobody keeps, of any tokens."""
-    num_tokens = min(num_tokens, lean.max_context)
-    hidden = torch.zeros(num_tokens, lean.hidden_size, dtype=dtype, device=device)
+    num_tokens = min(num_tokens, lean.shape.max_context)
+    hidden = torch.zeros(num_tokens, lean.shape.hidden_size, dtype=dtype, device=device)
     batch = pack((1, num_tokens), None, torch.arange(num_tokens)[None])
     prefill(lean, hidden, batch, store=None, seqs=[], slice_tokens=slice_tokens)
     lean.lm_head(lean.final_norm(hidden[-1:]))

@@ -165,7 +165,7 @@ class OffloadedModel(FixedModel):
         input_ids, attention_mask, position_ids = (
             None if x is None else x.cpu() for x in (input_ids, attention_mask, position_ids)
         )
-        shape = rows_shape(input_ids, inputs_embeds, self._offload.lean.hidden_size)
+        shape = rows_shape(input_ids, inputs_embeds, self._offload.lean.shape.hidden_size)
         cache = self._cache(past_key_values, use_cache)
         batch = self._pack(shape, input_ids, attention_mask, position_ids, cache)
         self._offload.check_modules()

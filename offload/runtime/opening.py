@@ -15,7 +15,7 @@ from offload.loading.checkpoint import Checkpoint, check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions, resolve_folder
 from offload.loading.stock_model import load_stock_model, load_vocabulary_marks
-from offload.models import LeanModel, lean_model_maker
+from offload.models import LeanModel, ModelShape, lean_model_maker
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
 from offload.ranks.group import TensorParallel
@@ -104,7 +104,7 @@ def open_loaded(
         with_gpu=device.type == "cuda",
         num_cpus=None if ranks is None else ranks.num_cpus,
     )
-    host_kv_bytes = rank_kv_budget_bytes(config, weight_bytes, lean.attention.num_kv_heads, ranks)
+    host_kv_bytes = rank_kv_budget_bytes(config, weight_bytes, lean.shape.num_kv_heads, ranks)
     backend = None
     if device.type == "cuda" or config.backend is not None:
         backend = decode_backend(lean, config.backend, device)
@@ -112,7 +112,7 @@ def open_loaded(
     placement = placement_for(
         config,
         lean,
-        item_bytes=stock.dtype.itemsize,
+        dtype=stock.dtype,
         host_kv_bytes=host_kv_bytes,
         device_kv_bytes=device_kv_bytes,
         num_threads=num_threads,
@@ -153,17 +153,14 @@ def check_before_loading(
     """
     weight_bytes = checkpoint.weight_bytes(config.dtype)
     kv_budget_bytes(config, weight_bytes, loaded=False)
-    shape = checkpoint.attention_shape
-    config.policy.check_model(**shape)
+    shape = checkpoint.shape
+    config.policy.check_model(**shape.heads)
     if config.placement is not None:
-        config.placement.check_model(
-            num_layers=shape["num_layers"], num_kv_heads=shape["num_kv_heads"]
-        )
+        config.placement.check_model(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads)
     if ranks is None:
         device_kv_budget_bytes(config, weight_bytes)
         return
-    del shape["num_qo_heads"]
-    rank_policy(config.policy, ranks, **shape)
+    rank_policy(config.policy, ranks, shape)
 
 
 def with_calibrated_policy(
@@ -195,32 +192,25 @@ def keep_own_part(stock: Any, config: RuntimeConfig, ranks: TensorParallel) -> R
         DeviceMemoryError: the part does not fit the rank's GPU.
     """
     whole = lean_model_maker(stock.config.model_type)(stock)
-    shape = whole.attention
-    policy = rank_policy(
-        config.policy,
-        ranks,
-        num_layers=len(whole.layers),
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
+    policy = rank_policy(config.policy, ranks, whole.shape)
     keep_own_weights(whole, ranks)
     config = replace(rank_config(config, ranks), policy=policy)
     device_kv_budget_bytes(config, weight_bytes_of(stock))
     return config
 
 
-def rank_policy(
-    policy: Policy, ranks: TensorParallel, *, num_layers: int, num_kv_heads: int, head_dim: int
-) -> Policy:
-    """A policy for this rank's heads of a model.
+def rank_policy(policy: Policy, ranks: TensorParallel, shape: ModelShape) -> Policy:
+    """A policy for this rank's heads of a model of `shape`.
 
     Raises:
         ValueError: more ranks than KV heads.
         NotImplementedError: the policy looks at heads of several ranks together.
     """
-    heads = head_ranges(num_kv_heads, ranks.world_size)[ranks.rank]
     return policy.of_heads(
-        heads, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim
+        head_ranges(shape.num_kv_heads, ranks.world_size)[ranks.rank],
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
     )
 
 

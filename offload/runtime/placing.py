@@ -15,11 +15,12 @@ from offload.decode.gpu.placement import HeadPlacement
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
-from offload.planning.placement_bytes import prefill_memory, step_device_bytes
+from offload.planning.placement_bytes import step_device_bytes
 from offload.planning.profile import MachineProfile
 from offload.planning.profile_cache import cached_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
+from offload.prefill.memory import PrefillMemory
 from offload.ranks.shares import head_ranges
 from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError
@@ -31,7 +32,7 @@ def placement_for(
     config: RuntimeConfig,
     lean: LeanModel,
     *,
-    item_bytes: int,
+    dtype: torch.dtype,
     host_kv_bytes: int,
     device_kv_bytes: int | None,
     num_threads: int,
@@ -62,8 +63,8 @@ def placement_for(
         room_bytes = min(room_bytes, device_kv_bytes)
     return choose_automatically(
         config,
-        shape_of(lean),
-        item_bytes=item_bytes,
+        lean.shape,
+        dtype=dtype,
         host_kv_bytes=host_kv_bytes,
         room_bytes=room_bytes,
         profile=_known_profile(device, num_threads),
@@ -74,7 +75,7 @@ def choose_automatically(
     config: RuntimeConfig,
     shape: ModelShape,
     *,
-    item_bytes: int,
+    dtype: torch.dtype,
     host_kv_bytes: int,
     room_bytes: int,
     profile: MachineProfile | None,
@@ -84,18 +85,18 @@ def choose_automatically(
     Args:
         profile: of this machine; None: it was never measured.
     """
-    policy, page_tokens = config.policy, config.page_tokens
+    policy, page_tokens, item_bytes = config.policy, config.page_tokens, dtype.itemsize
     token_bytes = shape.kv_token_bytes * item_bytes // 2
     tokens = min(shape.max_context, max(page_tokens, host_kv_bytes // token_bytes))
     work = Workload(shape=shape, policy=policy, kv_len=tokens, item_bytes=item_bytes)
     device = None if profile is None else profile.device
-    prefill = prefill_memory(
+    prefill = PrefillMemory.of(
         shape,
-        policy,
         num_tokens=tokens,
         item_bytes=item_bytes,
         slice_tokens=config.prefill_slice_tokens,
         page_tokens=page_tokens,
+        builds_index=policy.selects and policy.has_state(),
     ).total_bytes
 
     def num_bytes(placement: HeadPlacement) -> int:
@@ -106,7 +107,7 @@ def choose_automatically(
             kv_len=tokens,
             batch_size=1,
             page_tokens=page_tokens,
-            item_bytes=item_bytes,
+            dtype=dtype,
             device=device,
         )
         return sum(counted.values())
@@ -126,22 +127,6 @@ def choose_automatically(
     hint = "" if model is not None else "; `offload plan` measures this machine and does better"
     logger.info("KV heads are placed %s%s:\n%s", how, hint, chosen.text())
     return chosen
-
-
-def shape_of(lean: LeanModel) -> ModelShape:
-    """The shape of a loaded model."""
-    attention = lean.attention
-    return ModelShape(
-        num_layers=len(lean.layers),
-        hidden_size=lean.hidden_size,
-        num_qo_heads=attention.num_qo_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        intermediate_size=lean.layers[0].gate_proj.out_features,
-        vocab_size=lean.lm_head.out_features,
-        max_context=lean.max_context,
-        rope_theta=0.0,  # does not decide any work
-    )
 
 
 def _known_profile(device: torch.device, num_threads: int) -> MachineProfile | None:

@@ -38,7 +38,7 @@ class Runtime:
         self.stats = OffloadStats()
         self.lean, self.device = opened.lean, opened.device
         self.ranks = self.lean.ranks
-        shape = self.lean.attention
+        shape = self.lean.shape
         self.store = KVStore(
             num_layers=len(self.lean.layers),
             num_kv_heads=shape.num_kv_heads,
@@ -200,11 +200,11 @@ class Runtime:
 
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
-        if num_tokens > self.lean.max_context:
+        if num_tokens > self.lean.shape.max_context:
             raise ValueError(
-                f"a context of {num_tokens} tokens exceeds the {self.lean.max_context} tokens of "
-                f"this model ({self.lean.max_context_reason}); shorten the prompt or lower "
-                "max_new_tokens"
+                f"a context of {num_tokens} tokens exceeds the {self.lean.shape.max_context} "
+                f"tokens of this model ({self.lean.max_context_reason}); shorten the prompt or "
+                "lower max_new_tokens"
             )
 
     def together(self) -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from offload.bench.attention.measure import AttentionShape
 from offload.bench.latency.measure import PHASES, LatencyMeasurement, measure_latency, steps_needed
 from offload.bench.latency.plan import plan_layers
 from offload.bench.latency.reference import ExactAttention
@@ -22,11 +21,12 @@ from offload.bench.latency.report import (
     plot_latency,
 )
 from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
+from offload.models import ModelShape
 from offload.policies import TidalDecode
 from offload.policies.base import RETRIEVE, REUSE, Policy
 from offload.policies.registry import available_policies, make_policy
 
-SHAPE = AttentionShape(num_layers=8, num_qo_heads=8, num_kv_heads=2, head_dim=64)
+SHAPE = ModelShape(8, 128, 8, 2, 64, 256, 512, 8192)
 KV_LEN = 1200
 BUDGET = 256
 
@@ -319,7 +319,7 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_reads_text(tiny_folders: dict[str, Path], stock_models: dict[str, Any]) -> None:
     reader = TextReader(tiny_folders["llama"])
-    assert reader.shape == AttentionShape(3, 6, 2, 32)
+    assert list(reader.shape.heads.values()) == [3, 6, 2, 32]
     workload = reader.workload(kv_len=400, num_steps=steps_needed(2), batch_size=2)
     try:
         # The stock model's own keys of the same text: values of layer 0 need no rotation.

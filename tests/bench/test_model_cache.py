@@ -73,7 +73,7 @@ def test_random_model() -> None:
     assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
     assert bool((model.model.norm.weight == 1).all())
     lean = lean_model_maker("llama")(model)
-    assert (lean.attention.num_qo_heads, lean.attention.head_dim) == (4, 32)
+    assert (lean.shape.num_qo_heads, lean.shape.head_dim) == (4, 32)
     logits = model(torch.tensor([[1, 2, 3]])).logits
     assert bool(torch.isfinite(logits).all())
     again = random_model(SHAPE, device=CPU, dtype=torch.bfloat16)

@@ -78,7 +78,7 @@ def random_policy(name: str, rng: np.random.Generator, shape: dict[str, int]) ->
 def random_placement(rng: np.random.Generator, decoder: Any) -> HeadPlacement:
     """Every head in some place that it may have."""
     policy, places = decoder.attention.policy, np.array(decoder.placement.places)
-    num_qo_heads = decoder.model.attention.num_qo_heads
+    num_qo_heads = decoder.model.shape.num_qo_heads
     roles = kv_head_roles(policy, len(places), num_qo_heads, places.shape[1])
     if roles is None:
         return HeadPlacement(rng.choice([Place.CPU, Place.GPU], places.shape))

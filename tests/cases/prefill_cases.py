@@ -62,8 +62,8 @@ def tiny_lean_model(name: str = "llama", dtype: torch.dtype = torch.float32, **c
 def store_for(lean: LeanModel, dtype: torch.dtype = torch.float32, **options: Any) -> KVStore:
     return KVStore(
         num_layers=len(lean.layers),
-        num_kv_heads=lean.attention.num_kv_heads,
-        head_dim=lean.attention.head_dim,
+        num_kv_heads=lean.shape.num_kv_heads,
+        head_dim=lean.shape.head_dim,
         dtype=dtype,
         **{"page_tokens": 16, "host_budget_bytes": 32 << 20, **options},
     )

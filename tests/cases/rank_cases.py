@@ -186,6 +186,6 @@ def room_for_scores(folder: Path) -> int:
         places = np.array(decoder.placement.places)
         places[decoder.attention.roles == RETRIEVE] = Place.GPU
         decoder.place(HeadPlacement(places))
-    with mock.patch("offload.decode.gpu.decoder._MIN_SCORE_TOKENS", 16):
+    with mock.patch("offload.decode.gpu.buffers._MIN_SCORE_TOKENS", 16):
         room: int = decoder._room_for(300)
     return room

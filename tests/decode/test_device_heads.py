@@ -105,7 +105,7 @@ def test_a_context_beyond_the_room_for_scores_gets_more(
     backend, tiny_folders, expected, monkeypatch
 ):
     """The step is made anew, and the sequence goes on."""
-    monkeypatch.setattr("offload.decode.gpu.decoder._MIN_SCORE_TOKENS", 16)
+    monkeypatch.setattr("offload.decode.gpu.buffers._MIN_SCORE_TOKENS", 16)
     policy = policies()["lychee_decode"]
     model = load(tiny_folders["llama"], policy, backend)
     decoder = model._offload._decoder

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cases.profile_cases import SMALL, device_profile, machine_profile, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -166,7 +167,7 @@ def room_of(work: Workload, budget_bytes: int | None, page_tokens: int = 256) ->
             kv_len=work.kv_len,
             batch_size=work.batch_size,
             page_tokens=page_tokens,
-            item_bytes=work.item_bytes,
+            dtype=torch.bfloat16,
             device=None,
         )
         return sum(counted.values())

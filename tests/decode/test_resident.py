@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from cases.seeded import new_rng
 
+from offload.decode.gpu.layer_heads import LayerHeads
 from offload.decode.gpu.pages import DEVICE_SLAB_PAGES, DevicePages, PageBudget
 from offload.decode.gpu.resident_kv import ResidentKV
 from offload.kv.store import KVStore
@@ -44,13 +46,19 @@ def extend(store: KVStore, seq: int, num_tokens: int) -> None:
     store.commit([seq], [num_tokens])
 
 
+ON_GPU, ON_CPU = LayerHeads((0, 1), (), ()), LayerHeads((), (), (0, 1))
+MIXED = LayerHeads((1,), (), (0,))
+
+
 def resident_of(
-    store: KVStore, num_slots: int = 2, layers: dict[str, Any] | None = None, **options: Any
+    store: KVStore,
+    num_slots: int = 2,
+    layers: Sequence[LayerHeads] = (ON_GPU, ON_CPU, ON_CPU),
+    **options: Any,
 ) -> ResidentKV:
-    layers = layers or {}
     return ResidentKV(
         store,
-        **{"window_layers": [1, 2], "resident_heads": {0: (0, 1)}, **layers},
+        layers,
         sink_tokens=SINKS,
         recent_tokens=RECENT,
         num_slots=num_slots,
@@ -160,7 +168,7 @@ def test_device_pages_are_distinct():
 
 
 def test_pages_of_some_heads_hold_those_heads(store):
-    layers = {"window_layers": [0, 2], "resident_heads": {0: (1,), 1: (0, 1), 2: ()}}
+    layers = (MIXED, ON_GPU, ON_CPU)
     resident = resident_of(store, layers=layers)
     kv_len = 3 * PAGE_TOKENS + 1
     (slot,) = resident.bind([sequence_of(store, 5), sequence_of(store, kv_len)])[1:]
@@ -178,7 +186,7 @@ def test_pages_of_some_heads_hold_those_heads(store):
 
 
 def test_pages_of_all_shapes_share_one_budget(store):
-    layers = {"window_layers": [0, 2], "resident_heads": {0: (1,), 1: (0, 1)}}
+    layers = (MIXED, ON_GPU, ON_CPU)
     page_bytes = 2 * PAGE_TOKENS * HEAD_DIM * 4
     resident = resident_of(store, layers=layers, budget_bytes=6 * page_bytes)
     a, b = sequence_of(store, PAGE_TOKENS + 1), sequence_of(store, 3 * PAGE_TOKENS)
@@ -190,7 +198,7 @@ def test_pages_of_all_shapes_share_one_budget(store):
 
 
 def test_a_budget_below_one_page_of_each_head_is_refused(store):
-    layers = {"window_layers": [0, 2], "resident_heads": {0: (1,), 1: (0, 1)}}
+    layers = (MIXED, ON_GPU, ON_CPU)
     page_bytes = 2 * PAGE_TOKENS * HEAD_DIM * 4
     with pytest.raises(DeviceMemoryError, match=r"each of the 3 KV heads .* needs 768 B, but"):
         resident_of(store, layers=layers, budget_bytes=3 * page_bytes - 1)
@@ -198,7 +206,7 @@ def test_a_budget_below_one_page_of_each_head_is_refused(store):
 
 
 def test_the_addresses_of_host_pages_follow_a_copy_on_write(store):
-    layers = {"window_layers": [0, 1, 2], "resident_heads": {}, "gathered_layers": [1, 2]}
+    layers = (ON_CPU, *(LayerHeads((), (1,), (0,)),) * 2)
     resident = resident_of(store, layers=layers)
     seq = sequence_of(store, PAGE_TOKENS + 1)
 

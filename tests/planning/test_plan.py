@@ -13,26 +13,16 @@ from cases.device_cases import greedy, small
 from cases.profile_cases import SMALL, machine_profile
 from cases.tiny_models import make_tiny_model, random_tokens, write_gguf
 
-from cpu_ops.mailbox import Mailbox
 from offload import HostBudgetError, OffloadedModel
 from offload.bench.made.random_model import random_model
-from offload.decode.gpu.buffers import StepBuffers
-from offload.decode.gpu.pages import whole_slabs
+from offload.decode.gpu.buffers import num_slots
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES
 from offload.kv.store import KVStore
 from offload.loading.planned_model import PlannedModel, planned_model
-from offload.models import lean_model_maker
 from offload.models.shape import MODEL_SHAPES, weight_elements
-from offload.planning.buffer_bytes import (
-    mailbox_bytes,
-    num_slots,
-    resident_bytes,
-    step_buffer_bytes,
-    store_bytes,
-)
 from offload.planning.choose import least_placement
-from offload.planning.placement_bytes import policy_state_bytes, step_device_bytes
+from offload.planning.placement_bytes import policy_state_bytes, step_device_bytes, store_bytes
 from offload.planning.plan import PlanRequest, make_plan
 from offload.planning.workload import Workload
 from offload.policies.registry import make_policy
@@ -80,7 +70,7 @@ def test_the_decoder_takes_what_was_planned(
         kv_len=last,
         batch_size=batch_size,
         page_tokens=16,
-        item_bytes=4,
+        dtype=torch.float32,
         device=None,
     )
     names = ("KV of resident heads", "windows", "page tables")
@@ -94,51 +84,6 @@ def test_the_decoder_takes_what_was_planned(
         slab_bytes=DEFAULT_SLAB_BYTES,
     )
     assert planned.weight_bytes == weight_bytes_of(model)
-
-
-@pytest.mark.parametrize("slots", [1, 2, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_step_buffers(slots: int, dtype: torch.dtype) -> None:
-    shape = MODEL_SHAPES["tiny"]
-    stock = random_model(shape, device=CPU, dtype=dtype)
-    lean = lean_model_maker("llama")(stock)
-    buffers = StepBuffers(lean, slots, dtype, CPU)
-    tensors = [x for x in vars(buffers).values() if isinstance(x, torch.Tensor)]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    for host in (buffers.host_state, buffers.host_tokens):
-        storages.pop(host.untyped_storage().data_ptr())
-    chooser = [x for x in vars(buffers.chooser).values() if isinstance(x, torch.Tensor)]
-    chooser += [x for x in vars(buffers.chooser._buffers).values() if isinstance(x, torch.Tensor)]
-    allocated = sum(storages.values()) + sum(x.nbytes for x in chooser)
-    allocated += slots * 3 * 8  # the state, which on the CPU is the host's
-    heads = shape.num_qo_heads * shape.head_dim
-    linear = shape.qkv_width + shape.intermediate_size + shape.vocab_size
-    if slots > 1:
-        linear = shape.hidden_size + shape.intermediate_size
-    allocated += slots * dtype.itemsize * linear  # of `linear_path`, which makes its own
-    if not hasattr(buffers, "no_out"):  # the host's part where it has none
-        allocated += slots * 4 * (heads + shape.num_qo_heads)
-    counted = step_buffer_bytes(
-        shape, slots=slots, item_bytes=dtype.itemsize, num_splits=buffers.partial_lse.shape[2]
-    )
-    assert counted == allocated
-
-
-@pytest.mark.parametrize("num_requests", [1, 5])
-def test_mailbox(num_requests: int) -> None:
-    shape = MODEL_SHAPES["tiny"]
-    mailbox = Mailbox.allocate(
-        num_requests=num_requests,
-        max_rows=2,
-        num_layers=shape.num_layers,
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=torch.bfloat16,
-        pinned=False,
-    )
-    counted = mailbox_bytes(shape, slots=2, item_bytes=2, num_requests=num_requests)
-    assert counted == mailbox.host_bytes
 
 
 @pytest.mark.parametrize(("kv_len", "batch_size"), [(1, 1), (16, 1), (17, 2), (1000, 3)])
@@ -164,14 +109,6 @@ def test_the_store_reserves_what_was_planned(kv_len: int, batch_size: int, slab_
     )
     assert counted == store.host_bytes_reserved
     store.close()
-
-
-def test_layers_of_equally_many_heads_share_slabs() -> None:
-    sizes = {"kv_len": 100, "batch_size": 2, "page_tokens": 16, "head_dim": 8, "item_bytes": 2}
-    page = 2 * 16 * 8 * 2
-    assert resident_bytes([0, 0], **sizes) == 0
-    assert resident_bytes([4, 0, 4], **sizes) == whole_slabs(2 * 14) * 4 * page
-    assert resident_bytes([4, 2, 4], **sizes) == (32 * 4 + 32 * 2) * page
 
 
 def test_slots_are_powers_of_two() -> None:

@@ -238,7 +238,7 @@ def test_alongside_a_prefill(name, options, pool):
         policy = make_policy(name, budget_tokens=90, dense_layers=1, **options)
     store = store_for(lean)
     attention = DecodeAttention(
-        policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.2
+        policy, store, num_qo_heads=lean.shape.num_qo_heads, pool=pool, sm_scale=0.2
     )
     lengths = [150, 89, 90, 30]
     seqs = [store.new_sequence() for _ in lengths]
@@ -279,7 +279,7 @@ def test_a_policy_without_it_is_built_later(pool):
 
     policy = HeavyHitter(budget_tokens=90, dense_layers=1)
     attention = DecodeAttention(
-        policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.2
+        policy, store, num_qo_heads=lean.shape.num_qo_heads, pool=pool, sm_scale=0.2
     )
     seq = store.new_sequence()
     assert attention.prefill_build([seq], [120]) is None
@@ -292,7 +292,7 @@ def test_nothing_is_built_within_the_budget(pool):
     _, lean = tiny_lean_model()
     store = store_for(lean)
     policy = make_policy("quest", budget_tokens=90, dense_layers=1)
-    attention = DecodeAttention(policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool)
+    attention = DecodeAttention(policy, store, num_qo_heads=lean.shape.num_qo_heads, pool=pool)
     assert attention.prefill_build([store.new_sequence()], [50]) is None
 
 
@@ -300,6 +300,6 @@ def test_dense_policies_have_nothing_to_build(pool):
     _, lean = tiny_lean_model()
     store = store_for(lean)
     attention = DecodeAttention(
-        make_policy("full"), store, num_qo_heads=lean.attention.num_qo_heads, pool=pool
+        make_policy("full"), store, num_qo_heads=lean.shape.num_qo_heads, pool=pool
     )
     assert attention.prefill_build([], []) is None

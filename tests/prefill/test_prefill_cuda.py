@@ -231,7 +231,7 @@ def test_the_host_waits_for_nothing(monkeypatch, name):
     pool = WorkerPool(2)
     policy = make_policy(name, budget_tokens=200, dense_layers=1)
     attention = DecodeAttention(
-        policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.125
+        policy, store, num_qo_heads=lean.shape.num_qo_heads, pool=pool, sm_scale=0.125
     )
     begin, finish = LayerStream.begin, LayerStream.finish
 
@@ -279,7 +279,7 @@ def test_an_index_built_beside_the_next_layer(name):
     pool = WorkerPool(2)
     policy = make_policy(name, budget_tokens=200, dense_layers=1)
     attention = DecodeAttention(
-        policy, store, num_qo_heads=lean.attention.num_qo_heads, pool=pool, sm_scale=0.125
+        policy, store, num_qo_heads=lean.shape.num_qo_heads, pool=pool, sm_scale=0.125
     )
     for n in (9000, 12_000):
         seq = store.new_sequence()
@@ -321,7 +321,7 @@ def test_memory_is_counted_and_given_back():
     changes = {**SHAPE, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3}
     _, lean = cuda_model(torch.bfloat16, **changes, max_position_embeddings=65536)
     num_tokens = 50_000
-    memory = PrefillMemory.of(lean, dtype=torch.bfloat16, num_tokens=num_tokens, slice_tokens=8192)
+    memory = PrefillMemory.of(lean.shape, item_bytes=2, num_tokens=num_tokens, slice_tokens=8192)
     options = {"device": "cuda", "slice_tokens": 8192}
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -13,6 +13,7 @@ from cases.tiny_models import random_tokens
 from offload.kv import transfer as device_copy
 from offload.kv.store import HostBudgetError
 from offload.kv.transfer import copy_from_pages, copy_to_pages
+from offload.models.shape import MODEL_SHAPES
 from offload.prefill import layer as prefill_layer
 from offload.prefill.attention import attend
 from offload.prefill.forward import _run_layers
@@ -149,30 +150,22 @@ def test_out_of_device_memory_frees_what_it_took(monkeypatch, alongside):
 
 def test_memory_of_128k_tokens_of_llama_8b():
     """Llama-3.1-8B in bfloat16 prefills 128K tokens inside 24 GiB, weights and context included."""
-    shape = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_qo_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "item_bytes": 2,
-        "slice_tokens": 8192,
-    }
+    shape, sizes = MODEL_SHAPES["llama-3.1-8b"], {"item_bytes": 2, "slice_tokens": 8192}
     q, kv, m, h, layers, vocabulary = 4096, 1024, 14336, 4096, 32, 128256
     weights = layers * (2 * h * q + 2 * h * kv + 3 * h * m + 2 * h) + 2 * vocabulary * h + h
     assert round(2 * weights / 1e9, 2) == 16.06
-    memory = PrefillMemory.of_shape(num_tokens=128 * 1024, **shape)
+    memory = PrefillMemory.of(shape, num_tokens=128 * 1024, **sizes)
     print(f"\nweights {2 * weights / GIB:.2f} GiB; prefill {memory}")
     assert memory.kv_bytes == GIB
     assert memory.hidden_bytes == GIB + 128 * 1024 * 2 * 2 * 128
     context_bytes = GIB // 2
     assert 2 * weights + memory.total_bytes + context_bytes < 21 * GIB
     # With two dense layers resident, and behind as many cached tokens, it still fits.
-    longer = PrefillMemory.of_shape(num_tokens=64 * 1024, past_tokens=64 * 1024, **shape)
+    longer = PrefillMemory.of(shape, num_tokens=64 * 1024, past_tokens=64 * 1024, **sizes)
     assert longer.total_bytes < memory.total_bytes
     # An index counts where one is built.
-    small = PrefillMemory.of_shape(num_tokens=100, **shape)
-    without = PrefillMemory.of_shape(num_tokens=100, builds_index=False, **shape)
+    small = PrefillMemory.of(shape, num_tokens=100, **sizes)
+    without = PrefillMemory.of(shape, num_tokens=100, builds_index=False, **sizes)
     assert small.total_bytes - without.total_bytes > 128 << 20
     assert "to build an index" in str(small)
     assert "index" not in str(without)
@@ -180,9 +173,8 @@ def test_memory_of_128k_tokens_of_llama_8b():
 
 
 def test_a_prefill_that_cannot_fit_is_refused_before():
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_qo_heads": 4, "num_kv_heads": 2}
-    memory = PrefillMemory.of_shape(
-        **shape, head_dim=16, item_bytes=2, num_tokens=1 << 20, slice_tokens=1 << 20
+    memory = PrefillMemory.of(
+        MODEL_SHAPES["tiny"], item_bytes=2, num_tokens=1 << 20, slice_tokens=1 << 20
     )
     check_fits(memory, memory.total_bytes)
     check_fits(memory, memory.total_bytes - 100, already_there=100)

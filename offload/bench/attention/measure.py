@@ -28,27 +28,18 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.bench.attention.reference import AttentionReference, Selection
 from offload.bench.made.attention_cache import AttentionCache
 from offload.decode.attention import DecodeAttention
+from offload.models.shape import MODEL_SHAPES, ModelShape
 from offload.policies import ExactTopK, Full, Policy
 
 KERNELS = ("dense", "sparse", "topk")
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """The attention of one model."""
-
-    num_layers: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
 SHAPES = {
-    "llama-3.1-8b": AttentionShape(32, 32, 8, 128),
-    "llama-3.2-1b": AttentionShape(16, 32, 8, 64),
-    "qwen2.5-7b": AttentionShape(28, 28, 4, 128),
-    "qwen3-8b": AttentionShape(36, 32, 8, 128),
-    "smollm2-135m": AttentionShape(30, 9, 3, 64),
+    "llama-3.1-8b": MODEL_SHAPES["llama-3.1-8b"],
+    "llama-3.2-1b": MODEL_SHAPES["llama-3.2-1b"],
+    "qwen2.5-7b": ModelShape(28, 3584, 28, 4, 128, 18944, 152064, 32768, 1000000.0),
+    "qwen3-8b": ModelShape(36, 4096, 32, 8, 128, 12288, 151936, 40960, 1000000.0),
+    "smollm2-135m": MODEL_SHAPES["smollm2-135m"],
 }
 
 
@@ -86,7 +77,7 @@ class AttentionMeasurement:
 
 
 def measure_attention(
-    shape: AttentionShape,
+    shape: ModelShape,
     *,
     kv_len: int,
     dtype: torch.dtype,

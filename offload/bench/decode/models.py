@@ -172,7 +172,7 @@ class TextModel:
         Raises:
             ValueError: more tokens than the model has positions, or the text has.
         """
-        limit = lean_model(self.stock).max_context
+        limit = lean_model(self.stock).shape.max_context
         for name, most in (("the model has positions", limit), ("the text has", len(self._tokens))):
             if kv_len + num_steps > most:
                 raise ValueError(
@@ -194,7 +194,7 @@ class TextModel:
 
     def _runtime(self, policy: Policy) -> Runtime:
         if policy not in self._configs:
-            policy.check_model(**self._checkpoint.attention_shape)
+            policy.check_model(**self._checkpoint.shape.heads)
             config = runtime_config(policy=policy, **self._options)
             self._configs[policy] = with_calibrated_policy(self.stock, config, self._folder)
         return Runtime(open_loaded(self.stock, self._configs[policy], self._folder))

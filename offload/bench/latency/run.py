@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from offload.bench.attention.measure import SHAPES, AttentionShape
+from offload.bench.attention.measure import SHAPES
 from offload.bench.latency.measure import LatencyMeasurement, measure_latency, steps_needed
 from offload.bench.latency.report import latency_rows
 from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
 from offload.bench.made.attention_statistics import AttentionStatistics, statistics_outside_range
+from offload.models import ModelShape
 from offload.policies import Policy
 from offload.system.memory import host_memory_limit_bytes
 
@@ -168,7 +169,7 @@ def run_latency(
     return LatencyResult(run, name, measurements, statistics, layers, warnings)
 
 
-def _layers(shape: AttentionShape, run: LatencyRun, depth: int) -> int:
+def _layers(shape: ModelShape, run: LatencyRun, depth: int) -> int:
     """Physical layers: enough for every role, within the memory, one at least."""
     layer_bytes = 2 * shape.num_kv_heads * depth * shape.head_dim * run.dtype.itemsize
     fit = int(_MEMORY_SHARE * host_memory_limit_bytes()) // (layer_bytes * run.batch_size)

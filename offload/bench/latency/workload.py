@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.bench.attention.measure import AttentionShape
 from offload.bench.made.attention_statistics import (
     LFPS_STEPS,
     AttentionStatistics,
@@ -25,6 +24,7 @@ from offload.bench.made.attention_statistics import (
 )
 from offload.bench.made.structured_cache import structured_layer
 from offload.kv.store import HostBudgetError, KVStore
+from offload.models import ModelShape
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
 PROMPT_QUERIES = LFPS_STEPS  # queries of the prompt's end that are kept for policies and statistics
@@ -126,7 +126,7 @@ class LatencyWorkload:
 
 
 def structured_workload(
-    shape: AttentionShape,
+    shape: ModelShape,
     *,
     kv_len: int,
     num_steps: int,
@@ -219,14 +219,9 @@ class TextReader:
         self._tokens = torch.tensor(ids)
         self._marks = load_vocabulary_marks(resolve_folder(name_or_path), model.config.vocab_size)
         self._lean = lean = model._offload.lean
-        self.shape = AttentionShape(
-            len(lean.layers),
-            lean.attention.num_qo_heads,
-            lean.attention.num_kv_heads,
-            lean.attention.head_dim,
-        )
+        self.shape = lean.shape
         self.dtype: torch.dtype = model.dtype
-        self.max_tokens = min(int(lean.max_context), len(ids))
+        self.max_tokens = min(self.shape.max_context, len(ids))
 
     def tokens(self, first: int, count: int) -> Tensor:
         """int64 [count] of the text."""
@@ -274,7 +269,7 @@ class TextReader:
             steps,
             num_model_layers=self.shape.num_layers,
             statistics=mean_statistics(statistics),
-            sm_scale=self._lean.attention.sm_scale,
+            sm_scale=self._lean.sm_scale,
             text_marks=None if self._marks is None else marks,
         )
 

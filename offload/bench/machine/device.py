@@ -264,7 +264,7 @@ class _LinearBench(Operands):
             )
             for _ in range(count)
         )
-        return DeviceWeights(layers, norm(), matrix(shape.vocab_size, hidden))
+        return DeviceWeights(shape, layers, norm(), matrix(shape.vocab_size, hidden))
 
 
 def _round_trip(dtype: torch.dtype, num_threads: int, window_us: float) -> tuple[float, float]:

@@ -200,7 +200,7 @@ class InlineSession:
         x: Tensor = lean.embed_tokens(self._tokens)
         positions = torch.from_numpy(step.positions)
         cos, sin = (t[0] for t in lean.rotary_emb(x, positions[None]))
-        shape, pool = lean.attention, decoder.pool
+        shape, pool = lean.shape, decoder.pool
         for layer_idx, layer in enumerate(decoder.stack.layers):
             qkv = layer.qkv(pool, x, norm=layer.input_norm)
             cache.rows.after_projection(layer_idx, 0, qkv, positions)

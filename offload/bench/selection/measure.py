@@ -273,7 +273,7 @@ def _run(
 ) -> _Run:
     model = shared.attach(load(policy))
     runtime = model._offload
-    check_positions(settings, runtime.lean.max_context)
+    check_positions(settings, runtime.lean.shape.max_context)
     attention = runtime.attention
     dense_layers = _exact_topk(settings).dense_layers
     if policy.selects:
@@ -282,7 +282,7 @@ def _run(
         attention,
         reference=reference_of(policy, settings),
         dense_layers=dense_layers,
-        sm_scale=runtime.lean.attention.sm_scale,
+        sm_scale=runtime.lean.sm_scale,
         capacity_tokens=settings.text_tokens,
         window=STABILITY_WINDOW,
     )

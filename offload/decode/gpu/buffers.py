@@ -6,46 +6,61 @@ import itertools
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from gpu_ops.launch import _num_multiprocessors
+from gpu_ops.layout import Layout, allocate
 from gpu_ops.paged_attention import num_kv_splits
 from offload.decode.gpu.handshake import Handshake
 from offload.decode.sampling import TokenChooser
-from offload.models import LeanModel
+from offload.models import LeanModel, ModelShape
+
+# Tokens that scores have room for at least.
+_MIN_SCORE_TOKENS = 4096
 
 
 class StepBuffers:
     """The static tensors of steps with up to `num_rows` rows."""
 
     def __init__(self, model: LeanModel, num_rows: int, dtype: torch.dtype, device: torch.device):
-        shape = model.attention
-        heads = shape.num_qo_heads * shape.head_dim
-
-        def rows(width: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(num_rows, width, dtype=dtype, device=device)
-
+        shape = model.shape
         # What changes from step to step: the host writes it, the step's first operation copies it.
         host_state = torch.full((3, num_rows), -1, dtype=torch.int64)
         self.host_state = host_state.pin_memory() if device.type == "cuda" else host_state
-        self.state = self.host_state.to(device)
-        self.positions, self.rope_positions, self.tokens = self.state
         self.host_tokens = torch.empty_like(self.host_state[2], pin_memory=device.type == "cuda")
-        self.chooser = TokenChooser(num_rows, model.lm_head.out_features, device)
-        self.hidden = rows(model.hidden_size)
-        self.query = rows(heads)
-        self.window_out = rows(heads, torch.float32)
-        self.window_lse = rows(shape.num_qo_heads, torch.float32)
-        self.attended = rows(heads)
+        self.chooser = TokenChooser(num_rows, shape.vocab_size, device)
+        layout = self.layout(shape, num_rows, dtype, _num_multiprocessors(device))
+        buffers = allocate(layout, device)
+        self.state = buffers["state"].fill_(-1)
+        self.positions, self.rope_positions, self.tokens = self.state
+        self.hidden, self.query = buffers["hidden"], buffers["query"]
+        self.window_out, self.window_lse = buffers["window_out"], buffers["window_lse"]
+        self.attended = buffers["attended"]
         # What the host attended to in layers in which it does nothing.
-        self.no_out = rows(heads, torch.float32)
-        self.no_lse = rows(shape.num_qo_heads, torch.float32).fill_(float("-inf"))
-        num_splits = num_kv_splits(shape.num_kv_heads, _num_multiprocessors(device))
-        partial = (num_rows, shape.num_qo_heads, num_splits)
-        self.partial_lse = torch.zeros(partial, dtype=torch.float32, device=device)
-        self.partial_out = self.partial_lse.new_zeros(*partial, shape.head_dim)
+        self.no_out, self.no_lse = buffers["no_out"], buffers["no_lse"].fill_(float("-inf"))
+        self.partial_out, self.partial_lse = buffers["partial_out"], buffers["partial_lse"]
+
+    @staticmethod
+    def layout(
+        shape: ModelShape, num_rows: int, dtype: torch.dtype, num_multiprocessors: int
+    ) -> Layout:
+        """Of what is on the device, beside the `TokenChooser`'s."""
+        row = (num_rows, shape.num_qo_heads * shape.head_dim)
+        lse = (num_rows, shape.num_qo_heads)
+        partial = (*lse, num_kv_splits(shape.num_kv_heads, num_multiprocessors))
+        return {
+            "state": ((3, num_rows), torch.int64),
+            "hidden": ((num_rows, shape.hidden_size), dtype),
+            "query": (row, dtype),
+            "window_out": (row, torch.float32),
+            "window_lse": (lse, torch.float32),
+            "attended": (row, dtype),
+            "no_out": (row, torch.float32),
+            "no_lse": (lse, torch.float32),
+            "partial_out": ((*partial, shape.head_dim), torch.float32),
+            "partial_lse": (partial, torch.float32),
+        }
 
 
 @dataclass(frozen=True)
@@ -73,3 +88,21 @@ def part_rows(num_rows: int, num_parts: int) -> list[slice]:
     """Rows 0 .. num_rows cut into parts of about the same size."""
     bounds = [num_rows * i // num_parts for i in range(num_parts + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def num_slots(batch_size: int) -> int:
+    """Rows that a step for `batch_size` sequences is made for: a power of two."""
+    return 1 << (batch_size - 1).bit_length()
+
+
+def step_tokens(max_context: int, kv_len: int, page_tokens: int, *, grows: bool) -> int:
+    """Tokens of a sequence that a step at `kv_len` tokens is made for, in whole pages.
+
+    Args:
+        grows: scores are kept; their room grows with the context, rarely. Otherwise a step is made
+            for all tokens that the model can have.
+    """
+    max_tokens = max_context
+    if grows:
+        max_tokens = min(max_tokens, max(_MIN_SCORE_TOKENS, 1 << (kv_len - 1).bit_length()))
+    return -(-max_tokens // page_tokens) * page_tokens

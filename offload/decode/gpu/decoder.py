@@ -19,13 +19,13 @@ from torch import Tensor
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
-from offload.decode.gpu.buffers import HostLink
+from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
 from offload.decode.gpu.handshake import Handshake, Step, make_handshake
 from offload.decode.gpu.layer_heads import layer_heads
 from offload.decode.gpu.linear import DeviceWeights, linear_path
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.decode.gpu.prepared_steps import PreparedSteps, bucket
-from offload.decode.gpu.resident_kv import check_resident_room
+from offload.decode.gpu.prepared_steps import PreparedSteps
+from offload.decode.gpu.resident_kv import check_resident_room, window_of
 from offload.decode.sampling import SamplingOptions, TokenChooser
 from offload.kv.store import KVStore
 from offload.models import LeanModel
@@ -35,10 +35,6 @@ from offload.system.errors import DeviceMemoryError
 from offload.system.memory import available_cpus
 
 logger = logging.getLogger(__name__)
-
-# Of policies that name none (full attention): enough for the GPU to have something to do.
-_SINK_TOKENS, _RECENT_TOKENS = 4, 64
-_MIN_SCORE_TOKENS = 4096
 
 
 class DeviceDecoder:
@@ -83,15 +79,14 @@ class DeviceDecoder:
         self.attention = DecodeAttention(
             policy,
             store,
-            num_qo_heads=model.attention.num_qo_heads,
+            num_qo_heads=model.shape.num_qo_heads,
             pool=self.pool,
-            sm_scale=model.attention.sm_scale,
+            sm_scale=model.sm_scale,
         )
         self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
         self.setup_seconds = 0.0
-        self._sink_tokens = policy.sink_tokens if policy.selects else _SINK_TOKENS
-        self._recent_tokens = policy.recent_tokens if policy.selects else _RECENT_TOKENS
+        self._sink_tokens, self._recent_tokens = window_of(policy)
         self._weights = DeviceWeights.of(model)
         self._backend = backend
         self._make_handshake = make_handshake
@@ -125,7 +120,7 @@ class DeviceDecoder:
         policy = self.attention.policy
         num_kv_heads = self.store.num_kv_heads
         placement.check_model(num_layers=len(self.model.layers), num_kv_heads=num_kv_heads)
-        placement.check_policy(policy, self.model.attention.num_qo_heads)
+        placement.check_policy(policy, self.model.shape.num_qo_heads)
         self.placement = placement
         roles = None if policy.per_query_head else self.attention.roles
         self._layers = layer_heads(
@@ -332,11 +327,11 @@ class DeviceDecoder:
         """Room for at least `num_sequences` rows, and where heads publish on the GPU for the scores
         of `kv_len` tokens; more than there was means new captures.
         """
-        num_slots, steps = bucket(num_sequences), self._steps
+        slots, steps = num_slots(num_sequences), self._steps
         if steps is not None:
             if num_sequences <= steps.num_slots and kv_len <= steps.max_tokens:
                 return
-            num_slots = max(num_slots, steps.num_slots)
+            slots = max(slots, steps.num_slots)
         start = time.perf_counter()
         steps = None
         self._drop_steps()  # their memory first
@@ -347,7 +342,7 @@ class DeviceDecoder:
             self.placement,
             self._layers,
             window=(self._sink_tokens, self._recent_tokens),
-            num_slots=num_slots,
+            num_slots=slots,
             max_tokens=self._room_for(kv_len),
             device=self.device,
             device_budget_bytes=self._device_budget_bytes,
@@ -359,15 +354,12 @@ class DeviceDecoder:
         self.setup_seconds += time.perf_counter() - start
 
     def _room_for(self, kv_len: int) -> int:
-        """Tokens that a step is made for: all that the model can have, unless heads publish. The
-        scores of these are kept, and get room as the context grows, which is rare. All ranks do
-        as if: they capture together.
+        """`step_tokens`; as the scores of heads that publish are kept. All ranks do as if they had
+        some: they capture together.
         """
-        max_tokens: int = self.model.max_context
-        if self.model.ranks is not None or any(layer.publishing for layer in self._layers):
-            max_tokens = min(max_tokens, max(_MIN_SCORE_TOKENS, 1 << (kv_len - 1).bit_length()))
-        page_tokens = self.store.page_tokens
-        return -(-max_tokens // page_tokens) * page_tokens
+        grows = self.model.ranks is not None or any(layer.publishing for layer in self._layers)
+        max_context = self.model.shape.max_context
+        return step_tokens(max_context, kv_len, self.store.page_tokens, grows=grows)
 
     def _drop_steps(self) -> None:
         if self._steps is not None:

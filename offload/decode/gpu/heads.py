@@ -18,11 +18,13 @@ from torch import Tensor
 from cpu_ops.mailbox import Mailbox
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
+from gpu_ops.launch import _num_multiprocessors
+from gpu_ops.layout import Layout, allocate
 from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
-from gpu_ops.top_k_candidates import TopKBuffers
+from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 from offload.decode.gpu.layer_heads import LayerHeads, most_heads
-from offload.models import LeanModel
+from offload.models import LeanModel, ModelShape
 from offload.policies import Policy
 
 
@@ -52,66 +54,72 @@ class DeviceHeads:
         device: torch.device,
     ) -> None:
         self.layers = tuple(layers)
-        self._shape, self._policy, self._page_tokens = model.attention, policy, page_tokens
+        self._shape, self._policy, self._page_tokens = model.shape, policy, page_tokens
+        self._sm_scale = model.sm_scale
         self._num_rows, self._max_tokens = num_rows, max_tokens
-        shape, num_sms = model.attention, _num_multiprocessors(device)
-
-        def indices(heads: Sequence[int]) -> Tensor:
-            return torch.tensor(heads, dtype=torch.int32, device=device)
-
-        self._resident = {i: indices(x.resident) for i, x in enumerate(layers) if x.resident}
-        self._gathered = {i: indices(x.gathered) for i, x in enumerate(layers) if x.gathered}
+        num_sms = _num_multiprocessors(device)
+        self._splits, self._gathered_splits = _splits(layers, policy, num_sms)
+        self._resident, self._gathered, self._page_slots = (
+            {i: torch.tensor(heads, dtype=torch.int32, device=device) for i, heads in of.items()}
+            for of in _head_lists(layers, model.shape.num_kv_heads)
+        )
         # Rows of two layers: one layer's are fetched while those of the other are attended to.
         self._side = {layer_idx: i % 2 for i, layer_idx in enumerate(self._gathered)}
-        self._page_slots = {
-            i: _places_of(x.resident, shape.num_kv_heads).to(device)
-            for i, x in enumerate(layers)
-            if 0 < len(x.resident) < shape.num_kv_heads
-        }
-        self._splits = {
-            i: num_retrieval_splits(len(x.resident), num_sms)
-            for i, x in enumerate(layers)
-            if x.resident
-        }
-        most_published = most_heads(layers, "publishing")
-        most_gathered = most_heads(layers, "gathered")
-        self.num_units = 0
-        if most_published:
-            self.num_units = 1 if policy.shares_selection else shape.num_kv_heads
-
-        def empty(*sizes: int, of: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(*sizes, dtype=of, device=device)
-
-        budget = policy.budget_tokens if most_published else 0
-        self.selection = empty(num_rows, self.num_units, budget, of=torch.int32)
-        self.counts = empty(num_rows, self.num_units, of=torch.int32)
-        self._scores = empty(num_rows * most_published * shape.group_size * max_tokens)
+        layout = self.layout(
+            model.shape,
+            layers,
+            policy,
+            num_rows=num_rows,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            num_multiprocessors=num_sms,
+        )
+        del layout["head_lists"]
+        buffers = allocate(layout, device)
+        self.selection, self.counts = buffers.pop("selection"), buffers.pop("counts")
+        self._scores, self._rows = buffers.pop("scores"), buffers.pop("rows")
+        self._partial_out = buffers.pop("partial_out")
+        self._partial_lse = buffers.pop("partial_lse")
         # Parts of a batch publish one after the other, so they share what counts only meanwhile.
-        self._top_k: TopKBuffers | None = None
-        if most_published:
-            lists = num_rows * (1 if policy.shares_selection else most_published)
-            self._top_k = TopKBuffers.allocate(lists, max_tokens, budget, device)
-        chosen = budget - policy.sink_tokens - policy.recent_tokens if most_gathered else 0
-        self._rows = empty(2, num_rows * 2 * most_gathered * chosen * shape.head_dim, of=dtype)
-        self._gathered_splits = {
-            i: num_gathered_splits(len(x.gathered), chosen, num_sms)
-            for i, x in enumerate(layers)
-            if x.gathered
-        }
-        partials = [shape.num_kv_heads * n for n in self._splits.values()]
-        partials += [len(self.layers[i].gathered) * n for i, n in self._gathered_splits.items()]
-        self._partial_lse = empty(num_rows * shape.group_size * max(partials, default=0))
-        self._partial_out = empty(self._partial_lse.numel() * shape.head_dim)
+        scored = buffers["importance"].shape[1]
+        self._top_k = TopKBuffers(TopKLaunch.default(self.selection.shape[2], scored), **buffers)
 
-    @property
-    def num_bytes(self) -> int:
-        """Device bytes of the buffers."""
-        tensors = [self.selection, self.counts, self._scores, self._rows]
-        tensors += [self._partial_lse, self._partial_out]
-        if self._top_k is not None:
-            top_k = self._top_k
-            tensors += [top_k.importance, top_k.maxima, top_k.candidates, top_k.lengths]
-        return sum(tensor.nbytes for tensor in tensors)
+    @staticmethod
+    def layout(
+        shape: ModelShape,
+        layers: Sequence[LayerHeads],
+        policy: Policy,
+        *,
+        num_rows: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        num_multiprocessors: int,
+    ) -> Layout:
+        """Of all buffers, the scratch of `TopKBuffers` and the lists of heads among them."""
+        published, gathered = most_heads(layers, "publishing"), most_heads(layers, "gathered")
+        units = lists = budget = scored = 0
+        if published:
+            units, lists = shape.num_kv_heads, num_rows * published
+            if policy.shares_selection:
+                units, lists = 1, num_rows
+            budget, scored = policy.budget_tokens, max_tokens
+        splits, gathered_splits = _splits(layers, policy, num_multiprocessors)
+        partials = [shape.num_kv_heads * n for n in splits.values()]
+        partials += [len(layers[i].gathered) * n for i, n in gathered_splits.items()]
+        partial = num_rows * shape.group_size * max(partials, default=0)
+        scores = num_rows * published * shape.group_size * scored
+        row = 2 * gathered * _chosen_tokens(layers, policy) * shape.head_dim
+        head_lists = _head_lists(layers, shape.num_kv_heads)
+        num_listed = sum(len(heads) for of in head_lists for heads in of.values())
+        return {
+            "selection": ((num_rows, units, budget), torch.int32),
+            "counts": ((num_rows, units), torch.int32),
+            "scores": ((scores,), torch.float32),
+            "rows": ((2, num_rows * row), dtype),
+            "partial_out": ((partial * shape.head_dim,), torch.float32),
+            "partial_lse": ((partial,), torch.float32),
+            "head_lists": ((num_listed,), torch.int32),  # each in a tensor of its own
+        } | TopKBuffers.layout(lists, scored, TopKLaunch.default(budget, scored))
 
     def page_slots(self, layer_idx: int) -> Tensor | None:
         """int32 [num_kv_heads], each head's place in the layer's pages or -1; None: all are there,
@@ -145,7 +153,7 @@ class DeviceHeads:
             self._resident[layer_idx],
             group_size=self._shape.group_size,
             page_tokens=self._page_tokens,
-            sm_scale=self._shape.sm_scale,
+            sm_scale=self._sm_scale,
             partial_out=partial_out,
             partial_lse=partial_lse,
             out=out,
@@ -158,7 +166,6 @@ class DeviceHeads:
     ) -> None:
         """The heaviest tokens of the heads that `attend_resident` has just scored."""
         policy, rule = self._policy, self._policy.device_top_k()
-        assert self._top_k is not None
         assert rule is not None
         top_k_tokens(
             self._scores_of(layer_idx, rows),
@@ -228,7 +235,7 @@ class DeviceHeads:
             group_size=self._shape.group_size,
             sink_tokens=self._policy.sink_tokens,
             recent_tokens=self._policy.recent_tokens,
-            sm_scale=self._shape.sm_scale,
+            sm_scale=self._sm_scale,
             partial_out=partial_out,
             partial_lse=partial_lse,
             out=out,
@@ -261,13 +268,42 @@ def _part_of(buffer: Tensor, rows: slice, num_rows: int, shape: tuple[int, ...])
     return buffer[first : first + num_elements].view(shape)
 
 
-def _places_of(heads: Sequence[int], num_kv_heads: int) -> Tensor:
-    places = torch.full((num_kv_heads,), -1, dtype=torch.int32)
-    places[list(heads)] = torch.arange(len(heads), dtype=torch.int32)
-    return places
+def _head_lists(
+    layers: Sequence[LayerHeads], num_kv_heads: int
+) -> tuple[Mapping[int, Sequence[int]], ...]:
+    """By layer: its resident heads; its gathered ones; of each head its place in the layer's pages,
+    where some heads are there.
+    """
+    resident = {i: x.resident for i, x in enumerate(layers) if x.resident}
+    places = {
+        i: [heads.index(head) if head in heads else -1 for head in range(num_kv_heads)]
+        for i, heads in resident.items()
+        if len(heads) < num_kv_heads
+    }
+    return resident, {i: x.gathered for i, x in enumerate(layers) if x.gathered}, places
 
 
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _chosen_tokens(layers: Sequence[LayerHeads], policy: Policy) -> int:
+    """Rows that are fetched of a head at most."""
+    if not most_heads(layers, "gathered"):
+        return 0
+    return policy.budget_tokens - policy.sink_tokens - policy.recent_tokens
+
+
+def _splits(
+    layers: Sequence[LayerHeads], policy: Policy, num_multiprocessors: int
+) -> tuple[dict[int, int], dict[int, int]]:
+    """By layer, into how many parts the tokens of its resident and its gathered heads are cut."""
+    chosen = _chosen_tokens(layers, policy)
+    return (
+        {
+            i: num_retrieval_splits(len(x.resident), num_multiprocessors)
+            for i, x in enumerate(layers)
+            if x.resident
+        },
+        {
+            i: num_gathered_splits(len(x.gathered), chosen, num_multiprocessors)
+            for i, x in enumerate(layers)
+            if x.gathered
+        },
+    )

@@ -1,9 +1,8 @@
 """Who attends to which KV heads of a layer in a decode step.
 
-Three ways (`offload.decode.gpu.placement.Place`): the CPU attends to rows of the host's pages; the
-GPU attends to all tokens of a head whose KV it keeps; the GPU fetches the rows that a head above
-published, and attends to those. A head that stays on the GPU and retrieves publishes its selection
-there.
+Three ways (`placement.Place`): the CPU attends to rows of the host's pages; the GPU attends to all
+tokens of a head whose KV it keeps; the GPU fetches the rows that a head above published, and
+attends to those. A head that stays on the GPU and retrieves publishes its selection there.
 """
 
 from __future__ import annotations

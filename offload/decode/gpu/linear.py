@@ -11,6 +11,7 @@ Several rows are summed in the model's dtype, and added by the norm that follows
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,9 +21,10 @@ from torch.nn import functional
 
 from cpu_ops.decoder_layers import Norm
 from gpu_ops.gemv import gemv
+from gpu_ops.layout import Layout, allocate
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.silu_mul import silu_mul
-from offload.models import DecoderLayer, LeanModel
+from offload.models import DecoderLayer, LeanModel, ModelShape
 from offload.models.weights import fuse_rows
 from offload.ranks.group import TensorParallel
 
@@ -64,6 +66,7 @@ class DeviceLayer:
 class DeviceWeights:
     """A model's weights."""
 
+    shape: ModelShape
     layers: tuple[DeviceLayer, ...]
     final_norm: Norm
     lm_head: Weights
@@ -72,6 +75,7 @@ class DeviceWeights:
     @classmethod
     def of(cls, model: LeanModel) -> DeviceWeights:
         return cls(
+            shape=model.shape,
             layers=tuple(DeviceLayer.of(layer) for layer in model.layers),
             final_norm=_norm(model.final_norm),
             lm_head=fuse_rows([model.lm_head]),
@@ -105,13 +109,8 @@ class OneRow:
     """A `LinearPath` for n = 1."""
 
     def __init__(self, weights: DeviceWeights) -> None:
-        layer = weights.layers[0]
-        like = layer.qkv[0]
-        self._qkv = like.new_empty(1, like.shape[0])
-        self._gated = like.new_empty(1, layer.down[0].shape[1])
-        self._logits = like.new_empty(1, weights.lm_head[0].shape[0])
+        self._qkv, self._gated, self._logits, self._summand = _allocate(weights, 1)
         self._ranks = weights.ranks
-        self._summand = like.new_empty(1, like.shape[1], dtype=torch.float32)
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         weight, bias = layer.qkv
@@ -147,10 +146,7 @@ class ManyRows:
     """A `LinearPath` for any n up to `max_rows`."""
 
     def __init__(self, weights: DeviceWeights, max_rows: int) -> None:
-        layer = weights.layers[0]
-        like = layer.qkv[0]
-        self._normed = like.new_empty(max_rows, like.shape[1])
-        self._gated = like.new_empty(max_rows, layer.down[0].shape[1])
+        self._normed, self._gated = _allocate(weights, max_rows)
         self._waiting: Tensor | None = None  # what the next norm adds to x
         self._ranks = weights.ranks
 
@@ -187,6 +183,27 @@ class ManyRows:
 def linear_path(weights: DeviceWeights, num_rows: int) -> LinearPath:
     """The fastest for steps of `num_rows` rows."""
     return OneRow(weights) if num_rows == 1 else ManyRows(weights, num_rows)
+
+
+def linear_layout(shape: ModelShape, num_rows: int, dtype: torch.dtype) -> Layout:
+    """Buffers of `linear_path`."""
+    if num_rows == 1:
+        return {
+            "qkv": ((1, shape.qkv_width), dtype),
+            "gated": ((1, shape.intermediate_size), dtype),
+            "logits": ((1, shape.vocab_size), dtype),
+            "summand": ((1, shape.hidden_size), torch.float32),
+        }
+    return {
+        "normed": ((num_rows, shape.hidden_size), dtype),
+        "gated": ((num_rows, shape.intermediate_size), dtype),
+    }
+
+
+def _allocate(weights: DeviceWeights, num_rows: int) -> Iterable[Tensor]:
+    like = weights.lm_head[0]
+    layout = linear_layout(weights.shape, num_rows, like.dtype)
+    return allocate(layout, like.device, torch.empty).values()
 
 
 def _norm(module: Any) -> Norm:

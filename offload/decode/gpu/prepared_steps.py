@@ -10,7 +10,7 @@ import torch
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from offload.decode.attention import DecodeAttention
-from offload.decode.gpu.buffers import HostLink, StepBuffers, part_rows
+from offload.decode.gpu.buffers import HostLink, StepBuffers, num_slots, part_rows
 from offload.decode.gpu.handshake import Handshake
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.layer_heads import LayerHeads
@@ -73,7 +73,7 @@ class PreparedSteps:
 
     def choose_link(self, slots: Sequence[int], num_parts: int | None) -> HostLink:
         """Of the step that fits these slots; in as many parts as are fastest for None."""
-        num_rows = bucket(max(slots) + 1)
+        num_rows = num_slots(max(slots) + 1)
         if num_parts is None:
             num_parts = self._choice(num_rows).num_parts
         num_parts = min(num_parts, num_rows)
@@ -104,9 +104,7 @@ class PreparedSteps:
         sink_tokens, recent_tokens = self._window
         resident = ResidentKV(
             store,
-            window_layers=[i for i, layer in enumerate(layers) if layer.has_window],
-            resident_heads={i: layer.resident for i, layer in enumerate(layers)},
-            gathered_layers=[i for i, layer in enumerate(layers) if layer.gathered],
+            layers,
             sink_tokens=sink_tokens,
             recent_tokens=recent_tokens,
             num_slots=self.num_slots,
@@ -136,13 +134,9 @@ class PreparedSteps:
             for rows in part_rows(num_rows, num_parts)
         ]
         selection = self.step.heads.selection
-        shape = self._model.attention
         mailbox = Mailbox.allocate(
-            num_layers=len(self._layers),
+            **self._model.shape.heads,
             max_rows=num_rows,
-            num_qo_heads=shape.num_qo_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
             dtype=self._store.dtype,
             num_requests=len(requests),
             pinned=self._device.type == "cuda",
@@ -167,8 +161,3 @@ class PreparedSteps:
         handshake = self._make_handshake(coprocessor, mailbox)
         request_of = {(layer, first): i for i, (layer, first, _) in enumerate(requests)}
         return HostLink(num_rows, num_parts, mailbox, coprocessor, handshake, request_of)
-
-
-def bucket(num_rows: int) -> int:
-    """The number of rows that a step for `num_rows` sequences is made for: a power of two."""
-    return 1 << (num_rows - 1).bit_length()

@@ -16,17 +16,25 @@ if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens. Pag
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from offload.decode.gpu.pages import DevicePages, PageBudget
+from gpu_ops.layout import Layout
+from offload.decode.gpu.layer_heads import LayerHeads
+from offload.decode.gpu.pages import DevicePages, PageBudget, whole_slabs
+from offload.kv.page_pool import page_shape
 from offload.kv.store import KVStore
+from offload.policies import Policy
 from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
 from offload.system.memory import format_bytes
+
+# Of policies that name none (full attention): enough for the GPU to have something to do.
+_SINK_TOKENS, _RECENT_TOKENS = 4, 64
 
 
 @dataclass
@@ -41,18 +49,16 @@ class Slot:
 class HostPages:
     """Addresses of the host's pages, for kernels that fetch rows of them.
 
+    Args:
+        tables: int64 [len(layers), num_slots, max_pages].
+
     Attributes:
         tables: int64 [num_slots, max_pages] of each layer.
     """
 
-    def __init__(
-        self, layers: Sequence[int], num_slots: int, max_pages: int, device: torch.device
-    ) -> None:
-        self._layers = list(layers)
-        self._tables = torch.zeros(
-            len(self._layers), num_slots, max_pages, dtype=torch.int64, device=device
-        )
-        self.tables = dict(zip(self._layers, self._tables, strict=True))
+    def __init__(self, layers: Sequence[int], tables: Tensor) -> None:
+        self._layers, self._tables = list(layers), tables
+        self.tables = dict(zip(self._layers, tables, strict=True))
         self._known: dict[int, tuple[int, int]] = {}  # of a slot: its pages, and the last's address
 
     @property
@@ -79,9 +85,7 @@ class ResidentKV:
     """The GPU's share of the KV cache of up to `num_slots` sequences.
 
     Args:
-        window_layers: layers of which the GPU keeps sink tokens and the recent window.
-        resident_heads: by layer, the KV heads whose tokens all stay on the GPU.
-        gathered_layers: layers of whose host pages the GPU fetches rows.
+        layers: who attends to which heads.
         max_context: tokens a sequence may have.
         budget_bytes: hard limit of the pages; None: what the device has.
 
@@ -92,10 +96,8 @@ class ResidentKV:
     def __init__(
         self,
         store: KVStore,
+        layers: Sequence[LayerHeads],
         *,
-        window_layers: Sequence[int],
-        resident_heads: Mapping[int, Sequence[int]],
-        gathered_layers: Sequence[int] = (),
         sink_tokens: int,
         recent_tokens: int,
         num_slots: int,
@@ -105,7 +107,7 @@ class ResidentKV:
     ) -> None:
         self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
         self.resident_heads = {
-            layer_idx: tuple(heads) for layer_idx, heads in resident_heads.items() if heads
+            layer_idx: layer.resident for layer_idx, layer in enumerate(layers) if layer.resident
         }
         self.slots = [Slot() for _ in range(num_slots)]
         self._store = store
@@ -113,25 +115,60 @@ class ResidentKV:
         self._budget = PageBudget(budget_bytes)
         self._pages = {
             count: DevicePages(
-                (2, count, store.page_tokens, store.head_dim), store.dtype, device, self._budget
+                page_shape(count, store.page_tokens, store.head_dim),
+                store.dtype,
+                device,
+                self._budget,
             )
             for count in sorted({len(heads) for heads in self.resident_heads.values()})
         }
         self._check_budget()
-        shape = (num_slots, 2, store.num_kv_heads, sink_tokens + recent_tokens, store.head_dim)
-        self.windows = {
-            layer_idx: torch.zeros(shape, dtype=store.dtype, device=device)
-            for layer_idx in window_layers
-        }
-        max_pages = -(-max_context // store.page_tokens)
-        self.page_tables = {
-            layer_idx: torch.zeros(num_slots, max_pages, dtype=torch.int64, device=device)
-            for layer_idx in self.resident_heads
-        }
-        self.host_pages = HostPages(gathered_layers, num_slots, max_pages, device)
+        layout = self.layout(
+            layers,
+            num_slots=num_slots,
+            num_kv_heads=store.num_kv_heads,
+            head_dim=store.head_dim,
+            window_tokens=sink_tokens + recent_tokens,
+            max_pages=-(-max_context // store.page_tokens),
+            dtype=store.dtype,
+        )
+
+        def of_layers(name: str) -> list[Tensor]:
+            (num_layers, *shape), dtype = layout[name]
+            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+        windows = [layer_idx for layer_idx, layer in enumerate(layers) if layer.has_window]
+        self.windows = dict(zip(windows, of_layers("windows"), strict=True))
+        tables = of_layers("page_tables")
+        self.page_tables = dict(zip(self.resident_heads, tables, strict=True))
+        gathered = [layer_idx for layer_idx, layer in enumerate(layers) if layer.gathered]
+        shape, dtype = layout["host_tables"]
+        self.host_pages = HostPages(gathered, torch.zeros(shape, dtype=dtype, device=device))
         self._addresses: list[dict[int, list[int]]] = [
             {layer_idx: [] for layer_idx in self.resident_heads} for _ in self.slots
         ]
+
+    @staticmethod
+    def layout(
+        layers: Sequence[LayerHeads],
+        *,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window_tokens: int,
+        max_pages: int,
+        dtype: torch.dtype,
+    ) -> Layout:
+        """Of all layers that have such: windows, tables of GPU pages and of the host's. What pages
+        take is in `resident_pages`.
+        """
+        window = (num_slots, 2, num_kv_heads, window_tokens, head_dim)
+        table = (num_slots, max_pages)
+        return {
+            "windows": ((sum(layer.has_window for layer in layers), *window), dtype),
+            "page_tables": ((sum(bool(x.resident) for x in layers), *table), torch.int64),
+            "host_tables": ((sum(bool(x.gathered) for x in layers), *table), torch.int64),
+        }
 
     @property
     def num_bytes(self) -> int:
@@ -296,6 +333,34 @@ class ResidentKV:
                 for place, head in enumerate(heads):  # of each side, as a whole is one piece
                     for side in range(2):
                         page[side, place].copy_(host_page[side, head], non_blocking=True)
+
+
+def window_of(policy: Policy) -> tuple[int, int]:
+    """Sink tokens and recent tokens that the GPU keeps of a head."""
+    if policy.selects:
+        return policy.sink_tokens, policy.recent_tokens
+    return _SINK_TOKENS, _RECENT_TOKENS
+
+
+def resident_pages(
+    layers: Sequence[LayerHeads],
+    *,
+    num_pages: int,
+    page_tokens: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> Layout:
+    """Slabs of what `ResidentKV` holds when each layer with resident heads has `num_pages` pages;
+    layers of equally many heads share slabs.
+    """
+    counts = Counter(len(layer.resident) for layer in layers if layer.resident)
+    return {
+        f"pages of {num_heads} heads": (
+            (whole_slabs(num_layers * num_pages), *page_shape(num_heads, page_tokens, head_dim)),
+            dtype,
+        )
+        for num_heads, num_layers in counts.items()
+    }
 
 
 def check_resident_room(

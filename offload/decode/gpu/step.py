@@ -130,7 +130,7 @@ class DeviceStep:
             qkv,
             *part.rope,
             b.positions[rows],
-            num_kv_heads=self.model.attention.num_kv_heads,
+            num_kv_heads=self.model.shape.num_kv_heads,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             norm_eps=layer.qk_norm_eps,
@@ -152,7 +152,7 @@ class DeviceStep:
     def attend_and_finish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
         """The rest of a layer."""
         b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
-        shape, attended = self.model.attention, b.attended[rows]
+        shape, attended = self.model.shape, b.attended[rows]
         if self.heads.layers[layer_idx].is_resident:
             self.gather_ahead(layer_idx + 1, part, link, early=True)
             paged_decode_attention(
@@ -161,7 +161,7 @@ class DeviceStep:
                 b.positions[rows],
                 num_kv_heads=shape.num_kv_heads,
                 page_tokens=self.store.page_tokens,
-                sm_scale=shape.sm_scale,
+                sm_scale=self.model.sm_scale,
                 partial_out=b.partial_out[rows],
                 partial_lse=b.partial_lse[rows],
                 out=attended,
@@ -184,7 +184,7 @@ class DeviceStep:
                 b.query[rows],
                 self.resident.windows[layer_idx][rows],
                 b.positions[rows],
-                sm_scale=self.model.attention.sm_scale,
+                sm_scale=self.model.sm_scale,
                 out=out,
                 lse=lse,
             )

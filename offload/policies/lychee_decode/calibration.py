@@ -219,13 +219,14 @@ def observe_heads(
             f"calibration needs a text of at least {MIN_CALIBRATION_TOKENS} tokens, "
             f"got {num_tokens}"
         )
-    if num_tokens > lean.max_context:
+    if num_tokens > lean.shape.max_context:
         raise ValueError(
-            f"a calibration text of {num_tokens} tokens exceeds the {lean.max_context} tokens of "
-            f"this model ({lean.max_context_reason}); shorten it or lower its number of tokens"
+            f"a calibration text of {num_tokens} tokens exceeds the {lean.shape.max_context} "
+            f"tokens of this model ({lean.max_context_reason}); shorten it or lower its number of "
+            "tokens"
         )
-    shape, num_layers = lean.attention, len(lean.layers)
-    observer = HeadObserver(num_layers, shape.num_kv_heads, shape.sm_scale, num_tokens)
+    shape, num_layers = lean.shape, len(lean.layers)
+    observer = HeadObserver(num_layers, shape.num_kv_heads, lean.sm_scale, num_tokens)
     tokens = torch.cat([tokens[: observer.text_tokens], tokens[observer.repeated]])
     store = KVStore(
         num_layers=num_layers,
@@ -286,18 +287,19 @@ def calibrated_roles(
         load_tokenizer: called only if it is needed.
         retrieval_heads: as in `calibrate_roles`.
     """
-    if lean.max_context < MIN_CALIBRATION_TOKENS:
+    shape = lean.shape
+    if shape.max_context < MIN_CALIBRATION_TOKENS:
         logger.warning(
             "lychee_decode: a context of %d tokens is too short for a calibration; its retrieval "
             "heads are evenly spaced",
-            lean.max_context,
+            shape.max_context,
         )
         return None
-    tokens = calibration_tokens(load_tokenizer(), min(CALIBRATION_TOKENS, lean.max_context))
+    tokens = calibration_tokens(load_tokenizer(), min(CALIBRATION_TOKENS, shape.max_context))
     roles = roles_from(
         observe_heads(lean, tokens),
         model_type=model_type,
-        head_dim=lean.attention.head_dim,
+        head_dim=lean.shape.head_dim,
         retrieval_heads=retrieval_heads,
         text="the standard library's docstrings",
     )
@@ -329,7 +331,7 @@ def calibrate_roles(
     return roles_from(
         calibration,
         model_type=model.config.model_type,
-        head_dim=model._offload.lean.attention.head_dim,
+        head_dim=model._offload.lean.shape.head_dim,
         retrieval_heads=retrieval_heads,
     )
 

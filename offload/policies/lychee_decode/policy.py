@@ -207,7 +207,7 @@ class LycheeDecode(SparsePolicy):
         from offload.policies.lychee_decode.calibration import calibrated_roles
 
         lean = make_lean()
-        shape = lean.attention
+        shape = lean.shape
         if isinstance(self.head_roles, HeadRoles):
             self.head_roles.check(
                 num_layers=len(lean.layers),

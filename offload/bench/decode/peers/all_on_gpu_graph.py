@@ -45,7 +45,7 @@ class AllOnGPU:
     """
 
     def __init__(self, lean: LeanModel, *, kv_len: int, batch_size: int = 1, seed: int = 0) -> None:
-        shape = lean.attention
+        shape = lean.shape
         weight: Any = lean.lm_head.weight
         self._lean = lean
         self._device, dtype = weight.device, weight.dtype
@@ -64,7 +64,7 @@ class AllOnGPU:
             batch_size, shape.num_qo_heads * shape.head_dim, dtype=dtype, device=self._device
         )
         self.attention_name, self._attend = fastest_attention(
-            self._query.normal_(generator=generator), self.caches[0], shape.sm_scale
+            self._query.normal_(generator=generator), self.caches[0], lean.sm_scale
         )
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._device.type == "cuda":
@@ -97,7 +97,7 @@ class AllOnGPU:
     @torch.inference_mode()
     def step(self) -> Tensor:
         """One token of every sequence; returns the logits [batch_size, vocab_size]."""
-        lean, shape = self._lean, self._lean.attention
+        lean, shape = self._lean, self._lean.shape
         x: Tensor = lean.embed_tokens(self.tokens)
         cos, sin = (t[0].contiguous() for t in lean.rotary_emb(x, self._positions[None]))
         linears = self._linears

@@ -127,7 +127,7 @@ def test_the_rehearsal_launches_every_kernel(
 
 def launch_prompts(lean: Any) -> None:
     for num_tokens, slice_tokens in ((1, 64), (33, 8), (200, 64)):
-        hidden = torch.zeros(num_tokens, lean.hidden_size)
+        hidden = torch.zeros(num_tokens, lean.shape.hidden_size)
         batch = pack((1, num_tokens), None, torch.arange(num_tokens)[None])
         prefill(lean, hidden, batch, store=None, seqs=[], slice_tokens=slice_tokens)
 

@@ -94,7 +94,8 @@ class SequencePages:
     def pieces(
         self, layer_idx: int, start: int, stop: int
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Positions start .. stop as (first, last + 1, [n, K|V, num_kv_heads, tokens, head_dim]).
+        """Positions start .. stop as (first, last + 1, [n, K|V, num_kv_heads, tokens, head_dim]),
+        counted from `start`.
 
         The views cover a part of a page (n = 1), or a run of adjoining whole pages, however long:
         a copy per run instead of per page keeps a long prompt at memory speed.
@@ -102,14 +103,15 @@ class SequencePages:
         page_ids = self.page_ids[layer_idx]
         head = min(self._pages_of(start) * self.page_tokens, stop)
         tail = max(stop // self.page_tokens * self.page_tokens, head)
+        before = head - start
         first_page, stop_page = head // self.page_tokens, tail // self.page_tokens
         if start < head:
-            yield start, head, self._part_of_page(page_ids, start, head)
+            yield 0, before, self._part_of_page(page_ids, start, head)
         if head < tail:
             for first, last, pages in self._pool.runs(page_ids[first_page:stop_page]):
-                yield head + first * self.page_tokens, head + last * self.page_tokens, pages
+                yield before + first * self.page_tokens, before + last * self.page_tokens, pages
         if tail < stop:
-            yield tail, stop, self._part_of_page(page_ids, tail, stop)
+            yield tail - start, stop - start, self._part_of_page(page_ids, tail, stop)
 
     def _part_of_page(self, page_ids: Int64Array, start: int, stop: int) -> torch.Tensor:
         page, row = divmod(start, self.page_tokens)

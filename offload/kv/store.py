@@ -301,7 +301,7 @@ class KVStore:
                     f"out must be two tensors {self.dtype} {list(expected)}, "
                     f"got {rows.dtype} {list(rows.shape)}"
                 )
-        pieces = _from(start, sequence.pieces(layer_idx, start, stop))
+        pieces = sequence.pieces(layer_idx, start, stop)
         if out[0].device.type != "cpu":
             keys, values = out
             copy_from_pages((keys.transpose(0, 1), values.transpose(0, 1)), pieces)
@@ -401,7 +401,7 @@ class KVStore:
                 f"positions {start}..{stop} of sequence {seq} are in pages shared with a fork; "
                 "truncate() to the first position to rewrite, then reserve()"
             )
-        return _from(start, sequence.pieces(layer_idx, start, stop))
+        return sequence.pieces(layer_idx, start, stop)
 
     def _check_layer(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_layers:
@@ -420,10 +420,6 @@ class KVStore:
         if len(num_new_tokens) and min(num_new_tokens) < 0:
             raise ValueError(f"num_new_tokens must not be negative, got {list(num_new_tokens)}")
         return [(self._sequence(seq), int(n)) for seq, n in zip(seqs, num_new_tokens, strict=True)]
-
-
-def _from(start: int, pieces: Iterator[Piece]) -> Iterator[Piece]:
-    return ((first - start, last - start, pages) for first, last, pages in pieces)
 
 
 def _all_finite(rows: torch.Tensor) -> bool:

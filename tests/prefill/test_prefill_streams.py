@@ -200,7 +200,7 @@ def test_rows_to_pages_and_back(monkeypatch, start, n):
 
     read = torch.full_like(rows, torch.nan)
     sequence = store._sequence(seq)
-    pieces = [(a - start, b - start, p) for a, b, p in sequence.pieces(1, start, start + n)]
+    pieces = list(sequence.pieces(1, start, start + n))
     copy_from_pages((read[0], read[1]), pieces)
     assert torch.equal(read, rows)
     copy_to_pages((rows[0] + 1, rows[1]), pieces)

@@ -235,9 +235,9 @@ import os, sys
 sys.path[:0] = ["tests"]
 import numpy as np, torch
 torch.set_num_threads(1)
-from coprocessor_cases import FlagGpu, Shape, World, decode_synchronously
+from cases.coprocessor_cases import FlagGpu, Shape, World, decode_synchronously
 from cpu_ops.coprocessor import CoprocessorError
-from cpu_ops.native import WorkerPool
+from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Full
 
 rng = np.random.default_rng(0)

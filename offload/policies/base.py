@@ -190,11 +190,7 @@ class Policy:
         return None
 
     def calibrated(
-        self,
-        make_lean: Callable[[], LeanModel],
-        *,
-        model_type: str,
-        load_tokenizer: Callable[[], Any],
+        self, make_lean: Callable[[], LeanModel], model_type: str, load_tokenizer: Callable[[], Any]
     ) -> Policy:
         """The policy with what it has to learn from the attention of the model that will run.
 

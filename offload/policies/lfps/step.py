@@ -72,19 +72,14 @@ def prepare(pointer: Any) -> None:
     before = view_float64(state.units_before, num_states + 2, ctx.unit)
     state_v, state_s = unit[:TABLE_STATE], unit[TABLE_STATE : 2 * TABLE_STATE]
     v, s = 2 * ctx.unit, 2 * ctx.unit + 1  # by position, by distance
-    table_v, table_s = (
-        view_float32(state.tables, capacity, v),
-        view_float32(state.tables, capacity, s),
-    )
-    values_v, values_s = (
-        view_float32(state.values, listed, v),
-        view_float32(state.values, listed, s),
-    )
-    indices_v, indices_s = (
-        view_int32(state.indices, listed, v),
-        view_int32(state.indices, listed, s),
-    )
-    bits_v, bits_s = view_uint64(state.bits, words, v), view_uint64(state.bits, words, s)
+    table_v = view_float32(state.tables, capacity, v)
+    table_s = view_float32(state.tables, capacity, s)
+    values_v = view_float32(state.values, listed, v)
+    values_s = view_float32(state.values, listed, s)
+    indices_v = view_int32(state.indices, listed, v)
+    indices_s = view_int32(state.indices, listed, s)
+    bits_v = view_uint64(state.bits, words, v)
+    bits_s = view_uint64(state.bits, words, s)
     marks = view_uint64(state.marks, words, ctx.unit)
     candidates = view_int32(state.candidates, sizes.longest, ctx.unit)
     hits_at = offset_floats(state.hits, ctx.unit * listed)

@@ -272,10 +272,9 @@ def calibration_tokens(tokenizer: Any, num_tokens: int, text: str | None = None)
 
 def calibrated_roles(
     lean: LeanModel,
-    *,
     model_type: str,
     load_tokenizer: Callable[[], Any],
-    retrieval_heads: int | None = None,
+    retrieval_heads: int | None,
 ) -> HeadRoles | None:
     """Roles from up to CALIBRATION_TOKENS tokens of the standard library's docstrings.
 

@@ -193,11 +193,7 @@ class LycheeDecode(SparsePolicy):
         return getattr(self, self.rule, None) or 0.0
 
     def calibrated(
-        self,
-        make_lean: Callable[[], LeanModel],
-        *,
-        model_type: str,
-        load_tokenizer: Callable[[], Any],
+        self, make_lean: Callable[[], LeanModel], model_type: str, load_tokenizer: Callable[[], Any]
     ) -> Policy:
         """With `calibrated_roles` of the model, if it has no roles.
 
@@ -207,27 +203,18 @@ class LycheeDecode(SparsePolicy):
         from offload.policies.lychee_decode.calibration import calibrated_roles
 
         lean = make_lean()
-        shape = lean.shape
+        num_layers, heads = len(lean.layers), lean.shape
         if isinstance(self.head_roles, HeadRoles):
             self.head_roles.check(
-                num_layers=len(lean.layers),
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
+                num_layers=num_layers,
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
                 model_type=model_type,
             )
             return self
-        self.check_model(
-            num_layers=len(lean.layers),
-            num_qo_heads=shape.num_qo_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-        )
-        roles = calibrated_roles(
-            lean,
-            model_type=model_type,
-            load_tokenizer=load_tokenizer,
-            retrieval_heads=self.retrieval_heads,
-        )
+        if self.retrieval_heads is not None:
+            check_retrieval_heads(self.retrieval_heads, num_layers, heads.num_kv_heads)
+        roles = calibrated_roles(lean, model_type, load_tokenizer, self.retrieval_heads)
         return self if roles is None else self.with_roles(roles)
 
     def check_model(

@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from offload.system.version import __version__
+
 if TYPE_CHECKING:
     from offload.kv.store import HostBudgetError, KVStore
     from offload.loading.names import load_tokenizer
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from offload.runtime.config import RuntimeConfig
     from offload.runtime.model import OffloadedModel
     from offload.system.errors import DeviceMemoryError
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DeviceMemoryError",

@@ -6,7 +6,6 @@ so that `--help` answers at once.
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -15,6 +14,7 @@ from offload.cli import bench, calibrate
 from offload.cli.env import env
 from offload.cli.generate import generate
 from offload.cli.plan import plan
+from offload.system.version import __version__
 
 app = typer.Typer(
     name="offload",
@@ -32,7 +32,7 @@ app.add_typer(bench.app, name="bench")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"offload {metadata.version('offload')}")
+        print(f"offload {__version__}")
         raise typer.Exit
 
 

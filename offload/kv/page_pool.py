@@ -56,12 +56,12 @@ class PagePool:
         self.addresses: Int64Array = np.empty(0, np.int64)
         self.refcounts: Int32Array = np.empty(0, np.int32)
         self._slab_bytes = slab_bytes
-        self._slabs: list[torch.Tensor] = []  # each [num_pages_of_slab, *page_shape]
+        self._slabs: dict[int, torch.Tensor] = {}  # each [num_pages_of_slab, *page_shape]
         self._slab_first_id: list[int] = []
         self._slab_of_page: Int32Array = np.empty(0, np.int32)
         # A stack: pages freed last are used first, while they may still be in a cache.
         self._free_ids: Int64Array = np.empty(0, np.int64)
-        self._num_free = 0
+        self._num_free = self._num_gone = 0
         self._registration = registration
         # A pool that is dropped without close() must not leave the driver with addresses that the
         # system will give to others. Not at exit: the driver may be gone by then.
@@ -71,7 +71,12 @@ class PagePool:
     @property
     def num_used(self) -> int:
         """Pages with at least one owner."""
-        return len(self.refcounts) - self._num_free
+        return len(self.refcounts) - self._num_free - self._num_gone
+
+    @property
+    def num_free(self) -> int:
+        """Pages of slabs without an owner."""
+        return self._num_free
 
     @property
     def left_bytes(self) -> int:
@@ -122,12 +127,30 @@ class PagePool:
                 row = int(page_ids[first]) - self._slab_first_id[slab]
                 yield first, stop, self._slabs[slab][row : row + stop - first]
 
+    def trim(self) -> None:
+        """Give slabs without a used page back to the system; their ids are gone."""
+        num_slabs = len(self._slab_first_id)
+        used = np.bincount(self._slab_of_page[self.refcounts > 0], minlength=num_slabs)
+        empty = [index for index in self._slabs if not used[index]]
+        if not empty:
+            return
+        free_ids = self._free_ids[: self._num_free]
+        kept = free_ids[~np.isin(self._slab_of_page[free_ids], empty)]
+        self._num_gone += self._num_free - len(kept)
+        self._num_free = len(kept)
+        self._free_ids[: len(kept)] = kept
+        for index in empty:
+            slab = self._slabs.pop(index)
+            if self._registration is not None:
+                self._registration.unregister(slab.data_ptr())
+            self.reserved_bytes += _round_down(-slab.nbytes, mmap.PAGESIZE)
+
     def close(self) -> None:
         """Give every slab back to the system. No page may be used afterwards."""
         self._release()
         self._slab_first_id.clear()
         self.reserved_bytes = 0
-        self._num_free = 0
+        self._num_free = self._num_gone = 0
         self._free_ids = self.addresses = np.empty(0, np.int64)
         self._slab_of_page = self.refcounts = np.empty(0, np.int32)
 
@@ -172,14 +195,14 @@ class PagePool:
         offsets = np.arange(num_pages, dtype=np.int64) * self.page_bytes
         self.addresses = np.concatenate([self.addresses, slab.data_ptr() + offsets])
         self.refcounts = np.concatenate([self.refcounts, np.zeros(num_pages, np.int32)])
-        slab_of_page = np.full(num_pages, len(self._slabs), np.int32)
+        slab_of_page = np.full(num_pages, len(self._slab_first_id), np.int32)
         self._slab_of_page = np.concatenate([self._slab_of_page, slab_of_page])
         # Descending, so that the lowest id is on top of the stack.
         free_ids = self._free_ids[: self._num_free]
         self._free_ids = np.empty(len(self.addresses), np.int64)
         self._free_ids[: self._num_free + num_pages] = np.concatenate([page_ids[::-1], free_ids])
         self._num_free += num_pages
-        self._slabs.append(slab)
+        self._slabs[len(self._slab_first_id)] = slab
         self._slab_first_id.append(first_id)
         self.reserved_bytes += slab_bytes
 
@@ -196,9 +219,9 @@ class PagePool:
         )
 
 
-def _give_back(registration: HostRegistration | None, slabs: list[torch.Tensor]) -> None:
+def _give_back(registration: HostRegistration | None, slabs: dict[int, torch.Tensor]) -> None:
     if registration is not None:
-        for slab in slabs:
+        for slab in slabs.values():
             registration.unregister(slab.data_ptr())
     slabs.clear()  # the mapping goes with the last tensor over it
 

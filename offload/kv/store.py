@@ -136,8 +136,11 @@ class KVStore:
         Pages that are in slabs, but not used, are of use to pages only.
         """
         pool = self._pool
-        free_pages = len(pool.refcounts) - pool.num_used
-        return pool.left_bytes + min(free_pages, num_pages) * pool.page_bytes
+        return pool.left_bytes + min(pool.num_free, num_pages) * pool.page_bytes
+
+    def trim(self) -> None:
+        """Give memory that holds no token back to the system, for others to have."""
+        self._pool.trim()
 
     def new_sequence(self) -> int:
         """The handle of a new, empty sequence. It takes no memory until `reserve`."""

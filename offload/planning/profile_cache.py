@@ -15,10 +15,9 @@ from offload.planning.profile import _FORMAT, _FORMATS, MachineProfile
 
 def machine_key(device: torch.device, num_threads: int) -> dict[str, Any]:
     """What a profile of this machine must be for."""
-    from importlib.metadata import version
-
     from cpu_ops.native import isa_name
     from offload.system.machine import cpu_model, nvidia_driver
+    from offload.system.version import __version__
 
     gpu = driver = None
     if device.type == "cuda":
@@ -31,7 +30,7 @@ def machine_key(device: torch.device, num_threads: int) -> dict[str, Any]:
         "num_threads": num_threads,
         "gpu": gpu,
         "driver": driver,
-        "version": version("offload"),
+        "version": __version__,
     }
 
 

@@ -60,6 +60,10 @@ class RecentQueries:
         self._count = 0  # valid ones
         self.kv_len = 0  # of the newest
 
+    @staticmethod
+    def bytes_for(num_qo_heads: int, size: int, head_dim: int, dtype: torch.dtype) -> int:
+        return num_qo_heads * (size + _SPARE_QUERIES) * head_dim * dtype.itemsize
+
     @property
     def num_bytes(self) -> int:
         return self._ring.nbytes
@@ -85,6 +89,10 @@ class RecentQueries:
         if kv_len < self.kv_len:
             self._count = max(0, self._count - (self.kv_len - kv_len))
             self.kv_len = kv_len
+
+    def reaches(self, kv_len: int) -> bool:
+        """Whether some would be left by `truncate(kv_len)`."""
+        return self._count > self.kv_len - kv_len
 
     def in_order(self, kv_len: int) -> Tensor:
         """[num_qo_heads, n, head_dim] up to that of token kv_len - 1; none if that is not known."""

@@ -69,7 +69,8 @@ class PolicyStates:
         self._built: dict[int, tuple[int, Queries | None]] = {}
         self.records_rows = False  # some sequence decodes several tokens in the pass that runs
         self._sizes: dict[int, int] = {}  # `bytes_at`
-        if policy.selects and policy.has_state():
+        self._has_state = policy.selects and policy.has_state()
+        if self._has_state:
             store.share_budget(lambda: self.held_bytes)
 
     @property
@@ -85,13 +86,17 @@ class PolicyStates:
     @property
     def held_bytes(self) -> int:
         """All memory of what is remembered: within the store's budget."""
-        kept = [*self._before.values(), *self._running_drafts.values(), *self._drafts.values()]
+        before = self._before.values()
+        kept = [*before, *self._running_drafts.values(), *self._drafts.values()]
+        kept += [x.draft for x in before if x.draft is not None]
+        built = [*self._built.values(), *(x.built for x in before if x.built is not None)]
         # Those of a running pass may be in two places.
         arrays = {
             id(x): x.num_bytes
             for x in (
                 *self._arrays.values(),
                 *self._spares.values(),
+                *(x.spare for x in before),
                 *(x for before in kept for x in (before.arrays, before.copied)),
             )
             if x is not None
@@ -101,7 +106,7 @@ class PolicyStates:
             for of_seq in (
                 *self._queries.values(),
                 *(before.queries for before in kept),
-                *(queries for _, queries in self._built.values()),
+                *(queries for _, queries in built),
             )
             for x in (of_seq or {}).values()
         }
@@ -110,7 +115,7 @@ class PolicyStates:
 
     def bytes_at(self, kv_len: int) -> int:
         """At most so many are in the arrays of a sequence that comes to `kv_len` tokens."""
-        if not (self.policy.selects and self.policy.has_state()):
+        if not self._has_state:
             return 0
         if kv_len <= self.policy.budget_tokens:
             return 0
@@ -119,9 +124,22 @@ class PolicyStates:
             self._sizes = {capacity: self._bytes_for(capacity)}  # most ask for one
         return self._sizes[capacity]
 
+    @property
+    def query_bytes(self) -> int:
+        """Of a sequence's recent queries, which are kept until its arrays are built."""
+        if not (self.policy.selects and self.policy.observed_queries):
+            return 0
+        return len(self._layers) * RecentQueries.bytes_for(
+            self._num_qo_heads,
+            self.policy.observed_queries,
+            self._store.head_dim,
+            self._store.dtype,
+        )
+
     def bytes_of(self, seqs: Sequence[int]) -> int:
-        """Of the arrays of some sequences."""
-        return sum(self._arrays[seq].num_bytes for seq in seqs if seq in self._arrays)
+        """Of the arrays and queries of some sequences."""
+        arrays = sum(self._arrays[seq].num_bytes for seq in seqs if seq in self._arrays)
+        return arrays + sum(self.query_bytes for seq in seqs if seq in self._queries)
 
     def check_room(self, num_bytes: int) -> None:
         """Refuse `num_bytes` more.
@@ -129,6 +147,8 @@ class PolicyStates:
         Raises:
             HostBudgetError: names them and what is left of the budget.
         """
+        if num_bytes > self._store.left_bytes():
+            self._store.trim()
         left = self._store.left_bytes()
         if num_bytes > left:
             raise HostBudgetError(
@@ -151,13 +171,16 @@ class PolicyStates:
         self._check_pass(seqs, num_new_tokens, prefill=prefill)
         for seq, num_new in zip(seqs, num_new_tokens, strict=True):
             draft, spare = self._drafts.pop(seq, None), self._spares.pop(seq, None)
-            self._built.pop(seq, None)
+            built = self._built.pop(seq, None)
             arrays, queries = self._arrays.get(seq), self._queries.get(seq)
             kv_len, copied = self._store.kv_len(seq), None
-            several = num_new > 1 and not prefill
+            several = num_new > 1 and not prefill and self._has_state
             # Arrays that are grown first stay as they are.
             if several and arrays is not None and kv_len < arrays.capacity_tokens:
                 copied = arrays.copy(draft.copied if draft is not None else spare)
+                if draft is not None and copied is draft.copied:
+                    draft = None  # overwritten
+                spare = None
             self._before[seq] = Before(
                 kv_len=kv_len,
                 arrays=arrays,
@@ -166,11 +189,14 @@ class PolicyStates:
                 num_marks=self._marks[seq].length if seq in self._marks else 0,
                 rewinds=not prefill and not several,
                 rows={} if several else None,
+                draft=draft,
+                spare=spare,
+                built=built,
             )
             self.records_rows |= several
-            if prefill:
+            if prefill and num_new:
                 self._arrays.pop(seq, None)
-            if queries is not None and (prefill or several):
+            if queries is not None and num_new and (prefill or several):
                 self._queries[seq] = {layer: recent.copy() for layer, recent in queries.items()}
 
     def begin_draft(self, seqs: Sequence[int]) -> None:
@@ -179,6 +205,8 @@ class PolicyStates:
         Raises:
             HostBudgetError: a copy of what was built in this pass does not fit.
         """
+        if not self._has_state:
+            return
         for seq in seqs:
             arrays, queries = self._arrays.get(seq), self._queries.get(seq)
             if arrays is not None:
@@ -200,6 +228,8 @@ class PolicyStates:
         self.records_rows = False
         for seq in seqs:
             before = self._before.pop(seq, None)
+            if before is not None:
+                before.draft = before.spare = before.built = None
             draft = self._running_drafts.pop(seq, before)
             if draft is not None and draft.rows is not None:
                 self._drafts[seq] = draft
@@ -220,6 +250,12 @@ class PolicyStates:
         arrays = self._arrays.get(seq)
         if arrays is not None and before.rewinds:
             self._change(seq, self._selecting.rewind, before.kv_len)
+        if before.draft is not None:
+            self._drafts[seq] = before.draft
+        if before.spare is not None:
+            self._spares[seq] = before.spare
+        if before.built is not None:
+            self._built[seq] = before.built
 
     def ensure(self, seq: int, kv_len: int, num_tokens: int | None = None) -> LayerArrays:
         """The arrays of `seq`, built or grown so that they serve `kv_len` tokens.
@@ -318,7 +354,7 @@ class PolicyStates:
                 self._spares[seq] = learnt
             if kv_len > draft.kv_len:
                 return rows_of(draft, kv_len - draft.kv_len)
-        elif kv_len <= num_built:  # they are built again, from what stays
+        elif kv_len <= num_built and _reach(built_from, kv_len):  # built again, from what stays
             self._arrays.pop(seq, None)
             if built_from is not None:
                 self._queries[seq] = built_from
@@ -359,6 +395,9 @@ class PolicyStates:
         queries = keys.new_empty(self._num_qo_heads, 0, self._store.head_dim)
         if recorded is not None:
             queries = recorded.in_order(num_tokens).to(keys.device)
+        if self.policy.observed_queries and not queries.shape[1]:
+            # Their tokens were cropped: the newest key asks for what is like it.
+            queries = keys[:, -1:].repeat_interleave(self._num_qo_heads // len(keys), dim=0)
         marks = self._marks[seq].first(num_tokens) if seq in self._marks else None
         return BuildContext(
             layer_idx=layer_idx,
@@ -402,6 +441,10 @@ class PolicyStates:
         for seq, num_new in zip(seqs, num_new_tokens, strict=True):
             arrays, draft = self._arrays.get(seq), self._drafts.get(seq)
             kv_len = self._store.kv_len(seq) + num_new
+            has_queries = seq in self._queries
+            # New ones, or what a failed pass goes back to.
+            if prefill if not has_queries else (prefill or num_new > 1):
+                need += self.query_bytes * bool(num_new)
             if arrays is None or kv_len > arrays.capacity_tokens:
                 need += self.bytes_at(kv_len)
             elif prefill:  # those of before go when it is done
@@ -445,3 +488,8 @@ class PolicyStates:
         assert layout is not None
         contiguous = [{name: np.ascontiguousarray(x) for name, x in of.items()} for of in layers]
         return LayerArrays(layout, contiguous, capacity_tokens)
+
+
+def _reach(queries: Queries | None, kv_len: int) -> bool:
+    """Whether some are left of the first `kv_len` tokens, where any were kept."""
+    return all(recent.reaches(kv_len) for recent in (queries or {}).values())

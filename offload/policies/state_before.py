@@ -20,6 +20,7 @@ class Before:
         arrays: where they were; they have changed since, unless they were grown or built anew.
         copied: what was in them; None where `rewind` has to do.
         queries: unchanged, but for those of a step of one token.
+        draft, spare, built: what the pass before left, for a crop.
         rows: of a pass that decodes several tokens: the queries [rows, heads * head_dim] of each
             layer.
     """
@@ -31,6 +32,9 @@ class Before:
     num_marks: int
     rewinds: bool = False
     rows: dict[int, list[Tensor]] | None = None
+    draft: Before | None = None
+    spare: LayerArrays | None = None
+    built: tuple[int, Queries | None] | None = None
 
     def copy(self) -> Before:
         copied = self.copied or self.arrays

@@ -209,7 +209,7 @@ class OffloadedCache(Cache):
 
     def reset(self) -> None:
         """Free all sequences; the cache is as new."""
-        with self._sequences.turns.lock:
+        with self._sequences.turns.lock, shielded():
             self._sequences.free(self._seqs)
             self._seqs.clear()
             self._num_columns = 0

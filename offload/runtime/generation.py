@@ -127,7 +127,10 @@ class GenerationRequest:
         store = cache.store
         pages = self._pages_needed(cache) * store.num_layers
         state = self._state_bytes_needed(cache, states)
-        need, free = pages * store.page_bytes + state, store.left_bytes(pages)
+        need = pages * store.page_bytes + state
+        if need > store.left_bytes(pages):
+            store.trim()
+        free = store.left_bytes(pages)
         if need > free:
             kept = f" ({format_bytes(state)} of it for what the policy keeps)" if state else ""
             raise HostBudgetError(
@@ -154,4 +157,5 @@ class GenerationRequest:
         grows = capacity_for(max(self.prompt_lens)) < self.max_tokens
         times = 2 if self.drafts or self.copies > 1 or grows else 1
         state = sum(states.bytes_at(kv_len + self.max_new_tokens) for kv_len in self.prompt_lens)
-        return max(0, times * state - states.bytes_of(cache.seqs))
+        state = times * state + len(self.prompt_lens) * states.query_bytes
+        return max(0, state - states.bytes_of(cache.seqs))

@@ -190,8 +190,12 @@ class OffloadedModel(FixedModel):
 
         A thread at a time; others wait. One that fails frees its KV cache at once.
         """
-        has_assistant = kwargs.get("assistant_model") is not None
-        with self._offload.turns.lock, self._offload.generation(has_assistant=has_assistant):
+        assistant, turns = kwargs.get("assistant_model"), self._offload.turns
+        of_assistant = assistant._offload.turns if isinstance(assistant, OffloadedModel) else turns
+        # In one order, or two threads that want the same two would wait for each other.
+        first, second = sorted((turns, of_assistant), key=lambda turns: turns.number)
+        generation = self._offload.generation(has_assistant=assistant is not None)
+        with first.lock, second.lock, generation:
             return super().generate(*args, **kwargs)
 
     def _sample(

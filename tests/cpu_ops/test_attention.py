@@ -80,7 +80,7 @@ def attend_to(
     assert state is not None
     group_size = num_qo_heads // len(selection)
     ends = np.cumsum([len(tokens) for tokens in selection])[:-1] * group_size
-    weights = np.split(state.layers[cache.layer_idx][2], ends)
+    weights = np.split(state.layers[cache.layer_idx]["weights"], ends)
     return out[0], lse[0], [row for of_unit in weights for row in np.split(of_unit, group_size)]
 
 

@@ -113,7 +113,7 @@ def test_out_of_device_memory_for_the_buffers_of_a_batch(backend, tiny_folders, 
 
     tokens = random_tokens(3, 20)
     with monkeypatch.context() as patched:
-        patched.setattr("offload.decode.gpu.decoder.ResidentKV", fail)
+        patched.setattr("offload.decode.gpu.prepared_steps.ResidentKV", fail)
         with pytest.raises(DeviceMemoryError, match=r"4 sequences \(.*2\.00 GiB.*batch size"):
             greedy(model, tokens, 5)
     check_works(model, stock)

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 from cases.device_cases import small
 from cases.profile_cases import SMALL, device_profile, machine_profile
 
@@ -72,7 +73,7 @@ def chosen_for(
     return choose_automatically(
         config,
         SMALL,
-        item_bytes=2,
+        dtype=torch.bfloat16,
         host_kv_bytes=host_kv_bytes,
         room_bytes=room_bytes,
         profile=profile,
@@ -116,7 +117,7 @@ def test_no_choice_without_a_gpu(tiny_folders: dict[str, Path]) -> None:
     found = placement_for(
         runtime.config,
         runtime.lean,
-        item_bytes=4,
+        dtype=torch.float32,
         host_kv_bytes=GIB,
         device_kv_bytes=GIB,
         num_threads=1,

@@ -1,0 +1,3 @@
+"""The version of this package, which needs not be installed to run."""
+
+__version__ = "0.1.0"

@@ -130,7 +130,7 @@ def test_a_step_takes_what_was_planned(
             "dtype": dtype,
         }
         planned = step_device_bytes(placement, shape, policy, device=None, **sizes)
-        running, (link,) = decoder._running, decoder._links.values()
+        running, (link,) = decoder._prepared.step, decoder._prepared.links.values()
         parts = {
             "windows": running.resident.windows,
             "page tables": (running.resident.page_tables, running.resident.host_pages),

@@ -395,7 +395,7 @@ class PolicyStates:
         queries = keys.new_empty(self._num_qo_heads, 0, self._store.head_dim)
         if recorded is not None:
             queries = recorded.in_order(num_tokens).to(keys.device)
-        if self.policy.observed_queries and not queries.shape[1]:
+        if recorded is not None and not queries.shape[1]:
             # Their tokens were cropped: the newest key asks for what is like it.
             queries = keys[:, -1:].repeat_interleave(self._num_qo_heads // len(keys), dim=0)
         marks = self._marks[seq].first(num_tokens) if seq in self._marks else None

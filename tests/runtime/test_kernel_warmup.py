@@ -19,6 +19,7 @@ from cases.tiny_models import random_tokens
 from gpu_ops.launch import has_triton, interpreted
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.decode.sampling import SamplingOptions, TokenChooser
 from offload.models.batch import pack
 from offload.policies import Policy
@@ -201,13 +202,13 @@ def test_seconds_of_set_up_are_left_out_of_decoding(
 ) -> None:
     import time
 
-    make = DeviceDecoder._make_step
+    make = PreparedSteps._make_step
 
-    def make_slowly(self: DeviceDecoder, num_slots: int) -> Any:
+    def make_slowly(self: PreparedSteps, *args: Any) -> Any:
         time.sleep(2.0)
-        return make(self, num_slots)
+        return make(self, *args)
 
-    monkeypatch.setattr(DeviceDecoder, "_make_step", make_slowly)
+    monkeypatch.setattr(PreparedSteps, "_make_step", make_slowly)
     model = load(tiny_folders["llama"], "full", ("cpu", "inline"))
     greedy(model, random_tokens(1, 20), 4)
     stats = model.offload_stats()

@@ -1,4 +1,10 @@
-"""Weights move to huge pages of host memory once they are loaded."""
+"""Weights move to huge pages of host memory once they are loaded.
+
+Decoding reads every weight once per token, so it runs at the speed of memory, and with 4 KiB pages
+that is the speed of address translation: one thread of a 2-core EPYC reads 30 GB/s from huge pages,
+24 from a mapped file and 20 from ordinary memory. transformers leaves weights in mapped files, or
+in ordinary memory where it has converted them.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +17,6 @@ from torch import nn
 from offload.system.huge_pages import map_slab
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
-
-
 _SLAB_BYTES = 256 * 2**20  # the old and the new copy of at most this much exist at one time
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,8 @@ def _download(name: str, hub: HubOptions) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    source: dict[str, Any] = {
-        "repo_id": name,
-        "revision": hub.revision,
-        "cache_dir": hub.cache_dir,
-        "force_download": hub.force_download,
-        "local_files_only": hub.local_files_only,
-        "token": hub.token,
-    }
+    source: dict[str, Any] = {"repo_id": name, **asdict(hub)}
+    del source["gguf_file"]
     try:
         if hub.gguf_file:
             return converted_folder(Path(hf_hub_download(filename=hub.gguf_file, **source)))

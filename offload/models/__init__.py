@@ -1,30 +1,23 @@
-"""Lean decoder layers, one file per model type, and the table that finds them."""
+"""Lean decoder layers, and the table of the model types that have them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from offload.models.base import DecoderLayer, LeanModel
-from offload.models.llama import lean_llama
-from offload.models.mistral import lean_mistral
-from offload.models.qwen2 import lean_qwen2
-from offload.models.qwen3 import lean_qwen3
+from offload.models.base import DecoderLayer, LeanModel, lean_model
 from offload.models.shape import ModelShape
 
-__all__ = ["DecoderLayer", "LeanModel", "ModelShape", "available_models", "lean_model_maker"]
+__all__ = ["DecoderLayer", "LeanModel", "ModelShape", "lean_model_maker"]
 
-_MAKERS: dict[str, Callable[[Any], LeanModel]] = {
-    "llama": lean_llama,
-    "mistral": lean_mistral,
-    "qwen2": lean_qwen2,
-    "qwen3": lean_qwen3,
+# By `config.model_type`: whether query and key heads have an RMSNorm before the rotary embedding.
+_HAS_QK_NORM = {
+    "llama": False,  # 1-3.x, SmolLM2 and others: optional biases, any rope scaling
+    "mistral": False,  # early versions attend through a sliding window (see `context_limit`)
+    "qwen2": False,  # and Qwen2.5: biases on q, k and v
+    "qwen3": True,  # the dense ones
 }
-
-
-def available_models() -> list[str]:
-    """Model types (`config.model_type`) that have lean layers."""
-    return sorted(_MAKERS)
 
 
 def lean_model_maker(model_type: str) -> Callable[[Any], LeanModel]:
@@ -33,7 +26,7 @@ def lean_model_maker(model_type: str) -> Callable[[Any], LeanModel]:
     Raises:
         ValueError: for a model type without lean layers, naming those that have them.
     """
-    if model_type not in _MAKERS:
-        available = ", ".join(available_models())
+    if model_type not in _HAS_QK_NORM:
+        available = ", ".join(sorted(_HAS_QK_NORM))
         raise ValueError(f"unsupported model type {model_type!r}; available: {available}")
-    return _MAKERS[model_type]
+    return partial(lean_model, has_qk_norm=_HAS_QK_NORM[model_type])

@@ -1,10 +1,4 @@
-"""Where weights are: in huge pages of the host, or fused into one matrix.
-
-Decoding reads every weight once per token, so it runs at the speed of memory, and with 4 KiB pages
-that is the speed of address translation: one thread of a 2-core EPYC reads 30 GB/s from huge pages,
-24 from a mapped file and 20 from ordinary memory. transformers leaves weights in mapped files, or
-in ordinary memory where it has converted them.
-"""
+"""Weights of several layers, fused into one matrix."""
 
 from __future__ import annotations
 

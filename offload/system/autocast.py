@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -13,10 +13,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
     Autocast changes torch's matrix products only; our kernels between them take one dtype.
     """
-    enabled = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
-    if not enabled:
-        return nullcontext()
     stack = ExitStack()
-    for kind in enabled:
-        stack.enter_context(torch.autocast(kind, enabled=False))
+    for kind in {"cpu", device.type}:
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
     return stack

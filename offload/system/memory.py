@@ -90,16 +90,6 @@ def check_max_memory(max_memory: Mapping[int | str, int | str] | None) -> dict[i
     return budgets
 
 
-def host_budget_bytes(max_memory: Mapping[int | str, int | str] | None = None) -> int:
-    """The hard budget of the host KV store in bytes: `max_memory["cpu"]`, or all that is left.
-
-    Raises:
-        ValueError: see `check_max_memory`.
-    """
-    budgets = check_max_memory(max_memory)
-    return budgets["cpu"] if "cpu" in budgets else host_memory_limit_bytes()
-
-
 def host_memory_limit_bytes(proc_self: Path | None = None) -> int:
     """Bytes this process can still allocate before the kernel runs out or a cgroup stops it.
 

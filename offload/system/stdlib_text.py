@@ -15,73 +15,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Modules of Python 3.10-3.13 whose docstrings are mostly prose, in reading order.
-PROSE_MODULES = (
-    "collections",
-    "textwrap",
-    "heapq",
-    "difflib",
-    "argparse",
-    "calendar",
-    "configparser",
-    "statistics",
-    "random",
-    "fractions",
-    "shutil",
-    "pathlib",
-    "tempfile",
-    "logging",
-    "threading",
-    "queue",
-    "sched",
-    "selectors",
-    "subprocess",
-    "socketserver",
-    "http.client",
-    "http.cookiejar",
-    "urllib.request",
-    "urllib.parse",
-    "email.message",
-    "email.header",
-    "mailbox",
-    "smtplib",
-    "ftplib",
-    "json",
-    "pickle",
-    "pprint",
-    "inspect",
-    "ast",
-    "tokenize",
-    "unittest.case",
-    "unittest.mock",
-    "doctest",
-    "pdb",
-    "cmd",
-    "optparse",
-    "gettext",
-    "locale",
-    "codecs",
-    "zipfile",
-    "tarfile",
-    "csv",
-    "datetime",
-    "decimal",
-    "_pydecimal",
-    "_pydatetime",
-    "_pyio",
-    "typing",
-    "dataclasses",
-    "enum",
-    "functools",
-    "contextlib",
-    "asyncio.events",
-    "asyncio.streams",
-    "asyncio.base_events",
-    "asyncio.tasks",
-    "asyncio.locks",
-    "concurrent.futures._base",
-    "multiprocessing.pool",
-    "multiprocessing.managers",
-)
+PROSE_MODULES = """
+collections textwrap heapq difflib argparse calendar configparser statistics random fractions
+shutil pathlib tempfile logging threading queue sched selectors subprocess socketserver
+http.client http.cookiejar urllib.request urllib.parse email.message email.header mailbox smtplib
+ftplib json pickle pprint inspect ast tokenize unittest.case unittest.mock doctest pdb cmd
+optparse gettext locale codecs zipfile tarfile csv datetime decimal _pydecimal _pydatetime _pyio
+typing dataclasses enum functools contextlib asyncio.events asyncio.streams asyncio.base_events
+asyncio.tasks asyncio.locks concurrent.futures._base multiprocessing.pool multiprocessing.managers
+"""
 MIN_DOCSTRING_CHARS = 200
 
 DEMO_CONTEXT_TOKENS = 6000
@@ -133,7 +75,7 @@ def stdlib_docstrings() -> Iterator[str]:
         RuntimeError: this Python carries no standard-library sources.
     """
     seen: set[str] = set()
-    for module in PROSE_MODULES:
+    for module in PROSE_MODULES.split():
         for docstring in _module_docstrings(module):
             if len(docstring) < MIN_DOCSTRING_CHARS or ">>>" in docstring or docstring in seen:
                 continue

@@ -64,6 +64,6 @@ def test_refusals() -> None:
 
 
 def test_a_python_without_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_text, "PROSE_MODULES", ("sys", "no_such_module.at_all"))
+    monkeypatch.setattr(demo_text, "PROSE_MODULES", "sys no_such_module.at_all")
     with pytest.raises(RuntimeError, match="--prompt-file"):
         stdlib_paragraphs()

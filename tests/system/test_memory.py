@@ -12,7 +12,6 @@ from offload.system.memory import (
     available_cpus,
     check_max_memory,
     format_bytes,
-    host_budget_bytes,
     host_memory_limit_bytes,
     parse_size,
 )
@@ -209,26 +208,21 @@ class TestMaxMemory:
         assert check_max_memory({0: "20GiB", "cpu": "8GiB"}) == {0: 20 * GIB, "cpu": 8 * GIB}
         assert check_max_memory(None) == {}
 
-    def test_host_budget(self):
-        assert host_budget_bytes({0: "20GiB", "cpu": "8GiB"}) == 8 * GIB
-        assert host_budget_bytes({0: "20GiB"}) == 10 * GIB
-        assert host_budget_bytes() == 10 * GIB
-
     @pytest.mark.parametrize("key", ["disk", "gpu", -1, True, None])
     def test_unknown_keys(self, key):
         with pytest.raises(ValueError, match=f"unknown key {key!r}; available: 'cpu'"):
-            host_budget_bytes({key: "1GiB"})
+            check_max_memory({key: "1GiB"})
 
     def test_bad_sizes_name_the_key(self):
         with pytest.raises(ValueError, match=r"max_memory\[0\] must not be negative, got -5"):
-            host_budget_bytes({0: -5})
+            check_max_memory({0: -5})
         with pytest.raises(ValueError, match=r"max_memory\['cpu'\]: cannot read '8 gigs'"):
-            host_budget_bytes({"cpu": "8 gigs"})
+            check_max_memory({"cpu": "8 gigs"})
 
     def test_not_a_dict(self):
         with pytest.raises(ValueError, match=r"max_memory must be a dict .* got str"):
-            host_budget_bytes("8GiB")
+            check_max_memory("8GiB")
 
     def test_more_than_the_process_may_use(self):
         with pytest.raises(ValueError, match=r"max_memory\['cpu'\] is 96.00 GiB.*only 10.00 GiB"):
-            host_budget_bytes({"cpu": "96GiB"})
+            check_max_memory({"cpu": "96GiB"})

@@ -169,7 +169,10 @@ class OffloadedModel(FixedModel):
         cache = self._cache(past_key_values, use_cache)
         batch = self._pack(shape, input_ids, attention_mask, position_ids, cache)
         self._offload.check_modules()
-        tokens = None if input_ids is None else self._tokens(batch, input_ids)
+        tokens = None
+        if input_ids is not None:  # int64 [num_tokens]: without padding
+            tokens = input_ids.flatten()[batch.columns]
+            check_tokens(tokens, self.config.vocab_size)
         embeddings = self._embed(batch, tokens, inputs_embeds)
         hidden, phase = self._offload.run(embeddings, batch, cache, tokens)
         hidden = keep_positions(batch.to_rows(hidden), logits_to_keep)
@@ -283,12 +286,6 @@ class OffloadedModel(FixedModel):
         for kv_len, num_new in zip(kv_lens, batch.num_new_tokens, strict=True):
             self._offload.check_context(kv_len + num_new)
         return batch
-
-    def _tokens(self, batch: RaggedBatch, input_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [num_tokens]: the ids of the batch without padding."""
-        tokens = input_ids.flatten()[batch.columns]
-        check_tokens(tokens, self.config.vocab_size)
-        return tokens
 
     def _embed(
         self, batch: RaggedBatch, tokens: torch.Tensor | None, inputs_embeds: torch.Tensor | None

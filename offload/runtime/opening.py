@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def open_model(
     Raises:
         As `OffloadedModel.from_pretrained`.
     """
-    folder = resolve_folder_once(name_or_path, hub, ranks)
+    find = partial(resolve_folder, name_or_path, hub)  # which may have to download or to convert
+    folder: Path = find() if ranks is None else ranks.once(find)
     checkpoint = check_checkpoint(folder)
     check_before_loading(checkpoint, config, ranks)
     stock = load_stock_model(checkpoint, config.dtype).eval()
@@ -128,16 +130,6 @@ def open_loaded(
         device_kv_bytes=device_kv_bytes,
         placement=placement,
     )
-
-
-def resolve_folder_once(
-    name_or_path: str | Path, hub: HubOptions, ranks: TensorParallel | None
-) -> Path:
-    """`resolve_folder`; with ranks by one of them, which may have to download or to convert."""
-    if ranks is None:
-        return resolve_folder(name_or_path, hub)
-    folder: Path = ranks.once(lambda: resolve_folder(name_or_path, hub))
-    return folder
 
 
 def check_before_loading(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.decode.cpu import NativeDecoder
+from offload.decode.decoder import Decoder
 from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, one_token_each
 from offload.prefill.forward import prefill
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.decoders import make_decoder
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.opening import OpenedModel
@@ -26,8 +26,6 @@ from offload.runtime.stats import OffloadStats
 from offload.system.autocast import without_autocast
 from offload.system.interrupts import shielded
 from offload.system.torch_threads import torch_threads
-
-logger = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -48,7 +46,7 @@ class Runtime:
             page_tokens=config.page_tokens,
             pinned=self.device.type == "cuda",
         )
-        self._decoder = make_decoder(opened, self.store)
+        self._decoder = _make_decoder(opened, self.store)
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self._decoder.attention
         self.sequences = Sequences(self.store, self.attention, self._decoder.forget)
@@ -380,3 +378,24 @@ class Runtime:
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         # Between the passes of a generation tokens are chosen; between others, anything may happen.
         self._last_pass_end = None if self.generation_now is None else end
+
+
+def _make_decoder(opened: OpenedModel, store: KVStore) -> Decoder:
+    """Native kernels decode without a GPU, the pipeline with one."""
+    config = opened.config
+    if opened.backend is None:
+        return NativeDecoder(opened.lean, store, config.policy, opened.num_threads)
+    from offload.decode.gpu.decoder import DeviceDecoder
+
+    return DeviceDecoder(
+        opened.lean,
+        store,
+        config.policy,
+        device=opened.device,
+        backend=opened.backend,
+        num_threads=opened.num_threads,
+        deadline_seconds=config.deadline_seconds,
+        device_budget_bytes=opened.device_kv_bytes,
+        placement=opened.placement,
+        keeps_placement=config.placement is not None,
+    )

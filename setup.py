@@ -2,6 +2,8 @@
 
 import os
 from glob import glob
+from hashlib import sha256
+from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
@@ -18,12 +20,16 @@ compile_args = [
     "-Wno-uninitialized",
 ]
 
+bindings = sorted(Path("cpp/bindings").glob("*.[ch]*"))
+digest = sha256(b"".join(source.read_bytes() for source in bindings)).hexdigest()
+
 native = Pybind11Extension(
     "cpu_ops._native",
     sources=sorted(glob("cpp/**/*.cpp", recursive=True)),
     depends=sorted(glob("cpp/**/*.h", recursive=True)),
     include_dirs=["cpp"],
     cxx_std=20,
+    define_macros=[("BINDINGS_DIGEST", f'"{digest}"')],  # cpu_ops/__init__.py compares it
     extra_compile_args=compile_args + os.environ.get("OFFLOAD_CXXFLAGS", "").split(),
     extra_link_args=["-pthread"],
 )

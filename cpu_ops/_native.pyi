@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+BINDINGS_DIGEST: str
 MAX_GROUP_SIZE: int
 MAX_HEAD_DIM: int
 HEAD_DIM_MULTIPLE: int
@@ -52,24 +53,6 @@ def spherical_kmeans(
     labels: int,
     centroids: int,
 ) -> None: ...
-def rope_append(
-    isa: str,
-    dtype: int,
-    qkv: int,
-    cos: int,
-    sin: int,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_shift: int,
-    page_tables: _Int64s,
-    table_strides: _Int64s,
-    layer_idx: int,
-    positions: _Int64s,
-    q_norm: int,
-    k_norm: int,
-    norm_eps: float,
-) -> None: ...
 def time_sequential_read(pool: WorkerPool, isa: str, data: int, num_bytes: int) -> float: ...
 def time_row_gather(
     pool: WorkerPool, isa: str, data: int, rows: _Int32s, row_bytes: int
@@ -80,6 +63,16 @@ class WorkerPool:
     @property
     def num_threads(self) -> int: ...
     def close(self) -> None: ...
+
+class StepRows:
+    def __init__(
+        self,
+        page_tables: _Int64s,
+        table_strides: _Int64s,
+        kv_lens: _Int64s,
+        arrays: _Int64s,
+        text_marks: _Int64s,
+    ) -> None: ...
 
 class DecodeAttention:
     def __init__(
@@ -114,24 +107,28 @@ class DecodeAttention:
         output: int,
         output_stride_bytes: int,
         lse: int,
-        page_tables: _Int64s,
-        table_strides: _Int64s,
-        kv_lens: _Int64s,
-        arrays: _Int64s,
-        text_marks: _Int64s,
-        sparse: bool,
+        step: StepRows,
         first_row: int,
+        num_rows: int,
+        sparse: bool,
         prepares: bool,
+    ) -> None: ...
+    def rope_append(
+        self,
+        layer_idx: int,
+        step: StepRows,
+        qkv: int,
+        cos: int,
+        sin: int,
+        q_norm: int,
+        k_norm: int,
+        norm_eps: float,
     ) -> None: ...
     def learn(
         self,
         layer_idx: int,
         query: int,
-        page_tables: _Int64s,
-        table_strides: _Int64s,
-        kv_lens: _Int64s,
-        arrays: _Int64s,
-        text_marks: _Int64s,
+        step: StepRows,
         window_on_device: bool,
         sink_tokens: int,
         recent_tokens: int,
@@ -140,21 +137,13 @@ class DecodeAttention:
     def prepare(
         self,
         layer_idx: int,
-        page_tables: _Int64s,
-        table_strides: _Int64s,
-        kv_lens: _Int64s,
-        arrays: _Int64s,
-        text_marks: _Int64s,
+        step: StepRows,
     ) -> None: ...
     def time_layers(
         self,
-        queries: _Int64s,
+        queries: list[int],
         output: int,
-        page_tables: _Int64s,
-        table_strides: _Int64s,
-        kv_lens: _Int64s,
-        policy_arrays: _Int64s,
-        text_marks: _Int64s,
+        step: StepRows,
         sparse_layers: list[bool],
     ) -> list[tuple[float, dict[str, Any]]]: ...
     def attend_csr(
@@ -191,16 +180,10 @@ class Coprocessor:
         keep: object,
     ) -> None: ...
     def set_deadline(self, ns: int) -> None: ...
-    def set_idle(self, idle: bool) -> None: ...
-    def set_warm_up(self, on: bool) -> None: ...
     def begin(
         self,
         slots: _Int64s,
-        page_tables: _Int64s,
-        table_strides: _Int64s,
-        kv_lens: _Int64s,
-        arrays: _Int64s,
-        text_marks: _Int64s,
+        step: StepRows,
         queries: int,
         keep: object,
     ) -> None: ...
@@ -210,16 +193,12 @@ class Coprocessor:
     def queue(
         self,
         slots: _Int64s,
-        page_tables: _Int64s,
-        table_strides: _Int64s,
-        kv_lens: _Int64s,
-        arrays: _Int64s,
-        text_marks: _Int64s,
+        step: StepRows,
         queries: int,
         keep: object,
-    ) -> int: ...
-    def release_done(self) -> int: ...
-    def wait(self, number: int, timeout_ns: int) -> tuple[str, str]: ...
+    ) -> None: ...
+    def release_done(self) -> list[Any]: ...
+    def wait(self, timeout_ns: int) -> tuple[str, str]: ...
     def abort(self, grace_ns: int) -> bool: ...
     def reset(self) -> None: ...
     def close(self) -> None: ...
@@ -259,15 +238,11 @@ class DecoderStep:
         attended: int,
         gate_up: int,
         kept_queries: int,
-        page_tables: _Int64s,
-        table_strides: _Int64s,
-        kv_lens: _Int64s,
-        policy_arrays: _Int64s,
-        text_marks: _Int64s,
+        step: StepRows,
     ) -> None: ...
 
 class DecoderLayers:
-    def __init__(self, attention: DecodeAttention, isa: str) -> None: ...
+    def __init__(self, attention: DecodeAttention) -> None: ...
     def add(
         self,
         input_norm: int,

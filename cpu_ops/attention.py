@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from cpu_ops import _native
-from cpu_ops.native import MAX_GROUP_SIZE, check_head_dim, dtype_code, isa_name, page_shift
+from cpu_ops.native import (
+    MAX_GROUP_SIZE,
+    check_head_dim,
+    check_tensor,
+    dtype_code,
+    isa_name,
+    page_shift,
+)
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.trace import TraceEvent
 from cpu_ops.worker_pool import WorkerPool
@@ -70,7 +77,7 @@ class NativeAttention:
         self.window: tuple[int, int] | None = None
         self.budget_tokens = 0
         self._prepares = False
-        self._row_elements = num_qo_heads * head_dim
+        self._row_elements, self._kv_elements = num_qo_heads * head_dim, num_kv_heads * head_dim
         self.native = _native.DecodeAttention(
             pool.native,
             isa or isa_name(),
@@ -120,13 +127,49 @@ class NativeAttention:
             shares_selection,
         )
 
+    def rope_append(
+        self,
+        layer_idx: int,
+        step: DecodeStep,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_eps: float = 0.0,
+    ) -> None:
+        """Rotate q and k, and write each row's k and v into its page of the host KV store.
+
+        Args:
+            qkv: [n, (num_qo_heads + 2 num_kv_heads) * head_dim]; queries are rotated in place.
+            rope: cos, sin: [n, head_dim].
+            q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3).
+        """
+        n, cos, sin = len(step.seqs), *rope
+        check_tensor("qkv", qkv, (n, self._row_elements + 2 * self._kv_elements), self.dtype)
+        for name, table in (("cos", cos), ("sin", sin)):
+            check_tensor(name, table, (n, self.head_dim), self.dtype)
+        for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if weight is not None:
+                check_tensor(name, weight, (self.head_dim,), self.dtype)
+        self.native.rope_append(
+            layer_idx,
+            step.native,
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            0 if q_norm is None else q_norm.data_ptr(),
+            0 if k_norm is None else k_norm.data_ptr(),
+            norm_eps,
+        )
+
     def prepare(self, layer_idx: int, step: DecodeStep) -> None:
         """Run the `prepare` of a layer's selection; may overlap whatever computes its queries.
 
         `attend` does it first where it was not called.
         """
         if self._prepares and self.sparse_layers[layer_idx] and not step.in_turns:
-            self.native.prepare(layer_idx, *step.of(slice(None)))
+            self.native.prepare(layer_idx, step.native)
             step.prepared.add(layer_idx)
 
     def attend(
@@ -171,18 +214,18 @@ class NativeAttention:
         item = query.element_size()
         sparse = bool(self.sparse_layers[layer_idx])
         in_turns = sparse and step.in_turns
-        for rows in [slice(i, i + 1) for i in range(n)] if in_turns else [slice(0, n)]:
-            first: int = rows.start
+        for first in range(n) if in_turns else [0]:
             self.native.attend(
                 layer_idx,
-                query.data_ptr() + first * query.stride(0) * item,
+                query.data_ptr(),
                 query.stride(0) * item,
-                out.data_ptr() + first * out.stride(0) * item,
+                out.data_ptr(),
                 out.stride(0) * item,
-                0 if lse is None else lse.data_ptr() + first * lse.stride(0) * 4,
-                *step.of(rows),
-                sparse,
+                0 if lse is None else lse.data_ptr(),
+                step.native,
                 first,
+                1 if in_turns else n,
+                sparse,
                 layer_idx not in step.prepared,
             )
 
@@ -206,20 +249,14 @@ class NativeAttention:
         if step.in_turns:
             raise ValueError("rows of one sequence whose policy has state cannot be timed together")
         shape = (len(step.seqs), self._row_elements)
-        for x in (*queries, out):
-            fits = x.is_cpu and x.dtype == self.dtype and tuple(x.shape) == shape
-            if not fits or not x.is_contiguous():
-                raise ValueError(
-                    f"queries and out must be {self.dtype} {list(shape)} on the CPU,"
-                    f" contiguous, got {x.dtype} {list(x.shape)} on {x.device}"
-                    f" with strides {x.stride()}"
-                )
+        for name, x in (*(("queries", query) for query in queries), ("out", out)):
+            check_tensor(name, x, shape, self.dtype)
         if len(queries) != self.num_layers:
             raise ValueError(f"expected {self.num_layers} queries, got {len(queries)}")
         return self.native.time_layers(
-            np.array([query.data_ptr() for query in queries], np.int64),
+            [query.data_ptr() for query in queries],
             out.data_ptr(),
-            *step.of(slice(None)),
+            step.native,
             self.sparse_layers.tolist(),
         )
 

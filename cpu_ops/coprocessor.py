@@ -27,9 +27,7 @@ cache and to policies is undefined after that.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +36,14 @@ from torch import Tensor
 
 from cpu_ops import _native
 from cpu_ops.attention import NativeAttention
-from cpu_ops.mailbox import Mailbox
+from cpu_ops.mailbox import FLAG_STRIDE, Mailbox
+from cpu_ops.native import check_tensor
 from cpu_ops.step_rows import DecodeStep
 
 Request = tuple[int, int, int]
 OnDone = Callable[[DecodeStep, Mapping[int, Tensor]], None]
+# What must live until a step is done; its queries are [num_layers, n, num_qo_heads * head_dim].
+_KeptStep = tuple[DecodeStep, Tensor | None, NativeAttention]
 
 
 class CoprocessorError(RuntimeError):
@@ -66,6 +67,10 @@ class Coprocessor:
         on_done: called when a step that `keeps_queries` is done, by whoever closes it or waits for
             it: with the step and the queries [n, num_qo_heads * head_dim] of each sparse layer that
             had a request.
+
+    Attributes:
+        is_stuck: its thread did not come back from a step when it was aborted: the object and what
+            it attends to, the worker pool included, are of no more use.
 
     Raises:
         ValueError: a mailbox that does not fit the attention, requests outside of it, a window that
@@ -119,41 +124,33 @@ class Coprocessor:
         self._started = False
         self._unusable: str | None = None  # why
         self._aborted = False
-        self._stuck = False
-        self._open: _OpenStep | None = None
+        self.is_stuck = False
+        self._open: _KeptStep | None = None
         self._next = 0
-        self._queued: deque[_OpenStep] = deque()
 
-    def begin_step(self, step: DecodeStep, slots: Sequence[int]) -> int:
+    def begin_step(self, step: DecodeStep, slots: Sequence[int]) -> None:
         """Open a step, or queue it for the thread; before the GPU starts on it.
 
         Args:
             step: of `attention.begin_step`; one row per sequence.
             slots: the mailbox row of each of its rows.
 
-        Returns:
-            the step's number, for `wait`; 0 without `start`.
-
         Raises:
             CoprocessorError: it was aborted or closed, or belongs to the parent process.
         """
         places = _check_slots(step, slots, self.mailbox.max_rows)
-        self._check_usable()
+        self.check_usable()
         queries = self._query_log(step)
         address = 0 if queries is None else queries.data_ptr()
+        kept = (step, queries, self.attention)
         if self._started:
             self._collect()
-            number = self._native.queue(
-                places, *step.of(slice(None)), address, (step, queries, self.attention)
-            )
-            self._queued.append(_OpenStep(number, step, queries))
-            return number
+            self._native.queue(places, step.native, address, kept)
+            return
         if self._open is not None:
             raise ValueError("a step is open; end it with end_step() or abort()")
-        self._native.begin(places, *step.of(slice(None)), address, (step, queries))
-        self._open = _OpenStep(0, step, queries)
-        self._next = 0
-        return 0
+        self._native.begin(places, step.native, address, kept)
+        self._open, self._next = kept, 0
 
     def serve(self, request: int) -> None:
         """Serve one request of the open step on this thread; requests come in order.
@@ -180,19 +177,19 @@ class Coprocessor:
             )
         self._native.end()
         done, self._open = self._open, None
-        self._hand_back(done)
+        self._hand_back(*done)
 
     def start(self) -> None:
         """From now on a thread serves the steps, driven by the mailbox's flags."""
-        self._check_usable()
+        self.check_usable()
         if self._open is not None:
             raise ValueError("a step is open; end it with end_step() or abort()")
         if not self._started:
             self._native.start()
             self._started = True
 
-    def wait(self, timeout_seconds: float | None = None, *, number: int | None = None) -> None:
-        """Return when step `number` (default: all) is done.
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Return when all steps are done.
 
         Args:
             timeout_seconds: give up after this; None: when the thread has made no progress for
@@ -202,11 +199,9 @@ class Coprocessor:
             CoprocessorError: the step failed or did not get on; names the layer. Call `abort`.
             KeyboardInterrupt: ctrl-C; the step goes on.
         """
-        self._check_usable()
-        if number is None:
-            number = self._queued[-1].number if self._queued else 0
+        self.check_usable()
         limit = -1 if timeout_seconds is None else round(timeout_seconds * 1e9)
-        outcome, message = self._native.wait(number, limit)
+        outcome, message = self._native.wait(limit)
         self._collect()
         if outcome == "failed":
             raise CoprocessorError(message)
@@ -220,10 +215,9 @@ class Coprocessor:
         if self._started:
             self._check_parent()
         self._open = None
-        self._queued.clear()
         if not self._native.abort(round(min(1.0, self.deadline_seconds / 2) * 1e9)):
             self._unusable = "its thread is stuck in an earlier step; load the model again"
-            self._stuck = True
+            self.is_stuck = True
         elif self._unusable is None:
             self._unusable = "it was aborted; reset() it when the GPU is idle"
             self._aborted = True
@@ -232,39 +226,18 @@ class Coprocessor:
     def reset(self) -> None:
         """As new, after `abort` and when the GPU is idle; `start` it again."""
         if not self._aborted:
-            self._check_usable()
+            self.check_usable()
             raise ValueError("reset() comes after abort()")
         self._native.reset()
         self._aborted, self._unusable = False, None
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether its thread did not come back from a step when it was aborted: the object and
-        what it attends to, the worker pool included, are of no more use."""
-        return self._stuck
-
-    def check_usable(self) -> None:
-        """Raise CoprocessorError where a step could not be begun."""
-        self._check_usable()
-
     def close(self) -> None:
         """End the thread; steps that are not done are dropped."""
-        if not self._stuck:
+        if not self.is_stuck:
             self._unusable = "it was closed"
         self._aborted = self._started = False
         self._open = None
-        self._queued.clear()
         self._native.close()
-
-    def serve_nothing(self, on: bool) -> None:
-        """Have the thread store keys and values, but attend to nothing: for benches that ask what
-        the hand-over alone costs. Policies learn nothing meanwhile."""
-        self._native.set_idle(on)
-
-    def warm_up(self, on: bool) -> None:
-        """Whether the thread, while the GPU has not come to the next request, reads into the CPU's
-        caches what the last step read there. On by default; for benches that ask what it gives."""
-        self._native.set_warm_up(on)
 
     def stall(self, layer_idx: int, seconds: float) -> None:
         """For tests: in its next request of that layer the thread sleeps before it attends."""
@@ -274,7 +247,8 @@ class Coprocessor:
         """For tests: in its next request of that layer the thread ends without a word."""
         self._native.inject_death(layer_idx)
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise CoprocessorError where a step could not be begun."""
         if self._unusable is not None:
             raise CoprocessorError(f"the coprocessor cannot serve: {self._unusable}")
         if self._started:
@@ -287,9 +261,8 @@ class Coprocessor:
             )
 
     def _collect(self) -> None:
-        num_done = self._native.release_done()
-        while self._queued and self._queued[0].number <= num_done:
-            self._hand_back(self._queued.popleft())
+        for kept in self._native.release_done():
+            self._hand_back(*kept)
 
     def _query_log(self, step: DecodeStep) -> Tensor | None:
         """Room for the step's queries where somebody wants them."""
@@ -302,40 +275,29 @@ class Coprocessor:
             dtype=self.mailbox.query.dtype,
         )
 
-    def _hand_back(self, done: _OpenStep) -> None:
-        if self._on_done is not None and done.queries is not None:
-            self._on_done(done.step, {i: done.queries[i] for i in self._asked})
-
-
-class _OpenStep(NamedTuple):
-    number: int
-    step: DecodeStep
-    queries: Tensor | None  # [num_layers, n, num_qo_heads * head_dim]
+    def _hand_back(self, step: DecodeStep, queries: Tensor | None, _: NativeAttention) -> None:
+        if self._on_done is not None and queries is not None:
+            self._on_done(step, {i: queries[i] for i in self._asked})
 
 
 def _check_mailbox(attention: NativeAttention, mailbox: Mailbox) -> None:
-    rows, columns = mailbox.max_rows, attention.num_qo_heads * attention.head_dim
-    kv_shape = [attention.num_layers, rows, 2, attention.num_kv_heads, attention.head_dim]
     flags = mailbox.requests.shape[1] if mailbox.requests.dim() == 2 else 0
+    if flags != FLAG_STRIDE:
+        raise ValueError(f"mailbox flags must be {FLAG_STRIDE} int32 apart, got {flags}")
     units, tokens = mailbox.selection.shape[1:] if mailbox.selection.dim() == 3 else (0, 0)
-    expected: dict[str, tuple[torch.dtype, list[int]]] = {
-        "query": (attention.dtype, [rows, columns]),
-        "kv": (attention.dtype, kv_shape),
-        "output": (torch.float32, [rows, columns]),
-        "lse": (torch.float32, [rows, attention.num_qo_heads]),
-        "requests": (torch.int32, [mailbox.num_requests + 1, flags]),
-        "replies": (torch.int32, [mailbox.num_requests, flags]),
-        "selection": (torch.int32, [rows, units, tokens]),
-        "counts": (torch.int32, [rows, units]),
-    }
-    for (name, (dtype, shape)), x in zip(expected.items(), mailbox.tensors, strict=True):
-        if x.dtype != dtype or list(x.shape) != shape or not x.is_contiguous() or not x.is_cpu:
-            raise ValueError(
-                f"mailbox.{name} must be {dtype} {shape}, contiguous, on the CPU,"
-                f" got {x.dtype} {list(x.shape)} on {x.device}"
-            )
-    if flags != _native.FLAG_STRIDE:
-        raise ValueError(f"mailbox flags must be {_native.FLAG_STRIDE} int32 apart, got {flags}")
+    layout = Mailbox.layout(
+        num_requests=mailbox.num_requests,
+        max_rows=mailbox.max_rows,
+        num_layers=attention.num_layers,
+        num_qo_heads=attention.num_qo_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        dtype=attention.dtype,
+        selection_units=units,
+        selection_tokens=tokens,
+    )
+    for (name, (shape, dtype)), x in zip(layout.items(), mailbox.tensors, strict=True):
+        check_tensor(f"mailbox.{name}", x, shape, dtype)
 
 
 def _check_requests(requests: Sequence[Request], mailbox: Mailbox) -> None:

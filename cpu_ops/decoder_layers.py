@@ -10,7 +10,7 @@ from torch import Tensor
 from cpu_ops import _native
 from cpu_ops.attention import NativeAttention
 from cpu_ops.linear import Linear
-from cpu_ops.native import isa_name
+from cpu_ops.native import check_tensor
 from cpu_ops.step_rows import DecodeStep
 
 Norm = tuple[Tensor, float]  # RMSNorm weight and eps
@@ -37,10 +37,16 @@ class NativeLayer:
 
 
 class LayersStep:
-    """One step of some rows through `DecoderLayers`: the memory it works in.
+    """One step of some rows through `layers`, which has not run yet, and the memory it works in.
+
+    Args:
+        hidden: [n, hidden_size], contiguous, n at most `Linear.max_rows`; overwritten.
+        rope: cos, sin: [n, head_dim], contiguous.
+        rows: of `attention.begin_step`.
+        keeps_queries: fill `kept_queries`.
 
     Attributes:
-        hidden: [n, hidden_size]. qkv, attended: what a layer's attention reads and writes.
+        qkv, attended: what a layer's attention reads and writes.
         kept_queries: [num_layers, n, num_qo_heads * head_dim], rotated queries of the layers where
             the policy has a say, if they were asked for.
     """
@@ -51,9 +57,15 @@ class LayersStep:
         hidden: Tensor,
         rope: tuple[Tensor, Tensor],
         rows: DecodeStep,
-        keeps_queries: bool,
+        *,
+        keeps_queries: bool = False,
     ) -> None:
-        n = len(hidden)
+        n = len(rows.seqs)
+        if not 1 <= n <= Linear.max_rows:
+            raise ValueError(f"a step takes 1 to {Linear.max_rows} rows, got {n}")
+        check_tensor("hidden", hidden, (n, layers.hidden_size), layers.dtype)
+        for name, table in zip(("cos", "sin"), rope, strict=True):
+            check_tensor(name, table, (n, layers.head_dim), layers.dtype)
         self.rows = rows
         self.hidden = hidden
         self.qkv = hidden.new_empty(n, layers.qkv_features)
@@ -70,15 +82,12 @@ class LayersStep:
             self.attended.data_ptr(),
             gate_up.data_ptr(),
             0 if self.kept_queries is None else self.kept_queries.data_ptr(),
-            *rows.of(slice(None)),
+            rows.native,
         )
 
 
 class DecoderLayers:
-    """All layers of a decoder, over the pages and the worker pool of its `attention`.
-
-    Args:
-        isa: an ISA other than the process's (tests).
+    """All layers of a decoder, over the pages, the worker pool and the kernels of its `attention`.
 
     Attributes:
         layers: as they were given.
@@ -87,9 +96,7 @@ class DecoderLayers:
         ValueError: layers whose shapes or dtypes do not fit each other or the attention.
     """
 
-    def __init__(
-        self, layers: Sequence[NativeLayer], attention: NativeAttention, *, isa: str | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[NativeLayer], attention: NativeAttention) -> None:
         if len(layers) != attention.num_layers:
             raise ValueError(f"expected {attention.num_layers} layers, got {len(layers)}")
         self.num_layers = len(layers)
@@ -97,10 +104,10 @@ class DecoderLayers:
         self.qkv_features = self.query_features + 2 * attention.num_kv_heads * attention.head_dim
         self.hidden_size = layers[0].qkv.in_features
         self.gate_up_features = layers[0].gate_up.out_features
-        self._dtype, self._head_dim = attention.dtype, attention.head_dim
+        self.dtype, self.head_dim = attention.dtype, attention.head_dim
         self.layers = tuple(layers)
         self._attention = attention  # kept alive
-        self._native = _native.DecoderLayers(attention.native, isa or isa_name())
+        self._native = _native.DecoderLayers(attention.native)
         for layer, sparse in zip(layers, attention.sparse_layers.tolist(), strict=True):
             self._check_layer(layer)
             self._native.add(
@@ -115,41 +122,6 @@ class DecoderLayers:
                 layer.down.native,
                 sparse,
             )
-
-    def begin(
-        self,
-        hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
-        rows: DecodeStep,
-        *,
-        keeps_queries: bool = False,
-    ) -> LayersStep:
-        """A step that has not run yet.
-
-        Args:
-            hidden: [n, hidden_size], contiguous, n at most `Linear.max_rows`; overwritten.
-            rope: cos, sin: [n, head_dim], contiguous.
-            rows: of `attention.begin_step`.
-            keeps_queries: fill `kept_queries`.
-        """
-        n = len(rows.seqs)
-        if not 1 <= n <= Linear.max_rows:
-            raise ValueError(f"a step takes 1 to {Linear.max_rows} rows, got {n}")
-        for name, x, columns in (
-            ("hidden", hidden, self.hidden_size),
-            ("cos", rope[0], self._head_dim),
-            ("sin", rope[1], self._head_dim),
-        ):
-            if x.dtype != self._dtype or not x.is_cpu:
-                raise ValueError(
-                    f"{name} must be {self._dtype} on the CPU, got {x.dtype} on {x.device}"
-                )
-            if tuple(x.shape) != (n, columns) or not x.is_contiguous():
-                raise ValueError(
-                    f"{name} must be [{n}, {columns}], contiguous,"
-                    f" got {list(x.shape)} with strides {x.stride()}"
-                )
-        return LayersStep(self, hidden, rope, rows, keeps_queries)
 
     def run(self, step: LayersStep) -> None:
         """All layers; `step.hidden` is then what goes into the final norm.
@@ -177,25 +149,19 @@ class DecoderLayers:
             ("down", layer.down, (self.gate_up_features // 2, self.hidden_size)),
         ):
             got = (linear.in_features, linear.out_features)
-            if got != shape or linear.dtype != self._dtype:
+            if got != shape or linear.dtype != self.dtype:
                 raise ValueError(
-                    f"{name} must be {self._dtype} {shape[0]} -> {shape[1]},"
+                    f"{name} must be {self.dtype} {shape[0]} -> {shape[1]},"
                     f" got {linear.dtype} {got[0]} -> {got[1]}"
                 )
         for name, weight, size in (
             ("input_norm", layer.input_norm[0], self.hidden_size),
             ("mlp_norm", layer.mlp_norm[0], self.hidden_size),
-            ("q_norm", layer.q_norm, self._head_dim),
-            ("k_norm", layer.k_norm, self._head_dim),
+            ("q_norm", layer.q_norm, self.head_dim),
+            ("k_norm", layer.k_norm, self.head_dim),
         ):
-            if weight is None:
-                continue
-            fits = weight.is_cpu and weight.dtype == self._dtype and weight.shape == (size,)
-            if not fits or not weight.is_contiguous():
-                raise ValueError(
-                    f"{name} must be {self._dtype} [{size}] on the CPU, contiguous,"
-                    f" got {weight.dtype} {list(weight.shape)} on {weight.device}"
-                )
+            if weight is not None:
+                check_tensor(name, weight, (size,), self.dtype)
 
 
 def _address(norm: Norm) -> tuple[int, float]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cpu_ops import _native
-from cpu_ops.native import MAX_LINEAR_ROWS, _rows, dtype_code, isa_name
+from cpu_ops.native import MAX_LINEAR_ROWS, check_tensor, dtype_code, isa_name
 from cpu_ops.worker_pool import WorkerPool
 
 
@@ -42,9 +42,9 @@ class Linear:
         self.in_features = int(weights[0].shape[-1])
         code = dtype_code(self.dtype)
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-            _rows(f"weights[{i}]", weight, self.in_features, self.dtype)
+            check_tensor(f"weights[{i}]", weight, (len(weight), self.in_features), self.dtype)
             if bias is not None:
-                _rows(f"biases[{i}]", bias.unsqueeze(0), int(weight.shape[0]), self.dtype)
+                check_tensor(f"biases[{i}]", bias, (len(weight),), self.dtype)
         self.isa = isa or isa_name()
         self._kept = (list(weights), biases)
         sizes = [int(weight.shape[0]) for weight in weights]
@@ -77,26 +77,20 @@ class Linear:
         num_rows = x.shape[0]
         if not 1 <= num_rows <= self.max_rows:
             raise ValueError(f"x must have 1 to {self.max_rows} rows, got {num_rows}")
-        _rows("x", x, self.in_features * (2 if silu_mul else 1), self.dtype)
+        in_features = self.in_features * (2 if silu_mul else 1)
+        check_tensor("x", x, (num_rows, in_features), self.dtype)
         norm_weight, norm_eps = 0, 0.0
         if norm is not None:
             if silu_mul:
                 raise ValueError("norm and silu_mul exclude each other")
             weight, norm_eps = norm
-            if weight.dtype != self.dtype or weight.numel() != self.in_features:
-                raise ValueError(
-                    f"norm weight must be {self.dtype} [{self.in_features}],"
-                    f" got {weight.dtype} {list(weight.shape)}"
-                )
+            check_tensor("norm weight", weight, (self.in_features,), self.dtype)
             norm_weight = weight.data_ptr()
         if out is None:
             out = torch.empty(num_rows, self.out_features, dtype=self.dtype)
         for name, y in (("out", out), ("residual", residual)):
-            if y is None:
-                continue
-            _rows(name, y, self.out_features, self.dtype)
-            if y.shape[0] != num_rows:
-                raise ValueError(f"{name} must have {num_rows} rows, got {y.shape[0]}")
+            if y is not None:
+                check_tensor(name, y, (num_rows, self.out_features), self.dtype)
         self.native.run(
             pool.native,
             self.isa,

@@ -34,7 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLAG_STRIDE = 16  # int32 per flag: one cache line
+from cpu_ops import _native
+
+FLAG_STRIDE = _native.FLAG_STRIDE  # 16: int32 per flag, one cache line
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cpu_ops.native import NO_ARRAYS
+from cpu_ops import _native
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -43,12 +44,9 @@ class DecodeStep:
     keeps_queries: bool
     prepared: set[int]
 
-    def of(self, rows: slice) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]:
-        """page_tables, table_strides, kv_lens, arrays, text_marks of some rows."""
-        return (
-            self.page_tables[rows],
-            self.table_strides[rows],
-            self.kv_lens[rows],
-            self.arrays[rows] if self.arrays.size else NO_ARRAYS,
-            self.text_marks[rows] if self.text_marks.size else NO_ARRAYS,
+    @functools.cached_property
+    def native(self) -> _native.StepRows:
+        """The rows as the C++ side takes them."""
+        return _native.StepRows(
+            self.page_tables, self.table_strides, self.kv_lens, self.arrays, self.text_marks
         )

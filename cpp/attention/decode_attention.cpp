@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "kernels/finite.h"
+#include "kernels/number_formats.h"
 
 namespace offload {
 
@@ -32,8 +32,7 @@ std::string DecodeAttention::non_finite(int64_t layer_idx, int row_idx, int unit
 }
 
 void DecodeAttention::make_room_for_published(size_t num_rows) {
-  const size_t count = num_rows * static_cast<size_t>(units());
-  if (published_.size() < count) published_.resize(count);
+  grow(published_, num_rows * static_cast<size_t>(units()));
 }
 
 void DecodeAttention::publish(int row_of_step, int unit, const int32_t* tokens, int64_t n) {
@@ -72,14 +71,14 @@ void DecodeAttention::load_queries(const std::vector<QueryRow>& rows) {
   if (queries_loaded_) return;
   queries_loaded_ = true;
   const int64_t n = int64_t{shape_.num_qo_heads} * shape_.head_dim;
-  if (queries_.size() < rows.size() * static_cast<size_t>(n)) queries_.resize(rows.size() * static_cast<size_t>(n));
+  grow(queries_, rows.size() * static_cast<size_t>(n));
   for (size_t r = 0; r < rows.size(); ++r) {
     kernels_.to_float[static_cast<int>(shape_.dtype)](rows[r].query, n, queries_.data() + r * static_cast<size_t>(n));
   }
 }
 
 AttendArgs DecodeAttention::unit_args(const QueryRow& row, int row_idx, int unit_idx, int split) {
-  Unit& unit = units_[static_cast<size_t>(row_idx * units() + unit_idx)];
+  Unit& unit = unit_of(row_idx, unit_idx);
   const int group = unit_group();
   const int kv_head = kv_head_of(unit_idx);
   AttendArgs args{};
@@ -106,14 +105,7 @@ void DecodeAttention::attend_dense(const QueryRow& row, const Piece& piece, int 
     const int64_t first = piece.begin + done;
     const int64_t n = std::min(tile - first % tile, piece.n - done);
     for (int u = piece.first_unit; u < piece.first_unit + piece.num_units; ++u) {
-      kernels_.score[type]({queries_of(piece.row, u * group),
-                            group,
-                            shape_.head_dim,
-                            shape_.keys(row.pages, kv_head_of(u)),
-                            {nullptr, first, n},
-                            shape_.sm_scale,
-                            scores.data() + u * group * kScoreTile,
-                            kScoreTile});
+      score(row, piece.row, u * group, group, {nullptr, first, n}, scores.data() + u * group * kScoreTile, kScoreTile);
     }
     for (int u = piece.first_unit; u < piece.first_unit + piece.num_units; ++u) {
       AttendArgs args = unit_args(row, piece.row, u, piece.split);
@@ -169,7 +161,7 @@ void DecodeAttention::write_output(const QueryRow& row, int first_head, int64_t 
 
 // Exact merge of partial softmaxes: o = Σ exp(max_i - max) acc_i / Σ exp(max_i - max) sum_i.
 void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
-  Unit& unit = units_[static_cast<size_t>(row_idx * units() + unit_idx)];
+  Unit& unit = unit_of(row_idx, unit_idx);
   const int group = unit_group();
   const int64_t head_dim = shape_.head_dim;
   const int64_t part_size = group * (head_dim + 2);
@@ -205,14 +197,8 @@ void DecodeAttention::merge_unit(int64_t layer_idx, const QueryRow& row, int row
       out[d] = vanishes ? out[d] : out[d] / sum;
       check += out[d] * 0.0f;
     }
-    if (vanishes && check == 0.0f) {
-      lse[g] = -INFINITY;
-      write_output(row, unit_idx * group + g, 1, out);
-      if (row.lse != nullptr) row.lse[unit_idx * group + g] = lse[g];
-      continue;
-    }
-    lse[g] = maximum + std::log(sum) + (unit.weights.empty() ? 0.0f : unit.lse_all[g]);
-    if (!std::isfinite(lse[g]) || check != 0.0f) return report_non_finite(layer_idx, row_idx, unit_idx);
+    lse[g] = vanishes ? -INFINITY : maximum + std::log(sum) + (unit.weights.empty() ? 0.0f : unit.lse_all[g]);
+    if (check != 0.0f || !(vanishes || std::isfinite(lse[g]))) return report_non_finite(layer_idx, row_idx, unit_idx);
     const int head = unit_idx * group + g;
     write_output(row, head, 1, out);
     if (row.lse != nullptr) row.lse[head] = lse[g];
@@ -232,14 +218,8 @@ void DecodeAttention::score_window(const QueryRow& row, int row_idx, int unit_id
   const int64_t ends[2][2] = {{0, unit.begin}, {unit.end, unit.n}};
   for (const auto& [first, last] : ends) {
     if (first == last) continue;
-    kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(row_idx, unit_idx * group),
-                                                    group,
-                                                    shape_.head_dim,
-                                                    shape_.keys(row.pages, kv_head_of(unit_idx)),
-                                                    {unit.indices + first, 0, last - first},
-                                                    shape_.sm_scale,
-                                                    unit.scores.data() + first,
-                                                    unit.n});
+    score(row, row_idx, unit_idx * group, group, {unit.indices + first, 0, last - first}, unit.scores.data() + first,
+          unit.n);
   }
   for (int g = 0; g < group; ++g) {
     const float* scores = unit.scores.data() + g * unit.n;
@@ -358,7 +338,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     units_ = std::make_unique<Unit[]>(count);
     units_capacity_ = count;
   }
-  if (selection_.size() < count) selection_.resize(count);
+  grow(selection_, count);
   num_selections_ = count;
   first_row_ = first_row;
   make_room_for_published(static_cast<size_t>(first_row) + rows.size());

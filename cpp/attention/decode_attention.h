@@ -21,6 +21,11 @@ inline constexpr int64_t kPiecesPerThread = 4;  // finer pieces balance better, 
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+template <class T>
+void grow(std::vector<T>& x, size_t n) {
+  if (x.size() < n) x.resize(n);
+}
+
 // Memory that only grows and is not cleared: what a call writes anyway.
 template <class T>
 class Scratch {
@@ -96,10 +101,16 @@ class DecodeAttention {
   DecodeAttention(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool);
 
   const AttentionShape& shape() const { return shape_; }
+  const KernelTable& kernels() const { return kernels_; }
   WorkerPool& pool() { return pool_; }
   Trace& trace() { return trace_; }  // of each worker's tasks, and of who leads them
 
-  void set_policy(const PolicyFunctions& policy) { policy_ = policy; }
+  const PolicyFunctions& policy() const { return policy_; }
+  void set_policy(const PolicyFunctions& policy) {
+    policy_ = policy;
+    per_query_head_ = policy.per_query_head;
+  }
+  // For explicit selections, which may be for other units than the policy's.
   void set_units_per_row(bool per_query_head) { per_query_head_ = per_query_head; }
 
   // Attends all rows; dense when `sparse` is false or kv_len <= the policy's budget, else each unit by its role.
@@ -236,6 +247,14 @@ class DecodeAttention {
   int units() const { return per_query_head_ ? shape_.num_qo_heads : shape_.num_kv_heads; }
   int unit_group() const { return shape_.num_qo_heads / units(); }
   int kv_head_of(int unit) const { return unit * unit_group() / shape_.group_size(); }
+
+  // Scaled scores [num_heads, stride] of tokens, for neighbouring query heads of one KV head.
+  void score(const QueryRow& row, int row_idx, int first_qo_head, int num_heads, const TokenSpan& tokens, float* scores,
+             int64_t stride) const {
+    kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(row_idx, first_qo_head), num_heads, shape_.head_dim,
+                                                    shape_.keys(row.pages, first_qo_head / shape_.group_size()), tokens,
+                                                    shape_.sm_scale, scores, stride});
+  }
 
   Unit& unit_of(int row_idx, int unit) { return units_[static_cast<size_t>(row_idx * units() + unit)]; }
   Role role_of(int64_t layer_idx, int unit) const {

@@ -111,8 +111,7 @@ int64_t DecodeAttention::plan_lanes(int64_t layer_idx, const std::vector<QueryRo
       }
     }
   }
-  const auto floats = static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2));
-  if (parts_.size() < floats) parts_.resize(floats);
+  grow(parts_, static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2)));
   return all_tokens;
 }
 
@@ -186,8 +185,7 @@ bool DecodeAttention::plan_known(int64_t layer_idx, const std::vector<QueryRow>&
     unit.parts_left.store(unit.num_parts, std::memory_order_relaxed);
     part += unit.num_parts;
   }
-  const auto floats = static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2));
-  if (parts_.size() < floats) parts_.resize(floats);
+  grow(parts_, static_cast<size_t>(part * unit_group() * (shape_.head_dim + 2)));
   return true;
 }
 

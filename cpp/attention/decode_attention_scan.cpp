@@ -81,11 +81,10 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
     const size_t scores = heads * static_cast<size_t>(group * longest);
     const size_t maxima = heads * static_cast<size_t>(group * ceil_div(longest, kChunkTokens));
     ScanSlot& slot = slots_[i];
-    if (slot.weights.size() < scores) slot.weights.resize(scores);
-    if (slot.importance.size() < heads * static_cast<size_t>(longest))
-      slot.importance.resize(heads * static_cast<size_t>(longest));
-    if (slot.chunk_max.size() < maxima) slot.chunk_max.resize(maxima);
-    if (slot.chunk_sum.size() < maxima) slot.chunk_sum.resize(maxima);
+    grow(slot.weights, scores);
+    grow(slot.importance, heads * static_cast<size_t>(longest));
+    grow(slot.chunk_max, maxima);
+    grow(slot.chunk_sum, maxima);
   }
   const auto wait_for = [](const std::atomic<int>& left) {
     while (left.load(std::memory_order_acquire) != 0) std::this_thread::yield();
@@ -145,14 +144,7 @@ void DecodeAttention::scan_chunks(const QueryRow& row, const Wave& wave, int64_t
     for (int h = 0; h < wave.num_heads; ++h) {
       const int kv_head = wave.heads[h];
       float* weights = slot.weights.data() + h * group * row.kv_len + first;
-      kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(wave.row, kv_head * group),
-                                                      group,
-                                                      shape_.head_dim,
-                                                      shape_.keys(row.pages, kv_head),
-                                                      {nullptr, first, n},
-                                                      shape_.sm_scale,
-                                                      weights,
-                                                      row.kv_len});
+      score(row, wave.row, kv_head * group, group, {nullptr, first, n}, weights, row.kv_len);
       for (int g = 0; g < group; ++g) {
         const int64_t at = (h * group + g) * chunks + c;
         slot.chunk_max[static_cast<size_t>(at)] =

@@ -153,14 +153,7 @@ void DecodeAttention::score_range(const QueryRow& row, int row_idx, int unit_idx
     profile->scored_tokens += n;
   }
   float* scores = unit.candidate_scores.data() + begin;
-  kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(row_idx, unit_idx * unit_group()),
-                                                  unit_group(),
-                                                  shape_.head_dim,
-                                                  shape_.keys(row.pages, kv_head_of(unit_idx)),
-                                                  {unit.considered.data() + begin, 0, n},
-                                                  shape_.sm_scale,
-                                                  scores,
-                                                  all});
+  score(row, row_idx, unit_idx * unit_group(), unit_group(), {unit.considered.data() + begin, 0, n}, scores, all);
   for (int g = 0; g < unit_group(); ++g) {
     const int64_t at = g * unit.num_ranges + range;
     unit.range_max.data()[at] = kernels_.exp_shifted(scores + g * all, n, unit.range_factors.data() + at);

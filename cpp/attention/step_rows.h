@@ -20,17 +20,18 @@ struct StepRows {
   const int64_t* pages(int64_t row, int64_t layer_idx) const {
     return reinterpret_cast<const int64_t*>(page_tables[row]) + layer_idx * table_strides[row];
   }
-  // The rows of one layer, without queries and outputs.
-  void of_layer(int64_t layer_idx, std::vector<QueryRow>& rows) const {
-    rows.assign(static_cast<size_t>(num_rows), QueryRow{});
-    for (int64_t r = 0; r < num_rows; ++r) {
-      QueryRow& row = rows[static_cast<size_t>(r)];
+  // Rows [first, first + n) of one layer, without queries and outputs.
+  void of_layer(int64_t layer_idx, std::vector<QueryRow>& rows, int64_t first, int64_t n) const {
+    rows.assign(static_cast<size_t>(n), QueryRow{});
+    for (int64_t r = first; r < first + n; ++r) {
+      QueryRow& row = rows[static_cast<size_t>(r - first)];
       row.pages = pages(r, layer_idx);
       row.kv_len = kv_lens[r];
       if (arrays != nullptr) row.arrays = reinterpret_cast<void* const*>(arrays[r]);
       if (text_marks != nullptr) row.text_marks = reinterpret_cast<const uint8_t*>(text_marks[r]);
     }
   }
+  void of_layer(int64_t layer_idx, std::vector<QueryRow>& rows) const { of_layer(layer_idx, rows, 0, num_rows); }
 };
 
 }  // namespace offload

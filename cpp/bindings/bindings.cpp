@@ -1,9 +1,8 @@
 // The Python face of the kernels. cpu_ops/native.py checks shapes and dtypes and passes addresses; nothing here
-// touches torch. The GIL is released for as long as the pool works.
+// touches torch.
 #include "bindings/bindings.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "operators/bandwidth.h"
 #include "operators/clustering.h"
@@ -13,6 +12,7 @@
 namespace offload {
 PYBIND11_MODULE(_native, m) {
   m.doc() = "CPU kernels of offload; use them through cpu_ops.native, which checks its arguments.";
+  m.attr("BINDINGS_DIGEST") = BINDINGS_DIGEST;  // by setup.py; cpu_ops/__init__.py compares it
   m.attr("MAX_GROUP_SIZE") = kMaxGroupSize;
   m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
   m.attr("HEAD_DIM_MULTIPLE") = kHeadDimMultiple;
@@ -30,51 +30,42 @@ PYBIND11_MODULE(_native, m) {
     kernels_for(isa).score_int8(pointer<const float>(query), group_size, head_dim, pointer<const int8_t>(rows), n,
                                 pointer<float>(scores));
   });
-  m.def("chunk_means",
-        [](WorkerPool& pool, const std::string& isa, int dtype, int64_t keys, int64_t num_heads, int64_t head_bytes,
-           int64_t row_bytes, int64_t width, const Int64s& starts, int64_t means, int64_t norms, int64_t spreads) {
-          ChunkMeanArgs args{};
-          args.keys = pointer<const void>(keys);
-          args.dtype = static_cast<DType>(dtype);
-          args.num_heads = num_heads;
-          args.head_bytes = head_bytes;
-          args.row_bytes = row_bytes;
-          args.width = width;
-          args.starts = starts.data();
-          args.num_chunks = starts.size() - 1;
-          args.means = pointer<float>(means);
-          args.norms = pointer<float>(norms);
-          args.spreads = pointer<float>(spreads);
-          const KernelTable& kernels = kernels_for(isa);
-          const py::gil_scoped_release release;
-          chunk_means(kernels, pool, args);
-        });
-  m.def("spherical_kmeans", [](WorkerPool& pool, const std::string& isa, int64_t points, int64_t num_heads,
-                               int64_t num_points, int64_t width, int64_t num_clusters, int64_t iterations,
-                               int64_t labels, int64_t centroids) {
-    const KMeansArgs args{
-        pointer<const float>(points), num_heads, num_points, width, num_clusters, iterations, pointer<int32_t>(labels),
-        pointer<float>(centroids)};
-    const KernelTable& kernels = kernels_for(isa);
-    const py::gil_scoped_release release;
-    spherical_kmeans(kernels, pool, args);
-  });
-  m.def("time_sequential_read", [](WorkerPool& pool, const std::string& isa, int64_t data, int64_t num_bytes) {
-    const py::gil_scoped_release release;
-    return time_sequential_read(kernels_for(isa), pool, pointer<const void>(data), num_bytes);
-  });
-  m.def("time_row_gather",
-        [](WorkerPool& pool, const std::string& isa, int64_t data, const Int32s& rows, int64_t row_bytes) {
-          const int32_t* first = rows.data();
-          const int64_t n = rows.size();
-          const py::gil_scoped_release release;
-          return time_row_gather(kernels_for(isa), pool, pointer<const void>(data), first, n, row_bytes);
-        });
+  m.def(
+      "chunk_means",
+      [](WorkerPool& pool, const std::string& isa, int dtype, int64_t keys, int64_t num_heads, int64_t head_bytes,
+         int64_t row_bytes, int64_t width, const Int64s& starts, int64_t means, int64_t norms, int64_t spreads) {
+        chunk_means(
+            kernels_for(isa), pool,
+            {pointer<const void>(keys), static_cast<DType>(dtype), num_heads, head_bytes, row_bytes, width,
+             starts.data(), starts.size() - 1, pointer<float>(means), pointer<float>(norms), pointer<float>(spreads)});
+      },
+      WithoutGil());
+  m.def(
+      "spherical_kmeans",
+      [](WorkerPool& pool, const std::string& isa, int64_t points, int64_t num_heads, int64_t num_points, int64_t width,
+         int64_t num_clusters, int64_t iterations, int64_t labels, int64_t centroids) {
+        spherical_kmeans(kernels_for(isa), pool,
+                         {pointer<const float>(points), num_heads, num_points, width, num_clusters, iterations,
+                          pointer<int32_t>(labels), pointer<float>(centroids)});
+      },
+      WithoutGil());
+  m.def(
+      "time_sequential_read",
+      [](WorkerPool& pool, const std::string& isa, int64_t data, int64_t num_bytes) {
+        return time_sequential_read(kernels_for(isa), pool, pointer<const void>(data), num_bytes);
+      },
+      WithoutGil());
+  m.def(
+      "time_row_gather",
+      [](WorkerPool& pool, const std::string& isa, int64_t data, const Int32s& rows, int64_t row_bytes) {
+        return time_row_gather(kernels_for(isa), pool, pointer<const void>(data), rows.data(), rows.size(), row_bytes);
+      },
+      WithoutGil());
 
   py::class_<WorkerPool>(m, "WorkerPool")
       .def(py::init<int, int64_t>(), py::arg("num_threads"), py::arg("spin_us"))
       .def_property_readonly("num_threads", &WorkerPool::num_threads)
-      .def("close", &WorkerPool::close, py::call_guard<py::gil_scoped_release>());
+      .def("close", &WorkerPool::close, WithoutGil());
 
   bind_attention(m);
   bind_coprocessor(m);

@@ -6,6 +6,9 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "attention/step_rows.h"
 
@@ -15,21 +18,24 @@ namespace py = pybind11;
 
 using Int64s = py::array_t<int64_t, py::array::c_style>;
 using Int32s = py::array_t<int32_t, py::array::c_style>;
+// For as long as the pool works.
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 template <class T>
 T* pointer(int64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// The rows of a step, in the arrays' memory; empty arrays are null.
-inline StepRows step_rows(const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
-                          const Int64s& policy_arrays, const Int64s& text_marks) {
-  const auto data = [](const Int64s& array) { return array.size() == 0 ? nullptr : array.data(); };
-  return {kv_lens.size(), data(page_tables), data(table_strides), data(kv_lens), data(policy_arrays), data(text_marks)};
+// Raises what was wrong with the numbers of a step; an empty string: nothing.
+inline void check_numbers(const std::string& failure) {
+  if (!failure.empty()) throw std::runtime_error(failure);
 }
 
-// The DecodeAttention that a Python object of that name owns.
-DecodeAttention& attention_of(const py::object& attention);
+// The rows of a step with the arrays that they lie in.
+struct KeptRows {
+  StepRows rows;
+  std::vector<Int64s> arrays;
+};
 
 void bind_attention(py::module_& m);
 void bind_coprocessor(py::module_& m);

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <deque>
 #include <numeric>
-#include <stdexcept>
 #include <utility>
 
 #include "bindings/bindings.h"
@@ -37,21 +36,16 @@ Mailbox mailbox_of(const std::vector<int64_t>& addresses, int64_t max_rows, int6
 }
 
 // Rows in the order of their slots.
-ServedStep step_of(const Int64s& slots, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
-                   const Int64s& arrays, const Int64s& text_marks, int64_t queries) {
+ServedStep step_of(const Int64s& slots, const StepRows& rows, int64_t queries) {
   ServedStep step;
   std::vector<int64_t> order(static_cast<size_t>(slots.size()));
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return slots.at(a) < slots.at(b); });
+  std::vector<QueryRow> of_first_layer;
+  rows.of_layer(0, of_first_layer);
   for (const int64_t i : order) {
-    StepRow row{};
-    row.slot = slots.at(i);
-    row.page_table = pointer<const int64_t>(page_tables.at(i));
-    row.table_stride = table_strides.at(i);
-    row.kv_len = kv_lens.at(i);
-    if (arrays.size() != 0) row.arrays = pointer<void* const>(arrays.at(i));
-    if (text_marks.size() != 0) row.text_marks = pointer<const uint8_t>(text_marks.at(i));
-    step.rows.push_back(row);
+    const QueryRow& row = of_first_layer[static_cast<size_t>(i)];
+    step.rows.push_back({slots.at(i), row.pages, rows.table_strides[i], row.kv_len, row.arrays, row.text_marks});
   }
   step.queries = pointer<char>(queries);
   step.query_rows = std::move(order);
@@ -60,125 +54,97 @@ ServedStep step_of(const Int64s& slots, const Int64s& page_tables, const Int64s&
 
 // Keeps alive what the thread may touch: the attention, `keep` of the mailbox, and `keep` of each step that is not
 // done. Where the thread is stuck they are never released.
-class PyCoprocessor {
+class PyCoprocessor : public Coprocessor {
  public:
   PyCoprocessor(py::object attention, const std::vector<int64_t>& mailbox, int64_t max_rows, int64_t selection_units,
                 int64_t selection_tokens, const std::vector<std::vector<int64_t>>& requests,
                 const std::vector<uint8_t>& sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
                 const std::vector<uint8_t>& device_heads, const std::vector<uint8_t>& publishing_heads, py::object keep)
-      : core_(attention_of(attention), mailbox_of(mailbox, max_rows, selection_units, selection_tokens),
-              requests_of(requests), sparse_layers, sink_tokens, recent_tokens, {device_heads, publishing_heads}),
+      : Coprocessor(
+            attention.cast<DecodeAttention&>(), mailbox_of(mailbox, max_rows, selection_units, selection_tokens),
+            {requests_of(requests), sparse_layers, sink_tokens, recent_tokens, {device_heads, publishing_heads}}),
         kept_{std::move(attention), std::move(keep)} {}
 
   ~PyCoprocessor() {
-    if (close(kLastGraceNs) != Coprocessor::Retirement::stuck) return;
+    if (close_quietly() != Retirement::stuck) return;
     for (py::object& object : kept_) object.release();
     for (auto& [number, object] : kept_steps_) object.release();
   }
 
-  void set_deadline(int64_t ns) {
-    deadline_ns_ = ns;
-    core_.set_deadline(ns);
-  }
-  void set_idle(bool idle) { core_.set_idle(idle); }
-  void set_warm_up(bool on) { core_.set_warm_up(on); }
-
-  void begin(const Int64s& slots, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
-             const Int64s& arrays, const Int64s& text_marks, int64_t queries, py::object keep) {
-    core_.begin(step_of(slots, page_tables, table_strides, kv_lens, arrays, text_marks, queries));
+  void begin_step(const Int64s& slots, const KeptRows& step, int64_t queries, py::object keep) {
+    begin(step_of(slots, step.rows, queries));
     kept_steps_.clear();
     kept_steps_.emplace_back(0, std::move(keep));
   }
 
-  void serve(int request) {
+  void end_step() {
     std::string failure;
     {
       const py::gil_scoped_release release;
-      failure = core_.serve(request);
-    }
-    if (!failure.empty()) throw std::runtime_error(failure);
-  }
-
-  void end() {
-    std::string failure;
-    {
-      const py::gil_scoped_release release;
-      failure = core_.end();
+      failure = end();
     }
     kept_steps_.clear();
-    if (!failure.empty()) throw std::runtime_error(failure);
+    check_numbers(failure);
   }
 
-  void start() { core_.start(); }
-
-  int64_t queue(const Int64s& slots, const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens,
-                const Int64s& arrays, const Int64s& text_marks, int64_t queries, py::object keep) {
-    const int64_t number =
-        core_.queue(step_of(slots, page_tables, table_strides, kv_lens, arrays, text_marks, queries));
-    kept_steps_.emplace_back(number, std::move(keep));
-    return number;
+  void queue_step(const Int64s& slots, const KeptRows& step, int64_t queries, py::object keep) {
+    kept_steps_.emplace_back(queue(step_of(slots, step.rows, queries)), std::move(keep));
   }
 
-  // How many steps are done; releases what they kept.
-  int64_t release_done() {
-    const int64_t num_done = core_.num_done();
-    while (!kept_steps_.empty() && kept_steps_.front().first <= num_done) kept_steps_.pop_front();
-    return num_done;
+  // What those steps kept that are done since the last call.
+  py::list release_done() {
+    py::list released;
+    const int64_t done = num_done();
+    for (; !kept_steps_.empty() && kept_steps_.front().first <= done; kept_steps_.pop_front()) {
+      released.append(kept_steps_.front().second);
+    }
+    return released;
   }
 
   // ("done" | "failed" | "silent" | "late", what the thread said or is at). Silent: no progress within the deadline.
   // Late: `timeout_ns`, where it is not negative, has passed.
-  py::tuple wait(int64_t number, int64_t timeout_ns) {
+  py::tuple wait_for_steps(int64_t timeout_ns) {
+    const int64_t number = kept_steps_.empty() ? 0 : kept_steps_.back().first;
     const int64_t start = now_ns();
     for (;;) {
       const int64_t left = timeout_ns < 0 ? kWaitSliceNs : std::max<int64_t>(0, start + timeout_ns - now_ns());
       std::string message;
-      Coprocessor::Outcome outcome;
+      Outcome outcome;
       {
         const py::gil_scoped_release release;
-        outcome = core_.wait(number, std::min(kWaitSliceNs, left), &message);
+        outcome = wait(number, std::min(kWaitSliceNs, left), &message);
       }
-      if (outcome == Coprocessor::Outcome::done) return py::make_tuple("done", "");
-      if (outcome == Coprocessor::Outcome::failed) return py::make_tuple("failed", message);
+      if (outcome == Outcome::done) return py::make_tuple("done", "");
+      if (outcome == Outcome::failed) return py::make_tuple("failed", message);
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-      if (core_.silent_ns() > deadline_ns_) return py::make_tuple("silent", core_.position());
-      if (timeout_ns >= 0 && now_ns() - start >= timeout_ns) return py::make_tuple("late", core_.position());
+      if (is_silent()) return py::make_tuple("silent", position());
+      if (timeout_ns >= 0 && now_ns() - start >= timeout_ns) return py::make_tuple("late", position());
     }
   }
 
   // False: the thread is stuck, this object is of no more use.
-  bool abort(int64_t grace_ns) {
-    Coprocessor::Retirement result;
+  bool abort_steps(int64_t grace_ns) {
+    Retirement result;
     {
       const py::gil_scoped_release release;
-      result = core_.abort(grace_ns);
+      result = abort(grace_ns);
     }
-    if (result == Coprocessor::Retirement::stuck) return false;
+    if (result == Retirement::stuck) return false;
     kept_steps_.clear();
     return true;
   }
 
-  void reset() {
-    const py::gil_scoped_release release;
-    core_.reset();
-  }
-
-  Coprocessor::Retirement close(int64_t grace_ns) {
-    const py::gil_scoped_release release;
-    return core_.close(grace_ns);
-  }
   void close_for_good() {
     // Not in the destructor: others may be in a step of the same attention when this is collected.
-    if (close(kLastGraceNs) != Coprocessor::Retirement::stuck && !core_.forked()) core_.let_go();
+    if (close_quietly() != Retirement::stuck && !forked()) let_go();
   }
-  bool forked() const { return core_.forked(); }
-
-  void inject_stall(int64_t layer_idx, int64_t ns) { core_.inject_stall(layer_idx, ns); }
-  void inject_death(int64_t layer_idx) { core_.inject_death(layer_idx); }
 
  private:
-  Coprocessor core_;
-  int64_t deadline_ns_ = 5'000'000'000;
+  Retirement close_quietly() {
+    const py::gil_scoped_release release;
+    return close(kLastGraceNs);
+  }
+
   py::object kept_[2];
   std::deque<std::pair<int64_t, py::object>> kept_steps_;
 };
@@ -192,17 +158,16 @@ void bind_coprocessor(py::module_& m) {
                     const std::vector<std::vector<int64_t>>&, const std::vector<uint8_t>&, int64_t, int64_t,
                     const std::vector<uint8_t>&, const std::vector<uint8_t>&, py::object>())
       .def("set_deadline", &PyCoprocessor::set_deadline)
-      .def("set_idle", &PyCoprocessor::set_idle)
-      .def("set_warm_up", &PyCoprocessor::set_warm_up)
-      .def("begin", &PyCoprocessor::begin)
-      .def("serve", &PyCoprocessor::serve)
-      .def("end", &PyCoprocessor::end)
+      .def("begin", &PyCoprocessor::begin_step)
+      .def(
+          "serve", [](PyCoprocessor& core, int request) { check_numbers(core.serve(request)); }, WithoutGil())
+      .def("end", &PyCoprocessor::end_step)
       .def("start", &PyCoprocessor::start)
-      .def("queue", &PyCoprocessor::queue)
+      .def("queue", &PyCoprocessor::queue_step)
       .def("release_done", &PyCoprocessor::release_done)
-      .def("wait", &PyCoprocessor::wait)
-      .def("abort", &PyCoprocessor::abort)
-      .def("reset", &PyCoprocessor::reset)
+      .def("wait", &PyCoprocessor::wait_for_steps)
+      .def("abort", &PyCoprocessor::abort_steps)
+      .def("reset", &PyCoprocessor::reset, WithoutGil())
       .def("close", &PyCoprocessor::close_for_good)
       .def("forked", &PyCoprocessor::forked)
       .def("inject_stall", &PyCoprocessor::inject_stall)

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <utility>
 
@@ -45,12 +44,8 @@ struct Coprocessor::Thread {
 };
 
 struct Coprocessor::State {
-  State(DecodeAttention& a, const Mailbox& m, std::vector<Request> requests, std::vector<uint8_t> sparse_layers,
-        int64_t sink_tokens, int64_t recent_tokens, DeviceHeads device_heads)
-      : attention(a),
-        mailbox(m),
-        server(a, m, std::move(requests), std::move(sparse_layers), sink_tokens, recent_tokens,
-               std::move(device_heads)) {}
+  State(DecodeAttention& a, const Mailbox& m, StepPlan plan)
+      : attention(a), mailbox(m), server(a, m, std::move(plan)) {}
 
   int32_t* request_flag(size_t i) const { return mailbox.requests + static_cast<int64_t>(i) * kFlagStride; }
   int32_t* reply_flag(size_t i) const { return mailbox.replies + static_cast<int64_t>(i) * kFlagStride; }
@@ -91,7 +86,6 @@ struct Coprocessor::State {
   bool pass_faults(int request, Thread& self);
   bool serve_step(const ServedStep& step, Thread& self);
   void warm_up(int request);
-  void answer_nothing(const ServedStep& step, int request) const;
   void run(Thread& self);
   // Also for a thread that cannot do it any more.
   void let_pool_sleep(Thread& of) {
@@ -104,8 +98,6 @@ struct Coprocessor::State {
   ServedStep open;  // on the calling thread
   const pid_t owner = getpid();
   std::atomic<int64_t> deadline_ns{5'000'000'000};
-  std::atomic<bool> idle{false};
-  std::atomic<bool> warms_up{true};
 
   std::mutex mutex;
   std::condition_variable queued_or_retired;
@@ -172,15 +164,6 @@ bool Coprocessor::State::pass_faults(int request, Thread& self) {
   return self.enter();
 }
 
-void Coprocessor::State::answer_nothing(const ServedStep& step, int request) const {
-  const Request& r = server.requests()[static_cast<size_t>(request)];
-  const int64_t num_heads = attention.shape().num_qo_heads;
-  for (const StepRow& row : step.rows) {
-    if (row.slot < r.first_row || row.slot >= r.first_row + r.num_rows) continue;
-    std::fill_n(mailbox.lse + row.slot * num_heads, num_heads, -INFINITY);
-  }
-}
-
 // While the GPU does not ask yet.
 void Coprocessor::State::warm_up(int request) {
   progress(At::preparing, request);
@@ -192,10 +175,10 @@ void Coprocessor::State::warm_up(int request) {
 bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
   const int num = static_cast<int>(num_requests());
   server.begin(step);
-  if (!idle && num > 0) {
+  if (num > 0) {
     progress(At::preparing, 0);
     server.prepare(0);
-    if (warms_up.load(std::memory_order_relaxed)) warm_up(0);
+    warm_up(0);
   }
   for (int i = 0; i < num; ++i) {
     if (!wait_for(i, self)) return false;
@@ -206,17 +189,13 @@ bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
     }
     server.store(i);
     progress(At::attending, i);
-    if (idle) {
-      answer_nothing(step, i);
-    } else if (const std::string message = server.attend(i); !message.empty()) {
+    if (const std::string message = server.attend(i); !message.empty()) {
       fail(message);
       return false;
     }
     set(reply_flag(static_cast<size_t>(i)), 1);
-    if (idle) continue;
     progress(At::updating, i);
     server.update_and_prepare_next(i);
-    if (!warms_up.load(std::memory_order_relaxed)) continue;
     if (!is_up(request_flag(static_cast<size_t>(i) + 1))) server.remember(i);
     if (i + 1 < num) warm_up(i + 1);
   }
@@ -263,11 +242,8 @@ void Coprocessor::State::run(Thread& self) {
   }
 }
 
-Coprocessor::Coprocessor(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
-                         std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
-                         DeviceHeads device_heads)
-    : state_(std::make_shared<State>(attention, mailbox, std::move(requests), std::move(sparse_layers), sink_tokens,
-                                     recent_tokens, std::move(device_heads))) {}
+Coprocessor::Coprocessor(DecodeAttention& attention, const Mailbox& mailbox, StepPlan plan)
+    : state_(std::make_shared<State>(attention, mailbox, std::move(plan))) {}
 
 Coprocessor::~Coprocessor() {
   if (close(0) != Retirement::stuck && !forked()) return;
@@ -277,11 +253,8 @@ Coprocessor::~Coprocessor() {
 }
 
 void Coprocessor::set_deadline(int64_t ns) { state_->deadline_ns.store(ns); }
-void Coprocessor::set_idle(bool idle) { state_->idle.store(idle); }
-void Coprocessor::set_warm_up(bool on) { state_->warms_up.store(on); }
 Trace& Coprocessor::trace() { return state_->server.trace(); }
 bool Coprocessor::forked() const { return state_->owner != getpid(); }
-bool Coprocessor::started() const { return thread_ != nullptr; }
 int64_t Coprocessor::num_done() const { return state_->num_done.load(); }
 
 void Coprocessor::begin(ServedStep step) {
@@ -327,7 +300,7 @@ Coprocessor::Outcome Coprocessor::wait(int64_t number, int64_t ns, std::string* 
   return Outcome::failed;
 }
 
-int64_t Coprocessor::silent_ns() const { return now_ns() - state_->progress_ns.load(); }
+bool Coprocessor::is_silent() const { return now_ns() - state_->progress_ns.load() > state_->deadline_ns.load(); }
 
 std::string Coprocessor::position() const {
   const int at = state_->at.load();

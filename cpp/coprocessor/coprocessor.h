@@ -28,19 +28,13 @@ class Coprocessor {
   enum class Outcome { done, failed, waiting };
   enum class Retirement { gone, left_behind, stuck };
 
-  Coprocessor(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
-              std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
-              DeviceHeads device_heads = {});
+  Coprocessor(DecodeAttention& attention, const Mailbox& mailbox, StepPlan plan);
   // Where the thread did not end: leaks what it may touch.
   ~Coprocessor();
   Coprocessor(const Coprocessor&) = delete;
   Coprocessor& operator=(const Coprocessor&) = delete;
 
   void set_deadline(int64_t ns);
-  // Answer without attending (an lse of -inf): what the hand-over alone costs.
-  void set_idle(bool idle);
-  // Read ahead what the next request will probably read, while the GPU has not come to it; on by default.
-  void set_warm_up(bool on);
 
   // On the calling thread.
   void begin(ServedStep step);
@@ -51,14 +45,13 @@ class Coprocessor {
 
   // By the thread; start() may be called again after reset().
   void start();
-  bool started() const;
   // The number of the step, from 1.
   int64_t queue(ServedStep step);
   int64_t num_done() const;
   // Waits for at most `ns` until step `number` is done. `message` is set where it failed.
   Outcome wait(int64_t number, int64_t ns, std::string* message);
-  // Nanoseconds since the thread last got on, and what it is at.
-  int64_t silent_ns() const;
+  // Whether the thread has not got on for longer than the deadline, and what it is at.
+  bool is_silent() const;
   std::string position() const;
 
   // Ends serving: drops queued steps, ends the thread within `grace_ns` or leaves it behind, and answers all requests

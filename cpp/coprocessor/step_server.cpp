@@ -6,7 +6,7 @@
 #include <cstring>
 #include <utility>
 
-#include "kernels/finite.h"
+#include "kernels/number_formats.h"
 
 namespace offload {
 namespace {
@@ -15,18 +15,11 @@ constexpr size_t kManyRows = 8;  // from here on the pool copies K/V; below, one
 
 }  // namespace
 
-StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
-                       std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
-                       DeviceHeads device_heads)
-    : attention_(attention),
-      trace_(attention.trace()),
-      mailbox_(mailbox),
-      requests_(std::move(requests)),
-      sparse_layers_(std::move(sparse_layers)),
-      device_heads_(std::move(device_heads)) {
+StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, StepPlan plan)
+    : attention_(attention), trace_(attention.trace()), mailbox_(mailbox), plan_(std::move(plan)) {
   options_.window_on_device = true;
-  options_.sink_tokens = sink_tokens;
-  options_.recent_tokens = recent_tokens;
+  options_.sink_tokens = plan_.sink_tokens;
+  options_.recent_tokens = plan_.recent_tokens;
   options_.float_output = true;
   options_.defers_updates = true;
 }
@@ -41,20 +34,20 @@ void StepServer::begin(const ServedStep& step) {
 }
 
 const uint8_t* StepServer::elsewhere(int64_t layer_idx) const {
-  if (device_heads_.attended.empty()) return nullptr;
-  return device_heads_.attended.data() + layer_idx * attention_.shape().num_kv_heads;
+  if (plan_.device_heads.attended.empty()) return nullptr;
+  return plan_.device_heads.attended.data() + layer_idx * attention_.shape().num_kv_heads;
 }
 
 // What the GPU published in layers before `end_layer` is what units of the layers below inherit.
 std::string StepServer::take_over(size_t first, size_t last, int64_t end_layer) {
-  if (device_heads_.published.empty()) return {};
+  if (plan_.device_heads.published.empty()) return {};
   const int heads = attention_.shape().num_kv_heads;
   const int per_head = attention_.num_units() / heads;
   for (size_t row = first; row < last; ++row) {
     const StepRow& of_step = step_->rows[row];
     for (int64_t& layer_idx = num_taken_over_[row]; layer_idx < end_layer; ++layer_idx) {
       for (int h = 0; h < heads; ++h) {
-        if (device_heads_.published[static_cast<size_t>(layer_idx * heads + h)] == 0) continue;
+        if (plan_.device_heads.published[static_cast<size_t>(layer_idx * heads + h)] == 0) continue;
         const int64_t list =
             of_step.slot * mailbox_.selection_units + std::min<int64_t>(h, mailbox_.selection_units - 1);
         // The GPU may already be publishing what the head chose in the layer that is asked for.
@@ -76,7 +69,7 @@ std::string StepServer::take_over(size_t first, size_t last, int64_t end_layer) 
 // Rows of a step are sorted by slot, so those of a request follow each other.
 size_t StepServer::rows_of(int request, std::vector<QueryRow>& rows) const {
   const AttentionShape& shape = attention_.shape();
-  const Request& r = requests_[static_cast<size_t>(request)];
+  const Request& r = plan_.requests[static_cast<size_t>(request)];
   const int64_t elements = int64_t{shape.num_qo_heads} * shape.head_dim;
   rows.clear();
   size_t first = 0;
@@ -98,7 +91,7 @@ size_t StepServer::rows_of(int request, std::vector<QueryRow>& rows) const {
 
 void StepServer::prepare(int request) {
   if (!is_sparse(request)) return;
-  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::prepare, layer_idx, request);
   rows_of(request, prepared_rows_);
   attention_.prepare(layer_idx, prepared_rows_);
@@ -135,7 +128,7 @@ void StepServer::store_rows(size_t first, size_t last, int64_t end_layer) {
 }
 
 void StepServer::store(int request) {
-  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::store, layer_idx, request);
   first_ = rows_of(request, rows_);
   store_rows(first_, first_ + rows_.size(), layer_idx + 1);
@@ -143,7 +136,7 @@ void StepServer::store(int request) {
 
 std::string StepServer::attend(int request) {
   if (rows_.empty()) return {};
-  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::attend, layer_idx, request);
   const bool sparse = is_sparse(request);
   if (sparse && step_->queries != nullptr) keep_queries(request);
@@ -158,7 +151,7 @@ std::string StepServer::attend(int request) {
 
 // Before the reply: the GPU writes the next layer's queries after it.
 void StepServer::keep_queries(int request) {
-  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const int64_t layer_idx = layer_of(request);
   const AttentionShape& shape = attention_.shape();
   const int64_t bytes = shape.num_qo_heads * shape.row_bytes();
   const auto num_rows = static_cast<int64_t>(step_->rows.size());
@@ -168,41 +161,36 @@ void StepServer::keep_queries(int request) {
   }
 }
 
-bool StepServer::is_sparse(int request) const {
-  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
-  return sparse_layers_[static_cast<size_t>(layer_idx)] != 0;
-}
-
 void StepServer::update(int request) {
   if (rows_.empty() || !is_sparse(request)) return;
-  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::update, layer_idx, request);
   attention_.update(layer_idx, rows_);
 }
 
 void StepServer::update_and_prepare_next(int request) {
   const auto next = static_cast<size_t>(request) + 1;
-  if (next == requests_.size() || rows_.empty() || !is_sparse(request) || !is_sparse(request + 1)) {
+  if (next == plan_.requests.size() || rows_.empty() || !is_sparse(request) || !is_sparse(request + 1)) {
     update(request);
-    if (next < requests_.size()) prepare(request + 1);
+    if (next < plan_.requests.size()) prepare(request + 1);
     return;
   }
-  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::update, layer_idx, request);
   rows_of(request + 1, prepared_rows_);
-  attention_.update_and_prepare(layer_idx, rows_, requests_[next].layer_idx, prepared_rows_);
+  attention_.update_and_prepare(layer_idx, rows_, layer_of(request + 1), prepared_rows_);
 }
 
 void StepServer::remember(int request) {
   if (rows_.empty() || !is_sparse(request)) return;
-  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
   attention_.remember(layer_idx, rows_);
 }
 
 void StepServer::warm_up(int request, int32_t* stop) {
   if (!is_sparse(request)) return;
-  const int64_t layer_idx = requests_[static_cast<size_t>(request)].layer_idx;
+  const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
   const size_t first = rows_of(request, prepared_rows_);
   attention_.warm_up(layer_idx, prepared_rows_, static_cast<int>(first), stop, elsewhere(layer_idx));
@@ -225,13 +213,13 @@ std::string StepServer::find_non_finite(size_t first, size_t last, int64_t first
 }
 
 std::string StepServer::check_asked() {
-  num_checked_ = requests_.empty() ? 0 : requests_.back().layer_idx + 1;
+  num_checked_ = plan_.requests.empty() ? 0 : plan_.requests.back().layer_idx + 1;
   return find_non_finite(0, step_->rows.size(), 0, num_checked_);
 }
 
 std::string StepServer::end() {
   const TraceSpan span(trace_, TraceKind::store, -1, -1);
-  const auto num_layers = static_cast<int64_t>(sparse_layers_.size());
+  const auto num_layers = static_cast<int64_t>(plan_.sparse_layers.size());
   store_rows(0, step_->rows.size(), num_layers);
   std::string failure = take_over(0, step_->rows.size(), num_layers);
   if (failure.empty()) failure = find_non_finite(0, step_->rows.size(), num_checked_, num_layers);

@@ -62,13 +62,20 @@ struct ServedStep {
   std::vector<int64_t> query_rows;
 };
 
+// What every step of a mailbox has in common.
+struct StepPlan {
+  std::vector<Request> requests;
+  std::vector<uint8_t> sparse_layers;  // of each layer: the policy has a say in it
+  int64_t sink_tokens;                 // of the window on the device
+  int64_t recent_tokens;
+  DeviceHeads device_heads = {};
+};
+
 class StepServer {
  public:
-  StepServer(DecodeAttention& attention, const Mailbox& mailbox, std::vector<Request> requests,
-             std::vector<uint8_t> sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
-             DeviceHeads device_heads = {});
+  StepServer(DecodeAttention& attention, const Mailbox& mailbox, StepPlan plan);
 
-  const std::vector<Request>& requests() const { return requests_; }
+  const std::vector<Request>& requests() const { return plan_.requests; }
   Trace& trace() { return trace_; }  // the attention's
 
   // A step's requests are served in their order, each as: prepare, warm_up, store, attend, update, remember. update and
@@ -93,7 +100,8 @@ class StepServer {
   std::string end();
 
  private:
-  bool is_sparse(int request) const;
+  int64_t layer_of(int request) const { return plan_.requests[static_cast<size_t>(request)].layer_idx; }
+  bool is_sparse(int request) const { return plan_.sparse_layers[static_cast<size_t>(layer_of(request))] != 0; }
   // Fills `rows` and returns which row of the step is the first.
   size_t rows_of(int request, std::vector<QueryRow>& rows) const;
   void store_rows(size_t first, size_t last, int64_t end_layer);
@@ -107,9 +115,7 @@ class StepServer {
   DecodeAttention& attention_;
   Trace& trace_;
   const Mailbox mailbox_;
-  const std::vector<Request> requests_;
-  const std::vector<uint8_t> sparse_layers_;
-  const DeviceHeads device_heads_;
+  const StepPlan plan_;
   AttendOptions options_;
 
   const ServedStep* step_ = nullptr;

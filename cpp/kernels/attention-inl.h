@@ -265,63 +265,6 @@ static void attend(const AttendArgs& args) {
   if (args.ends) TileOps<T>::finish(args.acc, args.group_size, head_dim);
 }
 
-static float exp_shifted(float* x, int64_t n, float* sum) {
-  const int64_t whole = n / W * W;
-  F highest = f_set1(-3.0e38f);
-  for (int64_t i = 0; i < whole; i += W) highest = f_max(highest, f_load(x + i));
-  float maximum = f_max_lane(highest);
-  for (int64_t i = whole; i < n; ++i) maximum = x[i] > maximum ? x[i] : maximum;
-  F total = f_zero();
-  for (int64_t i = 0; i < whole; i += W) {
-    const F e = f_exp(f_sub(f_load(x + i), f_set1(maximum)));
-    f_store(x + i, e);
-    total = f_add(total, e);
-  }
-  float rest = 0.0f;
-  if (whole < n) {
-    alignas(64) float tail[W];
-    for (int i = 0; i < W; ++i) tail[i] = whole + i < n ? x[whole + i] : maximum;
-    f_store(tail, f_exp(f_sub(f_load(tail), f_set1(maximum))));
-    for (int64_t i = whole; i < n; ++i) rest += x[i] = tail[i - whole];
-  }
-  *sum = f_sum(total) + rest;
-  return maximum;
-}
-
-// The least and the largest of the numbers among x[0..n); inf and -inf where there is none.
-static void extremes(const float* x, int64_t n, float* lowest, float* highest) {
-  constexpr int U = 4;  // against the latency of a maximum
-  const int64_t whole = n / W * W;
-  F top[U], bottom[U];  // of x and of -x
-  for (int u = 0; u < U; ++u) top[u] = bottom[u] = f_set1(-INFINITY);
-  const auto look = [&](int64_t i, int u) {
-    const F v = f_load(x + i);  // first of the two, so that a NaN is dropped
-    top[u] = f_max(v, top[u]);
-    bottom[u] = f_max(f_sub(f_zero(), v), bottom[u]);
-  };
-  int64_t i = 0;
-  for (; i + U * W <= whole; i += U * W) {
-    for (int u = 0; u < U; ++u) look(i + u * W, u);
-  }
-  for (; i < whole; i += W) look(i, 0);
-  *highest = f_max_lane(f_max(f_max(top[0], top[1]), f_max(top[2], top[3])));
-  *lowest = -f_max_lane(f_max(f_max(bottom[0], bottom[1]), f_max(bottom[2], bottom[3])));
-  for (; i < n; ++i) {
-    *highest = x[i] > *highest ? x[i] : *highest;
-    *lowest = x[i] < *lowest ? x[i] : *lowest;
-  }
-}
-
-static void scale_add(const float* x, float factor, int64_t n, bool accumulate, float* importance) {
-  const int64_t whole = n / W * W;
-  const F f = f_set1(factor);
-  for (int64_t i = 0; i < whole; i += W) {
-    const F base = accumulate ? f_load(importance + i) : f_zero();
-    f_store(importance + i, f_fma(f_load(x + i), f, base));
-  }
-  for (int64_t i = whole; i < n; ++i) importance[i] = x[i] * factor + (accumulate ? importance[i] : 0.0f);
-}
-
 template <class T>
 static void pack_input(const float* x, int64_t n, void* packed) {
   TileOps<T>::pack_input(x, n, static_cast<typename TileOps<T>::Query*>(packed));
@@ -358,25 +301,4 @@ static void linear(const void* packed, int num_rows, int64_t in_features, const 
         project_rows<T, 4>(x, in_features, w, count, out, out_stride);
     }
   }
-}
-
-static uint64_t read_bytes(const void* data, int64_t num_bytes) {
-  uint64_t sum = 0;
-  for (int64_t i = 0; i < num_bytes; i += 4096) {
-    sum += read_chunk(static_cast<const char*>(data) + i, num_bytes - i < 4096 ? num_bytes - i : 4096);
-  }
-  return sum;
-}
-
-static uint64_t read_rows(const void* data, const int32_t* rows, int64_t num_rows, int64_t row_bytes) {
-  constexpr int64_t kAhead = 32;
-  const char* base = static_cast<const char*>(data);
-  uint64_t sum = 0;
-  for (int64_t i = 0; i < num_rows; ++i) {
-    if (i + kAhead < num_rows) {
-      for (int64_t b = 0; b < row_bytes; b += 64) prefetch_l2(base + rows[i + kAhead] * row_bytes + b);
-    }
-    sum += read_chunk(base + rows[i] * row_bytes, row_bytes);
-  }
-  return sum;
 }

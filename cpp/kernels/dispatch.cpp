@@ -9,12 +9,15 @@
 #endif
 
 namespace offload {
+
 namespace {
 
 struct Isa {
   const char* name;
-  const KernelTable* (*table)();
-  bool (*runs_here)();
+  const KernelTable* (*table)() = nullptr;  // null where this is not the architecture
+  bool (*supported)() = nullptr;
+
+  bool runs_here() const { return table != nullptr && supported(); }
 };
 
 bool always() { return true; }
@@ -44,21 +47,27 @@ bool has_amx() {
   static const bool granted = request_amx();
   return granted;
 }
-#else
-bool has_avx2() { return false; }
-bool has_avx512() { return false; }
-bool has_avx512_bf16() { return false; }
-bool has_amx() { return false; }
 #endif
 
 // From the least to the most capable. neon is tested under qemu and has not run on hardware yet.
 constexpr Isa kIsas[] = {
     {"scalar", scalar_table, always},
+#if defined(__aarch64__)
     {"neon", neon_table, always},
+#else
+    {"neon"},
+#endif
+#if defined(__x86_64__)
     {"avx2", avx2_table, has_avx2},
     {"avx512", avx512_table, has_avx512},
     {"avx512_bf16", avx512_bf16_table, has_avx512_bf16},
     {"amx", amx_table, has_amx},
+#else
+    {"avx2"},
+    {"avx512"},
+    {"avx512_bf16"},
+    {"amx"},
+#endif
 };
 
 std::string joined(const std::vector<std::string>& names) {
@@ -72,7 +81,7 @@ std::string joined(const std::vector<std::string>& names) {
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
   for (const Isa& isa : kIsas) {
-    if (isa.table() != nullptr && isa.runs_here()) names.emplace_back(isa.name);
+    if (isa.runs_here()) names.emplace_back(isa.name);
   }
   return names;
 }
@@ -86,7 +95,7 @@ std::vector<std::string> known_isas() {
 const KernelTable& kernels_for(const std::string& name) {
   for (const Isa& isa : kIsas) {
     if (name != isa.name) continue;
-    if (isa.table() != nullptr && isa.runs_here()) return *isa.table();
+    if (isa.runs_here()) return *isa.table();
     throw std::invalid_argument("this CPU or build lacks the ISA '" + name +
                                 "'; available: " + joined(available_isas()));
   }

@@ -1,6 +1,6 @@
-// Elementwise operators of a decode step, and the table that names all kernels of one ISA.
-// Values are rounded to the model's dtype exactly where transformers rounds, so that greedy tokens agree.
-// Included inside a per-ISA namespace, last.
+// Elementwise operators of a decode step, reductions of scores, reads at the speed of memory, and the table that names
+// all kernels of one ISA. Values are rounded to the model's dtype exactly where transformers rounds, so that greedy
+// tokens agree. Included inside a per-ISA namespace, last.
 
 template <class T>
 static void to_float_all(const void* x, int64_t n, float* out) {
@@ -102,6 +102,105 @@ static void rope_head(void* x, const void* cos, const void* sin, const void* nor
     head[d] = from_float<T>(product(low, to_float(c[d])) + product(-high, to_float(s[d])));
     head[half + d] = from_float<T>(product(high, to_float(c[half + d])) + product(low, to_float(s[half + d])));
   }
+}
+
+static float exp_shifted(float* x, int64_t n, float* sum) {
+  const int64_t whole = n / W * W;
+  F highest = f_set1(-3.0e38f);
+  for (int64_t i = 0; i < whole; i += W) highest = f_max(highest, f_load(x + i));
+  float maximum = f_max_lane(highest);
+  for (int64_t i = whole; i < n; ++i) maximum = x[i] > maximum ? x[i] : maximum;
+  F total = f_zero();
+  for (int64_t i = 0; i < whole; i += W) {
+    const F e = f_exp(f_sub(f_load(x + i), f_set1(maximum)));
+    f_store(x + i, e);
+    total = f_add(total, e);
+  }
+  float rest = 0.0f;
+  if (whole < n) {
+    alignas(64) float tail[W];
+    for (int i = 0; i < W; ++i) tail[i] = whole + i < n ? x[whole + i] : maximum;
+    f_store(tail, f_exp(f_sub(f_load(tail), f_set1(maximum))));
+    for (int64_t i = whole; i < n; ++i) rest += x[i] = tail[i - whole];
+  }
+  *sum = f_sum(total) + rest;
+  return maximum;
+}
+
+// The least and the largest of the numbers among x[0..n); inf and -inf where there is none.
+static void extremes(const float* x, int64_t n, float* lowest, float* highest) {
+  constexpr int U = 4;  // against the latency of a maximum
+  const int64_t whole = n / W * W;
+  F top[U], bottom[U];  // of x and of -x
+  for (int u = 0; u < U; ++u) top[u] = bottom[u] = f_set1(-INFINITY);
+  const auto look = [&](int64_t i, int u) {
+    const F v = f_load(x + i);  // first of the two, so that a NaN is dropped
+    top[u] = f_max(v, top[u]);
+    bottom[u] = f_max(f_sub(f_zero(), v), bottom[u]);
+  };
+  int64_t i = 0;
+  for (; i + U * W <= whole; i += U * W) {
+    for (int u = 0; u < U; ++u) look(i + u * W, u);
+  }
+  for (; i < whole; i += W) look(i, 0);
+  *highest = f_max_lane(f_max(f_max(top[0], top[1]), f_max(top[2], top[3])));
+  *lowest = -f_max_lane(f_max(f_max(bottom[0], bottom[1]), f_max(bottom[2], bottom[3])));
+  for (; i < n; ++i) {
+    *highest = x[i] > *highest ? x[i] : *highest;
+    *lowest = x[i] < *lowest ? x[i] : *lowest;
+  }
+}
+
+static void scale_add(const float* x, float factor, int64_t n, bool accumulate, float* importance) {
+  const int64_t whole = n / W * W;
+  const F f = f_set1(factor);
+  for (int64_t i = 0; i < whole; i += W) {
+    const F base = accumulate ? f_load(importance + i) : f_zero();
+    f_store(importance + i, f_fma(f_load(x + i), f, base));
+  }
+  for (int64_t i = whole; i < n; ++i) importance[i] = x[i] * factor + (accumulate ? importance[i] : 0.0f);
+}
+
+using Words[[gnu::vector_size(W == 1 ? 8 : 4 * W)]] = uint64_t;  // a register
+
+// The sum of 64-bit words of whole cache lines, which need not be aligned; in two registers, against the latency.
+struct WordSum {
+  Words sums[2] = {};
+
+  [[gnu::always_inline]] void add(const char* bytes, int64_t num_bytes) {
+    constexpr int64_t kStep = sizeof(Words);
+    for (int64_t i = 0; i + 64 <= num_bytes; i += 64) {
+      for (int64_t j = 0; j < 64; j += kStep) {
+        Words words;
+        std::memcpy(&words, bytes + i + j, sizeof words);
+        sums[j / kStep % 2] += words;
+      }
+    }
+  }
+  uint64_t total() const {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < sizeof(Words) / 8; ++i) sum += sums[0][i] + sums[1][i];
+    return sum;
+  }
+};
+
+static uint64_t read_bytes(const void* data, int64_t num_bytes) {
+  WordSum sum;
+  sum.add(static_cast<const char*>(data), num_bytes);
+  return sum.total();
+}
+
+static uint64_t read_rows(const void* data, const int32_t* rows, int64_t num_rows, int64_t row_bytes) {
+  constexpr int64_t kAhead = 32;
+  const char* base = static_cast<const char*>(data);
+  WordSum sum;
+  for (int64_t i = 0; i < num_rows; ++i) {
+    if (i + kAhead < num_rows) {
+      for (int64_t b = 0; b < row_bytes; b += 64) prefetch_l2(base + rows[i + kAhead] * row_bytes + b);
+    }
+    sum.add(base + rows[i] * row_bytes, row_bytes);
+  }
+  return sum.total();
 }
 
 // Fills the entries that depend on the dtype; an ISA that improves only one dtype calls this for that one.

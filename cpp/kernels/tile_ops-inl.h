@@ -2,6 +2,8 @@
 // score (query · key rows) and accumulate (weights · value rows). Included inside a per-ISA namespace.
 // A Bf16 specialisation with dot-product instructions replaces them in tile_ops_bf16-inl.h.
 
+#include "kernels/vector_math-inl.h"
+
 inline constexpr int kSubTile = 32;             // rows of values accumulated at once
 inline constexpr int kHeadBlock = 4;            // query heads computed together; each row is loaded once for the block
 inline constexpr int64_t kProjectAhead = 4096;  // bytes a weight matrix is prefetched ahead
@@ -30,7 +32,6 @@ struct Prefetch {
   const T* const* rows = nullptr;
 
   Prefetch from(int r) const { return {rows != nullptr ? rows + r : nullptr}; }
-  // Inlined by force: GCC takes a function that only prefetches for one without effects, and drops calls to it.
   [[gnu::always_inline]] void row(int r, int64_t row_bytes) const {
     if (rows == nullptr) return;
     for (int64_t i = 0; i < row_bytes; i += 64) prefetch_l2(reinterpret_cast<const char*>(rows[r]) + i);

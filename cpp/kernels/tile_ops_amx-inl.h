@@ -4,15 +4,19 @@
 
 inline constexpr int kTileRows = 16;
 
-// Tiles 0, 1: 16 keys, or 16 pairs of values, of 32 columns; 2: queries, 4, 5: scores; 6: weights, 3, 7: sums of
-// values.
-struct alignas(64) HeadTileConfig {
+// What a tile configuration is in memory: palette, first row, and of each tile its bytes a row and its rows.
+struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
   uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 16, 64, 16, 16, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 4, 16, 16, 4, 4};
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
 };
+
+// Tiles 0, 1: 16 keys, or 16 pairs of values, of 32 columns; 2: queries, 4, 5: scores; 6: weights, 3, 7: sums of
+// values.
+inline constexpr TileConfig kHeadTiles{.row_bytes = {64, 64, 16, 64, 16, 16, 64, 64},
+                                       .rows = {16, 16, 16, 4, 16, 16, 4, 4}};
 
 // GCC's tile loads and stores do not tell the compiler what they do to memory.
 [[gnu::always_inline]] static inline void tile_fence() { asm volatile("" ::: "memory"); }
@@ -20,10 +24,7 @@ struct alignas(64) HeadTileConfig {
 template <>
 struct TileOps<Bf16> : PairOps {
   struct Session {
-    Session() {
-      static constexpr HeadTileConfig kConfig;
-      _tile_loadconfig(&kConfig);
-    }
+    Session() { _tile_loadconfig(&kHeadTiles); }
     ~Session() { _tile_release(); }  // tiles in use are 8 KB more to save at every context switch
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;

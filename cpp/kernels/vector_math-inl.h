@@ -1,6 +1,15 @@
 // Included inside a per-ISA namespace that defines F (a vector of W floats) and its primitives.
 // No include guard: each ISA compiles its own copy.
 
+// What the compilers' vectors have by themselves.
+static inline F f_zero() { return F{}; }
+static inline F f_add(F a, F b) { return a + b; }
+static inline F f_sub(F a, F b) { return a - b; }
+static inline F f_mul(F a, F b) { return a * b; }
+static inline F f_div(F a, F b) { return a / b; }
+static inline F f_load_as(const float* p) { return f_load(p); }
+static inline void f_store_as(float* p, F x) { f_store(p, x); }
+
 // 2^t for t <= 0, NaN for NaN: integer part by exponent, fraction in [-1/2, 1/2] by a degree-6 polynomial (its error is
 // below float32's own). As exp(x) = 2^(x log2 e) it is good to |x| * 1e-7 relative, ample for softmax weights.
 static inline F f_exp2(F t) {

@@ -4,6 +4,28 @@
 
 namespace offload {
 
+void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, const char* cos,
+                 const char* sin, const HeadNorms& norms) {
+  const AttentionShape& shape = attention.shape();
+  const auto rope_head = attention.kernels().rope_head[static_cast<int>(shape.dtype)];
+  const int64_t head_bytes = shape.row_bytes();
+  char* head = qkv;
+  for (int64_t r = 0; r < rows.num_rows; ++r, cos += head_bytes, sin += head_bytes) {
+    const int64_t* pages = rows.pages(r, layer_idx);
+    const int64_t position = rows.kv_lens[r] - 1;
+    for (int h = 0; h < shape.num_qo_heads; ++h, head += head_bytes) {
+      rope_head(head, cos, sin, norms.query, norms.eps, shape.head_dim);
+    }
+    const char* value = head + shape.num_kv_heads * head_bytes;
+    for (int h = 0; h < shape.num_kv_heads; ++h, head += head_bytes, value += head_bytes) {
+      rope_head(head, cos, sin, norms.key, norms.eps, shape.head_dim);
+      std::memcpy(const_cast<void*>(shape.keys(pages, h).row(position)), head, static_cast<size_t>(head_bytes));
+      std::memcpy(const_cast<void*>(shape.values(pages, h).row(position)), value, static_cast<size_t>(head_bytes));
+    }
+    head += shape.num_kv_heads * head_bytes;  // past the values
+  }
+}
+
 std::string DecoderLayers::run(const DecoderStep& step) {
   for (int64_t layer_idx = 0; layer_idx < static_cast<int64_t>(layers_.size()); ++layer_idx) {
     const std::string failure = decode_layer(layer_idx, step);
@@ -21,16 +43,10 @@ std::string DecoderLayers::decode_layer(int64_t layer_idx, const DecoderStep& st
 
 void DecoderLayers::project(int64_t layer_idx, const DecoderStep& step) {
   const DecoderLayer& layer = layers_[static_cast<size_t>(layer_idx)];
-  const AttentionShape& shape = attention_.shape();
   const auto n = static_cast<int>(step.rows.num_rows);
   const NormWeight& norm = layer.input_norm;
   layer.qkv->run(kernels_, attention_.pool(), {step.hidden, n, norm.weight, norm.eps, false}, nullptr, step.qkv);
-  const int64_t qkv_bytes = (shape.num_qo_heads + 2 * shape.num_kv_heads) * shape.row_bytes();
-  for (int64_t r = 0; r < n; ++r) {
-    const int64_t rope = r * shape.row_bytes();
-    rope_append(kernels_, shape, step.qkv + r * qkv_bytes, step.cos + rope, step.sin + rope, layer.head_norms,
-                step.rows.pages(r, layer_idx), step.rows.kv_lens[r] - 1);
-  }
+  rope_append(attention_, layer_idx, step.rows, step.qkv, step.cos, step.sin, layer.head_norms);
 }
 
 std::string DecoderLayers::attend(int64_t layer_idx, const DecoderStep& step) {

@@ -8,7 +8,6 @@
 
 #include "attention/decode_attention.h"
 #include "operators/linear.h"
-#include "operators/rope_append.h"
 #include "attention/step_rows.h"
 
 namespace offload {
@@ -17,6 +16,18 @@ struct NormWeight {
   const void* weight;  // [hidden_size]
   float eps;
 };
+
+// RMSNorm per head before the rotation (Qwen3); null weights: none.
+struct HeadNorms {
+  const void* query;  // [head_dim]
+  const void* key;
+  float eps;
+};
+
+// RoPE of a step's new tokens, and their keys and values into the pages of one layer. Of each row qkv [num_qo_heads + 2
+// * num_kv_heads, head_dim], whose query heads are rotated in place; cos, sin [head_dim].
+void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, const char* cos,
+                 const char* sin, const HeadNorms& norms);
 
 struct DecoderLayer {
   NormWeight input_norm;
@@ -43,7 +54,7 @@ struct DecoderStep {
 
 class DecoderLayers {
  public:
-  DecoderLayers(DecodeAttention& attention, const KernelTable& kernels) : attention_(attention), kernels_(kernels) {}
+  explicit DecoderLayers(DecodeAttention& attention) : attention_(attention), kernels_(attention.kernels()) {}
 
   void add(const DecoderLayer& layer) { layers_.push_back(layer); }
 

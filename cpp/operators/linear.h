@@ -30,9 +30,6 @@ class Linear {
  public:
   Linear(DType dtype, int64_t in_features, std::vector<WeightBlock> blocks);
 
-  int64_t in_features() const { return in_features_; }
-  int64_t out_features() const { return out_features_; }
-
   // out: [num_rows, out_features]; residual: the same shape or null.
   void run(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
            void* out) const;

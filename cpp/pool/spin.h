@@ -6,6 +6,8 @@
 
 namespace offload {
 
+inline constexpr int kPatience = 32;  // pauses, 1.5 us: how long a worker that joins is behind another
+
 inline void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

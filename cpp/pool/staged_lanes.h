@@ -2,9 +2,9 @@
 // has numbered tasks, and whoever finishes the last task of a stage says what comes next. Nobody waits for another
 // lane.
 //
-// Workers have lanes of their own, as WorkerPool::run_near() deals tasks out, and take what is ready there first. Where
-// there are more workers than lanes, those that share a lane start from its two ends: each meets the same tasks again
-// when the same lanes run another time.
+// Workers have lanes of their own, as WorkerPool::parallel_for_near() deals tasks out, and take what is ready there
+// first. Where there are more workers than lanes, those that share a lane start from its two ends: each meets the same
+// tasks again when the same lanes run another time.
 #pragma once
 
 #include <atomic>
@@ -68,8 +68,7 @@ class StagedLanes {
   static constexpr int kBits = 28;
   static constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
   static constexpr uint64_t kFinished = ~uint64_t{0};
-  static constexpr int kPatience = 32;  // pauses, 1.5 us: how long a worker that joins is behind another
-  static constexpr int kSpins = 256;    // from then on it yields: there may be fewer CPUs than threads
+  static constexpr int kSpins = 256;  // from then on it yields: there may be fewer CPUs than threads
 
   static void open(Lane& lane, Stage stage) {
     lane.left.store(stage.num_tasks, std::memory_order_relaxed);

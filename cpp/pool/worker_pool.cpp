@@ -5,11 +5,6 @@
 #include "pool/spin.h"
 
 namespace offload {
-namespace {
-
-constexpr int kPatience = 32;  // pauses, 1.5 us: how long a worker that joins is behind another
-
-}  // namespace
 
 WorkerPool::WorkerPool(int num_threads, int64_t spin_us)
     : num_threads_(num_threads),
@@ -35,10 +30,7 @@ void WorkerPool::close() {
   threads_.clear();
 }
 
-void WorkerPool::run(int64_t num_tasks, Task task, void* context) { run_job({num_tasks, task, context, false}); }
-void WorkerPool::run_near(int64_t num_tasks, Task task, void* context) { run_job({num_tasks, task, context, true}); }
-
-void WorkerPool::run_job(const Job& job) {
+void WorkerPool::run(const Job& job) {
   const auto run_alone = [&] {
     for (int64_t i = 0; i < job.num_tasks; ++i) job.task(job.context, i, 0);
   };
@@ -62,7 +54,7 @@ void WorkerPool::run_job(const Job& job) {
 
 void WorkerPool::keep_awake(bool on) {
   kept_awake_.fetch_add(on ? 1 : -1, std::memory_order_relaxed);
-  if (on) run(num_threads_, [](void*, int64_t, int) {}, nullptr);
+  if (on) parallel_for(num_threads_, [](int64_t, int) {});
 }
 
 void WorkerPool::work(int worker) {

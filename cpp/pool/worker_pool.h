@@ -18,8 +18,6 @@ namespace offload {
 
 class WorkerPool {
  public:
-  using Task = void (*)(void* context, int64_t task, int worker);  // must not throw
-
   // num_threads counts the caller: 1 starts no thread.
   explicit WorkerPool(int num_threads, int64_t spin_us = 500);
   ~WorkerPool();
@@ -30,38 +28,35 @@ class WorkerPool {
 
   // Runs tasks 0 … num_tasks - 1, in that order of start, and returns when all are done. `worker` is below
   // num_threads(). Calls from several threads take turns. In a forked child the caller runs every task itself.
-  void run(int64_t num_tasks, Task task, void* context);
+  template <class Body>  // Body: void(int64_t task, int worker) const
+  void parallel_for(int64_t num_tasks, const Body& body) {
+    run({num_tasks, call<Body>, const_cast<Body*>(&body), false});
+  }
 
   // The same without an order, where task i prefers one worker: i * num_threads() / num_tasks. Called again with as
   // many tasks, it meets the same data in the same core's cache. Each worker drains its own block of tasks and then
   // helps the others; a block that nobody has begun is left alone for a moment, because its worker is about to join.
-  void run_near(int64_t num_tasks, Task task, void* context);
+  template <class Body>
+  void parallel_for_near(int64_t num_tasks, const Body& body) {
+    run({num_tasks, call<Body>, const_cast<Body*>(&body), true});
+  }
 
   // The first of the tasks that prefer `worker`; they end with the next worker's first.
   int64_t block_begin(int worker, int64_t num_tasks) const {
     return (worker * num_tasks + num_threads_ - 1) / num_threads_;
   }
 
-  template <class Body>  // Body: void(int64_t task, int worker) const
-  void parallel_for(int64_t num_tasks, const Body& body) {
-    run(num_tasks, call<Body>, const_cast<Body*>(&body));
-  }
-  template <class Body>
-  void parallel_for_near(int64_t num_tasks, const Body& body) {
-    run_near(num_tasks, call<Body>, const_cast<Body*>(&body));
-  }
-
   // While this is on (calls with true less calls with false), workers do not sleep: for callers who know that jobs come
   // in short order. Wakes them.
   void keep_awake(bool on);
 
-  // Ends the threads; run() then works on the caller alone. Called by the destructor.
+  // Ends the threads; jobs then works on the caller alone. Called by the destructor.
   void close();
 
  private:
   struct Job {
     int64_t num_tasks = 0;
-    Task task = nullptr;
+    void (*task)(void* context, int64_t task, int worker) = nullptr;  // must not throw
     void* context = nullptr;
     bool near = false;
   };
@@ -74,7 +69,7 @@ class WorkerPool {
   static void call(void* context, int64_t task, int worker) {
     (*static_cast<const Body*>(context))(task, worker);
   }
-  void run_job(const Job& job);
+  void run(const Job& job);
   void worker_loop(int worker);
   void work(int worker);
   void work_near(const Job& job, int worker);

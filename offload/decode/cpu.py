@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpu_ops.decoder_layers import DecoderLayers, NativeLayer, Norm
+from cpu_ops.decoder_layers import DecoderLayers, LayersStep, NativeLayer, Norm
 from cpu_ops.linear import Linear
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
@@ -111,13 +111,13 @@ class NativeDecoder:
         """hidden [n, hidden_size] through all layers, in place; rope = cos, sin: [n, head_dim]."""
         attention, stack = self.attention, self.stack
         if attention.on_attended is not None or rows.in_turns:
-            step = stack.begin(hidden, rope, rows)
+            step = LayersStep(stack, hidden, rope, rows)
             for layer_idx in range(stack.num_layers):
                 stack.project(layer_idx, step)
                 attention.attend(layer_idx, rows, step.qkv, step.attended)
                 stack.finish(layer_idx, step)
             return
-        step = stack.begin(hidden, rope, rows, keeps_queries=rows.keeps_queries)
+        step = LayersStep(stack, hidden, rope, rows, keeps_queries=rows.keeps_queries)
         stack.run(step)
         if step.kept_queries is not None:
             sparse = attention.sparse_layers.nonzero()[0].tolist()

@@ -61,7 +61,7 @@ def _learn(attention: DecodeAttention, layer_idx: int, step: DecodeStep, query: 
     attention.native.learn(
         layer_idx,
         query.data_ptr(),
-        *step.of(slice(None)),
+        step.native,
         attention.beside is not None,
         sinks,
         recent,

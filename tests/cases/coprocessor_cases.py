@@ -334,7 +334,7 @@ def started(world: World, **options: Any) -> Iterator[tuple[Coprocessor, FlagGpu
     coprocessor.close()
 
 
-def launch(world: World, coprocessor: Coprocessor, gpu: FlagGpu, rng: np.random.Generator) -> int:
+def launch(world: World, coprocessor: Coprocessor, gpu: FlagGpu, rng: np.random.Generator) -> None:
     """Begin a step of all sequences and hand it to the GPU."""
     given = world.random_step(rng)
     kv_lens = [world.store.kv_len(seq) + 1 for seq in world.seqs]
@@ -342,10 +342,9 @@ def launch(world: World, coprocessor: Coprocessor, gpu: FlagGpu, rng: np.random.
         coprocessor.wait()
     step = world.open(given)
     slots = range(len(world.seqs))
-    number = coprocessor.begin_step(step, slots)
+    coprocessor.begin_step(step, slots)
     gpu.launch(given, step, slots)
     world.commit(step)
-    return number
 
 
 def check_last(world: World, gpu: FlagGpu, coprocessor: Coprocessor) -> None:

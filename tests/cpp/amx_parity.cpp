@@ -82,7 +82,6 @@ alignas(64) Tiles tiles;
 #define _tile_stored(t, to, stride) ::offload::test::tiles.store(t, to, stride)
 #define _tile_dpbf16ps(c, a, b) ::offload::test::tiles.dpbf16ps(c, a, b)
 #include "kernels/isa/amx.cpp"
-#include "kernels/isa/amx_attention.cpp"
 
 namespace offload::test {
 

@@ -150,7 +150,7 @@ void play(Side& side, const Numbers& numbers, const Ask& ask, std::vector<float>
 }
 
 // The host runs up to `ahead` steps before the GPU.
-void steps_are_the_same(int num_threads, int num_steps, bool traced, bool proposes, bool warms_up) {
+void steps_are_the_same(int num_threads, int num_steps, bool traced, bool proposes) {
   std::vector<Numbers> numbers(static_cast<size_t>(num_steps));
   std::vector<float> expected, answers;
   Side alone, driven;
@@ -158,9 +158,9 @@ void steps_are_the_same(int num_threads, int num_steps, bool traced, bool propos
   DecodeAttention serial(kShape, *scalar_table(), one), parallel(kShape, *scalar_table(), pool);
   serial.set_policy(make_policy(proposes));
   parallel.set_policy(make_policy(proposes));
-  Coprocessor called(serial, alone.mailbox(), make_requests(), {0, 1, 1}, 2, 6);
-  Coprocessor threaded(parallel, driven.mailbox(), make_requests(), {0, 1, 1}, 2, 6);
-  threaded.set_warm_up(warms_up);
+  Coprocessor called(serial, alone.mailbox(), {make_requests(), {0, 1, 1}, 2, 6});
+  Coprocessor threaded(parallel, driven.mailbox(), {make_requests(), {0, 1, 1}, 2, 6});
+  threaded.set_deadline(60'000'000'000);
   for (int i = 0; i < num_steps; ++i) {
     called.begin(alone.step(20 + i));
     play(
@@ -197,7 +197,7 @@ void steps_are_the_same(int num_threads, int num_steps, bool traced, bool propos
     if (traced) threaded.trace().drain();
     std::string message;
     while (i % 4 == 3 && threaded.wait(number, 1'000'000, &message) == Coprocessor::Outcome::waiting) {
-      CHECK(!threaded.position().empty() && threaded.silent_ns() < 60'000'000'000, "position");
+      CHECK(!threaded.position().empty() && !threaded.is_silent(), "position");
     }
     CHECK(message.empty(), "%s", message.c_str());
   }
@@ -293,8 +293,8 @@ void heads_of_the_gpu(int num_threads, int num_rounds, int num_steps) {
     Side alone, driven;
     Lists of_alone, of_driven;
     std::vector<float> expected, answers;
-    Coprocessor called(serial, of_alone.in(alone.mailbox()), requests, {0, 1, 1}, 2, 6, heads);
-    Coprocessor threaded(parallel, of_driven.in(driven.mailbox()), requests, {0, 1, 1}, 2, 6, heads);
+    Coprocessor called(serial, of_alone.in(alone.mailbox()), {requests, {0, 1, 1}, 2, 6, heads});
+    Coprocessor threaded(parallel, of_driven.in(driven.mailbox()), {requests, {0, 1, 1}, 2, 6, heads});
     threaded.start();
     for (int i = 0; i < num_steps; ++i) {
       const Numbers numbers;
@@ -366,12 +366,11 @@ void aborts(int rounds) {
   WorkerPool pool(3, 30);
   DecodeAttention attention(kShape, *scalar_table(), pool);
   attention.set_policy(make_policy(false));
-  Coprocessor coprocessor(attention, side.mailbox(), make_requests(), {0, 1, 1}, 2, 6);
+  Coprocessor coprocessor(attention, side.mailbox(), {make_requests(), {0, 1, 1}, 2, 6});
   for (int round = 0; round < rounds; ++round) {
     coprocessor.start();
     if (round % 5 == 1) coprocessor.inject_stall(2, 100'000'000);
     if (round % 5 == 2) coprocessor.inject_death(0);
-    coprocessor.set_idle(round % 5 == 3);
     std::atomic<bool> never{false};
     for (int i = 0; i < 3; ++i) coprocessor.queue(side.step(50 + i));
     std::thread gpu([&] {
@@ -401,9 +400,8 @@ void aborts(int rounds) {
 int main() {
   using namespace offload::test;
   for (const int threads : {1, 2, 4}) {
-    for (const bool proposes : {false, true}) steps_are_the_same(threads, 40, threads == 2, proposes, true);
+    for (const bool proposes : {false, true}) steps_are_the_same(threads, 40, threads == 2, proposes);
   }
-  steps_are_the_same(3, 20, false, true, false);
   for (const int threads : {1, 3}) heads_of_the_gpu(threads, 4, 12);
   rings_count_what_they_lose();
   aborts(60);

@@ -154,7 +154,6 @@ Results run(const Step& step, DecodeAttention& attention) {
     rows[r].arrays = step.sequences[r]->arrays;
   }
   attention.set_policy(step.policy);
-  attention.set_units_per_row(step.policy.per_query_head);
   const int64_t num_layers = step.policy.roles.empty() ? 1 : kNumLayers;
   for (int64_t layer_idx = 0; layer_idx < num_layers; ++layer_idx) {  // all over the same pages
     attention.prepare(layer_idx, rows);

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 CPP = HERE.parents[1] / "cpp"
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-math-errno", "-fno-omit-frame-pointer", "-pthread"]
 FLAGS += [f"-I{CPP}", f"-I{HERE}"]
-ALL_ISAS = ["scalar", "neon", "avx2", "avx512", "avx512_bf16", "amx", "amx_attention"]
+ALL_ISAS = ["scalar", "neon", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
 def run(command: Sequence[str | Path], timeout_s: int = 120) -> subprocess.CompletedProcess[str]:

@@ -130,20 +130,6 @@ def test_steps_keep_their_memory_until_they_are_done(pool):
         assert held() is None
 
 
-def test_serving_nothing(pool):
-    """Keys and values are stored, lse is -inf; afterwards everything is as before."""
-    rng = new_rng()
-    world = full_world(pool)
-    with started(world) as (coprocessor, gpu):
-        coprocessor.serve_nothing(True)
-        launch(world, coprocessor, gpu, rng)
-        coprocessor.wait()
-        gpu.synchronize()
-        assert torch.isneginf(coprocessor.mailbox.lse).all()
-        coprocessor.serve_nothing(False)
-        check_last(world, gpu, coprocessor)
-
-
 def test_events(pool):
     rng = new_rng()
     policy = make_policy("lfps", **SMALL)

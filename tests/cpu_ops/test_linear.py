@@ -160,28 +160,34 @@ def test_bad_input_is_refused(pool):
         ({"weights": [weight], "biases": [None, None]}, "expected 1 biases, got 2"),
         ({"weights": [weight.double()]}, "dtype must be one of torch.float32"),
         ({"weights": [weight, weight.half()]}, r"weights\[1\] must be torch.float32"),
-        ({"weights": [weight, torch.zeros(6, 16)]}, r"weights\[1\] must be \[n, 32\]"),
-        ({"weights": [torch.zeros(32, 6).T]}, r"weights\[0\] must be contiguous"),
-        ({"weights": [weight], "biases": [torch.zeros(5)]}, r"biases\[0\] must be \[n, 6\]"),
+        ({"weights": [weight, torch.zeros(6, 16)]}, r"weights\[1\] must be .* \[6, 32\]"),
+        (
+            {"weights": [torch.zeros(32, 6).T]},
+            r"weights\[0\] must be .* contiguous",
+        ),
+        (
+            {"weights": [weight], "biases": [torch.zeros(5)]},
+            r"biases\[0\] must be .* \[6\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Linear(**arguments)
     for rows in (0, 17):
         with pytest.raises(ValueError, match=f"x must have 1 to 16 rows, got {rows}"):
             linear(pool, torch.zeros(rows, 32))
-    with pytest.raises(ValueError, match=r"x must be \[n, 64\], got \[2, 32\]"):
+    with pytest.raises(ValueError, match=r"x must be .* \[2, 64\] .* got torch.float32 \[2, 32\]"):
         linear(pool, x, silu_mul=True)
-    with pytest.raises(ValueError, match=r"x must be torch\.float32, got torch\.float16"):
+    with pytest.raises(ValueError, match=r"x must be torch\.float32 .* got torch\.float16"):
         linear(pool, x.half())
-    with pytest.raises(ValueError, match="x must be contiguous"):
+    with pytest.raises(ValueError, match=r"x must be .* contiguous"):
         linear(pool, torch.zeros(2, 64)[:, ::2])
     with pytest.raises(ValueError, match="norm and silu_mul exclude each other"):
         linear(pool, torch.zeros(2, 64), norm=(torch.ones(32), EPS), silu_mul=True)
     with pytest.raises(ValueError, match=r"norm weight must be torch.float32 \[32\]"):
         linear(pool, x, norm=(torch.ones(31), EPS))
-    with pytest.raises(ValueError, match="out must have 2 rows, got 3"):
+    with pytest.raises(ValueError, match=r"out must be .* \[2, 6\] .* got torch.float32 \[3, 6\]"):
         linear(pool, x, torch.zeros(3, 6))
-    with pytest.raises(ValueError, match=r"residual must be \[n, 6\], got \[2, 7\]"):
+    with pytest.raises(ValueError, match=r"residual must be .* \[2, 6\] .* \[2, 7\]"):
         linear(pool, x, residual=torch.zeros(2, 7))
     with pytest.raises(ValueError, match="unknown ISA 'avx9'"):
         Linear([weight], isa="avx9")(pool, x)

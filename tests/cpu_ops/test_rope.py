@@ -9,8 +9,10 @@ from cases.attention_cases import relative_error
 from cases.seeded import new_rng
 
 from cpu_ops import native, reference
-from cpu_ops.native import rope_append
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
+from offload.policies import make_policy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = native.available_isas()
@@ -40,26 +42,17 @@ def make_store(head_dim: int, dtype: torch.dtype, page_tokens: int = PAGE_TOKENS
     )
 
 
-def append_rows(store: KVStore, seqs, positions, qkv, cos, sin, layer_idx=1, **options) -> None:
+def append_rows(
+    store: KVStore, seqs, positions, qkv, cos, sin, layer_idx=1, isa=None, **options
+) -> None:
     """Reserve what the positions need and run rope_append, row i into seqs[i]."""
     for seq in set(seqs):
         last = max(p for s, p in zip(seqs, positions, strict=True) if s == seq)
         store.reserve([seq], [last + 1 - store.kv_len(seq)])
-    tables = [store.page_table(seq) for seq in seqs]
-    rope_append(
-        qkv,
-        cos,
-        sin,
-        num_qo_heads=NUM_QO_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=store.head_dim,
-        page_tokens=store.page_tokens,
-        page_tables=np.array([table.ctypes.data for table in tables], np.int64),
-        table_strides=np.array([table.shape[1] for table in tables], np.int64),
-        layer_idx=layer_idx,
-        positions=np.asarray(positions, np.int64),
-        **options,
-    )
+    full, pool = make_policy("full"), WorkerPool(1)
+    attention = DecodeAttention(full, store, num_qo_heads=NUM_QO_HEADS, pool=pool, isa=isa)
+    step = attention.begin_step(seqs, [position + 1 for position in positions])
+    attention.rope_append(layer_idx, step, qkv, (cos, sin), **options)
 
 
 def expected_rotation(x, cos, sin, dtype, norm_weight=None):
@@ -169,39 +162,13 @@ def test_bad_input_is_refused():
     width = (NUM_QO_HEADS + 2 * NUM_KV_HEADS) * 64
     good = {"qkv": torch.zeros(1, width), "cos": torch.zeros(1, 64), "sin": torch.zeros(1, 64)}
     for change, message in (
-        ({"qkv": torch.zeros(1, width - 64)}, rf"qkv must be \[n, {width}\]"),
-        ({"qkv": torch.zeros(1, width, dtype=torch.float64)}, "cos must be torch.float64"),
-        ({"cos": torch.zeros(1, 32)}, r"cos must be \[n, 64\]"),
-        ({"sin": torch.zeros(2, 64)}, "sin must have 1 rows, got 2"),
+        ({"qkv": torch.zeros(1, width - 64)}, rf"qkv must be .* \[1, {width}\]"),
+        ({"qkv": torch.zeros(1, width, dtype=torch.float64)}, "qkv must be torch.float32"),
+        ({"cos": torch.zeros(1, 32)}, r"cos must be .* \[1, 64\] .* \[1, 32\]"),
+        ({"sin": torch.zeros(2, 64)}, r"sin must be .* \[1, 64\] .* \[2, 64\]"),
         ({"sin": torch.zeros(1, 64).half()}, "sin must be torch.float32"),
         ({"q_norm": torch.zeros(32)}, r"q_norm must be torch.float32 \[64\]"),
         ({"k_norm": torch.zeros(64).half()}, r"k_norm must be torch.float32 \[64\]"),
     ):
         with pytest.raises(ValueError, match=message):
             append_rows(store, [seq], [0], **{**good, **change})
-    shape = {"num_qo_heads": 6, "num_kv_heads": 2, "head_dim": 64, "layer_idx": 0}
-    one = np.zeros(1, np.int64)
-    for tables, page_tokens, message in (
-        (np.zeros(2, np.int64), 4, "expected 1 page tables, strides and positions, got 2, 1, 1"),
-        (one, 3, "page_tokens must be a power of two, got 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rope_append(
-                **good,
-                **shape,
-                page_tokens=page_tokens,
-                page_tables=tables,
-                table_strides=one,
-                positions=one,
-            )
-    with pytest.raises(ValueError, match="head_dim must be a multiple of 16 up to 256, got 24"):
-        rope_append(
-            torch.zeros(1, 10 * 24),
-            torch.zeros(1, 24),
-            torch.zeros(1, 24),
-            **{**shape, "head_dim": 24},
-            page_tokens=4,
-            page_tables=one,
-            table_strides=one,
-            positions=one,
-        )

@@ -1,8 +1,4 @@
 // AVX2, FMA and F16C: 8 lanes, 16 registers.
-#include <cmath>
-#include <cstdint>
-#include <new>
-
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 
@@ -19,14 +15,9 @@ inline constexpr int kValueTile = 4;   // vectors of a value row accumulated tog
 inline constexpr int kValueHeads = 2;  // for so many heads at a time
 using F = __m256;
 
-static inline F f_zero() { return _mm256_setzero_ps(); }
 static inline F f_set1(float x) { return _mm256_set1_ps(x); }
 static inline F f_load(const float* p) { return _mm256_loadu_ps(p); }
 static inline void f_store(float* p, F x) { _mm256_storeu_ps(p, x); }
-static inline F f_add(F a, F b) { return _mm256_add_ps(a, b); }
-static inline F f_sub(F a, F b) { return _mm256_sub_ps(a, b); }
-static inline F f_mul(F a, F b) { return _mm256_mul_ps(a, b); }
-static inline F f_div(F a, F b) { return _mm256_div_ps(a, b); }
 static inline F f_fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 static inline F f_max(F a, F b) { return _mm256_max_ps(a, b); }
 static inline F f_round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -45,7 +36,6 @@ static inline float f_max_lane(F x) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
-static inline F f_load_as(const float* p) { return _mm256_loadu_ps(p); }
 static inline F f_load_as(const Bf16* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
@@ -53,10 +43,6 @@ static inline F f_load_as(const Bf16* p) {
 static inline F f_load_as(const Half* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-static inline F f_load_as(const int8_t* p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-}
-static inline void f_store_as(float* p, F x) { _mm256_storeu_ps(p, x); }
 static inline void f_store_as(Half* p, F x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -91,12 +77,6 @@ static inline void f_store_sums(const F* sums, float scale, float* out, int64_t 
     for (int r = 0; r < R; ++r) out[g * stride + r] = scale * f_sum(sums[g * R + r]);
   }
 }
-[[gnu::always_inline]] static inline void prefetch_l1(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
-}
-[[gnu::always_inline]] static inline void prefetch_l2(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
-}
 
 static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
                                       int64_t capacity) {
@@ -129,42 +109,13 @@ static inline int64_t count_at_least(const float* x, int64_t n, float threshold)
   return count;
 }
 
-static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
-  const char* bytes = static_cast<const char*>(p);
-  const auto load = [bytes](int64_t i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i)); };
-  __m256i a = _mm256_setzero_si256(), b = a;
-  int64_t i = 0;
-  for (; i + 64 <= num_bytes; i += 64) {
-    a = _mm256_add_epi64(a, load(i));
-    b = _mm256_add_epi64(b, load(i + 32));
-  }
-  for (; i + 32 <= num_bytes; i += 32) a = _mm256_add_epi64(a, load(i));
-  alignas(32) uint64_t lanes[4];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), _mm256_add_epi64(a, b));
-  return lanes[0] + lanes[1] + lanes[2] + lanes[3];
-}
-
-// clang-format off
-#include "kernels/vector_math-inl.h"
-#include "kernels/tile_ops-inl.h"
-#include "kernels/attention-inl.h"
-#include "kernels/clustering-inl.h"
-#include "kernels/elementwise-inl.h"
-// clang-format on
+#include "kernels/bodies-inl.h"
 
 }  // namespace offload::avx2
 #pragma GCC pop_options
 
-namespace offload {
-
-const KernelTable* avx2_table() {
+const offload::KernelTable* offload::avx2_table() {
   static const KernelTable table = avx2::make_table("avx2");
   return &table;
 }
-
-}  // namespace offload
-#else
-namespace offload {
-const KernelTable* avx2_table() { return nullptr; }
-}  // namespace offload
 #endif

@@ -1,9 +1,4 @@
 // AVX512-BF16 on top of AVX-512: only the bf16 dot products change.
-#include <cmath>
-#include <cstdint>
-#include <new>
-#include <type_traits>
-
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 
@@ -16,14 +11,11 @@ namespace offload::avx512_bf16 {
 
 #include "kernels/isa/avx512_primitives-inl.h"
 // clang-format off
-#include "kernels/vector_math-inl.h"
 #include "kernels/tile_ops-inl.h"
 #include "kernels/tile_ops_bf16-inl.h"
 template <>
 struct TileOps<Bf16> : PairOps {};
 #include "kernels/attention-inl.h"
-#include "kernels/clustering-inl.h"
-#include "kernels/elementwise-inl.h"
 // clang-format on
 
 // The pairwise kernels work on 32 columns at a time.
@@ -40,9 +32,7 @@ static void attend_any(const AttendArgs& args) {
 }  // namespace offload::avx512_bf16
 #pragma GCC pop_options
 
-namespace offload {
-
-const KernelTable* avx512_bf16_table() {
+const offload::KernelTable* offload::avx512_bf16_table() {
   static const KernelTable table = [] {
     KernelTable improved = *avx512_table();
     improved.name = "avx512_bf16";
@@ -55,10 +45,4 @@ const KernelTable* avx512_bf16_table() {
   }();
   return &table;
 }
-
-}  // namespace offload
-#else
-namespace offload {
-const KernelTable* avx512_bf16_table() { return nullptr; }
-}  // namespace offload
 #endif

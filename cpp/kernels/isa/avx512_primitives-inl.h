@@ -6,14 +6,9 @@ inline constexpr int kValueTile = 8;   // vectors of a value row accumulated tog
 inline constexpr int kValueHeads = 2;  // for so many heads at a time
 using F = __m512;
 
-static inline F f_zero() { return _mm512_setzero_ps(); }
 static inline F f_set1(float x) { return _mm512_set1_ps(x); }
 static inline F f_load(const float* p) { return _mm512_loadu_ps(p); }
 static inline void f_store(float* p, F x) { _mm512_storeu_ps(p, x); }
-static inline F f_add(F a, F b) { return _mm512_add_ps(a, b); }
-static inline F f_sub(F a, F b) { return _mm512_sub_ps(a, b); }
-static inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
-static inline F f_div(F a, F b) { return _mm512_div_ps(a, b); }
 static inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 static inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }
 static inline F f_round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -21,7 +16,6 @@ static inline F f_scale2(F x, F n) { return _mm512_scalef_ps(x, n); }
 static inline float f_sum(F x) { return _mm512_reduce_add_ps(x); }
 static inline float f_max_lane(F x) { return _mm512_reduce_max_ps(x); }
 
-static inline F f_load_as(const float* p) { return _mm512_loadu_ps(p); }
 static inline F f_load_as(const Bf16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -29,10 +23,6 @@ static inline F f_load_as(const Bf16* p) {
 static inline F f_load_as(const Half* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-static inline F f_load_as(const int8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
-static inline void f_store_as(float* p, F x) { _mm512_storeu_ps(p, x); }
 static inline void f_store_as(Half* p, F x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -81,13 +71,6 @@ static inline void f_store_sums(const F* sums, float scale, float* out, int64_t 
   }
 }
 
-[[gnu::always_inline]] static inline void prefetch_l1(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
-}
-[[gnu::always_inline]] static inline void prefetch_l2(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
-}
-
 static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
                                       int64_t capacity) {
   int64_t count = 0;
@@ -126,23 +109,4 @@ static inline int64_t count_at_least(const float* x, int64_t n, float threshold)
   }
   for (; i < n; ++i) count += x[i] >= threshold;
   return count;
-}
-
-static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
-  const char* bytes = static_cast<const char*>(p);
-  __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
-  int64_t i = 0;
-  for (; i + 256 <= num_bytes; i += 256) {
-    a = _mm512_add_epi64(a, _mm512_loadu_si512(bytes + i));
-    b = _mm512_add_epi64(b, _mm512_loadu_si512(bytes + i + 64));
-    c = _mm512_add_epi64(c, _mm512_loadu_si512(bytes + i + 128));
-    d = _mm512_add_epi64(d, _mm512_loadu_si512(bytes + i + 192));
-  }
-  for (; i + 64 <= num_bytes; i += 64) a = _mm512_add_epi64(a, _mm512_loadu_si512(bytes + i));
-  // Not _mm512_reduce_add_epi64: it adds signed numbers, and the checksum wraps.
-  alignas(64) uint64_t lanes[8];
-  _mm512_store_si512(lanes, _mm512_add_epi64(_mm512_add_epi64(a, b), _mm512_add_epi64(c, d)));
-  uint64_t sum = 0;
-  for (const uint64_t lane : lanes) sum += lane;
-  return sum;
 }

@@ -1,9 +1,4 @@
 // NEON (AArch64, where every CPU has it): 4 lanes, 32 registers. Tested under qemu-user, not yet run on hardware.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <new>
-
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 
@@ -18,14 +13,9 @@ inline constexpr int kValueTile = 8;   // vectors of a value row accumulated tog
 inline constexpr int kValueHeads = 2;  // for so many heads at a time
 using F = float32x4_t;
 
-static inline F f_zero() { return vdupq_n_f32(0.0f); }
 static inline F f_set1(float x) { return vdupq_n_f32(x); }
 static inline F f_load(const float* p) { return vld1q_f32(p); }
 static inline void f_store(float* p, F x) { vst1q_f32(p, x); }
-static inline F f_add(F a, F b) { return vaddq_f32(a, b); }
-static inline F f_sub(F a, F b) { return vsubq_f32(a, b); }
-static inline F f_mul(F a, F b) { return vmulq_f32(a, b); }
-static inline F f_div(F a, F b) { return vdivq_f32(a, b); }
 static inline F f_fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 static inline F f_max(F a, F b) { return vmaxnmq_f32(a, b); }  // drops a NaN, as the other ISAs' maxima do
 static inline F f_round(F x) { return vrndnq_f32(x); }
@@ -37,19 +27,12 @@ static inline F f_scale2(F x, F n) {
 static inline float f_sum(F x) { return vaddvq_f32(x); }
 static inline float f_max_lane(F x) { return vmaxnmvq_f32(x); }
 
-static inline F f_load_as(const float* p) { return vld1q_f32(p); }
 static inline F f_load_as(const Bf16* p) {
   return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p)), 16));
 }
 static inline F f_load_as(const Half* p) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
 }
-static inline F f_load_as(const int8_t* p) {
-  int32_t four;
-  std::memcpy(&four, p, sizeof four);
-  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(static_cast<uint32_t>(four))))));
-}
-static inline void f_store_as(float* p, F x) { vst1q_f32(p, x); }
 static inline void f_store_as(Half* p, F x) {
   vst1_u16(reinterpret_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(x)));
 }
@@ -85,8 +68,6 @@ static inline void f_store_sums(const F* sums, float scale, float* out, int64_t 
     }
   }
 }
-[[gnu::always_inline]] static inline void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
-[[gnu::always_inline]] static inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
                                       int64_t capacity) {
@@ -114,41 +95,12 @@ static inline int64_t count_at_least(const float* x, int64_t n, float threshold)
   return count;
 }
 
-static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
-  const char* bytes = static_cast<const char*>(p);
-  const auto load = [bytes](int64_t i) {
-    return vreinterpretq_u64_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(bytes + i)));
-  };
-  uint64x2_t a = vdupq_n_u64(0), b = a;
-  int64_t i = 0;
-  for (; i + 32 <= num_bytes; i += 32) {
-    a = vaddq_u64(a, load(i));
-    b = vaddq_u64(b, load(i + 16));
-  }
-  for (; i + 16 <= num_bytes; i += 16) a = vaddq_u64(a, load(i));
-  return vaddvq_u64(vaddq_u64(a, b));
-}
-
-// clang-format off
-#include "kernels/vector_math-inl.h"
-#include "kernels/tile_ops-inl.h"
-#include "kernels/attention-inl.h"
-#include "kernels/clustering-inl.h"
-#include "kernels/elementwise-inl.h"
-// clang-format on
+#include "kernels/bodies-inl.h"
 
 }  // namespace offload::neon
 
-namespace offload {
-
-const KernelTable* neon_table() {
+const offload::KernelTable* offload::neon_table() {
   static const KernelTable table = neon::make_table("neon");
   return &table;
 }
-
-}  // namespace offload
-#else
-namespace offload {
-const KernelTable* neon_table() { return nullptr; }
-}  // namespace offload
 #endif

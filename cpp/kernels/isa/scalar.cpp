@@ -1,8 +1,4 @@
 // The baseline every machine has, and the meaning of every other ISA's kernels.
-#include <cmath>
-#include <cstring>
-#include <new>
-
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 
@@ -14,14 +10,9 @@ inline constexpr int kValueTile = 16;  // vectors of a value row accumulated tog
 inline constexpr int kValueHeads = 4;  // for so many heads at a time
 using F = float;
 
-static inline F f_zero() { return 0.0f; }
 static inline F f_set1(float x) { return x; }
 static inline F f_load(const float* p) { return *p; }
 static inline void f_store(float* p, F x) { *p = x; }
-static inline F f_add(F a, F b) { return a + b; }
-static inline F f_sub(F a, F b) { return a - b; }
-static inline F f_mul(F a, F b) { return a * b; }
-static inline F f_div(F a, F b) { return a / b; }
 static inline F f_fma(F a, F b, F c) { return a * b + c; }
 static inline F f_max(F a, F b) { return a > b ? a : b; }
 static inline F f_round(F x) { return std::nearbyint(x); }
@@ -51,8 +42,6 @@ static inline void f_store_sums(const F* sums, float scale, float* out, int64_t 
     for (int r = 0; r < R; ++r) out[g * stride + r] = scale * f_sum(sums[g * R + r]);
   }
 }
-[[gnu::always_inline]] static inline void prefetch_l1(const void*) {}
-[[gnu::always_inline]] static inline void prefetch_l2(const void*) {}
 
 static inline int64_t filter_at_least(const float* x, int64_t n, float threshold, int32_t* positions,
                                       int64_t capacity) {
@@ -71,31 +60,11 @@ static inline int64_t count_at_least(const float* x, int64_t n, float threshold)
   return count;
 }
 
-static inline uint64_t read_chunk(const void* p, int64_t num_bytes) {
-  uint64_t sum = 0;
-  for (int64_t i = 0; i < num_bytes; i += 8) {
-    uint64_t word;
-    std::memcpy(&word, static_cast<const char*>(p) + i, sizeof word);
-    sum += word;
-  }
-  return sum;
-}
-
-#include "kernels/vector_math-inl.h"
-// clang-format off
-#include "kernels/tile_ops-inl.h"
-#include "kernels/attention-inl.h"
-#include "kernels/clustering-inl.h"
-#include "kernels/elementwise-inl.h"
-// clang-format on
+#include "kernels/bodies-inl.h"
 
 }  // namespace offload::scalar
 
-namespace offload {
-
-const KernelTable* scalar_table() {
+const offload::KernelTable* offload::scalar_table() {
   static const KernelTable table = scalar::make_table("scalar");
   return &table;
 }
-
-}  // namespace offload

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpu_ops.native import rope_append
 from cpu_ops.worker_pool import WorkerPool
 from offload.bench.made.model_cache import ModelCache, structured_model_cache
 from offload.bench.made.random_model import random_model
@@ -204,19 +203,7 @@ class InlineSession:
         for layer_idx, layer in enumerate(decoder.stack.layers):
             qkv = layer.qkv(pool, x, norm=layer.input_norm)
             cache.rows.after_projection(layer_idx, 0, qkv, positions)
-            rope_append(
-                qkv,
-                cos,
-                sin,
-                num_qo_heads=shape.num_qo_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                page_tokens=cache.store.page_tokens,
-                page_tables=step.page_tables,
-                table_strides=step.table_strides,
-                layer_idx=layer_idx,
-                positions=step.positions,
-            )
+            decoder.attention.rope_append(layer_idx, step, qkv, (cos, sin))
             if marks is not None:
                 marks.mark("linear", layer_idx)
             o = x.new_zeros(n, shape.num_qo_heads * shape.head_dim)

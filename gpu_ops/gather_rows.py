@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gpu_ops.checks import check_dtype, check_head_dim, check_page_tokens, check_tensor
+from gpu_ops.cpu_pages import page_at
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
-from gpu_ops.rope_publish import page_at
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.rms_norm import rms_norm_reference
 
 # One warp for four outputs: with more warps than one, every load of x waits for all of them; with
 # fewer outputs the reads of x weigh too much, with more the small layers have too few programs.
@@ -166,9 +167,7 @@ def gemv_reference(
 ) -> Tensor:
     """`gemv` by torch."""
     if norm is not None:
-        row = x.float()
-        row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + norm[1])
-        x = norm[0] * row.to(x.dtype)
+        x = rms_norm_reference(x, *norm)
     y = functional.linear(x, weight, bias)
     if glu:
         gate, up = y.chunk(2, dim=-1)

@@ -24,11 +24,11 @@ from gpu_ops.checks import (
     check_page_tokens,
     check_tensor,
 )
+from gpu_ops.cpu_pages import gather_pages
 from gpu_ops.early_launch import can_launch_early, early_option
 from gpu_ops.hybrid_kernels import hybrid_attention_kernel, merge_hybrid_kernel
 from gpu_ops.launch import compiles, next_power_of_2, runs_kernel
 from gpu_ops.online_softmax import MIN_GROUP, tile_tokens
-from gpu_ops.rope_publish import page_at
 from gpu_ops.window_attention import attend_reference
 
 DENSE = -1  # a block count: the head attends to all tokens
@@ -250,9 +250,7 @@ def hybrid_attention_reference(
         if position < 0:
             continue
         kv_len = position + 1
-        addresses = page_table[row, : -(-kv_len // page_tokens)].tolist()
-        pages = [page_at(address, page_shape, query.dtype) for address in addresses]
-        kv = torch.cat(pages, dim=2)[:, :, :kv_len]
+        kv = gather_pages(page_table[row], kv_len, page_shape, query.dtype)
         for kv_head, count in enumerate(block_counts[row].tolist()):
             chosen = torch.ones(kv_len, dtype=torch.bool)
             if count >= 0:

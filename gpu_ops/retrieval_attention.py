@@ -12,11 +12,21 @@ import torch
 from torch import Tensor
 
 from gpu_ops.checks import check_dtype, check_head_dim, check_page_tokens, check_tensor
-from gpu_ops.launch import runs_kernel
-from gpu_ops.paged_attention import gather_pages
-from gpu_ops.split_kv import PROGRAMS_PER_MULTIPROCESSOR, SplitLaunch, attend_pages
+from gpu_ops.cpu_pages import gather_pages
+from gpu_ops.early_launch import can_launch_early, early_option
+from gpu_ops.launch import next_power_of_2, runs_kernel
+from gpu_ops.online_softmax import MIN_GROUP
+from gpu_ops.split_kv import (
+    MAX_TILES_PER_SPLIT,
+    PROGRAMS_PER_MULTIPROCESSOR,
+    SplitLaunch,
+    merge_splits_kernel,
+    paged_attention_kernel,
+)
 
 _MAX_SPLITS = 1024  # of one head: the lse of all of them are in one program's registers
+_MERGE_PROGRAMS = 256  # that the merge has at least, by parts of a head's output
+_MERGED_ELEMENTS = 4096  # of the pieces of a head, that a program has in registers at once
 
 
 def num_retrieval_splits(
@@ -38,11 +48,20 @@ def num_retrieval_splits(
     return max(1, min(_MAX_SPLITS, programs // num_heads))
 
 
+def check_partial_out(partial_out: Tensor) -> None:
+    """ValueError unless it is of splits of query heads."""
+    if partial_out.dim() != 4:
+        raise ValueError(
+            "partial_out must be [n, num_qo_heads, num_splits, head_dim],"
+            f" got {list(partial_out.shape)}"
+        )
+
+
 def retrieval_attention(
     query: Tensor,
     page_table: Tensor,
     positions: Tensor,
-    heads: Tensor,
+    heads: Tensor | None,
     *,
     group_size: int,
     page_tokens: int,
@@ -50,7 +69,7 @@ def retrieval_attention(
     partial_out: Tensor,
     partial_lse: Tensor,
     out: Tensor,
-    lse: Tensor,
+    lse: Tensor | None = None,
     scores: Tensor | None = None,
     launch: SplitLaunch | None = None,
 ) -> None:
@@ -64,7 +83,7 @@ def retrieval_attention(
         positions: int64 [n], each row's last token, whose K/V are in their page; -1 for an
             inactive row, whose out is 0 and lse -inf.
         heads: int32 [H], ascending KV heads, on the device; below num_qo_heads / group_size, which
-            nobody checks.
+            nobody checks. None: all, and `out` is in query's dtype.
         group_size: query heads of a KV head.
         page_tokens: a power of two; of at least 64 for full speed.
         partial_out, partial_lse: scratch, float32 [n, num_qo_heads, num_splits, head_dim] and
@@ -78,34 +97,33 @@ def retrieval_attention(
         launch: how a split is computed; None: as suits a Hopper GPU.
     """
     check_dtype("query", query)
-    if partial_out.dim() != 4:
-        raise ValueError(
-            "partial_out must be [n, num_qo_heads, num_splits, head_dim],"
-            f" got {list(partial_out.shape)}"
-        )
+    check_partial_out(partial_out)
     n, num_qo_heads, num_splits, head_dim = partial_out.shape
-    num_heads, device = heads.numel(), query.device
+    device = query.device
     check_head_dim(head_dim)
     check_page_tokens(page_tokens)
     if group_size < 1 or num_qo_heads % group_size:
         raise ValueError(
             f"num_qo_heads must be a multiple of group_size, got {num_qo_heads} and {group_size}"
         )
-    if not 1 <= num_heads <= num_qo_heads // group_size:
-        raise ValueError(
-            f"heads must be 1 to {num_qo_heads // group_size} KV heads, got {num_heads}"
-        )
+    num_kv_heads = num_qo_heads // group_size
+    num_heads = num_kv_heads if heads is None else heads.numel()
+    if not 1 <= num_heads <= num_kv_heads:
+        raise ValueError(f"heads must be 1 to {num_kv_heads} KV heads, got {num_heads}")
     if not 1 <= num_splits <= _MAX_SPLITS:
         raise ValueError(f"num_splits must be in 1..{_MAX_SPLITS}, got {num_splits}")
     shape = (n, num_qo_heads * head_dim)
     check_tensor("query", query, shape, query.dtype, device)
     check_tensor("page_table", page_table, (n, page_table.shape[-1]), torch.int64, device)
     check_tensor("positions", positions, (n,), torch.int64, device)
-    check_tensor("heads", heads, (num_heads,), torch.int32, device)
+    if heads is not None:
+        check_tensor("heads", heads, (num_heads,), torch.int32, device)
     check_tensor("partial_out", partial_out, partial_out.shape, torch.float32, device)
     check_tensor("partial_lse", partial_lse, (n, num_qo_heads, num_splits), torch.float32, device)
-    check_tensor("out", out, shape, torch.float32, device)
-    check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
+    check_tensor("out", out, shape, query.dtype if heads is None else torch.float32, device)
+    if lse is not None:
+        check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
+    max_tokens = 0
     if scores is not None:
         max_tokens = scores.shape[-1]
         if max_tokens < page_table.shape[1] * page_tokens:
@@ -115,34 +133,58 @@ def retrieval_attention(
             )
         scores_shape = (n, num_heads, group_size, max_tokens)
         check_tensor("scores", scores, scores_shape, torch.float32, device)
+    operands = (query, page_table, positions, heads)
     if not runs_kernel(query):
+        page_shape = (2, num_heads, page_tokens, head_dim)
         return retrieval_attention_reference(
-            query,
-            page_table,
-            positions,
-            heads,
-            group_size=group_size,
-            page_tokens=page_tokens,
-            sm_scale=sm_scale,
-            out=out,
-            lse=lse,
-            scores=scores,
+            *operands, group_size, page_shape, sm_scale, out, lse, scores
         )
-    attend_pages(
-        query,
-        page_table,
+    launch = launch or SplitLaunch.default(head_dim, query.element_size())
+    block_t, block_d = min(page_tokens, launch.tile_tokens), next_power_of_2(head_dim)
+    min_tiles = min(n, MAX_TILES_PER_SPLIT)
+    early = can_launch_early(query)  # the merge, while the splits run
+    paged_attention_kernel[(num_splits, num_heads, n)](
+        *operands,
+        partial_out,
+        partial_lse,
+        scores,
+        page_table.shape[1],
+        max_tokens,
+        sm_scale * math.log2(math.e),
+        num_splits,
+        min_tiles,
+        num_heads,
+        num_qo_heads,
+        group_size,
+        head_dim,
+        page_tokens,
+        max(MIN_GROUP, next_power_of_2(group_size)),
+        block_t,
+        block_d,
+        early,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    parts = min(block_d // 16, max(1, _MERGE_PROGRAMS // (n * num_heads * group_size)))
+    merged_d = block_d // next_power_of_2(parts)
+    merge_splits_kernel[(n, num_heads * group_size, -(-head_dim // merged_d))](
+        partial_out,
+        partial_lse,
         positions,
         heads,
-        page_heads=num_heads,
-        group_size=group_size,
-        page_tokens=page_tokens,
-        sm_scale=sm_scale,
-        partial_out=partial_out,
-        partial_lse=partial_lse,
-        out=out,
-        lse=lse,
-        scores=scores,
-        launch=launch,
+        out,
+        lse,
+        num_splits,
+        min_tiles,
+        num_qo_heads,
+        group_size,
+        head_dim,
+        block_t,
+        min(_MERGED_ELEMENTS // merged_d, next_power_of_2(num_splits)),
+        merged_d,
+        early,
+        num_warps=4,
+        **early_option(early),
     )
 
 
@@ -150,22 +192,22 @@ def retrieval_attention_reference(
     query: Tensor,
     page_table: Tensor,
     positions: Tensor,
-    heads: Tensor,
-    *,
+    heads: Tensor | None,
     group_size: int,
-    page_tokens: int,
+    page_shape: tuple[int, int, int, int],
     sm_scale: float,
     out: Tensor,
-    lse: Tensor,
-    scores: Tensor | None = None,
+    lse: Tensor | None,
+    scores: Tensor | None,
 ) -> None:
-    """`retrieval_attention` by torch, in float32; pages are CPU memory."""
-    n, num_qo_heads = lse.shape
-    head_dim = query.shape[1] // num_qo_heads
-    page_shape = (2, heads.numel(), page_tokens, head_dim)
-    kv_heads = heads.long()
-    grouped_query = query.view(n, -1, group_size, head_dim)
-    grouped_out, grouped_lse = out.view(n, -1, group_size, head_dim), lse.view(n, -1, group_size)
+    """`retrieval_attention` by torch, in float32; pages [*page_shape] are CPU memory."""
+    n, head_dim = len(query), page_shape[3]
+    num_kv_heads = query.shape[1] // (group_size * head_dim)
+    if lse is None:
+        lse = out.new_empty(n, num_kv_heads * group_size, dtype=torch.float32)
+    kv_heads = slice(None) if heads is None else heads.long()
+    grouped_query = query.view(n, num_kv_heads, group_size, head_dim)
+    grouped_out, grouped_lse = out.view(grouped_query.shape), lse.view(n, num_kv_heads, group_size)
     for row, position in enumerate(positions.tolist()):
         if position < 0:
             grouped_out[row, kv_heads], grouped_lse[row, kv_heads] = 0.0, float("-inf")
@@ -175,6 +217,7 @@ def retrieval_attention_reference(
         of_heads = of_row.logsumexp(-1)
         of_heads = of_heads.masked_fill(of_heads == float("-inf"), float("nan"))
         grouped_lse[row, kv_heads] = of_heads
-        grouped_out[row, kv_heads] = (of_row - of_heads[..., None]).exp() @ values
+        o = (of_row - of_heads[..., None]).exp() @ values
+        grouped_out[row, kv_heads] = o.to(out.dtype)
         if scores is not None:
             scores[row, :, :, : position + 1] = of_row * math.log2(math.e)

@@ -8,8 +8,6 @@ directly, as a copy node of a few KB costs more than all of this kernel.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,10 @@ from gpu_ops.checks import (
     check_reachable,
     check_tensor,
 )
+from gpu_ops.cpu_pages import page_at
 from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
+from gpu_ops.rms_norm import rms_norm_reference
+from gpu_ops.rotate import rotate_reference
 
 
 @jit
@@ -279,8 +280,8 @@ def rope_publish_reference(
     heads = qkv.view(n, -1, head_dim)
     q, k, v = heads.tensor_split((num_qo_heads, num_qo_heads + num_kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
-        q, k = _rms_norm(q, q_norm, norm_eps), _rms_norm(k, k_norm, norm_eps)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rms_norm_reference(q, q_norm, norm_eps), rms_norm_reference(k, k_norm, norm_eps)
+    q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
     kv = torch.stack((k, v), dim=1)  # [n, 2, num_kv_heads, head_dim]
 
     rows = positions.ge(0).nonzero()[:, 0]
@@ -302,23 +303,3 @@ def rope_publish_reference(
             page = page_at(address, (2, num_page_heads, page_tokens, head_dim), qkv.dtype)
             held = slice(None) if page_slots is None else page_slots.argsort()[-num_page_heads:]
             page[:, :, position % page_tokens] = kv[row][:, held]
-
-
-def page_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The page of host memory at `address` as a tensor, which does not keep it alive."""
-    num_bytes = dtype.itemsize
-    for size in shape:
-        num_bytes *= size
-    memory = (ctypes.c_char * num_bytes).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x32 = x.to(torch.float32)
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]

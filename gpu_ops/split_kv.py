@@ -1,4 +1,4 @@
-"""Flash decoding over pages of KV on the GPU: what paged and retrieval attention share.
+"""The kernels of `retrieval_attention`: flash decoding over pages of KV on the GPU.
 
 Every row's tokens are split into equal pieces, each attended to by one program per KV head, and a
 second kernel merges the pieces. The grid is fixed when a CUDA graph is captured, so the number of
@@ -12,21 +12,16 @@ each of its query heads, half a megabyte that a single multiprocessor would read
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
-from gpu_ops.launch import jit_for_any, next_power_of_2, tl
-from gpu_ops.online_softmax import MIN_GROUP, load_query, score_tile, tile_tokens, weigh_tile
+from gpu_ops.early_launch import await_inputs
+from gpu_ops.launch import jit_for_any, tl
+from gpu_ops.online_softmax import load_query, score_tile, tile_tokens, weigh_tile
 from gpu_ops.split_state import merge_states, split_length
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 # Rows of a batch fill the GPU together, so that their pieces need not be as small.
-_MAX_TILES_PER_SPLIT = 8
-_MERGE_PROGRAMS = 256  # that the merge has at least, by parts of a head's output
-_MERGED_ELEMENTS = 4096  # of the pieces of a head, that a program has in registers at once
+MAX_TILES_PER_SPLIT = 8
 
 
 @dataclass(frozen=True)
@@ -38,13 +33,11 @@ class SplitLaunch:
             smaller.
         num_warps: of a program.
         num_stages: of the loop over tiles; one tile less is in flight.
-        merges_early: the merge is launched while the splits run, if the GPU can (`early_launch`).
     """
 
     tile_tokens: int
     num_warps: int = 4
     num_stages: int = 3
-    merges_early: bool = True
 
     @classmethod
     def default(cls, head_dim: int, itemsize: int) -> SplitLaunch:
@@ -171,75 +164,3 @@ def merge_splits_kernel(
     if lse is not None:
         natural = tl.where(attended, (largest + tl.log2(total)) * 0.6931471805599453, float("-inf"))
         tl.store(lse + head, natural, mask=piece == 0)
-
-
-def attend_pages(
-    query: Tensor,
-    page_table: Tensor,
-    positions: Tensor,
-    heads: Tensor | None,
-    *,
-    page_heads: int,
-    group_size: int,
-    page_tokens: int,
-    sm_scale: float,
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    scores: Tensor | None,
-    launch: SplitLaunch | None,
-) -> None:
-    """Launch both kernels; the wrappers have checked the operands."""
-    n, num_qo_heads, num_splits, head_dim = partial_out.shape
-    launch = launch or SplitLaunch.default(head_dim, query.element_size())
-    block_t = min(page_tokens, launch.tile_tokens)
-    block_d = next_power_of_2(head_dim)
-    min_tiles = min(n, _MAX_TILES_PER_SPLIT)
-    merges_early = launch.merges_early and can_launch_early(query)
-    paged_attention_kernel[(num_splits, page_heads, n)](
-        query,
-        page_table,
-        positions,
-        heads,
-        partial_out,
-        partial_lse,
-        scores,
-        page_table.shape[1],
-        0 if scores is None else scores.shape[-1],
-        sm_scale * math.log2(math.e),
-        num_splits,
-        min_tiles,
-        page_heads,
-        num_qo_heads,
-        group_size,
-        head_dim,
-        page_tokens,
-        max(MIN_GROUP, next_power_of_2(group_size)),
-        block_t,
-        block_d,
-        merges_early,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
-    parts = min(block_d // 16, max(1, _MERGE_PROGRAMS // (n * page_heads * group_size)))
-    merged_d = block_d // next_power_of_2(parts)
-    merge_splits_kernel[(n, page_heads * group_size, -(-head_dim // merged_d))](
-        partial_out,
-        partial_lse,
-        positions,
-        heads,
-        out,
-        lse,
-        num_splits,
-        min_tiles,
-        num_qo_heads,
-        group_size,
-        head_dim,
-        block_t,
-        min(_MERGED_ELEMENTS // merged_d, next_power_of_2(num_splits)),
-        merged_d,
-        merges_early,
-        num_warps=4,
-        **early_option(merges_early),
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from gpu_ops.rope_publish import rope_publish
 from gpu_ops.rotate import rotate_tokens
 from gpu_ops.sampling import sample_tokens
 from gpu_ops.silu_mul import activate, silu_mul
-from gpu_ops.split_kv import SplitLaunch
 from gpu_ops.top_k_candidates import TopKBuffers
 from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention
@@ -189,23 +187,20 @@ def retrieve_all(
     lse = torch.zeros(1, num_qo_heads)
     positions, heads = torch.zeros(1, dtype=torch.int64), torch.zeros(num_heads, dtype=torch.int32)
     scores = torch.zeros(1, num_heads, group_size, max_tokens)
-    default = SplitLaunch.default(head_dim, query.element_size())
-    for split in (default, replace(default, merges_early=False)):
-        retrieval_attention(
-            query,
-            torch.zeros(1, 512, dtype=torch.int64),
-            positions,
-            heads,
-            group_size=group_size,
-            page_tokens=256,
-            sm_scale=0.125,
-            partial_out=torch.zeros(1, num_qo_heads, num_splits, head_dim),
-            partial_lse=torch.zeros(1, num_qo_heads, num_splits),
-            out=query.float(),
-            lse=lse,
-            scores=scores,
-            launch=split,
-        )
+    retrieval_attention(
+        query,
+        torch.zeros(1, 512, dtype=torch.int64),
+        positions,
+        heads,
+        group_size=group_size,
+        page_tokens=256,
+        sm_scale=0.125,
+        partial_out=torch.zeros(1, num_qo_heads, num_splits, head_dim),
+        partial_lse=torch.zeros(1, num_qo_heads, num_splits),
+        out=query.float(),
+        lse=lse,
+        scores=scores,
+    )
     for shared, ratio in ((False, None), (True, 0.1)):
         lists = 1 if shared else num_kv_heads
         selection = torch.zeros(1, lists, 2048, dtype=torch.int32)

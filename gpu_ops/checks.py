@@ -53,11 +53,11 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_MULTIPLE}, got {head_dim}")
 
 
-def check_page_tokens(page_tokens: int) -> None:
+def check_page_tokens(page_tokens: int, name: str = "page_tokens") -> None:
     """ValueError unless pages are powers of two that the kernels' tiles of tokens fit in."""
     if page_tokens < MIN_PAGE_TOKENS or page_tokens & (page_tokens - 1):
         raise ValueError(
-            f"page_tokens must be a power of two of at least {MIN_PAGE_TOKENS}, got {page_tokens}"
+            f"{name} must be a power of two of at least {MIN_PAGE_TOKENS}, got {page_tokens}"
         )
 
 

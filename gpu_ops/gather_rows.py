@@ -74,14 +74,14 @@ def gathered_tokens(
 
 @jit
 def locate_tile(
+    row: tl.tensor,
+    tile: tl.tensor,
+    num_tiles: tl.tensor,  # of a head
     selection: tl.tensor,
     counts: tl.tensor,
     page_table: tl.tensor,
     positions: tl.tensor,
     heads: tl.tensor,
-    row: tl.tensor,
-    tile: tl.tensor,
-    num_tiles: tl.tensor,  # of a head
     max_pages: tl.tensor,
     budget_tokens: tl.tensor,
     capacity: tl.tensor,
@@ -150,6 +150,7 @@ def gather_rows_kernel(
     slots = tl.arange(0, BLOCK_H)
     in_batch = tl.load(heads + slots, mask=slots < NUM_HEADS, other=0)
     first = tl.program_id(0)
+    sources = (selection, counts, page_table, positions, heads, max_pages, budget_tokens, capacity)
     for row_index in range(num_rows):
         row = tl.cast(row_index, tl.int64)
         most = tl.max(
@@ -157,17 +158,10 @@ def gather_rows_kernel(
         )
         num_tiles = tl.cdiv(most, BLOCK_T)
         source, target, present = locate_tile(
-            selection,
-            counts,
-            page_table,
-            positions,
-            heads,
             row,
             first,
             num_tiles,
-            max_pages,
-            budget_tokens,
-            capacity,
+            *sources,
             NUM_HEADS,
             FIRST_SLOT,
             OUT_HEADS,
@@ -190,17 +184,10 @@ def gather_rows_kernel(
             k_out = out + target[:, None] + d[None, :]
             # While these are under way, where the next ones are is looked up.
             source, target, present = locate_tile(
-                selection,
-                counts,
-                page_table,
-                positions,
-                heads,
                 row,
                 tile + num_programs,
                 num_tiles,
-                max_pages,
-                budget_tokens,
-                capacity,
+                *sources,
                 NUM_HEADS,
                 FIRST_SLOT,
                 OUT_HEADS,
@@ -274,28 +261,13 @@ def gather_rows(
     check_tensor("page_table", page_table, (n, page_table.shape[-1]), torch.int64, device)
     check_tensor("positions", positions, (n,), torch.int64, device)
     check_tensor("heads", heads, (num_heads,), torch.int32, device)
+    operands = (selection, counts, page_table, positions, heads, out)
     if not runs_kernel(out):
-        return gather_rows_reference(
-            selection,
-            counts,
-            page_table,
-            positions,
-            heads,
-            num_kv_heads=num_kv_heads,
-            page_tokens=page_tokens,
-            sink_tokens=sink_tokens,
-            recent_tokens=recent_tokens,
-            out=out,
-            first_slot=first_slot,
-        )
+        page_shape = (2, num_kv_heads, page_tokens, head_dim)
+        return gather_rows_reference(*operands, page_shape, sink_tokens, recent_tokens, first_slot)
     row_bytes = head_dim * out.element_size()
     gather_rows_kernel[(launch.programs,)](
-        selection,
-        counts,
-        page_table,
-        positions,
-        heads,
-        out,
+        *operands,
         n,
         page_table.shape[1],
         budget_tokens,
@@ -324,16 +296,14 @@ def gather_rows_reference(
     page_table: Tensor,
     positions: Tensor,
     heads: Tensor,
-    *,
-    num_kv_heads: int,
-    page_tokens: int,
+    out: Tensor,
+    page_shape: tuple[int, int, int, int],
     sink_tokens: int,
     recent_tokens: int,
-    out: Tensor,
-    first_slot: int = 0,
+    first_slot: int,
 ) -> None:
-    """`gather_rows` by torch; pages are CPU memory."""
-    page_shape = (2, num_kv_heads, page_tokens, out.shape[4])
+    """`gather_rows` by torch; pages [*page_shape] are CPU memory."""
+    page_tokens = page_shape[2]
     for row, position in enumerate(positions.tolist()):
         for slot, kv_head in enumerate(heads.tolist() if position >= 0 else (), first_slot):
             unit = kv_head if counts.shape[1] > 1 else 0

@@ -91,11 +91,7 @@ def hybrid_attention(
     """Attend each KV head of each row to all tokens [0, position], or to some blocks of them.
 
     Args:
-        query: [n, num_qo_heads * head_dim].
-        page_table: int64 [n, max_pages], addresses of GPU pages of this layer, each laid out
-            [K|V][num_kv_heads][page_tokens][head_dim] in query's dtype and aligned to 16 bytes.
-        positions: int64 [n], each row's last token, whose K/V are in their page; -1 for an inactive
-            row, whose out is 0 and lse -inf.
+        query, page_table, positions: as `retrieval_attention` of all KV heads takes them.
         block_indices: int32 [n, num_kv_heads, max_blocks], distinct blocks in any order. Block b is
             the tokens [b * block_tokens, (b + 1) * block_tokens) that the row has.
         block_counts: int32 [n, num_kv_heads], blocks of each list, or `DENSE`. 0 is as inactive.
@@ -122,10 +118,7 @@ def hybrid_attention(
     check_head_dim(head_dim)
     check_group(num_qo_heads, num_kv_heads)
     check_page_tokens(page_tokens)
-    if block_tokens < MIN_PAGE_TOKENS or block_tokens & (block_tokens - 1):
-        raise ValueError(
-            f"block_tokens must be a power of two of at least {MIN_PAGE_TOKENS}, got {block_tokens}"
-        )
+    check_page_tokens(block_tokens, "block_tokens")
     if slots <= num_pairs:
         raise ValueError(
             f"partial_out must have more slots than the {num_pairs} pairs of rows and KV heads,"
@@ -143,38 +136,20 @@ def hybrid_attention(
     check_tensor("out", out, shape, query.dtype, device)
     if lse is not None:
         check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
-    tile = launch.tile_tokens or max(
-        MIN_PAGE_TOKENS, tile_tokens(head_dim, query.element_size()) // 2
-    )
-    if tile < MIN_PAGE_TOKENS or tile & (tile - 1):
-        raise ValueError(
-            f"tile_tokens must be a power of two of at least {MIN_PAGE_TOKENS}, got {tile}"
-        )
+    half_tile = tile_tokens(head_dim, query.element_size()) // 2
+    tile = launch.tile_tokens or max(MIN_PAGE_TOKENS, half_tile)
+    check_page_tokens(tile, "tile_tokens")
+    operands = (query, page_table, positions, block_indices, block_counts)
     if not runs_kernel(query):
-        return hybrid_attention_reference(
-            query,
-            page_table,
-            positions,
-            block_indices,
-            block_counts,
-            page_tokens=page_tokens,
-            block_tokens=block_tokens,
-            head_dim=head_dim,
-            sm_scale=sm_scale,
-            out=out,
-            lse=lse,
-        )
+        page_shape = (2, num_kv_heads, page_tokens, head_dim)
+        return hybrid_attention_reference(*operands, page_shape, block_tokens, sm_scale, out, lse)
     block_t = min(tile, page_tokens, block_tokens)
     block_d, block_p = next_power_of_2(head_dim), next_power_of_2(num_pairs)
     num_programs = slots - num_pairs
     can = can_launch_early(query)
     merges_early, starts_early = launch.merges_early and can, launch.starts_early and can
     hybrid_attention_kernel[(num_programs,)](
-        query,
-        page_table,
-        positions,
-        block_indices,
-        block_counts,
+        *operands,
         partial_out,
         partial_lse,
         num_pairs,
@@ -231,17 +206,14 @@ def hybrid_attention_reference(
     positions: Tensor,
     block_indices: Tensor,
     block_counts: Tensor,
-    *,
-    page_tokens: int,
+    page_shape: tuple[int, int, int, int],
     block_tokens: int,
-    head_dim: int,
     sm_scale: float,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """`hybrid_attention` by torch, in float32; pages are CPU memory."""
-    num_kv_heads = block_counts.shape[1]
-    page_shape = (2, num_kv_heads, page_tokens, head_dim)
+    """`hybrid_attention` by torch, in float32; pages [*page_shape] are CPU memory."""
+    _, num_kv_heads, _, head_dim = page_shape
     heads = out.view(len(out), num_kv_heads, -1, head_dim).zero_()
     queries = query.view(heads.shape)
     if lse is not None:

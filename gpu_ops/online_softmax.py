@@ -95,6 +95,32 @@ def attend_tile(
     return weigh_tile(scores, values, num_tokens, row_max, row_sum, acc, HEAD_DIM, BLOCK_T, BLOCK_D)
 
 
+@jit
+def attend_rows(
+    q: tl.tensor,
+    keys: tl.tensor,  # pointer to the first key of all; rows of HEAD_DIM follow each other
+    values: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    scale: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """The state after the tokens [first, last)."""
+    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(first, last, BLOCK_T):
+        k, v = keys + start * HEAD_DIM, values + start * HEAD_DIM
+        state = (row_max, row_sum, acc)
+        row_max, row_sum, acc = attend_tile(
+            q, k, v, last - start, scale, *state, HEAD_DIM, BLOCK_T, BLOCK_D
+        )
+    return row_max, row_sum, acc
+
+
 def tile_tokens(head_dim: int, itemsize: int) -> int:
     """BLOCK_T: keys of a tile."""
     return max(16, min(128, _TILE_BYTES // (next_power_of_2(head_dim) * itemsize)))

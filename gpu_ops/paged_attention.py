@@ -29,17 +29,10 @@ def paged_decode_attention(
     partial_lse: Tensor,
     out: Tensor,
 ) -> None:
-    """Attend to all tokens [0, position] of each row.
+    """`retrieval_attention` of all KV heads.
 
     Args:
-        query: [n, num_qo_heads * head_dim].
-        page_table: int64 [n, max_pages], addresses of GPU pages of this layer, each laid out
-            [K|V][num_kv_heads][page_tokens][head_dim] in query's dtype and aligned to 16 bytes.
-        positions: int64 [n], each row's last token, whose K/V are in their page; -1 for an
-            inactive row, whose out is 0.
-        page_tokens: a power of two; of at least 64 for full speed.
-        partial_out, partial_lse: scratch, float32 [n, num_qo_heads, num_splits, head_dim] and
-            [n, num_qo_heads, num_splits] with the num_splits of `num_kv_splits`.
+        partial_out, partial_lse: with the num_splits of `num_kv_splits`.
         out: [n, num_qo_heads * head_dim], query's dtype.
     """
     check_partial_out(partial_out)

@@ -105,16 +105,9 @@ def paged_attention_kernel(
             target = scores + score_row[:, None] * max_tokens + (start + t)[None, :]
             kept = (g < GROUP_SIZE)[:, None] & (start + t < last)[None, :]
             tl.store(target, of_tile, mask=kept)
+        values, state = keys + PAGE_HEADS * PAGE_TOKENS * HEAD_DIM, (row_max, row_sum, acc)
         row_max, row_sum, acc = weigh_tile(
-            of_tile,
-            keys + PAGE_HEADS * PAGE_TOKENS * HEAD_DIM,
-            last - start,
-            row_max,
-            row_sum,
-            acc,
-            HEAD_DIM,
-            BLOCK_T,
-            BLOCK_D,
+            of_tile, values, last - start, *state, HEAD_DIM, BLOCK_T, BLOCK_D
         )
 
     target = (first_head + g) * NUM_SPLITS + split

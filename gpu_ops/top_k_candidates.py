@@ -28,7 +28,6 @@ class TopKLaunch:
         segment_tile: tokens that one of them looks at together.
         tile: candidates that the program of the third holds; more are read once more in each step.
         num_warps: of the programs of the three kernels.
-        interpolates: the third closes in on the k-th by where it should be, not by halves.
     """
 
     chunk_tokens: int = 1024
@@ -37,7 +36,6 @@ class TopKLaunch:
     segment_tile: int = 4096
     tile: int = 4096
     num_warps: tuple[int, int, int] = (4, 8, 16)
-    interpolates: bool = True
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "max_groups", "segments", "segment_tile", "tile"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu_ops.checks import check_dtype, check_group, check_head_dim, check_tensor
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
-from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_tile, load_query, tile_tokens
+from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_rows, load_query, tile_tokens
 
 
 @jit
@@ -38,24 +38,9 @@ def window_attention_kernel(
     keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * HEAD_DIM)
     values = keys + NUM_KV_HEADS * WINDOW_TOKENS * HEAD_DIM
 
-    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(0, num_tokens, BLOCK_T):
-        row_max, row_sum, acc = attend_tile(
-            q,
-            keys + start * HEAD_DIM,
-            values + start * HEAD_DIM,
-            num_tokens - start,
-            scale,
-            row_max,
-            row_sum,
-            acc,
-            HEAD_DIM,
-            BLOCK_T,
-            BLOCK_D,
-        )
-
+    row_max, row_sum, acc = attend_rows(
+        q, keys, values, 0, num_tokens, scale, HEAD_DIM, BLOCK_G, BLOCK_T, BLOCK_D
+    )
     # An inactive row has attended to nothing: out 0, lse -inf. NaN is no such sum.
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     o = acc / row_sum[:, None]

@@ -15,10 +15,9 @@ launches what reads the answer. Backends with the same results:
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -29,9 +28,6 @@ from cpu_ops.step_rows import DecodeStep
 from gpu_ops.flags import await_flag, raise_flag
 from offload.decode.gpu.side_stream import Beside, SideStream
 from offload.system.interrupts import shielded
-
-logger = logging.getLogger(__name__)
-
 
 Step = Callable[[], None]
 NUM_LANES = 2  # of work beside a step's own
@@ -98,9 +94,8 @@ class InlineHandshake:
     def await_reply(self, request: int) -> None:
         self._coprocessor.serve(request)
 
-    @contextmanager
-    def beside(self, lane: int = 0) -> Iterator[Beside]:
-        yield Beside()
+    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+        return nullcontext(Beside())
 
     def join(self, work: Beside) -> None:
         """It is done."""
@@ -113,9 +108,11 @@ class InlineHandshake:
         try:
             self._coprocessor.begin_step(rows, slots)
             step()
+            self._synchronize()
             self._coprocessor.end_step()
         except BaseException:
             with shielded():
+                self._synchronize(after_error=True)
                 self._coprocessor.abort()
                 self._coprocessor.reset()
             raise
@@ -123,14 +120,17 @@ class InlineHandshake:
     def close(self) -> None:
         self._coprocessor.close()
 
+    def _synchronize(self, *, after_error: bool = False) -> None:
+        """Wait for what was launched: here there is nothing."""
 
-class StreamHandshake:
+
+class StreamHandshake(InlineHandshake):
     """One event per request; the calling thread attends while the GPU does what it can."""
 
     name = "stream"
 
     def __init__(self, coprocessor: Coprocessor) -> None:
-        self._coprocessor = coprocessor
+        super().__init__(coprocessor)
         self._published = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._side = [SideStream() for _ in range(NUM_LANES)]
 
@@ -139,7 +139,7 @@ class StreamHandshake:
 
     def await_reply(self, request: int) -> None:
         self._published.synchronize()
-        self._coprocessor.serve(request)
+        super().await_reply(request)
 
     def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
         return self._side[lane].beside()
@@ -147,27 +147,10 @@ class StreamHandshake:
     def join(self, work: Beside) -> None:
         SideStream.join(work)
 
-    def prepare(self, key: Hashable, step: Step) -> bool:
-        """Nothing to prepare."""
-        return False
-
-    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
-        try:
-            self._coprocessor.begin_step(rows, slots)
-            step()
-            torch.cuda.current_stream().synchronize()
-            self._coprocessor.end_step()
-        except BaseException:
-            with shielded():
-                torch.cuda.current_stream().synchronize()
-                for side in self._side:  # nothing may have joined them yet
-                    side.synchronize()
-                self._coprocessor.abort()
-                self._coprocessor.reset()
-            raise
-
-    def close(self) -> None:
-        self._coprocessor.close()
+    def _synchronize(self, *, after_error: bool = False) -> None:
+        torch.cuda.current_stream().synchronize()
+        for side in self._side if after_error else ():  # nothing may have joined them yet
+            side.synchronize()
 
 
 class GraphHandshake:

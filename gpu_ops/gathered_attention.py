@@ -68,9 +68,9 @@ def gathered_attention_kernel(
     q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
     keys = gathered + (row * 2 * NUM_HEADS + slot) * capacity * HEAD_DIM
     values = keys + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM
-    state = attend_rows(q, keys, values, first, last, scale, HEAD_DIM, BLOCK_G, BLOCK_T, BLOCK_D)
+    state = attend_rows(q, keys, values, first, last, scale, HEAD_DIM, BLOCK_T)
     slots = ((row * NUM_HEADS + slot) * GROUP_SIZE + tl.arange(0, BLOCK_G)) * NUM_SPLITS + split
-    store_state(partial_out, partial_lse, slots, *state, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
+    store_state(partial_out, partial_lse, slots, *state, GROUP_SIZE, HEAD_DIM)
 
 
 @jit_for_any("min_tiles")
@@ -195,7 +195,7 @@ def gathered_attention(
         )
     block_t = tile_tokens(head_dim, query.element_size())
     block_d = next_power_of_2(head_dim)
-    min_tiles = min(n, _MAX_TILES_PER_SPLIT)
+    splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT))
     shape = (num_heads, num_units, num_kv_heads, group_size, fixed_tokens, head_dim)
     gathered_attention_kernel[(num_splits, num_heads, n)](
         query,
@@ -205,8 +205,7 @@ def gathered_attention(
         partial_lse,
         capacity,
         sm_scale * math.log2(math.e),
-        num_splits,
-        min_tiles,
+        *splits,
         *shape,
         max(MIN_GROUP, next_power_of_2(group_size)),
         block_t,
@@ -221,8 +220,7 @@ def gathered_attention(
         out,
         lse,
         capacity,
-        num_splits,
-        min_tiles,
+        *splits,
         *shape,
         block_t,
         min(16, next_power_of_2(num_splits)),

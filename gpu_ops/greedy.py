@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
-from gpu_ops.layout import Layout, allocate
+from gpu_ops.layout import Layout
 
 CHUNK = 2048  # logits of a program
 DIGIT_BITS = 4  # of the search of sampling.py
@@ -55,13 +55,6 @@ class SamplingBuffers:
             "target": (passes, torch.float32),
             "floor": ((max_rows, 2), torch.int64),
         }
-
-    @classmethod
-    def allocate(
-        cls, max_rows: int, vocab_size: int, device: torch.device | str
-    ) -> SamplingBuffers:
-        """Buffers of `layout`."""
-        return cls(vocab_size, **allocate(cls.layout(max_rows, vocab_size), device, torch.empty))
 
     @property
     def num_chunks(self) -> int:

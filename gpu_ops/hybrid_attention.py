@@ -146,6 +146,7 @@ def hybrid_attention(
     block_t = min(tile, page_tokens, block_tokens)
     block_d, block_p = next_power_of_2(head_dim), next_power_of_2(num_pairs)
     num_programs = slots - num_pairs
+    shares = (launch.segment_tiles, num_kv_heads, group_size, head_dim)
     can = can_launch_early(query)
     merges_early, starts_early = launch.merges_early and can, launch.starts_early and can
     hybrid_attention_kernel[(num_programs,)](
@@ -156,10 +157,7 @@ def hybrid_attention(
         page_table.shape[1],
         block_indices.shape[2],
         sm_scale * math.log2(math.e),
-        launch.segment_tiles,
-        num_kv_heads,
-        group_size,
-        head_dim,
+        *shares,
         page_tokens,
         block_tokens,
         block_p,
@@ -184,10 +182,7 @@ def hybrid_attention(
         partial_lse if lse is None else lse,
         num_pairs,
         num_programs,
-        launch.segment_tiles,
-        num_kv_heads,
-        group_size,
-        head_dim,
+        *shares,
         block_tokens,
         block_p,
         block_t,

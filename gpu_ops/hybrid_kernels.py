@@ -148,21 +148,17 @@ def hybrid_attention_kernel(
                 most_tokens = tl.maximum(most_tokens, num_tokens)
                 start = tile_start(blocks, tile + 1, last, is_dense, BLOCK_TOKENS, BLOCK_T)
                 page = tl.load(pages + start // PAGE_TOKENS, mask=start < kv_len, other=0)
-                values, state = (
-                    keys + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM,
-                    (row_max, row_sum, acc),
-                )
+                values = keys + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
+                state = (row_max, row_sum, acc)
                 row_max, row_sum, acc = attend_tile(
-                    q, keys, values, num_tokens, scale, *state, HEAD_DIM, BLOCK_T, BLOCK_D
+                    q, keys, values, num_tokens, scale, *state, HEAD_DIM, BLOCK_T
                 )
             # Tokens of which none counts are not no tokens: a score of -inf is of wrong numbers.
             row_sum = tl.where((row_sum == 0) & (most_tokens > 0), float("nan"), row_sum)
             # Programs and pairs both only grow along the sequence, so that their sum is unique.
             slots = (program + current).to(tl.int64) * GROUP_SIZE + tl.arange(0, BLOCK_G)
             state = (row_max, row_sum, acc)
-            store_state(
-                partial_out, partial_lse, slots, *state, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D
-            )
+            store_state(partial_out, partial_lse, slots, *state, GROUP_SIZE, HEAD_DIM)
 
 
 @jit

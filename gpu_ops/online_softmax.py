@@ -38,10 +38,9 @@ def score_tile(
     scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
     """[BLOCK_G, BLOCK_T]: the scores; -inf where there is no token."""
-    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    t, d = tl.arange(0, BLOCK_T), tl.arange(0, q.shape[1])
     exists = t < num_tokens
     inside = exists[:, None] & (d < HEAD_DIM)[None, :]
     # The compiler knows nothing of addresses from a page table; rows are whole 16-byte vectors.
@@ -60,11 +59,9 @@ def weigh_tile(
     row_sum: tl.tensor,
     acc: tl.tensor,
     HEAD_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
     """The state after the tile of these scores."""
-    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    t, d = tl.arange(0, scores.shape[1]), tl.arange(0, acc.shape[1])
     inside = (t < num_tokens)[:, None] & (d < HEAD_DIM)[None, :]
     offsets = t[:, None] * HEAD_DIM + d[None, :]
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -88,11 +85,10 @@ def attend_tile(
     acc: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
     """The state after the tile. Each key and value is loaded once for the whole group."""
-    scores = score_tile(q, keys, num_tokens, scale, HEAD_DIM, BLOCK_T, BLOCK_D)
-    return weigh_tile(scores, values, num_tokens, row_max, row_sum, acc, HEAD_DIM, BLOCK_T, BLOCK_D)
+    scores = score_tile(q, keys, num_tokens, scale, HEAD_DIM, BLOCK_T)
+    return weigh_tile(scores, values, num_tokens, row_max, row_sum, acc, HEAD_DIM)
 
 
 @jit
@@ -104,20 +100,16 @@ def attend_rows(
     last: tl.tensor,
     scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
     """The state after the tokens [first, last)."""
-    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    row_sum = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
     for start in range(first, last, BLOCK_T):
         k, v = keys + start * HEAD_DIM, values + start * HEAD_DIM
         state = (row_max, row_sum, acc)
-        row_max, row_sum, acc = attend_tile(
-            q, k, v, last - start, scale, *state, HEAD_DIM, BLOCK_T, BLOCK_D
-        )
+        row_max, row_sum, acc = attend_tile(q, k, v, last - start, scale, *state, HEAD_DIM, BLOCK_T)
     return row_max, row_sum, acc
 
 

@@ -141,7 +141,7 @@ def retrieval_attention(
         )
     launch = launch or SplitLaunch.default(head_dim, query.element_size())
     block_t, block_d = min(page_tokens, launch.tile_tokens), next_power_of_2(head_dim)
-    min_tiles = min(n, MAX_TILES_PER_SPLIT)
+    splits = (num_splits, min(n, MAX_TILES_PER_SPLIT), num_qo_heads, group_size, head_dim)
     early = can_launch_early(query)  # the merge, while the splits run
     paged_attention_kernel[(num_splits, num_heads, n)](
         *operands,
@@ -151,12 +151,8 @@ def retrieval_attention(
         page_table.shape[1],
         max_tokens,
         sm_scale * math.log2(math.e),
-        num_splits,
-        min_tiles,
+        *splits,
         num_heads,
-        num_qo_heads,
-        group_size,
-        head_dim,
         page_tokens,
         max(MIN_GROUP, next_power_of_2(group_size)),
         block_t,
@@ -174,11 +170,7 @@ def retrieval_attention(
         heads,
         out,
         lse,
-        num_splits,
-        min_tiles,
-        num_qo_heads,
-        group_size,
-        head_dim,
+        *splits,
         block_t,
         min(_MERGED_ELEMENTS // merged_d, next_power_of_2(num_splits)),
         merged_d,

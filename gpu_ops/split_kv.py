@@ -59,10 +59,10 @@ def paged_attention_kernel(
     scale: tl.tensor,  # sm_scale * log2(e)
     NUM_SPLITS: tl.constexpr,
     min_tiles: tl.tensor,
-    PAGE_HEADS: tl.constexpr,
     NUM_QO_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PAGE_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,  # divides PAGE_TOKENS: a tile lies in one page, contiguous
@@ -99,16 +99,15 @@ def paged_attention_kernel(
         keys += (page_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * HEAD_DIM
         following = start + BLOCK_T
         page = tl.load(pages + following // PAGE_TOKENS, mask=following < last, other=0)
-        of_tile = score_tile(q, keys, last - start, scale, HEAD_DIM, BLOCK_T, BLOCK_D)
+        of_tile = score_tile(q, keys, last - start, scale, HEAD_DIM, BLOCK_T)
         if scores is not None:
             score_row = (row * PAGE_HEADS + page_head) * GROUP_SIZE + g
             target = scores + score_row[:, None] * max_tokens + (start + t)[None, :]
             kept = (g < GROUP_SIZE)[:, None] & (start + t < last)[None, :]
             tl.store(target, of_tile, mask=kept)
-        values, state = keys + PAGE_HEADS * PAGE_TOKENS * HEAD_DIM, (row_max, row_sum, acc)
-        row_max, row_sum, acc = weigh_tile(
-            of_tile, values, last - start, *state, HEAD_DIM, BLOCK_T, BLOCK_D
-        )
+        values = keys + PAGE_HEADS * PAGE_TOKENS * HEAD_DIM
+        state = (row_max, row_sum, acc)
+        row_max, row_sum, acc = weigh_tile(of_tile, values, last - start, *state, HEAD_DIM)
 
     target = (first_head + g) * NUM_SPLITS + split
     inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]

@@ -29,11 +29,9 @@ def store_state(
     acc: tl.tensor,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> None:
     """Normalise a group's state into its slots; one of no tokens has an lse of -inf and 0."""
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    g, d = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
     attended = row_sum != 0  # NaN is no sum of no tokens
     row_sum = tl.where(attended, row_sum, 1.0)

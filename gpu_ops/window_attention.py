@@ -38,9 +38,7 @@ def window_attention_kernel(
     keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * HEAD_DIM)
     values = keys + NUM_KV_HEADS * WINDOW_TOKENS * HEAD_DIM
 
-    row_max, row_sum, acc = attend_rows(
-        q, keys, values, 0, num_tokens, scale, HEAD_DIM, BLOCK_G, BLOCK_T, BLOCK_D
-    )
+    row_max, row_sum, acc = attend_rows(q, keys, values, 0, num_tokens, scale, HEAD_DIM, BLOCK_T)
     # An inactive row has attended to nothing: out 0, lse -inf. NaN is no such sum.
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     o = acc / row_sum[:, None]
@@ -52,13 +50,7 @@ def window_attention_kernel(
 
 
 def window_attention(
-    query: Tensor,
-    window: Tensor,
-    positions: Tensor,
-    *,
-    sm_scale: float,
-    out: Tensor,
-    lse: Tensor,
+    query: Tensor, window: Tensor, positions: Tensor, *, sm_scale: float, out: Tensor, lse: Tensor
 ) -> None:
     """Attend to the tokens in the window: with kv_len = position + 1, those of
     [0, min(sink_tokens, kv_len)) and [max(sink_tokens, kv_len - recent_tokens), kv_len).

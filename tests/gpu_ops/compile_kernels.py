@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import triton
-from cases.operands import DTYPES
+from cases.operands import DTYPES, sampling_buffers
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -25,7 +25,7 @@ from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.gemv import gemv
-from gpu_ops.greedy import SamplingBuffers, greedy_tokens
+from gpu_ops.greedy import greedy_tokens
 from gpu_ops.hybrid_attention import HybridLaunch, hybrid_attention, hybrid_programs
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
@@ -227,7 +227,7 @@ def sample_all(dtype: torch.dtype, n: int, vocab_size: int) -> None:
     """The operators on logits, once."""
     logits = torch.zeros(n, vocab_size, dtype=dtype)
     tokens, option = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
-    buffers = SamplingBuffers.allocate(n, vocab_size, "cpu")
+    buffers = sampling_buffers(n, vocab_size, "cpu")
     greedy_tokens(logits, tokens, buffers)
     sample_tokens(
         logits,

@@ -154,11 +154,7 @@ class DeviceDecoder:
         return hidden
 
     def choose_tokens(
-        self,
-        seqs: Sequence[int],
-        tokens: Tensor,
-        position_ids: Tensor,
-        options: SamplingOptions,
+        self, seqs: Sequence[int], tokens: Tensor, position_ids: Tensor, options: SamplingOptions
     ) -> Tensor:
         """One whole step: see `Decoder.choose_tokens`."""
         slots, kv_lens = self._bind(seqs)

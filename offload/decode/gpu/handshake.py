@@ -107,18 +107,25 @@ class InlineHandshake:
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         try:
             self._coprocessor.begin_step(rows, slots)
-            step()
-            self._synchronize()
-            self._coprocessor.end_step()
-        except BaseException:
-            with shielded():
-                self._synchronize(after_error=True)
-                self._coprocessor.abort()
-                self._coprocessor.reset()
+            self._run_step(key, step)
+        except BaseException as error:
+            self._recover(error)
             raise
 
     def close(self) -> None:
         self._coprocessor.close()
+
+    def _run_step(self, key: Hashable, step: Step) -> None:
+        step()
+        self._synchronize()
+        self._coprocessor.end_step()
+
+    def _recover(self, error: BaseException) -> None:
+        """Make the next step possible, or raise what says that it is not."""
+        with shielded():
+            self._synchronize(after_error=True)
+            self._coprocessor.abort()
+            self._coprocessor.reset()
 
     def _synchronize(self, *, after_error: bool = False) -> None:
         """Wait for what was launched: here there is nothing."""
@@ -153,7 +160,7 @@ class StreamHandshake(InlineHandshake):
             side.synchronize()
 
 
-class GraphHandshake:
+class GraphHandshake(StreamHandshake):
     """One CUDA graph per key.
 
     Args:
@@ -165,7 +172,7 @@ class GraphHandshake:
     def __init__(
         self, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
     ) -> None:
-        self._coprocessor = coprocessor
+        super().__init__(coprocessor)
         self._deadline_seconds = deadline_seconds
         self._requests, self._replies = mailbox.requests[:, :1], mailbox.replies[:, :1]
         # For the run before a capture, in which the GPU answers itself.
@@ -174,7 +181,6 @@ class GraphHandshake:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._side = [SideStream() for _ in range(NUM_LANES)]
 
     def publish(self, request: int) -> None:
         flags = self._practice if self._is_warming_up else self._requests
@@ -184,12 +190,6 @@ class GraphHandshake:
         flags = self._practice if self._is_warming_up else self._replies
         await_flag(flags[request], self._stream.device)
 
-    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
-        return self._side[lane].beside()
-
-    def join(self, work: Beside) -> None:
-        SideStream.join(work)
-
     def prepare(self, key: Hashable, step: Step) -> bool:
         """Capture `step`. It is run once before, without the CPU side, to load its kernels."""
         is_new = key not in self._graphs
@@ -198,18 +198,13 @@ class GraphHandshake:
         self._coprocessor.start()
         return is_new
 
-    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
-        try:
-            self._coprocessor.begin_step(rows, slots)
-            self._replay(key)
-            self._coprocessor.wait()
-        except BaseException as error:
-            self._recover(error)
-            raise
-
     def close(self) -> None:
-        self._coprocessor.close()
+        super().close()
         self._graphs.clear()
+
+    def _run_step(self, key: Hashable, step: Step) -> None:
+        self._replay(key)
+        self._coprocessor.wait()
 
     def _capture(self, step: Step) -> torch.cuda.CUDAGraph:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -239,7 +234,6 @@ class GraphHandshake:
         return bool(self._finished.query())  # type: ignore[no-untyped-call]
 
     def _recover(self, error: BaseException) -> None:
-        """Make the next step possible, or raise what says that it is not."""
         with shielded():
             self._drain()
         if self._coprocessor.is_stuck and isinstance(error, CoprocessorError):
@@ -266,11 +260,7 @@ class GraphHandshake:
 
 
 def make_handshake(
-    backend: str,
-    coprocessor: Coprocessor,
-    mailbox: Mailbox,
-    *,
-    deadline_seconds: float,
+    backend: str, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
 ) -> Handshake:
     """The handshake of a backend that `choose_backend` returned."""
     if backend == "inline":

@@ -233,7 +233,7 @@ def gather_rows(
         counts: int32 [n, num_units], at most budget_tokens.
         page_table: int64 [n, max_pages], addresses of pages of this layer in host memory that the
             GPU reaches (pinned or registered), each laid out [K|V][num_kv_heads][page_tokens]
-            [head_dim] in out's dtype, as `offload.kv.store` does, and aligned to 16 bytes.
+            [head_dim] in out's dtype and aligned to 16 bytes.
         positions: int64 [n], each row's last token; -1 for an inactive row, which gathers nothing.
         heads: int32 [num_heads], the KV heads to gather.
         page_tokens: a power of two.

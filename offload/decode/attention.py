@@ -119,11 +119,6 @@ class DecodeAttention(NativeAttention):
         self._builds_on_device = policy.selecting.builds_on_device
         self._observes_queries = policy.selects and policy.observed_queries > 0
 
-    @property
-    def is_dense(self) -> list[bool]:
-        """Of each layer: every unit attends to everything, whatever the length."""
-        return [not sparse for sparse in self.sparse_layers.tolist()]
-
     def build_states(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> float:
         """Build what the policy keeps of sequences that will have `kv_lens` tokens.
 

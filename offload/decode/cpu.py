@@ -25,7 +25,6 @@ from offload.models import LeanModel
 from offload.models.batch import RaggedBatch, one_token_each
 from offload.models.weights import fuse_layer, norm_of
 from offload.policies import Policy
-from offload.system.memory import available_cpus
 
 
 class NativeDecoder:
@@ -43,7 +42,7 @@ class NativeDecoder:
     def __init__(self, model: LeanModel, store: KVStore, policy: Policy, num_threads: int) -> None:
         self.model = model
         self.store = store
-        self.pool = WorkerPool(available_cpus() if num_threads is None else num_threads)
+        self.pool = WorkerPool(num_threads)
         self.attention = DecodeAttention(
             policy,
             store,

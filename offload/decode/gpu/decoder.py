@@ -32,7 +32,6 @@ from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
 from offload.policies import Policy
 from offload.system.errors import DeviceMemoryError
-from offload.system.memory import available_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class DeviceDecoder:
         make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
         self.model, self.store, self.device = model, store, device
-        self.pool = WorkerPool(available_cpus() if num_threads is None else num_threads)
+        self.pool = WorkerPool(num_threads)
         self.attention = DecodeAttention(
             policy,
             store,
@@ -86,7 +85,7 @@ class DeviceDecoder:
         self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
         self.setup_seconds = 0.0
-        self._sink_tokens, self._recent_tokens = window_of(policy)
+        self._window = window_of(policy)
         self._weights = DeviceWeights.of(model)
         self._backend = backend
         self._make_handshake = make_handshake
@@ -126,19 +125,11 @@ class DeviceDecoder:
         self._layers = layer_heads(
             placement.places, roles, shares_selection=policy.shares_selection
         )
-        device_heads = placement.places != Place.CPU
-        self.attention.beside = (self._sink_tokens, self._recent_tokens, device_heads)
+        self.attention.beside = (*self._window, placement.places != Place.CPU)
         self._drop_steps()
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
-        """As `Decoder.decode`, of one new token per sequence.
-
-        Raises:
-            CoprocessorError: a side missed its deadline, or NaN or inf in the query or the cache;
-                names the layer.
-            RuntimeError: NaN or inf in what the last layer computed.
-            DeviceMemoryError: the resident layers do not fit.
-        """
+        """As `Decoder.decode`, of one new token per sequence."""
         slots, kv_lens = self._bind(seqs)
         link, step = self._choose_link(slots), self._prepared.step
         run, b = functools.partial(step.run_layers, link), step.buffers
@@ -258,7 +249,7 @@ class DeviceDecoder:
         """Layers that the policy leaves dense on the GPU, all others on the CPU."""
         places = np.full((len(self.model.layers), self.store.num_kv_heads), Place.CPU, np.uint8)
         if self.attention.policy.selects:
-            places[np.array(self.attention.is_dense)] = Place.GPU
+            places[~self.attention.sparse_layers] = Place.GPU
         return HeadPlacement(places)
 
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
@@ -337,7 +328,7 @@ class DeviceDecoder:
             self.attention,
             self.placement,
             self._layers,
-            window=(self._sink_tokens, self._recent_tokens),
+            window=self._window,
             num_slots=slots,
             max_tokens=self._room_for(kv_len),
             device=self.device,

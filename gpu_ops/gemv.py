@@ -128,7 +128,7 @@ def gemv(
         if out.dtype != dtype:
             x, weight = x.to(out.dtype), weight.to(out.dtype)
             bias = None if bias is None else bias.to(out.dtype)
-        out.copy_(gemv_reference(x, weight, bias=bias, norm=norm, glu=glu, residual=residual))
+        out.copy_(gemv_reference(x, weight, bias, norm, glu, residual))
         return
     norm_weight, eps = (None, 0.0) if norm is None else norm
     block_n, block_k, num_warps = launch or launch_shape(num_in, x.element_size(), glu=glu)
@@ -159,11 +159,10 @@ def launch_shape(num_in: int, item_bytes: int, *, glu: bool = False) -> tuple[in
 def gemv_reference(
     x: Tensor,
     weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
-    glu: bool = False,
-    residual: Tensor | None = None,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    glu: bool,
+    residual: Tensor | None,
 ) -> Tensor:
     """`gemv` by torch."""
     if norm is not None:

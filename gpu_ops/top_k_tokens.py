@@ -207,12 +207,10 @@ def top_k_tokens_reference(
             of_list = row_lse if shared else row_lse[i]
             between = of_tokens[first:last]
             everything = kv_len <= budget_tokens
-            if everything:
-                tokens = torch.arange(kv_len, device=scores.device)
-            else:
+            tokens = torch.arange(kv_len, device=scores.device)
+            if not everything:
                 chosen = between.argsort(descending=True, stable=True)[:k].sort().values
-                ends = torch.arange(kv_len, device=scores.device)
-                tokens = torch.cat((ends[:first], first + chosen, ends[last:]))
+                tokens = torch.cat((tokens[:first], first + chosen, tokens[last:]))
             is_bad = not (of_list.isfinite().all() and (everything or between.isfinite().all()))
             count = -1 if kv_len and is_bad else len(tokens)
             counts[target] = count

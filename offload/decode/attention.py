@@ -58,23 +58,17 @@ class DecodeAttention(NativeAttention):
         sm_scale: float | None = None,
         isa: str | None = None,
     ) -> None:
+        shape = {
+            "num_layers": store.num_layers,
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": store.num_kv_heads,
+            "head_dim": store.head_dim,
+        }
+        tokens = store.page_tokens
         super().__init__(
-            pool,
-            num_layers=store.num_layers,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=store.num_kv_heads,
-            head_dim=store.head_dim,
-            page_tokens=store.page_tokens,
-            dtype=store.dtype,
-            sm_scale=sm_scale,
-            isa=isa,
+            pool, **shape, page_tokens=tokens, dtype=store.dtype, sm_scale=sm_scale, isa=isa
         )
-        policy.check_model(
-            num_layers=store.num_layers,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=store.num_kv_heads,
-            head_dim=store.head_dim,
-        )
+        policy.check_model(**shape)
         self.policy = policy
         self.store = store
         asking: list[int] = []

@@ -134,11 +134,9 @@ class NativeDecoder:
         """Nothing: all that a step takes is in the store, which checks for itself."""
 
     def close(self) -> None:
-        """End the threads."""
         self.pool.close()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] before the final norm -> [n, vocab_size]."""
         logits = hidden.new_empty(hidden.shape[0], self.lm_head.out_features)
         hidden = hidden.contiguous()
         for start in range(0, hidden.shape[0], self.max_rows):

@@ -169,28 +169,23 @@ class DeviceDecoder:
         return (chosen if ranks is None else ranks.broadcast(chosen)).cpu()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] before the final norm -> [n, vocab_size]."""
         hidden = hidden.contiguous()
         return linear_path(self._weights, len(hidden)).logits(self._weights, hidden)
 
     def forget(self, seq: int) -> None:
-        """`seq` was changed or freed outside of a decode step."""
         if self._steps is not None:
             self._steps.step.resident.forget(seq)
 
     def check_room(self, num_sequences: int, kv_len: int) -> None:
-        """Raise DeviceMemoryError, as the step that comes to so many tokens would."""
         placement = self.placement if self._keeps_placement else self._least_placement()
         heads = int((placement.places == Place.GPU).sum())
         check_resident_room(self.store, heads, num_sequences, kv_len, self._device_budget_bytes)
 
     def check_usable(self) -> None:
-        """Raise CoprocessorError where an earlier fault was for good, or after a fork."""
         for coprocessor in self.coprocessors:
             coprocessor.check_usable()
 
     def close(self) -> None:
-        """End the threads."""
         self._drop_steps()
         self.pool.close()
 

@@ -15,9 +15,17 @@ from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.gather_rows import check_fixed, check_gathered, check_units, gathered_tokens
 from gpu_ops.launch import jit_for_any, next_power_of_2, runs_kernel, tl
 from gpu_ops.merge_parts import merge_parts_reference
-from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_rows, load_query, tile_tokens
+from gpu_ops.online_softmax import (
+    MIN_GROUP,
+    NUM_STAGES,
+    attend_rows,
+    load_query,
+    merge_states,
+    split_length,
+    store_state,
+    tile_tokens,
+)
 from gpu_ops.paged_attention import num_kv_splits
-from gpu_ops.split_state import merge_states, split_length, store_state
 from gpu_ops.window_attention import attend_reference
 
 _MIN_TOKENS_PER_SPLIT = 32

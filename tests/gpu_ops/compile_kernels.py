@@ -29,8 +29,12 @@ from gpu_ops.greedy import greedy_tokens
 from gpu_ops.hybrid_attention import HybridLaunch, hybrid_attention, hybrid_programs
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
-from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
-from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
+from gpu_ops.paged_attention import (
+    num_kv_splits,
+    num_retrieval_splits,
+    paged_decode_attention,
+    retrieval_attention,
+)
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.rotate import rotate_tokens

@@ -16,8 +16,8 @@ launches what reads the answer. Backends with the same results:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -26,11 +26,42 @@ from cpu_ops.coprocessor import Coprocessor, CoprocessorError
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.step_rows import DecodeStep
 from gpu_ops.flags import await_flag, raise_flag
-from offload.decode.gpu.side_stream import Beside, SideStream
 from offload.system.interrupts import shielded
 
 Step = Callable[[], None]
 NUM_LANES = 2  # of work beside a step's own
+
+
+class Beside:
+    """Work beside the step's own: what `Handshake.beside` gives and `join` takes."""
+
+    def __init__(self) -> None:
+        self.done: torch.cuda.Event | None = None
+
+
+class SideStream:
+    """A stream that forks from the current one, and is joined by it."""
+
+    def __init__(self) -> None:
+        # Before the step's own kernels, where both are ready: it has little to do, and others wait.
+        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside(self) -> Iterator[Beside]:
+        work = Beside()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield work
+            work.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            work.done.record(self._stream)
+
+    @staticmethod
+    def join(work: Beside) -> None:
+        if work.done is not None:
+            torch.cuda.current_stream().wait_event(work.done)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
 
 
 class HandshakeError(RuntimeError):

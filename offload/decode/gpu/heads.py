@@ -21,7 +21,7 @@ from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.launch import _num_multiprocessors
 from gpu_ops.layout import Layout, allocate
-from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
+from gpu_ops.paged_attention import num_retrieval_splits, retrieval_attention
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 from offload.decode.gpu.buffers import StepBuffers

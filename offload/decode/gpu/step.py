@@ -24,10 +24,10 @@ from gpu_ops.paged_attention import paged_decode_attention
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.window_attention import window_attention
 from offload.decode.gpu.buffers import HostLink, StepBuffers
+from offload.decode.gpu.handshake import Beside
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.linear import DeviceWeights, LinearPath, linear_path
 from offload.decode.gpu.resident_kv import ResidentKV
-from offload.decode.gpu.side_stream import Beside
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 

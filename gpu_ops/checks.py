@@ -19,6 +19,12 @@ def check_dtype(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must have one of the dtypes {known}, got {x.dtype}")
 
 
+def check_dims(name: str, x: Tensor, dims: str) -> None:
+    """ValueError unless `x` has as many dimensions as `dims` names, like "[n, head_dim]"."""
+    if x.dim() != dims.count(",") + 1:
+        raise ValueError(f"{name} must be {dims}, got {list(x.shape)}")
+
+
 def check_tensor(
     name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:

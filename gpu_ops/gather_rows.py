@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dtype, check_head_dim, check_page_tokens, check_tensor
+from gpu_ops.checks import check_dims, check_dtype, check_head_dim, check_page_tokens, check_tensor
 from gpu_ops.cpu_pages import page_at
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 
@@ -316,10 +316,7 @@ def gather_rows_reference(
 
 def check_gathered(name: str, x: Tensor, device: torch.device) -> tuple[int, int, int, int]:
     """n, num_heads, capacity and head_dim of gathered rows; ValueError unless they are such."""
-    if x.dim() != 5:
-        raise ValueError(
-            f"{name} must be [n, 2, num_heads, capacity, head_dim], got {list(x.shape)}"
-        )
+    check_dims(name, x, "[n, 2, num_heads, capacity, head_dim]")
     n, _, num_heads, capacity, head_dim = x.shape
     check_tensor(name, x, (n, 2, num_heads, capacity, head_dim), x.dtype, device)
     check_head_dim(head_dim)

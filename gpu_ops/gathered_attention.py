@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dtype, check_tensor
+from gpu_ops.checks import check_dims, check_dtype, check_tensor
 from gpu_ops.gather_rows import check_fixed, check_gathered, check_units, gathered_tokens
 from gpu_ops.launch import jit_for_any, next_power_of_2, runs_kernel, tl
 from gpu_ops.merge_parts import merge_parts_reference
@@ -180,11 +180,7 @@ def gathered_attention(
         )
     num_units = check_units(counts, num_kv_heads)
     fixed_tokens = check_fixed(sink_tokens, recent_tokens)
-    if partial_lse.dim() != 3:
-        raise ValueError(
-            "partial_lse must be [n, num_heads * group_size, num_splits],"
-            f" got {list(partial_lse.shape)}"
-        )
+    check_dims("partial_lse", partial_lse, "[n, num_heads * group_size, num_splits]")
     num_splits = partial_lse.shape[2]
     row_shape = (n, num_kv_heads * group_size * head_dim)
     partial = (n, num_heads * group_size, num_splits)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpu_ops.checks import (
     MIN_PAGE_TOKENS,
+    check_dims,
     check_dtype,
     check_group,
     check_head_dim,
@@ -322,10 +323,7 @@ def hybrid_attention(
         ValueError: operands that do not fit together.
     """
     check_dtype("query", query)
-    if partial_out.dim() != 3:
-        raise ValueError(
-            f"partial_out must be [slots, group_size, head_dim], got {list(partial_out.shape)}"
-        )
+    check_dims("partial_out", partial_out, "[slots, group_size, head_dim]")
     slots, group_size, head_dim = partial_out.shape
     n, device = query.shape[0], query.device
     num_qo_heads = num_kv_heads * group_size

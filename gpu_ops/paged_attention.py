@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gpu_ops.checks import (
+    check_dims,
     check_dtype,
     check_group,
     check_head_dim,
@@ -48,6 +49,7 @@ _MAX_RETRIEVAL_SPLITS = 1024  # of one head: all of their lse are in one program
 _MAX_TILES_PER_SPLIT = 8
 _MERGE_PROGRAMS = 256  # that the merge has at least, by parts of a head's output
 _MERGED_ELEMENTS = 4096  # of the pieces of a head, that a program has in registers at once
+_PARTIAL_DIMS = "[n, num_qo_heads, num_splits, head_dim]"
 
 
 @dataclass(frozen=True)
@@ -209,15 +211,6 @@ def num_retrieval_splits(
     return max(1, min(_MAX_RETRIEVAL_SPLITS, programs // num_heads))
 
 
-def check_partial_out(partial_out: Tensor) -> None:
-    """ValueError unless it is of splits of query heads."""
-    if partial_out.dim() != 4:
-        raise ValueError(
-            "partial_out must be [n, num_qo_heads, num_splits, head_dim],"
-            f" got {list(partial_out.shape)}"
-        )
-
-
 def retrieval_attention(
     query: Tensor,
     page_table: Tensor,
@@ -258,7 +251,7 @@ def retrieval_attention(
         launch: how a split is computed; None: as suits a Hopper GPU.
     """
     check_dtype("query", query)
-    check_partial_out(partial_out)
+    check_dims("partial_out", partial_out, _PARTIAL_DIMS)
     n, num_qo_heads, num_splits, head_dim = partial_out.shape
     device = query.device
     check_head_dim(head_dim)
@@ -394,7 +387,7 @@ def paged_decode_attention(
         partial_out, partial_lse: with the num_splits of `num_kv_splits`.
         out: [n, num_qo_heads * head_dim], query's dtype.
     """
-    check_partial_out(partial_out)
+    check_dims("partial_out", partial_out, _PARTIAL_DIMS)
     retrieval_attention(
         query,
         page_table,

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_reachable, check_tensor
+from gpu_ops.checks import check_dims, check_reachable, check_tensor
 from gpu_ops.early_launch import can_launch_early, early_option
 from gpu_ops.launch import next_power_of_2, pointer, runs_kernel
 from gpu_ops.top_k_candidates import (
@@ -72,8 +72,7 @@ def top_k_tokens(
         host_selection, host_counts: None, or pinned host memory that gets the same.
         ratio: k is at most ceil(ratio * kv_len) - sink_tokens - recent_tokens, and at least 0.
     """
-    if scores.dim() != 4:
-        raise ValueError(f"scores must be [n, H, group_size, max_tokens], got {list(scores.shape)}")
+    check_dims("scores", scores, "[n, H, group_size, max_tokens]")
     n, num_heads, group_size, max_tokens = scores.shape
     num_qo_heads, device = lse.shape[-1], scores.device
     if num_qo_heads % group_size or num_heads > num_qo_heads // group_size:

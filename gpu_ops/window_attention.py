@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dtype, check_group, check_head_dim, check_tensor
+from gpu_ops.checks import check_dims, check_dtype, check_group, check_head_dim, check_tensor
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_rows, load_query, tile_tokens
 
@@ -65,11 +65,7 @@ def window_attention(
         lse: float32 [n, num_qo_heads], natural log.
     """
     check_dtype("query", query)
-    if window.dim() != 5:
-        raise ValueError(
-            "window must be [n, 2, num_kv_heads, window_tokens, head_dim],"
-            f" got {list(window.shape)}"
-        )
+    check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, head_dim]")
     n, _, num_kv_heads, window_tokens, head_dim = window.shape
     num_qo_heads = lse.shape[1]
     device = query.device

@@ -39,31 +39,6 @@ class Beside:
         self.done: torch.cuda.Event | None = None
 
 
-class SideStream:
-    """A stream that forks from the current one, and is joined by it."""
-
-    def __init__(self) -> None:
-        # Before the step's own kernels, where both are ready: it has little to do, and others wait.
-        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def beside(self) -> Iterator[Beside]:
-        work = Beside()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield work
-            work.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            work.done.record(self._stream)
-
-    @staticmethod
-    def join(work: Beside) -> None:
-        if work.done is not None:
-            torch.cuda.current_stream().wait_event(work.done)
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
-
-
 class HandshakeError(RuntimeError):
     """The GPU did not do its part of a decode step in time."""
 
@@ -160,6 +135,31 @@ class InlineHandshake:
 
     def _synchronize(self, *, after_error: bool = False) -> None:
         """Wait for what was launched: here there is nothing."""
+
+
+class SideStream:
+    """A stream that forks from the current one, and is joined by it."""
+
+    def __init__(self) -> None:
+        # Before the step's own kernels, where both are ready: it has little to do, and others wait.
+        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside(self) -> Iterator[Beside]:
+        work = Beside()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield work
+            work.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            work.done.record(self._stream)
+
+    @staticmethod
+    def join(work: Beside) -> None:
+        if work.done is not None:
+            torch.cuda.current_stream().wait_event(work.done)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
 
 
 class StreamHandshake(InlineHandshake):

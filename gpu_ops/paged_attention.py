@@ -243,8 +243,8 @@ def retrieval_attention(
         partial_out, partial_lse: scratch, float32 [n, num_qo_heads, num_splits, head_dim] and
             [n, num_qo_heads, num_splits]; for full speed with the num_splits of
             `num_retrieval_splits`.
-        out, lse: float32 [n, num_qo_heads * head_dim] and [n, num_qo_heads], natural log. Only the
-            query heads of `heads` are written.
+        out, lse: float32 [n, num_qo_heads * head_dim] and [n, num_qo_heads], natural log, or
+            None. Only the query heads of `heads` are written.
         scores: None, or float32 [n, H, group_size, max_tokens], written for the tokens
             [0, position]: query times key times sm_scale, in base 2, that is times log2(e). A token
             has the weight 2**score / e**lse.

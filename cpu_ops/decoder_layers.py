@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -16,9 +17,12 @@ from cpu_ops.step_rows import DecodeStep
 Norm = tuple[Tensor, float]  # RMSNorm weight and eps
 
 
+W = TypeVar("W")
+
+
 @dataclass(frozen=True)
-class NativeLayer:
-    """A decoder layer's weights as the native operators take them; nothing is copied.
+class FusedLayer(Generic[W]):
+    """A decoder layer's weights, with projections W of which some are fused; nothing is copied.
 
     Attributes:
         qkv: hidden_size -> queries ++ keys ++ values. gate_up: hidden_size -> gate ++ up.
@@ -26,14 +30,17 @@ class NativeLayer:
     """
 
     input_norm: Norm
-    qkv: Linear
+    qkv: W
     q_norm: Tensor | None
     k_norm: Tensor | None
     qk_norm_eps: float
-    o_proj: Linear
+    o_proj: W
     mlp_norm: Norm
-    gate_up: Linear
-    down: Linear
+    gate_up: W
+    down: W
+
+
+NativeLayer = FusedLayer[Linear]
 
 
 class LayersStep:

@@ -19,6 +19,12 @@ def check_dtype(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must have one of the dtypes {known}, got {x.dtype}")
 
 
+def check_dims(name: str, x: Tensor, dims: str) -> None:
+    """ValueError unless `x` has as many dimensions as `dims` names, like "[n, head_dim]"."""
+    if x.dim() != dims.count(",") + 1:
+        raise ValueError(f"{name} must be {dims}, got {list(x.shape)}")
+
+
 def check_tensor(
     name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -53,11 +59,11 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_MULTIPLE}, got {head_dim}")
 
 
-def check_page_tokens(page_tokens: int) -> None:
+def check_page_tokens(page_tokens: int, name: str = "page_tokens") -> None:
     """ValueError unless pages are powers of two that the kernels' tiles of tokens fit in."""
     if page_tokens < MIN_PAGE_TOKENS or page_tokens & (page_tokens - 1):
         raise ValueError(
-            f"page_tokens must be a power of two of at least {MIN_PAGE_TOKENS}, got {page_tokens}"
+            f"{name} must be a power of two of at least {MIN_PAGE_TOKENS}, got {page_tokens}"
         )
 
 

@@ -76,14 +76,13 @@ def chunk_means(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_tensor("starts", starts, (num_chunks + 1,), torch.int64, keys.device)
     if keys.stride(2) != 1:
         raise ValueError(f"rows of keys must be contiguous, got strides {keys.stride()}")
-    points = keys.new_empty(num_heads, num_chunks, head_dim, dtype=torch.float32)
-    norms, spreads = (points.new_empty(num_heads, num_chunks) for _ in range(2))
     if not runs_kernel(keys):
         return chunk_means_reference(keys, starts)
+    points = keys.new_empty(num_heads, num_chunks, head_dim, dtype=torch.float32)
+    norms, spreads = (points.new_empty(num_heads, num_chunks) for _ in range(2))
     chunk_means_kernel[(num_chunks, num_heads)](
         keys,
-        keys.stride(0),
-        keys.stride(1),
+        *keys.stride()[:2],
         starts,
         points,
         norms,
@@ -331,15 +330,12 @@ def covering_radii(
     check_tensor("units", units, (num_heads, num_clusters), torch.int64, points.device)
     check_tensor("rows", rows, (num_heads, rows.shape[1], head_dim), torch.int8, points.device)
     check_tensor("steps", steps, rows.shape[:2], torch.float32, points.device)
+    operands = (points, labels, units, rows, steps)
     if not runs_kernel(points):
-        return covering_radii_reference(points, labels, units, rows, steps)
+        return covering_radii_reference(*operands)
     squares = steps.new_zeros(steps.shape, dtype=torch.int32)
     cover_kernel[(-(-n // _POINTS), num_heads)](
-        points,
-        labels,
-        units,
-        rows,
-        steps,
+        *operands,
         squares,
         n,
         num_clusters,

@@ -19,10 +19,7 @@ _QUIET_SECONDS = 0.5  # kernels from triton's cache take milliseconds each
 
 
 def compile_ahead(
-    launches: Callable[[], None],
-    *,
-    num_threads: int,
-    on_progress: Callable[[int, int], None],
+    launches: Callable[[], None], *, num_threads: int, on_progress: Callable[[int, int], None]
 ) -> None:
     """Compile all kernels that `launches` launches on the current device, or load them from
     triton's cache.
@@ -38,8 +35,7 @@ def compile_ahead(
         return
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     pool = ThreadPoolExecutor(
-        num_threads,
-        initializer=lambda: None if device is None else torch.cuda.set_device(device),
+        num_threads, initializer=lambda: None if device is None else torch.cuda.set_device(device)
     )
     try:
         # In a context of its own: nothing of these modes stays, whatever is raised.

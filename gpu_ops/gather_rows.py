@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dtype, check_head_dim, check_page_tokens, check_tensor
+from gpu_ops.checks import check_dims, check_dtype, check_head_dim, check_page_tokens, check_tensor
+from gpu_ops.cpu_pages import page_at
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
-from gpu_ops.rope_publish import page_at
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ def gathered_tokens(
 
 @jit
 def locate_tile(
+    row: tl.tensor,
+    tile: tl.tensor,
+    num_tiles: tl.tensor,  # of a head
     selection: tl.tensor,
     counts: tl.tensor,
     page_table: tl.tensor,
     positions: tl.tensor,
     heads: tl.tensor,
-    row: tl.tensor,
-    tile: tl.tensor,
-    num_tiles: tl.tensor,  # of a head
     max_pages: tl.tensor,
     budget_tokens: tl.tensor,
     capacity: tl.tensor,
@@ -150,6 +150,7 @@ def gather_rows_kernel(
     slots = tl.arange(0, BLOCK_H)
     in_batch = tl.load(heads + slots, mask=slots < NUM_HEADS, other=0)
     first = tl.program_id(0)
+    sources = (selection, counts, page_table, positions, heads, max_pages, budget_tokens, capacity)
     for row_index in range(num_rows):
         row = tl.cast(row_index, tl.int64)
         most = tl.max(
@@ -157,17 +158,10 @@ def gather_rows_kernel(
         )
         num_tiles = tl.cdiv(most, BLOCK_T)
         source, target, present = locate_tile(
-            selection,
-            counts,
-            page_table,
-            positions,
-            heads,
             row,
             first,
             num_tiles,
-            max_pages,
-            budget_tokens,
-            capacity,
+            *sources,
             NUM_HEADS,
             FIRST_SLOT,
             OUT_HEADS,
@@ -190,17 +184,10 @@ def gather_rows_kernel(
             k_out = out + target[:, None] + d[None, :]
             # While these are under way, where the next ones are is looked up.
             source, target, present = locate_tile(
-                selection,
-                counts,
-                page_table,
-                positions,
-                heads,
                 row,
                 tile + num_programs,
                 num_tiles,
-                max_pages,
-                budget_tokens,
-                capacity,
+                *sources,
                 NUM_HEADS,
                 FIRST_SLOT,
                 OUT_HEADS,
@@ -246,7 +233,7 @@ def gather_rows(
         counts: int32 [n, num_units], at most budget_tokens.
         page_table: int64 [n, max_pages], addresses of pages of this layer in host memory that the
             GPU reaches (pinned or registered), each laid out [K|V][num_kv_heads][page_tokens]
-            [head_dim] in out's dtype, as `offload.kv.store` does, and aligned to 16 bytes.
+            [head_dim] in out's dtype and aligned to 16 bytes.
         positions: int64 [n], each row's last token; -1 for an inactive row, which gathers nothing.
         heads: int32 [num_heads], the KV heads to gather.
         page_tokens: a power of two.
@@ -274,28 +261,13 @@ def gather_rows(
     check_tensor("page_table", page_table, (n, page_table.shape[-1]), torch.int64, device)
     check_tensor("positions", positions, (n,), torch.int64, device)
     check_tensor("heads", heads, (num_heads,), torch.int32, device)
+    operands = (selection, counts, page_table, positions, heads, out)
     if not runs_kernel(out):
-        return gather_rows_reference(
-            selection,
-            counts,
-            page_table,
-            positions,
-            heads,
-            num_kv_heads=num_kv_heads,
-            page_tokens=page_tokens,
-            sink_tokens=sink_tokens,
-            recent_tokens=recent_tokens,
-            out=out,
-            first_slot=first_slot,
-        )
+        page_shape = (2, num_kv_heads, page_tokens, head_dim)
+        return gather_rows_reference(*operands, page_shape, sink_tokens, recent_tokens, first_slot)
     row_bytes = head_dim * out.element_size()
     gather_rows_kernel[(launch.programs,)](
-        selection,
-        counts,
-        page_table,
-        positions,
-        heads,
-        out,
+        *operands,
         n,
         page_table.shape[1],
         budget_tokens,
@@ -324,16 +296,14 @@ def gather_rows_reference(
     page_table: Tensor,
     positions: Tensor,
     heads: Tensor,
-    *,
-    num_kv_heads: int,
-    page_tokens: int,
+    out: Tensor,
+    page_shape: tuple[int, int, int, int],
     sink_tokens: int,
     recent_tokens: int,
-    out: Tensor,
-    first_slot: int = 0,
+    first_slot: int,
 ) -> None:
-    """`gather_rows` by torch; pages are CPU memory."""
-    page_shape = (2, num_kv_heads, page_tokens, out.shape[4])
+    """`gather_rows` by torch; pages [*page_shape] are CPU memory."""
+    page_tokens = page_shape[2]
     for row, position in enumerate(positions.tolist()):
         for slot, kv_head in enumerate(heads.tolist() if position >= 0 else (), first_slot):
             unit = kv_head if counts.shape[1] > 1 else 0
@@ -346,10 +316,7 @@ def gather_rows_reference(
 
 def check_gathered(name: str, x: Tensor, device: torch.device) -> tuple[int, int, int, int]:
     """n, num_heads, capacity and head_dim of gathered rows; ValueError unless they are such."""
-    if x.dim() != 5:
-        raise ValueError(
-            f"{name} must be [n, 2, num_heads, capacity, head_dim], got {list(x.shape)}"
-        )
+    check_dims(name, x, "[n, 2, num_heads, capacity, head_dim]")
     n, _, num_heads, capacity, head_dim = x.shape
     check_tensor(name, x, (n, 2, num_heads, capacity, head_dim), x.dtype, device)
     check_head_dim(head_dim)

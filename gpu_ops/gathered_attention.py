@@ -11,12 +11,21 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dtype, check_tensor
+from gpu_ops.checks import check_dims, check_dtype, check_tensor
 from gpu_ops.gather_rows import check_fixed, check_gathered, check_units, gathered_tokens
 from gpu_ops.launch import jit_for_any, next_power_of_2, runs_kernel, tl
-from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_tile, load_query, tile_tokens
+from gpu_ops.merge_parts import merge_parts_reference
+from gpu_ops.online_softmax import (
+    MIN_GROUP,
+    NUM_STAGES,
+    attend_rows,
+    load_query,
+    merge_states,
+    split_length,
+    store_state,
+    tile_tokens,
+)
 from gpu_ops.paged_attention import num_kv_splits
-from gpu_ops.split_state import merge_states, split_length, store_state
 from gpu_ops.window_attention import attend_reference
 
 _MIN_TOKENS_PER_SPLIT = 32
@@ -63,47 +72,13 @@ def gathered_attention_kernel(
     if first >= last:
         return  # nor does the second kernel read it
 
-    q = load_query(
-        query,
-        (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE,
-        GROUP_SIZE,
-        HEAD_DIM,
-        BLOCK_G,
-        BLOCK_D,
-    )
+    first_head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE
+    q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
     keys = gathered + (row * 2 * NUM_HEADS + slot) * capacity * HEAD_DIM
     values = keys + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM
-    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(first, last, BLOCK_T):
-        row_max, row_sum, acc = attend_tile(
-            q,
-            keys + start * HEAD_DIM,
-            values + start * HEAD_DIM,
-            last - start,
-            scale,
-            row_max,
-            row_sum,
-            acc,
-            HEAD_DIM,
-            BLOCK_T,
-            BLOCK_D,
-        )
-    g = tl.arange(0, BLOCK_G)
-    slots = ((row * NUM_HEADS + slot) * GROUP_SIZE + g) * NUM_SPLITS + split
-    store_state(
-        partial_out,
-        partial_lse,
-        slots,
-        row_max,
-        row_sum,
-        acc,
-        GROUP_SIZE,
-        HEAD_DIM,
-        BLOCK_G,
-        BLOCK_D,
-    )
+    state = attend_rows(q, keys, values, first, last, scale, HEAD_DIM, BLOCK_T)
+    slots = ((row * NUM_HEADS + slot) * GROUP_SIZE + tl.arange(0, BLOCK_G)) * NUM_SPLITS + split
+    store_state(partial_out, partial_lse, slots, *state, GROUP_SIZE, HEAD_DIM)
 
 
 @jit_for_any("min_tiles")
@@ -205,56 +180,37 @@ def gathered_attention(
         )
     num_units = check_units(counts, num_kv_heads)
     fixed_tokens = check_fixed(sink_tokens, recent_tokens)
-    if partial_lse.dim() != 3:
-        raise ValueError(
-            "partial_lse must be [n, num_heads * group_size, num_splits],"
-            f" got {list(partial_lse.shape)}"
-        )
+    check_dims("partial_lse", partial_lse, "[n, num_heads * group_size, num_splits]")
     num_splits = partial_lse.shape[2]
-    shape = (n, num_kv_heads * group_size * head_dim)
+    row_shape = (n, num_kv_heads * group_size * head_dim)
     partial = (n, num_heads * group_size, num_splits)
-    check_tensor("query", query, shape, query.dtype, device)
+    check_tensor("query", query, row_shape, query.dtype, device)
     check_tensor("counts", counts, (n, num_units), torch.int32, device)
     check_tensor("positions", positions, (n,), torch.int64, device)
     check_tensor("heads", heads, (num_heads,), torch.int32, device)
     check_tensor("partial_lse", partial_lse, partial, torch.float32, device)
     check_tensor("partial_out", partial_out, (*partial, head_dim), torch.float32, device)
-    check_tensor("out", out, shape, torch.float32, device)
+    check_tensor("out", out, row_shape, torch.float32, device)
     check_tensor("lse", lse, (n, num_kv_heads * group_size), torch.float32, device)
+    selected = (counts, positions, heads)
     if not runs_kernel(query):
         return gathered_attention_reference(
-            query,
-            gathered,
-            counts,
-            positions,
-            heads,
-            group_size=group_size,
-            fixed_tokens=fixed_tokens,
-            sm_scale=sm_scale,
-            out=out,
-            lse=lse,
+            query, gathered, *selected, group_size, fixed_tokens, sm_scale, out, lse
         )
     block_t = tile_tokens(head_dim, query.element_size())
     block_d = next_power_of_2(head_dim)
-    min_tiles = min(n, _MAX_TILES_PER_SPLIT)
+    splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT))
+    shape = (num_heads, num_units, num_kv_heads, group_size, fixed_tokens, head_dim)
     gathered_attention_kernel[(num_splits, num_heads, n)](
         query,
         gathered,
-        counts,
-        positions,
-        heads,
+        *selected,
         partial_out,
         partial_lse,
         capacity,
         sm_scale * math.log2(math.e),
-        num_splits,
-        min_tiles,
-        num_heads,
-        num_units,
-        num_kv_heads,
-        group_size,
-        fixed_tokens,
-        head_dim,
+        *splits,
+        *shape,
         max(MIN_GROUP, next_power_of_2(group_size)),
         block_t,
         block_d,
@@ -264,20 +220,12 @@ def gathered_attention(
     merge_gathered_kernel[(num_heads * group_size, n)](
         partial_out,
         partial_lse,
-        counts,
-        positions,
-        heads,
+        *selected,
         out,
         lse,
         capacity,
-        num_splits,
-        min_tiles,
-        num_heads,
-        num_units,
-        num_kv_heads,
-        group_size,
-        fixed_tokens,
-        head_dim,
+        *splits,
+        *shape,
         block_t,
         min(16, next_power_of_2(num_splits)),
         block_d,
@@ -291,7 +239,6 @@ def gathered_attention_reference(
     counts: Tensor,
     positions: Tensor,
     heads: Tensor,
-    *,
     group_size: int,
     fixed_tokens: int,
     sm_scale: float,
@@ -312,8 +259,4 @@ def gathered_attention_reference(
             o, part = attend_reference(q, kv[0], kv[1], sm_scale)
             window, window_out = lse[row, group], out[row].view(-1, head_dim)[group]
             window_out.masked_fill_((window == float("-inf"))[:, None], 0.0)
-            largest = torch.maximum(part, window)
-            weight, window_weight = (part - largest).exp(), (window - largest).exp()
-            total = weight + window_weight
-            window_out.mul_((window_weight / total)[:, None]).add_(o * (weight / total)[:, None])
-            window.copy_(largest + total.log())
+            merge_parts_reference(window_out, window, o, part)

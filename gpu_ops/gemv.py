@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.rms_norm import rms_norm_reference
 
 # One warp for four outputs: with more warps than one, every load of x waits for all of them; with
 # fewer outputs the reads of x weigh too much, with more the small layers have too few programs.
@@ -127,7 +128,7 @@ def gemv(
         if out.dtype != dtype:
             x, weight = x.to(out.dtype), weight.to(out.dtype)
             bias = None if bias is None else bias.to(out.dtype)
-        out.copy_(gemv_reference(x, weight, bias=bias, norm=norm, glu=glu, residual=residual))
+        out.copy_(gemv_reference(x, weight, bias, norm, glu, residual))
         return
     norm_weight, eps = (None, 0.0) if norm is None else norm
     block_n, block_k, num_warps = launch or launch_shape(num_in, x.element_size(), glu=glu)
@@ -158,17 +159,14 @@ def launch_shape(num_in: int, item_bytes: int, *, glu: bool = False) -> tuple[in
 def gemv_reference(
     x: Tensor,
     weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
-    glu: bool = False,
-    residual: Tensor | None = None,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    glu: bool,
+    residual: Tensor | None,
 ) -> Tensor:
     """`gemv` by torch."""
     if norm is not None:
-        row = x.float()
-        row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + norm[1])
-        x = norm[0] * row.to(x.dtype)
+        x = rms_norm_reference(x, *norm)
     y = functional.linear(x, weight, bias)
     if glu:
         gate, up = y.chunk(2, dim=-1)

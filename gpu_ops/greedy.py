@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
-from gpu_ops.layout import Layout, allocate
+from gpu_ops.layout import Layout
 
 CHUNK = 2048  # logits of a program
 DIGIT_BITS = 4  # of the search of sampling.py
@@ -56,13 +56,6 @@ class SamplingBuffers:
             "floor": ((max_rows, 2), torch.int64),
         }
 
-    @classmethod
-    def allocate(
-        cls, max_rows: int, vocab_size: int, device: torch.device | str
-    ) -> SamplingBuffers:
-        """Buffers of `layout`."""
-        return cls(vocab_size, **allocate(cls.layout(max_rows, vocab_size), device, torch.empty))
-
     @property
     def num_chunks(self) -> int:
         return self.chunk_max.shape[1]
@@ -80,6 +73,20 @@ def first_largest(x: tl.tensor) -> tl.tensor:
 
 
 @jit
+def load_logits(
+    logits: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    VOCAB_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tl.tensor:
+    """float32 [SIZE] of a row, from `first` on; -inf beyond its end."""
+    token = first + tl.arange(0, SIZE)
+    x = tl.load(logits + row * VOCAB_SIZE + token, mask=token < VOCAB_SIZE, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@jit
 def chunk_max_kernel(
     logits: tl.tensor,
     chunk_max: tl.tensor,
@@ -90,9 +97,7 @@ def chunk_max_kernel(
 ) -> None:
     """One program per row and chunk."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * VOCAB_SIZE + token, mask=token < VOCAB_SIZE, other=float("-inf"))
-    largest, index = first_largest(x.to(tl.float32))
+    largest, index = first_largest(load_logits(logits, row, chunk * CHUNK, VOCAB_SIZE, CHUNK))
     tl.store(chunk_max + row * CHUNKS + chunk, largest)
     tl.store(chunk_argmax + row * CHUNKS + chunk, (chunk * CHUNK + index).to(tl.int64))
 

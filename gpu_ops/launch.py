@@ -139,13 +139,13 @@ def interpreted() -> Iterator[None]:
         _on_cpu.reset(token)
 
 
-def pointer(x: Tensor) -> Any:
-    """`x` as a kernel argument, also if it is host memory that the GPU reaches (pinned).
+def pointer(x: Tensor | None) -> Any:
+    """`x` as a kernel argument, also if it is host memory that the GPU reaches (pinned); or None.
 
     Triton refuses CPU tensors, but takes whatever has an address and a dtype. The address of pinned
     and of registered memory is the same on the GPU (unified addressing).
     """
-    return x if x.is_cuda or _interprets else _HostPointer(x)
+    return x if x is None or x.is_cuda or _interprets else _HostPointer(x)
 
 
 def next_power_of_2(n: int) -> int:

@@ -64,13 +64,11 @@ def merge_parts(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
             raise ValueError(f"rows of {name} must be contiguous, got strides {x.stride()}")
     check_tensor("lse", lse, (num_heads, n), torch.float32, o.device)
     check_tensor("part_lse", part_lse, (num_heads, n), torch.float32, o.device)
+    operands = (o, lse, part, part_lse)
     if not runs_kernel(o):
-        return merge_parts_reference(o, lse, part, part_lse)
+        return merge_parts_reference(*operands)
     merge_parts_kernel[(-(-n // _QUERIES), num_heads)](
-        o,
-        lse,
-        part,
-        part_lse,
+        *operands,
         n,
         *o.stride()[:2],
         *part.stride()[:2],

@@ -1,7 +1,11 @@
-"""Device functions that window attention and split KV share: a softmax over tiles of keys.
+"""Device functions of attention: a softmax over tiles of keys, and over programs.
 
 A state is (row_max, row_sum, acc) of a KV head's group of query heads, in base 2: scores carry the
 factor log2(e), as the GPU's exponential is a power of two.
+
+Where attention is split over programs each leaves its state in a slot of two float32 buffers,
+partial_out [slots, head_dim], normalised, and partial_lse [slots], in base 2. A slot is of one
+query head.
 """
 
 from __future__ import annotations
@@ -38,10 +42,9 @@ def score_tile(
     scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
     """[BLOCK_G, BLOCK_T]: the scores; -inf where there is no token."""
-    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    t, d = tl.arange(0, BLOCK_T), tl.arange(0, q.shape[1])
     exists = t < num_tokens
     inside = exists[:, None] & (d < HEAD_DIM)[None, :]
     # The compiler knows nothing of addresses from a page table; rows are whole 16-byte vectors.
@@ -60,11 +63,9 @@ def weigh_tile(
     row_sum: tl.tensor,
     acc: tl.tensor,
     HEAD_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
     """The state after the tile of these scores."""
-    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    t, d = tl.arange(0, scores.shape[1]), tl.arange(0, acc.shape[1])
     inside = (t < num_tokens)[:, None] & (d < HEAD_DIM)[None, :]
     offsets = t[:, None] * HEAD_DIM + d[None, :]
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -88,11 +89,95 @@ def attend_tile(
     acc: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
     """The state after the tile. Each key and value is loaded once for the whole group."""
-    scores = score_tile(q, keys, num_tokens, scale, HEAD_DIM, BLOCK_T, BLOCK_D)
-    return weigh_tile(scores, values, num_tokens, row_max, row_sum, acc, HEAD_DIM, BLOCK_T, BLOCK_D)
+    scores = score_tile(q, keys, num_tokens, scale, HEAD_DIM, BLOCK_T)
+    return weigh_tile(scores, values, num_tokens, row_max, row_sum, acc, HEAD_DIM)
+
+
+@jit
+def attend_rows(
+    q: tl.tensor,
+    keys: tl.tensor,  # pointer to the first key of all; rows of HEAD_DIM follow each other
+    values: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    scale: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> tl.tensor:
+    """The state after the tokens [first, last)."""
+    row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    row_sum = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
+    for start in range(first, last, BLOCK_T):
+        k, v = keys + start * HEAD_DIM, values + start * HEAD_DIM
+        state = (row_max, row_sum, acc)
+        row_max, row_sum, acc = attend_tile(q, k, v, last - start, scale, *state, HEAD_DIM, BLOCK_T)
+    return row_max, row_sum, acc
+
+
+@jit
+def split_length(
+    num_tokens: tl.tensor, NUM_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, min_tiles: tl.tensor
+) -> tl.tensor:
+    """Tokens of every split but the last: whole tiles."""
+    tiles = tl.cdiv(num_tokens, NUM_SPLITS * BLOCK_T)
+    return tl.maximum(tiles, min_tiles) * BLOCK_T
+
+
+@jit
+def store_state(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    slots: tl.tensor,  # [BLOCK_G], of each query head of the group
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    acc: tl.tensor,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> None:
+    """Normalise a group's state into its slots; one of no tokens has an lse of -inf and 0."""
+    g, d = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
+    attended = row_sum != 0  # NaN is no sum of no tokens
+    row_sum = tl.where(attended, row_sum, 1.0)
+    o = acc / row_sum[:, None]
+    lse = tl.where(attended, row_max + tl.log2(row_sum), float("-inf"))
+    tl.store(partial_out + slots[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
+    tl.store(partial_lse + slots, lse, mask=g < GROUP_SIZE)
+
+
+@jit
+def merge_states(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    first_slot: tl.tensor,
+    stride: tl.tensor,  # slots from one split of the head to the next
+    used: tl.tensor,  # splits that have been stored
+    d: tl.tensor,  # which elements of the head
+    HEAD_DIM: tl.constexpr,
+    TILE_S: tl.constexpr,  # splits that are loaded at once
+) -> tl.tensor:
+    """(largest, total, acc): acc / total is the head's output, largest + log2(total) its lse."""
+    # Finite, also if all are of no tokens: exp2(-inf - -inf) would be NaN.
+    largest = tl.full([], -1e30, tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([d.shape[0]], tl.float32)
+    for start in range(0, used, TILE_S):
+        s = start + tl.arange(0, TILE_S)
+        slots = first_slot + s * stride
+        # Neither load waits for the other.
+        lse = tl.load(partial_lse + slots, mask=s < used, other=float("-inf"))
+        rows = partial_out + slots[:, None] * HEAD_DIM + d[None, :]
+        o = tl.load(rows, mask=(s < used)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        new_largest = tl.maximum(largest, tl.max(lse, 0))
+        decay = tl.exp2(largest - new_largest)
+        weights = tl.exp2(lse - new_largest)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(weights[:, None] * o, 0)
+        largest = new_largest
+    return largest, total, acc
 
 
 def tile_tokens(head_dim: int, itemsize: int) -> int:

@@ -1,29 +1,372 @@
-"""Decode attention over GPU pages: the layers whose KV stays on the GPU."""
+"""Flash decoding over pages of KV on the GPU: of all KV heads, or of those that a page holds.
+
+The latter are retrieval heads, which may leave the scores of all tokens, from which `top_k_tokens`
+finds what the other heads attend to.
+
+Every row's tokens are split into equal pieces, each attended to by one program per KV head, and a
+second kernel merges the pieces. The grid is fixed when a CUDA graph is captured, so the number of
+splits is too; how long they are is computed on the device from the row's position. All splits of
+the longest row run at once on the whole GPU, whatever the lengths of the others.
+
+Why a second launch and not the last program to arrive: with one KV head there are 264 pieces of
+each of its query heads, half a megabyte that a single multiprocessor would read one after the other
+(5 us and more), and that a launch reads on many.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpu_ops.checks import (
+    check_dims,
     check_dtype,
     check_group,
     check_head_dim,
     check_page_tokens,
     check_tensor,
 )
-from gpu_ops.launch import runs_kernel
-from gpu_ops.rope_publish import page_at
-from gpu_ops.split_kv import PROGRAMS_PER_MULTIPROCESSOR, attend_pages
-from gpu_ops.window_attention import attend_reference
+from gpu_ops.cpu_pages import gather_pages
+from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
+from gpu_ops.launch import jit_for_any, next_power_of_2, runs_kernel, tl
+from gpu_ops.online_softmax import (
+    MIN_GROUP,
+    load_query,
+    merge_states,
+    score_tile,
+    split_length,
+    tile_tokens,
+    weigh_tile,
+)
 
+_PROGRAMS_PER_MULTIPROCESSOR = 2
 _MAX_SPLITS = 128
+_MAX_RETRIEVAL_SPLITS = 1024  # of one head: all of their lse are in one program's registers
+# Rows of a batch fill the GPU together, so that their pieces need not be as small.
+_MAX_TILES_PER_SPLIT = 8
+_MERGE_PROGRAMS = 256  # that the merge has at least, by parts of a head's output
+_MERGED_ELEMENTS = 4096  # of the pieces of a head, that a program has in registers at once
+_PARTIAL_DIMS = "[n, num_qo_heads, num_splits, head_dim]"
+
+
+@dataclass(frozen=True)
+class SplitLaunch:
+    """How a split is computed.
+
+    Args:
+        tile_tokens: keys that are loaded together, a power of two of at least 16; a page may be
+            smaller.
+        num_warps: of a program.
+        num_stages: of the loop over tiles; one tile less is in flight.
+    """
+
+    tile_tokens: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @classmethod
+    def default(cls, head_dim: int, itemsize: int) -> SplitLaunch:
+        """What two programs on each multiprocessor have the shared memory for."""
+        return cls(tile_tokens(head_dim, itemsize))
+
+
+@jit_for_any("min_tiles")
+def paged_attention_kernel(
+    query: tl.tensor,
+    page_table: tl.tensor,
+    positions: tl.tensor,
+    heads: tl.tensor,  # the KV head of each head in a page; None: pages have all, in order
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,  # in base 2
+    scores: tl.tensor,  # None, or of [row, head in a page, query head of the group, token]; base 2
+    max_pages: tl.tensor,
+    max_tokens: tl.tensor,  # of scores
+    scale: tl.tensor,  # sm_scale * log2(e)
+    NUM_SPLITS: tl.constexpr,
+    min_tiles: tl.tensor,
+    NUM_QO_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # divides PAGE_TOKENS: a tile lies in one page, contiguous
+    BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program per split, head of the pages and row."""
+    split, page_head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    pages = page_table + row * max_pages
+    await_inputs(EARLY)
+    position = tl.load(positions + row)
+    kv_head = page_head
+    if heads is not None:
+        kv_head = tl.load(heads + page_head)
+    kv_len = (position + 1).to(tl.int32)
+    length = split_length(kv_len, NUM_SPLITS, BLOCK_T, min_tiles)
+    first = split * length
+    last = tl.minimum(first + length, kv_len)
+    if first >= last:
+        return  # nor does the second kernel read it
+
+    # Where a tile is gets loaded an iteration ahead, by hand: the compiler would give that most of
+    # its pipeline's stages, and wait for the query before it looks for the first one.
+    page = tl.load(pages + first // PAGE_TOKENS)
+    first_head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE
+    q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
+    g, t, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(first, last, BLOCK_T):
+        keys = page.to(tl.pointer_type(query.dtype.element_ty))
+        keys += (page_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * HEAD_DIM
+        following = start + BLOCK_T
+        page = tl.load(pages + following // PAGE_TOKENS, mask=following < last, other=0)
+        of_tile = score_tile(q, keys, last - start, scale, HEAD_DIM, BLOCK_T)
+        if scores is not None:
+            score_row = (row * PAGE_HEADS + page_head) * GROUP_SIZE + g
+            target = scores + score_row[:, None] * max_tokens + (start + t)[None, :]
+            kept = (g < GROUP_SIZE)[:, None] & (start + t < last)[None, :]
+            tl.store(target, of_tile, mask=kept)
+        values = keys + PAGE_HEADS * PAGE_TOKENS * HEAD_DIM
+        state = (row_max, row_sum, acc)
+        row_max, row_sum, acc = weigh_tile(of_tile, values, last - start, *state, HEAD_DIM)
+
+    target = (first_head + g) * NUM_SPLITS + split
+    inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
+    o = acc / row_sum[:, None]
+    tl.store(partial_out + target[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
+    tl.store(partial_lse + target, row_max + tl.log2(row_sum), mask=g < GROUP_SIZE)
+
+
+@jit_for_any("min_tiles")
+def merge_splits_kernel(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    positions: tl.tensor,
+    heads: tl.tensor,  # as above
+    out: tl.tensor,
+    lse: tl.tensor,  # natural log; None: nobody wants it
+    NUM_SPLITS: tl.constexpr,
+    min_tiles: tl.tensor,
+    NUM_QO_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # of the kernel before
+    TILE_S: tl.constexpr,  # of splits
+    BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program per row, query head of the pages' heads, and BLOCK_D elements of it."""
+    row = tl.program_id(0).to(tl.int64)
+    page_head, piece = tl.program_id(1) // GROUP_SIZE, tl.program_id(2)
+    kv_head = page_head
+    if heads is not None:
+        kv_head = tl.load(heads + page_head)
+    head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE + tl.program_id(1) % GROUP_SIZE
+    kv_len = (tl.load(positions + row) + 1).to(tl.int32)
+    used = tl.cdiv(kv_len, split_length(kv_len, NUM_SPLITS, BLOCK_T, min_tiles))
+    d = piece * BLOCK_D + tl.arange(0, BLOCK_D)
+    # Only here: the first kernel had waited for what is read above before this one could start.
+    await_inputs(EARLY)
+    largest, total, acc = merge_states(
+        partial_out, partial_lse, head * NUM_SPLITS, 1, used, d, HEAD_DIM, TILE_S
+    )
+    attended = used > 0  # an inactive row has no splits: 0, and an lse of -inf
+    total = tl.where(attended, total, 1.0)
+    o = (acc / total).to(out.dtype.element_ty)
+    tl.store(out + head * HEAD_DIM + d, o, mask=d < HEAD_DIM)
+    if lse is not None:
+        natural = tl.where(attended, (largest + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+        tl.store(lse + head, natural, mask=piece == 0)
 
 
 def num_kv_splits(num_kv_heads: int, num_multiprocessors: int) -> int:
     """Splits with which one row fills the GPU: two programs on each multiprocessor."""
-    programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
     return max(1, min(_MAX_SPLITS, programs // num_kv_heads))
+
+
+def num_retrieval_splits(
+    num_heads: int, num_multiprocessors: int, *, per_multiprocessor: int | None = None
+) -> int:
+    """Splits with which `num_heads` KV heads of one row fill the GPU.
+
+    Args:
+        num_heads: retrieval heads of the layer; scratch for several layers takes their smallest
+            and is viewed with the splits of each.
+        per_multiprocessor: programs on a multiprocessor; None: two.
+
+    Raises:
+        ValueError: unless there is at least one head.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+    programs = (per_multiprocessor or _PROGRAMS_PER_MULTIPROCESSOR) * num_multiprocessors
+    return max(1, min(_MAX_RETRIEVAL_SPLITS, programs // num_heads))
+
+
+def retrieval_attention(
+    query: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    heads: Tensor | None,
+    *,
+    group_size: int,
+    page_tokens: int,
+    sm_scale: float,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    scores: Tensor | None = None,
+    launch: SplitLaunch | None = None,
+) -> None:
+    """Attend to all tokens [0, position] of each row with the query heads of some KV heads.
+
+    Args:
+        query: [n, num_qo_heads * head_dim], all of the model's query heads.
+        page_table: int64 [n, max_pages], addresses of GPU pages of this layer, each laid out
+            [K|V][H][page_tokens][head_dim] in query's dtype and aligned to 16 bytes. Index i of a
+            page is KV head heads[i].
+        positions: int64 [n], each row's last token, whose K/V are in their page; -1 for an
+            inactive row, whose out is 0 and lse -inf.
+        heads: int32 [H], ascending KV heads, on the device; below num_qo_heads / group_size, which
+            nobody checks. None: all, and `out` is in query's dtype.
+        group_size: query heads of a KV head.
+        page_tokens: a power of two; of at least 64 for full speed.
+        partial_out, partial_lse: scratch, float32 [n, num_qo_heads, num_splits, head_dim] and
+            [n, num_qo_heads, num_splits]; for full speed with the num_splits of
+            `num_retrieval_splits`.
+        out, lse: float32 [n, num_qo_heads * head_dim] and [n, num_qo_heads], natural log, or
+            None. Only the query heads of `heads` are written.
+        scores: None, or float32 [n, H, group_size, max_tokens], written for the tokens
+            [0, position]: query times key times sm_scale, in base 2, that is times log2(e). A token
+            has the weight 2**score / e**lse.
+        launch: how a split is computed; None: as suits a Hopper GPU.
+    """
+    check_dtype("query", query)
+    check_dims("partial_out", partial_out, _PARTIAL_DIMS)
+    n, num_qo_heads, num_splits, head_dim = partial_out.shape
+    device = query.device
+    check_head_dim(head_dim)
+    check_page_tokens(page_tokens)
+    if group_size < 1 or num_qo_heads % group_size:
+        raise ValueError(
+            f"num_qo_heads must be a multiple of group_size, got {num_qo_heads} and {group_size}"
+        )
+    num_kv_heads = num_qo_heads // group_size
+    num_heads = num_kv_heads if heads is None else heads.numel()
+    if not 1 <= num_heads <= num_kv_heads:
+        raise ValueError(f"heads must be 1 to {num_kv_heads} KV heads, got {num_heads}")
+    if not 1 <= num_splits <= _MAX_RETRIEVAL_SPLITS:
+        raise ValueError(f"num_splits must be in 1..{_MAX_RETRIEVAL_SPLITS}, got {num_splits}")
+    shape = (n, num_qo_heads * head_dim)
+    check_tensor("query", query, shape, query.dtype, device)
+    check_tensor("page_table", page_table, (n, page_table.shape[-1]), torch.int64, device)
+    check_tensor("positions", positions, (n,), torch.int64, device)
+    if heads is not None:
+        check_tensor("heads", heads, (num_heads,), torch.int32, device)
+    check_tensor("partial_out", partial_out, partial_out.shape, torch.float32, device)
+    check_tensor("partial_lse", partial_lse, (n, num_qo_heads, num_splits), torch.float32, device)
+    check_tensor("out", out, shape, query.dtype if heads is None else torch.float32, device)
+    if lse is not None:
+        check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
+    max_tokens = 0
+    if scores is not None:
+        max_tokens = scores.shape[-1]
+        if max_tokens < page_table.shape[1] * page_tokens:
+            raise ValueError(
+                f"scores must have room for all pages' {page_table.shape[1] * page_tokens} tokens,"
+                f" got {max_tokens}"
+            )
+        scores_shape = (n, num_heads, group_size, max_tokens)
+        check_tensor("scores", scores, scores_shape, torch.float32, device)
+    operands = (query, page_table, positions, heads)
+    if not runs_kernel(query):
+        page_shape = (2, num_heads, page_tokens, head_dim)
+        return retrieval_attention_reference(
+            *operands, group_size, page_shape, sm_scale, out, lse, scores
+        )
+    launch = launch or SplitLaunch.default(head_dim, query.element_size())
+    block_t, block_d = min(page_tokens, launch.tile_tokens), next_power_of_2(head_dim)
+    splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT), num_qo_heads, group_size, head_dim)
+    early = can_launch_early(query)  # the merge, while the splits run
+    paged_attention_kernel[(num_splits, num_heads, n)](
+        *operands,
+        partial_out,
+        partial_lse,
+        scores,
+        page_table.shape[1],
+        max_tokens,
+        sm_scale * math.log2(math.e),
+        *splits,
+        num_heads,
+        page_tokens,
+        max(MIN_GROUP, next_power_of_2(group_size)),
+        block_t,
+        block_d,
+        early,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    parts = min(block_d // 16, max(1, _MERGE_PROGRAMS // (n * num_heads * group_size)))
+    merged_d = block_d // next_power_of_2(parts)
+    merge_splits_kernel[(n, num_heads * group_size, -(-head_dim // merged_d))](
+        partial_out,
+        partial_lse,
+        positions,
+        heads,
+        out,
+        lse,
+        *splits,
+        block_t,
+        min(_MERGED_ELEMENTS // merged_d, next_power_of_2(num_splits)),
+        merged_d,
+        early,
+        num_warps=4,
+        **early_option(early),
+    )
+
+
+def retrieval_attention_reference(
+    query: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    heads: Tensor | None,
+    group_size: int,
+    page_shape: tuple[int, int, int, int],
+    sm_scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    scores: Tensor | None,
+) -> None:
+    """`retrieval_attention` by torch, in float32; pages [*page_shape] are CPU memory."""
+    n, head_dim = len(query), page_shape[3]
+    num_kv_heads = query.shape[1] // (group_size * head_dim)
+    if lse is None:
+        lse = out.new_empty(n, num_kv_heads * group_size, dtype=torch.float32)
+    kv_heads = slice(None) if heads is None else heads.long()
+    grouped_query = query.view(n, num_kv_heads, group_size, head_dim)
+    grouped_out, grouped_lse = out.view(grouped_query.shape), lse.view(n, num_kv_heads, group_size)
+    for row, position in enumerate(positions.tolist()):
+        if position < 0:
+            grouped_out[row, kv_heads], grouped_lse[row, kv_heads] = 0.0, float("-inf")
+            continue
+        keys, values = gather_pages(page_table[row], position + 1, page_shape, query.dtype).float()
+        of_row = grouped_query[row, kv_heads].float() @ keys.transpose(1, 2) * sm_scale
+        of_heads = of_row.logsumexp(-1)
+        of_heads = of_heads.masked_fill(of_heads == float("-inf"), float("nan"))
+        grouped_lse[row, kv_heads] = of_heads
+        o = (of_row - of_heads[..., None]).exp() @ values
+        grouped_out[row, kv_heads] = o.to(out.dtype)
+        if scores is not None:
+            scores[row, :, :, : position + 1] = of_row * math.log2(math.e)
 
 
 def paged_decode_attention(
@@ -38,98 +381,22 @@ def paged_decode_attention(
     partial_lse: Tensor,
     out: Tensor,
 ) -> None:
-    """Attend to all tokens [0, position] of each row.
+    """`retrieval_attention` of all KV heads.
 
     Args:
-        query: [n, num_qo_heads * head_dim].
-        page_table: int64 [n, max_pages], addresses of GPU pages of this layer, each laid out
-            [K|V][num_kv_heads][page_tokens][head_dim] in query's dtype and aligned to 16 bytes.
-        positions: int64 [n], each row's last token, whose K/V are in their page; -1 for an
-            inactive row, whose out is 0.
-        page_tokens: a power of two; of at least 64 for full speed.
-        partial_out, partial_lse: scratch, float32 [n, num_qo_heads, num_splits, head_dim] and
-            [n, num_qo_heads, num_splits] with the num_splits of `num_kv_splits`.
+        partial_out, partial_lse: with the num_splits of `num_kv_splits`.
         out: [n, num_qo_heads * head_dim], query's dtype.
     """
-    check_dtype("query", query)
-    if partial_out.dim() != 4:
-        raise ValueError(
-            "partial_out must be [n, num_qo_heads, num_splits, head_dim],"
-            f" got {list(partial_out.shape)}"
-        )
-    n, num_qo_heads, num_splits, head_dim = partial_out.shape
-    device = query.device
-    check_head_dim(head_dim)
-    check_page_tokens(page_tokens)
-    group_size = check_group(num_qo_heads, num_kv_heads)
-    shape = (n, num_qo_heads * head_dim)
-    check_tensor("query", query, shape, query.dtype, device)
-    check_tensor("page_table", page_table, (n, page_table.shape[-1]), torch.int64, device)
-    check_tensor("positions", positions, (n,), torch.int64, device)
-    check_tensor("partial_out", partial_out, partial_out.shape, torch.float32, device)
-    check_tensor("partial_lse", partial_lse, (n, num_qo_heads, num_splits), torch.float32, device)
-    check_tensor("out", out, shape, query.dtype, device)
-    if not runs_kernel(query):
-        return paged_decode_attention_reference(
-            query,
-            page_table,
-            positions,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_tokens=page_tokens,
-            sm_scale=sm_scale,
-            out=out,
-        )
-    attend_pages(
+    check_dims("partial_out", partial_out, _PARTIAL_DIMS)
+    retrieval_attention(
         query,
         page_table,
         positions,
         None,
-        page_heads=num_kv_heads,
-        group_size=group_size,
+        group_size=check_group(partial_out.shape[1], num_kv_heads),
         page_tokens=page_tokens,
         sm_scale=sm_scale,
         partial_out=partial_out,
         partial_lse=partial_lse,
         out=out,
-        lse=None,
-        scores=None,
-        launch=None,
     )
-
-
-def paged_decode_attention_reference(
-    query: Tensor,
-    page_table: Tensor,
-    positions: Tensor,
-    *,
-    num_kv_heads: int,
-    head_dim: int,
-    page_tokens: int,
-    sm_scale: float,
-    out: Tensor,
-) -> None:
-    """`paged_decode_attention` by torch, in float32; pages are CPU memory."""
-    page_shape = (2, num_kv_heads, page_tokens, head_dim)
-    out.zero_()
-    for row, position in enumerate(positions.tolist()):
-        if position < 0:
-            continue
-        kv_len = position + 1
-        kv = gather_pages(page_table[row], kv_len, page_shape, query.dtype)
-        o, _ = attend_reference(query[row].view(-1, head_dim), kv[0], kv[1], sm_scale)
-        out[row] = o.flatten()
-
-
-def gather_pages(
-    page_table: Tensor, kv_len: int, page_shape: tuple[int, int, int, int], dtype: torch.dtype
-) -> Tensor:
-    """[2, heads, kv_len, head_dim]: a row's tokens, copied from its pages in CPU memory.
-
-    Args:
-        page_table: int64 [max_pages], addresses.
-        page_shape: (2, heads, page_tokens, head_dim).
-    """
-    addresses = page_table[: -(-kv_len // page_shape[2])].tolist()
-    pages = [page_at(address, page_shape, dtype) for address in addresses]
-    return torch.cat(pages, dim=2)[:, :, :kv_len]

@@ -71,6 +71,10 @@ def add_rms_norm_reference(
     """`add_rms_norm` by torch."""
     if delta is not None:
         residual += delta
-    x = residual.to(torch.float32)
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    torch.mul(weight, x.to(residual.dtype), out=out)
+    out.copy_(rms_norm_reference(residual, weight, eps))
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, rounded where transformers rounds."""
+    x32 = x.float()
+    return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -8,8 +8,6 @@ directly, as a copy node of a few KB costs more than all of this kernel.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,10 @@ from gpu_ops.checks import (
     check_reachable,
     check_tensor,
 )
+from gpu_ops.cpu_pages import page_at
 from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
+from gpu_ops.rms_norm import rms_norm_reference
+from gpu_ops.rotate import rotate_reference
 
 
 @jit
@@ -205,37 +206,17 @@ def rope_publish(
         check_tensor("page_slots", page_slots, (num_kv_heads,), torch.int32, device)
         if not 1 <= num_page_heads <= num_kv_heads:
             raise ValueError(f"num_page_heads must be in [1, {num_kv_heads}], got {num_page_heads}")
+    operands = (qkv, cos, sin, positions, q_norm, k_norm, norm_eps)
+    host = (host_query, host_kv)
     if not runs_kernel(qkv):
+        page_shape = (2, num_page_heads, page_tokens, head_dim)
         return rope_publish_reference(
-            qkv,
-            cos,
-            sin,
-            positions,
-            num_kv_heads=num_kv_heads,
-            query=query,
-            host_query=host_query,
-            host_kv=host_kv,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            norm_eps=norm_eps,
-            window=window,
-            sink_tokens=sink_tokens,
-            page_table=page_table,
-            page_tokens=page_tokens,
-            page_slots=page_slots,
-            num_page_heads=num_page_heads,
+            *operands, query, *host, window, sink_tokens, page_table, page_shape, page_slots
         )
     rope_publish_kernel[(n, num_heads)](
-        qkv,
-        cos,
-        sin,
-        positions,
-        q_norm,
-        k_norm,
-        norm_eps,
+        *operands,
         query,
-        None if host_query is None else pointer(host_query),
-        None if host_kv is None else pointer(host_kv),
+        *map(pointer, host),
         window,
         page_table,
         0 if page_table is None else page_table.shape[1],
@@ -258,29 +239,26 @@ def rope_publish_reference(
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
-    *,
-    num_kv_heads: int,
-    query: Tensor,
-    host_query: Tensor | None,
-    host_kv: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     norm_eps: float,
+    query: Tensor,
+    host_query: Tensor | None,
+    host_kv: Tensor | None,
     window: Tensor | None,
     sink_tokens: int,
     page_table: Tensor | None,
-    page_tokens: int,
+    page_shape: tuple[int, int, int, int],
     page_slots: Tensor | None,
-    num_page_heads: int,
 ) -> None:
-    """`rope_publish` by torch; pages are CPU memory."""
-    n, head_dim = cos.shape
-    num_qo_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    heads = qkv.view(n, -1, head_dim)
-    q, k, v = heads.tensor_split((num_qo_heads, num_qo_heads + num_kv_heads), dim=1)
+    """`rope_publish` by torch; pages [*page_shape] are CPU memory."""
+    _, num_page_heads, page_tokens, head_dim = page_shape
+    heads = qkv.view(len(qkv), -1, head_dim)
+    num_qo_heads = query.shape[1] // head_dim
+    q, (k, v) = heads[:, :num_qo_heads], heads[:, num_qo_heads:].chunk(2, dim=1)
     if q_norm is not None and k_norm is not None:
-        q, k = _rms_norm(q, q_norm, norm_eps), _rms_norm(k, k_norm, norm_eps)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rms_norm_reference(q, q_norm, norm_eps), rms_norm_reference(k, k_norm, norm_eps)
+    q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
     kv = torch.stack((k, v), dim=1)  # [n, 2, num_kv_heads, head_dim]
 
     rows = positions.ge(0).nonzero()[:, 0]
@@ -299,26 +277,6 @@ def rope_publish_reference(
                 window[row, :, :, index] = kv[row]
         if page_table is not None:
             address = int(page_table[row, position // page_tokens])
-            page = page_at(address, (2, num_page_heads, page_tokens, head_dim), qkv.dtype)
+            page = page_at(address, page_shape, qkv.dtype)
             held = slice(None) if page_slots is None else page_slots.argsort()[-num_page_heads:]
             page[:, :, position % page_tokens] = kv[row][:, held]
-
-
-def page_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The page of host memory at `address` as a tensor, which does not keep it alive."""
-    num_bytes = dtype.itemsize
-    for size in shape:
-        num_bytes *= size
-    memory = (ctypes.c_char * num_bytes).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x32 = x.to(torch.float32)
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]

@@ -22,6 +22,7 @@ from gpu_ops.greedy import (
     chunk_max_kernel,
     chunk_shape,
     greedy_reference,
+    load_logits,
     row_max,
 )
 from gpu_ops.launch import jit, runs_kernel, tl
@@ -38,14 +39,14 @@ def sort_key(x: tl.tensor) -> tl.tensor:
 
 @jit
 def decide_digit(
+    PASS: tl.constexpr,
+    IS_SHARE: tl.constexpr,  # the target is `share` of the sum; otherwise it is known
     sums: tl.tensor,
     prefix: tl.tensor,
     above: tl.tensor,
     target: tl.tensor,
     share: tl.tensor,
     row: tl.tensor,
-    PASS: tl.constexpr,
-    IS_SHARE: tl.constexpr,  # the target is `share` of the sum; otherwise it is known
     PASSES: tl.constexpr,
     BITS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -100,24 +101,12 @@ def digit_kernel(
     if temperature <= 0:
         return
 
+    sources = (sums, prefix, above, target, top_p, row)
     smallest = tl.zeros([], tl.int64)
     if BY_MASS:
         if DIGIT == 0:
             if has_top_k:
-                found, _, _ = decide_digit(
-                    sums,
-                    prefix,
-                    above,
-                    target,
-                    top_p,
-                    row,
-                    PASS - 1,
-                    False,
-                    PASSES,
-                    BITS,
-                    CHUNKS,
-                    BLOCK_C,
-                )
+                found, _, _ = decide_digit(PASS - 1, False, *sources, PASSES, BITS, CHUNKS, BLOCK_C)
                 smallest = found << (32 - BITS * DIGITS)
             if chunk == 0:
                 tl.store(floor + row * 2, smallest)
@@ -133,18 +122,7 @@ def digit_kernel(
     wanted = top_k.to(tl.float32)
     if DIGIT > 0:
         known, higher, wanted = decide_digit(
-            sums,
-            prefix,
-            above,
-            target,
-            top_p,
-            row,
-            PASS - 1,
-            BY_MASS and DIGIT == 1,
-            PASSES,
-            BITS,
-            CHUNKS,
-            BLOCK_C,
+            PASS - 1, BY_MASS and DIGIT == 1, *sources, PASSES, BITS, CHUNKS, BLOCK_C
         )
     state = row * PASSES + PASS
     if chunk == 0:
@@ -196,29 +174,15 @@ def kept_mass_kernel(
     temperature, top_p = tl.load(temperatures + row), tl.load(top_ps + row)
     if temperature <= 0:
         return
+    sources = (sums, prefix, above, target, top_p, row)
     smallest = tl.load(floor + row * 2)
     if top_p < 1:
-        found, _, _ = decide_digit(
-            sums,
-            prefix,
-            above,
-            target,
-            top_p,
-            row,
-            2 * DIGITS - 1,
-            False,
-            PASSES,
-            BITS,
-            CHUNKS,
-            BLOCK_C,
-        )
+        found, _, _ = decide_digit(2 * DIGITS - 1, False, *sources, PASSES, BITS, CHUNKS, BLOCK_C)
         smallest = tl.maximum(smallest, found << (32 - BITS * DIGITS))
     if chunk == 0:
         tl.store(floor + row * 2 + 1, smallest)
     largest, _ = row_max(chunk_max, row, CHUNKS, BLOCK_C)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * VOCAB_SIZE + token, mask=token < VOCAB_SIZE, other=float("-inf"))
-    x = x.to(tl.float32)
+    x = load_logits(logits, row, chunk * CHUNK, VOCAB_SIZE, CHUNK)
     mass = tl.where(sort_key(x) >= smallest, tl.exp((x - largest) / temperature), 0.0)
     tl.store(chunk_mass + row * CHUNKS + chunk, tl.sum(mass, 0))
 
@@ -264,9 +228,7 @@ def pick_kernel(
     amount = tl.load(uniform + row) * tl.sum(masses, 0)
     chunk = first_beyond(masses, amount, BLOCK_C)
     amount -= tl.sum(tl.where(c < chunk, masses, 0.0), 0)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * VOCAB_SIZE + token, mask=token < VOCAB_SIZE, other=float("-inf"))
-    x = x.to(tl.float32)
+    x = load_logits(logits, row, chunk * CHUNK, VOCAB_SIZE, CHUNK)
     smallest = tl.load(floor + row * 2 + 1)
     mass = tl.where(sort_key(x) >= smallest, tl.exp((x - largest) / temperature), 0.0)
     tl.store(out + row, (chunk * CHUNK + first_beyond(mass, amount, CHUNK)).to(tl.int64))
@@ -309,52 +271,20 @@ def sample_tokens(
         )
     shape, block_c = chunk_shape(buffers)
     grid = (n, buffers.num_chunks)
-    digits, passes = DIGITS[logits.dtype], buffers.sums.shape[1]
-    state = (buffers.sums, buffers.prefix, buffers.above, buffers.target, buffers.floor)
     maxima = (buffers.chunk_max, buffers.chunk_argmax)
-    chunk_max_kernel[grid](logits, *maxima, *shape, num_warps=NUM_WARPS)
+    state = (buffers.sums, buffers.prefix, buffers.above, buffers.target, buffers.floor)
+    digits = DIGITS[logits.dtype]
+    passes = (digits, buffers.sums.shape[1], DIGIT_BITS)
+    drawn, warps = (logits, temperature), {"num_warps": NUM_WARPS}
+    chunk_max_kernel[grid](logits, *maxima, *shape, **warps)
     for i in range(2 * digits):
         digit_kernel[grid](
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            buffers.chunk_max,
-            *state,
-            i,
-            digits,
-            passes,
-            DIGIT_BITS,
-            *shape,
-            _TILE,
-            block_c,
-            num_warps=NUM_WARPS,
+            *drawn, top_k, top_p, maxima[0], *state, i, *passes, *shape, _TILE, block_c, **warps
         )
-    kept_mass_kernel[grid](
-        logits,
-        temperature,
-        top_p,
-        buffers.chunk_max,
-        buffers.chunk_mass,
-        *state,
-        digits,
-        passes,
-        DIGIT_BITS,
-        *shape,
-        block_c,
-        num_warps=NUM_WARPS,
-    )
+    masses = (buffers.chunk_max, buffers.chunk_mass)
+    kept_mass_kernel[grid](*drawn, top_p, *masses, *state, *passes, *shape, block_c, **warps)
     pick_kernel[(n,)](
-        logits,
-        temperature,
-        uniform,
-        *maxima,
-        buffers.chunk_mass,
-        buffers.floor,
-        out,
-        *shape,
-        block_c,
-        num_warps=NUM_WARPS,
+        *drawn, uniform, *maxima, buffers.chunk_mass, buffers.floor, out, *shape, block_c, **warps
     )
 
 

@@ -28,7 +28,6 @@ class TopKLaunch:
         segment_tile: tokens that one of them looks at together.
         tile: candidates that the program of the third holds; more are read once more in each step.
         num_warps: of the programs of the three kernels.
-        interpolates: the third closes in on the k-th by where it should be, not by halves.
     """
 
     chunk_tokens: int = 1024
@@ -37,7 +36,6 @@ class TopKLaunch:
     segment_tile: int = 4096
     tile: int = 4096
     num_warps: tuple[int, int, int] = (4, 8, 16)
-    interpolates: bool = True
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "max_groups", "segments", "segment_tile", "tile"):
@@ -68,18 +66,14 @@ class TopKLaunch:
     @classmethod
     def default(cls, budget_tokens: int, max_tokens: int = 0) -> TopKLaunch:
         """What suits a budget on a Hopper GPU; more groups where a row is too long for them."""
-        max_groups = max(2048, next_power_of_2(4 * budget_tokens), _groups_of(max_tokens))
+        largest_groups = -(-max_tokens // (1 << _MAX_LEVEL))
+        max_groups = next_power_of_2(max(2048, 4 * budget_tokens, largest_groups))
         max_groups = min(32768, max_groups)
         return cls(
             max_groups=max_groups,
             tile=min(8192, max(1024, next_power_of_2(-(-3 * budget_tokens // 2)))),
             num_warps=(4, 8 if max_groups <= 8192 else 16, 16),
         )
-
-
-def _groups_of(max_tokens: int) -> int:
-    """The largest groups of a row of so many tokens; a power of two."""
-    return next_power_of_2(max(1, -(-max_tokens // (1 << _MAX_LEVEL))))
 
 
 @dataclass(frozen=True)

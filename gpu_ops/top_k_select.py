@@ -53,7 +53,6 @@ def next_guess(
     missing: tl.tensor,  # candidates to leave behind on the way from `low` to `high`
     between: tl.tensor,  # of so many
     step: tl.tensor,
-    INTERPOLATES: tl.constexpr,
 ) -> tl.tensor:
     """A value in (low, high] to look at.
 
@@ -61,13 +60,11 @@ def next_guess(
     k-th in half the steps; but each third time the middle, so that it cannot take many either.
     """
     span = high - low
-    ahead = (span + 1) // 2
-    if INTERPOLATES:
-        share = missing.to(tl.float32) / tl.maximum(between, 1).to(tl.float32)
-        # Cut off before it is an int again: the float of a large span may exceed it.
-        guess = tl.minimum(span.to(tl.float32) * share, 2.0**30).to(tl.int32)
-        ahead = tl.where(step % 3 == 2, ahead, tl.minimum(tl.maximum(guess, 1), span))
-    return low + ahead
+    half = (span + 1) // 2
+    share = missing.to(tl.float32) / tl.maximum(between, 1).to(tl.float32)
+    # Cut off before it is an int again: the float of a large span may exceed it.
+    guess = tl.minimum(span.to(tl.float32) * share, 2.0**30).to(tl.int32)
+    return low + tl.where(step % 3 == 2, half, tl.minimum(tl.maximum(guess, 1), span))
 
 
 @jit
@@ -112,7 +109,6 @@ def select_tokens_kernel(
     SEGMENTS: tl.constexpr,
     SEGMENT_TILE: tl.constexpr,
     TILE: tl.constexpr,
-    INTERPOLATES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """One program per list and row."""
@@ -173,7 +169,7 @@ def select_tokens_kernel(
                 low = middle - 1
                 high = middle - 1
                 above = reach
-            middle = next_guess(low, high, at_low - k, at_low - above, step, INTERPOLATES)
+            middle = next_guess(low, high, at_low - k, at_low - above, step)
             step += 1
 
         ties = k - above  # of those that equal `low`, the first

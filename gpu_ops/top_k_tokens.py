@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_reachable, check_tensor
+from gpu_ops.checks import check_dims, check_reachable, check_tensor
 from gpu_ops.early_launch import can_launch_early, early_option
 from gpu_ops.launch import next_power_of_2, pointer, runs_kernel
 from gpu_ops.top_k_candidates import (
@@ -72,8 +72,7 @@ def top_k_tokens(
         host_selection, host_counts: None, or pinned host memory that gets the same.
         ratio: k is at most ceil(ratio * kv_len) - sink_tokens - recent_tokens, and at least 0.
     """
-    if scores.dim() != 4:
-        raise ValueError(f"scores must be [n, H, group_size, max_tokens], got {list(scores.shape)}")
+    check_dims("scores", scores, "[n, H, group_size, max_tokens]")
     n, num_heads, group_size, max_tokens = scores.shape
     num_qo_heads, device = lse.shape[-1], scores.device
     if num_qo_heads % group_size or num_heads > num_qo_heads // group_size:
@@ -114,32 +113,18 @@ def top_k_tokens(
         )
     if buffers.importance.device != device:
         raise ValueError(f"buffers must be on {device}, got {buffers.importance.device}")
+    operands, sizes = (lse, positions, heads), (sink_tokens, recent_tokens, budget_tokens)
+    out, host_out = (selection, counts), (host_selection, host_counts)
     if not runs_kernel(scores):
-        return top_k_tokens_reference(
-            scores,
-            lse,
-            positions,
-            heads,
-            sink_tokens=sink_tokens,
-            recent_tokens=recent_tokens,
-            budget_tokens=budget_tokens,
-            shared=shared,
-            selection=selection,
-            counts=counts,
-            host_selection=host_selection,
-            host_counts=host_counts,
-            ratio=ratio,
-        )
+        return top_k_tokens_reference(scores, *operands, shared, *sizes, ratio, *out, *host_out)
     launch = buffers.launch
+    groups, found = (buffers.importance, buffers.maxima), (buffers.candidates, buffers.lengths)
+    of_groups = (launch.chunk_tokens, launch.max_groups, launch.max_level)
     early = can_launch_early(scores)  # each while the kernel before it runs, if the GPU can
-    sizes = (sink_tokens, recent_tokens, budget_tokens)
     importance_kernel[(-(-max_tokens // launch.chunk_tokens), lists, n)](
         scores,
-        lse,
-        positions,
-        heads,
-        buffers.importance,
-        buffers.maxima,
+        *operands,
+        *groups,
         max_tokens,
         stride,
         *sizes,
@@ -147,26 +132,20 @@ def top_k_tokens(
         lists,
         num_qo_heads,
         group_size,
-        launch.chunk_tokens,
-        launch.max_groups,
-        launch.max_level,
+        *of_groups,
         early,
         num_warps=launch.num_warps[0],
         **early_option(early),
     )
     candidates_kernel[(launch.segments, lists, n)](
         positions,
-        buffers.importance,
-        buffers.maxima,
-        buffers.candidates,
-        buffers.lengths,
+        *groups,
+        *found,
         stride,
         *sizes,
         ratio,
         lists,
-        launch.chunk_tokens,
-        launch.max_groups,
-        launch.max_level,
+        *of_groups,
         launch.segments,
         launch.segment_tile,
         early,
@@ -174,15 +153,10 @@ def top_k_tokens(
         **early_option(early),
     )
     select_tokens_kernel[(lists, n)](
-        lse,
-        positions,
-        heads,
-        buffers.candidates,
-        buffers.lengths,
-        selection,
-        counts,
-        None if host_selection is None else pointer(host_selection),
-        None if host_counts is None else pointer(host_counts),
+        *operands,
+        *found,
+        *out,
+        *map(pointer, host_out),
         stride,
         *sizes,
         ratio,
@@ -195,7 +169,6 @@ def top_k_tokens(
         launch.segments,
         launch.segment_tile,
         launch.tile,
-        launch.interpolates,
         early,
         num_warps=launch.num_warps[2],
         **early_option(early),
@@ -207,16 +180,15 @@ def top_k_tokens_reference(
     lse: Tensor,
     positions: Tensor,
     heads: Tensor,
-    *,
+    shared: bool,
     sink_tokens: int,
     recent_tokens: int,
     budget_tokens: int,
-    shared: bool,
+    ratio: float | None,
     selection: Tensor,
     counts: Tensor,
-    host_selection: Tensor | None = None,
-    host_counts: Tensor | None = None,
-    ratio: float | None = None,
+    host_selection: Tensor | None,
+    host_counts: Tensor | None,
 ) -> None:
     """`top_k_tokens` by a sort."""
     group_size = scores.shape[2]
@@ -234,12 +206,10 @@ def top_k_tokens_reference(
             of_list = row_lse if shared else row_lse[i]
             between = of_tokens[first:last]
             everything = kv_len <= budget_tokens
-            if everything:
-                tokens = torch.arange(kv_len, device=scores.device)
-            else:
+            tokens = torch.arange(kv_len, device=scores.device)
+            if not everything:
                 chosen = between.argsort(descending=True, stable=True)[:k].sort().values
-                ends = torch.arange(kv_len, device=scores.device)
-                tokens = torch.cat((ends[:first], first + chosen, ends[last:]))
+                tokens = torch.cat((tokens[:first], first + chosen, tokens[last:]))
             is_bad = not (of_list.isfinite().all() and (everything or between.isfinite().all()))
             count = -1 if kv_len and is_bad else len(tokens)
             counts[target] = count

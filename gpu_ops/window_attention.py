@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dtype, check_group, check_head_dim, check_tensor
+from gpu_ops.checks import check_dims, check_dtype, check_group, check_head_dim, check_tensor
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
-from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_tile, load_query, tile_tokens
+from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_rows, load_query, tile_tokens
 
 
 @jit
@@ -38,24 +38,7 @@ def window_attention_kernel(
     keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * HEAD_DIM)
     values = keys + NUM_KV_HEADS * WINDOW_TOKENS * HEAD_DIM
 
-    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(0, num_tokens, BLOCK_T):
-        row_max, row_sum, acc = attend_tile(
-            q,
-            keys + start * HEAD_DIM,
-            values + start * HEAD_DIM,
-            num_tokens - start,
-            scale,
-            row_max,
-            row_sum,
-            acc,
-            HEAD_DIM,
-            BLOCK_T,
-            BLOCK_D,
-        )
-
+    row_max, row_sum, acc = attend_rows(q, keys, values, 0, num_tokens, scale, HEAD_DIM, BLOCK_T)
     # An inactive row has attended to nothing: out 0, lse -inf. NaN is no such sum.
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     o = acc / row_sum[:, None]
@@ -67,13 +50,7 @@ def window_attention_kernel(
 
 
 def window_attention(
-    query: Tensor,
-    window: Tensor,
-    positions: Tensor,
-    *,
-    sm_scale: float,
-    out: Tensor,
-    lse: Tensor,
+    query: Tensor, window: Tensor, positions: Tensor, *, sm_scale: float, out: Tensor, lse: Tensor
 ) -> None:
     """Attend to the tokens in the window: with kv_len = position + 1, those of
     [0, min(sink_tokens, kv_len)) and [max(sink_tokens, kv_len - recent_tokens), kv_len).
@@ -88,11 +65,7 @@ def window_attention(
         lse: float32 [n, num_qo_heads], natural log.
     """
     check_dtype("query", query)
-    if window.dim() != 5:
-        raise ValueError(
-            "window must be [n, 2, num_kv_heads, window_tokens, head_dim],"
-            f" got {list(window.shape)}"
-        )
+    check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, head_dim]")
     n, _, num_kv_heads, window_tokens, head_dim = window.shape
     num_qo_heads = lse.shape[1]
     device = query.device

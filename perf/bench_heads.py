@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from gpu_ops.launch import has_triton
-from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
-from gpu_ops.split_kv import SplitLaunch
+from gpu_ops.paged_attention import SplitLaunch, num_retrieval_splits, retrieval_attention
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 from perf.gpu_timing import LAUNCHES, ROUNDS, memory_bandwidths, microseconds

@@ -58,23 +58,17 @@ class DecodeAttention(NativeAttention):
         sm_scale: float | None = None,
         isa: str | None = None,
     ) -> None:
+        shape = {
+            "num_layers": store.num_layers,
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": store.num_kv_heads,
+            "head_dim": store.head_dim,
+        }
+        tokens = store.page_tokens
         super().__init__(
-            pool,
-            num_layers=store.num_layers,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=store.num_kv_heads,
-            head_dim=store.head_dim,
-            page_tokens=store.page_tokens,
-            dtype=store.dtype,
-            sm_scale=sm_scale,
-            isa=isa,
+            pool, **shape, page_tokens=tokens, dtype=store.dtype, sm_scale=sm_scale, isa=isa
         )
-        policy.check_model(
-            num_layers=store.num_layers,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=store.num_kv_heads,
-            head_dim=store.head_dim,
-        )
+        policy.check_model(**shape)
         self.policy = policy
         self.store = store
         asking: list[int] = []
@@ -118,11 +112,6 @@ class DecodeAttention(NativeAttention):
         self.has_state = policy.selects and policy.has_state()
         self._builds_on_device = policy.selecting.builds_on_device
         self._observes_queries = policy.selects and policy.observed_queries > 0
-
-    @property
-    def is_dense(self) -> list[bool]:
-        """Of each layer: every unit attends to everything, whatever the length."""
-        return [not sparse for sparse in self.sparse_layers.tolist()]
 
     def build_states(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> float:
         """Build what the policy keeps of sequences that will have `kv_lens` tokens.

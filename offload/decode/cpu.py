@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
-from cpu_ops.decoder_layers import DecoderLayers, LayersStep, NativeLayer, Norm
+from cpu_ops.decoder_layers import DecoderLayers, LayersStep
 from cpu_ops.linear import Linear
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.sampling import SamplingOptions
 from offload.kv.store import KVStore
-from offload.models import DecoderLayer, LeanModel
+from offload.models import LeanModel
 from offload.models.batch import RaggedBatch, one_token_each
+from offload.models.weights import fuse_layer, norm_of
 from offload.policies import Policy
-from offload.system.memory import available_cpus
 
 
 class NativeDecoder:
@@ -43,7 +42,7 @@ class NativeDecoder:
     def __init__(self, model: LeanModel, store: KVStore, policy: Policy, num_threads: int) -> None:
         self.model = model
         self.store = store
-        self.pool = WorkerPool(available_cpus() if num_threads is None else num_threads)
+        self.pool = WorkerPool(num_threads)
         self.attention = DecodeAttention(
             policy,
             store,
@@ -51,9 +50,11 @@ class NativeDecoder:
             pool=self.pool,
             sm_scale=model.sm_scale,
         )
-        self.stack = DecoderLayers([_native_layer(layer) for layer in model.layers], self.attention)
-        self.final_norm = _norm(model.final_norm)
-        self.lm_head = _linear(model.lm_head)
+        self.stack = DecoderLayers(
+            [fuse_layer(layer, _linear) for layer in model.layers], self.attention
+        )
+        self.final_norm = norm_of(model.final_norm)
+        self.lm_head = _linear([model.lm_head])
 
     def decode(self, hidden: torch.Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> torch.Tensor:
         """As `Decoder.decode`; `hidden` is overwritten."""
@@ -133,11 +134,9 @@ class NativeDecoder:
         """Nothing: all that a step takes is in the store, which checks for itself."""
 
     def close(self) -> None:
-        """End the threads."""
         self.pool.close()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] before the final norm -> [n, vocab_size]."""
         logits = hidden.new_empty(hidden.shape[0], self.lm_head.out_features)
         hidden = hidden.contiguous()
         for start in range(0, hidden.shape[0], self.max_rows):
@@ -155,27 +154,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return tokens.masked_fill(logits.gather(1, tokens[:, None])[:, 0].isnan(), -1)
 
 
-def _native_layer(layer: DecoderLayer) -> NativeLayer:
-    has_qk_norm = layer.q_norm is not None and layer.k_norm is not None
-    q_norm, eps = _norm(layer.q_norm) if has_qk_norm else (None, 0.0)
-    return NativeLayer(
-        input_norm=_norm(layer.input_norm),
-        qkv=_linear(layer.q_proj, layer.k_proj, layer.v_proj),
-        q_norm=q_norm,
-        k_norm=_norm(layer.k_norm)[0] if has_qk_norm else None,
-        qk_norm_eps=eps,
-        o_proj=_linear(layer.o_proj),
-        mlp_norm=_norm(layer.mlp_norm),
-        gate_up=_linear(layer.gate_proj, layer.up_proj),
-        down=_linear(layer.down_proj),
-    )
-
-
-def _linear(*modules: nn.Linear) -> Linear:
+def _linear(modules: Sequence[nn.Linear]) -> Linear:
     weights = [module.weight.detach() for module in modules]
     biases = [None if module.bias is None else module.bias.detach() for module in modules]
     return Linear(weights, biases)
-
-
-def _norm(module: Any) -> Norm:
-    return module.weight.detach(), float(module.variance_epsilon)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
+
+from cpu_ops.decoder_layers import FusedLayer, Norm, W
+from offload.models.base import DecoderLayer
 
 
 def fuse_rows(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -37,3 +41,25 @@ def fuse_rows(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
             module.bias.data = from_dlpack(biases[part])
         first += module.out_features
     return weight, biases
+
+
+def fuse_layer(layer: DecoderLayer, fuse: Callable[[Sequence[nn.Linear]], W]) -> FusedLayer[W]:
+    """`layer` with q, k, v as one projection, and gate, up."""
+    has_qk_norm = layer.q_norm is not None and layer.k_norm is not None
+    q_norm, eps = norm_of(layer.q_norm) if has_qk_norm else (None, 0.0)
+    return FusedLayer(
+        input_norm=norm_of(layer.input_norm),
+        qkv=fuse([layer.q_proj, layer.k_proj, layer.v_proj]),
+        q_norm=q_norm,
+        k_norm=norm_of(layer.k_norm)[0] if has_qk_norm else None,
+        qk_norm_eps=eps,
+        o_proj=fuse([layer.o_proj]),
+        mlp_norm=norm_of(layer.mlp_norm),
+        gate_up=fuse([layer.gate_proj, layer.up_proj]),
+        down=fuse([layer.down_proj]),
+    )
+
+
+def norm_of(module: Any) -> Norm:
+    """Weight and eps of an RMSNorm."""
+    return module.weight.detach(), float(module.variance_epsilon)

@@ -147,12 +147,7 @@ def _write_kv(
 
 
 def _attend(
-    q: torch.Tensor,
-    batch: RaggedBatch,
-    stream: LayerStream,
-    sm_scale: float,
-    start: int,
-    stop: int,
+    q: torch.Tensor, batch: RaggedBatch, stream: LayerStream, sm_scale: float, start: int, stop: int
 ) -> torch.Tensor:
     """Attention of the tokens start .. stop, which may be of several sequences.
 

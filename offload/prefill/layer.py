@@ -16,6 +16,7 @@ from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rotate import rotate_tokens
 from gpu_ops.silu_mul import activate
 from offload.models import DecoderLayer
+from offload.models.weights import norm_of
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -58,7 +59,7 @@ def add_mlp(
     """x += delta, the output projection of attention; x += the MLP of that: [n, hidden_size]."""
     if has_kernels(x):
         normed = delta  # its memory does for both
-        add_rms_norm(x, delta, *_weight_and_eps(layer.mlp_norm), normed)
+        add_rms_norm(x, delta, *norm_of(layer.mlp_norm), normed)
     else:
         x += delta
         normed = layer.mlp_norm(x)
@@ -74,9 +75,5 @@ def _norm(norm: nn.Module, x: Tensor) -> Tensor:
         return normed
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     width = x.shape[-1]
-    add_rms_norm(x.reshape(-1, width), None, *_weight_and_eps(norm), out.view(-1, width))
+    add_rms_norm(x.reshape(-1, width), None, *norm_of(norm), out.view(-1, width))
     return out
-
-
-def _weight_and_eps(norm: nn.Module) -> tuple[Tensor, float]:
-    return norm.weight, float(norm.variance_epsilon)  # type: ignore[arg-type, return-value]

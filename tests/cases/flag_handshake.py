@@ -14,8 +14,7 @@ import torch
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.step_rows import DecodeStep
-from offload.decode.gpu.handshake import GraphHandshake, Step
-from offload.decode.gpu.side_stream import Beside
+from offload.decode.gpu.handshake import Beside, GraphHandshake, Step
 
 
 class FlagHandshake(GraphHandshake):

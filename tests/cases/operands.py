@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from gpu_ops.greedy import SamplingBuffers
+from gpu_ops.layout import allocate
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # Of one rounding to the dtype, relative L2, with room for a few of them.
@@ -22,6 +25,12 @@ def random(
 def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """An output that must be written: NaN."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def sampling_buffers(max_rows: int, vocab_size: int, device: torch.device | str) -> SamplingBuffers:
+    """Scratch of the operators on logits."""
+    layout = SamplingBuffers.layout(max_rows, vocab_size)
+    return SamplingBuffers(vocab_size, **allocate(layout, device, torch.empty))
 
 
 def quiet_numpy() -> np.errstate:

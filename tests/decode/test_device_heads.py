@@ -15,10 +15,9 @@ import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
 from cases.tiny_models import random_tokens
 
-from offload.decode.gpu.handshake import InlineHandshake
+from offload.decode.gpu.handshake import Beside, InlineHandshake
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.decode.gpu.side_stream import Beside
 from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE
 from offload.policies.registry import make_policy

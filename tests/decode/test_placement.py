@@ -32,8 +32,6 @@ def placement_of(*rows: str) -> HeadPlacement:
 def test_text_and_json_come_back(tmp_path: Path) -> None:
     placement = placement_of("GGGG", "g.gG", "....")
     assert placement.places.tolist() == [[1, 1, 1, 1], [2, 0, 2, 1], [0, 0, 0, 0]]
-    assert placement.of_layer(1, F) == (0, 2)
-    assert placement.of_layer(1, C) == (1,)
     assert placement.counts(G) == [4, 1, 0]
     path = tmp_path / "places.json"
     placement.save(path)

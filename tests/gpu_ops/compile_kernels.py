@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from cases.operands import DTYPES
+from cases.operands import DTYPES, sampling_buffers
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -26,18 +25,21 @@ from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.gemv import gemv
-from gpu_ops.greedy import SamplingBuffers, greedy_tokens
+from gpu_ops.greedy import greedy_tokens
 from gpu_ops.hybrid_attention import HybridLaunch, hybrid_attention, hybrid_programs
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
-from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
-from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
+from gpu_ops.paged_attention import (
+    num_kv_splits,
+    num_retrieval_splits,
+    paged_decode_attention,
+    retrieval_attention,
+)
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.rotate import rotate_tokens
 from gpu_ops.sampling import sample_tokens
 from gpu_ops.silu_mul import activate, silu_mul
-from gpu_ops.split_kv import SplitLaunch
 from gpu_ops.top_k_candidates import TopKBuffers
 from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention
@@ -189,23 +191,20 @@ def retrieve_all(
     lse = torch.zeros(1, num_qo_heads)
     positions, heads = torch.zeros(1, dtype=torch.int64), torch.zeros(num_heads, dtype=torch.int32)
     scores = torch.zeros(1, num_heads, group_size, max_tokens)
-    default = SplitLaunch.default(head_dim, query.element_size())
-    for split in (default, replace(default, merges_early=False)):
-        retrieval_attention(
-            query,
-            torch.zeros(1, 512, dtype=torch.int64),
-            positions,
-            heads,
-            group_size=group_size,
-            page_tokens=256,
-            sm_scale=0.125,
-            partial_out=torch.zeros(1, num_qo_heads, num_splits, head_dim),
-            partial_lse=torch.zeros(1, num_qo_heads, num_splits),
-            out=query.float(),
-            lse=lse,
-            scores=scores,
-            launch=split,
-        )
+    retrieval_attention(
+        query,
+        torch.zeros(1, 512, dtype=torch.int64),
+        positions,
+        heads,
+        group_size=group_size,
+        page_tokens=256,
+        sm_scale=0.125,
+        partial_out=torch.zeros(1, num_qo_heads, num_splits, head_dim),
+        partial_lse=torch.zeros(1, num_qo_heads, num_splits),
+        out=query.float(),
+        lse=lse,
+        scores=scores,
+    )
     for shared, ratio in ((False, None), (True, 0.1)):
         lists = 1 if shared else num_kv_heads
         selection = torch.zeros(1, lists, 2048, dtype=torch.int32)
@@ -232,7 +231,7 @@ def sample_all(dtype: torch.dtype, n: int, vocab_size: int) -> None:
     """The operators on logits, once."""
     logits = torch.zeros(n, vocab_size, dtype=dtype)
     tokens, option = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
-    buffers = SamplingBuffers.allocate(n, vocab_size, "cpu")
+    buffers = sampling_buffers(n, vocab_size, "cpu")
     greedy_tokens(logits, tokens, buffers)
     sample_tokens(
         logits,

@@ -19,8 +19,7 @@ from gpu_ops.gathered_attention import gathered_attention
 from gpu_ops.hybrid_attention import DENSE, HybridLaunch, hybrid_attention
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
-from gpu_ops.paged_attention import paged_decode_attention
-from gpu_ops.retrieval_attention import retrieval_attention
+from gpu_ops.paged_attention import paged_decode_attention, retrieval_attention
 from gpu_ops.top_k_candidates import TopKBuffers
 from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention

@@ -10,8 +10,7 @@ import torch
 from cases.operands import TOLERANCE, Pages, assert_close, attention, random
 from cases.seeded import new_rng
 
-from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
-from gpu_ops.split_kv import SplitLaunch
+from gpu_ops.paged_attention import SplitLaunch, num_retrieval_splits, retrieval_attention
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases.operands import DTYPES, quiet_numpy, random
+from cases.operands import DTYPES, quiet_numpy, random, sampling_buffers
 from cases.seeded import new_rng
 
 from gpu_ops import sampling
-from gpu_ops.greedy import CHUNK, SamplingBuffers, greedy_tokens
+from gpu_ops.greedy import CHUNK, greedy_tokens
 from gpu_ops.sampling import sample_tokens, sample_tokens_reference
 
 VOCAB_SIZES = [1, 50, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
@@ -39,7 +39,7 @@ def sample(
         top_p=torch.full((n,), top_p, device=device),
         uniform=torch.tensor(uniform, device=device),
         out=out,
-        buffers=SamplingBuffers.allocate(n + 1, logits.shape[1], device),
+        buffers=sampling_buffers(n + 1, logits.shape[1], device),
     )
     return out.cpu()
 
@@ -68,7 +68,7 @@ def test_greedy(device: str, dtype: torch.dtype, vocab_size: int) -> None:
     logits[2] = -1.0
     expected = [int(np.argmax(row)) for row in logits.double().cpu().numpy()]
     out = torch.full((3,), -1, device=device)
-    greedy_tokens(logits, out, SamplingBuffers.allocate(4, vocab_size, device))
+    greedy_tokens(logits, out, sampling_buffers(4, vocab_size, device))
     assert out.tolist() == expected
     assert expected[2] == 0
 
@@ -77,7 +77,7 @@ def test_the_first_of_equals(device: str) -> None:
     logits = torch.zeros(1, 3 * CHUNK, dtype=torch.bfloat16, device=device)
     logits[0, [CHUNK + 7, CHUNK + 9, 2 * CHUNK + 1]] = 5.0
     out = torch.full((1,), -1, device=device)
-    greedy_tokens(logits, out, SamplingBuffers.allocate(1, 3 * CHUNK, device))
+    greedy_tokens(logits, out, sampling_buffers(1, 3 * CHUNK, device))
     assert out.tolist() == [CHUNK + 7]
     assert sample(logits, temperature=0.0, uniform=[0.99]).tolist() == [CHUNK + 7]
 
@@ -142,7 +142,7 @@ def test_rows_have_their_own_options(device: str) -> None:
         top_p=torch.tensor([0.5, 1.0, 0.01, 1.0], device=device),
         uniform=torch.tensor([0.9, 0.9, 0.9, 0.9], device=device),
         out=out,
-        buffers=SamplingBuffers.allocate(8, 4, device),
+        buffers=sampling_buffers(8, 4, device),
     )
     assert out.tolist() == [1, 1, 1, 3]
 
@@ -166,7 +166,7 @@ def test_logits_that_are_no_numbers(device: str, dtype: torch.dtype) -> None:
     logits[4, [CHUNK + 1, CHUNK + 4]] = inf
     logits[5] = -inf
     logits[6, :-1] = -inf
-    buffers = SamplingBuffers.allocate(8, vocab_size, device)
+    buffers = sampling_buffers(8, vocab_size, device)
     out = torch.full((8,), 99, device=device)
     greedy_tokens(logits, out, buffers)
     assert out.tolist() == [-1, -1, -1, -1, CHUNK + 1, 0, vocab_size - 1, 0]
@@ -199,7 +199,7 @@ def test_in_a_graph_at_full_size() -> None:
         "top_k": torch.tensor([0, 0, 50, 1000], device="cuda"),
         "top_p": torch.tensor([1.0, 0.9, 1.0, 0.5], device="cuda"),
     }
-    buffers = SamplingBuffers.allocate(4, vocab_size, "cuda")
+    buffers = sampling_buffers(4, vocab_size, "cuda")
 
     def run() -> None:
         sample_tokens(logits, **options, uniform=uniform, out=out, buffers=buffers)
@@ -218,7 +218,7 @@ def test_in_a_graph_at_full_size() -> None:
 
 
 def test_wrong_operands() -> None:
-    buffers = SamplingBuffers.allocate(1, 8, "cpu")
+    buffers = sampling_buffers(1, 8, "cpu")
     tokens = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"logits must be \[2, 8\], got \[2, 9\]"):
         greedy_tokens(torch.zeros(2, 9), tokens, buffers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from gpu_ops.top_k_tokens import top_k_tokens
 
 # Small enough for every path in a few hundred tokens: levels of groups, several tiles, segments.
 SMALL = TopKLaunch(chunk_tokens=16, max_groups=32, segments=4, segment_tile=16, tile=16)
-LAUNCHES = [SMALL, TopKLaunch(), replace(SMALL, interpolates=False)]
+LAUNCHES = [SMALL, TopKLaunch()]
 LOG2_E = math.log2(math.e)
 TINY = 1.2e-38
 

@@ -17,8 +17,12 @@ from torch import Tensor
 
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.merge_state import merge_state
-from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
-from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
+from gpu_ops.paged_attention import (
+    num_kv_splits,
+    num_retrieval_splits,
+    paged_decode_attention,
+    retrieval_attention,
+)
 from gpu_ops.top_k_candidates import TopKBuffers
 from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention

@@ -18,7 +18,7 @@ import torch
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from offload.bench.machine.kernels import PAGE_TOKENS, RECENT, SINKS, AttentionBench, microseconds
-from offload.decode.gpu.side_stream import Beside, SideStream
+from offload.decode.gpu.handshake import Beside, SideStream
 from offload.planning.cost_table import CostTable
 
 LAYERS = 8  # in a graph

@@ -17,8 +17,7 @@ from offload.bench.pipeline.gpu_marks import START, GpuMarks
 from offload.bench.pipeline.step_timeline import Interval, StepTimeline, clock_offset_ns, shifted
 from offload.bench.pipeline.worker_tasks import worker_tasks
 from offload.decode.gpu.decoder import DeviceDecoder
-from offload.decode.gpu.handshake import NUM_LANES, Step, make_handshake
-from offload.decode.gpu.side_stream import Beside, SideStream
+from offload.decode.gpu.handshake import NUM_LANES, Beside, SideStream, Step, make_handshake
 from offload.decode.sampling import SamplingOptions
 from offload.models import lean_model_maker
 

@@ -32,7 +32,6 @@ from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
 from offload.policies import Policy
 from offload.system.errors import DeviceMemoryError
-from offload.system.memory import available_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class DeviceDecoder:
         make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
         self.model, self.store, self.device = model, store, device
-        self.pool = WorkerPool(available_cpus() if num_threads is None else num_threads)
+        self.pool = WorkerPool(num_threads)
         self.attention = DecodeAttention(
             policy,
             store,
@@ -86,7 +85,7 @@ class DeviceDecoder:
         self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
         self.setup_seconds = 0.0
-        self._sink_tokens, self._recent_tokens = window_of(policy)
+        self._window = window_of(policy)
         self._weights = DeviceWeights.of(model)
         self._backend = backend
         self._make_handshake = make_handshake
@@ -126,19 +125,11 @@ class DeviceDecoder:
         self._layers = layer_heads(
             placement.places, roles, shares_selection=policy.shares_selection
         )
-        device_heads = placement.places != Place.CPU
-        self.attention.beside = (self._sink_tokens, self._recent_tokens, device_heads)
+        self.attention.beside = (*self._window, placement.places != Place.CPU)
         self._drop_steps()
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
-        """As `Decoder.decode`, of one new token per sequence.
-
-        Raises:
-            CoprocessorError: a side missed its deadline, or NaN or inf in the query or the cache;
-                names the layer.
-            RuntimeError: NaN or inf in what the last layer computed.
-            DeviceMemoryError: the resident layers do not fit.
-        """
+        """As `Decoder.decode`, of one new token per sequence."""
         slots, kv_lens = self._bind(seqs)
         link, step = self._choose_link(slots), self._prepared.step
         run, b = functools.partial(step.run_layers, link), step.buffers
@@ -154,11 +145,7 @@ class DeviceDecoder:
         return hidden
 
     def choose_tokens(
-        self,
-        seqs: Sequence[int],
-        tokens: Tensor,
-        position_ids: Tensor,
-        options: SamplingOptions,
+        self, seqs: Sequence[int], tokens: Tensor, position_ids: Tensor, options: SamplingOptions
     ) -> Tensor:
         """One whole step: see `Decoder.choose_tokens`."""
         slots, kv_lens = self._bind(seqs)
@@ -182,28 +169,23 @@ class DeviceDecoder:
         return (chosen if ranks is None else ranks.broadcast(chosen)).cpu()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] before the final norm -> [n, vocab_size]."""
         hidden = hidden.contiguous()
         return linear_path(self._weights, len(hidden)).logits(self._weights, hidden)
 
     def forget(self, seq: int) -> None:
-        """`seq` was changed or freed outside of a decode step."""
         if self._steps is not None:
             self._steps.step.resident.forget(seq)
 
     def check_room(self, num_sequences: int, kv_len: int) -> None:
-        """Raise DeviceMemoryError, as the step that comes to so many tokens would."""
         placement = self.placement if self._keeps_placement else self._least_placement()
         heads = int((placement.places == Place.GPU).sum())
         check_resident_room(self.store, heads, num_sequences, kv_len, self._device_budget_bytes)
 
     def check_usable(self) -> None:
-        """Raise CoprocessorError where an earlier fault was for good, or after a fork."""
         for coprocessor in self.coprocessors:
             coprocessor.check_usable()
 
     def close(self) -> None:
-        """End the threads."""
         self._drop_steps()
         self.pool.close()
 
@@ -262,7 +244,7 @@ class DeviceDecoder:
         """Layers that the policy leaves dense on the GPU, all others on the CPU."""
         places = np.full((len(self.model.layers), self.store.num_kv_heads), Place.CPU, np.uint8)
         if self.attention.policy.selects:
-            places[np.array(self.attention.is_dense)] = Place.GPU
+            places[~self.attention.sparse_layers] = Place.GPU
         return HeadPlacement(places)
 
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
@@ -341,7 +323,7 @@ class DeviceDecoder:
             self.attention,
             self.placement,
             self._layers,
-            window=(self._sink_tokens, self._recent_tokens),
+            window=self._window,
             num_slots=slots,
             max_tokens=self._room_for(kv_len),
             device=self.device,

@@ -15,10 +15,9 @@ launches what reads the answer. Backends with the same results:
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -27,14 +26,17 @@ from cpu_ops.coprocessor import Coprocessor, CoprocessorError
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.step_rows import DecodeStep
 from gpu_ops.flags import await_flag, raise_flag
-from offload.decode.gpu.side_stream import Beside, SideStream
 from offload.system.interrupts import shielded
-
-logger = logging.getLogger(__name__)
-
 
 Step = Callable[[], None]
 NUM_LANES = 2  # of work beside a step's own
+
+
+class Beside:
+    """Work beside the step's own: what `Handshake.beside` gives and `join` takes."""
+
+    def __init__(self) -> None:
+        self.done: torch.cuda.Event | None = None
 
 
 class HandshakeError(RuntimeError):
@@ -98,9 +100,8 @@ class InlineHandshake:
     def await_reply(self, request: int) -> None:
         self._coprocessor.serve(request)
 
-    @contextmanager
-    def beside(self, lane: int = 0) -> Iterator[Beside]:
-        yield Beside()
+    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+        return nullcontext(Beside())
 
     def join(self, work: Beside) -> None:
         """It is done."""
@@ -112,25 +113,62 @@ class InlineHandshake:
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         try:
             self._coprocessor.begin_step(rows, slots)
-            step()
-            self._coprocessor.end_step()
-        except BaseException:
-            with shielded():
-                self._coprocessor.abort()
-                self._coprocessor.reset()
+            self._run_step(key, step)
+        except BaseException as error:
+            self._recover(error)
             raise
 
     def close(self) -> None:
         self._coprocessor.close()
 
+    def _run_step(self, key: Hashable, step: Step) -> None:
+        step()
+        self._synchronize()
+        self._coprocessor.end_step()
 
-class StreamHandshake:
+    def _recover(self, error: BaseException) -> None:
+        """Make the next step possible, or raise what says that it is not."""
+        with shielded():
+            self._synchronize(after_error=True)
+            self._coprocessor.abort()
+            self._coprocessor.reset()
+
+    def _synchronize(self, *, after_error: bool = False) -> None:
+        """Wait for what was launched: here there is nothing."""
+
+
+class SideStream:
+    """A stream that forks from the current one, and is joined by it."""
+
+    def __init__(self) -> None:
+        # Before the step's own kernels, where both are ready: it has little to do, and others wait.
+        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside(self) -> Iterator[Beside]:
+        work = Beside()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield work
+            work.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            work.done.record(self._stream)
+
+    @staticmethod
+    def join(work: Beside) -> None:
+        if work.done is not None:
+            torch.cuda.current_stream().wait_event(work.done)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+class StreamHandshake(InlineHandshake):
     """One event per request; the calling thread attends while the GPU does what it can."""
 
     name = "stream"
 
     def __init__(self, coprocessor: Coprocessor) -> None:
-        self._coprocessor = coprocessor
+        super().__init__(coprocessor)
         self._published = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._side = [SideStream() for _ in range(NUM_LANES)]
 
@@ -139,7 +177,7 @@ class StreamHandshake:
 
     def await_reply(self, request: int) -> None:
         self._published.synchronize()
-        self._coprocessor.serve(request)
+        super().await_reply(request)
 
     def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
         return self._side[lane].beside()
@@ -147,30 +185,13 @@ class StreamHandshake:
     def join(self, work: Beside) -> None:
         SideStream.join(work)
 
-    def prepare(self, key: Hashable, step: Step) -> bool:
-        """Nothing to prepare."""
-        return False
-
-    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
-        try:
-            self._coprocessor.begin_step(rows, slots)
-            step()
-            torch.cuda.current_stream().synchronize()
-            self._coprocessor.end_step()
-        except BaseException:
-            with shielded():
-                torch.cuda.current_stream().synchronize()
-                for side in self._side:  # nothing may have joined them yet
-                    side.synchronize()
-                self._coprocessor.abort()
-                self._coprocessor.reset()
-            raise
-
-    def close(self) -> None:
-        self._coprocessor.close()
+    def _synchronize(self, *, after_error: bool = False) -> None:
+        torch.cuda.current_stream().synchronize()
+        for side in self._side if after_error else ():  # nothing may have joined them yet
+            side.synchronize()
 
 
-class GraphHandshake:
+class GraphHandshake(StreamHandshake):
     """One CUDA graph per key.
 
     Args:
@@ -182,7 +203,7 @@ class GraphHandshake:
     def __init__(
         self, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
     ) -> None:
-        self._coprocessor = coprocessor
+        super().__init__(coprocessor)
         self._deadline_seconds = deadline_seconds
         self._requests, self._replies = mailbox.requests[:, :1], mailbox.replies[:, :1]
         # For the run before a capture, in which the GPU answers itself.
@@ -191,7 +212,6 @@ class GraphHandshake:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._side = [SideStream() for _ in range(NUM_LANES)]
 
     def publish(self, request: int) -> None:
         flags = self._practice if self._is_warming_up else self._requests
@@ -201,12 +221,6 @@ class GraphHandshake:
         flags = self._practice if self._is_warming_up else self._replies
         await_flag(flags[request], self._stream.device)
 
-    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
-        return self._side[lane].beside()
-
-    def join(self, work: Beside) -> None:
-        SideStream.join(work)
-
     def prepare(self, key: Hashable, step: Step) -> bool:
         """Capture `step`. It is run once before, without the CPU side, to load its kernels."""
         is_new = key not in self._graphs
@@ -215,18 +229,13 @@ class GraphHandshake:
         self._coprocessor.start()
         return is_new
 
-    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
-        try:
-            self._coprocessor.begin_step(rows, slots)
-            self._replay(key)
-            self._coprocessor.wait()
-        except BaseException as error:
-            self._recover(error)
-            raise
-
     def close(self) -> None:
-        self._coprocessor.close()
+        super().close()
         self._graphs.clear()
+
+    def _run_step(self, key: Hashable, step: Step) -> None:
+        self._replay(key)
+        self._coprocessor.wait()
 
     def _capture(self, step: Step) -> torch.cuda.CUDAGraph:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -256,7 +265,6 @@ class GraphHandshake:
         return bool(self._finished.query())  # type: ignore[no-untyped-call]
 
     def _recover(self, error: BaseException) -> None:
-        """Make the next step possible, or raise what says that it is not."""
         with shielded():
             self._drain()
         if self._coprocessor.is_stuck and isinstance(error, CoprocessorError):
@@ -283,11 +291,7 @@ class GraphHandshake:
 
 
 def make_handshake(
-    backend: str,
-    coprocessor: Coprocessor,
-    mailbox: Mailbox,
-    *,
-    deadline_seconds: float,
+    backend: str, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
 ) -> Handshake:
     """The handshake of a backend that `choose_backend` returned."""
     if backend == "inline":

@@ -5,7 +5,8 @@ tokens, for the GPU's own heads in `selection`, for the CPU's in the mailbox. Ot
 rows that were fetched from the host's pages, of tokens that a head above them published: they are
 known before the query is, so they are fetched beside the linear layers.
 
-All results are the GPU's part of a merge with the host's: `out` float32, `lse` natural.
+All results are the GPU's part of a merge with the host's: `window_out` and `window_lse` of the
+step's buffers, where those of other heads are left alone.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.launch import _num_multiprocessors
 from gpu_ops.layout import Layout, allocate
-from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attention
+from gpu_ops.paged_attention import num_retrieval_splits, retrieval_attention
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
+from offload.decode.gpu.buffers import StepBuffers
 from offload.decode.gpu.layer_heads import LayerHeads, most_heads
 from offload.models import LeanModel, ModelShape
 from offload.policies import Policy
@@ -57,8 +59,8 @@ class DeviceHeads:
         self._shape, self._policy, self._page_tokens = model.shape, policy, page_tokens
         self._sm_scale = model.sm_scale
         self._num_rows, self._max_tokens = num_rows, max_tokens
-        num_sms = _num_multiprocessors(device)
-        self._splits, self._gathered_splits = _splits(layers, policy, num_sms)
+        self._chosen_tokens = _chosen_tokens(layers, policy)
+        self._num_multiprocessors = num_sms = _num_multiprocessors(device)
         self._resident, self._gathered, self._page_slots = (
             {i: torch.tensor(heads, dtype=torch.int32, device=device) for i, heads in of.items()}
             for of in _head_lists(layers, model.shape.num_kv_heads)
@@ -103,12 +105,20 @@ class DeviceHeads:
             if policy.shares_selection:
                 units, lists = 1, num_rows
             budget, scored = policy.budget_tokens, max_tokens
-        splits, gathered_splits = _splits(layers, policy, num_multiprocessors)
-        partials = [shape.num_kv_heads * n for n in splits.values()]
-        partials += [len(layers[i].gathered) * n for i, n in gathered_splits.items()]
+        chosen, num_sms = _chosen_tokens(layers, policy), num_multiprocessors
+        partials = [
+            shape.num_kv_heads * num_retrieval_splits(len(x.resident), num_sms)
+            for x in layers
+            if x.resident
+        ]
+        partials += [
+            len(x.gathered) * num_gathered_splits(len(x.gathered), chosen, num_sms)
+            for x in layers
+            if x.gathered
+        ]
         partial = num_rows * shape.group_size * max(partials, default=0)
         scores = num_rows * published * shape.group_size * scored
-        row = 2 * gathered * _chosen_tokens(layers, policy) * shape.head_dim
+        row = 2 * gathered * chosen * shape.head_dim
         head_lists = _head_lists(layers, shape.num_kv_heads)
         num_listed = sum(len(heads) for of in head_lists for heads in of.values())
         return {
@@ -127,50 +137,36 @@ class DeviceHeads:
         return self._page_slots.get(layer_idx)
 
     def attend_resident(
-        self,
-        layer_idx: int,
-        rows: slice,
-        query: Tensor,
-        positions: Tensor,
-        page_tables: Mapping[int, Tensor],
-        out: Tensor,
-        lse: Tensor,
+        self, layer_idx: int, rows: slice, b: StepBuffers, page_table: Tensor
     ) -> None:
-        """The layer's resident heads, to all tokens; leaves their scores for `publish`.
-
-        Args:
-            query, positions: of all rows of the buffers.
-            out, lse: of `rows`; those of other heads are left alone.
-        """
+        """The layer's resident heads, to all tokens; leaves their scores for `publish`."""
         publishes = bool(self.layers[layer_idx].publishing)
-        partial_out, partial_lse = self._partials(
-            rows, self._shape.num_kv_heads, self._splits[layer_idx]
-        )
+        heads = self._resident[layer_idx]
+        num_splits = num_retrieval_splits(len(heads), self._num_multiprocessors)
+        partial_out, partial_lse = self._partials(rows, self._shape.num_kv_heads, num_splits)
         retrieval_attention(
-            query[rows],
-            page_tables[layer_idx][rows],
-            positions[rows],
-            self._resident[layer_idx],
+            b.query[rows],
+            page_table[rows],
+            b.positions[rows],
+            heads,
             group_size=self._shape.group_size,
             page_tokens=self._page_tokens,
             sm_scale=self._sm_scale,
             partial_out=partial_out,
             partial_lse=partial_lse,
-            out=out,
-            lse=lse,
+            out=b.window_out[rows],
+            lse=b.window_lse[rows],
             scores=self._scores_of(layer_idx, rows) if publishes else None,
         )
 
-    def publish(
-        self, layer_idx: int, rows: slice, positions: Tensor, lse: Tensor, mailbox: Mailbox
-    ) -> None:
+    def publish(self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox) -> None:
         """The heaviest tokens of the heads that `attend_resident` has just scored."""
         policy, rule = self._policy, self._policy.device_top_k()
         assert rule is not None
         top_k_tokens(
             self._scores_of(layer_idx, rows),
-            lse,
-            positions[rows],
+            b.window_lse[rows],
+            b.positions[rows],
             self._resident[layer_idx],
             sink_tokens=policy.sink_tokens,
             recent_tokens=policy.recent_tokens,
@@ -213,24 +209,17 @@ class DeviceHeads:
             first_slot=0 if early else num_early,
         )
 
-    def attend_gathered(
-        self,
-        layer_idx: int,
-        rows: slice,
-        query: Tensor,
-        positions: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def attend_gathered(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
         """The layer's gathered heads, to what was fetched: merged into their windows' results."""
         gathered = self._rows_of(layer_idx, rows)
-        num_heads, num_splits = gathered.shape[2], self._gathered_splits[layer_idx]
+        num_heads = gathered.shape[2]
+        num_splits = num_gathered_splits(num_heads, self._chosen_tokens, self._num_multiprocessors)
         partial_out, partial_lse = self._partials(rows, num_heads, num_splits)
         gathered_attention(
-            query[rows],
+            b.query[rows],
             gathered,
             self.counts[rows],
-            positions[rows],
+            b.positions[rows],
             self._gathered[layer_idx],
             group_size=self._shape.group_size,
             sink_tokens=self._policy.sink_tokens,
@@ -238,8 +227,8 @@ class DeviceHeads:
             sm_scale=self._sm_scale,
             partial_out=partial_out,
             partial_lse=partial_lse,
-            out=out,
-            lse=lse,
+            out=b.window_out[rows],
+            lse=b.window_lse[rows],
         )
 
     def _partials(self, rows: slice, num_heads: int, num_splits: int) -> tuple[Tensor, Tensor]:
@@ -255,9 +244,8 @@ class DeviceHeads:
         return _part_of(self._scores, rows, self._num_rows, shape)
 
     def _rows_of(self, layer_idx: int, rows: slice) -> Tensor:
-        num_heads, policy = len(self.layers[layer_idx].gathered), self._policy
-        chosen = policy.budget_tokens - policy.sink_tokens - policy.recent_tokens
-        shape = (rows.stop - rows.start, 2, num_heads, chosen, self._shape.head_dim)
+        num_heads = len(self.layers[layer_idx].gathered)
+        shape = (rows.stop - rows.start, 2, num_heads, self._chosen_tokens, self._shape.head_dim)
         return _part_of(self._rows[self._side[layer_idx]], rows, self._num_rows, shape)
 
 
@@ -288,22 +276,3 @@ def _chosen_tokens(layers: Sequence[LayerHeads], policy: Policy) -> int:
     if not most_heads(layers, "gathered"):
         return 0
     return policy.budget_tokens - policy.sink_tokens - policy.recent_tokens
-
-
-def _splits(
-    layers: Sequence[LayerHeads], policy: Policy, num_multiprocessors: int
-) -> tuple[dict[int, int], dict[int, int]]:
-    """By layer, into how many parts the tokens of its resident and its gathered heads are cut."""
-    chosen = _chosen_tokens(layers, policy)
-    return (
-        {
-            i: num_retrieval_splits(len(x.resident), num_multiprocessors)
-            for i, x in enumerate(layers)
-            if x.resident
-        },
-        {
-            i: num_gathered_splits(len(x.gathered), chosen, num_multiprocessors)
-            for i, x in enumerate(layers)
-            if x.gathered
-        },
-    )

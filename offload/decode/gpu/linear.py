@@ -13,53 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cpu_ops.decoder_layers import Norm
+from cpu_ops.decoder_layers import FusedLayer, Norm
 from gpu_ops.gemv import gemv
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.silu_mul import silu_mul
-from offload.models import DecoderLayer, LeanModel, ModelShape
-from offload.models.weights import fuse_rows
+from offload.models import LeanModel, ModelShape
+from offload.models.weights import fuse_layer, fuse_rows, norm_of
 from offload.ranks.group import TensorParallel
 
 Weights = tuple[Tensor, Tensor | None]  # [out_features, in_features], bias
-
-
-@dataclass(frozen=True)
-class DeviceLayer:
-    """A decoder layer's weights; q, k, v and gate, up in one matrix each."""
-
-    input_norm: Norm
-    qkv: Weights
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    qk_norm_eps: float
-    o_proj: Weights
-    mlp_norm: Norm
-    gate_up: Weights
-    down: Weights
-
-    @classmethod
-    def of(cls, layer: DecoderLayer) -> DeviceLayer:
-        has_qk_norm = layer.q_norm is not None and layer.k_norm is not None
-        q_norm, eps = _norm(layer.q_norm) if has_qk_norm else (None, 0.0)
-        return cls(
-            input_norm=_norm(layer.input_norm),
-            qkv=fuse_rows([layer.q_proj, layer.k_proj, layer.v_proj]),
-            q_norm=q_norm,
-            k_norm=_norm(layer.k_norm)[0] if has_qk_norm else None,
-            qk_norm_eps=eps,
-            o_proj=fuse_rows([layer.o_proj]),
-            mlp_norm=_norm(layer.mlp_norm),
-            gate_up=fuse_rows([layer.gate_proj, layer.up_proj]),
-            down=fuse_rows([layer.down_proj]),
-        )
+DeviceLayer = FusedLayer[Weights]
 
 
 @dataclass(frozen=True)
@@ -76,8 +46,8 @@ class DeviceWeights:
     def of(cls, model: LeanModel) -> DeviceWeights:
         return cls(
             shape=model.shape,
-            layers=tuple(DeviceLayer.of(layer) for layer in model.layers),
-            final_norm=_norm(model.final_norm),
+            layers=tuple(fuse_layer(layer, fuse_rows) for layer in model.layers),
+            final_norm=norm_of(model.final_norm),
             lm_head=fuse_rows([model.lm_head]),
             ranks=model.ranks,
         )
@@ -204,8 +174,3 @@ def _allocate(weights: DeviceWeights, num_rows: int) -> Iterable[Tensor]:
     like = weights.lm_head[0]
     layout = linear_layout(weights.shape, num_rows, like.dtype)
     return allocate(layout, like.device, torch.empty).values()
-
-
-def _norm(module: Any) -> Norm:
-    weight: torch.Tensor = module.weight.detach()
-    return weight, float(module.variance_epsilon)

@@ -87,10 +87,6 @@ class HeadPlacement:
     def num_kv_heads(self) -> int:
         return int(self.places.shape[1])
 
-    def of_layer(self, layer_idx: int, place: Place) -> tuple[int, ...]:
-        """The KV heads of a layer that are in a place, ascending."""
-        return tuple(np.flatnonzero(self.places[layer_idx] == place).tolist())
-
     def of_heads(self, heads: range) -> HeadPlacement:
         """The part of some KV heads of each layer, as a rank has them."""
         return HeadPlacement(self.places[:, heads.start : heads.stop].copy(), self.source)

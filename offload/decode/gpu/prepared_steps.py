@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,15 +24,14 @@ from offload.models import LeanModel
 from offload.system.errors import DeviceMemoryError
 
 
+@dataclass(eq=False)
 class PreparedSteps:
     """Steps of up to `num_slots` sequences under one placement of the KV heads.
 
-    Args:
+    Attributes:
         window: sink tokens and recent tokens, which the GPU attends to.
         max_tokens: that the scores of heads which publish have room for.
         make_handshake: of a coprocessor and its mailbox.
-
-    Attributes:
         step: what a step launches, with its buffers and what stays on the GPU in the slots.
         links: to the host, by rows and parts of the steps that there have been.
 
@@ -39,34 +39,28 @@ class PreparedSteps:
         DeviceMemoryError: the GPU has no memory left for them.
     """
 
-    def __init__(
-        self,
-        model: LeanModel,
-        weights: DeviceWeights,
-        attention: DecodeAttention,
-        placement: HeadPlacement,
-        layers: Sequence[LayerHeads],
-        *,
-        window: tuple[int, int],
-        num_slots: int,
-        max_tokens: int,
-        device: torch.device,
-        device_budget_bytes: int | None,
-        deadline_seconds: float,
-        make_handshake: Callable[[Coprocessor, Mailbox], Handshake],
-    ) -> None:
-        self.num_slots, self.max_tokens = num_slots, max_tokens
-        self.links: dict[tuple[int, int], HostLink] = {}
-        self._choices: dict[int, PartsChoice] = {}
-        self._model, self._attention, self._store = model, attention, attention.store
-        self._placement, self._layers, self._window = placement, layers, window
-        self._device, self._deadline_seconds = device, deadline_seconds
-        self._make_handshake = make_handshake
+    model: LeanModel
+    weights: DeviceWeights
+    attention: DecodeAttention
+    placement: HeadPlacement
+    layers: Sequence[LayerHeads]
+    window: tuple[int, int]
+    num_slots: int
+    max_tokens: int
+    device: torch.device
+    device_budget_bytes: int | None
+    deadline_seconds: float
+    make_handshake: Callable[[Coprocessor, Mailbox], Handshake]
+    step: DeviceStep = field(init=False)
+    links: dict[tuple[int, int], HostLink] = field(default_factory=dict, init=False)
+    _choices: dict[int, PartsChoice] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         try:
-            self.step = self._make_step(weights, device_budget_bytes)
+            self.step = self._make_step()
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
-                f"the GPU has no memory left for decode steps of {num_slots} sequences ("
+                f"the GPU has no memory left for decode steps of {self.num_slots} sequences ("
                 f"{str(error).partition(chr(10))[0]}); lower the batch size or raise max_memory of "
                 "the device"
             ) from error
@@ -93,15 +87,15 @@ class PreparedSteps:
 
     def _choice(self, num_rows: int) -> PartsChoice:
         if num_rows not in self._choices:
-            ranks = self._model.ranks
+            ranks = self.model.ranks
             self._choices[num_rows] = PartsChoice(
                 (1, 2) if num_rows > 1 else (1,), int if ranks is None else ranks.agree
             )
         return self._choices[num_rows]
 
-    def _make_step(self, weights: DeviceWeights, device_budget_bytes: int | None) -> DeviceStep:
-        model, layers, store, device = self._model, self._layers, self._store, self._device
-        sink_tokens, recent_tokens = self._window
+    def _make_step(self) -> DeviceStep:
+        model, layers, store, device = self.model, self.layers, self.attention.store, self.device
+        sink_tokens, recent_tokens = self.window
         resident = ResidentKV(
             store,
             layers,
@@ -110,12 +104,12 @@ class PreparedSteps:
             num_slots=self.num_slots,
             max_context=self.max_tokens,
             device=device,
-            budget_bytes=device_budget_bytes,
+            budget_bytes=self.device_budget_bytes,
         )
         heads = DeviceHeads(
             model,
             layers,
-            self._attention.policy,
+            self.attention.policy,
             num_rows=self.num_slots,
             max_tokens=self.max_tokens,
             page_tokens=store.page_tokens,
@@ -123,41 +117,41 @@ class PreparedSteps:
             device=device,
         )
         buffers = StepBuffers(model, self.num_slots, store.dtype, device)
-        return DeviceStep(model, weights, store, buffers, resident, heads)
+        return DeviceStep(model, self.weights, store, buffers, resident, heads)
 
     def make_link(self, num_rows: int, num_parts: int) -> HostLink:
         """A new one, for steps of so many rows in so many parts."""
         requests = [
             (layer_idx, rows.start, rows.stop - rows.start)
-            for layer_idx, layer in enumerate(self._layers)
+            for layer_idx, layer in enumerate(self.layers)
             if layer.host
             for rows in part_rows(num_rows, num_parts)
         ]
         selection = self.step.heads.selection
         mailbox = Mailbox.allocate(
-            **self._model.shape.heads,
+            **self.model.shape.heads,
             max_rows=num_rows,
-            dtype=self._store.dtype,
+            dtype=self.attention.store.dtype,
             num_requests=len(requests),
-            pinned=self._device.type == "cuda",
+            pinned=self.device.type == "cuda",
             selection_units=selection.shape[1],
             selection_tokens=selection.shape[2],
         )
-        publishing = np.zeros(self._placement.places.shape, bool)
-        for layer_idx, layer in enumerate(self._layers):
+        publishing = np.zeros(self.placement.places.shape, bool)
+        for layer_idx, layer in enumerate(self.layers):
             publishing[layer_idx, list(layer.publishing)] = True
-        sink_tokens, recent_tokens = self._window
+        sink_tokens, recent_tokens = self.window
         coprocessor = Coprocessor(
-            self._attention,
+            self.attention,
             mailbox,
             requests,
             sink_tokens=sink_tokens,
             recent_tokens=recent_tokens,
-            deadline_seconds=self._deadline_seconds,
-            device_heads=self._placement.places != Place.CPU,
+            deadline_seconds=self.deadline_seconds,
+            device_heads=self.placement.places != Place.CPU,
             publishing_heads=publishing,
-            on_done=self._attention.record_step_queries,
+            on_done=self.attention.record_step_queries,
         )
-        handshake = self._make_handshake(coprocessor, mailbox)
+        handshake = self.make_handshake(coprocessor, mailbox)
         request_of = {(layer, first): i for i, (layer, first, _) in enumerate(requests)}
         return HostLink(num_rows, num_parts, mailbox, coprocessor, handshake, request_of)

@@ -61,10 +61,6 @@ class HostPages:
         self.tables = dict(zip(self._layers, tables, strict=True))
         self._known: dict[int, tuple[int, int]] = {}  # of a slot: its pages, and the last's address
 
-    @property
-    def num_bytes(self) -> int:
-        return self._tables.nbytes
-
     def update(self, slot: int, addresses: torch.Tensor) -> None:
         """The pages of the sequence in `slot`: int64 [num_layers, num_pages] of all layers.
 
@@ -173,12 +169,9 @@ class ResidentKV:
     @property
     def num_bytes(self) -> int:
         """Device bytes of windows, pages and tables."""
-        tensors = [*self.windows.values(), *self.page_tables.values()]
-        return (
-            sum(tensor.nbytes for tensor in tensors)
-            + self.host_pages.num_bytes
-            + self._budget.reserved_bytes
-        )
+        by_layer = (self.windows, self.page_tables, self.host_pages.tables)
+        held = sum(tensor.nbytes for tensors in by_layer for tensor in tensors.values())
+        return held + self._budget.reserved_bytes
 
     def page(self, layer_idx: int, address: int) -> Tensor:
         """A page of a layer: [2, resident heads, page_tokens, head_dim]."""

@@ -24,31 +24,24 @@ from gpu_ops.paged_attention import paged_decode_attention
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.window_attention import window_attention
 from offload.decode.gpu.buffers import HostLink, StepBuffers
+from offload.decode.gpu.handshake import Beside
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.linear import DeviceWeights, LinearPath, linear_path
 from offload.decode.gpu.resident_kv import ResidentKV
-from offload.decode.gpu.side_stream import Beside
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 
 _PUBLISHING, _GATHERING = 0, 1  # lanes of the handshake
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Part:
-    """Some rows on their way through the layers."""
+    """Some rows on their way through the layers, and what runs beside them and was not joined."""
 
     rows: slice
     x: Tensor  # [n, hidden_size]
     rope: tuple[Tensor, Tensor]  # cos, sin: [n, head_dim]
     linears: LinearPath
-    beside: _BesidePart
-
-
-@dataclass
-class _BesidePart:
-    """What runs beside a part's own work and was not joined yet."""
-
     publishing: Beside | None = None  # a selection to the mailbox
     gathering: list[Beside] = field(default_factory=list)  # rows of a layer's heads from the host
 
@@ -102,7 +95,7 @@ class DeviceStep:
         tables = self.model.rotary_emb(b.hidden[: link.num_rows], rope_positions)
         cos, sin = (table[0].contiguous() for table in tables)
         parts = [
-            _Part(rows, b.hidden[rows], (cos[rows], sin[rows]), self._linears(rows), _BesidePart())
+            _Part(rows, b.hidden[rows], (cos[rows], sin[rows]), self._linears(rows))
             for rows in link.parts
         ]
         for layer_idx in range(num_layers + 1):
@@ -190,19 +183,17 @@ class DeviceStep:
             )
             self._mark("window", layer_idx)
         if placed.resident:
-            self.heads.attend_resident(
-                layer_idx, rows, b.query, b.positions, self.resident.page_tables, out, lse
-            )
+            self.heads.attend_resident(layer_idx, rows, b, self.resident.page_tables[layer_idx])
             self._mark("attention", layer_idx)
         if placed.publishing:
-            with link.handshake.beside(_PUBLISHING) as part.beside.publishing:
-                self.heads.publish(layer_idx, rows, b.positions, lse, link.mailbox)
-        for gathering in part.beside.gathering:
+            with link.handshake.beside(_PUBLISHING) as part.publishing:
+                self.heads.publish(layer_idx, rows, b, link.mailbox)
+        for gathering in part.gathering:
             link.handshake.join(gathering)
-        part.beside.gathering.clear()
+        part.gathering.clear()
         self.gather_ahead(layer_idx + 1, part, link, early=True)
         if placed.gathered:
-            self.heads.attend_gathered(layer_idx, rows, b.query, b.positions, out, lse)
+            self.heads.attend_gathered(layer_idx, rows, b)
             self._mark("gathered", layer_idx)
         if placed.host:
             link.handshake.await_reply(link.request_of[layer_idx, rows.start])
@@ -222,12 +213,12 @@ class DeviceStep:
         with link.handshake.beside(_GATHERING if early else _PUBLISHING) as gathering:
             tables = self.resident.host_pages.tables
             self.heads.gather(layer_idx, part.rows, self.buffers.positions, tables, early=early)
-        part.beside.gathering.append(gathering)
+        part.gathering.append(gathering)
 
     def _join_publishing(self, part: _Part, link: HostLink) -> None:
-        if part.beside.publishing is not None:
-            link.handshake.join(part.beside.publishing)
-            part.beside.publishing = None
+        if part.publishing is not None:
+            link.handshake.join(part.publishing)
+            part.publishing = None
 
     def _linears(self, rows: slice) -> LinearPath:
         key = (rows.start, rows.stop)

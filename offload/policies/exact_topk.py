@@ -23,7 +23,7 @@ from offload.policies.callback import (
 @callback
 def select(pointer: Any) -> int:
     ctx = read_context(pointer)
-    count: int = top_k(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
+    count: int = top_k(
         pointer,
         ctx.top_k,
         offset_floats(ctx.importance, ctx.first),

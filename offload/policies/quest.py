@@ -153,9 +153,7 @@ def select(pointer: Any) -> int:
         rows = state.bounds + ctx.kv_head * sizes.parts * part_bytes
         group_size = ctx.group_size
         ctx.group_size = 1  # score_rows shall take one query, the group's
-        score_rows(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-            pointer, ctx.score_rows, split_at, rows, num_pages, width, scores_at
-        )
+        score_rows(pointer, ctx.score_rows, split_at, rows, num_pages, width, scores_at)
         scores = view_float32(scores_at, num_pages)
         if sizes.parts == 2:
             query_at, more_at = offset_floats(split_at, width), offset_floats(scores_at, max_pages)
@@ -198,9 +196,7 @@ def append(pointer: Any) -> None:
     pages = view_int32(state.pages, ctx.kv_head + 1)
     page = pages[ctx.kv_head]
     while ctx.first + (page + 1) * page_tokens <= ctx.kv_len and page < max_pages:
-        load_keys(  # type: ignore[call-arg]
-            pointer, ctx.load_keys, ctx.first + page * page_tokens, page_tokens, keys_at
-        )
+        load_keys(pointer, ctx.load_keys, ctx.first + page * page_tokens, page_tokens, keys_at)
         page_bounds(
             view_float32(keys_at, page_tokens * head_dim),
             page_tokens,

@@ -323,7 +323,7 @@ def select(pointer: Any) -> int:
     """The first tokens that reach a threshold."""
     ctx = read_context(pointer)
     scratch = read_found(ctx.arrays).found + 4 * ctx.unit * 512
-    count = filter_at_least(  # type: ignore[call-arg]
+    count = filter_at_least(
         pointer,
         ctx.filter_at_least,
         offset_floats(ctx.importance, ctx.first),

@@ -123,7 +123,7 @@ def prepare(pointer: Any) -> None:
         unit[ATTEMPT] = attempt
         share = 0.5**attempt if attempt < 3 else 0.0
         lowered = lowered_threshold(theta_v, mean_v, share)
-        found = filter_at_least(  # type: ignore[call-arg, var-annotated]
+        found = filter_at_least(
             pointer,
             ctx.filter_at_least,
             values_v.ctypes.data,
@@ -182,9 +182,7 @@ def propose(pointer: Any) -> int:
             tokens[i] = i
         for i in range(local):
             tokens[num_sinks + i] = ctx.kv_len - local + i
-        score_tokens(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-            pointer, ctx.score_tokens, tokens.ctypes.data, num, all_scores.ctypes.data
-        )
+        score_tokens(pointer, ctx.score_tokens, tokens.ctypes.data, num, all_scores.ctypes.data)
         query = view_float32(ctx.query, group_size * head_dim)
         output = view_float32(ctx.output, group_size * head_dim)
         lse = view_float32(ctx.lse, group_size)

@@ -207,7 +207,7 @@ def add_scores(
     for i in range(len(tokens)):
         # A score is behind two cache misses, its place in the table and the list.
         ahead = np.int64(tokens[min(i + _AHEAD, last)])
-        _prefetch(table, newest - ahead if top >= 0 else ahead)  # type: ignore[call-arg]
+        _prefetch(table, newest - ahead if top >= 0 else ahead)
         ahead = np.int64(tokens[min(i + _VALUES_AHEAD, last)])
         place = table[newest - ahead if top >= 0 else ahead]
         _prefetch(values, max(np.int64(-place) - 1, 0))
@@ -385,13 +385,13 @@ def list_tokens(chosen: Any, n: Any, base: Any, places: Any, tokens: Any) -> Any
         bits, token = chosen[place], base + 64 * place
         if count + 64 > len(tokens):
             while bits != _ZERO and count < len(tokens):
-                tokens[count] = token + _trailing_zeros(bits)  # type: ignore[call-arg]
+                tokens[count] = token + _trailing_zeros(bits)
                 bits &= bits - _ONE
                 count += 1
             continue
         # Four at a time, whether there are so many or not: a branch for each would be mispredicted
         # at almost every word's end.
-        after = count + _bits_set(bits)  # type: ignore[call-arg]
+        after = count + _bits_set(bits)
         while count < after:
             for k in range(4):
                 tokens[count + k] = token + _trailing_zeros(bits)

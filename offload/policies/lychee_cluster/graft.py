@@ -194,9 +194,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     num_units = header[NUM_UNITS]
     base = read_state(ctx.arrays).rows + ctx.unit * len(rows) * ctx.head_dim
     scores = view_float32(score_address, max(header[NUM_CLUSTERS], num_units))
-    load_keys(  # type: ignore[call-arg]
-        pointer, ctx.load_keys, header[INDEXED_END], length, key_address
-    )
+    load_keys(pointer, ctx.load_keys, header[INDEXED_END], length, key_address)
     point = view_float32(point_address, ctx.head_dim)
     keys = view_float32(key_address, length * ctx.head_dim)
     norm, spread = _chunk_key(ctx, keys, length, point)

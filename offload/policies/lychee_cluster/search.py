@@ -159,7 +159,7 @@ def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, address: int)
             continue
         flags[word] = 0
         while bits != 0:
-            chunk = word * 64 + np.int64(trailing_zeros(bits))  # type: ignore[call-arg]
+            chunk = word * 64 + np.int64(trailing_zeros(bits))
             bits &= bits - np.uint64(1)
             start = chunk_start(blocks, offsets, chunk)
             if chunk == bounds[0]:
@@ -237,9 +237,7 @@ def _visit_units(
     base = read_state(ctx.arrays).rows + ctx.unit * (num_units + num_clusters) * ctx.head_dim
     kept_units = read_numbers(ctx.parameters).kept_units
     enough = _CHOICE * wanted / cluster_tokens(ctx, header)
-    score_int8(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-        pointer, ctx.score_int8, query, 1, base, num_units, score_address
-    )
+    score_int8(pointer, ctx.score_int8, query, 1, base, num_units, score_address)
     _rank_rows(header, scores, scales, 0, num_units, slack)
     prepared = np.uint64(0)
     for i in range(units[OPENED]):
@@ -301,9 +299,7 @@ def _take_clusters(
     size = SIZE_OF_BEST * cluster_tokens(ctx, header)
     while (taken < needed or taken < 0.9 * wanted) and k < visited and taken < room:
         k = min(visited, k + 1 + int((wanted - taken) / size))
-        count: int = top_k(  # type: ignore[call-arg]
-            pointer, ctx.top_k, score_address, visited, k, picked_address
-        )
+        count: int = top_k(pointer, ctx.top_k, score_address, visited, k, picked_address)
         if count < 0:
             flags[:] = 0
             return False
@@ -365,7 +361,7 @@ def select(pointer: Any) -> int:
     indexed = ctx.num_candidates - buffered
     count = 0
     if indexed > 0 and ctx.budget_tokens > buffered:
-        count = top_k(  # type: ignore[call-arg]
+        count = top_k(
             pointer, ctx.top_k, ctx.importance, indexed, ctx.budget_tokens - buffered, ctx.indices
         )
         if count < 0:

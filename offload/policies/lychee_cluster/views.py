@@ -11,7 +11,7 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 from numba.extending import intrinsic
 
-from offload.policies.callback import _cast, view_int32, view_uint8, view_uint64
+from offload.policies.callback import pointer_to, view_int32, view_uint8, view_uint64
 from offload.policies.lychee_cluster.chunks import BLOCK, MAX_CHUNK_TOKENS
 from offload.policies.lychee_cluster.layout import (
     CANDIDATE_CAPACITY,
@@ -32,9 +32,9 @@ from offload.policies.lychee_cluster.layout import (
 ENDS, PARTIAL = MAX_UNITS, 2 * MAX_UNITS
 OPENED, FOUND, NEAR = PARTIAL + 2, PARTIAL + 3, PARTIAL + 4
 
-_as_int8 = _cast(types.int8)
-_as_int64 = _cast(types.int64)
-_as_uint16 = _cast(types.uint16)
+_as_int8 = pointer_to(types.int8)
+_as_int64 = pointer_to(types.int64)
+_as_uint16 = pointer_to(types.uint16)
 
 
 def _bitcast(source: Any, target: Any, llvm_type: Any) -> Any:

@@ -102,7 +102,7 @@ def select(pointer: Any) -> int:
         budget = min(budget, max(0, np.int64(np.ceil(number * ctx.kv_len)) - anyway))
     count = 0
     if budget > 0:
-        count = top_k(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
+        count = top_k(
             pointer,
             ctx.top_k,
             offset_floats(ctx.importance, ctx.first),

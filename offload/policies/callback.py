@@ -158,7 +158,7 @@ def _prefetch_line(to_write: bool) -> Any:
                 builder.module, function_type, "llvm.prefetch.p0i8"
             )
             line = builder.inttoptr(args[0], cgutils.voidptr_t)
-            builder.call(function, [line, number(to_write), number(2), number(1)])  # L2, data
+            builder.call(function, [line, number(int(to_write)), number(2), number(1)])  # L2, data
             return ctx.get_dummy_value()
 
         return types.void(types.int64), codegen
@@ -194,7 +194,7 @@ def _caller(result: Any) -> Any:
             value = builder.call(target, [builder.bitcast(args[0], taken[0]), *unpacked])
             return ctx.get_dummy_value() if result == types.void else value
 
-        return result(context, types.int64, types.Tuple(given)), codegen
+        return result(context, types.int64, types.Tuple(given)), codegen  # type: ignore[no-untyped-call]
 
     return call
 

@@ -159,7 +159,7 @@ def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, address: int)
             continue
         flags[word] = 0
         while bits != 0:
-            chunk = word * 64 + np.int64(trailing_zeros(bits))
+            chunk = word * 64 + np.int64(trailing_zeros(bits))  # type: ignore[call-arg]
             bits &= bits - np.uint64(1)
             start = chunk_start(blocks, offsets, chunk)
             if chunk == bounds[0]:

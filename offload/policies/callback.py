@@ -135,9 +135,8 @@ def _view_of(numba_type: Any) -> Any:
     return view
 
 
-view_uint8, view_int32, view_uint64, view_float32, view_float64 = (
-    _view_of(x) for x in (types.uint8, types.int32, types.uint64, types.float32, types.float64)
-)
+view_uint8, view_uint16, view_uint64 = map(_view_of, (types.uint8, types.uint16, types.uint64))
+view_int32, view_float32, view_float64 = map(_view_of, (types.int32, types.float32, types.float64))
 
 
 @numba.njit(inline="always")

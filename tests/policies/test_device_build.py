@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases.attention_cases import relative_error
+from cases.lychee_cases import LycheeIndex
 from cases.prefill_cases import run_prefill, store_for, tiny_lean_model
 from cases.seeded import new_rng
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,6 @@ from gpu_ops.chunk_clusters import chunk_means
 from offload.decode.attention import DecodeAttention
 from offload.policies.base import BuildContext, State
 from offload.policies.lfps.layout import unlist_all
-from offload.policies.lychee_cluster.index import LycheeIndex
 from offload.policies.lychee_cluster.index_on_device import spherical_kmeans
 from offload.policies.prefill_build import PrefillBuild
 from offload.policies.registry import make_policy

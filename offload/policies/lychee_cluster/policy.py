@@ -28,7 +28,6 @@ from offload.policies.lychee_cluster.graft import append, forget_graft, take_bac
 from offload.policies.lychee_cluster.index import (
     Clusters,
     IndexShape,
-    LycheeIndex,
     cluster_chunks,
     grow_index,
     index_arrays,
@@ -36,7 +35,7 @@ from offload.policies.lychee_cluster.index import (
 )
 from offload.policies.lychee_cluster.index_on_device import cluster_on_device
 from offload.policies.lychee_cluster.layout import (
-    HEADER_COLUMNS,
+    HEADER,
     MAX_UNITS,
     STATE,
     scratch_bytes,
@@ -194,7 +193,7 @@ class LycheeCluster(SparsePolicy):
         chunks = shape.capacity_tokens // self.min_chunk_tokens + 2
         clusters = max(1, chunks // self.chunks_per_cluster)
         rows = self.max_units + clusters
-        of_head = 8 * HEADER_COLUMNS + rows * (shape.head_dim + 6) + 4 * (2 * self.max_units + 1)
+        of_head = HEADER.itemsize + rows * (shape.head_dim + 6) + 4 * (2 * self.max_units + 1)
         of_head += 3 * (clusters + chunks) + scratch_bytes(
             clusters, chunks, self._candidate_capacity, shape.head_dim
         )
@@ -207,7 +206,7 @@ class LycheeCluster(SparsePolicy):
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """True while only tokens go that are in no chunk."""
         forget_graft(arrays)
-        return kv_len >= LycheeIndex(arrays).indexed_end
+        return bool(kv_len >= arrays["header"]["indexed_end"][0])
 
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """Takes back a graft."""

@@ -32,7 +32,7 @@ def load(folder: Any, name: str, room: int | None = None) -> Any:
 
 
 def state_of(model: Any) -> int:
-    return model._offload.attention.states.bytes_at(LONG + 1)
+    return model._offload.attention.states.bytes.at(LONG + 1)
 
 
 @pytest.mark.parametrize("name", ["lfps", "quest", "lychee_cluster"])

@@ -221,6 +221,13 @@ def top_k(pointer: Any, function: Any, x: Any, n: Any, k: Any, positions: Any) -
 
 
 @numba.njit(inline="always")
+def heaviest(pointer: Any, ctx: Any, count: Any) -> Any:
+    """`top_k` of the importance of [ctx.first, ctx.last), as positions in it, to ctx.indices."""
+    importance = offset_floats(ctx.importance, ctx.first)
+    return top_k(pointer, ctx.top_k, importance, ctx.last - ctx.first, count, ctx.indices)
+
+
+@numba.njit(inline="always")
 def score_rows(
     pointer: Any, function: Any, query: Any, rows: Any, n: Any, width: Any, scores: Any
 ) -> None:

@@ -128,27 +128,6 @@ class IndexShape:
     capacity_chunks: int
     candidate_capacity: int
 
-    @classmethod
-    def of(
-        cls,
-        starts: npt.NDArray[np.int64],
-        *,
-        chunks_per_cluster: int,
-        max_units: int,
-        min_chunk_tokens: int,
-        capacity_tokens: int,
-        candidate_capacity: int,
-    ) -> IndexShape:
-        num_chunks = len(starts) - 1
-        num_clusters = max(1, num_chunks // chunks_per_cluster)
-        return cls(
-            starts=starts,
-            num_clusters=num_clusters,
-            num_units=min(max_units, max(1, round(num_clusters**0.5))),
-            capacity_chunks=num_chunks + _room(int(starts[-1]), capacity_tokens, min_chunk_tokens),
-            candidate_capacity=candidate_capacity,
-        )
-
     @property
     def num_chunks(self) -> int:
         return len(self.starts) - 1
@@ -243,7 +222,7 @@ def _norms_and_spreads(
     return means, largest
 
 
-def _room(indexed_end: int, capacity_tokens: int, min_chunk_tokens: int) -> int:
+def room_for(indexed_end: int, capacity_tokens: int, min_chunk_tokens: int) -> int:
     """Chunks that tokens up to the capacity may still make."""
     return max(0, capacity_tokens - indexed_end) // min_chunk_tokens + 1
 
@@ -280,7 +259,7 @@ def grow_index(arrays: State, capacity_tokens: int, min_chunk_tokens: int) -> St
     """The same index with room for the chunks of `capacity_tokens` tokens."""
     grown = {name: arrays[name].copy() for name in FIXED}
     num_chunks, indexed_end, _, num_clusters, capacity, *_ = arrays["header"][0].tolist()
-    capacity = max(capacity, num_chunks + _room(indexed_end, capacity_tokens, min_chunk_tokens))
+    capacity = max(capacity, num_chunks + room_for(indexed_end, capacity_tokens, min_chunk_tokens))
     links = np.zeros((len(grown["header"]), num_clusters + capacity), np.int32)
     links[:, : num_clusters + num_chunks] = links_of(arrays)
     return _with_room(grown, starts_of(arrays), links, capacity)

@@ -32,6 +32,7 @@ from offload.policies.lychee_cluster.index import (
     grow_index,
     index_arrays,
     no_clusters,
+    room_for,
 )
 from offload.policies.lychee_cluster.index_on_device import cluster_on_device
 from offload.policies.lychee_cluster.layout import (
@@ -174,12 +175,14 @@ class LycheeCluster(SparsePolicy):
             self.min_chunk_tokens,
             self.max_chunk_tokens,
         )
-        return IndexShape.of(
-            starts,
-            chunks_per_cluster=self.chunks_per_cluster,
-            max_units=self.max_units,
-            min_chunk_tokens=self.min_chunk_tokens,
-            capacity_tokens=context.capacity_tokens,
+        num_chunks = len(starts) - 1
+        num_clusters = max(1, num_chunks // self.chunks_per_cluster)
+        room = room_for(int(starts[-1]), context.capacity_tokens, self.min_chunk_tokens)
+        return IndexShape(
+            starts=starts,
+            num_clusters=num_clusters,
+            num_units=min(self.max_units, max(1, round(num_clusters**0.5))),
+            capacity_chunks=num_chunks + room,
             candidate_capacity=self._candidate_capacity,
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -84,17 +85,25 @@ class PolicyStates:
         """What has been built for a sequence."""
         return self._known[seq].arrays
 
-    def begin(self, seqs: Sequence[int], num_new_tokens: Sequence[int], *, prefill: bool) -> None:
+    def begin(
+        self,
+        seqs: Sequence[int],
+        num_new_tokens: Sequence[int],
+        *,
+        prefill: bool,
+        builds: bool = False,
+    ) -> None:
         """A forward pass begins. What is built before a prefill is not true after it.
+
+        Args:
+            builds: arrays are built in this prefill already, while those of before are kept.
 
         Raises:
             HostBudgetError: what the policy will keep does not fit; nothing has begun then.
         """
         news = list(zip(seqs, num_new_tokens, strict=True))
-        need = sum(
-            self.bytes.of_pass(self._known[seq], self._store.kv_len(seq), num_new, prefill=prefill)
-            for seq, num_new in news
-        )
+        of_pass = partial(self.bytes.of_pass, prefill=prefill, builds=builds)
+        need = sum(of_pass(self._known[seq], self._store.kv_len(seq), n) for seq, n in news)
         if need:
             self.bytes.check_room(need)
         for seq, num_new in news:

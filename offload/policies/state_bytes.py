@@ -61,7 +61,9 @@ class StateBytes:
             for x in sequences
         )
 
-    def of_pass(self, known: Remembered, kv_len: int, num_new: int, *, prefill: bool) -> int:
+    def of_pass(
+        self, known: Remembered, kv_len: int, num_new: int, *, prefill: bool, builds: bool
+    ) -> int:
         """That a forward pass may add, which brings `num_new` tokens to the `kv_len` there are."""
         arrays, draft = known.arrays, known.draft
         need = 0
@@ -69,7 +71,7 @@ class StateBytes:
         if prefill or (known.queries is not None and num_new > 1):
             need += self.of_queries * bool(num_new)
         kv_len += num_new
-        if arrays is None or kv_len > arrays.capacity_tokens:
+        if arrays is None or kv_len > arrays.capacity_tokens or builds:
             need += self.at(kv_len)
         elif prefill:  # those of before go when it is done
             need += max(0, self.at(kv_len) - arrays.num_bytes)

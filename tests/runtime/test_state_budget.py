@@ -124,9 +124,9 @@ def test_beams_count_their_copies(tiny_folders):
 def test_a_prefill_that_builds_has_two_states_at_once(tiny_folders):
     """What was there is kept until the pass is done, and counts beside what it builds."""
     folder = tiny_folders["llama"]
-    pages = load(folder, "lfps").kv_store.page_bytes * 3 * -(-(LONG + 30) // 16)
-    state = state_of(load(folder, "lfps"))
-    model = load(folder, "lfps", pages + state + state // 2)
+    pages = load(folder, "quest").kv_store.page_bytes * 3 * -(-(LONG + 30) // 16)
+    state = state_of(load(folder, "quest"))
+    model = load(folder, "quest", pages + state + state // 2)
     store, states = model.kv_store, model._offload.attention.states
     cache = model.new_cache()
     model(random_tokens(1, LONG), past_key_values=cache)
@@ -135,7 +135,7 @@ def test_a_prefill_that_builds_has_two_states_at_once(tiny_folders):
     [seq] = cache.seqs
     states.begin([seq], [5], prefill=True)  # built afterwards, in the place of what was there
     states.roll_back(seq)
-    with pytest.raises(HostBudgetError, match=r"lfps.*max_memory"):
+    with pytest.raises(HostBudgetError, match=r"quest.*max_memory"):
         states.begin([seq], [5], prefill=True, builds=True)
     states.begin([seq], [5], prefill=True)
     model._offload.attention.build_states([seq], [store.kv_len(seq) + 1])

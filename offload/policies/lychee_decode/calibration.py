@@ -114,11 +114,7 @@ class HeadObserver:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        sm_scale: float,
-        num_tokens: int,
+        self, num_layers: int, num_kv_heads: int, sm_scale: float, num_tokens: int
     ) -> None:
         repeated_tokens = min(_REPEATED_TOKENS, num_tokens // 16)
         self.text_tokens = num_tokens - repeated_tokens

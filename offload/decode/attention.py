@@ -219,16 +219,6 @@ class DecodeAttention(NativeAttention):
         if self._observes_queries:
             self.states.record_queries(seq, layer_idx, queries, kv_len)
 
-    def builds_state(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> bool:
-        """Whether `begin_step` would build or move policy state of these rows.
-
-        It must not be called then while steps of these sequences are in flight.
-        """
-        return self.has_state and any(
-            kv_len > self.budget_tokens and not self.states.serves(seq, kv_len)
-            for seq, kv_len in zip(seqs, kv_lens, strict=True)
-        )
-
     def record_step_queries(self, step: DecodeStep, queries: Mapping[int, Tensor]) -> None:
         """Keep the queries of rows that attended densely, for the policy's `build`, and of drafts.
 

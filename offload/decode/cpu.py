@@ -83,7 +83,7 @@ class NativeDecoder:
             if stop < len(rows) and not full:
                 seq, position = rows[stop]
                 continues = rows[stop - 1][0] == seq
-                if not continues or not self.attention.builds_state([seq], [position + 1]):
+                if not continues or self.attention.states.serves(seq, position + 1):
                     continue
             yield slice(start, stop)
             start = stop

@@ -31,7 +31,7 @@ import torch
 
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
 from offload.kv.sequence_pages import SequencePages
-from offload.kv.transfer import Piece, copy_from_pages, copy_to_pages
+from offload.kv.transfer import Piece, copy_from_pages, copy_to_pages, runs_of
 from offload.system.errors import HostBudgetError
 from offload.system.memory import host_memory_limit_bytes
 from offload.system.pinned_memory import CudaRegistration, HostRegistration
@@ -233,11 +233,9 @@ class KVStore:
             if not _all_finite(rows):
                 raise ValueError(f"non-finite {name} in layer {layer_idx} of sequence {seq}")
 
-        for first, last, pages in pieces:
-            # rows [n * tokens, num_kv_heads, head_dim] -> [n, num_kv_heads, tokens, head_dim]
-            shape = (pages.shape[0], pages.shape[3], self.num_kv_heads, self.head_dim)
-            for side, rows in enumerate((keys, values)):
-                pages[:, side].copy_(rows[first:last].view(shape).transpose(1, 2))
+        for sides, pages in runs_of((keys, values), pieces):
+            for side, rows in enumerate(sides):
+                pages[:, side].copy_(rows)
 
     def append_async(
         self,
@@ -305,15 +303,13 @@ class KVStore:
                     f"got {rows.dtype} {list(rows.shape)}"
                 )
         pieces = sequence.pieces(layer_idx, start, stop)
+        by_token = out[0].transpose(0, 1), out[1].transpose(0, 1)
         if out[0].device.type != "cpu":
-            keys, values = out
-            copy_from_pages((keys.transpose(0, 1), values.transpose(0, 1)), pieces)
+            copy_from_pages(by_token, pieces)
             return out
-        for first, last, pages in pieces:
-            shape = (self.num_kv_heads, pages.shape[0], pages.shape[3], self.head_dim)
-            for side, rows in enumerate(out):
-                piece = rows[:, first:last].view(shape)
-                piece.copy_(pages[:, side].transpose(0, 1))
+        for sides, pages in runs_of(by_token, pieces):
+            for side, rows in enumerate(sides):
+                rows.copy_(pages[:, side])
         return out
 
     def page_views(self, seq: int, layer_idx: int) -> Iterator[tuple[int, int, torch.Tensor]]:

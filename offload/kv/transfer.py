@@ -12,7 +12,7 @@ free are the caller's to order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,47 +26,41 @@ Rows = tuple[Tensor, Tensor]  # keys, values: each [num_tokens, num_kv_heads, he
 
 def copy_to_pages(rows: Rows, pieces: Iterable[Piece]) -> None:
     """Write keys and values [num_tokens, num_kv_heads, head_dim]; pieces count from the first."""
-    for first, last, pages in pieces:
-        if not pages.is_contiguous():
-            for side, of_side in enumerate(rows):
-                packed = of_side[first:last].transpose(0, 1).contiguous()
-                for kv_head, strip in enumerate(packed):
-                    pages[0, side, kv_head].copy_(strip, non_blocking=True)
-            continue
-        tokens = pages.shape[3]
-        for start, run in _batches(pages):
-            staging = torch.empty(run.shape, dtype=run.dtype, device=rows[0].device)
-            begin = first + start * tokens
-            for side, of_side in enumerate(rows):
-                piece = of_side[begin : begin + len(run) * tokens]
-                piece = piece.view(len(run), tokens, *piece.shape[1:])
-                staging[:, side].copy_(piece.transpose(1, 2))
-            run.copy_(staging, non_blocking=True)
+    for sides, run in runs_of(rows, pieces):
+        staging = torch.empty(run.shape, dtype=run.dtype, device=rows[0].device)
+        for side, of_side in enumerate(sides):
+            staging[:, side].copy_(of_side)
+        for host, part in _contiguous(run, staging):
+            host.copy_(part, non_blocking=True)
 
 
 def copy_from_pages(rows: Rows, pieces: Iterable[Piece]) -> None:
     """Read keys and values [num_tokens, num_kv_heads, head_dim]; pieces count from the first."""
-    device = rows[0].device
-    for first, last, pages in pieces:
-        if not pages.is_contiguous():
-            for side, of_side in enumerate(rows):
-                packed = torch.empty(pages.shape[2:], dtype=pages.dtype, device=device)
-                for kv_head, strip in enumerate(packed):
-                    strip.copy_(pages[0, side, kv_head], non_blocking=True)
-                of_side[first:last].copy_(packed.transpose(0, 1))
-            continue
+    for sides, run in runs_of(rows, pieces):
+        staging = torch.empty(run.shape, dtype=run.dtype, device=rows[0].device)
+        for host, part in _contiguous(run, staging):
+            part.copy_(host, non_blocking=True)
+        for side, of_side in enumerate(sides):
+            of_side.copy_(staging[:, side])
+
+
+def runs_of(rows: Rows, pieces: Iterable[Piece]) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Keys' and values' part of `rows` [n, num_kv_heads, tokens, head_dim], and the host's pages
+    [n, K|V, num_kv_heads, tokens, head_dim] that it belongs to, of about STAGING_BYTES.
+    """
+    for first, _, pages in pieces:
         tokens = pages.shape[3]
-        for start, run in _batches(pages):
-            staging = torch.empty(run.shape, dtype=run.dtype, device=device)
-            staging.copy_(run, non_blocking=True)
+        size = max(1, STAGING_BYTES // pages[0].nbytes)
+        for start in range(0, len(pages), size):
+            run = pages[start : start + size]
             begin = first + start * tokens
-            for side, of_side in enumerate(rows):
-                piece = of_side[begin : begin + len(run) * tokens]
-                piece = piece.view(len(run), tokens, *piece.shape[1:])
-                piece.copy_(staging[:, side].transpose(1, 2))
+            stop, shape = begin + len(run) * tokens, (len(run), tokens, *rows[0].shape[1:])
+            yield [x[begin:stop].view(shape).transpose(1, 2) for x in rows], run
 
 
-def _batches(pages: Tensor) -> Iterable[tuple[int, Tensor]]:
-    """(first page, pages) of `pages` in pieces of about STAGING_BYTES."""
-    size = max(1, STAGING_BYTES // pages[0].nbytes)
-    return ((start, pages[start : start + size]) for start in range(0, len(pages), size))
+def _contiguous(run: Tensor, staging: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Both in pieces that are contiguous: whole pages, or of a part of a page each head's rows."""
+    if run.is_contiguous():
+        return [(run, staging)]
+    of_head = (-1, *run.shape[3:])
+    return zip(run.view(of_head), staging.view(of_head), strict=True)

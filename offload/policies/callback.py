@@ -108,7 +108,9 @@ def read_context(pointer: Any) -> Any:
     return carray(pointer, 1)[0]
 
 
-def _cast(numba_type: Any) -> Any:
+def pointer_to(numba_type: Any) -> Any:
+    """Of compiled code: f(address) is a pointer to values of that type."""
+
     @intrinsic
     def cast(typingctx: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -120,41 +122,21 @@ def _cast(numba_type: Any) -> Any:
     return cast
 
 
-_as_float32 = _cast(types.float32)
-_as_int32 = _cast(types.int32)
-_as_uint8 = _cast(types.uint8)
-_as_float64 = _cast(types.float64)
-_as_uint64 = _cast(types.uint64)
+def _view_of(numba_type: Any) -> Any:
+    """Of compiled code: view(address, length) is an array [length] of that type;
+    view(address, length, row) a row of that length, of an array [rows, length].
+    """
+    pointer, item_bytes = pointer_to(numba_type), numba_type.bitwidth // 8
+
+    @numba.njit(inline="always")
+    def view(address: Any, length: Any, row: Any = 0) -> Any:
+        return carray(pointer(address + item_bytes * row * length), length)
+
+    return view
 
 
-@numba.njit(inline="always")
-def view_float32(address: Any, length: Any, row: Any = 0) -> Any:
-    """float32 array [length] at an address; or a row of that length, of an array [rows, length]."""
-    return carray(_as_float32(address + 4 * row * length), length)
-
-
-@numba.njit(inline="always")
-def view_int32(address: Any, length: Any, row: Any = 0) -> Any:
-    """int32 array [length] at an address; or a row of that length, of an array [rows, length]."""
-    return carray(_as_int32(address + 4 * row * length), length)
-
-
-@numba.njit(inline="always")
-def view_uint8(address: Any, length: Any, row: Any = 0) -> Any:
-    """uint8 array [length] at an address; or a row of that length, of an array [rows, length]."""
-    return carray(_as_uint8(address + row * length), length)
-
-
-@numba.njit(inline="always")
-def view_float64(address: Any, length: Any, row: Any = 0) -> Any:
-    """float64 array [length] at an address; or a row of that length, of an array [rows, length]."""
-    return carray(_as_float64(address + 8 * row * length), length)
-
-
-@numba.njit(inline="always")
-def view_uint64(address: Any, length: Any, row: Any = 0) -> Any:
-    """uint64 array [length] at an address; or a row of that length, of an array [rows, length]."""
-    return carray(_as_uint64(address + 8 * row * length), length)
+view_uint8, view_uint16, view_uint64 = map(_view_of, (types.uint8, types.uint16, types.uint64))
+view_int32, view_float32, view_float64 = map(_view_of, (types.int32, types.float32, types.float64))
 
 
 @numba.njit(inline="always")
@@ -163,137 +145,135 @@ def offset_floats(address: Any, count: Any) -> Any:
     return address + 4 * count
 
 
-@intrinsic
-def prefetch_line(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line of an address, into L2; nobody waits for it."""
+def _prefetch_line(to_write: bool) -> Any:
+    """Of compiled code: f(address) asks for its cache line, into L2; nobody waits for it."""
 
-    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number = ir.IntType(32)
-        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t] + [number] * 3)
-        function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-            builder.module, function_type, "llvm.prefetch.p0i8"
-        )
-        line = builder.inttoptr(args[0], cgutils.voidptr_t)
-        builder.call(function, [line, number(0), number(2), number(1)])  # to read, into L2, data
-        return ctx.get_dummy_value()
+    @intrinsic
+    def ask(typingctx: Any, address: Any) -> Any:
+        def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+            number = ir.IntType(32)
+            function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t] + [number] * 3)
+            function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+                builder.module, function_type, "llvm.prefetch.p0i8"
+            )
+            line = builder.inttoptr(args[0], cgutils.voidptr_t)
+            builder.call(function, [line, number(int(to_write)), number(2), number(1)])  # L2, data
+            return ctx.get_dummy_value()
 
-    return types.void(types.int64), codegen
+        return types.void(types.int64), codegen
+
+    return ask
+
+
+prefetch_line, prefetch_line_to_write = _prefetch_line(False), _prefetch_line(True)
 
 
 @numba.njit(inline="always")
 def prefetch(address: Any, num_bytes: Any) -> None:
     """Ask for all cache lines of [address, address + num_bytes)."""
     for line in range(address - (address & (CACHE_LINE - 1)), address + num_bytes, CACHE_LINE):
-        prefetch_line(line)  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
+        prefetch_line(line)
 
 
-def _call_primitive(result: Any, num_words: int) -> Any:
-    """Code generator of a call fn(context pointer, word, …) -> word or nothing."""
+def _caller(result: Any) -> Any:
+    """Of compiled code: call(pointer, function, arguments) calls a primitive of the context.
 
-    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        returns = ir.VoidType() if result == types.void else word
-        fn_type = ir.FunctionType(returns, [cgutils.voidptr_t, *[word] * num_words])
-        target = builder.inttoptr(args[1], fn_type.as_pointer())
-        pointer = builder.bitcast(args[0], cgutils.voidptr_t)
-        value = builder.call(target, [pointer, *args[2:]])
-        return ctx.get_dummy_value() if result == types.void else value
+    Arguments are float32 where they are floats, int64 otherwise.
+    """
 
-    return codegen
+    @intrinsic
+    def call(typingctx: Any, context: Any, function: Any, arguments: Any) -> Any:
+        given = [types.float32 if isinstance(x, types.Float) else types.int64 for x in arguments]
+
+        def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+            taken = [cgutils.voidptr_t, *(ctx.get_value_type(x) for x in given)]
+            returns = ir.VoidType() if result == types.void else ctx.get_value_type(result)
+            target = builder.inttoptr(args[1], ir.FunctionType(returns, taken).as_pointer())
+            unpacked: Any = cgutils.unpack_tuple(builder, args[2])  # type: ignore[no-untyped-call]
+            value = builder.call(target, [builder.bitcast(args[0], taken[0]), *unpacked])
+            return ctx.get_dummy_value() if result == types.void else value
+
+        return result(context, types.int64, types.Tuple(given)), codegen  # type: ignore[no-untyped-call]
+
+    return call
 
 
-@intrinsic
-def score_tokens(
-    typingctx: Any, context: Any, function: Any, indices: Any, n: Any, scores: Any
-) -> Any:
+_run, _count = _caller(types.void), _caller(types.int64)
+
+
+@numba.njit(inline="always")
+def score_tokens(pointer: Any, function: Any, indices: Any, n: Any, scores: Any) -> None:
     """score_tokens(pointer, ctx.score_tokens, indices, n, scores): scaled q·k of n tokens.
 
     `indices` is the address of int32 [n], `scores` of float32 [group_size, n].
     """
-    return types.void(context, *[types.int64] * 4), _call_primitive(types.void, 3)
+    _run(pointer, function, (indices, n, scores))
 
 
-@intrinsic
-def top_k(
-    typingctx: Any, context: Any, function: Any, x: Any, n: Any, k: Any, positions: Any
-) -> Any:
+@numba.njit(inline="always")
+def top_k(pointer: Any, function: Any, x: Any, n: Any, k: Any, positions: Any) -> Any:
     """top_k(pointer, ctx.top_k, x, n, k, positions) -> count: positions of the k largest of x.
 
     `x` is the address of float32 [n], `positions` of int32 [k]; ascending. The count is -1 if NaN
     leaves fewer than k values.
     """
-    return types.int64(context, *[types.int64] * 5), _call_primitive(types.int64, 4)
+    return _count(pointer, function, (x, n, k, positions))
 
 
-@intrinsic
+@numba.njit(inline="always")
+def heaviest(pointer: Any, ctx: Any, count: Any) -> Any:
+    """`top_k` of the importance of [ctx.first, ctx.last), as positions in it, to ctx.indices."""
+    importance = offset_floats(ctx.importance, ctx.first)
+    return top_k(pointer, ctx.top_k, importance, ctx.last - ctx.first, count, ctx.indices)
+
+
+@numba.njit(inline="always")
 def score_rows(
-    typingctx: Any,
-    context: Any,
-    function: Any,
-    query: Any,
-    rows: Any,
-    n: Any,
-    width: Any,
-    scores: Any,
-) -> Any:
+    pointer: Any, function: Any, query: Any, rows: Any, n: Any, width: Any, scores: Any
+) -> None:
     """score_rows(pointer, ctx.score_rows, query, rows, n, width, scores): sm_scale * query · rows.
 
     `query` is the address of float32 [group_size, width], `rows` of the cache's dtype [n, width],
     contiguous, `scores` of float32 [group_size, n]. width is a multiple of 16 and at most 256.
     """
-    return types.void(context, *[types.int64] * 6), _call_primitive(types.void, 5)
+    _run(pointer, function, (query, rows, n, width, scores))
 
 
-@intrinsic
+@numba.njit(inline="always")
 def score_int8(
-    typingctx: Any,
-    context: Any,
-    function: Any,
-    query: Any,
-    num_queries: Any,
-    rows: Any,
-    n: Any,
-    scores: Any,
-) -> Any:
+    pointer: Any, function: Any, query: Any, num_queries: Any, rows: Any, n: Any, scores: Any
+) -> None:
     """score_int8(pointer, ctx.score_int8, query, num_queries, rows, n, scores): raw query · rows.
 
     `query` is the address of float32 [num_queries, head_dim], `rows` of int8 [n, head_dim],
     contiguous, `scores` of float32 [num_queries, n]; the caller multiplies by the rows' scales.
     Queries are rounded to 1/32767 of their largest value; one that is not finite scores NaN.
     """
-    return types.void(context, *[types.int64] * 6), _call_primitive(types.void, 5)
+    _run(pointer, function, (query, num_queries, rows, n, scores))
 
 
-@intrinsic
-def load_keys(typingctx: Any, context: Any, function: Any, first: Any, n: Any, out: Any) -> Any:
+@numba.njit(inline="always")
+def load_keys(pointer: Any, function: Any, first: Any, n: Any, out: Any) -> None:
     """load_keys(pointer, ctx.load_keys, first, n, out): keys of tokens first … first + n - 1.
 
     `out` is the address of float32 [n, head_dim].
     """
-    return types.void(context, *[types.int64] * 4), _call_primitive(types.void, 3)
+    _run(pointer, function, (first, n, out))
 
 
-@intrinsic
-def store_rows(typingctx: Any, context: Any, function: Any, x: Any, n: Any, out: Any) -> Any:
+@numba.njit(inline="always")
+def store_rows(pointer: Any, function: Any, x: Any, n: Any, out: Any) -> None:
     """store_rows(pointer, ctx.store_rows, x, n, out): n floats at `x` in the cache's dtype."""
-    return types.void(context, *[types.int64] * 4), _call_primitive(types.void, 3)
+    _run(pointer, function, (x, n, out))
 
 
-@intrinsic
+@numba.njit(inline="always")
 def filter_at_least(
-    typingctx: Any, context: Any, function: Any, x: Any, n: Any, threshold: Any, positions: Any
+    pointer: Any, function: Any, x: Any, n: Any, threshold: Any, positions: Any
 ) -> Any:
     """filter_at_least(pointer, ctx.filter_at_least, x, n, threshold, positions) -> count.
 
     Ascending positions of the values >= threshold, a float32. `x` is the address of float32 [n],
     `positions` of int32 [n].
     """
-
-    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        fn_type = ir.FunctionType(word, [cgutils.voidptr_t, word, word, ir.FloatType(), word])
-        target = builder.inttoptr(args[1], fn_type.as_pointer())
-        return builder.call(target, [builder.bitcast(args[0], cgutils.voidptr_t), *args[2:]])
-
-    words = types.int64, types.int64, types.int64, types.float32, types.int64
-    return types.int64(context, *words), codegen
+    return _count(pointer, function, (x, n, threshold, positions))

@@ -10,27 +10,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from offload.policies.base import DeviceTopK, SparsePolicy
-from offload.policies.callback import (
-    Callback,
-    callback,
-    offset_floats,
-    read_context,
-    top_k,
-    view_int32,
-)
+from offload.policies.callback import Callback, callback, heaviest, read_context, view_int32
 
 
 @callback
 def select(pointer: Any) -> int:
     ctx = read_context(pointer)
-    count: int = top_k(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-        pointer,
-        ctx.top_k,
-        offset_floats(ctx.importance, ctx.first),
-        ctx.last - ctx.first,
-        ctx.budget_tokens,
-        ctx.indices,
-    )
+    count: int = heaviest(pointer, ctx, ctx.budget_tokens)
     indices = view_int32(ctx.indices, max(count, 0))
     for i in range(len(indices)):
         indices[i] += ctx.first

@@ -71,7 +71,12 @@ class NumberLayout:
 
 def reader(names: tuple[str, ...], dtype: npt.DTypeLike) -> Any:
     """Of compiled code: read(address) has the numbers of an array by these names."""
-    record: Any = numba.from_dtype(np.dtype([(name, dtype) for name in names], align=True))
+    return record_reader(np.dtype([(name, dtype) for name in names], align=True))
+
+
+def record_reader(dtype: npt.DTypeLike) -> Any:
+    """Of compiled code: read(address) is the record there; its fields may be written, too."""
+    record: Any = numba.from_dtype(np.dtype(dtype))
 
     @intrinsic
     def read(typingctx: Any, address: Any) -> Any:

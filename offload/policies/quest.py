@@ -153,9 +153,7 @@ def select(pointer: Any) -> int:
         rows = state.bounds + ctx.kv_head * sizes.parts * part_bytes
         group_size = ctx.group_size
         ctx.group_size = 1  # score_rows shall take one query, the group's
-        score_rows(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-            pointer, ctx.score_rows, split_at, rows, num_pages, width, scores_at
-        )
+        score_rows(pointer, ctx.score_rows, split_at, rows, num_pages, width, scores_at)
         scores = view_float32(scores_at, num_pages)
         if sizes.parts == 2:
             query_at, more_at = offset_floats(split_at, width), offset_floats(scores_at, max_pages)
@@ -198,9 +196,7 @@ def append(pointer: Any) -> None:
     pages = view_int32(state.pages, ctx.kv_head + 1)
     page = pages[ctx.kv_head]
     while ctx.first + (page + 1) * page_tokens <= ctx.kv_len and page < max_pages:
-        load_keys(  # type: ignore[call-arg]
-            pointer, ctx.load_keys, ctx.first + page * page_tokens, page_tokens, keys_at
-        )
+        load_keys(pointer, ctx.load_keys, ctx.first + page * page_tokens, page_tokens, keys_at)
         page_bounds(
             view_float32(keys_at, page_tokens * head_dim),
             page_tokens,
@@ -266,21 +262,30 @@ class Quest(SparsePolicy):
 
     def _arrays(self, rows: Tensor, capacity_tokens: int) -> State:
         num_kv_heads, num_pages, both = rows.shape
-        max_pages = max(1, self._pages_of(capacity_tokens))
         parts = 1 if both <= _MAX_ROW_WIDTH else 2
-        width = both // parts
-        bounds = torch.zeros(num_kv_heads, parts, max_pages, width, dtype=rows.dtype)
-        bounds[:, :, :num_pages] = rows.view(num_kv_heads, num_pages, parts, width).transpose(1, 2)
-        arrays: State = {
-            "bounds": as_numpy(bounds),
-            "pages": np.full(num_kv_heads, num_pages, np.int32),
-            "sizes": np.array(
-                [self.page_tokens, max_pages, parts, width, rows.element_size()], np.int32
-            ),
-            "split": np.zeros((num_kv_heads, both), np.float32),
-            "keys": np.zeros((num_kv_heads, self.page_tokens * both // 2), np.float32),
+        bounds = rows.view(num_kv_heads, num_pages, parts, both // parts).transpose(1, 2)
+        pages = np.full(num_kv_heads, num_pages, np.int32)
+        return self._with_room(as_numpy(bounds), pages, capacity_tokens)
+
+    def _with_room(
+        self, bounds: npt.NDArray[Any], pages: npt.NDArray[np.int32], capacity_tokens: int
+    ) -> State:
+        """All arrays, for these bounds [num_kv_heads, parts, num_pages, width] and more."""
+        num_kv_heads, parts, num_pages, width = bounds.shape
+        max_pages = max(1, num_pages, self._pages_of(capacity_tokens))
+        room = np.zeros((num_kv_heads, parts, max_pages, width), bounds.dtype)
+        room[:, :, :num_pages] = bounds
+        sizes = [self.page_tokens, max_pages, parts, width, bounds.itemsize]
+        head_dim = parts * width // 2
+        return {
+            "bounds": room,
+            "pages": pages,
+            "sizes": np.array(sizes, np.int32),
+            "split": np.zeros((num_kv_heads, 2 * head_dim), np.float32),
+            "scores": np.zeros((num_kv_heads, 2, max_pages), np.float32),
+            "chosen": np.zeros((num_kv_heads, max_pages), np.int32),
+            "keys": np.zeros((num_kv_heads, self.page_tokens * head_dim), np.float32),
         }
-        return {**arrays, **_page_scratch(num_kv_heads, max_pages)}
 
     def state_bytes(self, shape: StateShape) -> int:
         max_pages = max(1, self._pages_of(shape.capacity_tokens))
@@ -290,14 +295,7 @@ class Quest(SparsePolicy):
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""
-        old = arrays["bounds"]
-        num_kv_heads, parts, num_pages, width = old.shape
-        max_pages = max(num_pages, self._pages_of(capacity_tokens))
-        bounds = np.zeros((num_kv_heads, parts, max_pages, width), old.dtype)
-        bounds[:, :, :num_pages] = old
-        grown = {name: array.copy() for name, array in arrays.items() if name != "bounds"}
-        grown["sizes"][SIZES.index("max_pages")] = max_pages
-        return {**grown, "bounds": bounds, **_page_scratch(num_kv_heads, max_pages)}
+        return self._with_room(arrays["bounds"], arrays["pages"].copy(), capacity_tokens)
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """Pages that are no longer complete lose their bounds; `append` makes them anew."""
@@ -312,13 +310,6 @@ class Quest(SparsePolicy):
     def _pages_of(self, num_tokens: int) -> int:
         """Complete pages of so many tokens."""
         return max(0, num_tokens - self.sink_tokens) // self.page_tokens
-
-
-def _page_scratch(num_kv_heads: int, max_pages: int) -> State:
-    return {
-        "scores": np.zeros((num_kv_heads, 2, max_pages), np.float32),
-        "chosen": np.zeros((num_kv_heads, max_pages), np.int32),
-    }
 
 
 def _reduce(pick: Callable[[Tensor, Tensor], Tensor], pages: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class TextMarks:
     """uint8 marks of a sequence's tokens, growing."""
 
     def __init__(self) -> None:
-        self._marks = np.zeros(_CAPACITY_STEP, np.uint8)
+        self._marks = np.zeros(0, np.uint8)
         self.length = 0
 
     @property

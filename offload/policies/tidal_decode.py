@@ -23,28 +23,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import (
-    DENSE,
-    RETRIEVE,
-    REUSE,
-    SELECT,
-    DeviceTopK,
-    Policy,
-)
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, DeviceTopK, Policy
 from offload.policies.exact_topk import ExactTopK
-
-if TYPE_CHECKING:
-    pass
 
 # (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
 # SmolLM2-135M: layers of heads that copy (`head_calibration`), by what the table above measures.
 # Layers chosen for the attention mass of prose alone, (2, 3, 14, 23), lose needles in a haystack.
 _SELECT_LAYERS = {(32, 8): (2, 13), (32, 32): (2, 7), (30, 3): (2, 7, 14, 21)}
+# What the runtime asks of a policy object, and is the inner policy's.
+_OF_INNER = (
+    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers"),
+    *("scans_keys", "per_query_head", "observed_queries", "reads_text"),
+    *("prepare", "propose", "select", "observe", "append"),
+)
 _MIDDLE = 13 / 32  # of the depth, where nothing is known: Llama-3's
 
 
@@ -70,19 +66,20 @@ class TidalDecode(Policy):
 
     def __post_init__(self) -> None:
         inner = self.inner
-        if not isinstance(inner, Policy) or not inner.selects or not _selects_everywhere(inner):
+        if (
+            not isinstance(inner, Policy)
+            or not inner.selects
+            or type(inner).roles is not Policy.roles
+        ):
             name = inner.name if isinstance(inner, Policy) else repr(inner)
             raise ValueError(
                 f"tidal_decode needs an inner policy that selects in every layer, such as "
                 f"exact_topk or quest, got {name}"
             )
+        for name in _OF_INNER:
+            object.__setattr__(self, name, getattr(inner, name))
         if self.select_layers is not None:
             object.__setattr__(self, "select_layers", self._checked(self.select_layers))
-        # What the runtime asks of a policy object is the inner policy's.
-        for name in ("scans_keys", "per_query_head", "observed_queries", "reads_text"):
-            object.__setattr__(self, name, getattr(inner, name))
-        for name in ("prepare", "propose", "select", "observe", "append"):
-            object.__setattr__(self, name, getattr(inner, name))
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -100,23 +97,6 @@ class TidalDecode(Policy):
         from offload.policies.registry import make_policy
 
         return cls(make_policy(inner, **options), parse_layers(select_layers))
-
-    @property
-    def budget_tokens(self) -> int:
-        """The inner policy's, as all that follow."""
-        return self.inner.budget_tokens
-
-    @property
-    def sink_tokens(self) -> int:
-        return self.inner.sink_tokens
-
-    @property
-    def recent_tokens(self) -> int:
-        return self.inner.recent_tokens
-
-    @property
-    def dense_layers(self) -> int:
-        return self.inner.dense_layers
 
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
@@ -220,7 +200,3 @@ def parse_layers(layers: str | int | Sequence[int] | None) -> tuple[int, ...] | 
         raise ValueError(
             f"select_layers must be layer numbers, separated by commas, got {layers!r}"
         ) from None
-
-
-def _selects_everywhere(policy: Policy) -> bool:
-    return type(policy).roles is Policy.roles

@@ -156,6 +156,6 @@ class GenerationRequest:
         # A second copy is needed while the state grows, is forked, or a draft is being verified.
         grows = capacity_for(max(self.prompt_lens)) < self.max_tokens
         times = 2 if self.drafts or self.copies > 1 or grows else 1
-        state = sum(states.bytes_at(kv_len + self.max_new_tokens) for kv_len in self.prompt_lens)
-        state = times * state + len(self.prompt_lens) * states.query_bytes
+        state = sum(states.bytes.at(kv_len + self.max_new_tokens) for kv_len in self.prompt_lens)
+        state = times * state + len(self.prompt_lens) * states.bytes.of_queries
         return max(0, state - states.bytes_of(cache.seqs))

@@ -107,7 +107,10 @@ class Runtime:
             return self._run_parts(hidden, parts, seqs)
 
         phase = parts[0].phase
-        return self._extend(cache, batch, compute, prefill=phase == "prefill"), phase
+        # A GPU builds while the keys are there, and a draft behind a prompt needs what is built.
+        prefill = phase == "prefill"
+        builds = prefill and (hidden.is_cuda or parts[-1].phase != phase)
+        return self._extend(cache, batch, compute, prefill=prefill, builds=builds), phase
 
     def _run_parts(
         self, hidden: torch.Tensor, parts: Sequence[BatchPart], seqs: list[int]
@@ -274,6 +277,7 @@ class Runtime:
         compute: Callable[[list[int]], torch.Tensor],
         *,
         prefill: bool,
+        builds: bool = False,
     ) -> torch.Tensor:
         """What `compute` makes of the sequences of `batch`, which have room for its tokens then.
 
@@ -284,7 +288,7 @@ class Runtime:
         with shielded() as exposed:
             seqs = cache.reserve(batch)
             try:
-                states.begin(seqs, batch.num_new_tokens, prefill=prefill)
+                states.begin(seqs, batch.num_new_tokens, prefill=prefill, builds=builds)
                 with exposed():
                     result = compute(seqs)
                 cache.commit(batch)

@@ -338,7 +338,7 @@ def launch(world: World, coprocessor: Coprocessor, gpu: FlagGpu, rng: np.random.
     """Begin a step of all sequences and hand it to the GPU."""
     given = world.random_step(rng)
     kv_lens = [world.store.kv_len(seq) + 1 for seq in world.seqs]
-    if world.attention.builds_state(world.seqs, kv_lens):
+    if not all(map(world.attention.states.serves, world.seqs, kv_lens)):
         coprocessor.wait()
     step = world.open(given)
     slots = range(len(world.seqs))

@@ -12,12 +12,71 @@ from cpu_ops import reference
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
-from offload.policies.lychee_cluster.index import LycheeIndex
+from offload.policies.base import State
+from offload.policies.lychee_cluster.index import FIXED, bfloat16_value, links_of, starts_of
+from offload.policies.lychee_cluster.layout import starts_bytes
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.text_marks import text_mark
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 32
 TEXT = np.array([text_mark(t) for t in (b"a", b" a", b" a", b" a", b",", b".", b"\n")], np.uint8)
+
+
+@dataclass(frozen=True)
+class LycheeIndex:
+    """What is in the arrays of an index."""
+
+    arrays: State
+
+    def __getattr__(self, column: str) -> int:
+        """num_chunks, num_clusters, num_units, capacity_chunks, indexed_end …"""
+        return int(self.arrays["header"][column][0])
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index proper: without room for chunks to come, and without scratch."""
+        links = self.links().size * (3 if self.has_high_links else 2)
+        fixed = sum(self.arrays[name].nbytes for name in FIXED)
+        return fixed + links + starts_bytes(self.num_chunks)
+
+    def starts(self) -> np.ndarray:
+        return starts_of(self.arrays)
+
+    def links(self) -> np.ndarray:
+        return links_of(self.arrays)
+
+    def members(self, head: int) -> list[list[int]]:
+        """Chunks of each cluster of a KV head, the newest first."""
+        links = self.links()[head]
+        result = []
+        for cluster in range(self.num_clusters):
+            chunks = []
+            link = int(links[cluster])
+            while link:
+                chunks.append(link - 1)
+                link = int(links[self.num_clusters + link - 1])
+            result.append(chunks)
+        return result
+
+    def centroids(self) -> tuple[np.ndarray, np.ndarray]:
+        """Dequantised centroids [heads, num_units + num_clusters, head_dim] and their radii."""
+        scales, radii = (
+            bfloat16_value(self.arrays["scales"][:, i]).astype(np.float64) for i in (0, 1)
+        )
+        return self.arrays["rows"] * scales[..., None], radii
+
+    def norms_and_spreads(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean norm and largest spread of the chunks below each row of `centroids`."""
+        codes = self.arrays["scales"][:, 2].astype(np.int64)
+        norm_steps, spread_steps = (
+            self.arrays["header"][name].astype(np.float64) for name in ("norm_step", "spread_step")
+        )
+        return (codes & 0xFF) * norm_steps[:, None], (codes >> 8) * spread_steps[:, None]
+
+    def unit_of_cluster(self, head: int) -> np.ndarray:
+        """Coarse unit of each cluster of a KV head."""
+        first = self.arrays["ranges"][head, : self.num_units + 1]
+        return np.repeat(np.arange(self.num_units), np.diff(first))
 
 
 @dataclass
@@ -103,7 +162,10 @@ def check_index(stream: Stream) -> None:
     assert (lengths >= policy.min_chunk_tokens).all()
     assert (lengths <= policy.max_chunk_tokens).all()
     for head in range(KV_HEADS):  # every head has taken in the same chunks
-        assert list(index.arrays["header"][head, :2]) == [index.num_chunks, index.indexed_end]
+        assert index.arrays["header"][["num_chunks", "indexed_end"]][head].tolist() == (
+            index.num_chunks,
+            index.indexed_end,
+        )
     if index.num_chunks == 0:
         return
     keys = stream.keys()

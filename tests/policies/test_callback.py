@@ -64,7 +64,9 @@ def check_row(cache: Cache, simulation: Simulation, query, kv_len, out, lse, sel
 
 
 def arrays_of(attention: DecodeAttention, seq: int, layer_idx: int = 1) -> State:
-    return attention.states._arrays[seq].layers[layer_idx]
+    arrays = attention.states.arrays_of(seq)
+    assert arrays is not None
+    return arrays.layers[layer_idx]
 
 
 def test_context_offsets_are_those_of_the_header():
@@ -157,7 +159,8 @@ def test_sequences_of_a_batch_have_states_of_their_own(pool):
                 cache, simulation, rows[i], kv_lens[i], out[i], lse[i], selection[2 * i : 2 * i + 2]
             )
         assert selection[4:] == [[], []]
-    assert set(attention.states._arrays) == {cache.seq, other}
+    built = [attention.states.arrays_of(seq) is not None for seq in (cache.seq, other, short)]
+    assert built == [True, True, False]
 
 
 def test_fork_copies_and_forget_drops(pool):
@@ -187,7 +190,7 @@ def test_fork_copies_and_forget_drops(pool):
 
     stateless = cache.store.fork(cache.seq)
     attention.states.fork(stateless, child)  # a parent without state has nothing to copy
-    assert stateless not in attention.states._arrays
+    assert attention.states.arrays_of(stateless) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -323,7 +326,7 @@ def select(pointer: Any) -> int:
     """The first tokens that reach a threshold."""
     ctx = read_context(pointer)
     scratch = read_found(ctx.arrays).found + 4 * ctx.unit * 512
-    count = filter_at_least(  # type: ignore[call-arg]
+    count = filter_at_least(
         pointer,
         ctx.filter_at_least,
         offset_floats(ctx.importance, ctx.first),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases.attention_cases import relative_error
+from cases.lychee_cases import LycheeIndex
 from cases.prefill_cases import run_prefill, store_for, tiny_lean_model
 from cases.seeded import new_rng
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,6 @@ from gpu_ops.chunk_clusters import chunk_means
 from offload.decode.attention import DecodeAttention
 from offload.policies.base import BuildContext, State
 from offload.policies.lfps.layout import unlist_all
-from offload.policies.lychee_cluster.index import LycheeIndex
 from offload.policies.lychee_cluster.index_on_device import spherical_kmeans
 from offload.policies.prefill_build import PrefillBuild
 from offload.policies.registry import make_policy
@@ -252,7 +252,8 @@ def test_alongside_a_prefill(name, options, pool):
         on_queries=attention.on_prefill_queries,
         on_layer=build.on_layer,
     )
-    queries = {seq: dict(attention.states._queries.get(seq, {})) for seq in seqs}
+    known = attention.states._known
+    queries = {seq: dict(known[seq].queries or {}) for seq in seqs}
     build.finish()
     assert build.host_seconds > 0
     has_arrays = [attention.states.arrays_of(seq) is not None for seq in seqs]
@@ -260,7 +261,7 @@ def test_alongside_a_prefill(name, options, pool):
     for seq, kv_len in ((seqs[0], 150), (seqs[2], 90)):
         built = attention.states.arrays_of(seq)
         attention.states.rebuild(seq)
-        attention.states._queries[seq] = queries[seq]
+        known[seq].queries = queries[seq]
         expected = attention.states.ensure(seq, kv_len + 1)
         assert built.capacity_tokens == expected.capacity_tokens
         for arrays, others in zip(built.layers, expected.layers, strict=True):
@@ -268,7 +269,7 @@ def test_alongside_a_prefill(name, options, pool):
                 assert a.shape == b.shape
                 if name == "quest":
                     np.testing.assert_array_equal(a, b)
-    assert bool(attention.states._queries.get(seqs[1])) == (policy.observed_queries > 0)
+    assert bool(known[seqs[1]].queries) == (policy.observed_queries > 0)
 
 
 def test_a_policy_without_it_is_built_later(pool):

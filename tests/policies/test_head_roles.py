@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from cases.tiny_models import make_tiny_model, random_tokens
 from offload.policies import ExactTopK, LycheeDecode
 from offload.policies.lychee_decode.calibration import (
     Calibration,
-    calibrate_roles,
     calibration_tokens,
     observe_heads,
     roles_from,
@@ -241,6 +241,13 @@ def test_measured_mass_is_that_of_the_stock_model(name, stock_models, offloaded_
         per_head = per_head / per_head.sum(-1, keepdims=True)
         copied[layer_idx] = per_head[..., 70:88].sum(-1).mean(-1).max(1)
     np.testing.assert_allclose(calibration.copy_mass, copied, atol=2e-3)
+
+
+def calibrate_roles(model: Any, input_ids: torch.Tensor, **options: Any) -> HeadRoles:
+    lean = model._offload.lean
+    model_type, head_dim = model.config.model_type, lean.shape.head_dim
+    calibration = observe_heads(lean, input_ids)
+    return roles_from(calibration, model_type=model_type, head_dim=head_dim, **options)
 
 
 def test_calibrated_roles_fit_their_model(offloaded_models):

@@ -26,7 +26,8 @@ def predict(scores, values, indices, bits, state, tops, newest, alpha, prune, sc
     for k in range(2):
         if prune:
             mean = tables.mean_of(state[k], newest - 4)
-            tables.prune(scores[k], values[k], indices[k], bits[k], tops[k], state[k], mean)
+            of_k = scores[k], values[k], indices[k], bits[k], tops[k], state[k]
+            tables.prune(tables.Table(*of_k), mean)
         theta = tables.threshold_of(state[k], newest - 4, alpha)
         count, theta = 0, tables.float_above(theta)
         for slot in range(int(state[k, tables.COUNT])):
@@ -42,19 +43,8 @@ def predict(scores, values, indices, bits, state, tops, newest, alpha, prune, sc
 @numba.njit
 def update(scores, values, indices, bits, state, tops, tokens, weights, newest, scale, old):
     for k in range(2):
-        tables.add_scores(
-            scores[k],
-            values[k],
-            indices[k],
-            bits[k],
-            tops[k],
-            state[k],
-            tokens,
-            weights,
-            newest,
-            scale,
-            old[k],
-        )
+        of_k = scores[k], values[k], indices[k], bits[k], tops[k], state[k]
+        tables.add_scores(tables.Table(*of_k), tokens, weights, newest, scale, old[k])
 
 
 class Layer:

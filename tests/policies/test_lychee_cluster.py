@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, Stream, check_index
+from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, LycheeIndex, Stream, check_index
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies.base import State
-from offload.policies.lychee_cluster.index import LycheeIndex, grow_index
+from offload.policies.lychee_cluster.index import grow_index
 from offload.policies.lychee_cluster.layout import STATE
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.lychee_cluster.search import SIZE_OF_BEST

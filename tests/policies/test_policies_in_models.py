@@ -70,8 +70,8 @@ def test_queries_are_kept_in_native_steps(folder):
             attention.on_attended = lambda *_: None
         cache = model.new_cache()
         text = greedy(model, random_tokens(2, 9), 40, past_key_values=cache)
-        queries = attention.states._queries
-        kept.append([of_seq[i].in_order(48) for of_seq in queries.values() for i in of_seq])
+        queries = [known.queries or {} for known in attention.states._known.values()]
+        kept.append([of_seq[i].in_order(48) for of_seq in queries for i in of_seq])
         texts.append(greedy(model, text, 80, past_key_values=cache))
     native, expected = kept
     assert len(native) == len(expected) == 2 * int(attention.sparse_layers.sum())

@@ -15,7 +15,6 @@ from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies.callback import prefetch
-from offload.policies.lychee_cluster.layout import CANDIDATE_CAPACITY
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.lychee_cluster.views import FOUND, OPENED
 
@@ -87,4 +86,4 @@ def test_what_was_opened_is_known_in_the_next_step(pool):
             assert 5 <= opened <= index.num_units
             assert len(set(units[:opened])) == opened
             assert units[:opened].max() < index.num_units
-            assert 0 < found <= arrays["header"][head, CANDIDATE_CAPACITY]
+            assert 0 < found <= index.candidate_capacity

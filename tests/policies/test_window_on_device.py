@@ -14,6 +14,7 @@ from cases.attention_cases import TOLERANCE, relative_error
 from cases.coprocessor_cases import Shape, World, decode_synchronously, merge
 from cases.heavy_hitter import HeavyHitter, HeavyHitterPerQueryHead
 from cases.seeded import new_rng
+from numpy.lib.recfunctions import structured_to_unstructured
 from test_proposals import EveryThird
 
 from cpu_ops.worker_pool import WorkerPool
@@ -103,7 +104,10 @@ def compare_states(beside: World, ours: int, alone: World, theirs: int) -> None:
         assert layer_ours.keys() == layer_theirs.keys()
         for name, x in layer_ours.items():
             y = layer_theirs[name]
-            if x.dtype.kind == "f":
+            if x.dtype.names:
+                x, y = structured_to_unstructured(x), structured_to_unstructured(y)
+                np.testing.assert_allclose(x, y, rtol=1e-7, atol=0)
+            elif x.dtype.kind == "f":
                 np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
             else:  # some scratch holds floats: their last bits, which are less than 1 of a token
                 np.testing.assert_allclose(x, y, rtol=1e-7, atol=0)

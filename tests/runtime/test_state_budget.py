@@ -32,7 +32,7 @@ def load(folder: Any, name: str, room: int | None = None) -> Any:
 
 
 def state_of(model: Any) -> int:
-    return model._offload.attention.states.bytes_at(LONG + 1)
+    return model._offload.attention.states.bytes.at(LONG + 1)
 
 
 @pytest.mark.parametrize("name", ["lfps", "quest", "lychee_cluster"])
@@ -119,3 +119,26 @@ def test_beams_count_their_copies(tiny_folders):
     with pytest.raises(HostBudgetError, match="4 sequences of up to 231 tokens"):
         model.generate(random_tokens(1, LONG), num_beams=4, **options)
     assert model.kv_store.num_sequences == 0
+
+
+def test_a_prefill_that_builds_has_two_states_at_once(tiny_folders):
+    """What was there is kept until the pass is done, and counts beside what it builds."""
+    folder = tiny_folders["llama"]
+    pages = load(folder, "quest").kv_store.page_bytes * 3 * -(-(LONG + 30) // 16)
+    state = state_of(load(folder, "quest"))
+    model = load(folder, "quest", pages + state + state // 2)
+    store, states = model.kv_store, model._offload.attention.states
+    cache = model.new_cache()
+    model(random_tokens(1, LONG), past_key_values=cache)
+    model(random_tokens(1, 1), past_key_values=cache)
+    room = states.held_bytes + store.left_bytes()
+    [seq] = cache.seqs
+    states.begin([seq], [5], prefill=True)  # built afterwards, in the place of what was there
+    states.roll_back(seq)
+    with pytest.raises(HostBudgetError, match=r"quest.*max_memory"):
+        states.begin([seq], [5], prefill=True, builds=True)
+    states.begin([seq], [5], prefill=True)
+    model._offload.attention.build_states([seq], [store.kv_len(seq) + 1])
+    assert states.held_bytes > room  # what was refused
+    states.roll_back(seq)
+    assert states.held_bytes <= room

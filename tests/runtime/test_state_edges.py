@@ -112,7 +112,7 @@ def test_pages_that_are_free_make_room_for_what_a_policy_keeps(
     tiny_folders: dict[str, Path],
 ) -> None:
     first = load(tiny_folders["llama"], "quest")
-    room_bytes = 2 * first._offload.attention.states.bytes_at(201) + 180 * first.kv_store.page_bytes
+    room_bytes = 2 * first._offload.attention.states.bytes.at(201) + 180 * first.kv_store.page_bytes
     model = load(tiny_folders["llama"], "quest", room_bytes=room_bytes)
     caches: list[Any] = []
 

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.policies.base import State
+from offload.policies.callback import view_float32, view_int32, view_uint64
 from offload.policies.layouts import NumberLayout, StateLayout, reader
-from offload.policies.lfps.tables import TABLE_STATE, list_scores, take_back, unlist_scores
+from offload.policies.lfps.tables import TABLE_STATE, Table, list_scores, take_back, unlist_scores
 
 _MIN_LISTED = 4096  # a list holds this many scores or a quarter of its table
 LOCAL_TOKENS = 5  # of L, in a bypass
@@ -126,18 +127,9 @@ def make_arrays(
 
 def list_all(arrays: State, num_tokens: int) -> None:
     """Make lists, bits and sums of tables that hold scores only; `num_tokens`: without sinks."""
-    tables, units = arrays["tables"], arrays["units"]
-    for unit in range(len(tables)):
-        for k in range(2):
-            list_scores(
-                tables[unit, k],
-                arrays["values"][unit, k],
-                arrays["indices"][unit, k],
-                arrays["bits"][unit, k],
-                _top_of(k, tables),
-                units[unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
-                float(tables[unit, k].sum(dtype=np.float64)) / num_tokens,
-            )
+    for unit in range(len(arrays["tables"])):
+        for table in _tables_of(arrays, unit):
+            list_scores(table, float(table.scores.sum(dtype=np.float64)) / num_tokens)
 
 
 def forget_step(arrays: State) -> None:
@@ -150,36 +142,44 @@ def take_back_step(arrays: State, kv_len: int) -> None:
 
     What `prepare` did before its prediction stays: done again, it changes nothing.
     """
-    tables, units_before = arrays["tables"], arrays["units_before"]
+    units_before = arrays["units_before"]
     for unit in np.flatnonzero(units_before[:, LAST_KV_LEN] > kv_len):
         before = units_before[unit, :LAST_KV_LEN]
         newest, num = (int(x) for x in units_before[unit, LAST_KV_LEN:])
-        for k in range(2):
-            take_back(
-                tables[unit, k],
-                arrays["values"][unit, k],
-                arrays["bits"][unit, k],
-                _top_of(k, tables),
-                before[k * TABLE_STATE : (k + 1) * TABLE_STATE],
-                arrays["added_tokens"][unit, :num],
-                arrays["added_to"][unit, k, :num],
-                newest - 1,
-            )
+        tokens = arrays["added_tokens"][unit, :num]
+        for k, table in enumerate(_tables_of(arrays, int(unit))):
+            of_table = before[k * TABLE_STATE : (k + 1) * TABLE_STATE]
+            take_back(table, of_table, tokens, arrays["added_to"][unit, k, :num], newest - 1)
         arrays["units"][unit] = before
     forget_step(arrays)
 
 
 def unlist_all(arrays: State) -> None:
     """Tables that hold scores only."""
-    for unit, tables in enumerate(arrays["tables"]):
-        for k in range(2):
-            unlist_scores(
-                tables[k],
-                arrays["values"][unit, k],
-                arrays["indices"][unit, k],
-                arrays["units"][unit, k * TABLE_STATE : (k + 1) * TABLE_STATE],
-            )
+    for unit in range(len(arrays["tables"])):
+        for table in _tables_of(arrays, unit):
+            unlist_scores(table)
 
 
-def _top_of(k: int, tables: npt.NDArray[np.float32]) -> int:
-    return -1 if k == 0 else int(top_bit(tables.shape[2]))
+def _tables_of(arrays: State, unit: int) -> list[Table]:
+    """By position, by distance."""
+    tops = -1, int(top_bit(arrays["tables"].shape[2]))
+    states = arrays["units"][unit, : 2 * TABLE_STATE].reshape(2, TABLE_STATE)
+    scores, values, indices, bits = (
+        arrays[name][unit] for name in ("tables", "values", "indices", "bits")
+    )
+    return [Table(scores[k], values[k], indices[k], bits[k], tops[k], states[k]) for k in range(2)]
+
+
+@numba.njit(inline="always")
+def table_of(state: Any, sizes: Any, unit: Any, of_unit: Any, k: Any) -> Any:
+    """`_tables_of`, for callbacks; `of_unit`: the unit's row of `units`."""
+    row = 2 * unit + k
+    return Table(
+        view_float32(state.tables, sizes.capacity, row),
+        view_float32(state.values, sizes.listed, row),
+        view_int32(state.indices, sizes.listed, row),
+        view_uint64(state.bits, num_words(sizes.capacity), row),
+        -1 if k == 0 else top_bit(sizes.capacity),
+        of_unit[k * TABLE_STATE : (k + 1) * TABLE_STATE],
+    )

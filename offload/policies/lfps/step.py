@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 
 from offload.policies.callback import (
@@ -35,12 +36,11 @@ from offload.policies.lfps.layout import (
     read_numbers,
     read_sizes,
     read_state,
-    top_bit,
+    table_of,
 )
 from offload.policies.lfps.tables import (
     COUNT,
     FULL,
-    TABLE_STATE,
     add_scores,
     expand_marks,
     float_above,
@@ -60,26 +60,31 @@ from offload.policies.lfps.votes import group_weights
 _LARGEST_SCALE = 2.0**50
 
 
+@numba.njit(inline="always")
+def _slots_above(pointer: Any, ctx: Any, table: Any, threshold: Any, hits_at: Any) -> Any:
+    """Write the slots of a table's list whose values are above `threshold`; how many."""
+    return filter_at_least(
+        pointer,
+        ctx.filter_at_least,
+        table.values.ctypes.data,
+        np.int64(table.state[COUNT]),
+        float_above(threshold),
+        hits_at,
+    )
+
+
 @callback
 def prepare(pointer: Any) -> None:
     ctx = read_context(pointer)
     state, numbers = read_state(ctx.arrays), read_numbers(ctx.parameters)
     sizes = read_sizes(state.sizes)
-    capacity, listed = sizes.capacity, sizes.listed
-    words, top = num_words(capacity), top_bit(capacity)
+    listed, words = sizes.listed, num_words(sizes.capacity)
     num_states = VOTES + ctx.group_size
     unit = view_float64(state.units, num_states, ctx.unit)
     before = view_float64(state.units_before, num_states + 2, ctx.unit)
-    state_v, state_s = unit[:TABLE_STATE], unit[TABLE_STATE : 2 * TABLE_STATE]
-    v, s = 2 * ctx.unit, 2 * ctx.unit + 1  # by position, by distance
-    table_v = view_float32(state.tables, capacity, v)
-    table_s = view_float32(state.tables, capacity, s)
-    values_v = view_float32(state.values, listed, v)
-    values_s = view_float32(state.values, listed, s)
-    indices_v = view_int32(state.indices, listed, v)
-    indices_s = view_int32(state.indices, listed, s)
-    bits_v = view_uint64(state.bits, words, v)
-    bits_s = view_uint64(state.bits, words, s)
+    by_position = table_of(state, sizes, ctx.unit, unit, 0)
+    by_distance = table_of(state, sizes, ctx.unit, unit, 1)
+    state_v, state_s = by_position.state, by_distance.state
     marks = view_uint64(state.marks, words, ctx.unit)
     candidates = view_int32(state.candidates, sizes.longest, ctx.unit)
     hits_at = offset_floats(state.hits, ctx.unit * listed)
@@ -96,16 +101,16 @@ def prepare(pointer: Any) -> None:
     n = newest - ctx.first
     if unit[SCALE] > _LARGEST_SCALE:
         unit[SCALE] /= _LARGEST_SCALE
-        rescale(table_v, values_v, state_v, 1.0 / _LARGEST_SCALE)
-        rescale(table_s, values_s, state_s, 1.0 / _LARGEST_SCALE)
+        rescale(by_position, 1.0 / _LARGEST_SCALE)
+        rescale(by_distance, 1.0 / _LARGEST_SCALE)
     step, attempts = unit[STEP], unit[ATTEMPT]
     due = unit[STEP] >= numbers.prune_every
     if due:
         unit[STEP] = 0.0
     if due or state_v[FULL] > 0.0:
-        prune(table_v, values_v, indices_v, bits_v, -1, state_v, mean_of(state_v, n))
+        prune(by_position, mean_of(state_v, n))
     if due or state_s[FULL] > 0.0:
-        prune(table_s, values_s, indices_s, bits_s, top, state_s, mean_of(state_s, n))
+        prune(by_distance, mean_of(state_s, n))
     for i in range(num_states):
         before[i] = unit[i]
     before[STEP], before[ATTEMPT] = step, attempts
@@ -123,28 +128,16 @@ def prepare(pointer: Any) -> None:
         unit[ATTEMPT] = attempt
         share = 0.5**attempt if attempt < 3 else 0.0
         lowered = lowered_threshold(theta_v, mean_v, share)
-        found = filter_at_least(  # type: ignore[call-arg, var-annotated]
-            pointer,
-            ctx.filter_at_least,
-            values_v.ctypes.data,
-            np.int64(state_v[COUNT]),
-            float_above(lowered),
-            hits_at,
-        )
-        marked += mark_slots(hits[:found], indices_v, -1, ctx.first, ctx.last, marks)
+        found = _slots_above(pointer, ctx, by_position, lowered, hits_at)
+        marked += mark_slots(hits[:found], by_position.indices, -1, ctx.first, ctx.last, marks)
         lowered = lowered_threshold(theta_s, mean_s, share)
-        found = filter_at_least(
-            pointer,
-            ctx.filter_at_least,
-            values_s.ctypes.data,
-            np.int64(state_s[COUNT]),
-            float_above(lowered),
-            hits_at,
-        )
-        marked += mark_slots(hits[:found], indices_s, newest, ctx.first, ctx.last, marks)
+        found = _slots_above(pointer, ctx, by_distance, lowered, hits_at)
+        marked += mark_slots(hits[:found], by_distance.indices, newest, ctx.first, ctx.last, marks)
         if attempt == 4:
             mark_tokens(max(ctx.first, ctx.last - (wanted - count)), ctx.last, marks)
-        num_chosen = expand_marks(marks, bits_v, bits_s, top - newest, ctx.first, ctx.last, chosen)
+        shift = by_distance.top - newest
+        bits_v, bits_s = by_position.bits, by_distance.bits
+        num_chosen = expand_marks(marks, bits_v, bits_s, shift, ctx.first, ctx.last, chosen)
         count = list_tokens(chosen, num_chosen, ctx.first >> 6 << 6, places, candidates)
         if count >= wanted:
             break
@@ -182,9 +175,7 @@ def propose(pointer: Any) -> int:
             tokens[i] = i
         for i in range(local):
             tokens[num_sinks + i] = ctx.kv_len - local + i
-        score_tokens(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-            pointer, ctx.score_tokens, tokens.ctypes.data, num, all_scores.ctypes.data
-        )
+        score_tokens(pointer, ctx.score_tokens, tokens.ctypes.data, num, all_scores.ctypes.data)
         query = view_float32(ctx.query, group_size * head_dim)
         output = view_float32(ctx.output, group_size * head_dim)
         lse = view_float32(ctx.lse, group_size)
@@ -226,8 +217,7 @@ def observe(pointer: Any) -> None:
     ctx = read_context(pointer)
     state, numbers = read_state(ctx.arrays), read_numbers(ctx.parameters)
     sizes = read_sizes(state.sizes)
-    capacity, listed = sizes.capacity, sizes.listed
-    words, num_states = num_words(capacity), VOTES + ctx.group_size
+    num_states = VOTES + ctx.group_size
     unit = view_float64(state.units, num_states, ctx.unit)
     first, num = ctx.first, ctx.num_indices
     added = num - first
@@ -241,18 +231,7 @@ def observe(pointer: Any) -> None:
     view_int32(state.added_tokens, sizes.added, ctx.unit)[:added] = tokens
     view_float64(state.units_before, num_states + 2, ctx.unit)[LAST_ADDED] = added
     for k in range(2):
-        row = 2 * ctx.unit + k
-        add_scores(
-            view_float32(state.tables, capacity, row),
-            view_float32(state.values, listed, row),
-            view_int32(state.indices, listed, row),
-            view_uint64(state.bits, words, row),
-            -1 if k == 0 else top_bit(capacity),
-            unit[k * TABLE_STATE : (k + 1) * TABLE_STATE],
-            tokens,
-            combined,
-            ctx.kv_len - 1,
-            np.float32(unit[SCALE]),
-            view_float32(state.added_to, sizes.added, row),
-        )
+        table, scale = table_of(state, sizes, ctx.unit, unit, k), np.float32(unit[SCALE])
+        old = view_float32(state.added_to, sizes.added, 2 * ctx.unit + k)
+        add_scores(table, tokens, combined, ctx.kv_len - 1, scale, old)
     ctx.bytes_touched += added * 36 + 4 * num * ctx.group_size

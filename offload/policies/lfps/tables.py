@@ -16,15 +16,15 @@ lines them up with positions.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
+from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
-from offload.policies.callback import view_float32
+from offload.policies.callback import prefetch_line_to_write, view_float32
 
 # Of a table's float64 state: power sums, then these.
 MAX, FLOOR, COUNT, FULL = 4, 5, 6, 7
@@ -39,12 +39,23 @@ _62, _63, _64 = np.uint64(62), np.uint64(63), np.uint64(64)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-@intrinsic
-def _trailing_zeros(typingctx: Any, word: Any) -> Any:
-    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ctx.get_constant(types.boolean, False))
+class Table(NamedTuple):
+    """One table, by position or by distance.
 
-    return types.int64(types.uint64), codegen
+    Attributes:
+        scores: float32 [capacity] scores, or where they are listed.
+        values, indices: float32 and int32 [listed], listed scores and their places.
+        bits: uint64 [words], what is listed.
+        top: the bit of distance 0; -1: by position.
+        state: float64 [TABLE_STATE].
+    """
+
+    scores: Any
+    values: Any
+    indices: Any
+    bits: Any
+    top: Any
+    state: Any
 
 
 @intrinsic
@@ -53,22 +64,6 @@ def _bits_set(typingctx: Any, word: Any) -> Any:
         return builder.ctpop(args[0])
 
     return types.int64(types.uint64), codegen
-
-
-@intrinsic
-def _prefetch(typingctx: Any, array: Any, index: Any) -> Any:
-    def codegen(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = ctx.make_array(signature.args[0])(ctx, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        number = ir.IntType(32)
-        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t] + [number] * 3)
-        function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-            builder.module, function_type, "llvm.prefetch.p0i8"
-        )
-        builder.call(function, [address, number(1), number(2), number(1)])  # to write, into L2
-        return ctx.get_dummy_value()
-
-    return types.void(array, types.int64), codegen
 
 
 @numba.njit(inline="always")
@@ -116,13 +111,12 @@ def lowered_threshold(theta: Any, mean: Any, share: Any) -> Any:
 
 
 @numba.njit(cache=True)
-def list_scores(
-    table: Any, values: Any, indices: Any, bits: Any, top: Any, state: Any, floor: Any
-) -> None:
-    """Sums, maximum, list and bits of a table that holds scores only."""
+def list_scores(table: Table, floor: Any) -> None:
+    """Sums, maximum, list and bits of one that holds scores only."""
+    scores, values, indices, bits, top, state = table
     s1 = s2 = s3 = s4 = highest = 0.0
-    for i in range(len(table)):
-        x = np.float64(table[i])
+    for i in range(len(scores)):
+        x = np.float64(scores[i])
         s1 += x
         s2 += x * x
         s3 += x * x * x
@@ -132,32 +126,31 @@ def list_scores(
     state[FLOOR], state[FULL] = floor, 0.0
     bits[:] = _ZERO
     count = 0
-    for i in range(len(table)):
-        if table[i] > floor:
+    for i in range(len(scores)):
+        if scores[i] > floor:
             if count == len(values):
                 state[FULL] = 1.0
                 break
-            values[count] = table[i]
+            values[count] = scores[i]
             indices[count] = i
-            table[i] = -np.float32(count + 1)
+            scores[i] = -np.float32(count + 1)
             _set_bit(bits, _bit_of(i, top))
             count += 1
     state[COUNT] = count
 
 
 @numba.njit(cache=True)
-def unlist_scores(table: Any, values: Any, indices: Any, state: Any) -> None:
+def unlist_scores(table: Table) -> None:
     """The list's scores back into the table; `list_scores` has to follow."""
-    for slot in range(np.int64(state[COUNT])):
-        table[indices[slot]] = values[slot]
-    state[COUNT] = 0
+    for slot in range(np.int64(table.state[COUNT])):
+        table.scores[table.indices[slot]] = table.values[slot]
+    table.state[COUNT] = 0
 
 
 @numba.njit(cache=True)
-def prune(
-    table: Any, values: Any, indices: Any, bits: Any, top: Any, state: Any, mean: Any
-) -> None:
+def prune(table: Table, mean: Any) -> None:
     """Unlist what the mean has overtaken; a full list gives up the lower part of it as well."""
+    scores, values, indices, bits, top, state = table
     count = np.int64(state[COUNT])
     floor = max(state[FLOOR], mean)
     if state[FULL] > 0.0 and count > 0:
@@ -171,50 +164,39 @@ def prune(
             slot += 1
             continue
         index = indices[slot]
-        table[index] = values[slot]
+        scores[index] = values[slot]
         _clear_bit(bits, _bit_of(index, top))
         count -= 1
         if slot < count:
             values[slot] = values[count]
             indices[slot] = indices[count]
-            table[indices[slot]] = -np.float32(slot + 1)
+            scores[indices[slot]] = -np.float32(slot + 1)
     state[FLOOR], state[COUNT], state[FULL] = floor, count, 0.0
 
 
 @numba.njit(cache=True)
-def add_scores(
-    table: Any,
-    values: Any,
-    indices: Any,
-    bits: Any,
-    top: Any,
-    state: Any,
-    tokens: Any,
-    weights: Any,
-    newest: Any,
-    scale: Any,
-    old: Any,
-) -> None:
+def add_scores(table: Table, tokens: Any, weights: Any, newest: Any, scale: Any, old: Any) -> None:
     """Stored score of each token += its weight * scale; by distance to `newest` if top >= 0.
 
     `old` receives the scores before, for `take_back`.
     """
+    scores, values, indices, bits, top, state = table
     s1, s2, s3, s4 = state[0], state[1], state[2], state[3]
     highest, floor = state[MAX], state[FLOOR]
     count = np.int64(state[COUNT])
     last = len(tokens) - 1
-    table_at, values_at = table.ctypes.data, values.ctypes.data
+    scores_at, values_at = scores.ctypes.data, values.ctypes.data
     for i in range(len(tokens)):
         # A score is behind two cache misses, its place in the table and the list.
         ahead = np.int64(tokens[min(i + _AHEAD, last)])
-        _prefetch(table, newest - ahead if top >= 0 else ahead)  # type: ignore[call-arg]
+        prefetch_line_to_write(scores_at + 4 * (newest - ahead if top >= 0 else ahead))
         ahead = np.int64(tokens[min(i + _VALUES_AHEAD, last)])
-        place = table[newest - ahead if top >= 0 else ahead]
-        _prefetch(values, max(np.int64(-place) - 1, 0))
+        place = scores[newest - ahead if top >= 0 else ahead]
+        prefetch_line_to_write(values_at + 4 * max(np.int64(-place) - 1, 0))
         index = newest - tokens[i] if top >= 0 else np.int64(tokens[i])
-        place = table[index]
+        place = scores[index]
         # One address: whether a score is listed cannot be predicted.
-        at = values_at + 4 * (np.int64(-place) - 1) if place < 0.0 else table_at + 4 * index
+        at = values_at + 4 * (np.int64(-place) - 1) if place < 0.0 else scores_at + 4 * index
         score = view_float32(at, 1)
         before = score[0]
         old[i] = before
@@ -224,7 +206,7 @@ def add_scores(
             values[count] = after
             indices[count] = index
             count += 1
-            table[index] = -np.float32(count)
+            scores[index] = -np.float32(count)
             _set_bit(bits, _bit_of(index, top))
         x, y = np.float64(after), np.float64(before)
         s1 += x - y
@@ -239,32 +221,32 @@ def add_scores(
 
 
 @numba.njit(cache=True)
-def take_back(
-    table: Any, values: Any, bits: Any, top: Any, state: Any, tokens: Any, old: Any, newest: Any
-) -> None:
-    """Undo `add_scores`; `state`: as it was before."""
-    count = np.int64(state[COUNT])
+def take_back(table: Table, before: Any, tokens: Any, old: Any, newest: Any) -> None:
+    """Undo `add_scores`; `before`: its state as it was."""
+    scores, values, _, bits, top, _ = table
+    count = np.int64(before[COUNT])
     for i in range(len(tokens)):
         index = newest - tokens[i] if top >= 0 else np.int64(tokens[i])
-        place = table[index]
+        place = scores[index]
         if place >= 0.0:
-            table[index] = old[i]
+            scores[index] = old[i]
         elif np.int64(-place) - 1 < count:
             values[np.int64(-place) - 1] = old[i]
         else:  # it was listed then
-            table[index] = old[i]
+            scores[index] = old[i]
             _clear_bit(bits, _bit_of(index, top))
 
 
 @numba.njit(cache=True)
-def rescale(table: Any, values: Any, state: Any, factor: Any) -> None:
+def rescale(table: Table, factor: Any) -> None:
     """Multiply all stored scores: the one pass over a table, once in hundreds of steps."""
+    scores, values, state = table.scores, table.values, table.state
     f = np.float32(factor)
-    for i in range(len(table)):
-        x = table[i]
+    for i in range(len(scores)):
+        x = scores[i]
         if x > 0.0:
             x *= f
-            table[i] = x if x > _VANISHED else np.float32(0.0)
+            scores[i] = x if x > _VANISHED else np.float32(0.0)
     for slot in range(np.int64(state[COUNT])):
         values[slot] *= f
     power = factor
@@ -385,7 +367,7 @@ def list_tokens(chosen: Any, n: Any, base: Any, places: Any, tokens: Any) -> Any
         bits, token = chosen[place], base + 64 * place
         if count + 64 > len(tokens):
             while bits != _ZERO and count < len(tokens):
-                tokens[count] = token + _trailing_zeros(bits)  # type: ignore[call-arg]
+                tokens[count] = token + np.int64(trailing_zeros(bits))  # type: ignore[call-arg]
                 bits &= bits - _ONE
                 count += 1
             continue
@@ -394,7 +376,7 @@ def list_tokens(chosen: Any, n: Any, base: Any, places: Any, tokens: Any) -> Any
         after = count + _bits_set(bits)  # type: ignore[call-arg]
         while count < after:
             for k in range(4):
-                tokens[count + k] = token + _trailing_zeros(bits)
+                tokens[count + k] = token + np.int64(trailing_zeros(bits))
                 bits &= bits - _ONE
             count += 4
         count = after

@@ -21,41 +21,29 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
     view_uint8,
+    view_uint16,
+    view_uint64,
 )
 from offload.policies.lychee_cluster.chunks import chunk_length, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
-    CAPACITY_CHUNKS,
-    GRAFTED_AT,
-    GRAFTED_CLUSTER,
-    GRAFTED_UNIT,
-    HAS_HIGH_LINKS,
-    HEADER_COLUMNS,
-    INDEXED_END,
-    NORM_STEP,
-    NUM_CHUNKS,
-    NUM_CLUSTERS,
-    NUM_UNITS,
-    OLD_HEADER,
-    OLD_LINK,
-    OLD_SCALES,
-    SPREAD_STEP,
+    LAST_GRAFT,
+    read_last_graft,
     read_state,
 )
 from offload.policies.lychee_cluster.search import read_numbers, take_best
 from offload.policies.lychee_cluster.views import (
+    HEADER_BYTES,
     NEAR,
     bfloat16_bits_up,
-    bits_of_float,
     from_bfloat16,
     header_of,
     index_of,
-    last_graft_of,
     link_of,
     scratch_of,
     set_link,
-    step_of,
 )
 
+LAST_GRAFT_BYTES = LAST_GRAFT.itemsize
 _GRAFT_UNITS = 3  # coarse units in which a new chunk looks for its cluster
 _MAX_COUNT = 255  # members that weigh in a moving average
 
@@ -106,13 +94,13 @@ def append(pointer: Any) -> None:
     numbers = read_numbers(ctx.parameters)
     # One chunk at most: a step that fails is taken back. What is left has its turn in the next.
     if (
-        ctx.kv_len - header[INDEXED_END] > int(numbers.unindexed_limit)
-        and header[NUM_CHUNKS] + 1 <= header[CAPACITY_CHUNKS]
+        ctx.kv_len - header.indexed_end > int(numbers.unindexed_limit)
+        and header.num_chunks + 1 <= header.capacity_chunks
     ):
         known = ctx.kv_len if ctx.text_marks != 0 else 0
         length = chunk_length(
             view_uint8(ctx.text_marks, known),
-            header[INDEXED_END],
+            header.indexed_end,
             ctx.kv_len,
             int(numbers.min_chunk_tokens),
             int(numbers.max_chunk_tokens),
@@ -129,10 +117,10 @@ def _scale_rows(scores: Any, scales: Any, first: int, n: int) -> None:
 @numba.njit(cache=True)
 def _note_norm_and_spread(header: Any, scale: Any, count: int, norm: float, spread: float) -> None:
     """Mean norm of `count` chunks and one more, and the largest spread, in whole steps."""
-    if header[NORM_STEP] == 0:  # the first chunk of an index that was built empty
-        header[NORM_STEP] = bits_of_float(np.float32(1.5 / 255 * norm))
-        header[SPREAD_STEP] = bits_of_float(np.float32(1.5 / 255 * spread))
-    norm_step, spread_step = step_of(header, NORM_STEP), step_of(header, SPREAD_STEP)
+    if header.norm_step == 0:  # the first chunk of an index that was built empty
+        header.norm_step = np.float32(1.5 / 255 * norm)
+        header.spread_step = np.float32(1.5 / 255 * spread)
+    norm_step, spread_step = header.norm_step, header.spread_step
     code = np.int64(scale[2])
     mean = np.float64(code & 0xFF)
     if norm_step > 0:
@@ -170,39 +158,39 @@ def _chunk_key(ctx: Any, keys: Any, length: int, out: Any) -> Any:
 @numba.njit(cache=True)
 def _note_before(ctx: Any, index: Any, unit: Any, cluster: Any) -> None:
     """Note what grafting onto a cluster will change (`take_back_graft`)."""
-    header, rows, scales, _, _, _, links, high = index
-    last, old_rows = last_graft_of(ctx)
-    last[GRAFTED_AT] = ctx.kv_len
-    last[GRAFTED_UNIT], last[GRAFTED_CLUSTER] = unit, cluster
-    last[OLD_HEADER : OLD_HEADER + HEADER_COLUMNS] = header
-    last[OLD_LINK] = link_of(links, high, cluster)
+    state, header = read_state(ctx.arrays), index.header
+    last = read_last_graft(state.last_graft + LAST_GRAFT_BYTES * ctx.unit)
+    last.kv_len, last.unit, last.cluster = ctx.kv_len, unit, cluster
+    last.link = link_of(index.links, index.high, cluster)
+    words = HEADER_BYTES // 8
+    view_uint64(state.old_header, words, ctx.unit)[:] = view_uint64(state.header, words, ctx.unit)
+    old_scales = view_uint16(state.old_scales, 6, ctx.unit)
+    old_rows = view_uint8(state.old_rows, 2 * ctx.head_dim, ctx.unit)
     for i in range(2):
-        row = unit if i == 0 else header[NUM_UNITS] + cluster
-        old_rows[i] = rows[row]
+        row = unit if i == 0 else header.num_units + cluster
+        for d in range(ctx.head_dim):
+            old_rows[i * ctx.head_dim + d] = np.uint8(index.rows[row, d])
         for kind in range(3):
-            last[OLD_SCALES + 3 * i + kind] = scales[kind, row]
+            old_scales[3 * i + kind] = index.scales[kind, row]
 
 
 @numba.njit
 def _graft(pointer: Any, ctx: Any, length: int) -> None:
     """Put the next `length` tokens into the index: a chunk of the nearest cluster."""
     index = index_of(ctx)
-    header, rows, scales, ranges, blocks, offsets, links, high = index
-    _, point_address, key_address, centroids, score_address, _, _, units_address = scratch_of(
-        ctx, header
-    )
-    num_units = header[NUM_UNITS]
+    header, rows, scales, ranges, _, _, links, high = index
+    scratch = scratch_of(ctx, header)
+    point_address, key_address, score_address = scratch.query, scratch.keys, scratch.scores
+    num_units = header.num_units
     base = read_state(ctx.arrays).rows + ctx.unit * len(rows) * ctx.head_dim
-    scores = view_float32(score_address, max(header[NUM_CLUSTERS], num_units))
-    load_keys(  # type: ignore[call-arg]
-        pointer, ctx.load_keys, header[INDEXED_END], length, key_address
-    )
+    scores = view_float32(score_address, max(header.num_clusters, num_units))
+    load_keys(pointer, ctx.load_keys, header.indexed_end, length, key_address)
     point = view_float32(point_address, ctx.head_dim)
     keys = view_float32(key_address, length * ctx.head_dim)
     norm, spread = _chunk_key(ctx, keys, length, point)
     score_int8(pointer, ctx.score_int8, point_address, 1, base, num_units, score_address)
     _scale_rows(scores, scales, 0, num_units)
-    near = view_int32(units_address + 4 * NEAR, _GRAFT_UNITS)
+    near = view_int32(scratch.units + 4 * NEAR, _GRAFT_UNITS)
     kept = min(_GRAFT_UNITS, num_units)
     for i in range(kept):
         near[i] = max(0, take_best(scores, num_units))
@@ -228,29 +216,29 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     link = link_of(links, high, cluster)
     while link > 0 and count < _MAX_COUNT:
         count += 1
-        link = link_of(links, high, header[NUM_CLUSTERS] + link - 1)
-    old = view_float32(centroids, ctx.head_dim)
-    new = view_float32(centroids + 4 * ctx.head_dim, ctx.head_dim)
+        link = link_of(links, high, header.num_clusters + link - 1)
+    old = view_float32(scratch.centroids, ctx.head_dim)
+    new = view_float32(scratch.centroids, ctx.head_dim, 1)
     row = num_units + cluster
     below_unit = ranges[num_units + 1 + unit]
     _move_centroid(rows[row], scales[:, row], count, point, old, new)
     _note_norm_and_spread(header, scales[:, row], count, norm, spread)
     _move_centroid(rows[unit], scales[:, unit], below_unit, point, old, new)
     _note_norm_and_spread(header, scales[:, unit], below_unit, norm, spread)
-    chunk = header[NUM_CHUNKS]
-    set_link(links, high, header[NUM_CLUSTERS] + chunk, link_of(links, high, cluster))
+    chunk = header.num_chunks
+    set_link(links, high, header.num_clusters + chunk, link_of(links, high, cluster))
     set_link(links, high, cluster, chunk + 1)
     ranges[num_units + 1 + unit] += 1
-    header[NUM_CHUNKS] += 1
-    header[INDEXED_END] += length
+    header.num_chunks += 1
+    header.indexed_end += length
     if ctx.unit == 0:  # the heads share the starts, and nobody reads them while tokens are appended
-        set_chunk_start(blocks, offsets, chunk + 1, header[INDEXED_END])
+        set_chunk_start(index.blocks, index.offsets, chunk + 1, header.indexed_end)
     ctx.bytes_touched += length * ctx.head_dim * 2 + 8 * ctx.head_dim
 
 
 def forget_graft(arrays: State) -> None:
     """There is no last graft to take back."""
-    arrays["last_graft"][:, GRAFTED_AT] = 0
+    arrays["last_graft"]["kv_len"] = 0
 
 
 def take_back_graft(arrays: State, kv_len: int) -> None:
@@ -258,17 +246,16 @@ def take_back_graft(arrays: State, kv_len: int) -> None:
 
     What is behind the last chunk, in starts and links, is written again with the next one.
     """
-    header, last_graft = arrays["header"], arrays["last_graft"]
-    num_units = int(header[0, NUM_UNITS])
-    for h in np.flatnonzero(last_graft[:, GRAFTED_AT] > kv_len):
-        last = last_graft[h]
-        unit, cluster = int(last[GRAFTED_UNIT]), int(last[GRAFTED_CLUSTER])
+    header, last_graft = arrays["header"], arrays["last_graft"][:, 0]
+    num_units = int(header["num_units"][0])
+    for h in np.flatnonzero(last_graft["kv_len"] > kv_len):
+        unit, cluster, link = (int(last_graft[name][h]) for name in ("unit", "cluster", "link"))
         changed = [unit, num_units + cluster]
         arrays["rows"][h, changed] = arrays["old_rows"][h].reshape(2, -1)
-        arrays["scales"][h][:, changed] = last[OLD_SCALES:].reshape(2, 3).T
+        arrays["scales"][h][:, changed] = arrays["old_scales"][h].reshape(2, 3).T
         arrays["ranges"][h, num_units + 1 + unit] -= 1
-        header[h] = last[OLD_HEADER : OLD_HEADER + HEADER_COLUMNS]
-        arrays["links"][h, cluster] = last[OLD_LINK] & 0xFFFF
-        if header[h, HAS_HIGH_LINKS]:
-            arrays["links_high"][h, cluster] = last[OLD_LINK] >> 16
+        header[h] = arrays["old_header"][h, 0]
+        arrays["links"][h, cluster] = link & 0xFFFF
+        if header["has_high_links"][h]:
+            arrays["links_high"][h, cluster] = link >> 16
     forget_graft(arrays)

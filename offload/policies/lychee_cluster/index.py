@@ -22,24 +22,14 @@ from cpu_ops.clustering import chunk_means, spherical_kmeans
 from offload.policies.base import BuildContext, State
 from offload.policies.lychee_cluster.chunks import BLOCK, chunk_start, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
-    CANDIDATE_CAPACITY,
-    CAPACITY_CHUNKS,
-    HAS_HIGH_LINKS,
-    HEADER_COLUMNS,
-    INDEXED_END,
-    NORM_STEP,
-    NUM_CHUNKS,
-    NUM_CLUSTERS,
-    NUM_UNITS,
-    SPREAD_STEP,
+    HEADER,
     scratch_rows,
-    starts_bytes,
 )
 
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
 _LOW_LINKS = 1 << 16
-_FIXED = ("header", "rows", "scales", "ranges")  # whatever the capacity
+FIXED = ("header", "rows", "scales", "ranges")  # whatever the capacity
 
 
 def bfloat16_up(x: Float32Array) -> npt.NDArray[np.uint16]:
@@ -138,27 +128,6 @@ class IndexShape:
     capacity_chunks: int
     candidate_capacity: int
 
-    @classmethod
-    def of(
-        cls,
-        starts: npt.NDArray[np.int64],
-        *,
-        chunks_per_cluster: int,
-        max_units: int,
-        min_chunk_tokens: int,
-        capacity_tokens: int,
-        candidate_capacity: int,
-    ) -> IndexShape:
-        num_chunks = len(starts) - 1
-        num_clusters = max(1, num_chunks // chunks_per_cluster)
-        return cls(
-            starts=starts,
-            num_clusters=num_clusters,
-            num_units=min(max_units, max(1, round(num_clusters**0.5))),
-            capacity_chunks=num_chunks + _room(int(starts[-1]), capacity_tokens, min_chunk_tokens),
-            candidate_capacity=candidate_capacity,
-        )
-
     @property
     def num_chunks(self) -> int:
         return len(self.starts) - 1
@@ -212,7 +181,7 @@ def index_arrays(clusters: Clusters, shape: IndexShape) -> State:
         ranges[h, : num_units + 1] = np.searchsorted(units[h], np.arange(num_units + 1))
         ranges[h, num_units + 1 :] = np.bincount(of_unit[h], minlength=num_units)
 
-    header = np.zeros((heads, HEADER_COLUMNS), np.int64)
+    header = np.zeros(heads, HEADER)
     mean_norms, max_spreads = _norms_and_spreads(
         clusters.norms, clusters.spreads, labels, of_unit, rows.shape[:2]
     )
@@ -221,14 +190,13 @@ def index_arrays(clusters: Clusters, shape: IndexShape) -> State:
         1.5 / 255 * x.max(axis=1, initial=0).astype(np.float32)
         for x in (clusters.norms, clusters.spreads)
     )
-    header[:, NORM_STEP] = norm_steps.view(np.int32)
-    header[:, SPREAD_STEP] = spread_steps.view(np.int32)
+    header["norm_step"], header["spread_step"] = norm_steps, spread_steps
     codes = encode_bytes(mean_norms, norm_steps) | encode_bytes(max_spreads, spread_steps) << 8
-    header[:, NUM_CHUNKS] = shape.num_chunks
-    header[:, INDEXED_END] = shape.starts[-1]
-    header[:, NUM_UNITS] = num_units
-    header[:, NUM_CLUSTERS] = shape.num_clusters
-    header[:, CANDIDATE_CAPACITY] = shape.candidate_capacity
+    header["num_chunks"] = shape.num_chunks
+    header["indexed_end"] = shape.starts[-1]
+    header["num_units"] = num_units
+    header["num_clusters"] = shape.num_clusters
+    header["candidate_capacity"] = shape.candidate_capacity
     links = np.zeros((heads, shape.num_clusters + shape.capacity_chunks), np.int32)
     _link(labels, shape.num_clusters, links)
     scales = np.stack([clusters.scales, padded_radius(clusters.radii), codes], axis=1)
@@ -254,7 +222,7 @@ def _norms_and_spreads(
     return means, largest
 
 
-def _room(indexed_end: int, capacity_tokens: int, min_chunk_tokens: int) -> int:
+def room_for(indexed_end: int, capacity_tokens: int, min_chunk_tokens: int) -> int:
     """Chunks that tokens up to the capacity may still make."""
     return max(0, capacity_tokens - indexed_end) // min_chunk_tokens + 1
 
@@ -268,12 +236,12 @@ def _with_room(
     """`arrays` with these chunks, and with everything whose size depends on their capacity."""
     header, rows = arrays["header"], arrays["rows"]
     high = capacity_chunks + 1 >= _LOW_LINKS
-    header[:, CAPACITY_CHUNKS] = capacity_chunks
-    header[:, HAS_HIGH_LINKS] = high
+    header["capacity_chunks"] = capacity_chunks
+    header["has_high_links"] = high
     scratch = scratch_rows(
-        int(header[0, NUM_CLUSTERS]),
+        int(header["num_clusters"][0]),
         capacity_chunks,
-        int(header[0, CANDIDATE_CAPACITY]),
+        int(header["candidate_capacity"][0]),
         rows.shape[2],
     )
     made: State = {
@@ -289,99 +257,25 @@ def _with_room(
 
 def grow_index(arrays: State, capacity_tokens: int, min_chunk_tokens: int) -> State:
     """The same index with room for the chunks of `capacity_tokens` tokens."""
-    index = LycheeIndex(arrays)
-    grown = {name: arrays[name].copy() for name in _FIXED}
-    num_chunks = index.num_chunks
-    room = _room(index.indexed_end, capacity_tokens, min_chunk_tokens)
-    capacity = max(index.capacity_chunks, num_chunks + room)
-    links = np.zeros((len(grown["header"]), index.num_clusters + capacity), np.int32)
-    links[:, : index.num_clusters + num_chunks] = index.links()
-    return _with_room(grown, index.starts(), links, capacity)
+    grown = {name: arrays[name].copy() for name in FIXED}
+    num_chunks, indexed_end, _, num_clusters, capacity, *_ = arrays["header"][0].tolist()
+    capacity = max(capacity, num_chunks + room_for(indexed_end, capacity_tokens, min_chunk_tokens))
+    links = np.zeros((len(grown["header"]), num_clusters + capacity), np.int32)
+    links[:, : num_clusters + num_chunks] = links_of(arrays)
+    return _with_room(grown, starts_of(arrays), links, capacity)
 
 
-@dataclass(frozen=True)
-class LycheeIndex:
-    """A view of the arrays, for tests, statistics and growing; callbacks use the arrays."""
+def starts_of(arrays: State) -> npt.NDArray[np.int64]:
+    """First token of each chunk, then the end: int64 [num_chunks + 1]."""
+    chunks = range(arrays["header"]["num_chunks"][0] + 1)
+    return np.array([chunk_start(arrays["blocks"], arrays["offsets"], i) for i in chunks], np.int64)
 
-    arrays: State
 
-    def _first(self, column: int) -> int:
-        return int(self.arrays["header"][0, column])
-
-    @property
-    def num_chunks(self) -> int:
-        return self._first(NUM_CHUNKS)
-
-    @property
-    def num_clusters(self) -> int:
-        return self._first(NUM_CLUSTERS)
-
-    @property
-    def num_units(self) -> int:
-        return self._first(NUM_UNITS)
-
-    @property
-    def capacity_chunks(self) -> int:
-        return self._first(CAPACITY_CHUNKS)
-
-    @property
-    def indexed_end(self) -> int:
-        """Tokens from here on are in no chunk yet."""
-        return self._first(INDEXED_END)
-
-    @property
-    def index_bytes(self) -> int:
-        """Bytes of the index proper: without room for chunks to come, and without scratch."""
-        heads = len(self.arrays["header"])
-        per_link = 3 if self._first(HAS_HIGH_LINKS) else 2
-        links = heads * (self.num_clusters + self.num_chunks) * per_link
-        fixed = sum(self.arrays[name].nbytes for name in _FIXED)
-        return fixed + links + starts_bytes(self.num_chunks)
-
-    def starts(self) -> npt.NDArray[np.int64]:
-        """First token of each chunk, then the end: int64 [num_chunks + 1]."""
-        blocks, offsets = self.arrays["blocks"], self.arrays["offsets"]
-        chunks = range(self.num_chunks + 1)
-        return np.array([chunk_start(blocks, offsets, i) for i in chunks], np.int64)
-
-    def links(self) -> npt.NDArray[np.int32]:
-        """Links of all clusters and present chunks: int32 [heads, num_clusters + num_chunks]."""
-        used = self.num_clusters + self.num_chunks
-        links = self.arrays["links"][:, :used].astype(np.int32)
-        if self._first(HAS_HIGH_LINKS):
-            links += self.arrays["links_high"][:, :used].astype(np.int32) << 16
-        return links
-
-    def members(self, head: int) -> list[list[int]]:
-        """Chunks of each cluster of a KV head, the newest first."""
-        links = self.links()[head]
-        result = []
-        for cluster in range(self.num_clusters):
-            chunks = []
-            link = int(links[cluster])
-            while link:
-                chunks.append(link - 1)
-                link = int(links[self.num_clusters + link - 1])
-            result.append(chunks)
-        return result
-
-    def centroids(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Dequantised centroids [heads, num_units + num_clusters, head_dim] and their radii."""
-        scales, radii = (
-            bfloat16_value(self.arrays["scales"][:, i]).astype(np.float64) for i in (0, 1)
-        )
-        return self.arrays["rows"] * scales[..., None], radii
-
-    def norms_and_spreads(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Mean norm and largest spread of the chunks below each row of `centroids`."""
-        codes = self.arrays["scales"][:, 2].astype(np.int64)
-        norm_steps, spread_steps = (
-            self.arrays["header"][:, column].astype(np.int32).view(np.float32).astype(np.float64)
-            for column in (NORM_STEP, SPREAD_STEP)
-        )
-        return (codes & 0xFF) * norm_steps[:, None], (codes >> 8) * spread_steps[:, None]
-
-    def unit_of_cluster(self, head: int) -> npt.NDArray[np.int64]:
-        """Coarse unit of each cluster of a KV head."""
-        first = self.arrays["ranges"][head, : self.num_units + 1]
-        return np.repeat(np.arange(self.num_units), np.diff(first))
+def links_of(arrays: State) -> npt.NDArray[np.int32]:
+    """Links of all clusters and present chunks: int32 [heads, num_clusters + num_chunks]."""
+    header = arrays["header"][0]
+    used = header["num_clusters"] + header["num_chunks"]
+    links = arrays["links"][:, :used].astype(np.int32)
+    if header["has_high_links"]:
+        links += arrays["links_high"][:, :used].astype(np.int32) << 16
+    return links

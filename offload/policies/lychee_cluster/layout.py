@@ -1,6 +1,6 @@
 """What LycheeCluster keeps of a layer, by the names of its arrays.
 
-    header   int64 [num_kv_heads, HEADER_COLUMNS]: sizes
+    header   HEADER [num_kv_heads]: sizes
     rows     int8 [num_kv_heads, num_units + num_clusters, head_dim]: units first, then the
              clusters, those of a unit one after the other
     scales   uint16 [num_kv_heads, 3, num_units + num_clusters]: bits of scales, of radii, and in
@@ -21,12 +21,30 @@ The others are room for the callbacks to work in and no part of the index: a row
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from offload.policies.layouts import StateLayout
+from offload.policies.layouts import StateLayout, record_reader
 from offload.policies.lychee_cluster.chunks import BLOCK, MAX_CHUNK_TOKENS
 
+HEADER = np.dtype(
+    [
+        ("num_chunks", np.int64),
+        ("indexed_end", np.int64),  # tokens from here on are in no chunk yet
+        ("num_units", np.int64),
+        ("num_clusters", np.int64),
+        ("capacity_chunks", np.int64),
+        ("has_high_links", np.int64),
+        ("candidate_capacity", np.int64),
+        ("norm_step", np.float32),  # what a norm byte counts
+        ("spread_step", np.float32),
+    ]
+)
+# What the last graft changed: the kv_len of its step, or 0, and where; and what was there before:
+# here the cluster's first link, in old_header, old_scales and old_rows the rest.
+LAST_GRAFT = np.dtype([(name, np.int64) for name in ("kv_len", "unit", "cluster", "link")])
+read_header, read_last_graft = record_reader(HEADER), record_reader(LAST_GRAFT)
 STATE = StateLayout(
-    header=np.int64,
+    header=HEADER,
     rows=np.int8,
     scales=np.uint16,
     ranges=np.int32,
@@ -42,29 +60,14 @@ STATE = StateLayout(
     candidates=np.int32,
     picked=np.int32,
     units=np.int32,
-    last_graft=np.int64,
+    last_graft=LAST_GRAFT,
+    old_header=HEADER,
+    old_scales=np.uint16,
     old_rows=np.int8,
 )
 read_state = STATE.read
 MAX_UNITS = 64
 UNITS_LENGTH = 256  # of `units`, which `views` names
-# The columns of `header`.
-NUM_CHUNKS = 0
-INDEXED_END = 1  # tokens from here on are in no chunk yet
-NUM_UNITS = 2
-NUM_CLUSTERS = 3
-CAPACITY_CHUNKS = 4
-HAS_HIGH_LINKS = 5
-CANDIDATE_CAPACITY = 6
-NORM_STEP = 7  # bits of a float32: what a norm byte counts
-SPREAD_STEP = 8
-HEADER_COLUMNS = 9
-# The columns of `last_graft`: the kv_len of its step, or 0; its unit and cluster; and what was
-# there before: the header, the cluster's first link, three kinds of scales of the unit and of
-# the cluster, whose rows are in `old_rows`.
-GRAFTED_AT, GRAFTED_UNIT, GRAFTED_CLUSTER = 0, 1, 2
-OLD_HEADER, OLD_LINK, OLD_SCALES = 3, 3 + HEADER_COLUMNS, 4 + HEADER_COLUMNS
-LAST_GRAFT_COLUMNS = OLD_SCALES + 6
 
 
 def starts_bytes(capacity_chunks: int) -> int:
@@ -74,7 +77,7 @@ def starts_bytes(capacity_chunks: int) -> int:
 
 def scratch_rows(
     num_clusters: int, capacity_chunks: int, candidate_capacity: int, head_dim: int
-) -> dict[str, tuple[type[np.generic], int]]:
+) -> dict[str, tuple[npt.DTypeLike, int]]:
     """dtype and length of a KV head's row of each array that is no part of the index."""
     return {
         "flags": (np.uint64, capacity_chunks // 64 + 1),  # chunks that a search has found
@@ -85,8 +88,10 @@ def scratch_rows(
         "candidates": (np.int32, candidate_capacity + MAX_CHUNK_TOKENS),  # chunks whole
         "picked": (np.int32, num_clusters),
         "units": (np.int32, UNITS_LENGTH),
-        "last_graft": (np.int64, LAST_GRAFT_COLUMNS),
-        "old_rows": (np.int8, 2 * head_dim),
+        "last_graft": (LAST_GRAFT, 1),
+        "old_header": (HEADER, 1),
+        "old_scales": (np.uint16, 2 * 3),  # of the unit and of the cluster, three kinds
+        "old_rows": (np.int8, 2 * head_dim),  # theirs
     }
 
 

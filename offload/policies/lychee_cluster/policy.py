@@ -28,15 +28,15 @@ from offload.policies.lychee_cluster.graft import append, forget_graft, take_bac
 from offload.policies.lychee_cluster.index import (
     Clusters,
     IndexShape,
-    LycheeIndex,
     cluster_chunks,
     grow_index,
     index_arrays,
     no_clusters,
+    room_for,
 )
 from offload.policies.lychee_cluster.index_on_device import cluster_on_device
 from offload.policies.lychee_cluster.layout import (
-    HEADER_COLUMNS,
+    HEADER,
     MAX_UNITS,
     STATE,
     scratch_bytes,
@@ -175,12 +175,14 @@ class LycheeCluster(SparsePolicy):
             self.min_chunk_tokens,
             self.max_chunk_tokens,
         )
-        return IndexShape.of(
-            starts,
-            chunks_per_cluster=self.chunks_per_cluster,
-            max_units=self.max_units,
-            min_chunk_tokens=self.min_chunk_tokens,
-            capacity_tokens=context.capacity_tokens,
+        num_chunks = len(starts) - 1
+        num_clusters = max(1, num_chunks // self.chunks_per_cluster)
+        room = room_for(int(starts[-1]), context.capacity_tokens, self.min_chunk_tokens)
+        return IndexShape(
+            starts=starts,
+            num_clusters=num_clusters,
+            num_units=min(self.max_units, max(1, round(num_clusters**0.5))),
+            capacity_chunks=num_chunks + room,
             candidate_capacity=self._candidate_capacity,
         )
 
@@ -194,7 +196,7 @@ class LycheeCluster(SparsePolicy):
         chunks = shape.capacity_tokens // self.min_chunk_tokens + 2
         clusters = max(1, chunks // self.chunks_per_cluster)
         rows = self.max_units + clusters
-        of_head = 8 * HEADER_COLUMNS + rows * (shape.head_dim + 6) + 4 * (2 * self.max_units + 1)
+        of_head = HEADER.itemsize + rows * (shape.head_dim + 6) + 4 * (2 * self.max_units + 1)
         of_head += 3 * (clusters + chunks) + scratch_bytes(
             clusters, chunks, self._candidate_capacity, shape.head_dim
         )
@@ -207,7 +209,7 @@ class LycheeCluster(SparsePolicy):
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """True while only tokens go that are in no chunk."""
         forget_graft(arrays)
-        return kv_len >= LycheeIndex(arrays).indexed_end
+        return bool(kv_len >= arrays["header"]["indexed_end"][0])
 
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """Takes back a graft."""

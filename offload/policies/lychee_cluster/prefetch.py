@@ -12,12 +12,6 @@ from typing import Any
 from offload.policies.callback import callback, prefetch, read_context, view_int32
 from offload.policies.lychee_cluster.chunks import BLOCK_SHIFT
 from offload.policies.lychee_cluster.layout import (
-    CAPACITY_CHUNKS,
-    HAS_HIGH_LINKS,
-    HEADER_COLUMNS,
-    NUM_CHUNKS,
-    NUM_CLUSTERS,
-    NUM_UNITS,
     UNITS_LENGTH,
     read_state,
 )
@@ -25,6 +19,7 @@ from offload.policies.lychee_cluster.search import prefetch_unit
 from offload.policies.lychee_cluster.views import (
     ENDS,
     FOUND,
+    HEADER_BYTES,
     OPENED,
     index_of,
     scratch_of,
@@ -37,40 +32,40 @@ _MOST_BYTES = 1 << 20  # of one KV head: half of a second-level cache
 def prepare(pointer: Any) -> None:
     ctx = read_context(pointer)
     state = read_state(ctx.arrays)
-    prefetch(state.header + 8 * HEADER_COLUMNS * ctx.unit, 8 * HEADER_COLUMNS)
+    prefetch(state.header + HEADER_BYTES * ctx.unit, HEADER_BYTES)
     index = index_of(ctx)
-    header = index[0]
-    flags, query, _, _, scores, candidates, picked, units_address = scratch_of(ctx, header)
-    prefetch(units_address, 4 * UNITS_LENGTH)
-    num_units, num_clusters = header[NUM_UNITS], header[NUM_CLUSTERS]
-    num_chunks, num_rows = header[NUM_CHUNKS], num_units + num_clusters
+    header = index.header
+    scratch = scratch_of(ctx, header)
+    prefetch(scratch.units, 4 * UNITS_LENGTH)
+    num_units, num_clusters = header.num_units, header.num_clusters
+    num_chunks, num_rows = header.num_chunks, num_units + num_clusters
     prefetch(state.rows + ctx.unit * num_rows * ctx.head_dim, num_units * ctx.head_dim)
     for kind in range(3):
         prefetch(state.scales + 2 * (3 * ctx.unit + kind) * num_rows, 2 * num_units)
     prefetch(state.ranges + 4 * ctx.unit * (2 * num_units + 1), 4 * num_units)
-    prefetch(query, 4 * ctx.head_dim)
-    units = view_int32(units_address, UNITS_LENGTH)
+    prefetch(scratch.query, 4 * ctx.head_dim)
+    units = view_int32(scratch.units, UNITS_LENGTH)
     opened, found = units[OPENED], units[FOUND]
     # What it writes to: it would wait for that as well.
     ranked = max(num_units, units[ENDS + opened - 1] if opened > 0 else 0)
-    prefetch(scores, 4 * ranked)
-    prefetch(picked, 4 * (ranked >> 2))
-    prefetch(candidates, 4 * found)
-    prefetch(flags.ctypes.data, 8 * len(flags))
+    prefetch(scratch.scores, 4 * ranked)
+    prefetch(scratch.picked, 4 * (ranked >> 2))
+    prefetch(scratch.candidates, 4 * found)
+    prefetch(scratch.flags.ctypes.data, 8 * len(scratch.flags))
     asked = num_units * (ctx.head_dim + 10) + 5 * ranked + 4 * found
     for i in range(opened):
         if asked > _MOST_BYTES:
             return
         asked += prefetch_unit(ctx, index, units[i])
     # Which chunks there will be is not known: all lists and starts, where they are small.
-    capacity = header[CAPACITY_CHUNKS]
+    capacity = header.capacity_chunks
     num_links = num_clusters + num_chunks
-    lists = (2 + header[HAS_HIGH_LINKS]) * num_links + num_chunks + (num_chunks >> 2)
+    lists = (2 + header.has_high_links) * num_links + num_chunks + (num_chunks >> 2)
     if asked + lists > _MOST_BYTES:
         return
     at = ctx.unit * (num_clusters + capacity)
     prefetch(state.links + 2 * at, 2 * num_links)
-    if header[HAS_HIGH_LINKS] > 0:
+    if header.has_high_links > 0:
         prefetch(state.links_high + at, num_links)
     prefetch(state.blocks, 4 * (num_chunks >> BLOCK_SHIFT) + 4)
     prefetch(state.offsets, num_chunks + 1)

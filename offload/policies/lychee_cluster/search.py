@@ -32,14 +32,7 @@ from offload.policies.callback import (
 from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, chunk_start
 from offload.policies.lychee_cluster.layout import (
-    CANDIDATE_CAPACITY,
-    INDEXED_END,
     MAX_UNITS,
-    NORM_STEP,
-    NUM_CHUNKS,
-    NUM_CLUSTERS,
-    NUM_UNITS,
-    SPREAD_STEP,
     UNITS_LENGTH,
     read_state,
 )
@@ -54,7 +47,6 @@ from offload.policies.lychee_cluster.views import (
     index_of,
     link_of,
     scratch_of,
-    step_of,
 )
 
 NUMBERS = NumberLayout(
@@ -76,7 +68,7 @@ _NO_KEY = np.int32(-(1 << 31))
 @numba.njit(cache=True)
 def _rank_rows(header: Any, scores: Any, scales: Any, first: int, n: int, slack: float) -> None:
     """Raw sums of rows `first` on -> norm (q·mu + slack radius) + slack spread, in place."""
-    norm_step, spread_step = step_of(header, NORM_STEP), step_of(header, SPREAD_STEP)
+    norm_step, spread_step = header.norm_step, header.spread_step
     weight = np.float32(slack)
     steps, radii = scales[0, first : first + n], scales[1, first : first + n]
     codes = scales[2, first : first + n]
@@ -128,8 +120,8 @@ def _flag_clusters(index: Any, clusters: Any, flags: Any, room: int, bounds: Any
 
     A chunk that fits in part only is noted in `bounds` (chunk, first token).
     """
-    header, _, _, _, blocks, offsets, links, high = index
-    num_clusters = header[NUM_CLUSTERS]
+    blocks, offsets, links, high = index.blocks, index.offsets, index.links, index.high
+    num_clusters = index.header.num_clusters
     taken = 0
     for cluster in clusters:
         link = link_of(links, high, cluster)
@@ -151,7 +143,7 @@ def _flag_clusters(index: Any, clusters: Any, flags: Any, room: int, bounds: Any
 @numba.njit(cache=True)
 def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, address: int) -> int:
     """Tokens below `last` of the flagged chunks, ascending, at `address`; clears the flags."""
-    _, _, _, _, blocks, offsets, _, _ = index
+    blocks, offsets = index.blocks, index.offsets
     count = 0
     for word in range(len(flags)):
         bits = flags[word]
@@ -196,23 +188,23 @@ def _sum_queries(ctx: Any, address: int) -> float:
 @numba.njit(inline="always")
 def cluster_tokens(ctx: Any, header: Any) -> Any:
     """Mean tokens of a fine cluster."""
-    return max(1, header[INDEXED_END] - ctx.first) / header[NUM_CLUSTERS]
+    return max(1, header.indexed_end - ctx.first) / header.num_clusters
 
 
 @numba.njit(inline="always")
 def _buffered(ctx: Any, header: Any) -> Any:
     """How many tokens before the recent window are in no chunk, as far as the budget goes."""
-    return max(0, min(ctx.last - max(header[INDEXED_END], ctx.first), ctx.budget_tokens))
+    return max(0, min(ctx.last - max(header.indexed_end, ctx.first), ctx.budget_tokens))
 
 
 @numba.njit(inline="always")
 def prefetch_unit(ctx: Any, index: Any, unit: Any) -> Any:
     """Ask for the clusters of a coarse unit: what ranking them reads; their bytes."""
-    header, _, _, ranges, _, _, _, _ = index
-    num_rows = header[NUM_UNITS] + header[NUM_CLUSTERS]
+    header, ranges = index.header, index.ranges
+    num_rows = header.num_units + header.num_clusters
     first = np.int64(ranges[unit])
     n = ranges[unit + 1] - first
-    row = header[NUM_UNITS] + first
+    row = header.num_units + first
     state = read_state(ctx.arrays)
     prefetch(state.rows + (ctx.unit * num_rows + row) * ctx.head_dim, n * ctx.head_dim)
     for kind in range(3):
@@ -229,22 +221,19 @@ def _visit_units(
     Their ranks are in the scores, unit by unit; `units` holds the units and, from ENDS on, where
     the clusters of each end. Units: so many as asked for, and enough to choose from.
     """
-    header, _, scales, ranges, _, _, _, _ = index
-    _, query, _, _, score_address, _, _, units_address = scratch
-    num_units, num_clusters = header[NUM_UNITS], header[NUM_CLUSTERS]
-    scores = view_float32(score_address, max(num_clusters, MAX_UNITS))
-    units = view_int32(units_address, UNITS_LENGTH)
+    header, scales, ranges, query = index.header, index.scales, index.ranges, scratch.query
+    num_units, num_clusters = header.num_units, header.num_clusters
+    scores = view_float32(scratch.scores, max(num_clusters, MAX_UNITS))
+    units = view_int32(scratch.units, UNITS_LENGTH)
     base = read_state(ctx.arrays).rows + ctx.unit * (num_units + num_clusters) * ctx.head_dim
     kept_units = read_numbers(ctx.parameters).kept_units
     enough = _CHOICE * wanted / cluster_tokens(ctx, header)
-    score_int8(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-        pointer, ctx.score_int8, query, 1, base, num_units, score_address
-    )
+    score_int8(pointer, ctx.score_int8, query, 1, base, num_units, scratch.scores)
     _rank_rows(header, scores, scales, 0, num_units, slack)
     prepared = np.uint64(0)
     for i in range(units[OPENED]):
         prepared |= np.uint64(1) << np.uint64(units[i])
-    keys = view_int32(score_address, num_units)
+    keys = view_int32(scratch.scores, num_units)
     _order_scores(scores, keys)
     kept = 0
     visited = 0
@@ -269,7 +258,7 @@ def _visit_units(
             1,
             base + (num_units + first) * ctx.head_dim,
             n,
-            score_address + 4 * visited,
+            scratch.scores + 4 * visited,
         )
         _rank_rows(header, scores[visited:], scales, num_units + first, n, slack)
         visited += n
@@ -287,37 +276,34 @@ def _take_clusters(
     The sizes of clusters are not known before they are walked: as many as should hold `wanted`
     tokens are taken, and more while that was too few.
     """
-    header, _, _, ranges, _, offsets, links, high = index
-    flags, _, _, _, score_address, _, picked_address, units_address = scratch
-    picked = view_int32(picked_address, header[NUM_CLUSTERS])
-    units = view_int32(units_address, UNITS_LENGTH)
-    partial = view_int32(units_address + 4 * PARTIAL, 2)
+    header, links = index.header, index.links
+    picked = view_int32(scratch.picked, header.num_clusters)
+    units = view_int32(scratch.units, UNITS_LENGTH)
+    partial = view_int32(scratch.units + 4 * PARTIAL, 2)
     partial[0] = -1
-    room = header[CANDIDATE_CAPACITY] - (ctx.budget_tokens - needed)  # beside the buffer
-    chunk_links = links.ctypes.data + 2 * header[NUM_CLUSTERS]
-    first_offset = offsets.ctypes.data
+    room = header.candidate_capacity - (ctx.budget_tokens - needed)  # beside the buffer
+    chunk_links = links.ctypes.data + 2 * header.num_clusters
+    first_offset = index.offsets.ctypes.data
     taken = 0
     k = 0
     size = SIZE_OF_BEST * cluster_tokens(ctx, header)
     while (taken < needed or taken < 0.9 * wanted) and k < visited and taken < room:
         k = min(visited, k + 1 + int((wanted - taken) / size))
-        count: int = top_k(  # type: ignore[call-arg]
-            pointer, ctx.top_k, score_address, visited, k, picked_address
-        )
+        count: int = top_k(pointer, ctx.top_k, scratch.scores, visited, k, scratch.picked)
         if count < 0:
-            flags[:] = 0
+            scratch.flags[:] = 0
             return False
         i = 0
         for p in range(count):
             while picked[p] >= units[ENDS + i]:
                 i += 1
-            cluster = ranges[units[i] + 1] - (units[ENDS + i] - picked[p])
+            cluster = index.ranges[units[i] + 1] - (units[ENDS + i] - picked[p])
             picked[p] = cluster
             # Chunks are anywhere: walking the lists one by one would wait for each of them.
-            chunk = max(link_of(links, high, cluster) - 1, 0)
+            chunk = max(link_of(links, index.high, cluster) - 1, 0)
             prefetch_line(chunk_links + 2 * chunk)
             prefetch_line(first_offset + chunk)
-        taken += _flag_clusters(index, picked[:count], flags, room - taken, partial)
+        taken += _flag_clusters(index, picked[:count], scratch.flags, room - taken, partial)
         size = max(1.0, taken / k)
     return True
 
@@ -327,16 +313,16 @@ def propose(pointer: Any) -> int:
     """The tokens of the best clusters, and those of the buffer."""
     ctx = read_context(pointer)
     index = index_of(ctx)
-    header = index[0]
+    header = index.header
     scratch = scratch_of(ctx, header)
-    ctx.candidates = scratch[5]
-    tokens = view_int32(ctx.candidates, header[CANDIDATE_CAPACITY])
+    ctx.candidates = scratch.candidates
+    tokens = view_int32(ctx.candidates, header.candidate_capacity)
     buffered = _buffered(ctx, header)
     needed = ctx.budget_tokens - buffered
     count = 0
-    if needed > 0 and header[NUM_CHUNKS] > 0:
+    if needed > 0 and header.num_chunks > 0:
         numbers = read_numbers(ctx.parameters)
-        slack = numbers.radius_weight * _sum_queries(ctx, scratch[1])
+        slack = numbers.radius_weight * _sum_queries(ctx, scratch.query)
         ratio = numbers.candidate_ratio
         if ctx.kv_len <= SHORT_CONTEXT_BUDGETS * ctx.budget_tokens:
             ratio = max(ratio, numbers.short_context_ratio)
@@ -346,9 +332,9 @@ def propose(pointer: Any) -> int:
             return -1
         if not _take_clusters(pointer, ctx, index, scratch, visited, needed, wanted):
             return -1
-        partial = view_int32(scratch[7] + 4 * PARTIAL, 2)
-        count = _write_flagged(index, scratch[0], partial, ctx.last, ctx.candidates)
-        view_int32(scratch[7], UNITS_LENGTH)[FOUND] = count
+        partial = view_int32(scratch.units + 4 * PARTIAL, 2)
+        count = _write_flagged(index, scratch.flags, partial, ctx.last, ctx.candidates)
+        view_int32(scratch.units, UNITS_LENGTH)[FOUND] = count
         ctx.bytes_touched += 4 * count
     for token in range(ctx.last - buffered, ctx.last):
         tokens[count] = token
@@ -365,7 +351,7 @@ def select(pointer: Any) -> int:
     indexed = ctx.num_candidates - buffered
     count = 0
     if indexed > 0 and ctx.budget_tokens > buffered:
-        count = top_k(  # type: ignore[call-arg]
+        count = top_k(
             pointer, ctx.top_k, ctx.importance, indexed, ctx.budget_tokens - buffered, ctx.indices
         )
         if count < 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -11,18 +11,13 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 from numba.extending import intrinsic
 
-from offload.policies.callback import _cast, view_int32, view_uint8, view_uint64
+from offload.policies.callback import pointer_to, view_int32, view_uint8, view_uint16, view_uint64
 from offload.policies.lychee_cluster.chunks import BLOCK, MAX_CHUNK_TOKENS
 from offload.policies.lychee_cluster.layout import (
-    CANDIDATE_CAPACITY,
-    CAPACITY_CHUNKS,
-    HAS_HIGH_LINKS,
-    HEADER_COLUMNS,
-    LAST_GRAFT_COLUMNS,
+    HEADER,
     MAX_UNITS,
-    NUM_CLUSTERS,
-    NUM_UNITS,
     UNITS_LENGTH,
+    read_header,
     read_state,
 )
 
@@ -32,9 +27,9 @@ from offload.policies.lychee_cluster.layout import (
 ENDS, PARTIAL = MAX_UNITS, 2 * MAX_UNITS
 OPENED, FOUND, NEAR = PARTIAL + 2, PARTIAL + 3, PARTIAL + 4
 
-_as_int8 = _cast(types.int8)
-_as_int64 = _cast(types.int64)
-_as_uint16 = _cast(types.uint16)
+HEADER_BYTES = HEADER.itemsize
+_as_int8 = pointer_to(types.int8)
+_as_uint16 = pointer_to(types.uint16)
 
 
 def _bitcast(source: Any, target: Any, llvm_type: Any) -> Any:
@@ -66,52 +61,70 @@ def bfloat16_bits_up(x: Any) -> Any:
 
 @numba.njit(inline="always")
 def header_of(ctx: Any) -> Any:
-    address = read_state(ctx.arrays).header + 8 * HEADER_COLUMNS * ctx.unit
-    return carray(_as_int64(address), HEADER_COLUMNS)
+    return read_header(read_state(ctx.arrays).header + HEADER_BYTES * ctx.unit)
 
 
-@numba.njit(cache=True)
+class Index(NamedTuple):
+    """The index of one KV head: `layout` says what is in the arrays."""
+
+    header: Any
+    rows: Any
+    scales: Any
+    ranges: Any
+    blocks: Any
+    offsets: Any
+    links: Any
+    high: Any  # links_high, or empty
+
+
+class Scratch(NamedTuple):
+    """A KV head's room to work in: flags as uint64 array, of the others the addresses."""
+
+    flags: Any
+    query: Any
+    keys: Any
+    centroids: Any
+    scores: Any
+    candidates: Any
+    picked: Any
+    units: Any
+
+
+@numba.njit(inline="always")
 def index_of(ctx: Any) -> Any:
-    """header, rows, scales, ranges, block starts, offsets, links, high links of ctx.unit."""
+    """The `Index` of ctx.unit."""
     state, header = read_state(ctx.arrays), header_of(ctx)
-    num_rows = header[NUM_UNITS] + header[NUM_CLUSTERS]
-    capacity = header[CAPACITY_CHUNKS]
-    num_links = header[NUM_CLUSTERS] + capacity
-    rows = carray(
-        _as_int8(state.rows + ctx.unit * num_rows * ctx.head_dim), (num_rows, ctx.head_dim)
+    num_rows = header.num_units + header.num_clusters
+    capacity = header.capacity_chunks
+    num_links = header.num_clusters + capacity
+    rows = state.rows + ctx.unit * num_rows * ctx.head_dim
+    return Index(
+        header,
+        carray(_as_int8(rows), (num_rows, ctx.head_dim)),
+        carray(_as_uint16(state.scales + ctx.unit * num_rows * 6), (3, num_rows)),
+        view_int32(state.ranges, 2 * header.num_units + 1, ctx.unit),
+        view_int32(state.blocks, capacity // BLOCK + 1),
+        view_uint8(state.offsets, capacity + 1),
+        view_uint16(state.links, num_links, ctx.unit),
+        view_uint8(state.links_high, num_links * header.has_high_links, ctx.unit),
     )
-    scales = carray(_as_uint16(state.scales + ctx.unit * num_rows * 6), (3, num_rows))
-    ranges = view_int32(state.ranges, 2 * header[NUM_UNITS] + 1, ctx.unit)
-    blocks = view_int32(state.blocks, capacity // BLOCK + 1)
-    offsets = view_uint8(state.offsets, capacity + 1)
-    links = carray(_as_uint16(state.links + ctx.unit * num_links * 2), num_links)
-    high = view_uint8(state.links_high, num_links * header[HAS_HIGH_LINKS], ctx.unit)
-    return header, rows, scales, ranges, blocks, offsets, links, high
 
 
 @numba.njit(cache=True)
 def scratch_of(ctx: Any, header: Any) -> Any:
-    """flags uint64, and addresses: query, keys, centroids, scores, candidates, picked, units."""
+    """The `Scratch` of ctx.unit."""
     state, unit, row_bytes = read_state(ctx.arrays), ctx.unit, 4 * ctx.head_dim
-    flags = view_uint64(state.flags, header[CAPACITY_CHUNKS] // 64 + 1, unit)
-    query = state.query + unit * row_bytes
-    keys = state.keys + unit * row_bytes * MAX_CHUNK_TOKENS
-    centroids = state.centroids + unit * row_bytes * 2
-    scores = state.scores + unit * 4 * max(header[NUM_CLUSTERS], MAX_UNITS)
-    longest = header[CANDIDATE_CAPACITY] + MAX_CHUNK_TOKENS
-    candidates = state.candidates + unit * 4 * longest
-    picked = state.picked + unit * 4 * header[NUM_CLUSTERS]
-    units = state.units + unit * 4 * UNITS_LENGTH
-    return flags, query, keys, centroids, scores, candidates, picked, units
-
-
-@numba.njit(cache=True)
-def last_graft_of(ctx: Any) -> Any:
-    """Numbers int64 [LAST_GRAFT_COLUMNS] and rows int8 [2, head_dim] of what it changed."""
-    state = read_state(ctx.arrays)
-    last = _as_int64(state.last_graft + ctx.unit * 8 * LAST_GRAFT_COLUMNS)
-    rows = carray(_as_int8(state.old_rows + ctx.unit * 2 * ctx.head_dim), (2, ctx.head_dim))
-    return carray(last, LAST_GRAFT_COLUMNS), rows
+    longest = header.candidate_capacity + MAX_CHUNK_TOKENS
+    return Scratch(
+        view_uint64(state.flags, header.capacity_chunks // 64 + 1, unit),
+        state.query + unit * row_bytes,
+        state.keys + unit * row_bytes * MAX_CHUNK_TOKENS,
+        state.centroids + unit * row_bytes * 2,
+        state.scores + unit * 4 * max(header.num_clusters, MAX_UNITS),
+        state.candidates + unit * 4 * longest,
+        state.picked + unit * 4 * header.num_clusters,
+        state.units + unit * 4 * UNITS_LENGTH,
+    )
 
 
 @numba.njit(inline="always")
@@ -126,8 +139,3 @@ def set_link(links: Any, high: Any, i: Any, link: Any) -> None:
     links[i] = link & 0xFFFF
     if len(high) > 0:
         high[i] = link >> 16
-
-
-@numba.njit(inline="always")
-def step_of(header: Any, column: Any) -> Any:
-    return _float_of_bits(np.uint32(header[column]))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,9 +41,6 @@ from offload.policies.lychee_decode.roles import (
 )
 from offload.prefill.forward import prefill
 from offload.system.stdlib_text import stdlib_docstrings
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +114,7 @@ class HeadObserver:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        sm_scale: float,
-        num_tokens: int,
+        self, num_layers: int, num_kv_heads: int, sm_scale: float, num_tokens: int
     ) -> None:
         repeated_tokens = min(_REPEATED_TOKENS, num_tokens // 16)
         self.text_tokens = num_tokens - repeated_tokens
@@ -284,7 +277,7 @@ def calibrated_roles(
     Args:
         lean: the model that will run.
         load_tokenizer: called only if it is needed.
-        retrieval_heads: as in `calibrate_roles`.
+        retrieval_heads: beyond layer 0; None takes a sixth of the model's KV heads.
     """
     shape = lean.shape
     if shape.max_context < MIN_CALIBRATION_TOKENS:
@@ -307,32 +300,6 @@ def calibrated_roles(
         roles.made_by,
     )
     return roles
-
-
-def calibrate_roles(
-    model: Any,
-    input_ids: Tensor,
-    *,
-    retrieval_heads: int | None = None,
-    on_layer: Callable[[], None] | None = None,
-) -> HeadRoles:
-    """Roles for an `OffloadedModel`, from its attention on a text.
-
-    Args:
-        input_ids: int64 [num_tokens] or [1, num_tokens]; a few thousand tokens like those that the
-            model will read.
-        retrieval_heads: beyond layer 0; None takes a sixth of the model's KV heads.
-
-    Raises:
-        ValueError: too short or too long a text, or more retrieval heads than there are heads.
-    """
-    calibration = observe_heads(model._offload.lean, input_ids, on_layer=on_layer)
-    return roles_from(
-        calibration,
-        model_type=model.config.model_type,
-        head_dim=model._offload.lean.shape.head_dim,
-        retrieval_heads=retrieval_heads,
-    )
 
 
 def roles_from(

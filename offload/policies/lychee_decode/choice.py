@@ -80,9 +80,7 @@ def choose_select_layers(
     return [dense_layers + layer_idx for layer_idx in chosen]
 
 
-def _best_chains(
-    kept: FloatArray, most: int, bonus: FloatArray | None = None
-) -> list[tuple[float, list[int]]]:
+def _best_chains(kept: FloatArray, most: int, bonus: FloatArray) -> list[tuple[float, list[int]]]:
     """For each count up to `most`: (mass kept, layers) of the best retrieval layers, 0 and `count`
     more. kept [i, j]: what layer j keeps with the tokens of layer i; bonus [j]: extra mass for
     choosing j.
@@ -100,8 +98,7 @@ def _best_chains(
         for layer_idx in range(1, num_layers):
             masses = best[count - 1, :layer_idx] + sums[:layer_idx, layer_idx]
             before[count, layer_idx] = masses.argmax()
-            extra = 0.0 if bonus is None else bonus[layer_idx]
-            best[count, layer_idx] = masses.max() + 1.0 + extra
+            best[count, layer_idx] = masses.max() + 1.0 + bonus[layer_idx]
     chains = []
     for count in range(most + 1):
         masses = best[count] + sums[:, num_layers]

@@ -23,9 +23,8 @@ from offload.policies.base import RETRIEVE, REUSE, DeviceTopK, Policy, SparsePol
 from offload.policies.callback import (
     Callback,
     callback,
-    offset_floats,
+    heaviest,
     read_context,
-    top_k,
     view_float32,
     view_int32,
 )
@@ -33,7 +32,6 @@ from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_decode.roles import (
     HeadRoles,
     check_retrieval_heads,
-    default_retrieval_heads,
     evenly_spaced_heads,
 )
 
@@ -59,34 +57,13 @@ def enough_for_share(importance: Any, chosen: Any, first: Any, missing: Any) -> 
     Returns:
         how many are kept: the fewest that suffice. Equal ones are kept from the lowest position.
     """
-    # Bisection for the value of the last one kept, over the bits of floats that are not negative.
-    low, high = np.int64(-1), np.int64(0x7F800000)  # above low is enough, above high is nothing
-    bits = importance.view(np.int32)
-    while high - low > 1:
-        middle = (low + high) // 2
-        total = 0.0
-        for i in range(len(chosen)):
-            token = first + chosen[i]
-            if bits[token] > middle:
-                total += importance[token]
-        if total >= missing:
-            low = middle
-        else:
-            high = middle
-    # Those above `high` are needed; of those that equal it, as many as it takes.
-    total = 0.0
-    for i in range(len(chosen)):
-        token = first + chosen[i]
-        if bits[token] > high:
-            total += importance[token]
-    count = 0
-    for i in range(len(chosen)):
-        token = first + chosen[i]
-        if bits[token] > high or (bits[token] == high and total < missing):
-            if bits[token] == high:
-                total += importance[token]
-            chosen[count] = chosen[i]
-            count += 1
+    weights = importance[first + chosen]
+    order = np.argsort(-weights, kind="mergesort")  # stable
+    total, count = 0.0, 0
+    while count < len(order) and total < missing:
+        total += weights[order[count]]
+        count += 1
+    chosen[:count] = np.sort(chosen[order[:count]])
     return count
 
 
@@ -100,16 +77,7 @@ def select(pointer: Any) -> int:
     if rule == _RATIO:  # of all tokens, and those that are attended anyway are among them
         anyway = ctx.kv_len - num_tokens
         budget = min(budget, max(0, np.int64(np.ceil(number * ctx.kv_len)) - anyway))
-    count = 0
-    if budget > 0:
-        count = top_k(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
-            pointer,
-            ctx.top_k,
-            offset_floats(ctx.importance, ctx.first),
-            num_tokens,
-            budget,
-            ctx.indices,
-        )
+    count = heaviest(pointer, ctx, budget) if budget > 0 else 0
     chosen = view_int32(ctx.indices, max(count, 0))
     importance = view_float32(ctx.importance, ctx.kv_len)
     if rule == _TOP_P and count > 0:
@@ -233,10 +201,7 @@ class LycheeDecode(SparsePolicy):
         if isinstance(self.head_roles, HeadRoles):
             retrieval = self.head_roles.array
         else:
-            count = self.retrieval_heads
-            if count is None:
-                count = default_retrieval_heads(num_layers, num_units)
-            retrieval = evenly_spaced_heads(num_layers, num_units, count)
+            retrieval = evenly_spaced_heads(num_layers, num_units, self.retrieval_heads)
         roles = np.where(retrieval, RETRIEVE, REUSE).astype(np.uint8)
         roles[: self.dense_layers] = RETRIEVE
         return roles
@@ -251,10 +216,7 @@ class LycheeDecode(SparsePolicy):
         """With these heads' part of the whole model's roles."""
         roles = self.head_roles
         if not isinstance(roles, HeadRoles):
-            count = self.retrieval_heads
-            if count is None:
-                count = default_retrieval_heads(num_layers, num_kv_heads)
-            spaced = evenly_spaced_heads(num_layers, num_kv_heads, count)
+            spaced = evenly_spaced_heads(num_layers, num_kv_heads, self.retrieval_heads)
             roles = HeadRoles.of(spaced, head_dim=head_dim)
         return self.with_roles(roles.of_heads(heads))
 

@@ -179,13 +179,20 @@ class HeadRoles:
         return f"roles file {self.source}" if self.source else "head roles"
 
 
-def evenly_spaced_heads(num_layers: int, num_kv_heads: int, retrieval_heads: int) -> BoolArray:
+def evenly_spaced_heads(
+    num_layers: int, num_kv_heads: int, retrieval_heads: int | None
+) -> BoolArray:
     """Retrieval heads at equal distances: what roles are worth is measured against these.
+
+    Args:
+        retrieval_heads: None: `default_retrieval_heads`.
 
     Returns:
         bool [num_layers, num_kv_heads]: layer 0, and `retrieval_heads` more, shared out among the
         KV heads; each KV head's are spread over its layers.
     """
+    if retrieval_heads is None:
+        retrieval_heads = default_retrieval_heads(num_layers, num_kv_heads)
     check_retrieval_heads(retrieval_heads, num_layers, num_kv_heads)
     retrieval = np.zeros((num_layers, num_kv_heads), np.bool_)
     retrieval[0] = True

@@ -1,0 +1,129 @@
+"""What is remembered of one sequence, now and as it was before a forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from offload.policies.sequence_state import LayerArrays, RecentQueries, TextMarks
+
+Queries = dict[int, RecentQueries]  # of a sequence, by layer
+Built = tuple[int, Queries | None]  # tokens and queries that arrays were built from
+
+
+@dataclass
+class Before:
+    """A sequence as it was before a forward pass, in case that fails or is cropped.
+
+    Attributes:
+        arrays: where they were; they have changed since, unless they were grown or built anew.
+        copied: what was in them; None where `rewind` has to do.
+        queries: unchanged, but for those of a step of one token.
+        draft, spare, built: what the pass before left, for a crop.
+        rows: of a pass that decodes several tokens: the queries [rows, heads * head_dim] of each
+            layer.
+    """
+
+    kv_len: int
+    arrays: LayerArrays | None
+    copied: LayerArrays | None
+    queries: Queries | None
+    num_marks: int
+    rewinds: bool = False
+    rows: dict[int, list[Tensor]] | None = None
+    draft: Before | None = None
+    spare: LayerArrays | None = None
+    built: Built | None = None
+
+    def copy(self) -> Before:
+        copied = self.copied or self.arrays
+        rows = {layer: list(queries) for layer, queries in (self.rows or {}).items()}
+        return replace(
+            self,
+            arrays=None if copied is None else copied.copy(),
+            copied=None,
+            queries=copies_of(self.queries),
+            rows=rows,
+        )
+
+    def first_rows(self, num_rows: int) -> DraftRows:
+        """The first of `rows`."""
+        queries = {i: torch.stack(rows[:num_rows]) for i, rows in (self.rows or {}).items()}
+        return DraftRows(self.kv_len + 1, queries)
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """Rows that stay of a draft, for the state that is now as it was before them.
+
+    Attributes:
+        first_kv_len: of the first row, itself included.
+        queries: [num_rows, num_qo_heads * head_dim] of each layer that asks the policy.
+    """
+
+    first_kv_len: int
+    queries: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Remembered:
+    """All that is remembered of one sequence.
+
+    Attributes:
+        before: while a forward pass runs.
+        running_draft: while one runs, behind its prompt.
+        draft: after one of several rows, until the next.
+        spare: memory of a draft's copy.
+        built: since the last `begin`.
+    """
+
+    arrays: LayerArrays | None = None
+    queries: Queries | None = None
+    marks: TextMarks = field(default_factory=TextMarks)
+    before: Before | None = None
+    running_draft: Before | None = None
+    draft: Before | None = None
+    spare: LayerArrays | None = None
+    built: Built | None = None
+
+    def copy(self) -> Remembered:
+        """For a fork."""
+        return Remembered(
+            arrays=None if self.arrays is None else self.arrays.copy(),
+            queries=copies_of(self.queries),
+            marks=self.marks.copy(),
+            draft=None if self.draft is None else self.draft.copy(),
+            built=None if self.built is None else (self.built[0], copies_of(self.built[1])),
+        )
+
+    def restore(self, before: Before) -> None:
+        """The arrays and queries that were there before."""
+        self.arrays, self.queries = before.copied or before.arrays, before.queries
+
+    @property
+    def all_arrays(self) -> list[LayerArrays | None]:
+        """Those of a running pass may be in two places."""
+        kept = self._kept()
+        spare = None if self.before is None else self.before.spare
+        return [self.arrays, self.spare, spare, *(a for x in kept for a in (x.arrays, x.copied))]
+
+    @property
+    def all_queries(self) -> list[Queries | None]:
+        """As `all_arrays`."""
+        built = [self.built, None if self.before is None else self.before.built]
+        return [
+            self.queries,
+            *(x.queries for x in self._kept()),
+            *(x[1] for x in built if x is not None),
+        ]
+
+    def _kept(self) -> list[Before]:
+        nested = None if self.before is None else self.before.draft
+        kept = (self.before, self.running_draft, self.draft, nested)
+        return [before for before in kept if before is not None]
+
+
+def copies_of(queries: Queries | None) -> Queries | None:
+    return None if queries is None else {layer: q.copy() for layer, q in queries.items()}

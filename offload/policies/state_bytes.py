@@ -1,0 +1,108 @@
+"""How many bytes it takes what a policy remembers of sequences, and whether there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from offload.kv.store import HostBudgetError, KVStore
+from offload.policies.base import Policy, StateShape
+from offload.policies.remembered import Remembered
+from offload.policies.sequence_state import RecentQueries, capacity_for
+from offload.system.memory import format_bytes
+
+
+class StateBytes:
+    """Bytes of what `policy` remembers of a sequence of `store`, counted before they are there.
+
+    Args:
+        num_layers: that ask the policy.
+    """
+
+    def __init__(
+        self, policy: Policy, store: KVStore, *, num_qo_heads: int, num_layers: int
+    ) -> None:
+        self._policy, self._store = policy, store
+        self._num_qo_heads, self._num_layers = num_qo_heads, num_layers
+        self._sizes: dict[int, int] = {}  # `at`, by capacity
+
+    def at(self, kv_len: int) -> int:
+        """At most so many are in the arrays of a sequence that comes to `kv_len` tokens."""
+        policy, store = self._policy, self._store
+        if not (policy.selects and policy.has_state()) or kv_len <= policy.budget_tokens:
+            return 0
+        capacity = capacity_for(kv_len)
+        if capacity not in self._sizes:
+            shape = StateShape(
+                num_qo_heads=self._num_qo_heads,
+                num_kv_heads=store.num_kv_heads,
+                head_dim=store.head_dim,
+                item_bytes=store.dtype.itemsize,
+                capacity_tokens=capacity,
+            )
+            num_bytes = self._num_layers * policy.selecting.state_bytes(shape)
+            self._sizes = {capacity: num_bytes}  # most ask for one
+        return self._sizes[capacity]
+
+    @property
+    def of_queries(self) -> int:
+        """Of a sequence's recent queries, which are kept until its arrays are built."""
+        policy, store = self._policy, self._store
+        if not (policy.selects and policy.observed_queries):
+            return 0
+        return self._num_layers * RecentQueries.bytes_for(
+            self._num_qo_heads, policy.observed_queries, store.head_dim, store.dtype
+        )
+
+    def of(self, sequences: Iterable[Remembered]) -> int:
+        """Of the arrays and queries that there are of some sequences."""
+        return sum(
+            (0 if x.arrays is None else x.arrays.num_bytes)
+            + (0 if x.queries is None else self.of_queries)
+            for x in sequences
+        )
+
+    def of_pass(
+        self, known: Remembered, kv_len: int, num_new: int, *, prefill: bool, builds: bool
+    ) -> int:
+        """That a forward pass may add, which brings `num_new` tokens to the `kv_len` there are."""
+        arrays, draft = known.arrays, known.draft
+        need = 0
+        # New ones, or what a failed pass goes back to.
+        if prefill or (known.queries is not None and num_new > 1):
+            need += self.of_queries * bool(num_new)
+        kv_len += num_new
+        if arrays is None or kv_len > arrays.capacity_tokens or builds:
+            need += self.at(kv_len)
+        elif prefill:  # those of before go when it is done
+            need += max(0, self.at(kv_len) - arrays.num_bytes)
+        elif num_new > 1 and known.spare is None and (draft is None or not draft.copied):
+            need += arrays.num_bytes
+        return need
+
+    def check_room(self, num_bytes: int) -> None:
+        """Refuse `num_bytes` more.
+
+        Raises:
+            HostBudgetError: names them and what is left of the budget.
+        """
+        if num_bytes > self._store.left_bytes():
+            self._store.trim()
+        left = self._store.left_bytes()
+        if num_bytes > left:
+            raise HostBudgetError(
+                f"what policy {self._policy.name!r} keeps of sequences needs "
+                f"{format_bytes(num_bytes)} more, but {format_bytes(max(0, left))} of the host "
+                f"budget of {format_bytes(self._store.host_budget_bytes)} are left beside the KV "
+                "cache; raise max_memory={'cpu': ...} or shorten the context"
+            )
+
+
+def held_bytes(sequences: Iterable[Remembered]) -> int:
+    """All memory of what is remembered: within the store's budget."""
+    known = list(sequences)
+    arrays = {id(x): x.num_bytes for of in known for x in of.all_arrays if x is not None}
+    queries = {
+        id(x): x.num_bytes for of in known for q in of.all_queries for x in (q or {}).values()
+    }
+    marks = sum(len(of.marks.array) for of in known)
+    return sum(arrays.values()) + sum(queries.values()) + marks

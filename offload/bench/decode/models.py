@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,29 +37,24 @@ def ignore(what: str, done: int, total: int) -> None:
     """An `OnDone` for nobody."""
 
 
-class DecodeModel(Protocol):
-    """Weights that every engine of one run shares."""
+class DecodeModel(ABC):
+    """Weights that every engine of one run shares.
 
-    @property
-    def stock(self) -> Any:
-        """The stock model, on its device."""
+    Attributes:
+        stock: the stock model, on its device.
+    """
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
+    device: torch.device
+    stock: Any
 
+    @abstractmethod
     def sessions(
-        self,
-        kv_len: int,
-        policies: Sequence[Policy],
-        *,
-        num_steps: int,
-        on_done: OnDone = ignore,
+        self, kv_len: int, policies: Sequence[Policy], *, num_steps: int, on_done: OnDone = ignore
     ) -> AbstractContextManager[Opener]:
         """What opens a session of one of `policies` behind prompts of `kv_len` tokens."""
 
 
-class RandomModel:
+class RandomModel(DecodeModel):
     """A known shape with random weights; its prompts are made keys with real attention's structure.
 
     Args:
@@ -66,7 +62,7 @@ class RandomModel:
     """
 
     def __init__(self, settings: PipelineSettings) -> None:
-        self.settings = settings
+        self.settings, self.device = settings, settings.device
 
     @cached_property
     def stock(self) -> Any:
@@ -78,18 +74,9 @@ class RandomModel:
         """The model's lean view."""
         return lean_model(self.stock)
 
-    @property
-    def device(self) -> torch.device:
-        return self.settings.device
-
     @contextmanager
     def sessions(
-        self,
-        kv_len: int,
-        policies: Sequence[Policy],
-        *,
-        num_steps: int,
-        on_done: OnDone = ignore,
+        self, kv_len: int, policies: Sequence[Policy], *, num_steps: int, on_done: OnDone = ignore
     ) -> Iterator[Opener]:
         with self.caches(kv_len, policies, num_steps=num_steps, on_done=on_done) as made:
             settings, cache = made
@@ -129,7 +116,7 @@ class RandomModel:
             release(self.device)
 
 
-class TextModel:
+class TextModel(DecodeModel):
     """A checkpoint that reads real text, and goes on reading it token by token.
 
     Args:
@@ -160,12 +147,7 @@ class TextModel:
 
     @contextmanager
     def sessions(
-        self,
-        kv_len: int,
-        policies: Sequence[Policy],
-        *,
-        num_steps: int,
-        on_done: OnDone = ignore,
+        self, kv_len: int, policies: Sequence[Policy], *, num_steps: int, on_done: OnDone = ignore
     ) -> Iterator[Opener]:
         """Each session reads the prompt anew.
 
@@ -181,9 +163,13 @@ class TextModel:
                     + ("" if name.endswith("positions") else ", or give a longer --text")
                 )
 
+        weight_bytes = sum(weight.nbytes for weight in self.stock.parameters())
+
         def opened(policy: Policy) -> DecodeSession:
             on_done(f"{policy.name} reads the text", 0, 1)
-            session = TextSession(self._runtime(policy), self._tokens, kv_len, num_steps)
+            session = TextSession(
+                self._runtime(policy), weight_bytes, self._tokens, kv_len, num_steps
+            )
             on_done(f"{policy.name} reads the text", 1, 1)
             return session
 

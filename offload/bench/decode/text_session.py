@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload.bench.pipeline.measure import DecodeSession
 from offload.decode.sampling import SamplingOptions
 from offload.models.batch import pack
 from offload.runtime.cache import OffloadedCache
@@ -16,27 +16,30 @@ from offload.runtime.runtime import Runtime
 from offload.system.torch_threads import torch_threads
 
 
-class TextSession:
-    """A `DecodeSession` that is fed the text's own tokens: every policy reads the same.
+class TextSession(DecodeSession):
+    """One that is fed the text's own tokens: every policy reads the same.
 
     Each repeat continues a fork of the prompt, whose pages and policy state stay as they were.
 
     Args:
         runtime: of one policy; closed with the session.
+        weight_bytes: of the model's weights.
         tokens: int64 [kv_len + num_steps or more], the text.
     """
 
     batch_size = 1
 
-    def __init__(self, runtime: Runtime, tokens: Tensor, kv_len: int, num_steps: int) -> None:
+    def __init__(
+        self, runtime: Runtime, weight_bytes: int, tokens: Tensor, kv_len: int, num_steps: int
+    ) -> None:
         self.num_steps = num_steps
         self._runtime: Any = runtime
         self._tokens, self._position = tokens, kv_len
-        self._kv_len = kv_len
+        self._kv_len, self._weight_bytes = kv_len, weight_bytes
         self._prompt = OffloadedCache(runtime.sequences)
         self._cache: OffloadedCache | None = None
         try:
-            self._run(self._prompt, tokens[:kv_len], torch.arange(kv_len))
+            self._read(tokens[:kv_len])
         except BaseException:
             self.close()
             raise
@@ -46,16 +49,8 @@ class TextSession:
             torch.cuda.reset_peak_memory_stats(runtime.device)  # prefill took more
 
     def decode(self, num_steps: int) -> list[float]:
-        if self._cache is None:
-            self.rewind()
-        seconds = []
-        # As `Runtime.generation` does it, between forward passes too.
-        with torch_threads(1):
-            for _ in range(num_steps):
-                start = time.perf_counter()
-                self._step()
-                seconds.append(time.perf_counter() - start)
-        return seconds
+        with torch_threads(1):  # as `Runtime.generation` does it, between forward passes too
+            return super().decode(num_steps)
 
     def rewind(self) -> None:
         if self._cache is not None:
@@ -65,7 +60,7 @@ class TextSession:
     def memory(self) -> dict[str, int]:
         runtime, device = self._runtime, self._runtime.device
         found = {
-            "weights": sum(weight.nbytes for weight in _weights(runtime)),
+            "weights": self._weight_bytes,
             "kv_host": runtime.store.host_bytes_used,
             "policy_host": runtime.attention.states.num_bytes,
         }
@@ -82,7 +77,7 @@ class TextSession:
         self._runtime.store.close()
 
     @torch.no_grad()
-    def _step(self) -> None:
+    def step(self) -> None:
         """From the next token of the text to the most likely one after it, on the host."""
         assert self._cache is not None
         positions = torch.tensor([self._position])
@@ -91,18 +86,7 @@ class TextSession:
         self._position += 1
 
     @torch.no_grad()
-    def _run(self, cache: OffloadedCache, tokens: Tensor, positions: Tensor) -> tuple[Tensor, str]:
-        batch = pack((1, len(tokens)), None, positions[None])
-        embeddings = self._runtime.lean.embed_tokens(tokens.to(self._runtime.device))
-        found: tuple[Tensor, str] = self._runtime.run(embeddings, batch, cache, tokens)
-        return found
-
-
-def _weights(runtime: Any) -> list[Tensor]:
-    """All of them; tied ones count once."""
-    lean = runtime.lean
-    modules = [lean.embed_tokens, lean.final_norm, lean.lm_head]
-    for layer in lean.layers:
-        modules += [module for module in vars(layer).values() if module is not None]
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    return list({parameter.data_ptr(): parameter for parameter in parameters}.values())
+    def _read(self, prompt: Tensor) -> None:
+        batch = pack((1, len(prompt)), None, torch.arange(len(prompt))[None])
+        embeddings = self._runtime.lean.embed_tokens(prompt.to(self._runtime.device))
+        self._runtime.run(embeddings, batch, self._prompt, prompt)

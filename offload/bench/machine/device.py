@@ -130,8 +130,7 @@ class _LinearBench(Operands):
         """Bytes per second to pinned host memory, and from it."""
         num_bytes = self.sized(_COPY_BYTES)
         there = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        pinned = self.device.type == "cuda"
-        here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.pinned)
         calls = (
             lambda: here.copy_(there, non_blocking=True),
             lambda: there.copy_(here, non_blocking=True),
@@ -213,14 +212,13 @@ class _LinearBench(Operands):
     def _rotation(self, n: int) -> Callable[[Tensor], None]:
         """What rotates queries and keys and writes them where a layer with a window has them."""
         shape, device = self.shape, self.device
-        pinned = device.type == "cuda"
         cos, sin = self.random(n, shape.head_dim), self.random(n, shape.head_dim)
         query = self.random(n, self.heads)
         sizes = (n, 2, shape.num_kv_heads, SINKS + RECENT, shape.head_dim)
         window = self.random(*sizes)
-        host_query = torch.zeros(n, self.heads, dtype=self.dtype, pin_memory=pinned)
+        host_query = torch.zeros(n, self.heads, dtype=self.dtype, pin_memory=self.pinned)
         host_kv = torch.zeros(
-            n, 2, shape.num_kv_heads, shape.head_dim, dtype=self.dtype, pin_memory=pinned
+            n, 2, shape.num_kv_heads, shape.head_dim, dtype=self.dtype, pin_memory=self.pinned
         )
         positions = torch.full((n,), 100_000, dtype=torch.int64, device=device)
 

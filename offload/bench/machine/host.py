@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,8 +50,7 @@ def measure_host(
         kv_len=_KV_LEN,
         dtype=dtype,
     )
-    pool = WorkerPool(num_threads)
-    try:
+    with closing(cache), closing(WorkerPool(num_threads)) as pool:
         on_progress("host memory", 1, NUM_PARTS)
         bandwidth = measure_read_bandwidth(pool, cache.memory)
         attention = DecodeAttention(Full(), cache.store, num_qo_heads=shape.num_qo_heads, pool=pool)
@@ -70,9 +70,6 @@ def measure_host(
             on_progress("host scans", 2 + len(_TOKENS) + i, NUM_PARTS)
             scans.append(_scan_table(cache, policy, pool, shape.num_qo_heads))
         on_progress("host scans", NUM_PARTS, NUM_PARTS)
-    finally:
-        pool.close()
-        cache.close()
     attend_cold = CostTable.measured(cold)
     return {
         "attention_heads": (shape.num_qo_heads, shape.num_kv_heads, shape.head_dim),

@@ -8,6 +8,7 @@ the profile as a multiple of what the model says of that context.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +78,6 @@ def measure_policy_us(
     policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int, num_threads: int
 ) -> float:
     """Median microseconds of attending to `kv_len` tokens of one layer, none of it in a cache."""
-    pool = WorkerPool(num_threads)
     pages = _LAYERS * (-(-kv_len // _PAGE_TOKENS))
     page_bytes = 2 * shape.num_kv_heads * _PAGE_TOKENS * shape.head_dim * dtype.itemsize
     store = KVStore(
@@ -88,7 +88,7 @@ def measure_policy_us(
         page_tokens=_PAGE_TOKENS,
         slab_bytes=pages * page_bytes,
     )
-    try:
+    with closing(store), closing(WorkerPool(num_threads)) as pool:
         attention = DecodeAttention(
             _in_every_layer(policy), store, num_qo_heads=shape.num_qo_heads, pool=pool
         )
@@ -105,9 +105,6 @@ def measure_policy_us(
             layers = attention.time_layers(step, queries, out)
             if repeat:  # the first one also loads code
                 times += [1e6 * seconds for seconds, _ in layers]
-    finally:
-        store.close()
-        pool.close()
     return float(np.median(times))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -69,3 +69,12 @@ def policy_grid(
         for combination in product(*values.values()):
             policies.append(make_policy(policy, **dict(zip(values, combination, strict=True))))
     return policies
+
+
+def policy_with_budget(name: str, budget_tokens: int, options: Mapping[str, Any]) -> Policy:
+    """One policy; `budget_tokens` unless it has none, or `options` say otherwise."""
+    from offload.policies.registry import make_policy
+
+    has_budget = "budget_tokens" in type(make_policy(name)).option_names()
+    given = {"budget_tokens": budget_tokens} if has_budget else {}
+    return make_policy(name, **{**given, **options})

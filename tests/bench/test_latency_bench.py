@@ -50,7 +50,7 @@ def workload() -> Iterator[LatencyWorkload]:
         seed=0,
     )
     yield made
-    made.close()
+    made.store.close()
 
 
 def policy_of(name: str) -> Policy:
@@ -340,7 +340,7 @@ def test_a_model_reads_text(tiny_folders: dict[str, Path], stock_models: dict[st
             repeats=2,
         )
     finally:
-        workload.close()
+        workload.store.close()
     assert [m.kv_len for m in measured] == [400, 400]
     assert measured[1].dense_share == pytest.approx(2 / 3)
     assert measured[1].attended_tokens == BUDGET

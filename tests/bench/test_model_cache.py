@@ -53,9 +53,7 @@ def make(pool: WorkerPool, rotary_emb: Any, **changes: Any) -> ModelCache:
 
 def layer_of(layer_idx: int, seed: int = 0) -> Any:
     return structured_layer(
-        num_qo_heads=SHAPE.num_qo_heads,
-        num_kv_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
+        SHAPE,
         kv_len=KV_LEN,
         num_steps=NUM_STEPS,
         dtype=torch.float32,
@@ -235,9 +233,7 @@ def test_caches_made_on_a_gpu(name: str, pool: WorkerPool) -> None:
         policies=[policy],
     )
     layer = structured_layer(
-        num_qo_heads=SHAPE.num_qo_heads,
-        num_kv_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
+        SHAPE,
         kv_len=1500,
         num_steps=NUM_STEPS,
         dtype=torch.bfloat16,

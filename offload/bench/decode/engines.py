@@ -7,14 +7,15 @@ are filled with random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from offload.bench.decode.models import DecodeModel, OnDone, ignore, lean_model, release
+from offload.bench.decode.models import DecodeModel, OnDone, lean_model, release
 from offload.bench.decode.peers.transformers_decode import (
     cache_bytes,
     decode_seconds,
@@ -53,64 +54,44 @@ class DecodePlan:
     policies: Sequence[Policy]
     kv_lens: Sequence[int]
     engines: Sequence[str]
-    num_steps: int = 64
-    repeats: int = 2
-    stock_steps: int = 8
-    num_threads: int | None = None
+    num_steps: int
+    repeats: int
+    stock_steps: int
+    num_threads: int | None
 
 
-def measure_engines(
-    model: DecodeModel,
-    plan: DecodePlan,
-    *,
-    on_row: Callable[[Row], None] = lambda row: None,
-    on_done: OnDone = ignore,
-) -> list[Row]:
+def measure_engines(model: DecodeModel, plan: DecodePlan, on_done: OnDone) -> Iterator[Row]:
     """Every engine at every context; those that do not fit the memory give a row that says so.
-
-    Args:
-        on_row: gets each row when it is measured.
-        on_done: see `decode_models`.
 
     Raises:
         ValueError: numbers out of range.
         HostBudgetError, DeviceMemoryError: our own caches do not fit.
     """
-    rows: list[Row] = []
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        on_row(row)
-
     for kv_len in plan.kv_lens:
         if "offload" in plan.engines:
             with model.sessions(
                 kv_len, plan.policies, num_steps=plan.num_steps, on_done=on_done
             ) as opened:
                 for policy in plan.policies:
-                    session = opened(policy)
-                    try:
+                    with closing(opened(policy)) as session:
                         measurement, _ = measure_pipeline(
                             session,
                             repeats=plan.repeats,
                             traced_steps=0,
                             on_progress=lambda done, total: on_done("repeats", done, total),
                         )
-                    finally:
-                        session.close()
-                        release(model.device)
-                    ours = {
+                    release(model.device)
+                    yield {
                         "engine": OURS,
                         "policy": policy.name,
                         "label": policy_label(policy),
                         "policy_options": policy_options(policy),
                         "kv_len": kv_len,
+                        **measurement.row(),
                     }
-                    add(ours | measurement.row())
         for engine in plan.engines:
             if engine != "offload":
-                add(_peer_row(model, plan, engine, kv_len))
-    return rows
+                yield _peer_row(model, plan, engine, kv_len)
 
 
 def graph_row(model: DecodeModel, kv_len: int, *, num_steps: int, batch_size: int = 1) -> Row:

@@ -301,6 +301,7 @@ class _Turns:
     ) -> LatencyMeasurement:
         """What the turns so far gave."""
         workload, weights = self._workload, self.plan.weights
+        per_token = 1 / workload.batch_size
 
         def mean(of_turn: Callable[[float, Mapping[str, Any]], Any]) -> Any:
             """Of each step, per token: over layers, by their weights."""
@@ -308,7 +309,10 @@ class _Turns:
             layers = turns.swapaxes(0, 1)
             return sum(w * layer for w, layer in zip(weights, layers, strict=True)) * per_token
 
-        per_token = 1 / workload.batch_size
+        def counted(name: str) -> float:
+            """The median step's."""
+            return float(np.median(mean(lambda _, profile: profile[name])))
+
         steps = mean(lambda seconds, _: seconds) * 1e6
         p10, median, p90 = (float(t) for t in np.percentile(steps, [10, 50, 90]))
         in_phases = np.median(
@@ -317,10 +321,7 @@ class _Turns:
         in_phases = in_phases * 1e6 / self._num_threads
         phases = {p: float(t) for p, t in zip(PHASES, in_phases, strict=True)}
         phases["other"] = max(0.0, median - sum(phases.values()))
-        bytes_touched, scored, attended = (
-            float(np.median(mean(lambda _, profile, name=name: profile[name])))
-            for name in ("bytes", "scored_tokens", "attended_tokens")
-        )
+        bytes_touched = counted("bytes")
         kv_len, units = workload.kv_len, self._num_units
         store = workload.store
         row_bytes = 2 * store.num_kv_heads * store.head_dim * store.dtype.itemsize
@@ -342,8 +343,8 @@ class _Turns:
             sequential_bandwidth=yardstick.sequential_bandwidth,
             gather_bandwidth=yardstick.gather_bandwidth,
             yardstick="sequential read" if dense or self._policy.scans_keys else "row gather",
-            candidate_share=1.0 if dense else min(1.0, scored / units / kv_len),
-            attended_tokens=attended / units,
+            candidate_share=1.0 if dense else min(1.0, counted("scored_tokens") / units / kv_len),
+            attended_tokens=counted("attended_tokens") / units,
             **asdict(quality),
             dense_share=self.plan.dense_share,
             build_seconds=self._build_seconds / (workload.num_layers * workload.batch_size),

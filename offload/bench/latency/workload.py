@@ -23,8 +23,10 @@ from offload.bench.made.attention_statistics import (
     mean_statistics,
 )
 from offload.bench.made.structured_cache import structured_layer
+from offload.bench.selection.shared_prefill import prefill_keeping_queries
 from offload.kv.store import HostBudgetError, KVStore
 from offload.models import ModelShape
+from offload.models.batch import pack
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
 PROMPT_QUERIES = LFPS_STEPS  # queries of the prompt's end that are kept for policies and statistics
@@ -74,7 +76,7 @@ class LatencyWorkload:
         self.store = store
         self.seqs = seqs
         self.num_model_layers = num_model_layers
-        self.num_layers = store.num_layers
+        self.num_layers, self.batch_size = store.num_layers, len(seqs)
         self.kv_len = store.kv_len(seqs[0])
         self.num_qo_heads = int(steps[0][0].queries.shape[0])
         self.num_steps = int(steps[0][0].keys.shape[0])
@@ -87,15 +89,6 @@ class LatencyWorkload:
             for layer_idx in range(self.num_layers)
         ]  # [num_qo_heads, batch_size, queries, head_dim] of each layer
 
-    @property
-    def batch_size(self) -> int:
-        """Sequences that decode together."""
-        return len(self.seqs)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.store.close()
-
     def prompt_queries(self, row: int, layer_idx: int) -> Tensor:
         """[num_qo_heads, PROMPT_QUERIES, head_dim]: those of the prompt's last tokens."""
         return self._steps[row][layer_idx].queries[:, :PROMPT_QUERIES]
@@ -107,8 +100,7 @@ class LatencyWorkload:
 
     def advance(self, step: int) -> list[int]:
         """Write the step's keys and values; returns each sequence's length with them."""
-        ones = [1] * len(self.seqs)
-        self.store.reserve(self.seqs, ones)
+        self.store.reserve(self.seqs, [1] * self.batch_size)
         for row, seq in enumerate(self.seqs):
             for layer_idx, layer in enumerate(self._steps[row]):
                 rows = slice(step, step + 1)
@@ -117,7 +109,7 @@ class LatencyWorkload:
 
     def commit(self) -> None:
         """The step's tokens belong to the sequences from now on."""
-        self.store.commit(self.seqs, [1] * len(self.seqs))
+        self.store.commit(self.seqs, [1] * self.batch_size)
 
     def rewind(self) -> None:
         """Back to the prompts."""
@@ -169,9 +161,7 @@ def structured_workload(
         of_sequence = []
         for layer_idx in range(num_layers):
             layer = structured_layer(
-                num_qo_heads=shape.num_qo_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
+                shape,
                 kv_len=kv_len,
                 num_steps=num_steps,
                 dtype=dtype,
@@ -273,31 +263,19 @@ class TextReader:
             text_marks=None if self._marks is None else marks,
         )
 
+    @torch.no_grad()
     def _read(self, store: KVStore, tokens: Tensor, num_queries: int) -> tuple[int, list[Tensor]]:
         """Prefill: the sequence, and the last queries [num_qo_heads, n, head_dim] of each layer."""
-        from offload.models.batch import pack
-        from offload.prefill.forward import prefill
-
-        queries: list[Tensor] = [torch.empty(0) for _ in range(store.num_layers)]
-
-        def keep(seq: int, layer_idx: int, of_slice: Tensor, kv_len: int) -> None:
-            known = queries[layer_idx]
-            together = torch.cat([known, of_slice], 1) if known.numel() else of_slice
-            queries[layer_idx] = together[:, -num_queries:].clone()
-
         seq = store.new_sequence()
         store.reserve([seq], [len(tokens)])
-        positions = torch.arange(len(tokens))[None]
-        batch = pack((1, len(tokens)), None, positions, None)
-        with torch.no_grad():
-            prefill(
-                self._lean,
-                self._lean.embed_tokens(tokens),
-                batch,
-                store=store,
-                seqs=[seq],
-                slice_tokens=2048,
-                on_queries=keep,
-            )
+        queries = prefill_keeping_queries(
+            self._lean,
+            self._lean.embed_tokens(tokens),
+            pack((1, len(tokens)), None, torch.arange(len(tokens))[None], None),
+            store,
+            seq,
+            slice_tokens=2048,
+            num_queries=num_queries,
+        )
         store.commit([seq], [len(tokens)])
         return seq, queries

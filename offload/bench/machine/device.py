@@ -9,10 +9,11 @@ On CPU tensors everything but these steps runs too, by the reference code: for t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,6 +57,7 @@ def measure_device(
     bench = _LinearBench(device, shape, dtype, scale)
     attends = LayerBench(device, shape, dtype, scale)
     is_cuda = device.type == "cuda"
+    on_device = torch.cuda.device(device) if is_cuda else nullcontext()
 
     def part(number: int, what: str) -> None:
         gc.collect()
@@ -63,7 +65,7 @@ def measure_device(
             torch.cuda.empty_cache()
         on_progress(f"GPU: {what}", number, NUM_PARTS)
 
-    with torch.inference_mode(), _on(device):
+    with torch.inference_mode(), on_device:
         part(1, "memory")
         read = bench.read_bandwidth()
         to_host, from_host = bench.copy_bandwidths()
@@ -146,19 +148,15 @@ class _LinearBench(Operands):
         layer_bytes = item * shape.hidden_size * (shape.qkv_width + 3 * shape.intermediate_size)
         count = max(2, min(8, -(-self.sized(COLD_BYTES) // layer_bytes)))
         weights = self._weights(count)
-        timed = {n: self._layer_us(weights, n) for n in rows}
-        linear = {n: of_layer for n, (of_layer, _) in timed.items()}
-        lm_head = {n: of_head for n, (_, of_head) in timed.items()}
+        linear, lm_head = {}, {}
+        for n in rows:
+            path, calls = self._whole_layers(weights, n)
+            linear[n] = microseconds(calls * max(1, CALLS // len(calls)), self.device)
+            x = self.random(n, shape.hidden_size)
+            path.finish(x)
+            last = functools.partial(path.logits, weights, x)
+            lm_head[n] = microseconds([last] * 4, self.device)
         return self._gemv_table(weights), linear, lm_head
-
-    def _layer_us(self, weights: DeviceWeights, n: int) -> tuple[float, float]:
-        """Of a layer's linear layers and rotation for `n` rows, and of the last projection."""
-        path, calls = self._whole_layers(weights, n)
-        x = self.random(n, self.shape.hidden_size)
-        of_layer = microseconds(calls * max(1, CALLS // len(calls)), self.device)
-        path.finish(x)
-        of_head = microseconds([functools.partial(path.logits, weights, x)] * 4, self.device)
-        return of_layer, of_head
 
     def layer_calls(self) -> list[Callable[[], None]]:
         """Linear layers and rotation of some layers, for one row."""
@@ -188,19 +186,15 @@ class _LinearBench(Operands):
             return microseconds(calls * max(1, CALLS // len(calls)), self.device)
 
         layer = weights.layers[0]
-        points = [
-            (layer.qkv[0].nbytes, times(lambda layer: path.qkv(layer, x))),
-            (layer.o_proj[0].nbytes, times(lambda layer: path.add_attention(layer, x, attended))),
-            (
-                layer.gate_up[0].nbytes + layer.down[0].nbytes,
-                times(lambda layer: path.add_mlp(layer, x)),
-            ),
-            (
-                weights.lm_head[0].nbytes,
-                microseconds([lambda: path.logits(weights, x)] * 4, self.device),
-            ),
-        ]
-        return CostTable.measured(sorted(dict(points).items()))
+        mlp_bytes = layer.gate_up[0].nbytes + layer.down[0].nbytes
+        last_us = microseconds([lambda: path.logits(weights, x)] * 4, self.device)
+        points = {
+            layer.qkv[0].nbytes: times(lambda layer: path.qkv(layer, x)),
+            layer.o_proj[0].nbytes: times(lambda layer: path.add_attention(layer, x, attended)),
+            mlp_bytes: times(lambda layer: path.add_mlp(layer, x)),
+            weights.lm_head[0].nbytes: last_us,
+        }
+        return CostTable.measured(sorted(points.items()))
 
     def sampling_us(self) -> float:
         """Choosing the likeliest token."""
@@ -271,60 +265,31 @@ def _round_trip(dtype: torch.dtype, num_threads: int, window_us: float) -> tuple
     The CPU attends to nothing. What is left of a step without the CPU's side when its kernels are
     taken away is what a step costs beside them; the kernels are timed on the GPU, in one more run.
     """
+    from offload.bench.pipeline.gpu_marks import GpuMarks
     from offload.bench.pipeline.measure import measure_pipeline
     from offload.bench.pipeline.session import opened_session
     from offload.bench.pipeline.settings import PipelineSettings
     from offload.policies.registry import make_policy
 
-    policy = make_policy("streaming_llm", budget_tokens=68, sink_tokens=4, dense_layers=0)
-    steps: dict[str, float] = {}
-    gpu_us = 0.0
-    num_layers = 1
-    for host_work in ("none", "attend"):
-        settings = PipelineSettings(
-            shape="smollm2-135m",
-            kv_len=512,
-            policy=policy,
-            backend="graph",
-            num_steps=48,
-            num_threads=num_threads,
-            dtype=dtype,
-            distinct_layers=1,
-            host_work=host_work,
-        )
-        with opened_session(settings) as session:
-            traced = 8 if host_work == "attend" else 0
-            measured, timelines = measure_pipeline(session, repeats=2, traced_steps=traced)
-            steps[host_work] = 1e3 * measured.milliseconds
-            if timelines:
-                num_layers = sum(1 for mark in timelines[0].gpu if mark.kind == "window")
-                gpu_us = float(
-                    np.median(
-                        [
-                            sum(m.end_ns - m.start_ns for m in t.gpu if m.kind != "wait") / 1e3
-                            for t in timelines
-                        ]
-                    )
-                )
-                marks = len(timelines[0].gpu)
-                gpu_us -= marks * _mark_us()
-    waited = (steps["attend"] - steps["none"]) / max(1, num_layers)
+    settings = PipelineSettings(
+        shape="smollm2-135m",
+        kv_len=512,
+        policy=make_policy("streaming_llm", budget_tokens=68, sink_tokens=4, dense_layers=0),
+        backend="graph",
+        num_steps=48,
+        num_threads=num_threads,
+        dtype=dtype,
+        distinct_layers=1,
+    )
+    with opened_session(replace(settings, host_work="none")) as session:
+        without_cpu, _ = measure_pipeline(session, repeats=2, traced_steps=0)
+    with opened_session(settings) as session:
+        whole, timelines = measure_pipeline(session, repeats=2, traced_steps=8)
+    marks = GpuMarks(settings.device)
+    mark_us = microseconds([functools.partial(marks.mark, "mark")] * CALLS, settings.device)
+    num_layers = sum(1 for mark in timelines[0].gpu if mark.kind == "window")
+    busy_ns = [sum(m.end_ns - m.start_ns for m in t.gpu if m.kind != "wait") for t in timelines]
+    gpu_us = float(np.median(busy_ns)) / 1e3 - len(timelines[0].gpu) * mark_us
+    waited_us = 1e3 * (whole.milliseconds - without_cpu.milliseconds) / max(1, num_layers)
     # What is waited for begins with the window's attention.
-    return max(0.0, waited) + window_us, max(0.0, steps["none"] - gpu_us)
-
-
-def _mark_us() -> float:
-    """Of one mark of a trace, which a step without marks does not have."""
-    from offload.bench.pipeline.gpu_marks import GpuMarks
-
-    device = torch.device("cuda")
-    marks = GpuMarks(device)
-
-    def mark() -> None:
-        marks.mark("mark")
-
-    return microseconds([mark] * CALLS, device)
-
-
-def _on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return max(0.0, waited_us) + window_us, max(0.0, 1e3 * without_cpu.milliseconds - gpu_us)

@@ -96,7 +96,12 @@ class Operands:
         """int32 [num_kv_heads], all of them."""
         return torch.arange(self.shape.num_kv_heads, dtype=torch.int32, device=self.device)
 
-    def partials(self, splits: int) -> dict[str, Tensor]:
+    def counts(self, budget: int) -> Tensor:
+        """int32 [1, num_kv_heads]: as many tokens of each head."""
+        sizes = (1, self.shape.num_kv_heads)
+        return torch.full(sizes, budget, dtype=torch.int32, device=self.device)
+
+    def partials(self, splits: int) -> dict[str, Any]:
         """Where `splits` parts of an attention put theirs."""
         num_heads = self.shape.num_qo_heads
         return {
@@ -110,42 +115,43 @@ class AttentionBench(Operands):
 
     def attention(self) -> tuple[CostTable, float, float]:
         """Over pages of all heads, by bytes; then the window's and the merge's microseconds."""
-        device = self.device
+        shape = self.shape
         longest = self.sized(max(_KV_LENS), PAGE_TOKENS)
         layers = max(1, min(4, self.sized(COLD_BYTES) // (longest * self.token_bytes) + 1))
         tables, keep = self._page_tables(longest, layers)
         query, out = self.random(1, self.heads), self.random(1, self.heads)
+        splits = num_kv_splits(shape.num_kv_heads, self.num_multiprocessors)
         points = {}
         for kv_len in sorted({self.sized(n, 1) for n in _KV_LENS}):
             # Short contexts at places of their own, or the caches would hold them.
-            positions = self.last_position(kv_len)
-            pages = -(-kv_len // PAGE_TOKENS)
+            position, pages = self.last_position(kv_len), -(-kv_len // PAGE_TOKENS)
             places = [
                 table[:, first : first + pages].contiguous()
                 for table in tables
                 for first in range(0, table.shape[1] - pages + 1, pages)
             ][:CALLS]
-
-            calls = [self._attention_call(query, table, positions, out) for table in places]
-            points[kv_len * self.token_bytes] = microseconds(calls, device)
+            calls = [
+                functools.partial(
+                    paged_decode_attention,
+                    query,
+                    table,
+                    position,
+                    num_kv_heads=shape.num_kv_heads,
+                    page_tokens=PAGE_TOKENS,
+                    sm_scale=shape.head_dim**-0.5,
+                    **self.partials(splits),
+                    out=out,
+                )
+                for table in places
+            ]
+            points[kv_len * self.token_bytes] = microseconds(calls, self.device)
         del keep
-        return CostTable.measured(sorted(points.items())), *self._window_and_merge()
-
-    def _attention_call(
-        self, query: Tensor, table: Tensor, positions: Tensor, out: Tensor
-    ) -> Callable[[], Any]:
-        shape = self.shape
-        splits = num_kv_splits(shape.num_kv_heads, self.num_multiprocessors)
-        return functools.partial(
-            paged_decode_attention,
-            query,
-            table,
-            positions,
-            num_kv_heads=shape.num_kv_heads,
-            page_tokens=PAGE_TOKENS,
-            sm_scale=shape.head_dim**-0.5,
-            **self.partials(splits),
-            out=out,
+        windows, merge = self.window_and_merge_calls()
+        window_us = microseconds(windows * 4, self.device)
+        return (
+            CostTable.measured(sorted(points.items())),
+            window_us,
+            microseconds([merge] * CALLS, self.device),
         )
 
     def retrieval(self) -> tuple[CostTable, CostTable]:
@@ -164,63 +170,50 @@ class AttentionBench(Operands):
         self,
     ) -> Iterator[tuple[int, list[Callable[[], Any]], Callable[[], Any]]]:
         """For some contexts: the number of scores, attention of some layers, and the top-k."""
-        shape = self.shape
+        shape, lists = self.shape, self.shape.num_kv_heads
+        splits = num_retrieval_splits(lists, self.num_multiprocessors)
         for wanted in _RETRIEVED_LENS:
             kv_len = self.sized(wanted, PAGE_TOKENS)
-            pages = -(-kv_len // PAGE_TOKENS)
+            num_slots = -(-kv_len // PAGE_TOKENS) * PAGE_TOKENS
             layers = min(8, self.sized(COLD_BYTES) // (kv_len * self.token_bytes) + 1)
-            tables, keep = self._page_tables(pages * PAGE_TOKENS, layers)
-            positions = self.last_position(kv_len)
-            scores = torch.rand(
-                1, shape.num_kv_heads, shape.group_size, pages * PAGE_TOKENS, device=self.device
-            )
+            tables, keep = self._page_tables(num_slots, layers)
+            position = self.last_position(kv_len)
+            scores = torch.rand(1, lists, shape.group_size, num_slots, device=self.device)
             lse, out = self.zeros(1, shape.num_qo_heads), self.zeros(1, self.heads)
-            attend = [self._retrieving_call(table, positions, scores, out, lse) for table in tables]
-            choose = self._top_k_call(positions, scores, lse, kv_len)
+            attend: list[Callable[[], Any]] = [
+                functools.partial(
+                    retrieval_attention,
+                    self.random(1, self.heads),
+                    table,
+                    position,
+                    self.kv_heads(),
+                    group_size=shape.group_size,
+                    page_tokens=PAGE_TOKENS,
+                    sm_scale=shape.head_dim**-0.5,
+                    **self.partials(splits),
+                    out=out,
+                    lse=lse,
+                    scores=scores,
+                )
+                for table in tables
+            ]
+            budget = min(_RETRIEVED_TOKENS, kv_len)
+            choose = functools.partial(
+                top_k_tokens,
+                scores,
+                lse,
+                position,
+                self.kv_heads(),
+                sink_tokens=SINKS,
+                recent_tokens=RECENT,
+                budget_tokens=budget,
+                shared=False,
+                buffers=TopKBuffers.allocate(lists, num_slots, budget, self.device),
+                selection=torch.zeros(1, lists, budget, dtype=torch.int32, device=self.device),
+                counts=self.counts(0),
+            )
             yield shape.num_qo_heads * kv_len, attend, choose
             del keep
-
-    def _retrieving_call(
-        self, table: Tensor, positions: Tensor, scores: Tensor, out: Tensor, lse: Tensor
-    ) -> Callable[[], Any]:
-        shape = self.shape
-        query = self.random(1, self.heads)
-        splits = num_retrieval_splits(shape.num_kv_heads, self.num_multiprocessors)
-        return functools.partial(
-            retrieval_attention,
-            query,
-            table,
-            positions,
-            self.kv_heads(),
-            group_size=shape.group_size,
-            page_tokens=PAGE_TOKENS,
-            sm_scale=shape.head_dim**-0.5,
-            **self.partials(splits),
-            out=out,
-            lse=lse,
-            scores=scores,
-        )
-
-    def _top_k_call(
-        self, positions: Tensor, scores: Tensor, lse: Tensor, kv_len: int
-    ) -> Callable[[], Any]:
-        shape, device = self.shape, self.device
-        budget = min(_RETRIEVED_TOKENS, kv_len)
-        lists = shape.num_kv_heads
-        return functools.partial(
-            top_k_tokens,
-            scores,
-            lse,
-            positions,
-            self.kv_heads(),
-            sink_tokens=SINKS,
-            recent_tokens=RECENT,
-            budget_tokens=budget,
-            shared=False,
-            buffers=TopKBuffers.allocate(lists, scores.shape[-1], budget, device),
-            selection=torch.zeros(1, lists, budget, dtype=torch.int32, device=device),
-            counts=torch.zeros(1, lists, dtype=torch.int32, device=device),
-        )
 
     def gather(self) -> CostTable:
         """Rows of host pages, by bytes."""
@@ -264,11 +257,6 @@ class AttentionBench(Operands):
             )
             for seed, out in enumerate(outs)
         ]
-
-    def counts(self, budget: int) -> Tensor:
-        """int32 [1, num_kv_heads]: as many tokens of each head."""
-        sizes = (1, self.shape.num_kv_heads)
-        return torch.full(sizes, budget, dtype=torch.int32, device=self.device)
 
     def _selection(self, kv_len: int, budget: int, seed: int) -> Tensor:
         """int32 [1, num_kv_heads, budget]: sinks, sorted random tokens, recent tokens."""
@@ -322,10 +310,6 @@ class AttentionBench(Operands):
         from_host = torch.zeros(1, self.heads, pin_memory=self.pinned)
         host_lse = torch.zeros(1, shape.num_qo_heads, pin_memory=self.pinned)
         return windows, functools.partial(merge_state, o, lse, from_host, host_lse, out)
-
-    def _window_and_merge(self) -> tuple[float, float]:
-        windows, merge = self.window_and_merge_calls()
-        return microseconds(windows * 4, self.device), microseconds([merge] * CALLS, self.device)
 
 
 def _gather(keep: Tensor, *operands: Any, **options: Any) -> None:

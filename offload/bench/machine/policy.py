@@ -121,9 +121,7 @@ def _filled(
     store.reserve([seq], [kv_len])
     observed_queries = attention.policy.observed_queries
     layer = structured_layer(
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        shape,
         kv_len=kv_len - 1,
         num_steps=1,
         dtype=dtype,

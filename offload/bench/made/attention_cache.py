@@ -61,7 +61,8 @@ class AttentionCache:
         self._fill()
         self._table = self.store.page_table(self.seq).copy()
         self._base = int(self._table.min())
-        self.memory = _bytes_at(self._base, pages * page_bytes)
+        raw = (ctypes.c_uint8 * (pages * page_bytes)).from_address(self._base)
+        self.memory = torch.frombuffer(raw, dtype=torch.uint8)
 
     def close(self) -> None:
         """Give the memory back; `memory` must not be used any more."""
@@ -108,8 +109,3 @@ class AttentionCache:
             for layer_idx in range(store.num_layers):
                 store.append(self.seq, layer_idx, keys, values, start=start)
         store.commit([self.seq], [self.kv_len])
-
-
-def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
-    raw = (ctypes.c_uint8 * num_bytes).from_address(address)
-    return torch.frombuffer(raw, dtype=torch.uint8)

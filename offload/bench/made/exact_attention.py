@@ -58,12 +58,12 @@ class ExactAttention:
     ) -> None:
         self._tolerance = _TOLERANCE[store.dtype]
         self._kv_len = kv_len
-        self._keys, self._values = store.gather(seq, layer_idx, 0, kv_len)
-        self._queries = query.to(dtype).view(store.num_kv_heads, -1, store.head_dim)
+        keys, self._values = store.gather(seq, layer_idx, 0, kv_len)
+        queries = query.to(dtype).view(store.num_kv_heads, -1, store.head_dim)
         self.weights = torch.stack(
             [
                 ((q @ k.to(dtype).T) * sm_scale).softmax(-1)
-                for q, k in zip(self._queries, self._keys, strict=True)
+                for q, k in zip(queries, keys, strict=True)
             ]
         )
 
@@ -77,17 +77,15 @@ class ExactAttention:
         Raises:
             ArithmeticError: more than rounding explains.
         """
-        num_kv_heads, group_size, head_dim = self._queries.shape
-        per_head = len(selection) > num_kv_heads
-        got = out.double().view(num_kv_heads, group_size, head_dim)
+        weights = self._of_units(len(selection))
+        got = out.double().view(*weights.shape[:2], -1)
         difference = norm = 0.0
         for unit, tokens in enumerate(selection):
             if tokens is None:
                 continue
-            kv_head = unit // group_size if per_head else unit
-            heads = slice(unit % group_size, unit % group_size + 1) if per_head else slice(None)
-            expected = self._attend(kv_head, heads, tokens)
-            difference += float((got[kv_head, heads] - expected).square().sum())
+            values = self._values[unit * len(self._values) // len(selection)]
+            expected = self._attend(weights[unit], values, tokens)
+            difference += float((got[unit] - expected).square().sum())
             norm += float(expected.square().sum())
         error = float(np.sqrt(difference / max(norm, 1e-30)))
         if not error <= self._tolerance:
@@ -145,8 +143,7 @@ class ExactAttention:
             attends_to_all: of each unit; others with an empty selection were answered.
             sink_tokens, recent_tokens: what is attended anyway, and not chosen.
         """
-        num_kv_heads, group_size, _ = self._queries.shape
-        per_head = len(selection) > num_kv_heads
+        importances = self._of_units(len(selection)).sum(1)
         last = self._kv_len - recent_tokens
         masses: list[float] = []
         overlaps: list[float] = []
@@ -159,10 +156,7 @@ class ExactAttention:
             if not len(tokens):
                 answered += 1
                 continue
-            if per_head:
-                importance = self.weights[unit // group_size, unit % group_size]
-            else:
-                importance = self.weights[unit].sum(0)
+            importance = importances[unit]
             chosen = torch.as_tensor(tokens, dtype=torch.int64)
             beside_sinks = chosen[chosen >= SINK_TOKENS]
             rest = float(importance[SINK_TOKENS:].double().sum())
@@ -178,15 +172,16 @@ class ExactAttention:
             answered=answered / len(selection),
         )
 
-    def _attend(self, kv_head: int, heads: slice, tokens: Sequence[int]) -> Tensor:
-        weights, values = self.weights[kv_head, heads], self._values[kv_head]
+    def _of_units(self, num_units: int) -> Tensor:
+        """The weights, [num_units, members, kv_len]: a unit is a KV head or a query head."""
+        return self.weights.view(num_units, -1, self._kv_len)
+
+    def _attend(self, weights: Tensor, values: Tensor, tokens: Sequence[int]) -> Tensor:
+        """float64 [members, head_dim] of one unit."""
         if not len(tokens):
             # In pieces: a float64 copy of all values of a head at 128K is 134 MB.
-            pieces = range(0, self._kv_len, 16384)
-            parts = [
-                weights[:, i : i + 16384].double() @ values[i : i + 16384].double() for i in pieces
-            ]
-            return torch.stack(parts).sum(0)
+            pieces = zip(torch.split(weights, 16384, 1), torch.split(values, 16384), strict=True)
+            return torch.stack([w.double() @ v.double() for w, v in pieces]).sum(0)
         chosen = torch.as_tensor(tokens, dtype=torch.int64)
         part = weights[:, chosen].double()
         return part @ values[chosen].double() / part.sum(1, keepdim=True)

@@ -8,9 +8,9 @@ context is built from the same tensors while they are on the device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from offload.system.memory import format_bytes, host_memory_limit_bytes
 
 _PAGE_TOKENS = 256
 PolicyArrays = dict[int, State]  # of each layer that asks the policy
-RotaryEmbedding = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -56,10 +55,7 @@ class ModelCache:
         """Give `attention`, which works on `store`, fresh copies of what its policy built."""
         for seq, layers in zip(self.seqs, self.arrays[attention.policy], strict=True):
             if layers:
-                copied = {
-                    layer_idx: {name: x.copy() for name, x in arrays.items()}
-                    for layer_idx, arrays in layers.items()
-                }
+                copied = copy.deepcopy(layers)
                 attention.states.install(seq, copied, self.kv_len + self.num_steps)
 
     def rewind(self) -> None:
@@ -68,7 +64,6 @@ class ModelCache:
             self.store.truncate(seq, self.kv_len)
 
     def close(self) -> None:
-        """Give the memory back."""
         self.store.close()
 
 
@@ -77,7 +72,7 @@ def structured_model_cache(
     *,
     kv_len: int,
     num_steps: int,
-    rotary_emb: RotaryEmbedding,
+    rotary_emb: Callable[..., tuple[Tensor, Tensor]],
     device: torch.device,
     dtype: torch.dtype,
     pool: WorkerPool,
@@ -105,7 +100,11 @@ def structured_model_cache(
     if not 1 <= distinct <= shape.num_layers:
         raise ValueError(f"distinct_layers must be in [1, {shape.num_layers}], got {distinct}")
     store = _store(shape, batch_size * (kv_len + num_steps), batch_size, device, dtype)
-    asking = {policy: asking_layers(policy, store, shape, pool) for policy in policies}
+    attentions = {
+        policy: DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
+        for policy in policies
+        if policy.selects and policy.has_state()
+    }
     arrays: dict[Policy, list[PolicyArrays]] = {policy: [] for policy in policies}
     width = shape.qkv_width
     rows = torch.empty(num_steps, shape.num_layers, batch_size, width, dtype=dtype, device=device)
@@ -118,9 +117,7 @@ def structured_model_cache(
         layers_of: dict[Policy, PolicyArrays] = {policy: {} for policy in policies}
         for source in range(distinct):
             layer = structured_layer(
-                num_qo_heads=shape.num_qo_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
+                shape,
                 kv_len=kv_len,
                 num_steps=num_steps,
                 dtype=dtype,
@@ -137,11 +134,11 @@ def structured_model_cache(
                 store.append_async(
                     seq, layer_idx, keys.transpose(0, 1), values.transpose(0, 1), start=0
                 )
-            for policy in policies:
-                asks = [layer_idx for layer_idx in alike if layer_idx in asking[policy]]
+            for policy, attention in attentions.items():
+                asks = [layer_idx for layer_idx in alike if layer_idx in attention.states.layers]
                 if not asks or kv_len <= policy.budget_tokens:
                     continue
-                built = _build(policy, layer, source, kv_len, num_steps, shape, pool)
+                built = _build(policy, layer, source, kv_len, num_steps, pool)
                 for layer_idx in asks:
                     layers_of[policy][layer_idx] = {name: x.copy() for name, x in built.items()}
             if device.type == "cuda":  # before the layer's memory goes to the next one
@@ -153,16 +150,6 @@ def structured_model_cache(
         seqs.append(seq)
     step = torch.zeros(1, dtype=torch.int64, device=device)
     return ModelCache(store, seqs, kv_len, QKVRows(rows, kv_len, step), arrays)
-
-
-def asking_layers(
-    policy: Policy, store: KVStore, shape: ModelShape, pool: WorkerPool
-) -> frozenset[int]:
-    """Layers that keep arrays of `policy` while a sequence is longer than its budget."""
-    if not policy.selects or not policy.has_state():
-        return frozenset()
-    attention = DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
-    return attention.states.layers
 
 
 def _store(
@@ -177,7 +164,6 @@ def _store(
             f"{format_bytes(pages * page_bytes)} of host memory, but this process may use only "
             f"{format_bytes(host_memory_limit_bytes())}; lower --kv-len or the batch size"
         )
-    options: dict[str, Any] = {"pinned": True} if device.type == "cuda" else {}
     return KVStore(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
@@ -185,7 +171,7 @@ def _store(
         dtype=dtype,
         page_tokens=_PAGE_TOKENS,
         slab_bytes=pages * page_bytes,
-        **options,
+        pinned=device.type == "cuda",
     )
 
 
@@ -204,7 +190,6 @@ def _build(
     layer_idx: int,
     kv_len: int,
     num_steps: int,
-    shape: ModelShape,
     pool: WorkerPool,
 ) -> State:
     """The policy's arrays, built on the layer's device if the policy can."""
@@ -215,7 +200,7 @@ def _build(
         keys=keys,
         values=values,
         queries=queries,
-        sm_scale=shape.head_dim**-0.5,
+        sm_scale=keys.shape[-1] ** -0.5,
         capacity_tokens=capacity_for(kv_len + num_steps),
         text_marks=None,
         pool=pool,

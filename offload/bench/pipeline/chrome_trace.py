@@ -47,8 +47,12 @@ def chrome_trace(
         about("thread_sort_index", _CPU, thread, sort_index=thread)
     for number, step in enumerate(steps):
         whole = Interval(f"step {number}", -1, step.start_ns, step.end_ns)
-        sides = ((_STEPS, (whole,)), (_GPU, step.gpu), (_CPU, (*step.cpu, *step.tasks)))
-        for process, intervals in sides:
+        sides: dict[int, Sequence[Interval | Task]] = {
+            _STEPS: [whole],
+            _GPU: step.gpu,
+            _CPU: [*step.cpu, *step.tasks],
+        }
+        for process, intervals in sides.items():
             events += [_event(interval, process, steps[0].start_ns) for interval in intervals]
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": metadata or {}}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,28 +14,20 @@ from offload.bench.selection.metrics import (
     Stability,
     exact_attention,
     importance_of_units,
+    mean,
     relative_error,
     selection_quality,
 )
 from offload.decode.attention import DecodeAttention
-from offload.policies import Policy
 
-
-@dataclass
-class Means:
-    """Sums and counts by name."""
-
-    _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    def add(self, name: str, value: float | None) -> None:
-        """Count a value; None counts nothing."""
-        if value is not None and not math.isnan(value):
-            self._sums[name] += value
-            self._counts[name] += 1
-
-    def __getitem__(self, name: str) -> float | None:
-        return self._sums[name] / self._counts[name] if self._counts[name] else None
+_MEANS = (
+    "attended_tokens",
+    "selecting_share",
+    "overlap",
+    "mass_kept",
+    "mass_of_topk",
+    "output_error",
+)
 
 
 class SelectionObserver:
@@ -64,7 +54,7 @@ class SelectionObserver:
         window: int,
     ) -> None:
         self.sampling = False
-        self.means = Means()
+        self._seen: dict[str, list[float]] = {name: [] for name in _MEANS}
         self.possible_tokens = 0  # keys that units of observed layers could have scored
         self._attention = attention
         self._reference = reference
@@ -78,8 +68,9 @@ class SelectionObserver:
             attention.num_qo_heads if policy.per_query_head else attention.store.num_kv_heads
         )
         # No tokens: all of them where the policy does not select, none where it answers by itself.
-        self._none_means_all = not policy.selects or has_roles(
-            policy, attention.store.num_layers, self._num_units
+        self._none_means_all = (
+            not policy.selects
+            or policy.roles(attention.store.num_layers, self._num_units) is not None
         )
 
     def attended(self, layer_idx: int, step: DecodeStep, query: Tensor, out: Tensor) -> None:
@@ -97,13 +88,18 @@ class SelectionObserver:
         if self.sampling:
             self._compare(layer_idx, step.seqs[0], query, out, selections, kv_len)
 
-    def jaccard(self) -> float | None:
-        """Mean over layers and units."""
-        return _mean([stability.jaccard for stability in self._stability.values()])
+    def measured(self) -> dict[str, float | None]:
+        """Means over sampled steps, layers and units by `_MEANS`; of the stability over all."""
+        stabilities = self._stability.values()
+        return {name: mean(values) for name, values in self._seen.items()} | {
+            "jaccard": mean(s.jaccard for s in stabilities),
+            "window_hit": mean(s.window_hit for s in stabilities),
+        }
 
-    def window_hit(self) -> float | None:
-        """Mean over layers and units."""
-        return _mean([stability.window_hit for stability in self._stability.values()])
+    def _add(self, name: str, value: float | None) -> None:
+        """NaN counts nothing, and None."""
+        if value is not None and not math.isnan(value):
+            self._seen[name].append(value)
 
     def _follow(
         self, layer_idx: int, unit: int, selection: npt.NDArray[np.int32] | None, kv_len: int
@@ -134,31 +130,21 @@ class SelectionObserver:
         weights, exact = exact_attention(
             query[0, row].float().view(num_qo_heads, -1), keys, values, self._sm_scale
         )
-        self.means.add("output_error", relative_error(out[0, row], exact))
+        self._add("output_error", relative_error(out[0, row], exact))
         importance = importance_of_units(weights, self._num_units).numpy()
         for unit in range(self._num_units):
             selection = selections[unit] if selections else None
-            self.means.add("chose", selection is not None)
+            self._add("selecting_share", selection is not None)
             if selection is None and not self._none_means_all:
-                self.means.add("attended_tokens", 0)
+                self._add("attended_tokens", 0)
                 continue
-            self.means.add("attended_tokens", kv_len if selection is None else len(selection))
+            self._add("attended_tokens", kv_len if selection is None else len(selection))
             if selection is None and self._reference is not None:
                 continue  # a dense unit of a policy that selects elsewhere
             tokens = np.arange(kv_len, dtype=np.int32) if selection is None else selection
             reference = self._reference or ReferenceBudget(kv_len, 0, 1)
             quality = selection_quality(importance[unit], tokens, reference)
-            self.means.add("mass_kept", quality.mass_kept)
-            self.means.add("overlap", quality.overlap)
+            self._add("mass_kept", quality.mass_kept)
+            self._add("overlap", quality.overlap)
             if self._reference is not None:
-                self.means.add("mass_of_topk", quality.mass_of_topk)
-
-
-def has_roles(policy: Policy, num_layers: int, num_units: int) -> bool:
-    """Whether some units of the policy attend to everything, by role."""
-    return policy.roles(num_layers, num_units) is not None
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+                self._add("mass_of_topk", quality.mass_of_topk)

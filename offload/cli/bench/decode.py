@@ -164,12 +164,15 @@ def decode(
     options = option_values(option or [], option="--option")
 
     with running():
+        import torch
+
         from offload.bench.decode.engines import DecodePlan
         from offload.policies.registry import available_policies
+        from offload.runtime.config import checked_device
 
         names = comma_separated(policy, option="--policy", available=tuple(available_policies()))
         policies = policy_grid(names, [budget_tokens], options, option="--option")
-        where = _device(device)
+        where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         on_cpu = where.type == "cpu"
         defaults = CPU_DEFAULTS if on_cpu else GPU_DEFAULTS
         engine_names = chosen or list(CPU_ENGINE_NAMES if on_cpu else ENGINE_NAMES)
@@ -201,17 +204,6 @@ def decode(
         _print_table(document)
 
 
-def _device(name: str | None) -> Any:
-    """A torch.device that this machine has."""
-    import torch
-
-    from offload.runtime.config import RuntimeConfig
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(RuntimeConfig(device=name).device)
-
-
 def _measure(
     plan: DecodePlan, load: Callable[[], tuple[DecodeModel, dict[str, Any]]]
 ) -> dict[str, Any]:
@@ -229,20 +221,16 @@ def _measure(
         whole = progress.add_task("weights", total=len(plan.kv_lens) * per_context)
         part = progress.add_task("", total=None)
 
-        def show(row: dict[str, Any]) -> None:
-            """On stderr, when it is there: a large context takes minutes."""
-            progress.console.print(f"[dim]{describe(row)}[/dim]", soft_wrap=True)
-            progress.update(whole, advance=1, description="engines")
+        def on_done(what: str, done: int, total: int) -> None:
+            progress.update(part, description=what, completed=done, total=total)
 
         subject, settings = load()
-        rows = measure_engines(
-            subject,
-            plan,
-            on_row=show,
-            on_done=lambda what, done, total: progress.update(
-                part, description=what, completed=done, total=total
-            ),
-        )
+        rows = []
+        for row in measure_engines(subject, plan, on_done):
+            rows.append(row)
+            # As soon as it is there: a large context takes minutes.
+            progress.console.print(f"[dim]{describe(row)}[/dim]", soft_wrap=True)
+            progress.update(whole, advance=1, description="engines")
         settings["dtype"] = str(subject.stock.dtype).removeprefix("torch.")
     settings |= {
         "contexts": list(plan.kv_lens),

@@ -11,8 +11,12 @@ import torch
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.made.model_cache import ModelCache, structured_model_cache
-from offload.bench.made.qkv_rows import QKVRows, unrotated
+from offload.bench.made.model_cache import (
+    ModelCache,
+    QKVRows,
+    structured_model_cache,
+    unrotated,
+)
 from offload.bench.made.random_model import random_model
 from offload.bench.made.structured_cache import structured_layer
 from offload.decode.attention import DecodeAttention

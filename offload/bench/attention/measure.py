@@ -89,10 +89,8 @@ def measure_attention(
     """Measure `kernels` for one query token over a cache of `kv_len` tokens.
 
     Args:
-        threads: numbers of threads to measure, one after the other.
         sparse_tokens: tokens per KV head that `sparse` attends to.
         topk_share: of kv_len, that `topk` selects.
-        on_progress: gets rounds done and in all.
 
     Raises:
         ValueError: an unknown kernel, or numbers out of range.

@@ -238,11 +238,10 @@ class _Turns:
         if self._policy.reads_text and workload.text_marks is not None:
             for seq, marks in zip(workload.seqs, workload.text_marks, strict=True):
                 self._attention.states.append_marks(seq, marks[: workload.kv_len])
-        if self._policy.observed_queries:
-            for row, seq in enumerate(workload.seqs):
-                for layer_idx in range(workload.num_layers):
-                    kept = workload.prompt_queries(row, layer_idx)
-                    self._attention.record_queries(seq, layer_idx, kept, workload.kv_len)
+        for row, seq in enumerate(workload.seqs):
+            for layer_idx in range(workload.num_layers):
+                kept = workload.prompt_queries(row, layer_idx)
+                self._attention.record_queries(seq, layer_idx, kept, workload.kv_len)
         self._build_seconds = self._attention.build_states(
             workload.seqs, [workload.kv_len + 1] * workload.batch_size
         )

@@ -85,23 +85,17 @@ def _choose_rows(
         else:
             edges = np.linspace(0, len(others), num_layers)[1:-1].astype(int)
         bins += [part for part in np.split(others, edges) if part.size]
-    rows: list[int] = []
-    weights: list[float] = []
-    for part in bins:
-        typical = part[np.argmin(np.abs(asking[part] - asking[part].mean()))]
-        rows.append(part[0] if part is bins[0] else typical)
-        weights.append(len(part))
+    typical = [part[np.argmin(np.abs(asking[part] - asking[part].mean()))] for part in bins]
+    typical[0] = bins[0][0]
+    sizes, copies = [len(part) for part in bins], [1] * len(bins)
+    kinds = list(range(len(bins)))
     # Layers that are left repeat the most frequent kind: more samples of it.
-    while len(rows) < num_layers:
-        most = int(np.argmax(weights))
-        copies = rows.count(rows[most]) + 1
-        share = sum(w for w, r in zip(weights, rows, strict=True) if r == rows[most]) / copies
-        rows.append(rows[most])
-        weights = [
-            share if r == rows[most] else w for w, r in zip([*weights, 0], rows, strict=True)
-        ]
-    shares = np.asarray(weights, float)
-    return roles[rows], shares / shares.sum()
+    while len(kinds) < num_layers:
+        most = int(np.argmax(np.divide(sizes, copies)))
+        copies[most] += 1
+        kinds.append(most)
+    shares = np.divide(sizes, copies)[kinds]
+    return roles[np.array(typical)[kinds]], shares / shares.sum()
 
 
 def _without_dense_layers(policy: Policy) -> Policy:

@@ -46,13 +46,8 @@ class LatencyRun:
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Measurements, and the statistics of what they were made on.
-
-    Attributes:
-        statistics: of each depth.
-        layers: physical layers at each depth.
-        warnings: statistics that are not like a real model's.
-    """
+    """Measurements; by depth the statistics of what they were made on and the physical layers;
+    and `warnings` about statistics that are not like a real model's."""
 
     run: LatencyRun
     dtype: str
@@ -95,9 +90,6 @@ def run_latency(
     run: LatencyRun, *, on_progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> LatencyResult:
     """Measure everything.
-
-    Args:
-        on_progress: gets what is done now, and how many parts are done and in all.
 
     Raises:
         ValueError: a depth that the budget covers, or that the model does not have.

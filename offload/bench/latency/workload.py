@@ -49,49 +49,42 @@ class LayerSteps:
     queries: Tensor
 
 
+@dataclass
 class LatencyWorkload:
     """Sequences of `kv_len` tokens in `store`, and what `num_steps` decode steps add and ask.
 
-    Args:
+    The store's handles are `seqs`. A step is: `advance`, whatever reads it, `commit`.
+
+    Attributes:
         steps: of each sequence and layer.
         num_model_layers: of the model whose `num_layers` layers stand for all.
         statistics: of the keys and queries.
         text_marks: uint8 [kv_len + num_steps] of each sequence (see `offload.policies.text_marks`),
             for policies that read text; made sequences have none.
-
-    The store's handles are `seqs`. A step is: `advance`, whatever reads it, `commit`.
     """
 
-    def __init__(
-        self,
-        store: KVStore,
-        seqs: list[int],
-        steps: list[list[LayerSteps]],
-        *,
-        num_model_layers: int,
-        statistics: AttentionStatistics,
-        sm_scale: float,
-        text_marks: list[npt.NDArray[np.uint8]] | None = None,
-    ) -> None:
-        self.store = store
-        self.seqs = seqs
-        self.num_model_layers = num_model_layers
-        self.num_layers, self.batch_size = store.num_layers, len(seqs)
-        self.kv_len = store.kv_len(seqs[0])
-        self.num_qo_heads = int(steps[0][0].queries.shape[0])
-        self.num_steps = int(steps[0][0].keys.shape[0])
-        self.statistics = statistics
-        self.sm_scale = sm_scale
-        self.text_marks = text_marks
-        self._steps = steps
+    store: KVStore
+    seqs: list[int]
+    steps: list[list[LayerSteps]]
+    num_model_layers: int
+    statistics: AttentionStatistics
+    sm_scale: float
+    text_marks: list[npt.NDArray[np.uint8]] | None = None
+
+    def __post_init__(self) -> None:
+        self.num_layers, self.batch_size = self.store.num_layers, len(self.seqs)
+        self.kv_len = self.store.kv_len(self.seqs[0])
+        first = self.steps[0][0]
+        self.num_qo_heads, self.num_steps = len(first.queries), len(first.keys)
+        # [num_qo_heads, batch_size, queries, head_dim] of each layer
         self._rows = [
-            torch.stack([of_layer[layer_idx].queries for of_layer in steps], 1)
-            for layer_idx in range(self.num_layers)
-        ]  # [num_qo_heads, batch_size, queries, head_dim] of each layer
+            torch.stack([layer.queries for layer in layers], 1)
+            for layers in zip(*self.steps, strict=True)
+        ]
 
     def prompt_queries(self, row: int, layer_idx: int) -> Tensor:
         """[num_qo_heads, PROMPT_QUERIES, head_dim]: those of the prompt's last tokens."""
-        return self._steps[row][layer_idx].queries[:, :PROMPT_QUERIES]
+        return self._rows[layer_idx][:, row, :PROMPT_QUERIES]
 
     def queries(self, layer_idx: int, step: int) -> Tensor:
         """[batch_size, num_qo_heads * head_dim] of a step, contiguous."""
@@ -102,9 +95,9 @@ class LatencyWorkload:
         """Write the step's keys and values; returns each sequence's length with them."""
         self.store.reserve(self.seqs, [1] * self.batch_size)
         for row, seq in enumerate(self.seqs):
-            for layer_idx, layer in enumerate(self._steps[row]):
-                rows = slice(step, step + 1)
-                self.store.append(seq, layer_idx, layer.keys[rows], layer.values[rows])
+            for layer_idx, layer in enumerate(self.steps[row]):
+                new = slice(step, step + 1)
+                self.store.append(seq, layer_idx, layer.keys[new], layer.values[new])
         return [self.store.kv_len(seq) + 1 for seq in self.seqs]
 
     def commit(self) -> None:
@@ -128,11 +121,7 @@ def structured_workload(
     seed: int,
     on_layer: Callable[[], None] = lambda: None,
 ) -> LatencyWorkload:
-    """Sequences of `structured_layer`s, each with its own seed.
-
-    Args:
-        num_layers: layers that are made, of the shape's.
-        on_layer: called after each layer of each sequence.
+    """Sequences of `structured_layer`s, each with its own seed; `num_layers` of the shape's.
 
     Raises:
         HostBudgetError: before anything is made, if it does not fit.

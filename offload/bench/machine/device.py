@@ -51,7 +51,6 @@ def measure_device(
 
     Args:
         rows: numbers of sequences that linear layers are measured for.
-        num_threads: of the worker pool that answers it.
         scale: of the operands' sizes; below 1 for tests.
     """
     bench = _LinearBench(device, shape, dtype, scale)

@@ -19,14 +19,10 @@ def measure_profile(
     rows: int = 1,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> MachineProfile:
-    """Measure this machine; some seconds.
+    """Measure this machine, for models of layers as in `shape`; some seconds.
 
     Args:
-        num_threads: of the worker pool.
-        shape: whose linear layers and heads are measured.
-        dtype: of weights and KV cache.
         rows: sequences of a step, whose linear layers are measured beside those of one.
-        on_progress: gets what was measured, how many things were, and of how many.
     """
     key = machine_key(device, num_threads)
     host = measure_host(num_threads, shape, dtype, on_progress)

@@ -39,10 +39,9 @@ class ExactAttention:
     Args:
         query: [num_qo_heads * head_dim].
         kv_len: tokens that it sees; they need not be committed.
-        dtype: of scores and weights.
 
     Attributes:
-        weights: [num_kv_heads, group_size, kv_len].
+        weights: `dtype` [num_kv_heads, group_size, kv_len].
     """
 
     def __init__(

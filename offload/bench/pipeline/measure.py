@@ -117,16 +117,13 @@ def measure_pipeline(
     traced_steps: int = 8,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[PipelineMeasurement, list[StepTimeline]]:
-    """Decode all of the session's steps `repeats` times, then trace some.
+    """Decode all of the session's steps `repeats` times, then trace some; returns these, too.
 
     Every repeat starts at the prompts: the same queries find the same selections.
 
     Args:
         traced_steps: 0: none, and no shares.
-        on_progress: gets repeats done, the traced one included, and in all.
-
-    Returns:
-        the measurement and the traced steps.
+        on_progress: counts the traced repeat, too.
 
     Raises:
         ValueError: numbers out of range.

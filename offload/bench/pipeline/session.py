@@ -36,9 +36,6 @@ def opened_session(
 ) -> Iterator[CacheSession]:
     """Model, caches and decoder, made for `settings` and given back afterwards.
 
-    Args:
-        on_layer: gets layers of the caches done and in all.
-
     Raises:
         As `check_settings`; HostBudgetError: caches that do not fit.
     """

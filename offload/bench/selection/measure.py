@@ -124,9 +124,7 @@ def measure_selection(
 
     Args:
         load: makes the model under a policy (`OffloadedModel.from_pretrained`).
-        policies: what to measure; full attention is always measured.
         tokens: the text, at least `settings.text_tokens`.
-        on_policy: called with a label when a policy's turn comes.
         on_progress: called with the number of steps done since the last call.
 
     Raises:

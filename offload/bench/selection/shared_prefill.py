@@ -28,17 +28,11 @@ _Prefill = Callable[[torch.Tensor, RaggedBatch, KVStore | None, list[int]], torc
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What prefill of one prompt leaves behind.
+    """What prefill of one prompt leaves behind."""
 
-    Attributes:
-        last_hidden: [hidden_size], of the last token, before the final norm.
-        kv: keys and values [num_kv_heads, num_tokens, head_dim] of each layer.
-        queries: the last ones of each layer, [num_qo_heads, n <= KEPT_QUERIES, head_dim].
-    """
-
-    last_hidden: torch.Tensor
-    kv: list[tuple[torch.Tensor, torch.Tensor]]
-    queries: list[torch.Tensor]
+    last_hidden: torch.Tensor  # [hidden_size], of the last token, before the final norm
+    kv: list[tuple[torch.Tensor, torch.Tensor]]  # each layer's [num_kv_heads, num_tokens, head_dim]
+    queries: list[torch.Tensor]  # each layer's last [num_qo_heads, n <= KEPT_QUERIES, head_dim]
 
 
 class SharedPrefill:

@@ -19,8 +19,9 @@ from offload.cli.bench.options import (
     check_name,
     check_one_source,
     make_table,
+    option_values,
+    policy_grid,
 )
-from offload.cli.bench.policy_grid import option_values, policy_grid
 from offload.cli.console import (
     no_loading_bars,
     print_json,

@@ -21,8 +21,8 @@ from offload.cli.bench.options import (
     check_name,
     check_one_source,
     make_table,
+    policy_with_budget,
 )
-from offload.cli.bench.policy_grid import policy_with_budget
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
 from offload.cli.options import comma_separated, counts, key_values, policy_options
 

@@ -18,8 +18,8 @@ from offload.cli.bench.options import (
     Threads,
     check_name,
     make_table,
+    policy_with_budget,
 )
-from offload.cli.bench.policy_grid import policy_with_budget
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import policy_options
 

@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.bench.options import Threads, check_name, make_table
-from offload.cli.bench.policy_grid import option_values, policy_grid
+from offload.cli.bench.options import (
+    Threads,
+    check_name,
+    make_table,
+    option_values,
+    policy_grid,
+)
 from offload.cli.console import (
     no_loading_bars,
     print_json,

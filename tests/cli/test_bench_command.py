@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -13,6 +14,7 @@ from offload.bench.attention.measure import SHAPES, measure_attention
 from offload.bench.made.attention_cache import AttentionCache
 from offload.bench.made.exact_attention import ExactAttention
 from offload.cli import app
+from offload.models.shape import MODEL_SHAPES
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 SMALL = ["bench", "attention", "--shape", "smollm2-135m", "--kv-len", "1000", "-r", "2"]
@@ -72,9 +74,8 @@ def test_bad_options(arguments: list[str], code: int, message: str) -> None:
 
 @pytest.fixture
 def cache() -> AttentionCache:
-    return AttentionCache(
-        max_layers=3, num_kv_heads=2, head_dim=64, kv_len=600, dtype=torch.float32
-    )
+    shape = dataclasses.replace(MODEL_SHAPES["tiny"], num_kv_heads=2, head_dim=64)
+    return AttentionCache(shape, kv_len=600, dtype=torch.float32, max_layers=3)
 
 
 def test_row_numbers_are_where_the_store_says_the_rows_are(cache: AttentionCache) -> None:

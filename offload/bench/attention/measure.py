@@ -106,13 +106,7 @@ def measure_attention(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     measurements = []
     with closing(
-        AttentionCache(
-            max_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            kv_len=kv_len,
-            dtype=dtype,
-        )
+        AttentionCache(shape, kv_len=kv_len, dtype=dtype, max_layers=shape.num_layers)
     ) as cache:
         query = cache.random_query(shape.num_qo_heads)
         exact = ExactAttention(

@@ -22,6 +22,7 @@ from offload.bench.made.attention_statistics import (
     attention_statistics,
     mean_statistics,
 )
+from offload.bench.made.one_slab import num_pages, one_slab_store, page_bytes
 from offload.bench.made.structured_cache import structured_layer
 from offload.bench.selection.shared_prefill import prefill_keeping_queries
 from offload.kv.store import HostBudgetError, KVStore
@@ -126,23 +127,16 @@ def structured_workload(
     Raises:
         HostBudgetError: before anything is made, if it does not fit.
     """
-    page_bytes = 2 * shape.num_kv_heads * 256 * shape.head_dim * dtype.itemsize
-    pages = batch_size * num_layers * -(-(kv_len + num_steps) // 256)
+    pages = batch_size * num_layers * num_pages(kv_len + num_steps)
     # Beside the store: one layer as it is made, and the policies' own arrays.
-    need = pages * page_bytes + 3 * page_bytes * -(-kv_len // 256)
+    need = (pages + 3 * num_pages(kv_len)) * page_bytes(shape, dtype)
     if need > host_memory_limit_bytes():
         raise HostBudgetError(
             f"{batch_size} sequences of {kv_len} tokens in {num_layers} layers need "
             f"{format_bytes(need)}, but this process may use only "
             f"{format_bytes(host_memory_limit_bytes())}; lower the batch size or the depth"
         )
-    store = KVStore(
-        num_layers=num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        slab_bytes=pages * page_bytes,
-    )
+    store = one_slab_store(shape, dtype, num_layers=num_layers, pages=pages)
     statistics, steps, seqs = [], [], []
     for row in range(batch_size):
         seq = store.new_sequence()

@@ -202,34 +202,23 @@ class _LinearBench(Operands):
         chooser.use(SamplingOptions())
         return microseconds([lambda: chooser.choose(logits, samples=False)] * 8, self.device)
 
-    def _rotation(self, n: int) -> Callable[[Tensor], None]:
+    def _rotation(self, n: int) -> Callable[[Tensor], Any]:
         """What rotates queries and keys and writes them where a layer with a window has them."""
         shape, device = self.shape, self.device
-        cos, sin = self.random(n, shape.head_dim), self.random(n, shape.head_dim)
-        query = self.random(n, self.heads)
         sizes = (n, 2, shape.num_kv_heads, SINKS + RECENT, shape.head_dim)
-        window = self.random(*sizes)
-        host_query = torch.zeros(n, self.heads, dtype=self.dtype, pin_memory=self.pinned)
-        host_kv = torch.zeros(
-            n, 2, shape.num_kv_heads, shape.head_dim, dtype=self.dtype, pin_memory=self.pinned
+        host_kv = (n, 2, shape.num_kv_heads, shape.head_dim)
+        return functools.partial(
+            rope_publish,
+            cos=self.random(n, shape.head_dim),
+            sin=self.random(n, shape.head_dim),
+            positions=torch.full((n,), 100_000, dtype=torch.int64, device=device),
+            num_kv_heads=shape.num_kv_heads,
+            query=self.random(n, self.heads),
+            host_query=torch.zeros(n, self.heads, dtype=self.dtype, pin_memory=self.pinned),
+            host_kv=torch.zeros(host_kv, dtype=self.dtype, pin_memory=self.pinned),
+            window=self.random(*sizes),
+            sink_tokens=SINKS,
         )
-        positions = torch.full((n,), 100_000, dtype=torch.int64, device=device)
-
-        def rotates(qkv: Tensor) -> None:
-            rope_publish(
-                qkv,
-                cos,
-                sin,
-                positions,
-                num_kv_heads=shape.num_kv_heads,
-                query=query,
-                host_query=host_query,
-                host_kv=host_kv,
-                window=window,
-                sink_tokens=SINKS,
-            )
-
-        return rotates
 
     def _weights(self, count: int) -> DeviceWeights:
         shape, hidden = self.shape, self.shape.hidden_size

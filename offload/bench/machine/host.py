@@ -43,13 +43,8 @@ def measure_host(
     """
     layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * _KV_LEN
     most_bytes = min(_MAX_CACHE_BYTES, host_memory_limit_bytes() // 4)
-    cache = AttentionCache(
-        max_layers=max(2, most_bytes // layer_bytes),
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        kv_len=_KV_LEN,
-        dtype=dtype,
-    )
+    max_layers = max(2, most_bytes // layer_bytes)
+    cache = AttentionCache(shape, kv_len=_KV_LEN, dtype=dtype, max_layers=max_layers)
     with closing(cache), closing(WorkerPool(num_threads)) as pool:
         on_progress("host memory", 1, NUM_PARTS)
         bandwidth = measure_read_bandwidth(pool, cache.memory)

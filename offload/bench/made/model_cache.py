@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.bench.made.attention_statistics import LFPS_STEPS
+from offload.bench.made.one_slab import num_pages, one_slab_store, page_bytes
 from offload.bench.made.structured_cache import StructuredLayer, structured_layer
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import HostBudgetError, KVStore
@@ -26,7 +27,6 @@ from offload.policies.base import BuildContext, State
 from offload.policies.state import capacity_for
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
-_PAGE_TOKENS = 256
 PolicyArrays = dict[int, State]  # of each layer that asks the policy
 
 
@@ -173,7 +173,12 @@ def structured_model_cache(
                 prompt_queries=LFPS_STEPS,
                 device=device,
             )
-            steps = _step_rows(layer, kv_len, cos, sin)
+            parts = (
+                unrotated(layer.queries[:, LFPS_STEPS:].transpose(0, 1), cos, sin),
+                unrotated(layer.keys[:, kv_len:].transpose(0, 1), cos, sin),
+                layer.values[:, kv_len:].transpose(0, 1),
+            )
+            steps = torch.cat([part.to(dtype).flatten(1) for part in parts], 1)
             alike = range(source, shape.num_layers, distinct)
             keys, values = (x[:, :kv_len] for x in (layer.keys, layer.values))
             for layer_idx in alike:
@@ -202,33 +207,17 @@ def structured_model_cache(
 def _store(
     shape: ModelShape, num_tokens: int, batch_size: int, device: torch.device, dtype: torch.dtype
 ) -> KVStore:
-    page_bytes = 2 * shape.num_kv_heads * _PAGE_TOKENS * shape.head_dim * dtype.itemsize
     # Each sequence ends in a page of its own.
-    pages = shape.num_layers * (-(-num_tokens // _PAGE_TOKENS) + batch_size)
-    if pages * page_bytes > host_memory_limit_bytes():
+    pages = shape.num_layers * (num_pages(num_tokens) + batch_size)
+    need = pages * page_bytes(shape, dtype)
+    if need > host_memory_limit_bytes():
         raise HostBudgetError(
             f"{num_tokens} tokens in {shape.num_layers} layers need "
-            f"{format_bytes(pages * page_bytes)} of host memory, but this process may use only "
+            f"{format_bytes(need)} of host memory, but this process may use only "
             f"{format_bytes(host_memory_limit_bytes())}; lower --kv-len or the batch size"
         )
-    return KVStore(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        page_tokens=_PAGE_TOKENS,
-        slab_bytes=pages * page_bytes,
-        pinned=device.type == "cuda",
-    )
-
-
-def _step_rows(layer: StructuredLayer, kv_len: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """[num_steps, width]: queries, keys and values of the steps, before they are rotated."""
-    queries = layer.queries[:, LFPS_STEPS:].transpose(0, 1)
-    keys = layer.keys[:, kv_len:].transpose(0, 1)
-    values = layer.values[:, kv_len:].transpose(0, 1)
-    parts: Sequence[Tensor] = (unrotated(queries, cos, sin), unrotated(keys, cos, sin), values)
-    return torch.cat([part.to(layer.keys.dtype).flatten(1) for part in parts], 1)
+    pinned = device.type == "cuda"
+    return one_slab_store(shape, dtype, num_layers=shape.num_layers, pages=pages, pinned=pinned)
 
 
 def unrotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

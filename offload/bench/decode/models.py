@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -118,24 +117,7 @@ class TextSession(DecodeSession):
         self._runtime.run(embeddings, batch, self._prompt, prompt)
 
 
-class DecodeModel(ABC):
-    """Weights that every engine of one run shares.
-
-    Attributes:
-        stock: the stock model, on its device.
-    """
-
-    device: torch.device
-    stock: Any
-
-    @abstractmethod
-    def sessions(
-        self, kv_len: int, policies: Sequence[Policy], *, num_steps: int, on_done: OnDone = ignore
-    ) -> AbstractContextManager[Opener]:
-        """What opens a session of one of `policies` behind prompts of `kv_len` tokens."""
-
-
-class RandomModel(DecodeModel):
+class RandomModel:
     """A known shape with random weights; its prompts are made keys with real attention's structure.
 
     Args:
@@ -159,6 +141,7 @@ class RandomModel(DecodeModel):
     def sessions(
         self, kv_len: int, policies: Sequence[Policy], *, num_steps: int, on_done: OnDone = ignore
     ) -> Iterator[Opener]:
+        """What opens a session of one of `policies` behind prompts of `kv_len` tokens."""
         with self.caches(kv_len, policies, num_steps=num_steps, on_done=on_done) as made:
             settings, cache = made
             yield lambda policy: open_session(replace(settings, policy=policy), self.stock, cache)
@@ -192,7 +175,7 @@ class RandomModel(DecodeModel):
             release(self.device)
 
 
-class TextModel(DecodeModel):
+class TextModel:
     """A checkpoint that reads real text, and goes on reading it token by token.
 
     Args:
@@ -225,7 +208,7 @@ class TextModel(DecodeModel):
     def sessions(
         self, kv_len: int, policies: Sequence[Policy], *, num_steps: int, on_done: OnDone = ignore
     ) -> Iterator[Opener]:
-        """Each session reads the prompt anew.
+        """As `RandomModel.sessions`; each session reads the prompt anew.
 
         Raises:
             ValueError: more tokens than the model has positions, or the text has.
@@ -260,6 +243,9 @@ class TextModel(DecodeModel):
             config = runtime_config(policy=policy, **self._options)
             self._configs[policy] = with_calibrated_policy(self.stock, config, self._folder)
         return Runtime(open_loaded(self.stock, self._configs[policy], self._folder))
+
+
+DecodeModel = RandomModel | TextModel  # weights that every engine of one run shares
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from gpu_ops.gather_rows import GatherLaunch, gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from offload.bench.made.attention_cache import AttentionCache
 from offload.decode.attention import DecodeAttention
+from offload.models.shape import MODEL_SHAPES
 from offload.policies import Full
 from perf.gpu_timing import graph_microseconds, print_kernels, require_gpu
 from perf.results_file import start_machine, write_results
@@ -80,10 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
     require_gpu()
     machine = start_machine(options.commit)
     cache = AttentionCache(
+        MODEL_SHAPES["llama-3.1-8b"],
         min_layers=options.layers,
         max_layers=options.layers,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
         kv_len=options.kv_len,
         dtype=DTYPE,
         pinned=True,

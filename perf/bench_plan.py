@@ -25,7 +25,7 @@ from offload.bench.decode.models import RandomModel, release
 from offload.bench.machine.measure import measure_profile
 from offload.bench.machine.policy import with_policy
 from offload.bench.made.model_cache import ModelCache
-from offload.bench.pipeline.measure import measure_decode
+from offload.bench.pipeline.measure import measure_pipeline
 from offload.bench.pipeline.session import BACKENDS, check_settings, open_session
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -217,7 +217,7 @@ def _row(
         cache,
     )
     try:
-        measured = measure_decode(session, repeats=repeats)
+        measured, _ = measure_pipeline(session, repeats=repeats, traced_steps=0)
     finally:
         session.close()
     memory, counted = measured.memory, plan.device_bytes

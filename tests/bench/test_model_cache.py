@@ -11,8 +11,12 @@ import torch
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.made.model_cache import ModelCache, structured_model_cache
-from offload.bench.made.qkv_rows import QKVRows, unrotated
+from offload.bench.made.model_cache import (
+    ModelCache,
+    QKVRows,
+    structured_model_cache,
+    unrotated,
+)
 from offload.bench.made.random_model import random_model
 from offload.bench.made.structured_cache import structured_layer
 from offload.decode.attention import DecodeAttention
@@ -53,9 +57,7 @@ def make(pool: WorkerPool, rotary_emb: Any, **changes: Any) -> ModelCache:
 
 def layer_of(layer_idx: int, seed: int = 0) -> Any:
     return structured_layer(
-        num_qo_heads=SHAPE.num_qo_heads,
-        num_kv_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
+        SHAPE,
         kv_len=KV_LEN,
         num_steps=NUM_STEPS,
         dtype=torch.float32,
@@ -235,9 +237,7 @@ def test_caches_made_on_a_gpu(name: str, pool: WorkerPool) -> None:
         policies=[policy],
     )
     layer = structured_layer(
-        num_qo_heads=SHAPE.num_qo_heads,
-        num_kv_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
+        SHAPE,
         kv_len=1500,
         num_steps=NUM_STEPS,
         dtype=torch.bfloat16,

@@ -16,19 +16,21 @@ from offload.bench.made.attention_statistics import (
     statistics_outside_range,
 )
 from offload.bench.made.structured_cache import StructuredLayer, structured_layer
+from offload.models.shape import ModelShape
+
+HEADS = ("num_qo_heads", "num_kv_heads", "head_dim")
 
 
 def make(**changes: object) -> StructuredLayer:
+    heads = {name: changes.pop(name) for name in HEADS if name in changes}
+    shape = dataclasses.replace(ModelShape(2, 128, 8, 2, 64, 256, 512, 8192), **heads)
     options: dict[str, object] = {
-        "num_qo_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 64,
         "kv_len": 1000,
         "num_steps": 8,
         "dtype": torch.float32,
         "seed": 0,
     }
-    return structured_layer(**(options | changes))  # type: ignore[arg-type]
+    return structured_layer(shape, **(options | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

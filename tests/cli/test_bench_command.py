@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from offload.bench.attention.measure import SHAPES, measure_attention
-from offload.bench.attention.reference import AttentionReference
 from offload.bench.made.attention_cache import AttentionCache
+from offload.bench.made.exact_attention import ExactAttention
 from offload.cli import app
+from offload.models.shape import MODEL_SHAPES
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 SMALL = ["bench", "attention", "--shape", "smollm2-135m", "--kv-len", "1000", "-r", "2"]
@@ -72,9 +74,8 @@ def test_bad_options(arguments: list[str], code: int, message: str) -> None:
 
 @pytest.fixture
 def cache() -> AttentionCache:
-    return AttentionCache(
-        max_layers=3, num_kv_heads=2, head_dim=64, kv_len=600, dtype=torch.float32
-    )
+    shape = dataclasses.replace(MODEL_SHAPES["tiny"], num_kv_heads=2, head_dim=64)
+    return AttentionCache(shape, kv_len=600, dtype=torch.float32, max_layers=3)
 
 
 def test_row_numbers_are_where_the_store_says_the_rows_are(cache: AttentionCache) -> None:
@@ -104,16 +105,18 @@ def test_selections_are_sorted_unique_and_differ(cache: AttentionCache) -> None:
 
 def test_the_reference_notices_wrong_outputs(cache: AttentionCache) -> None:
     query = cache.random_query(4)[0]
-    reference = AttentionReference(cache, query)
+    reference = ExactAttention(
+        cache.store, cache.seq, 0, query, kv_len=600, sm_scale=64**-0.5, dtype=torch.float64
+    )
     keys, values = cache.store.gather(cache.seq, 0)
     out = torch.nn.functional.scaled_dot_product_attention(
         query.view(4, 1, 64), keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0)
     ).flatten()
-    assert reference.check_output(out, None) < 1e-5
+    assert reference.check_output(out, [[], []]) < 1e-5
     with pytest.raises(ArithmeticError, match="differs from the float64 reference"):
-        reference.check_output(out * 1.01, None)
+        reference.check_output(out * 1.01, [[], []])
     with pytest.raises(ArithmeticError, match="differs from the float64 reference"):
-        reference.check_output(out, cache.random_selection(300, seed=3))
+        reference.check_output(out, cache.random_selection(300, seed=3).tolist())
     options = {"budget_tokens": 100, "sink_tokens": 4, "recent_tokens": 64}
     with pytest.raises(ArithmeticError, match="the selection holds"):
         reference.check_topk([list(range(100))] * 2, **options)

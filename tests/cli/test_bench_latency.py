@@ -12,12 +12,13 @@ import typer
 from typer.testing import CliRunner
 
 from offload.bench.attention.measure import SHAPES
-from offload.cli.bench.latency import DTYPE_NAMES, SHAPE_NAMES, register
+from offload.cli.bench.latency import latency
+from offload.cli.bench.options import DTYPE_NAMES, LAYER_SHAPE_NAMES
 from offload.models.dtypes import DTYPES
 from offload.system.memory import available_cpus
 
 app = typer.Typer()
-register(app)
+app.command()(latency)
 
 
 @app.callback()
@@ -139,5 +140,5 @@ def test_bad_options(arguments: list[str], code: int, message: str) -> None:
 
 
 def test_names_are_those_of_the_library() -> None:
-    assert tuple(SHAPES) == SHAPE_NAMES
+    assert tuple(SHAPES) == LAYER_SHAPE_NAMES
     assert tuple(DTYPES) == DTYPE_NAMES

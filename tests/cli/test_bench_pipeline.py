@@ -21,7 +21,8 @@ from offload.bench.pipeline.session import (
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.bench.pipeline.step_timeline import SHARES
 from offload.cli import app
-from offload.cli.bench.pipeline import BACKEND_NAMES, DTYPE_NAMES, SHAPE_NAMES
+from offload.cli.bench.options import DTYPE_NAMES, MODEL_SHAPE_NAMES
+from offload.cli.bench.pipeline import BACKEND_NAMES
 from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
 from offload.policies.registry import make_policy
@@ -93,7 +94,7 @@ def test_refusals(arguments: list[str], message: str) -> None:
 
 
 def test_names_that_the_command_offers() -> None:
-    assert tuple(MODEL_SHAPES) == SHAPE_NAMES
+    assert tuple(MODEL_SHAPES) == MODEL_SHAPE_NAMES
     assert tuple(BACKENDS) == BACKEND_NAMES
     assert tuple(DTYPES) == DTYPE_NAMES
 

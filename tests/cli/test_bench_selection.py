@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from offload.bench.selection import output as selection_output
 from offload.bench.selection.measure import SelectionMeasurement
 from offload.cli import app
-from offload.cli.bench.policy_grid import option_values, policy_grid
+from offload.cli.bench.options import option_values, policy_grid
 from offload.policies import ExactTopK
 from offload.policies.registry import available_policies
 

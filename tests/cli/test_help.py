@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from offload import __version__
 from offload.cli import app
-from offload.cli.bench import DTYPE_NAMES, KERNEL_NAMES, SHAPE_NAMES
+from offload.cli.bench import KERNEL_NAMES
+from offload.cli.bench.options import DTYPE_NAMES, LAYER_SHAPE_NAMES
 from offload.policies.registry import available_policies
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
@@ -69,7 +70,7 @@ def test_names_that_bench_offers_are_those_of_the_benchmark() -> None:
     from offload.bench.attention.measure import KERNELS, SHAPES
     from offload.models.dtypes import DTYPES
 
-    assert tuple(SHAPES) == SHAPE_NAMES
+    assert tuple(SHAPES) == LAYER_SHAPE_NAMES
     assert KERNELS == KERNEL_NAMES
     assert tuple(DTYPES) == DTYPE_NAMES
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,18 +26,15 @@ import torch
 from cpu_ops.attention import attend_csr_rows
 from cpu_ops.bandwidth import measure_gather_bandwidth, measure_read_bandwidth
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.attention.reference import AttentionReference, Selection
 from offload.bench.made.attention_cache import AttentionCache
+from offload.bench.made.exact_attention import ExactAttention
 from offload.decode.attention import DecodeAttention
 from offload.models.shape import MODEL_SHAPES, ModelShape
 from offload.policies import ExactTopK, Full, Policy
 
 KERNELS = ("dense", "sparse", "topk")
-
-
 SHAPES = {
-    "llama-3.1-8b": MODEL_SHAPES["llama-3.1-8b"],
-    "llama-3.2-1b": MODEL_SHAPES["llama-3.2-1b"],
+    **{name: MODEL_SHAPES[name] for name in ("llama-3.1-8b", "llama-3.2-1b")},
     "qwen2.5-7b": ModelShape(28, 3584, 28, 4, 128, 18944, 152064, 32768, 1000000.0),
     "qwen3-8b": ModelShape(36, 4096, 32, 8, 128, 12288, 151936, 40960, 1000000.0),
     "smollm2-135m": MODEL_SHAPES["smollm2-135m"],
@@ -91,10 +89,8 @@ def measure_attention(
     """Measure `kernels` for one query token over a cache of `kv_len` tokens.
 
     Args:
-        threads: numbers of threads to measure, one after the other.
         sparse_tokens: tokens per KV head that `sparse` attends to.
         topk_share: of kv_len, that `topk` selects.
-        on_progress: gets rounds done and in all.
 
     Raises:
         ValueError: an unknown kernel, or numbers out of range.
@@ -108,30 +104,28 @@ def measure_attention(
         raise ValueError(f"sparse_tokens must be in [1, kv_len={kv_len}], got {sparse_tokens}")
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
-    cache = AttentionCache(
-        max_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        kv_len=kv_len,
-        dtype=dtype,
-    )
-    try:
+    measurements = []
+    with closing(
+        AttentionCache(shape, kv_len=kv_len, dtype=dtype, max_layers=shape.num_layers)
+    ) as cache:
         query = cache.random_query(shape.num_qo_heads)
-        reference = AttentionReference(cache, query[0])
-        measurements = []
+        exact = ExactAttention(
+            cache.store,
+            cache.seq,
+            0,
+            query[0],
+            kv_len=kv_len,
+            sm_scale=shape.head_dim**-0.5,
+            dtype=torch.float64,
+        )
         for i, num_threads in enumerate(threads):
-            pool = WorkerPool(num_threads)
-            try:
+            with closing(WorkerPool(num_threads)) as pool:
                 rounds = _Rounds(cache, query, pool, _policies(kernels, kv_len, topk_share))
-                rounds.check(reference, sparse_tokens)
+                rounds.check(exact, sparse_tokens)
                 for round_index in range(repeats):
                     rounds.run(round_index, sparse_tokens)
                     on_progress(i * repeats + round_index + 1, len(threads) * repeats)
                 measurements += rounds.measurements(sparse_tokens)
-            finally:
-                pool.close()
-    finally:
-        cache.close()
     return measurements
 
 
@@ -173,22 +167,24 @@ class _Rounds:
         self._bandwidths: dict[str, list[float]] = {"sequential read": [], "row gather": []}
         self._errors: dict[str, float] = {}
 
-    def check(self, reference: AttentionReference, sparse_tokens: int) -> None:
+    def check(self, exact: ExactAttention, sparse_tokens: int) -> None:
         """Compare each kernel's output for layer 0 with the reference; also warms them up."""
         indices = self._cache.random_selection(sparse_tokens, seed=0)
         for kernel, policy in self._policies.items():
             self._out.fill_(float("nan"))
             self._attend(kernel, 0, indices)
-            selection: Selection | None = indices if kernel == "sparse" else None
-            if isinstance(policy, ExactTopK):
+            selection: list[list[int]] = [[] for _ in indices]
+            if kernel == "sparse":
+                selection = indices.tolist()
+            elif isinstance(policy, ExactTopK):
                 selection = self._attention[kernel].last_selection()
-                reference.check_topk(
+                exact.check_topk(
                     selection,
                     budget_tokens=policy.budget_tokens,
                     sink_tokens=policy.sink_tokens,
                     recent_tokens=policy.recent_tokens,
                 )
-            self._errors[kernel] = reference.check_output(self._out[0], selection)
+            self._errors[kernel] = exact.check_output(self._out[0], selection)
 
     def run(self, round_index: int, sparse_tokens: int) -> None:
         """One round; its index chooses the layers and the selections."""
@@ -217,35 +213,32 @@ class _Rounds:
 
     def measurements(self, sparse_tokens: int) -> list[AttentionMeasurement]:
         """What the rounds so far gave."""
-        measurements = []
+        cache, measurements = self._cache, []
         for kernel, policy in self._policies.items():
-            keys = values = self._cache.kv_len
-            if kernel == "sparse":
-                keys = values = sparse_tokens
-            elif isinstance(policy, ExactTopK):
+            keys = values = sparse_tokens if kernel == "sparse" else cache.kv_len
+            if isinstance(policy, ExactTopK):
                 values = policy.budget_tokens
-            measurements.append(self._measurement(kernel, keys, values))
+            yardstick = "row gather" if kernel == "sparse" else "sequential read"
+            bytes_read = cache.store.num_kv_heads * (keys + values) * cache.row_bytes
+            seconds = np.percentile(self._seconds[kernel], [10, 50, 90])
+            p10, median, p90 = (float(t) for t in seconds)
+            measurements.append(
+                AttentionMeasurement(
+                    kernel=kernel,
+                    num_threads=self._pool.num_threads,
+                    kv_len=cache.kv_len,
+                    tokens=values,
+                    microseconds=median * 1e6,
+                    microseconds_p10=p10 * 1e6,
+                    microseconds_p90=p90 * 1e6,
+                    bytes_read=bytes_read,
+                    bandwidth=bytes_read / median,
+                    yardstick=yardstick,
+                    yardstick_bandwidth=float(np.median(self._bandwidths[yardstick])),
+                    relative_error=self._errors[kernel],
+                )
+            )
         return measurements
-
-    def _measurement(self, kernel: str, keys: int, values: int) -> AttentionMeasurement:
-        cache = self._cache
-        p10, median, p90 = (float(t) for t in np.percentile(self._seconds[kernel], [10, 50, 90]))
-        yardstick = "row gather" if kernel == "sparse" else "sequential read"
-        bytes_read = cache.store.num_kv_heads * (keys + values) * cache.row_bytes
-        return AttentionMeasurement(
-            kernel=kernel,
-            num_threads=self._pool.num_threads,
-            kv_len=cache.kv_len,
-            tokens=values,
-            microseconds=median * 1e6,
-            microseconds_p10=p10 * 1e6,
-            microseconds_p90=p90 * 1e6,
-            bytes_read=bytes_read,
-            bandwidth=bytes_read / median,
-            yardstick=yardstick,
-            yardstick_bandwidth=float(np.median(self._bandwidths[yardstick])),
-            relative_error=self._errors[kernel],
-        )
 
     def _attend(self, kernel: str, layer_idx: int, indices: npt.NDArray[np.int32]) -> None:
         attention, step = self._attention[kernel], self._step[kernel]

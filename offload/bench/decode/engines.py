@@ -7,20 +7,21 @@ are filled with random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from offload.bench.decode.models import DecodeModel, OnDone, ignore, lean_model, release
+from offload.bench.decode.models import DecodeModel, OnDone, lean_model, release
 from offload.bench.decode.peers.transformers_decode import (
     cache_bytes,
     decode_seconds,
     filled_cache,
 )
-from offload.bench.pipeline.measure import measure_decode
+from offload.bench.pipeline.measure import measure_pipeline
 from offload.bench.selection.measure import policy_label, policy_options
 from offload.policies import Policy
 from offload.system.memory import format_bytes, host_memory_limit_bytes
@@ -37,7 +38,6 @@ ENGINES = {
     "transformers": STOCK,
     "transformers-offloaded": STOCK_OFFLOADED,
 }
-CPU_ENGINES = ("offload", "transformers")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DecodePlan:
     """What to measure.
 
     Attributes:
-        engines: names of `ENGINES`.
+        engines: names of `ENGINES`; on a CPU "offload" and "transformers".
         num_steps: of ours and the graph, `repeats` times of ours.
         stock_steps: of transformers, which is slow.
         num_threads: of torch on a CPU; None: as torch has it.
@@ -54,76 +54,44 @@ class DecodePlan:
     policies: Sequence[Policy]
     kv_lens: Sequence[int]
     engines: Sequence[str]
-    num_steps: int = 64
-    repeats: int = 2
-    stock_steps: int = 8
-    num_threads: int | None = None
+    num_steps: int
+    repeats: int
+    stock_steps: int
+    num_threads: int | None
 
 
-def measure_engines(
-    model: DecodeModel,
-    plan: DecodePlan,
-    *,
-    on_row: Callable[[Row], None] = lambda row: None,
-    on_done: OnDone = ignore,
-) -> list[Row]:
+def measure_engines(model: DecodeModel, plan: DecodePlan, on_done: OnDone) -> Iterator[Row]:
     """Every engine at every context; those that do not fit the memory give a row that says so.
 
-    Args:
-        on_row: gets each row when it is measured.
-        on_done: see `decode_models`.
-
     Raises:
-        ValueError: an engine that needs a GPU, or numbers out of range.
+        ValueError: numbers out of range.
         HostBudgetError, DeviceMemoryError: our own caches do not fit.
     """
-    check_engines(plan.engines, model.device)
-    rows: list[Row] = []
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        on_row(row)
-
     for kv_len in plan.kv_lens:
         if "offload" in plan.engines:
             with model.sessions(
                 kv_len, plan.policies, num_steps=plan.num_steps, on_done=on_done
             ) as opened:
                 for policy in plan.policies:
-                    session = opened(policy)
-                    try:
-                        measurement = measure_decode(
+                    with closing(opened(policy)) as session:
+                        measurement, _ = measure_pipeline(
                             session,
                             repeats=plan.repeats,
+                            traced_steps=0,
                             on_progress=lambda done, total: on_done("repeats", done, total),
                         )
-                    finally:
-                        session.close()
-                        release(model.device)
-                    ours = {
+                    release(model.device)
+                    yield {
                         "engine": OURS,
                         "policy": policy.name,
                         "label": policy_label(policy),
                         "policy_options": policy_options(policy),
                         "kv_len": kv_len,
+                        **measurement.row(),
                     }
-                    add(ours | measurement.row())
         for engine in plan.engines:
             if engine != "offload":
-                add(_peer_row(model, plan, engine, kv_len))
-    return rows
-
-
-def check_engines(engines: Sequence[str], device: torch.device) -> None:
-    """Refuse engines that do not exist, or not on this device."""
-    for engine in engines:
-        if engine not in ENGINES:
-            raise ValueError(f"unknown engine {engine!r}; available: {', '.join(ENGINES)}")
-        if device.type == "cpu" and engine not in CPU_ENGINES:
-            raise ValueError(
-                f"engine {engine!r} needs a GPU, but the device is the CPU; there are "
-                f"{' and '.join(CPU_ENGINES)} on it"
-            )
+                yield _peer_row(model, plan, engine, kv_len)
 
 
 def graph_row(model: DecodeModel, kv_len: int, *, num_steps: int, batch_size: int = 1) -> Row:

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from offload.bench.decode.text_session import TextSession
 from offload.bench.made.model_cache import ModelCache
 from offload.bench.pipeline.measure import DecodeSession
 from offload.bench.pipeline.session import make_cache, make_model, open_session
 from offload.bench.pipeline.settings import PipelineSettings
+from offload.decode.sampling import SamplingOptions
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import load_tokenizer, resolve_folder
 from offload.loading.stock_model import load_stock_model
 from offload.models import LeanModel, lean_model_maker
+from offload.models.batch import pack
 from offload.policies import Policy
+from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.opening import open_loaded, with_calibrated_policy
 from offload.runtime.runtime import Runtime
 from offload.system.errors import DeviceMemoryError
+from offload.system.torch_threads import torch_threads
 
 OnDone = Callable[[str, int, int], None]  # what is being made, how much of it is done, and in all
 Opener = Callable[[Policy], DecodeSession]
@@ -36,26 +41,80 @@ def ignore(what: str, done: int, total: int) -> None:
     """An `OnDone` for nobody."""
 
 
-class DecodeModel(Protocol):
-    """Weights that every engine of one run shares."""
+class TextSession(DecodeSession):
+    """One that is fed the text's own tokens: every policy reads the same.
 
-    @property
-    def stock(self) -> Any:
-        """The stock model, on its device."""
+    Each repeat continues a fork of the prompt, whose pages and policy state stay as they were.
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
+    Args:
+        runtime: of one policy; closed with the session.
+        weight_bytes: of the model's weights.
+        tokens: int64 [kv_len + num_steps or more], the text.
+    """
 
-    def sessions(
-        self,
-        kv_len: int,
-        policies: Sequence[Policy],
-        *,
-        num_steps: int,
-        on_done: OnDone = ignore,
-    ) -> AbstractContextManager[Opener]:
-        """What opens a session of one of `policies` behind prompts of `kv_len` tokens."""
+    batch_size = 1
+
+    def __init__(
+        self, runtime: Runtime, weight_bytes: int, tokens: Tensor, kv_len: int, num_steps: int
+    ) -> None:
+        self.num_steps = num_steps
+        self._runtime: Any = runtime
+        self._tokens, self._position = tokens, kv_len
+        self._kv_len, self._weight_bytes = kv_len, weight_bytes
+        self._prompt = OffloadedCache(runtime.sequences)
+        self._cache: OffloadedCache | None = None
+        try:
+            self._read(tokens[:kv_len])
+        except BaseException:
+            self.close()
+            raise
+        if runtime.device.type == "cuda":
+            torch.cuda.synchronize(runtime.device)
+            self._before_bytes = torch.cuda.memory_allocated(runtime.device)
+            torch.cuda.reset_peak_memory_stats(runtime.device)  # prefill took more
+
+    def decode(self, num_steps: int) -> list[float]:
+        with torch_threads(1):  # as `Runtime.generation` does it, between forward passes too
+            return super().decode(num_steps)
+
+    def rewind(self) -> None:
+        if self._cache is not None:
+            self._cache.reset()
+        self._cache, self._position = copy.deepcopy(self._prompt), self._kv_len
+
+    def memory(self) -> dict[str, int]:
+        runtime, device = self._runtime, self._runtime.device
+        found = {
+            "weights": self._weight_bytes,
+            "kv_host": runtime.store.host_bytes_used,
+            "policy_host": runtime.attention.states.num_bytes,
+        }
+        if device.type == "cuda":
+            found["kv_device"] = runtime._decoder.device_bytes
+            found["device"] = torch.cuda.max_memory_allocated(device) - self._before_bytes
+        return found
+
+    def close(self) -> None:
+        for cache in (self._cache, self._prompt):
+            if cache is not None:
+                cache.reset()
+        self._runtime._decoder.close()
+        self._runtime.store.close()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """From the next token of the text to the most likely one after it, on the host."""
+        assert self._cache is not None
+        positions = torch.tensor([self._position])
+        tokens = self._tokens[self._position : self._position + 1]
+        self._runtime.choose_tokens(self._cache, tokens, positions, SamplingOptions())
+        self._position += 1
+
+    @torch.no_grad()
+    def _read(self, prompt: Tensor) -> None:
+        batch = pack((1, len(prompt)), None, torch.arange(len(prompt))[None])
+        embeddings = self._runtime.lean.embed_tokens(prompt.to(self._runtime.device))
+        self._runtime.run(embeddings, batch, self._prompt, prompt)
 
 
 class RandomModel:
@@ -66,7 +125,7 @@ class RandomModel:
     """
 
     def __init__(self, settings: PipelineSettings) -> None:
-        self.settings = settings
+        self.settings, self.device = settings, settings.device
 
     @cached_property
     def stock(self) -> Any:
@@ -78,19 +137,11 @@ class RandomModel:
         """The model's lean view."""
         return lean_model(self.stock)
 
-    @property
-    def device(self) -> torch.device:
-        return self.settings.device
-
     @contextmanager
     def sessions(
-        self,
-        kv_len: int,
-        policies: Sequence[Policy],
-        *,
-        num_steps: int,
-        on_done: OnDone = ignore,
+        self, kv_len: int, policies: Sequence[Policy], *, num_steps: int, on_done: OnDone = ignore
     ) -> Iterator[Opener]:
+        """What opens a session of one of `policies` behind prompts of `kv_len` tokens."""
         with self.caches(kv_len, policies, num_steps=num_steps, on_done=on_done) as made:
             settings, cache = made
             yield lambda policy: open_session(replace(settings, policy=policy), self.stock, cache)
@@ -101,20 +152,15 @@ class RandomModel:
         kv_len: int,
         policies: Sequence[Policy],
         *,
-        num_steps: int,
-        batch_size: int = 1,
-        distinct_layers: int | None = None,
         on_done: OnDone = ignore,
+        **changes: Any,
     ) -> Iterator[tuple[PipelineSettings, ModelCache]]:
-        """Made caches, and the settings to open sessions on them with."""
-        settings = replace(
-            self.settings,
-            kv_len=kv_len,
-            policy=policies[0],
-            batch_size=batch_size,
-            num_steps=num_steps,
-            distinct_layers=distinct_layers,
-        )
+        """Made caches, and the settings to open sessions on them with.
+
+        Args:
+            changes: of other settings.
+        """
+        settings = replace(self.settings, kv_len=kv_len, policy=policies[0], **changes)
         cache = make_cache(
             settings,
             self.stock,
@@ -160,14 +206,9 @@ class TextModel:
 
     @contextmanager
     def sessions(
-        self,
-        kv_len: int,
-        policies: Sequence[Policy],
-        *,
-        num_steps: int,
-        on_done: OnDone = ignore,
+        self, kv_len: int, policies: Sequence[Policy], *, num_steps: int, on_done: OnDone = ignore
     ) -> Iterator[Opener]:
-        """Each session reads the prompt anew.
+        """As `RandomModel.sessions`; each session reads the prompt anew.
 
         Raises:
             ValueError: more tokens than the model has positions, or the text has.
@@ -181,9 +222,13 @@ class TextModel:
                     + ("" if name.endswith("positions") else ", or give a longer --text")
                 )
 
+        weight_bytes = sum(weight.nbytes for weight in self.stock.parameters())
+
         def opened(policy: Policy) -> DecodeSession:
             on_done(f"{policy.name} reads the text", 0, 1)
-            session = TextSession(self._runtime(policy), self._tokens, kv_len, num_steps)
+            session = TextSession(
+                self._runtime(policy), weight_bytes, self._tokens, kv_len, num_steps
+            )
             on_done(f"{policy.name} reads the text", 1, 1)
             return session
 
@@ -198,6 +243,9 @@ class TextModel:
             config = runtime_config(policy=policy, **self._options)
             self._configs[policy] = with_calibrated_policy(self.stock, config, self._folder)
         return Runtime(open_loaded(self.stock, self._configs[policy], self._folder))
+
+
+DecodeModel = RandomModel | TextModel  # weights that every engine of one run shares
 
 
 @contextmanager

@@ -15,7 +15,8 @@ after the first timed step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ import torch
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.bench.latency.plan import LayerPlan, plan_layers
-from offload.bench.latency.reference import ExactAttention, SelectionQuality
 from offload.bench.latency.workload import LatencyWorkload
 from offload.bench.latency.yardstick import Yardstick
+from offload.bench.made.exact_attention import ExactAttention, SelectionQuality
 from offload.decode.attention import DecodeAttention
 from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE
@@ -91,17 +92,6 @@ class LatencyMeasurement:
         return self.bandwidth / self.sequential_bandwidth
 
 
-@dataclass
-class _Counts:
-    """What one layer's turns gave, one entry per step."""
-
-    seconds: list[float] = field(default_factory=list)
-    phase_seconds: list[list[float]] = field(default_factory=list)
-    bytes: list[float] = field(default_factory=list)
-    scored: list[float] = field(default_factory=list)
-    attended: list[float] = field(default_factory=list)
-
-
 def measure_latency(
     workload: LatencyWorkload,
     policies: Mapping[str, Policy],
@@ -127,29 +117,21 @@ def measure_latency(
     budgets = [policy.budget_tokens for policy in policies.values() if policy.selects]
     row_tokens = min(workload.kv_len, max(budgets, default=1024))
     measurements: list[LatencyMeasurement] = []
-    qualities: dict[str, SelectionQuality] = {}
-    yardstick = Yardstick(workload.store, tokens=row_tokens)
-    try:
+    qualities: list[SelectionQuality] = []
+    with closing(Yardstick(workload.store, tokens=row_tokens)) as yardstick:
         for num_threads in threads:
-            pool = WorkerPool(num_threads)
-            yardstick.start(pool)
-            try:
-                with torch_threads(num_threads):
-                    turns = {
-                        name: _Turns(policy, workload, pool) for name, policy in policies.items()
-                    }
-                    _run(workload, list(turns.values()), yardstick, repeats, on_step)
-                    if not qualities:
-                        qualities = _judge(workload, turns, WARMUP_STEPS + repeats)
-                measurements += [
-                    turn.measurement(name, options.get(name, {}), yardstick, qualities[name])
-                    for name, turn in turns.items()
-                ]
-            finally:
-                workload.rewind()
-                pool.close()
-    finally:
-        yardstick.close()
+            with closing(WorkerPool(num_threads)) as pool, torch_threads(num_threads):
+                yardstick.start(pool)
+                try:
+                    turns = [_Turns(policy, workload, pool) for policy in policies.values()]
+                    _run(workload, turns, yardstick, repeats, on_step)
+                    qualities = qualities or _judge(workload, turns, WARMUP_STEPS + repeats)
+                    measurements += [
+                        turn.measurement(name, options.get(name, {}), yardstick, quality)
+                        for name, turn, quality in zip(policies, turns, qualities, strict=True)
+                    ]
+                finally:
+                    workload.rewind()
     return measurements
 
 
@@ -182,39 +164,34 @@ def _check(workload: LatencyWorkload, turns: list[_Turns], step: int, kv_lens: l
 
     Of a timed step only the last layer's output is there.
     """
-    layers = {0, workload.num_layers - 1} if step < WARMUP_STEPS else {workload.num_layers - 1}
-    for layer_idx in sorted(layers):
+    last = workload.num_layers - 1
+    for layer_idx in sorted({0 if step < WARMUP_STEPS else last, last}):
         exact = _exact(workload, layer_idx, step, kv_lens[0])
         for turn in turns:
             turn.check(layer_idx, exact)
 
 
-def _judge(
-    workload: LatencyWorkload, turns: Mapping[str, _Turns], step: int
-) -> dict[str, SelectionQuality]:
+def _judge(workload: LatencyWorkload, turns: Sequence[_Turns], step: int) -> list[SelectionQuality]:
     """Quality of the last step's selections: weighted means over a few layers."""
     num_layers = workload.num_layers
-    layers = sorted({int(i) for i in np.linspace(0, num_layers - 1, min(num_layers, 4))})
-    found: dict[str, list[tuple[float, SelectionQuality]]] = {name: [] for name in turns}
-    for layer_idx in layers:
-        exact = _exact(workload, layer_idx, step, workload.store.kv_len(workload.seqs[0]) + 1)
-        for name, turn in turns.items():
+    kv_len = workload.store.kv_len(workload.seqs[0]) + 1
+    found: list[list[tuple[float, SelectionQuality]]] = [[] for _ in turns]
+    for layer_idx in sorted({*np.linspace(0, num_layers - 1, min(num_layers, 4)).astype(int)}):
+        exact = _exact(workload, layer_idx, step, kv_len)
+        for turn, parts in zip(turns, found, strict=True):
             weight = float(turn.plan.weights[layer_idx])
             if weight > 0:
-                found[name].append((weight, turn.quality(layer_idx, exact)))
-    return {name: _mean_quality(parts) for name, parts in found.items()}
+                parts.append((weight, turn.quality(layer_idx, exact)))
+    return [_mean_quality(parts) for parts in found]
 
 
 def _mean_quality(parts: list[tuple[float, SelectionQuality]]) -> SelectionQuality:
-    def mean(pairs: list[tuple[float, float]]) -> float:
-        return sum(w * x for w, x in pairs) / sum(w for w, _ in pairs)
+    def mean(name: str) -> Any:
+        """Of those that have it; None if none has."""
+        pairs = [(w, getattr(q, name)) for w, q in parts if getattr(q, name) is not None]
+        return sum(w * x for w, x in pairs) / sum(w for w, _ in pairs) if pairs else None
 
-    overlaps = [(w, q.top_overlap) for w, q in parts if q.top_overlap is not None]
-    return SelectionQuality(
-        top_overlap=mean(overlaps) if overlaps else None,
-        mass_kept=mean([(w, q.mass_kept) for w, q in parts]),
-        answered=mean([(w, q.answered) for w, q in parts]),
-    )
+    return SelectionQuality(*(mean(field.name) for field in fields(SelectionQuality)))
 
 
 def _exact(workload: LatencyWorkload, layer_idx: int, step: int, kv_len: int) -> ExactAttention:
@@ -234,8 +211,7 @@ class _Turns:
     def __init__(self, policy: Policy, workload: LatencyWorkload, pool: WorkerPool) -> None:
         self._workload = workload
         self._num_threads = pool.num_threads
-        store = workload.store
-        heads = workload.num_qo_heads
+        store, heads = workload.store, workload.num_qo_heads
         policy.check_model(
             num_layers=workload.num_model_layers,
             num_qo_heads=heads,
@@ -262,16 +238,15 @@ class _Turns:
         if self._policy.reads_text and workload.text_marks is not None:
             for seq, marks in zip(workload.seqs, workload.text_marks, strict=True):
                 self._attention.states.append_marks(seq, marks[: workload.kv_len])
-        if self._policy.observed_queries:
-            for row, seq in enumerate(workload.seqs):
-                for layer_idx in range(workload.num_layers):
-                    kept = workload.prompt_queries(row, layer_idx)
-                    self._attention.record_queries(seq, layer_idx, kept, workload.kv_len)
+        for row, seq in enumerate(workload.seqs):
+            for layer_idx in range(workload.num_layers):
+                kept = workload.prompt_queries(row, layer_idx)
+                self._attention.record_queries(seq, layer_idx, kept, workload.kv_len)
         self._build_seconds = self._attention.build_states(
             workload.seqs, [workload.kv_len + 1] * workload.batch_size
         )
         self._out = torch.empty(workload.batch_size, heads * store.head_dim, dtype=store.dtype)
-        self._layers = [_Counts() for _ in range(workload.num_layers)]
+        self._timed: list[list[tuple[float, dict[str, Any]]]] = []  # of each step and layer
         # Of the last turn, by layer.
         self._outputs: dict[int, torch.Tensor] = {}
         self._selections: dict[int, list[list[int]]] = {}
@@ -290,13 +265,7 @@ class _Turns:
                 attention.attend(layer_idx, begun, query, self._out)
                 self._keep(layer_idx)
             return
-        timed = attention.time_layers(begun, queries, self._out)
-        for counts, (seconds, profile) in zip(self._layers, timed, strict=True):
-            counts.seconds.append(seconds)
-            counts.phase_seconds.append([profile["seconds"][phase] for phase in PHASES])
-            counts.bytes.append(profile["bytes"])
-            counts.scored.append(profile["scored_tokens"])
-            counts.attended.append(profile["attended_tokens"])
+        self._timed.append(attention.time_layers(begun, queries, self._out))
         self._keep(workload.num_layers - 1)
 
     def _keep(self, layer_idx: int) -> None:
@@ -333,21 +302,26 @@ class _Turns:
         workload, weights = self._workload, self.plan.weights
         per_token = 1 / workload.batch_size
 
-        def mean(of_layer: Callable[[_Counts], Any]) -> Any:
-            """Over layers, by their weights: per step where `of_layer` gives lists."""
-            parts = [np.asarray(of_layer(counts), float) for counts in self._layers]
-            return sum(w * part for w, part in zip(weights, parts, strict=True)) * per_token
+        def mean(of_turn: Callable[[float, Mapping[str, Any]], Any]) -> Any:
+            """Of each step, per token: over layers, by their weights."""
+            turns = np.array([[of_turn(*turn) for turn in step] for step in self._timed], float)
+            layers = turns.swapaxes(0, 1)
+            return sum(w * layer for w, layer in zip(weights, layers, strict=True)) * per_token
 
-        steps = mean(lambda counts: counts.seconds) * 1e6
+        def counted(name: str) -> float:
+            """The median step's."""
+            return float(np.median(mean(lambda _, profile: profile[name])))
+
+        steps = mean(lambda seconds, _: seconds) * 1e6
         p10, median, p90 = (float(t) for t in np.percentile(steps, [10, 50, 90]))
-        in_phases = np.median(mean(lambda counts: counts.phase_seconds), axis=0)
+        in_phases = np.median(
+            mean(lambda _, profile: [profile["seconds"][phase] for phase in PHASES]), axis=0
+        )
         in_phases = in_phases * 1e6 / self._num_threads
         phases = {p: float(t) for p, t in zip(PHASES, in_phases, strict=True)}
         phases["other"] = max(0.0, median - sum(phases.values()))
-        bytes_touched = float(np.median(mean(lambda counts: counts.bytes)))
+        bytes_touched = counted("bytes")
         kv_len, units = workload.kv_len, self._num_units
-        scored = float(np.median(mean(lambda counts: counts.scored))) / units / kv_len
-        attended = float(np.median(mean(lambda counts: counts.attended))) / units
         store = workload.store
         row_bytes = 2 * store.num_kv_heads * store.head_dim * store.dtype.itemsize
         kv_bytes = workload.batch_size * row_bytes * kv_len * workload.num_layers
@@ -368,11 +342,9 @@ class _Turns:
             sequential_bandwidth=yardstick.sequential_bandwidth,
             gather_bandwidth=yardstick.gather_bandwidth,
             yardstick="sequential read" if dense or self._policy.scans_keys else "row gather",
-            candidate_share=1.0 if dense else min(1.0, scored),
-            attended_tokens=attended,
-            top_overlap=quality.top_overlap,
-            mass_kept=quality.mass_kept,
-            answered=quality.answered,
+            candidate_share=1.0 if dense else min(1.0, counted("scored_tokens") / units / kv_len),
+            attended_tokens=counted("attended_tokens") / units,
+            **asdict(quality),
             dense_share=self.plan.dense_share,
             build_seconds=self._build_seconds / (workload.num_layers * workload.batch_size),
             state_share=self._attention.states.num_bytes / kv_bytes,

@@ -30,13 +30,11 @@ class LayerPlan:
         weights: float64 [num_layers], the share of the model's sparse layers that each physical
             layer stands for; sums to 1.
         dense_share: of the model's layers, that are dense.
-        asking: how many units of each layer scan or select; the others reuse.
     """
 
     policy: Policy
     weights: npt.NDArray[np.float64]
     dense_share: float
-    asking: tuple[int, ...]
 
 
 def plan_layers(
@@ -47,10 +45,9 @@ def plan_layers(
     Raises:
         ValueError: too few physical layers for a policy that reuses selections.
     """
-    everywhere = (num_units,) * num_layers
     uniform = np.full(num_layers, 1 / num_layers)
     if not policy.selects:
-        return LayerPlan(policy, uniform, 0.0, everywhere)
+        return LayerPlan(policy, uniform, 0.0)
     roles = policy.roles(num_model_layers, num_units)
     if roles is None:
         dense = np.arange(num_model_layers) < policy.dense_layers
@@ -60,12 +57,11 @@ def plan_layers(
         raise ValueError(f"policy {policy.name!r} leaves all {num_model_layers} layers dense")
     share = float(dense.mean())
     if num_layers == num_model_layers:
-        asking = everywhere if roles is None else _asking(roles)
-        return LayerPlan(policy, ~dense / (~dense).sum(), share, asking)
+        return LayerPlan(policy, ~dense / (~dense).sum(), share)
     if roles is None:
-        return LayerPlan(_without_dense_layers(policy), uniform, share, everywhere)
+        return LayerPlan(_without_dense_layers(policy), uniform, share)
     chosen, weights = _choose_rows(roles[~dense], num_layers)
-    return LayerPlan(_with_roles(policy, chosen), weights, share, _asking(chosen))
+    return LayerPlan(_with_roles(policy, chosen), weights, share)
 
 
 def _choose_rows(
@@ -89,32 +85,21 @@ def _choose_rows(
         else:
             edges = np.linspace(0, len(others), num_layers)[1:-1].astype(int)
         bins += [part for part in np.split(others, edges) if part.size]
-    rows: list[int] = []
-    weights: list[float] = []
-    for part in bins:
-        typical = part[np.argmin(np.abs(asking[part] - asking[part].mean()))]
-        rows.append(part[0] if part is bins[0] else typical)
-        weights.append(len(part))
+    typical = [part[np.argmin(np.abs(asking[part] - asking[part].mean()))] for part in bins]
+    typical[0] = bins[0][0]
+    sizes, copies = [len(part) for part in bins], [1] * len(bins)
+    kinds = list(range(len(bins)))
     # Layers that are left repeat the most frequent kind: more samples of it.
-    while len(rows) < num_layers:
-        most = int(np.argmax(weights))
-        copies = rows.count(rows[most]) + 1
-        share = sum(w for w, r in zip(weights, rows, strict=True) if r == rows[most]) / copies
-        rows.append(rows[most])
-        weights = [
-            share if r == rows[most] else w for w, r in zip([*weights, 0], rows, strict=True)
-        ]
-    shares = np.asarray(weights, float)
-    return roles[rows], shares / shares.sum()
-
-
-def _asking(roles: npt.NDArray[np.uint8]) -> tuple[int, ...]:
-    return tuple(int(n) for n in ((roles != REUSE) & (roles != DENSE)).sum(1))
+    while len(kinds) < num_layers:
+        most = int(np.argmax(np.divide(sizes, copies)))
+        copies[most] += 1
+        kinds.append(most)
+    shares = np.divide(sizes, copies)[kinds]
+    return roles[np.array(typical)[kinds]], shares / shares.sum()
 
 
 def _without_dense_layers(policy: Policy) -> Policy:
-    names = {field.name for field in dataclasses.fields(policy)}
-    if "dense_layers" not in names:
+    if "dense_layers" not in {field.name for field in dataclasses.fields(policy)}:
         return policy
     changes: dict[str, Any] = {"dense_layers": 0}
     return dataclasses.replace(policy, **changes)

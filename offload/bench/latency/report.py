@@ -26,41 +26,48 @@ def latency_rows(measurements: Sequence[LatencyMeasurement]) -> list[dict[str, A
     by_key = {(m.policy, m.kv_len, m.num_threads): m for m in measurements}
     fewest = min(m.num_threads for m in measurements)
     shortest = min(m.kv_len for m in measurements)
-    rows = []
-    for m in measurements:
 
-        def ratio(policy: str, kv_len: int, threads: int, ours: float = m.microseconds) -> Any:
+    def row(m: LatencyMeasurement) -> dict[str, Any]:
+        def ratio(policy: str, kv_len: int, threads: int) -> float | None:
             other = by_key.get((policy, kv_len, threads))
-            return None if other is None else other.microseconds / ours
+            return None if other is None else other.microseconds / m.microseconds
 
-        full = by_key.get(("full", m.kv_len, m.num_threads))
+        over_full = ratio("full", m.kv_len, m.num_threads)
         all_layers = None
-        if full is not None:
-            dense = m.dense_share
-            all_layers = dense * full.microseconds + (1 - dense) * m.microseconds
-        speedup = ratio(m.policy, m.kv_len, fewest)
-        base = by_key.get((m.policy, m.kv_len, fewest))
-        bandwidths = None if base is None else m.gather_bandwidth / base.gather_bandwidth
+        if over_full is not None:
+            full = by_key["full", m.kv_len, m.num_threads].microseconds
+            all_layers = m.dense_share * full + (1 - m.dense_share) * m.microseconds
+        efficiency = speedup = ratio(m.policy, m.kv_len, fewest)
+        if speedup is not None:
+            base = by_key[m.policy, m.kv_len, fewest]
+            efficiency = speedup / (m.gather_bandwidth / base.gather_bandwidth)
         shorter = ratio(m.policy, shortest, m.num_threads)
-        rows.append(
-            asdict(m)
-            | {
-                "yardstick_share": m.yardstick_share,
-                "all_layers_microseconds": all_layers,
-                "speedup_over_full": ratio("full", m.kv_len, m.num_threads),
-                "speedup_over_exact_topk": ratio("exact_topk", m.kv_len, m.num_threads),
-                "thread_speedup": speedup,
-                "thread_efficiency": speedup / bandwidths if speedup and bandwidths else None,
-                "growth": 1 / shorter if shorter else None,
-            }
-        )
-    return rows
+        return asdict(m) | {
+            "yardstick_share": m.yardstick_share,
+            "all_layers_microseconds": all_layers,
+            "speedup_over_full": over_full,
+            "speedup_over_exact_topk": ratio("exact_topk", m.kv_len, m.num_threads),
+            "thread_speedup": speedup,
+            "thread_efficiency": efficiency,
+            "growth": None if shorter is None else 1 / shorter,
+        }
+
+    return [row(m) for m in measurements]
 
 
 def latency_csv(rows: Sequence[dict[str, Any]]) -> str:
     """One line per measurement, with a header; phases are columns of their own."""
     text = io.StringIO()
-    flat = [_flat(row) for row in rows]
+    flat: list[dict[str, Any]] = []
+    for row in rows:
+        flat.append({})
+        for name, value in row.items():
+            if name == "phases":
+                flat[-1] |= {f"{phase}_microseconds": time for phase, time in value.items()}
+            elif name == "options":
+                flat[-1][name] = " ".join(f"{key}={option}" for key, option in value.items())
+            else:
+                flat[-1][name] = value
     writer = csv.DictWriter(text, fieldnames=list(flat[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
@@ -184,18 +191,6 @@ def check_plot(path: Path) -> Any:
     if not path.parent.is_dir():
         raise ValueError(f"--plot {path}: there is no folder {path.parent}")
     return Figure
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        if name == "phases":
-            flat |= {f"{phase}_microseconds": time for phase, time in value.items()}
-        elif name == "options":
-            flat[name] = " ".join(f"{key}={option}" for key, option in value.items())
-        else:
-            flat[name] = value
-    return flat
 
 
 def _times(ratio: float | None) -> str:

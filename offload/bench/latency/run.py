@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from offload.bench.attention.measure import SHAPES
 from offload.bench.latency.measure import LatencyMeasurement, measure_latency, steps_needed
 from offload.bench.latency.report import latency_rows
-from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
+from offload.bench.latency.workload import TextReader, structured_workload
 from offload.bench.made.attention_statistics import AttentionStatistics, statistics_outside_range
 from offload.models import ModelShape
 from offload.policies import Policy
@@ -45,13 +46,8 @@ class LatencyRun:
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Measurements, and the statistics of what they were made on.
-
-    Attributes:
-        statistics: of each depth.
-        layers: physical layers at each depth.
-        warnings: statistics that are not like a real model's.
-    """
+    """Measurements; by depth the statistics of what they were made on and the physical layers;
+    and `warnings` about statistics that are not like a real model's."""
 
     run: LatencyRun
     dtype: str
@@ -81,24 +77,19 @@ class LatencyResult:
 
     def describe_statistics(self) -> str:
         """A line per depth."""
-        lines = []
-        for depth, s in self.statistics.items():
-            lines.append(
-                f"keys and queries at {depth:,}: sink {s.sink_share:.0%}, top 2 % hold "
-                f"{s.group_top_mass:.0%}, last 64 {s.near_share:.0%}, top tokens kept after "
-                f"1/8/32 steps {s.overlap_1:.0%}/{s.overlap_8:.0%}/{s.overlap_32:.0%}, clustered "
-                f"{s.clustering:.0%}, LFPS candidates {s.lfps_candidates:.1%}"
-            )
-        return "\n".join(lines)
+        return "\n".join(
+            f"keys and queries at {depth:,}: sink {s.sink_share:.0%}, top 2 % hold "
+            f"{s.group_top_mass:.0%}, last 64 {s.near_share:.0%}, top tokens kept after "
+            f"1/8/32 steps {s.overlap_1:.0%}/{s.overlap_8:.0%}/{s.overlap_32:.0%}, clustered "
+            f"{s.clustering:.0%}, LFPS candidates {s.lfps_candidates:.1%}"
+            for depth, s in self.statistics.items()
+        )
 
 
 def run_latency(
     run: LatencyRun, *, on_progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> LatencyResult:
     """Measure everything.
-
-    Args:
-        on_progress: gets what is done now, and how many parts are done and in all.
 
     Raises:
         ValueError: a depth that the budget covers, or that the model does not have.
@@ -112,14 +103,13 @@ def run_latency(
             "every policy is full attention; raise --n-depth or lower --budget-tokens"
         )
     reader = None if run.model is None else TextReader(run.model)
-    shape = SHAPES[run.shape] if run.shape is not None else reader.shape if reader else None
-    assert shape is not None
+    shape = reader.shape if reader else SHAPES[run.shape or ""]
     layers = {
         depth: shape.num_layers if reader else _layers(shape, run, depth) for depth in run.depths
     }
     num_steps = steps_needed(run.repeats)
-    made = {d: 1 if reader else run.batch_size * layers[d] for d in run.depths}
-    total = sum(made.values()) + len(run.depths) * len(run.threads) * num_steps
+    made = sum(1 if reader else run.batch_size * layers[depth] for depth in run.depths)
+    total = made + len(run.depths) * len(run.threads) * num_steps
     done = 0
     measurements: list[LatencyMeasurement] = []
     statistics: dict[int, AttentionStatistics] = {}
@@ -150,10 +140,11 @@ def run_latency(
                 seed=run.seed,
                 on_layer=making,
             )
-        try:
+        with closing(workload.store):
             statistics[depth] = workload.statistics
             if reader is None:
-                warnings += _warnings(workload)
+                outside = statistics_outside_range(workload.statistics, depth)
+                warnings += [f"at {depth:,} tokens {line}; times may mislead" for line in outside]
             measurements += measure_latency(
                 workload,
                 run.policies,
@@ -162,11 +153,8 @@ def run_latency(
                 repeats=run.repeats,
                 on_step=advance(f"{depth:,} tokens: steps"),
             )
-        finally:
-            workload.close()
-    dtype = reader.dtype if reader is not None else run.dtype
-    name = str(dtype).removeprefix("torch.")
-    return LatencyResult(run, name, measurements, statistics, layers, warnings)
+    dtype = str(reader.dtype if reader else run.dtype).removeprefix("torch.")
+    return LatencyResult(run, dtype, measurements, statistics, layers, warnings)
 
 
 def _layers(shape: ModelShape, run: LatencyRun, depth: int) -> int:
@@ -174,8 +162,3 @@ def _layers(shape: ModelShape, run: LatencyRun, depth: int) -> int:
     layer_bytes = 2 * shape.num_kv_heads * depth * shape.head_dim * run.dtype.itemsize
     fit = int(_MEMORY_SHARE * host_memory_limit_bytes()) // (layer_bytes * run.batch_size)
     return max(1, min(run.max_layers, shape.num_layers, fit))
-
-
-def _warnings(workload: LatencyWorkload) -> list[str]:
-    outside = statistics_outside_range(workload.statistics, workload.kv_len)
-    return [f"at {workload.kv_len:,} tokens {line}; times may mislead" for line in outside]

@@ -22,9 +22,12 @@ from offload.bench.made.attention_statistics import (
     attention_statistics,
     mean_statistics,
 )
+from offload.bench.made.one_slab import num_pages, one_slab_store, page_bytes
 from offload.bench.made.structured_cache import structured_layer
+from offload.bench.selection.shared_prefill import prefill_keeping_queries
 from offload.kv.store import HostBudgetError, KVStore
 from offload.models import ModelShape
+from offload.models.batch import pack
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
 PROMPT_QUERIES = LFPS_STEPS  # queries of the prompt's end that are kept for policies and statistics
@@ -47,58 +50,42 @@ class LayerSteps:
     queries: Tensor
 
 
+@dataclass
 class LatencyWorkload:
     """Sequences of `kv_len` tokens in `store`, and what `num_steps` decode steps add and ask.
 
-    Args:
+    The store's handles are `seqs`. A step is: `advance`, whatever reads it, `commit`.
+
+    Attributes:
         steps: of each sequence and layer.
         num_model_layers: of the model whose `num_layers` layers stand for all.
         statistics: of the keys and queries.
         text_marks: uint8 [kv_len + num_steps] of each sequence (see `offload.policies.text_marks`),
             for policies that read text; made sequences have none.
-
-    The store's handles are `seqs`. A step is: `advance`, whatever reads it, `commit`.
     """
 
-    def __init__(
-        self,
-        store: KVStore,
-        seqs: list[int],
-        steps: list[list[LayerSteps]],
-        *,
-        num_model_layers: int,
-        statistics: AttentionStatistics,
-        sm_scale: float,
-        text_marks: list[npt.NDArray[np.uint8]] | None = None,
-    ) -> None:
-        self.store = store
-        self.seqs = seqs
-        self.num_model_layers = num_model_layers
-        self.num_layers = store.num_layers
-        self.kv_len = store.kv_len(seqs[0])
-        self.num_qo_heads = int(steps[0][0].queries.shape[0])
-        self.num_steps = int(steps[0][0].keys.shape[0])
-        self.statistics = statistics
-        self.sm_scale = sm_scale
-        self.text_marks = text_marks
-        self._steps = steps
+    store: KVStore
+    seqs: list[int]
+    steps: list[list[LayerSteps]]
+    num_model_layers: int
+    statistics: AttentionStatistics
+    sm_scale: float
+    text_marks: list[npt.NDArray[np.uint8]] | None = None
+
+    def __post_init__(self) -> None:
+        self.num_layers, self.batch_size = self.store.num_layers, len(self.seqs)
+        self.kv_len = self.store.kv_len(self.seqs[0])
+        first = self.steps[0][0]
+        self.num_qo_heads, self.num_steps = len(first.queries), len(first.keys)
+        # [num_qo_heads, batch_size, queries, head_dim] of each layer
         self._rows = [
-            torch.stack([of_layer[layer_idx].queries for of_layer in steps], 1)
-            for layer_idx in range(self.num_layers)
-        ]  # [num_qo_heads, batch_size, queries, head_dim] of each layer
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences that decode together."""
-        return len(self.seqs)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.store.close()
+            torch.stack([layer.queries for layer in layers], 1)
+            for layers in zip(*self.steps, strict=True)
+        ]
 
     def prompt_queries(self, row: int, layer_idx: int) -> Tensor:
         """[num_qo_heads, PROMPT_QUERIES, head_dim]: those of the prompt's last tokens."""
-        return self._steps[row][layer_idx].queries[:, :PROMPT_QUERIES]
+        return self._rows[layer_idx][:, row, :PROMPT_QUERIES]
 
     def queries(self, layer_idx: int, step: int) -> Tensor:
         """[batch_size, num_qo_heads * head_dim] of a step, contiguous."""
@@ -107,17 +94,16 @@ class LatencyWorkload:
 
     def advance(self, step: int) -> list[int]:
         """Write the step's keys and values; returns each sequence's length with them."""
-        ones = [1] * len(self.seqs)
-        self.store.reserve(self.seqs, ones)
+        self.store.reserve(self.seqs, [1] * self.batch_size)
         for row, seq in enumerate(self.seqs):
-            for layer_idx, layer in enumerate(self._steps[row]):
-                rows = slice(step, step + 1)
-                self.store.append(seq, layer_idx, layer.keys[rows], layer.values[rows])
+            for layer_idx, layer in enumerate(self.steps[row]):
+                new = slice(step, step + 1)
+                self.store.append(seq, layer_idx, layer.keys[new], layer.values[new])
         return [self.store.kv_len(seq) + 1 for seq in self.seqs]
 
     def commit(self) -> None:
         """The step's tokens belong to the sequences from now on."""
-        self.store.commit(self.seqs, [1] * len(self.seqs))
+        self.store.commit(self.seqs, [1] * self.batch_size)
 
     def rewind(self) -> None:
         """Back to the prompts."""
@@ -136,32 +122,21 @@ def structured_workload(
     seed: int,
     on_layer: Callable[[], None] = lambda: None,
 ) -> LatencyWorkload:
-    """Sequences of `structured_layer`s, each with its own seed.
-
-    Args:
-        num_layers: layers that are made, of the shape's.
-        on_layer: called after each layer of each sequence.
+    """Sequences of `structured_layer`s, each with its own seed; `num_layers` of the shape's.
 
     Raises:
         HostBudgetError: before anything is made, if it does not fit.
     """
-    page_bytes = 2 * shape.num_kv_heads * 256 * shape.head_dim * dtype.itemsize
-    pages = batch_size * num_layers * -(-(kv_len + num_steps) // 256)
+    pages = batch_size * num_layers * num_pages(kv_len + num_steps)
     # Beside the store: one layer as it is made, and the policies' own arrays.
-    need = pages * page_bytes + 3 * page_bytes * -(-kv_len // 256)
+    need = (pages + 3 * num_pages(kv_len)) * page_bytes(shape, dtype)
     if need > host_memory_limit_bytes():
         raise HostBudgetError(
             f"{batch_size} sequences of {kv_len} tokens in {num_layers} layers need "
             f"{format_bytes(need)}, but this process may use only "
             f"{format_bytes(host_memory_limit_bytes())}; lower the batch size or the depth"
         )
-    store = KVStore(
-        num_layers=num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        slab_bytes=pages * page_bytes,
-    )
+    store = one_slab_store(shape, dtype, num_layers=num_layers, pages=pages)
     statistics, steps, seqs = [], [], []
     for row in range(batch_size):
         seq = store.new_sequence()
@@ -169,9 +144,7 @@ def structured_workload(
         of_sequence = []
         for layer_idx in range(num_layers):
             layer = structured_layer(
-                num_qo_heads=shape.num_qo_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
+                shape,
                 kv_len=kv_len,
                 num_steps=num_steps,
                 dtype=dtype,
@@ -273,31 +246,19 @@ class TextReader:
             text_marks=None if self._marks is None else marks,
         )
 
+    @torch.no_grad()
     def _read(self, store: KVStore, tokens: Tensor, num_queries: int) -> tuple[int, list[Tensor]]:
         """Prefill: the sequence, and the last queries [num_qo_heads, n, head_dim] of each layer."""
-        from offload.models.batch import pack
-        from offload.prefill.forward import prefill
-
-        queries: list[Tensor] = [torch.empty(0) for _ in range(store.num_layers)]
-
-        def keep(seq: int, layer_idx: int, of_slice: Tensor, kv_len: int) -> None:
-            known = queries[layer_idx]
-            together = torch.cat([known, of_slice], 1) if known.numel() else of_slice
-            queries[layer_idx] = together[:, -num_queries:].clone()
-
         seq = store.new_sequence()
         store.reserve([seq], [len(tokens)])
-        positions = torch.arange(len(tokens))[None]
-        batch = pack((1, len(tokens)), None, positions, None)
-        with torch.no_grad():
-            prefill(
-                self._lean,
-                self._lean.embed_tokens(tokens),
-                batch,
-                store=store,
-                seqs=[seq],
-                slice_tokens=2048,
-                on_queries=keep,
-            )
+        queries = prefill_keeping_queries(
+            self._lean,
+            self._lean.embed_tokens(tokens),
+            pack((1, len(tokens)), None, torch.arange(len(tokens))[None], None),
+            store,
+            seq,
+            slice_tokens=2048,
+            num_queries=num_queries,
+        )
         store.commit([seq], [len(tokens)])
         return seq, queries

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import torch
 
 from cpu_ops.bandwidth import measure_gather_bandwidth, measure_read_bandwidth
 from cpu_ops.worker_pool import WorkerPool
+from offload.bench.made.one_slab import (
+    PAGE_TOKENS,
+    one_slab_store,
+    page_bytes,
+    slab_memory,
+)
 from offload.kv.store import KVStore
 from offload.system.machine import last_level_cache_bytes
 
@@ -24,27 +28,16 @@ class Yardstick:
     """
 
     def __init__(self, store: KVStore, *, tokens: int) -> None:
-        page_tokens = 256
         self._row_bytes = store.head_dim * store.dtype.itemsize
-        page_bytes = 2 * store.num_kv_heads * page_tokens * self._row_bytes
-        pages = -(-max(_MIN_BYTES, last_level_cache_bytes() * 3 // 2) // page_bytes)
-        self._store = KVStore(
-            num_layers=1,
-            num_kv_heads=store.num_kv_heads,
-            head_dim=store.head_dim,
-            dtype=store.dtype,
-            page_tokens=page_tokens,
-            slab_bytes=pages * page_bytes,
-        )
+        of_page = page_bytes(store, store.dtype)
+        pages = -(-max(_MIN_BYTES, last_level_cache_bytes() * 3 // 2) // of_page)
+        self._store = one_slab_store(store, store.dtype, num_layers=1, pages=pages)
         seq = self._store.new_sequence()
-        self._store.reserve([seq], [pages * page_tokens])
-        raw = (ctypes.c_uint8 * (pages * page_bytes)).from_address(
-            int(self._store.page_table(seq).min())
-        )
-        self._memory = torch.frombuffer(raw, dtype=torch.uint8)
+        self._store.reserve([seq], [pages * PAGE_TOKENS])
+        self._memory = slab_memory(self._store, seq, pages)
         self._memory.fill_(1)
         # Reading all of it leaves its end in the cache: gathers read its first third.
-        self._num_rows = pages * page_bytes // self._row_bytes // 3
+        self._num_rows = len(self._memory) // self._row_bytes // 3
         self._gathered = min(2 * store.num_kv_heads * tokens, self._num_rows // 2)
         self._random = np.random.default_rng(0)
         self._sequential: list[float] = []

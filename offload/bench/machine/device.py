@@ -9,10 +9,11 @@ On CPU tensors everything but these steps runs too, by the reference code: for t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,12 +51,12 @@ def measure_device(
 
     Args:
         rows: numbers of sequences that linear layers are measured for.
-        num_threads: of the worker pool that answers it.
         scale: of the operands' sizes; below 1 for tests.
     """
     bench = _LinearBench(device, shape, dtype, scale)
     attends = LayerBench(device, shape, dtype, scale)
     is_cuda = device.type == "cuda"
+    on_device = torch.cuda.device(device) if is_cuda else nullcontext()
 
     def part(number: int, what: str) -> None:
         gc.collect()
@@ -63,7 +64,7 @@ def measure_device(
             torch.cuda.empty_cache()
         on_progress(f"GPU: {what}", number, NUM_PARTS)
 
-    with torch.inference_mode(), _on(device):
+    with torch.inference_mode(), on_device:
         part(1, "memory")
         read = bench.read_bandwidth()
         to_host, from_host = bench.copy_bandwidths()
@@ -130,8 +131,7 @@ class _LinearBench(Operands):
         """Bytes per second to pinned host memory, and from it."""
         num_bytes = self.sized(_COPY_BYTES)
         there = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        pinned = self.device.type == "cuda"
-        here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.pinned)
         calls = (
             lambda: here.copy_(there, non_blocking=True),
             lambda: there.copy_(here, non_blocking=True),
@@ -147,19 +147,15 @@ class _LinearBench(Operands):
         layer_bytes = item * shape.hidden_size * (shape.qkv_width + 3 * shape.intermediate_size)
         count = max(2, min(8, -(-self.sized(COLD_BYTES) // layer_bytes)))
         weights = self._weights(count)
-        timed = {n: self._layer_us(weights, n) for n in rows}
-        linear = {n: of_layer for n, (of_layer, _) in timed.items()}
-        lm_head = {n: of_head for n, (_, of_head) in timed.items()}
+        linear, lm_head = {}, {}
+        for n in rows:
+            path, calls = self._whole_layers(weights, n)
+            linear[n] = microseconds(calls * max(1, CALLS // len(calls)), self.device)
+            x = self.random(n, shape.hidden_size)
+            path.finish(x)
+            last = functools.partial(path.logits, weights, x)
+            lm_head[n] = microseconds([last] * 4, self.device)
         return self._gemv_table(weights), linear, lm_head
-
-    def _layer_us(self, weights: DeviceWeights, n: int) -> tuple[float, float]:
-        """Of a layer's linear layers and rotation for `n` rows, and of the last projection."""
-        path, calls = self._whole_layers(weights, n)
-        x = self.random(n, self.shape.hidden_size)
-        of_layer = microseconds(calls * max(1, CALLS // len(calls)), self.device)
-        path.finish(x)
-        of_head = microseconds([functools.partial(path.logits, weights, x)] * 4, self.device)
-        return of_layer, of_head
 
     def layer_calls(self) -> list[Callable[[], None]]:
         """Linear layers and rotation of some layers, for one row."""
@@ -189,19 +185,15 @@ class _LinearBench(Operands):
             return microseconds(calls * max(1, CALLS // len(calls)), self.device)
 
         layer = weights.layers[0]
-        points = [
-            (layer.qkv[0].nbytes, times(lambda layer: path.qkv(layer, x))),
-            (layer.o_proj[0].nbytes, times(lambda layer: path.add_attention(layer, x, attended))),
-            (
-                layer.gate_up[0].nbytes + layer.down[0].nbytes,
-                times(lambda layer: path.add_mlp(layer, x)),
-            ),
-            (
-                weights.lm_head[0].nbytes,
-                microseconds([lambda: path.logits(weights, x)] * 4, self.device),
-            ),
-        ]
-        return CostTable.measured(sorted(dict(points).items()))
+        mlp_bytes = layer.gate_up[0].nbytes + layer.down[0].nbytes
+        last_us = microseconds([lambda: path.logits(weights, x)] * 4, self.device)
+        points = {
+            layer.qkv[0].nbytes: times(lambda layer: path.qkv(layer, x)),
+            layer.o_proj[0].nbytes: times(lambda layer: path.add_attention(layer, x, attended)),
+            mlp_bytes: times(lambda layer: path.add_mlp(layer, x)),
+            weights.lm_head[0].nbytes: last_us,
+        }
+        return CostTable.measured(sorted(points.items()))
 
     def sampling_us(self) -> float:
         """Choosing the likeliest token."""
@@ -210,35 +202,23 @@ class _LinearBench(Operands):
         chooser.use(SamplingOptions())
         return microseconds([lambda: chooser.choose(logits, samples=False)] * 8, self.device)
 
-    def _rotation(self, n: int) -> Callable[[Tensor], None]:
+    def _rotation(self, n: int) -> Callable[[Tensor], Any]:
         """What rotates queries and keys and writes them where a layer with a window has them."""
         shape, device = self.shape, self.device
-        pinned = device.type == "cuda"
-        cos, sin = self.random(n, shape.head_dim), self.random(n, shape.head_dim)
-        query = self.random(n, self.heads)
         sizes = (n, 2, shape.num_kv_heads, SINKS + RECENT, shape.head_dim)
-        window = self.random(*sizes)
-        host_query = torch.zeros(n, self.heads, dtype=self.dtype, pin_memory=pinned)
-        host_kv = torch.zeros(
-            n, 2, shape.num_kv_heads, shape.head_dim, dtype=self.dtype, pin_memory=pinned
+        host_kv = (n, 2, shape.num_kv_heads, shape.head_dim)
+        return functools.partial(
+            rope_publish,
+            cos=self.random(n, shape.head_dim),
+            sin=self.random(n, shape.head_dim),
+            positions=torch.full((n,), 100_000, dtype=torch.int64, device=device),
+            num_kv_heads=shape.num_kv_heads,
+            query=self.random(n, self.heads),
+            host_query=torch.zeros(n, self.heads, dtype=self.dtype, pin_memory=self.pinned),
+            host_kv=torch.zeros(host_kv, dtype=self.dtype, pin_memory=self.pinned),
+            window=self.random(*sizes),
+            sink_tokens=SINKS,
         )
-        positions = torch.full((n,), 100_000, dtype=torch.int64, device=device)
-
-        def rotates(qkv: Tensor) -> None:
-            rope_publish(
-                qkv,
-                cos,
-                sin,
-                positions,
-                num_kv_heads=shape.num_kv_heads,
-                query=query,
-                host_query=host_query,
-                host_kv=host_kv,
-                window=window,
-                sink_tokens=SINKS,
-            )
-
-        return rotates
 
     def _weights(self, count: int) -> DeviceWeights:
         shape, hidden = self.shape, self.shape.hidden_size
@@ -273,60 +253,31 @@ def _round_trip(dtype: torch.dtype, num_threads: int, window_us: float) -> tuple
     The CPU attends to nothing. What is left of a step without the CPU's side when its kernels are
     taken away is what a step costs beside them; the kernels are timed on the GPU, in one more run.
     """
+    from offload.bench.pipeline.gpu_marks import GpuMarks
     from offload.bench.pipeline.measure import measure_pipeline
     from offload.bench.pipeline.session import opened_session
     from offload.bench.pipeline.settings import PipelineSettings
     from offload.policies.registry import make_policy
 
-    policy = make_policy("streaming_llm", budget_tokens=68, sink_tokens=4, dense_layers=0)
-    steps: dict[str, float] = {}
-    gpu_us = 0.0
-    num_layers = 1
-    for host_work in ("none", "attend"):
-        settings = PipelineSettings(
-            shape="smollm2-135m",
-            kv_len=512,
-            policy=policy,
-            backend="graph",
-            num_steps=48,
-            num_threads=num_threads,
-            dtype=dtype,
-            distinct_layers=1,
-            host_work=host_work,
-        )
-        with opened_session(settings) as session:
-            traced = 8 if host_work == "attend" else 0
-            measured, timelines = measure_pipeline(session, repeats=2, traced_steps=traced)
-            steps[host_work] = 1e3 * measured.milliseconds
-            if timelines:
-                num_layers = sum(1 for mark in timelines[0].gpu if mark.kind == "window")
-                gpu_us = float(
-                    np.median(
-                        [
-                            sum(m.end_ns - m.start_ns for m in t.gpu if m.kind != "wait") / 1e3
-                            for t in timelines
-                        ]
-                    )
-                )
-                marks = len(timelines[0].gpu)
-                gpu_us -= marks * _mark_us()
-    waited = (steps["attend"] - steps["none"]) / max(1, num_layers)
+    settings = PipelineSettings(
+        shape="smollm2-135m",
+        kv_len=512,
+        policy=make_policy("streaming_llm", budget_tokens=68, sink_tokens=4, dense_layers=0),
+        backend="graph",
+        num_steps=48,
+        num_threads=num_threads,
+        dtype=dtype,
+        distinct_layers=1,
+    )
+    with opened_session(replace(settings, host_work="none")) as session:
+        without_cpu, _ = measure_pipeline(session, repeats=2, traced_steps=0)
+    with opened_session(settings) as session:
+        whole, timelines = measure_pipeline(session, repeats=2, traced_steps=8)
+    marks = GpuMarks(settings.device)
+    mark_us = microseconds([functools.partial(marks.mark, "mark")] * CALLS, settings.device)
+    num_layers = sum(1 for mark in timelines[0].gpu if mark.kind == "window")
+    busy_ns = [sum(m.end_ns - m.start_ns for m in t.gpu if m.kind != "wait") for t in timelines]
+    gpu_us = float(np.median(busy_ns)) / 1e3 - len(timelines[0].gpu) * mark_us
+    waited_us = 1e3 * (whole.milliseconds - without_cpu.milliseconds) / max(1, num_layers)
     # What is waited for begins with the window's attention.
-    return max(0.0, waited) + window_us, max(0.0, steps["none"] - gpu_us)
-
-
-def _mark_us() -> float:
-    """Of one mark of a trace, which a step without marks does not have."""
-    from offload.bench.pipeline.gpu_marks import GpuMarks
-
-    device = torch.device("cuda")
-    marks = GpuMarks(device)
-
-    def mark() -> None:
-        marks.mark("mark")
-
-    return microseconds([mark] * CALLS, device)
-
-
-def _on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return max(0.0, waited_us) + window_us, max(0.0, 1e3 * without_cpu.milliseconds - gpu_us)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,15 +43,9 @@ def measure_host(
     """
     layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * _KV_LEN
     most_bytes = min(_MAX_CACHE_BYTES, host_memory_limit_bytes() // 4)
-    cache = AttentionCache(
-        max_layers=max(2, most_bytes // layer_bytes),
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        kv_len=_KV_LEN,
-        dtype=dtype,
-    )
-    pool = WorkerPool(num_threads)
-    try:
+    max_layers = max(2, most_bytes // layer_bytes)
+    cache = AttentionCache(shape, kv_len=_KV_LEN, dtype=dtype, max_layers=max_layers)
+    with closing(cache), closing(WorkerPool(num_threads)) as pool:
         on_progress("host memory", 1, NUM_PARTS)
         bandwidth = measure_read_bandwidth(pool, cache.memory)
         attention = DecodeAttention(Full(), cache.store, num_qo_heads=shape.num_qo_heads, pool=pool)
@@ -70,9 +65,6 @@ def measure_host(
             on_progress("host scans", 2 + len(_TOKENS) + i, NUM_PARTS)
             scans.append(_scan_table(cache, policy, pool, shape.num_qo_heads))
         on_progress("host scans", NUM_PARTS, NUM_PARTS)
-    finally:
-        pool.close()
-        cache.close()
     attend_cold = CostTable.measured(cold)
     return {
         "attention_heads": (shape.num_qo_heads, shape.num_kv_heads, shape.head_dim),

@@ -57,7 +57,8 @@ def microseconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> fl
         for call in calls:
             call()
     times = []
-    start_event, end_event = _events()
+    cuda: Any = torch.cuda
+    start_event, end_event = (cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(ROUNDS):
         start_event.record()
         graph.replay()
@@ -67,21 +68,16 @@ def microseconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> fl
     return float(np.median(times))
 
 
-def _events() -> tuple[Any, Any]:
-    cuda: Any = torch.cuda
-    return cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-
-
 class Operands:
-    """Operands of one model's shape on one device."""
+    """Operands of one model's shape on one device, of one token."""
 
     def __init__(
         self, device: torch.device, shape: ModelShape, dtype: torch.dtype, scale: float
     ) -> None:
         self.device, self.shape, self.dtype, self.scale = device, shape, dtype, scale
+        self.pinned = device.type == "cuda"
         self.heads = shape.num_qo_heads * shape.head_dim
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
-        self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.num_multiprocessors = 1
         if device.type == "cuda":
             properties: Any = torch.cuda.get_device_properties(device)
@@ -93,49 +89,73 @@ class Operands:
     def random(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes, dtype=torch.float32, device=self.device).to(self.dtype)
 
+    def zeros(self, *sizes: int) -> Tensor:
+        """float32."""
+        return torch.zeros(*sizes, device=self.device)
+
+    def last_position(self, kv_len: int) -> Tensor:
+        return torch.full((1,), kv_len - 1, dtype=torch.int64, device=self.device)
+
+    def kv_heads(self) -> Tensor:
+        """int32 [num_kv_heads], all of them."""
+        return torch.arange(self.shape.num_kv_heads, dtype=torch.int32, device=self.device)
+
+    def counts(self, budget: int) -> Tensor:
+        """int32 [1, num_kv_heads]: as many tokens of each head."""
+        sizes = (1, self.shape.num_kv_heads)
+        return torch.full(sizes, budget, dtype=torch.int32, device=self.device)
+
+    def partials(self, splits: int) -> dict[str, Any]:
+        """Where `splits` parts of an attention put theirs."""
+        num_heads = self.shape.num_qo_heads
+        return {
+            "partial_out": self.zeros(1, num_heads, splits, self.shape.head_dim),
+            "partial_lse": self.zeros(1, num_heads, splits),
+        }
+
 
 class AttentionBench(Operands):
     """Attention over GPU pages and windows, and rows on their way from the host."""
 
     def attention(self) -> tuple[CostTable, float, float]:
         """Over pages of all heads, by bytes; then the window's and the merge's microseconds."""
-        device = self.device
+        shape = self.shape
         longest = self.sized(max(_KV_LENS), PAGE_TOKENS)
         layers = max(1, min(4, self.sized(COLD_BYTES) // (longest * self.token_bytes) + 1))
         tables, keep = self._page_tables(longest, layers)
         query, out = self.random(1, self.heads), self.random(1, self.heads)
+        splits = num_kv_splits(shape.num_kv_heads, self.num_multiprocessors)
         points = {}
         for kv_len in sorted({self.sized(n, 1) for n in _KV_LENS}):
             # Short contexts at places of their own, or the caches would hold them.
-            positions = torch.full((1,), kv_len - 1, dtype=torch.int64, device=device)
-            pages = -(-kv_len // PAGE_TOKENS)
+            position, pages = self.last_position(kv_len), -(-kv_len // PAGE_TOKENS)
             places = [
                 table[:, first : first + pages].contiguous()
                 for table in tables
                 for first in range(0, table.shape[1] - pages + 1, pages)
             ][:CALLS]
-
-            calls = [self._attention_call(query, table, positions, out) for table in places]
-            points[kv_len * self.token_bytes] = microseconds(calls, device)
+            calls = [
+                functools.partial(
+                    paged_decode_attention,
+                    query,
+                    table,
+                    position,
+                    num_kv_heads=shape.num_kv_heads,
+                    page_tokens=PAGE_TOKENS,
+                    sm_scale=shape.head_dim**-0.5,
+                    **self.partials(splits),
+                    out=out,
+                )
+                for table in places
+            ]
+            points[kv_len * self.token_bytes] = microseconds(calls, self.device)
         del keep
-        return CostTable.measured(sorted(points.items())), *self._window_and_merge()
-
-    def _attention_call(
-        self, query: Tensor, table: Tensor, positions: Tensor, out: Tensor
-    ) -> Callable[[], Any]:
-        shape, device = self.shape, self.device
-        splits = num_kv_splits(shape.num_kv_heads, self.num_multiprocessors)
-        return functools.partial(
-            paged_decode_attention,
-            query,
-            table,
-            positions,
-            num_kv_heads=shape.num_kv_heads,
-            page_tokens=PAGE_TOKENS,
-            sm_scale=shape.head_dim**-0.5,
-            partial_out=torch.zeros(1, shape.num_qo_heads, splits, shape.head_dim, device=device),
-            partial_lse=torch.zeros(1, shape.num_qo_heads, splits, device=device),
-            out=out,
+        windows, merge = self.window_and_merge_calls()
+        window_us = microseconds(windows * 4, self.device)
+        return (
+            CostTable.measured(sorted(points.items())),
+            window_us,
+            microseconds([merge] * CALLS, self.device),
         )
 
     def retrieval(self) -> tuple[CostTable, CostTable]:
@@ -154,103 +174,93 @@ class AttentionBench(Operands):
         self,
     ) -> Iterator[tuple[int, list[Callable[[], Any]], Callable[[], Any]]]:
         """For some contexts: the number of scores, attention of some layers, and the top-k."""
-        shape, device = self.shape, self.device
-        group_size = shape.num_qo_heads // shape.num_kv_heads
+        shape, lists = self.shape, self.shape.num_kv_heads
+        splits = num_retrieval_splits(lists, self.num_multiprocessors)
         for wanted in _RETRIEVED_LENS:
             kv_len = self.sized(wanted, PAGE_TOKENS)
-            pages = -(-kv_len // PAGE_TOKENS)
+            num_slots = -(-kv_len // PAGE_TOKENS) * PAGE_TOKENS
             layers = min(8, self.sized(COLD_BYTES) // (kv_len * self.token_bytes) + 1)
-            tables, keep = self._page_tables(pages * PAGE_TOKENS, layers)
-            positions = torch.full((1,), kv_len - 1, dtype=torch.int64, device=device)
-            scores = torch.rand(
-                1, shape.num_kv_heads, group_size, pages * PAGE_TOKENS, device=device
+            tables, keep = self._page_tables(num_slots, layers)
+            position = self.last_position(kv_len)
+            scores = torch.rand(1, lists, shape.group_size, num_slots, device=self.device)
+            lse, out = self.zeros(1, shape.num_qo_heads), self.zeros(1, self.heads)
+            attend: list[Callable[[], Any]] = [
+                functools.partial(
+                    retrieval_attention,
+                    self.random(1, self.heads),
+                    table,
+                    position,
+                    self.kv_heads(),
+                    group_size=shape.group_size,
+                    page_tokens=PAGE_TOKENS,
+                    sm_scale=shape.head_dim**-0.5,
+                    **self.partials(splits),
+                    out=out,
+                    lse=lse,
+                    scores=scores,
+                )
+                for table in tables
+            ]
+            budget = min(_RETRIEVED_TOKENS, kv_len)
+            choose = functools.partial(
+                top_k_tokens,
+                scores,
+                lse,
+                position,
+                self.kv_heads(),
+                sink_tokens=SINKS,
+                recent_tokens=RECENT,
+                budget_tokens=budget,
+                shared=False,
+                buffers=TopKBuffers.allocate(lists, num_slots, budget, self.device),
+                selection=torch.zeros(1, lists, budget, dtype=torch.int32, device=self.device),
+                counts=self.counts(0),
             )
-            lse = torch.zeros(1, shape.num_qo_heads, device=device)
-            out = torch.zeros(1, self.heads, device=device)
-            attend = [self._retrieving_call(table, positions, scores, out, lse) for table in tables]
-            choose = self._top_k_call(positions, scores, lse, kv_len)
             yield shape.num_qo_heads * kv_len, attend, choose
             del keep
 
-    def _retrieving_call(
-        self, table: Tensor, positions: Tensor, scores: Tensor, out: Tensor, lse: Tensor
-    ) -> Callable[[], Any]:
-        shape = self.shape
-        query = self.random(1, self.heads)
-        splits = num_retrieval_splits(shape.num_kv_heads, self.num_multiprocessors)
-        return functools.partial(
-            retrieval_attention,
-            query,
-            table,
-            positions,
-            torch.arange(shape.num_kv_heads, dtype=torch.int32, device=self.device),
-            group_size=shape.num_qo_heads // shape.num_kv_heads,
-            page_tokens=PAGE_TOKENS,
-            sm_scale=shape.head_dim**-0.5,
-            partial_out=torch.zeros(
-                1, shape.num_qo_heads, splits, shape.head_dim, device=self.device
-            ),
-            partial_lse=torch.zeros(1, shape.num_qo_heads, splits, device=self.device),
-            out=out,
-            lse=lse,
-            scores=scores,
-        )
-
-    def _top_k_call(
-        self, positions: Tensor, scores: Tensor, lse: Tensor, kv_len: int
-    ) -> Callable[[], Any]:
-        shape, device = self.shape, self.device
-        budget = min(_RETRIEVED_TOKENS, kv_len)
-        lists = shape.num_kv_heads
-        return functools.partial(
-            top_k_tokens,
-            scores,
-            lse,
-            positions,
-            torch.arange(lists, dtype=torch.int32, device=device),
-            sink_tokens=SINKS,
-            recent_tokens=RECENT,
-            budget_tokens=budget,
-            shared=False,
-            buffers=TopKBuffers.allocate(lists, scores.shape[-1], budget, device),
-            selection=torch.zeros(1, lists, budget, dtype=torch.int32, device=device),
-            counts=torch.zeros(1, lists, dtype=torch.int32, device=device),
-        )
-
     def gather(self) -> CostTable:
         """Rows of host pages, by bytes."""
-        shape, device = self.shape, self.device
         kv_len = self.sized(32768, PAGE_TOKENS)
-        pages = -(-kv_len // PAGE_TOKENS)
-        sizes = (pages, 2, shape.num_kv_heads, PAGE_TOKENS, shape.head_dim)
-        host = torch.zeros(sizes, dtype=self.dtype, pin_memory=device.type == "cuda")
-        page_bytes = host[0].nbytes
-        table = torch.arange(pages, dtype=torch.int64) * page_bytes + host.data_ptr()
-        page_table = table[None].to(device)
-        positions = torch.full((1,), kv_len - 1, dtype=torch.int64, device=device)
-        heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device)
         points = {}
         for wanted in _GATHERED_TOKENS:
             chosen = min(self.sized(wanted, 8), kv_len - SINKS - RECENT)
-            budget = chosen + SINKS + RECENT
-            calls = [
-                functools.partial(
-                    gather_rows,
-                    self._selection(kv_len, budget, seed).to(device),
-                    torch.full((1, shape.num_kv_heads), budget, dtype=torch.int32, device=device),
-                    page_table,
-                    positions,
-                    heads,
-                    num_kv_heads=shape.num_kv_heads,
-                    page_tokens=PAGE_TOKENS,
-                    sink_tokens=SINKS,
-                    recent_tokens=RECENT,
-                    out=self.random(1, 2, shape.num_kv_heads, chosen, shape.head_dim),
-                )
-                for seed in range(8)
+            outs = [
+                self.random(1, 2, self.shape.num_kv_heads, chosen, self.shape.head_dim)
+                for _ in range(8)
             ]
-            points[chosen * self.token_bytes] = microseconds(calls, device)
+            calls = self.gathering_calls(kv_len, chosen, outs)
+            points[chosen * self.token_bytes] = microseconds(calls, self.device)
         return CostTable.measured(sorted(points.items()))
+
+    def gathering_calls(
+        self, kv_len: int, chosen: int, outs: Sequence[Tensor]
+    ) -> list[Callable[[], Any]]:
+        """Each fetches another `chosen` rows per head, out of the same host pages, into one of
+        `outs`."""
+        shape, pages = self.shape, -(-kv_len // PAGE_TOKENS)
+        sizes = (pages, 2, shape.num_kv_heads, PAGE_TOKENS, shape.head_dim)
+        host = torch.zeros(sizes, dtype=self.dtype, pin_memory=self.pinned)
+        table = torch.arange(pages, dtype=torch.int64) * host[0].nbytes + host.data_ptr()
+        page_table, budget = table[None].to(self.device), chosen + SINKS + RECENT
+        counts, position, heads = self.counts(budget), self.last_position(kv_len), self.kv_heads()
+        return [
+            functools.partial(
+                _gather,
+                host,
+                self._selection(kv_len, budget, seed).to(self.device),
+                counts,
+                page_table,
+                position,
+                heads,
+                num_kv_heads=shape.num_kv_heads,
+                page_tokens=PAGE_TOKENS,
+                sink_tokens=SINKS,
+                recent_tokens=RECENT,
+                out=out,
+            )
+            for seed, out in enumerate(outs)
+        ]
 
     def _selection(self, kv_len: int, budget: int, seed: int) -> Tensor:
         """int32 [1, num_kv_heads, budget]: sinks, sorted random tokens, recent tokens."""
@@ -284,12 +294,11 @@ class AttentionBench(Operands):
 
     def window_and_merge_calls(self) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
         """Attention to windows of some layers, and merging it with the host's part."""
-        shape, device = self.shape, self.device
+        shape = self.shape
         sizes = (1, 2, shape.num_kv_heads, SINKS + RECENT, shape.head_dim)
         query, out = self.random(1, self.heads), self.random(1, self.heads)
-        position = torch.full((1,), 100_000, dtype=torch.int64, device=device)
-        o = torch.zeros(1, self.heads, device=device)
-        lse = torch.zeros(1, shape.num_qo_heads, device=device)
+        position = self.last_position(100_001)
+        o, lse = self.zeros(1, self.heads), self.zeros(1, shape.num_qo_heads)
         windows: list[Callable[[], Any]] = [
             functools.partial(
                 window_attention,
@@ -302,11 +311,11 @@ class AttentionBench(Operands):
             )
             for _ in range(8)
         ]
-        pinned = device.type == "cuda"
-        from_host = torch.zeros(1, self.heads, pin_memory=pinned)
-        host_lse = torch.zeros(1, shape.num_qo_heads, pin_memory=pinned)
+        from_host = torch.zeros(1, self.heads, pin_memory=self.pinned)
+        host_lse = torch.zeros(1, shape.num_qo_heads, pin_memory=self.pinned)
         return windows, functools.partial(merge_state, o, lse, from_host, host_lse, out)
 
-    def _window_and_merge(self) -> tuple[float, float]:
-        windows, merge = self.window_and_merge_calls()
-        return microseconds(windows * 4, self.device), microseconds([merge] * CALLS, self.device)
+
+def _gather(keep: Tensor, *operands: Any, **options: Any) -> None:
+    """`gather_rows` out of the pages of `keep`, which only their addresses name otherwise."""
+    gather_rows(*operands, **options)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from offload.bench.machine.kernels import PAGE_TOKENS, RECENT, SINKS, AttentionBench, microseconds
 from offload.decode.gpu.handshake import Beside, SideStream
@@ -89,56 +88,34 @@ class LayerBench(AttentionBench):
 
     def _fetching(self, chosen: int) -> list[tuple[Call, Call]]:
         """Fetching `chosen` rows per head, and attending to them, of layers in turns."""
-        shape, device = self.shape, self.device
-        pages = -(-self.sized(_KV_LEN, 512) // PAGE_TOKENS)
-        kv_len, budget = pages * PAGE_TOKENS, chosen + SINKS + RECENT
-        sizes = (pages, 2, shape.num_kv_heads, PAGE_TOKENS, shape.head_dim)
-        host = torch.zeros(sizes, dtype=self.dtype, pin_memory=device.type == "cuda")
-        table = torch.arange(pages, dtype=torch.int64) * host[0].nbytes + host.data_ptr()
-        page_table = table[None].to(device)
-        positions = torch.full((1,), kv_len - 1, dtype=torch.int64, device=device)
-        heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device)
-        counts = torch.full((1, shape.num_kv_heads), budget, dtype=torch.int32, device=device)
-        query, out = self.random(1, self.heads), torch.zeros(1, self.heads, device=device)
-        lse = torch.zeros(1, shape.num_qo_heads, device=device)
+        shape = self.shape
+        kv_len = -(-self.sized(_KV_LEN, 512) // PAGE_TOKENS) * PAGE_TOKENS
+        query, out = self.random(1, self.heads), self.zeros(1, self.heads)
+        lse = self.zeros(1, shape.num_qo_heads)
         splits = num_gathered_splits(shape.num_kv_heads, chosen, self.num_multiprocessors)
-        partial_out = torch.zeros(1, shape.num_qo_heads, splits, shape.head_dim, device=device)
-        partial_lse = torch.zeros(1, shape.num_qo_heads, splits, device=device)
+        partials, counts = self.partials(splits), self.counts(chosen + SINKS + RECENT)
+        position, heads = self.last_position(kv_len), self.kv_heads()
         sides = [self.random(1, 2, shape.num_kv_heads, chosen, shape.head_dim) for _ in range(2)]
-        made: list[tuple[Call, Call]] = []
-        for seed in range(LAYERS):
-            fetch = functools.partial(
-                _fetch,
-                host,
-                self._selection(kv_len, budget, seed).to(device),
-                counts,
-                page_table,
-                positions,
-                heads,
-                num_kv_heads=shape.num_kv_heads,
-                page_tokens=PAGE_TOKENS,
-                sink_tokens=SINKS,
-                recent_tokens=RECENT,
-                out=sides[seed % 2],
-            )
-            attend = functools.partial(
+        outs = [sides[i % 2] for i in range(LAYERS)]
+        attends: list[Call] = [
+            functools.partial(
                 gathered_attention,
                 query,
-                sides[seed % 2],
+                side,
                 counts,
-                positions,
+                position,
                 heads,
-                group_size=shape.num_qo_heads // shape.num_kv_heads,
+                group_size=shape.group_size,
                 sink_tokens=SINKS,
                 recent_tokens=RECENT,
                 sm_scale=shape.head_dim**-0.5,
-                partial_out=partial_out,
-                partial_lse=partial_lse,
+                **partials,
                 out=out,
                 lse=lse,
             )
-            made.append((fetch, attend))
-        return made
+            for side in outs
+        ]
+        return list(zip(self.gathering_calls(kv_len, chosen, outs), attends, strict=True))
 
     def top_k_beside(self, linears: Sequence[Call]) -> CostTable:
         """What a layer whose heads retrieve takes longer if their top-k runs beside it, by scores:
@@ -166,8 +143,3 @@ class LayerBench(AttentionBench):
             lane.join()
 
         return microseconds([layers], self.device) / LAYERS
-
-
-def _fetch(keep: torch.Tensor, *operands: Any, **options: Any) -> None:
-    """`gather_rows` out of the pages of `keep`, which only their addresses name otherwise."""
-    gather_rows(*operands, **options)

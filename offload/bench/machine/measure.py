@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from offload.models.shape import ModelShape
+from offload.bench.machine.host import measure_host
+from offload.models.shape import ModelShape
 from offload.planning.profile import MachineProfile, OnProgress
 from offload.planning.profile_cache import machine_key
 
@@ -16,30 +14,16 @@ def measure_profile(
     device: torch.device,
     num_threads: int,
     *,
-    shape: ModelShape | None = None,
-    dtype: torch.dtype | None = None,
+    shape: ModelShape,
+    dtype: torch.dtype = torch.bfloat16,
     rows: int = 1,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> MachineProfile:
-    """Measure this machine; some seconds.
+    """Measure this machine, for models of layers as in `shape`; some seconds.
 
     Args:
-        num_threads: of the worker pool.
-        shape: whose linear layers and heads are measured; default Llama-3.1-8B's.
-        dtype: of weights and KV cache; default bfloat16.
         rows: sequences of a step, whose linear layers are measured beside those of one.
-        on_progress: gets what was measured, how many things were, and of how many.
     """
-    from offload.bench.machine.host import measure_host
-
-    if shape is None:
-        from offload.models.shape import MODEL_SHAPES
-
-        shape = MODEL_SHAPES["llama-3.1-8b"]
-    if dtype is None:
-        import torch
-
-        dtype = torch.bfloat16
     key = machine_key(device, num_threads)
     host = measure_host(num_threads, shape, dtype, on_progress)
     measured = None

@@ -8,6 +8,7 @@ the profile as a multiple of what the model says of that context.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch
 
 from cpu_ops.bandwidth import measure_read_bandwidth
 from cpu_ops.worker_pool import WorkerPool
+from offload.bench.made.one_slab import num_pages, one_slab_store
 from offload.bench.made.structured_cache import structured_layer
 from offload.decode.attention import DecodeAttention
-from offload.kv.store import KVStore
 from offload.models.shape import ModelShape
 from offload.planning.placement_bytes import policy_state_bytes
 from offload.planning.profile import MachineProfile
@@ -33,7 +34,6 @@ _LEAST_TOKENS, _MOST_TOKENS = 32768, 65536
 _BUDGETS = 17  # contexts of more budgets than lychee_cluster calls short
 _LAYERS = 2
 _REPEATS = 5
-_PAGE_TOKENS = 256
 _MAX_EVICTED_BYTES = 512 * 2**20
 
 
@@ -77,23 +77,29 @@ def measure_policy_us(
     policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int, num_threads: int
 ) -> float:
     """Median microseconds of attending to `kv_len` tokens of one layer, none of it in a cache."""
-    pool = WorkerPool(num_threads)
-    pages = _LAYERS * (-(-kv_len // _PAGE_TOKENS))
-    page_bytes = 2 * shape.num_kv_heads * _PAGE_TOKENS * shape.head_dim * dtype.itemsize
-    store = KVStore(
-        num_layers=_LAYERS,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        page_tokens=_PAGE_TOKENS,
-        slab_bytes=pages * page_bytes,
-    )
-    try:
+    pages = _LAYERS * num_pages(kv_len)
+    store = one_slab_store(shape, dtype, num_layers=_LAYERS, pages=pages)
+    with closing(store), closing(WorkerPool(num_threads)) as pool:
         attention = DecodeAttention(
             _in_every_layer(policy), store, num_qo_heads=shape.num_qo_heads, pool=pool
         )
-        queries = _filled(store, attention, shape, dtype, kv_len)
-        step = attention.begin_step([0], [kv_len])
+        seq = store.new_sequence()
+        store.reserve([seq], [kv_len])
+        layer = structured_layer(
+            shape,
+            kv_len=kv_len - 1,
+            num_steps=1,
+            dtype=dtype,
+            seed=0,
+            prompt_queries=max(1, attention.policy.observed_queries),
+        )
+        keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
+        for layer_idx in range(_LAYERS):  # one and the same, each in memory of its own
+            store.append(seq, layer_idx, keys, values, start=0)
+            attention.record_queries(seq, layer_idx, layer.queries, kv_len)
+        store.commit([seq], [kv_len])
+        queries = [layer.queries[:, -1].reshape(1, -1).contiguous()] * _LAYERS
+        step = attention.begin_step([seq], [kv_len])
         out = torch.empty_like(queries[0])
         evicted = torch.ones(
             min(_MAX_EVICTED_BYTES, max(2**20, 5 * last_level_cache_bytes() // 4)),
@@ -105,42 +111,7 @@ def measure_policy_us(
             layers = attention.time_layers(step, queries, out)
             if repeat:  # the first one also loads code
                 times += [1e6 * seconds for seconds, _ in layers]
-    finally:
-        store.close()
-        pool.close()
     return float(np.median(times))
-
-
-def _filled(
-    store: KVStore,
-    attention: DecodeAttention,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    kv_len: int,
-) -> list[torch.Tensor]:
-    """Give `store` one sequence, and return a query of each layer [1, heads]."""
-    seq = store.new_sequence()
-    assert seq == 0
-    store.reserve([seq], [kv_len])
-    observed_queries = attention.policy.observed_queries
-    layer = structured_layer(
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        kv_len=kv_len - 1,
-        num_steps=1,
-        dtype=dtype,
-        seed=0,
-        prompt_queries=max(1, observed_queries),
-    )
-    for layer_idx in range(store.num_layers):  # one and the same, each in memory of its own
-        store.append(
-            seq, layer_idx, layer.keys.transpose(0, 1), layer.values.transpose(0, 1), start=0
-        )
-        if observed_queries:
-            attention.record_queries(seq, layer_idx, layer.queries, kv_len)
-    store.commit([seq], [kv_len])
-    return [layer.queries[:, -1].reshape(1, -1).contiguous()] * store.num_layers
 
 
 def _in_every_layer(policy: Policy) -> Policy:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.kv.store import KVStore
+from offload.bench.made.one_slab import num_pages, one_slab_store, slab_memory
+from offload.models.shape import ModelShape
 from offload.system.machine import last_level_cache_bytes
 
 _FILL_TOKENS = 16384
@@ -18,6 +17,7 @@ class AttentionCache:
     """One sequence of `kv_len` random tokens.
 
     Args:
+        shape: whose KV heads it has.
         min_layers, max_layers: as many layers are made as it takes to exceed the last level cache
             eight times, but not fewer and not more than these.
         pinned: whether a GPU can read it.
@@ -32,36 +32,28 @@ class AttentionCache:
 
     def __init__(
         self,
+        shape: ModelShape,
         *,
-        max_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
         kv_len: int,
         dtype: torch.dtype,
+        max_layers: int,
         min_layers: int = 1,
         pinned: bool = False,
     ) -> None:
         self.kv_len = kv_len
-        self.row_bytes = head_dim * dtype.itemsize
-        layer_bytes = 2 * num_kv_heads * kv_len * self.row_bytes
+        self.row_bytes = shape.head_dim * dtype.itemsize
+        layer_bytes = 2 * shape.num_kv_heads * kv_len * self.row_bytes
         wanted = -(-8 * last_level_cache_bytes() // layer_bytes)
         self.num_layers = max(min_layers, min(max_layers, wanted))
-        page_bytes = 2 * num_kv_heads * 256 * self.row_bytes
-        pages = self.num_layers * -(-kv_len // 256)
-        self.store = KVStore(
-            num_layers=self.num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            page_tokens=256,
-            slab_bytes=pages * page_bytes,
-            pinned=pinned,
+        pages = self.num_layers * num_pages(kv_len)
+        self.store = one_slab_store(
+            shape, dtype, num_layers=self.num_layers, pages=pages, pinned=pinned
         )
         self.seq = self.store.new_sequence()
         self._fill()
         self._table = self.store.page_table(self.seq).copy()
         self._base = int(self._table.min())
-        self.memory = _bytes_at(self._base, pages * page_bytes)
+        self.memory = slab_memory(self.store, self.seq, pages)
 
     def close(self) -> None:
         """Give the memory back; `memory` must not be used any more."""
@@ -108,8 +100,3 @@ class AttentionCache:
             for layer_idx in range(store.num_layers):
                 store.append(self.seq, layer_idx, keys, values, start=start)
         store.commit([self.seq], [self.kv_len])
-
-
-def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
-    raw = (ctypes.c_uint8 * num_bytes).from_address(address)
-    return torch.frombuffer(raw, dtype=torch.uint8)

@@ -8,16 +8,16 @@ context is built from the same tensors while they are on the device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.bench.made.attention_statistics import LFPS_STEPS
-from offload.bench.made.qkv_rows import QKVRows, unrotated
+from offload.bench.made.one_slab import num_pages, one_slab_store, page_bytes
 from offload.bench.made.structured_cache import StructuredLayer, structured_layer
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import HostBudgetError, KVStore
@@ -27,9 +27,57 @@ from offload.policies.base import BuildContext, State
 from offload.policies.state import capacity_for
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
-_PAGE_TOKENS = 256
 PolicyArrays = dict[int, State]  # of each layer that asks the policy
-RotaryEmbedding = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class QKVRows:
+    """Chosen queries, keys and values in the place of those that random weights give.
+
+    A model with random weights attends to nothing in particular, and every selection method is
+    meaningless there. A benchmark so lets the projections run, for their time, and then copies rows
+    of its own over what they gave: one small kernel per layer, which a CUDA graph captures once and
+    which reads the number of the step on the device.
+
+    Attributes:
+        rows: [num_steps, num_layers, num_rows, (num_qo_heads + 2 * num_kv_heads) * head_dim], not
+            yet rotated: what follows rotates them.
+        first_position: of the tokens of the first step, in every sequence.
+        step: int64 [1], on the same device: which of the rows are copied.
+    """
+
+    rows: Tensor
+    first_position: int
+    step: Tensor
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.rows.shape[0])
+
+    def after_projection(
+        self, layer_idx: int, first_row: int, qkv: Tensor, positions: Tensor
+    ) -> None:
+        """Overwrite `qkv` [n, width], row by row; rows beyond those there are stay as they are.
+
+        Layers come in order, and layer 0 looks up the step. Neither synchronises nor depends on
+        the step that it is called in: it may be captured.
+
+        Args:
+            first_row: of the batch, in `qkv`.
+            positions: int64 [n] on the device, the same in all rows; other rows than the first may
+                be inactive.
+        """
+        if layer_idx == 0:
+            torch.sub(positions[:1], self.first_position, out=self.step)
+            self.step.clamp_(0, self.num_steps - 1)
+        of_layer = self.rows[:, layer_idx, first_row : first_row + qkv.shape[0]]
+        n = of_layer.shape[1]
+        if n == 0:
+            return
+        if qkv.is_contiguous():
+            torch.index_select(of_layer, 0, self.step, out=qkv[None, :n])
+        else:  # index_select would have to replace it
+            qkv[:n] = of_layer.index_select(0, self.step)[0]
 
 
 @dataclass
@@ -56,10 +104,7 @@ class ModelCache:
         """Give `attention`, which works on `store`, fresh copies of what its policy built."""
         for seq, layers in zip(self.seqs, self.arrays[attention.policy], strict=True):
             if layers:
-                copied = {
-                    layer_idx: {name: x.copy() for name, x in arrays.items()}
-                    for layer_idx, arrays in layers.items()
-                }
+                copied = copy.deepcopy(layers)
                 attention.states.install(seq, copied, self.kv_len + self.num_steps)
 
     def rewind(self) -> None:
@@ -68,7 +113,6 @@ class ModelCache:
             self.store.truncate(seq, self.kv_len)
 
     def close(self) -> None:
-        """Give the memory back."""
         self.store.close()
 
 
@@ -77,7 +121,7 @@ def structured_model_cache(
     *,
     kv_len: int,
     num_steps: int,
-    rotary_emb: RotaryEmbedding,
+    rotary_emb: Callable[..., tuple[Tensor, Tensor]],
     device: torch.device,
     dtype: torch.dtype,
     pool: WorkerPool,
@@ -92,10 +136,8 @@ def structured_model_cache(
     Args:
         rotary_emb: of the model that decodes: its decode steps rotate the rows.
         device: where keys are made; the store is in host memory, pinned for a GPU.
-        policies: whose arrays are built.
         distinct_layers: make only so many, and let the others repeat them, each in memory of its
             own, so that no cache flatters them; default all.
-        on_layer: gets layers done and in all, of all sequences.
 
     Raises:
         HostBudgetError: before anything is made, if it does not fit.
@@ -105,7 +147,11 @@ def structured_model_cache(
     if not 1 <= distinct <= shape.num_layers:
         raise ValueError(f"distinct_layers must be in [1, {shape.num_layers}], got {distinct}")
     store = _store(shape, batch_size * (kv_len + num_steps), batch_size, device, dtype)
-    asking = {policy: asking_layers(policy, store, shape, pool) for policy in policies}
+    attentions = {
+        policy: DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
+        for policy in policies
+        if policy.selects and policy.has_state()
+    }
     arrays: dict[Policy, list[PolicyArrays]] = {policy: [] for policy in policies}
     width = shape.qkv_width
     rows = torch.empty(num_steps, shape.num_layers, batch_size, width, dtype=dtype, device=device)
@@ -118,9 +164,7 @@ def structured_model_cache(
         layers_of: dict[Policy, PolicyArrays] = {policy: {} for policy in policies}
         for source in range(distinct):
             layer = structured_layer(
-                num_qo_heads=shape.num_qo_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
+                shape,
                 kv_len=kv_len,
                 num_steps=num_steps,
                 dtype=dtype,
@@ -129,7 +173,12 @@ def structured_model_cache(
                 prompt_queries=LFPS_STEPS,
                 device=device,
             )
-            steps = _step_rows(layer, kv_len, cos, sin)
+            parts = (
+                unrotated(layer.queries[:, LFPS_STEPS:].transpose(0, 1), cos, sin),
+                unrotated(layer.keys[:, kv_len:].transpose(0, 1), cos, sin),
+                layer.values[:, kv_len:].transpose(0, 1),
+            )
+            steps = torch.cat([part.to(dtype).flatten(1) for part in parts], 1)
             alike = range(source, shape.num_layers, distinct)
             keys, values = (x[:, :kv_len] for x in (layer.keys, layer.values))
             for layer_idx in alike:
@@ -137,11 +186,11 @@ def structured_model_cache(
                 store.append_async(
                     seq, layer_idx, keys.transpose(0, 1), values.transpose(0, 1), start=0
                 )
-            for policy in policies:
-                asks = [layer_idx for layer_idx in alike if layer_idx in asking[policy]]
+            for policy, attention in attentions.items():
+                asks = [layer_idx for layer_idx in alike if layer_idx in attention.states.layers]
                 if not asks or kv_len <= policy.budget_tokens:
                     continue
-                built = _build(policy, layer, source, kv_len, num_steps, shape, pool)
+                built = _build(policy, layer, source, kv_len, num_steps, pool)
                 for layer_idx in asks:
                     layers_of[policy][layer_idx] = {name: x.copy() for name, x in built.items()}
             if device.type == "cuda":  # before the layer's memory goes to the next one
@@ -155,47 +204,35 @@ def structured_model_cache(
     return ModelCache(store, seqs, kv_len, QKVRows(rows, kv_len, step), arrays)
 
 
-def asking_layers(
-    policy: Policy, store: KVStore, shape: ModelShape, pool: WorkerPool
-) -> frozenset[int]:
-    """Layers that keep arrays of `policy` while a sequence is longer than its budget."""
-    if not policy.selects or not policy.has_state():
-        return frozenset()
-    attention = DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
-    return attention.states.layers
-
-
 def _store(
     shape: ModelShape, num_tokens: int, batch_size: int, device: torch.device, dtype: torch.dtype
 ) -> KVStore:
-    page_bytes = 2 * shape.num_kv_heads * _PAGE_TOKENS * shape.head_dim * dtype.itemsize
     # Each sequence ends in a page of its own.
-    pages = shape.num_layers * (-(-num_tokens // _PAGE_TOKENS) + batch_size)
-    if pages * page_bytes > host_memory_limit_bytes():
+    pages = shape.num_layers * (num_pages(num_tokens) + batch_size)
+    need = pages * page_bytes(shape, dtype)
+    if need > host_memory_limit_bytes():
         raise HostBudgetError(
             f"{num_tokens} tokens in {shape.num_layers} layers need "
-            f"{format_bytes(pages * page_bytes)} of host memory, but this process may use only "
+            f"{format_bytes(need)} of host memory, but this process may use only "
             f"{format_bytes(host_memory_limit_bytes())}; lower --kv-len or the batch size"
         )
-    options: dict[str, Any] = {"pinned": True} if device.type == "cuda" else {}
-    return KVStore(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        page_tokens=_PAGE_TOKENS,
-        slab_bytes=pages * page_bytes,
-        **options,
-    )
+    pinned = device.type == "cuda"
+    return one_slab_store(shape, dtype, num_layers=shape.num_layers, pages=pages, pinned=pinned)
 
 
-def _step_rows(layer: StructuredLayer, kv_len: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """[num_steps, width]: queries, keys and values of the steps, before they are rotated."""
-    queries = layer.queries[:, LFPS_STEPS:].transpose(0, 1)
-    keys = layer.keys[:, kv_len:].transpose(0, 1)
-    values = layer.values[:, kv_len:].transpose(0, 1)
-    parts: Sequence[Tensor] = (unrotated(queries, cos, sin), unrotated(keys, cos, sin), values)
-    return torch.cat([part.to(layer.keys.dtype).flatten(1) for part in parts], 1)
+def unrotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """What the rotary embedding x * cos + rotate_half(x) * sin turns into `x`, in float32.
+
+    Args:
+        x: [..., num_heads, head_dim].
+        cos, sin: [..., head_dim], of the positions of x; both halves are equal.
+    """
+    half = x.shape[-1] // 2
+    c, s = (table[..., None, :half].float() for table in (cos, sin))
+    x1, x2 = x[..., :half].float(), x[..., half:].float()
+    # Some rope types scale cos and sin; a rotation is undone by its transpose over the square.
+    square = c * c + s * s
+    return torch.cat([(x1 * c + x2 * s) / square, (x2 * c - x1 * s) / square], -1)
 
 
 def _build(
@@ -204,7 +241,6 @@ def _build(
     layer_idx: int,
     kv_len: int,
     num_steps: int,
-    shape: ModelShape,
     pool: WorkerPool,
 ) -> State:
     """The policy's arrays, built on the layer's device if the policy can."""
@@ -215,7 +251,7 @@ def _build(
         keys=keys,
         values=values,
         queries=queries,
-        sm_scale=shape.head_dim**-0.5,
+        sm_scale=keys.shape[-1] ** -0.5,
         capacity_tokens=capacity_for(kv_len + num_steps),
         text_marks=None,
         pool=pool,

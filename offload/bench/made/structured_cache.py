@@ -39,18 +39,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from offload.bench.made.structured_draws import (
-    drift,
-    even,
-    lognormal,
-    normal,
-    pieces,
-    stream_generator,
-)
+from offload.models.shape import ModelShape
 
 _KINDS = 3  # directions of heavy hitters
 _VOCABULARY = 4096
@@ -129,22 +123,20 @@ class StructuredLayer:
 
 
 def structured_layer(
+    shape: ModelShape,
     *,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     kv_len: int,
     num_steps: int,
     dtype: torch.dtype,
     seed: int,
     layer_idx: int = 0,
     prompt_queries: int = 32,
-    structure: Structure | None = None,
     device: torch.device | None = None,
 ) -> StructuredLayer:
     """Make the keys and values of a prompt and of the steps after it, and their queries.
 
     Args:
+        shape: whose heads are made.
         kv_len, num_steps: tokens of the prompt, and decode steps after it.
         seed: of the sequence; `layer_idx` is one of its layers. Equal arguments, equal tensors.
         prompt_queries: queries of the prompt's last tokens that are wanted too.
@@ -154,6 +146,7 @@ def structured_layer(
     Raises:
         ValueError: numbers out of range.
     """
+    num_qo_heads, num_kv_heads, head_dim = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
     if head_dim < 32 or head_dim % 8:
         raise ValueError(f"head_dim must be a multiple of 8 and at least 32, got {head_dim}")
     if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
@@ -165,43 +158,42 @@ def structured_layer(
         raise ValueError(
             f"kv_len must be at least 256 and hold twice the {num_queries} queries, got {kv_len}"
         )
-    group_size = num_qo_heads // num_kv_heads
-    device = torch.device("cpu") if device is None else device
+    group_size, num_tokens = shape.group_size, kv_len + num_steps
+    device = device or torch.device("cpu")
     with device:  # of everything that is made below
-        maker = _LayerMaker(
-            structure or Structure(), head_dim, kv_len + num_steps, num_queries, num_kv_heads
-        )
+        maker = _LayerMaker(head_dim, num_tokens, num_queries)
         layer = StructuredLayer(
-            keys=torch.empty(num_kv_heads, kv_len + num_steps, head_dim, dtype=dtype),
-            values=torch.empty(num_kv_heads, kv_len + num_steps, head_dim, dtype=dtype),
+            keys=torch.empty(num_kv_heads, num_tokens, head_dim, dtype=dtype),
+            values=torch.empty(num_kv_heads, num_tokens, head_dim, dtype=dtype),
             queries=torch.empty(num_qo_heads, num_queries, head_dim, dtype=dtype),
         )
         # Heads differ evenly: few of them still cover what the model's many do.
-        of_all = stream_generator(seed, num_kv_heads, layer_idx + 1, device)
-        local = torch.special.ndtri(even(num_kv_heads, of_all)).tolist()
-        sinks = even(num_qo_heads, of_all).view(num_kv_heads, group_size).tolist()
+        of_all = _generator(seed, num_kv_heads, layer_idx + 1, device)
+        local = torch.special.ndtri(_even(num_kv_heads, of_all)).tolist()
+        sinks = _even(num_qo_heads, of_all).view(num_kv_heads, group_size).tolist()
         for kv_head in range(num_kv_heads):
-            of_sequence = stream_generator(seed, kv_head, 0, device)
-            of_layer = stream_generator(seed, kv_head, layer_idx + 1, device)
-            character = _Character(local[kv_head], sinks[kv_head])
-            keys, values, queries = maker.make_head(of_sequence, of_layer, character, dtype)
+            streams = _Streams(
+                _generator(seed, kv_head, 0, device),
+                _generator(seed, kv_head, layer_idx + 1, device),
+            )
+            keys, values, queries = maker.make_head(streams, local[kv_head], sinks[kv_head], dtype)
             layer.keys[kv_head].copy_(keys)
             layer.values[kv_head].copy_(values)
             layer.queries[kv_head * group_size : (kv_head + 1) * group_size].copy_(queries)
     return layer
 
 
-@dataclass(frozen=True)
-class _Character:
-    """How one KV head differs from others.
+class _Streams(NamedTuple):
+    """Random numbers of one KV head, on one device: its sequence's, and its layer's own."""
 
-    Attributes:
-        local: how local it is, in standard deviations.
-        sinks: of each of its query heads, in (0, 1), where it stands among all by share of sink.
-    """
+    of_sequence: Generator
+    of_layer: Generator
 
-    local: float
-    sinks: list[float]
+    def mixed(self, share: float, *shape: int) -> Tensor:
+        """Normal; a `share` of the variance is the same in all layers."""
+        common = torch.randn(shape, generator=self.of_sequence).mul_(math.sqrt(share))
+        own = torch.randn(shape, generator=self.of_layer).mul_(math.sqrt(1 - share))
+        return common.add_(own)
 
 
 class _LayerMaker:
@@ -211,18 +203,10 @@ class _LayerMaker:
     that the scaled dot product is the sum of the parts' scores.
     """
 
-    def __init__(
-        self,
-        structure: Structure,
-        head_dim: int,
-        num_tokens: int,
-        num_queries: int,
-        num_kv_heads: int,
-    ) -> None:
-        self._structure = structure
+    def __init__(self, head_dim: int, num_tokens: int, num_queries: int) -> None:
+        self._structure = structure = Structure()
         self._head_dim = head_dim
-        self._num_tokens = num_tokens
-        self._num_queries = num_queries
+        self._num_tokens, self._num_queries = num_tokens, num_queries
         # With fewer, far tokens now and then score like near ones; the content needs room, too.
         self._num_pairs = min(_MAX_PAIRS, 3 * head_dim // 8)
         self._hitters = slice(1, 1 + _KINDS)
@@ -246,18 +230,20 @@ class _LayerMaker:
         self._rotations *= self._unit
 
     def make_head(
-        self,
-        of_sequence: Generator,
-        of_layer: Generator,
-        character: _Character,
-        dtype: torch.dtype,
+        self, streams: _Streams, local: float, sinks: list[float], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """keys float32 and values [num_tokens, head_dim], queries [group_size, n, head_dim]."""
+        """keys float32 and values [num_tokens, head_dim], queries [group_size, n, head_dim].
+
+        Args:
+            local: how local the head is, in standard deviations.
+            sinks: of each query head, in (0, 1), where it stands among all by share of sink.
+        """
         structure, n = self._structure, self._num_tokens
+        of_sequence, of_layer = streams
         ranks = torch.arange(_VOCABULARY, dtype=torch.float32)
         tokens = torch.multinomial(1 / (ranks + 20), n, replacement=True, generator=of_sequence)
         num_topics = min(200, max(4, round(n / structure.span_tokens / 3)))
-        spans = pieces(n, structure.span_tokens, 8, of_sequence)
+        spans = _pieces(n, structure.span_tokens, 8, of_sequence)
         topic_of_span = torch.randint(num_topics, (int(spans[-1]) + 1,), generator=of_sequence)
         topics = topic_of_span[spans]
         directions = torch.randn(num_topics, self._content_dim, generator=of_sequence)
@@ -270,7 +256,7 @@ class _LayerMaker:
         kinds = torch.randint(_KINDS, (n,), generator=of_sequence)
         keys[torch.arange(n), 1 + kinds] = strengths * self._unit
         keys[:, self._rotary] = self._rotations
-        keys[:, self._content] = self._key_content(tokens, of_sequence, of_layer)
+        keys[:, self._content] = self._key_content(tokens, streams)
         strengths = self._strengths(structure.topic_rate, structure.topic_tail, of_sequence)
         chosen = strengths.nonzero().flatten()
         keys[chosen, self._content.start :] += (
@@ -284,8 +270,7 @@ class _LayerMaker:
         values = value_of_token.to(dtype)[tokens]
         values[:_SINK_TOKENS] *= 0.1
         paths = self._topic_paths(topics, num_topics, of_sequence)
-        queries = self._queries(keys, directions, paths, character, of_sequence, of_layer)
-        return keys, values, queries
+        return keys, values, self._queries(keys, directions[paths], local, sinks, streams)
 
     def _strengths(self, rate: float, tail: float, generator: Generator) -> Tensor:
         """[num_tokens]: mean 1 at tokens of a run, 0 elsewhere."""
@@ -298,10 +283,10 @@ class _LayerMaker:
         sizes = torch.empty(n).exponential_(1.0, generator=generator)
         return (sizes.mul_(tail).add_(1 - tail)).mul_(hits)
 
-    def _key_content(self, tokens: Tensor, of_sequence: Generator, of_layer: Generator) -> Tensor:
+    def _key_content(self, tokens: Tensor, streams: _Streams) -> Tensor:
         """[num_tokens, content_dim], half a unit in each dimension."""
         structure, dim = self._structure, self._content_dim
-        phrases = pieces(self._num_tokens, structure.phrase_tokens, 3, of_sequence)
+        phrases = _pieces(self._num_tokens, structure.phrase_tokens, 3, streams.of_sequence)
         rest = 1 - structure.phrase
         content: Tensor | None = None
         previous = tokens.roll(1)
@@ -310,7 +295,7 @@ class _LayerMaker:
             (previous, _VOCABULARY, 0.3 * rest),
             (phrases, int(phrases[-1]) + 1, structure.phrase),
         ):
-            vectors = self._mixed(structure.layer_share, (count, dim), of_sequence, of_layer)
+            vectors = streams.mixed(structure.layer_share, count, dim)
             vectors *= 0.5 * self._unit * math.sqrt(share)
             part = vectors[ids]
             content = part if content is None else content.add_(part)
@@ -329,32 +314,34 @@ class _LayerMaker:
         self,
         keys: Tensor,
         directions: Tensor,
-        paths: Tensor,
-        character: _Character,
-        of_sequence: Generator,
-        of_layer: Generator,
+        locality: float,
+        sinks: list[float],
+        streams: _Streams,
     ) -> Tensor:
+        """[group_size, num_queries, head_dim]; `directions` [num_queries, 2, content_dim] are those
+        of the queries' topics."""
         structure, n = self._structure, self._num_queries
-        group_parts = self._content_parts(of_sequence, of_layer)
-        queries = torch.empty(len(character.sinks), n, self._head_dim)
-        for query, sink in zip(queries, character.sinks, strict=True):
-            own_parts = self._content_parts(of_sequence, of_layer)
+        of_layer = streams.of_layer
+        group_parts = self._content_parts(streams)
+        queries = torch.empty(len(sinks), n, self._head_dim)
+        for query, sink in zip(queries, sinks, strict=True):
+            own_parts = self._content_parts(streams)
             content = torch.zeros(n, self._content_dim)
             for group_part, own_part in zip(group_parts, own_parts, strict=True):
                 content += math.sqrt(structure.group_share) * group_part
                 content += math.sqrt(1 - structure.group_share) * own_part
             # Keys have half a unit in each of the content's dimensions.
-            weight = 2 * structure.content * lognormal(structure.head_spread, of_layer)
+            weight = 2 * structure.content * _lognormal(structure.head_spread, of_layer)
             content *= weight / math.sqrt(self._content_dim)
-            weights = 1 + 0.25 * drift(n, (2,), 0.9, of_layer)
-            weights *= structure.topic * lognormal(structure.head_spread, of_layer)
-            content += (weights[:, :, None] * directions[paths]).sum(1)
+            weights = 1 + 0.25 * _drift(n, (2,), 0.9, of_layer)
+            weights *= structure.topic * _lognormal(structure.head_spread, of_layer)
+            content += (weights[:, :, None] * directions).sum(1)
             query[:, self._content] = content
             spreads = (structure.hitter_spread * torch.randn(_KINDS, generator=of_layer)).exp()
-            hitters = structure.hitter * spreads * (1 + 0.2 * drift(n, (_KINDS,), 0.95, of_layer))
+            hitters = structure.hitter * spreads * (1 + 0.2 * _drift(n, (_KINDS,), 0.95, of_layer))
             query[:, self._hitters] = hitters
             spread = structure.local_spread * math.sqrt(0.5)
-            local = structure.local * math.exp(spread * (character.local + normal(of_layer)))
+            local = structure.local * math.exp(spread * (locality + _normal(of_layer)))
             query *= self._sharpness
             query[:, self._rotary] = self._rotary_part(local, of_layer) * self._sharpness**0.5
             query[:, 0] = 0
@@ -362,15 +349,15 @@ class _LayerMaker:
             query[:, 0] = -self._sink_advantage(query, keys, sink, of_layer) * self._unit
         return queries
 
-    def _content_parts(self, of_sequence: Generator, of_layer: Generator) -> list[Tensor]:
+    def _content_parts(self, streams: _Streams) -> list[Tensor]:
         """What stays, drifts and is new in every step: [num_queries or 1, content_dim] each."""
         structure, n, dim = self._structure, self._num_queries, self._content_dim
         share = structure.layer_share
         new = 1 - structure.fixed - structure.drifting
-        fixed = self._mixed(share, (1, dim), of_sequence, of_layer)
-        drifts = [drift(n, (dim,), structure.drift, g) for g in (of_sequence, of_layer)]
+        fixed = streams.mixed(share, 1, dim)
+        drifts = [_drift(n, (dim,), structure.drift, g) for g in streams]
         drifting = math.sqrt(share) * drifts[0] + math.sqrt(1 - share) * drifts[1]
-        fresh = self._mixed(share, (n, dim), of_sequence, of_layer)
+        fresh = streams.mixed(share, n, dim)
         return [
             math.sqrt(structure.fixed) * fixed,
             math.sqrt(structure.drifting) * drifting,
@@ -415,12 +402,49 @@ class _LayerMaker:
         )
         others = float(scores.logsumexp(1).mean())
         advantage = others + math.log(share / (1 - share))
-        return advantage + structure.sink_wobble * drift(n, (), 0.8, generator)
+        return advantage + structure.sink_wobble * _drift(n, (), 0.8, generator)
 
-    def _mixed(
-        self, share: float, shape: tuple[int, ...], of_sequence: Generator, of_layer: Generator
-    ) -> Tensor:
-        """Normal; a `share` of the variance is the same in all layers."""
-        common = torch.randn(shape, generator=of_sequence).mul_(math.sqrt(share))
-        own = torch.randn(shape, generator=of_layer).mul_(math.sqrt(1 - share))
-        return common.add_(own)
+
+def _generator(
+    seed: int, kv_head: int, stream: int, device: torch.device | None = None
+) -> Generator:
+    """The generator of one stream of one KV head of one sequence; a device has its own numbers."""
+    return Generator(device or "cpu").manual_seed((seed * 1009 + kv_head) * 1009 + stream)
+
+
+def _even(n: int, generator: Generator) -> Tensor:
+    """A permutation of n numbers spread evenly over (0, 1)."""
+    return (torch.randperm(n, generator=generator, device=generator.device) + 0.5) / n
+
+
+def _pieces(n: int, mean_tokens: float, min_tokens: int, generator: Generator) -> Tensor:
+    """int64 [n]: which piece of contiguous tokens each token is in; at least min_tokens long."""
+    count = n // min_tokens + 1
+    lengths = torch.empty(count, device=generator.device).exponential_(
+        1 / max(1.0, mean_tokens - min_tokens), generator=generator
+    )
+    starts = (lengths.long() + min_tokens).cumsum(0)
+    of_token = torch.zeros(n, dtype=torch.int64, device=generator.device)
+    of_token[starts[starts < n]] = 1
+    return of_token.cumsum(0)
+
+
+def _drift(n: int, shape: tuple[int, ...], correlation: float, generator: Generator) -> Tensor:
+    """[n, *shape]: normal in every step, with that correlation to the step before."""
+    noise = torch.randn(n, *shape, generator=generator, device=generator.device)
+    # One product instead of a loop over steps, each of which would be some launches on a GPU.
+    ages = torch.arange(n, device=generator.device, dtype=torch.float64)
+    ages = ages[:, None] - ages
+    weights = torch.where(ages < 0, 0.0, correlation ** ages.clamp_min(0))
+    weights[:, 1:] *= math.sqrt(1 - correlation**2)
+    return (weights.float() @ noise.view(n, -1)).view(noise.shape)
+
+
+def _normal(generator: Generator) -> float:
+    """One number."""
+    return float(torch.randn((), generator=generator, device=generator.device))
+
+
+def _lognormal(sigma: float, generator: Generator) -> float:
+    """One number; of mean 1."""
+    return math.exp(sigma * _normal(generator) - sigma * sigma / 2)

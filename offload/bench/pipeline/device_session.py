@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,40 +14,24 @@ from cpu_ops.step_rows import DecodeStep
 from cpu_ops.trace import TraceEvent
 from offload.bench.made.model_cache import ModelCache
 from offload.bench.pipeline.gpu_marks import START, GpuMarks
+from offload.bench.pipeline.measure import DecodeSession
+from offload.bench.pipeline.settings import PipelineSettings
 from offload.bench.pipeline.step_timeline import Interval, StepTimeline, clock_offset_ns, shifted
 from offload.bench.pipeline.worker_tasks import worker_tasks
+from offload.decode.decoder import Decoder
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.handshake import NUM_LANES, Beside, SideStream, Step, make_handshake
 from offload.decode.sampling import SamplingOptions
 from offload.models import lean_model_maker
 
-if TYPE_CHECKING:
-    from offload.bench.pipeline.settings import PipelineSettings
 
+class CacheSession(DecodeSession):
+    """One over made caches, which stay when it is closed; the decoder does not."""
 
-class DecoderSession:
-    """A `DecodeSession` of a decoder with a device; closes the decoder."""
-
-    def __init__(self, decoder: DeviceDecoder, cache: ModelCache) -> None:
+    def __init__(self, decoder: Decoder, cache: ModelCache) -> None:
         self._decoder, self._cache = decoder, cache
-        decoder.after_projection = cache.rows.after_projection
-        self._tokens = torch.zeros(len(cache.seqs), dtype=torch.int64)
-
-    @property
-    def num_steps(self) -> int:
-        return self._cache.num_steps
-
-    @property
-    def batch_size(self) -> int:
-        return len(self._cache.seqs)
-
-    def decode(self, num_steps: int) -> list[float]:
-        seconds = []
-        for _ in range(num_steps):
-            start = time.perf_counter()
-            self._step()
-            seconds.append(time.perf_counter() - start)
-        return seconds
+        self.num_steps, self.batch_size = cache.num_steps, len(cache.seqs)
+        self._tokens = torch.zeros(self.batch_size, dtype=torch.int64)
 
     def rewind(self) -> None:
         for seq in self._cache.seqs:
@@ -58,27 +42,39 @@ class DecoderSession:
     def memory(self) -> dict[str, int]:
         return {
             "kv_host": self._cache.store.host_bytes_used,
-            "kv_device": self._decoder.device_bytes,
             "policy_host": self._decoder.attention.states.num_bytes,
         }
 
     def close(self) -> None:
         self._decoder.close()
 
+
+class DecoderSession(CacheSession):
+    """A session of a decoder with a device."""
+
+    _decoder: DeviceDecoder
+
+    def __init__(self, decoder: DeviceDecoder, cache: ModelCache) -> None:
+        super().__init__(decoder, cache)
+        decoder.after_projection = cache.rows.after_projection
+
+    def memory(self) -> dict[str, int]:
+        held = super().memory()
+        return {"kv_host": held["kv_host"], "kv_device": self._decoder.device_bytes, **held}
+
     @torch.inference_mode()
-    def _step(self) -> None:
-        """One token of every sequence."""
-        cache, n = self._cache, len(self._cache.seqs)
-        cache.store.reserve(cache.seqs, [1] * n)
+    def step(self) -> None:
+        cache, ones = self._cache, [1] * self.batch_size
+        cache.store.reserve(cache.seqs, ones)
         positions = torch.tensor([cache.store.kv_len(seq) for seq in cache.seqs])
         self._tokens = self._decoder.choose_tokens(
             cache.seqs, self._tokens, positions, SamplingOptions()
         )
-        cache.store.commit(cache.seqs, [1] * n)
+        cache.store.commit(cache.seqs, ones)
 
 
 class DeviceSession(DecoderSession):
-    """A `PipelineSession` of the decoder that a model with a GPU has."""
+    """A session of the decoder that a model with a GPU has."""
 
     def __init__(self, settings: PipelineSettings, stock: Any, cache: ModelCache) -> None:
         lean = lean_model_maker(stock.config.model_type)(stock)
@@ -114,12 +110,12 @@ class DeviceSession(DecoderSession):
         self._decoder.on_mark = mark
         timelines = []
         try:
-            self._step()  # captures the step with its marks
+            self.step()  # captures the step with its marks
             attention, num_workers = self._decoder.attention, self._decoder.pool.num_threads
             attention.trace(True)
             for _ in range(num_steps):
                 start = time.monotonic_ns()
-                self._step()
+                self.step()
                 end = time.monotonic_ns()
                 torch.cuda.synchronize(self._device)
                 events, num_lost = attention.trace_events()
@@ -135,8 +131,8 @@ class DeviceSession(DecoderSession):
     def memory(self) -> dict[str, int]:
         peak = torch.cuda.max_memory_allocated(self._device) - self._before_bytes
         held = super().memory()
-        of_policy = {"policy_host": held.pop("policy_host")}
-        return {"weights": self._weight_bytes, **held, "device": peak, **of_policy}
+        of_policy = held.pop("policy_host")
+        return {"weights": self._weight_bytes, **held, "device": peak, "policy_host": of_policy}
 
 
 class WithoutHost:

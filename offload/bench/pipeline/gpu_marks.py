@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import Tensor
 
 from offload.bench.pipeline.step_timeline import Interval
 
@@ -47,11 +46,6 @@ class GpuMarks:
             raise NotImplementedError("times on the GPU need triton, which is not installed")
         self._times = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._names: list[tuple[str, int]] = []
-
-    @property
-    def times(self) -> Tensor:
-        """int64 [capacity], nanoseconds; those of the marks set so far come first."""
-        return self._times
 
     def mark(self, kind: str, layer: int = -1) -> None:
         """Everything launched since the last mark was of this kind."""

@@ -6,15 +6,16 @@ from a few traced steps afterwards, whose marks cost some microseconds per layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from offload.bench.pipeline.step_timeline import (
     SHARES,
-    StepShares,
     StepTimeline,
     median_microseconds,
     step_shares,
@@ -39,35 +40,45 @@ MEMORY_NAMES = {
 }
 
 
-class DecodeSession(Protocol):
-    """A model, prompts in caches and a decoder, ready for the steps after the prompts."""
+class DecodeSession(ABC):
+    """A model, prompts in caches and a decoder, ready for the steps after the prompts.
 
-    @property
-    def num_steps(self) -> int:
-        """Steps that the caches have rows for."""
+    Attributes:
+        num_steps: that the caches have rows for.
+        batch_size: sequences that decode together.
+    """
 
-    @property
-    def batch_size(self) -> int:
-        """Sequences that decode together."""
+    num_steps: int
+    batch_size: int
 
     def decode(self, num_steps: int) -> list[float]:
-        """Decode so many tokens of every sequence, queued together; seconds of each step."""
-
-    def rewind(self) -> None:
-        """Back to the prompts; what the policy keeps is as it was there."""
-
-    def memory(self) -> dict[str, int]:
-        """Bytes, by what they are for: names of `MEMORY_NAMES`."""
-
-    def close(self) -> None:
-        """End threads and give the memory back; the model stays."""
-
-
-class PipelineSession(DecodeSession, Protocol):
-    """One over made caches, which stay when it is closed; its steps can be looked into."""
+        """Decode so many tokens of every sequence; seconds of each step."""
+        seconds = []
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            self.step()
+            seconds.append(time.perf_counter() - start)
+        return seconds
 
     def trace(self, num_steps: int) -> list[StepTimeline]:
         """`decode` with marks, each step on its own; one more may be decoded, to capture it."""
+        raise NotImplementedError(f"{type(self).__name__} cannot look into its steps")
+
+    @abstractmethod
+    def step(self) -> None:
+        """Decode one token of every sequence."""
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Back to the prompts; what the policy keeps is as it was there."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes, by what they are for: names of `MEMORY_NAMES`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End threads and give the memory back; the model and caches made for it stay."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ class PipelineMeasurement:
     Attributes:
         milliseconds: of a step; median and percentiles over `steps` of them, first steps left out.
         traced_milliseconds: the same with marks; None, as `shares`, if no step was traced.
-        shares: of the traced steps.
+        shares: each of `SHARES`, of the traced steps.
         microseconds: of each side and kind of work, all layers of a step together (median).
         workers: `workers_row` of the traced steps.
     """
@@ -87,124 +98,79 @@ class PipelineMeasurement:
     milliseconds: float
     milliseconds_p10: float
     milliseconds_p90: float
+    tokens_per_second: float
     traced_milliseconds: float | None
-    shares: StepShares | None
+    shares: dict[str, float] | None
     microseconds: dict[str, dict[str, float]]
     workers: dict[str, Any] | None
     memory: dict[str, int]
 
-    @property
-    def tokens_per_second(self) -> float:
-        return 1e3 * self.batch_size / self.milliseconds
-
     def row(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            "batch_size": self.batch_size,
-            "steps": self.steps,
-            "milliseconds": self.milliseconds,
-            "milliseconds_p10": self.milliseconds_p10,
-            "milliseconds_p90": self.milliseconds_p90,
-            "tokens_per_second": self.tokens_per_second,
-            "traced_milliseconds": self.traced_milliseconds,
-            "shares": self.shares and {name: self.shares.share(name) for name in SHARES},
-            "microseconds": self.microseconds,
-            "workers": self.workers,
-            "memory": self.memory,
-        }
+        return asdict(self)
 
 
 def measure_pipeline(
-    session: PipelineSession,
+    session: DecodeSession,
     *,
     repeats: int = 2,
     traced_steps: int = 8,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[PipelineMeasurement, list[StepTimeline]]:
-    """Decode all of the session's steps `repeats` times, then trace some.
+    """Decode all of the session's steps `repeats` times, then trace some; returns these, too.
 
     Every repeat starts at the prompts: the same queries find the same selections.
 
     Args:
         traced_steps: 0: none, and no shares.
-        on_progress: gets repeats done, the traced one included, and in all.
-
-    Returns:
-        the measurement and the traced steps.
+        on_progress: counts the traced repeat, too.
 
     Raises:
         ValueError: numbers out of range.
     """
-    _check_repeats(session, repeats)
-    most = session.num_steps - WARM_UP_STEPS - 1
-    if not 0 <= traced_steps <= most:
-        raise ValueError(
-            f"traced_steps must be in [0, {most}], the steps there are without {WARM_UP_STEPS} to "
-            f"warm up and one to capture, got {traced_steps}"
-        )
-    seconds = _decode_seconds(session, repeats, lambda done: on_progress(done, repeats + 1))
-    traced: list[StepTimeline] = []
-    if traced_steps:
-        session.rewind()
-        session.decode(WARM_UP_STEPS)
-        traced = session.trace(traced_steps)
-    on_progress(repeats + 1, repeats + 1)
-    return pipeline_measurement(session, seconds, traced), traced
-
-
-def measure_decode(
-    session: DecodeSession,
-    *,
-    repeats: int = 2,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> PipelineMeasurement:
-    """`measure_pipeline` without traces."""
-    _check_repeats(session, repeats)
-    seconds = _decode_seconds(session, repeats, lambda done: on_progress(done, repeats))
-    return pipeline_measurement(session, seconds, [])
-
-
-def _check_repeats(session: DecodeSession, repeats: int) -> None:
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     if session.num_steps <= WARM_UP_STEPS:
         raise ValueError(
             f"steps must be more than the {WARM_UP_STEPS} to warm up, got {session.num_steps}"
         )
-
-
-def _decode_seconds(
-    session: DecodeSession, repeats: int, on_repeat: Callable[[int], None]
-) -> list[float]:
-    """Of all steps but those to warm up, `repeats` times from the prompts."""
+    most = session.num_steps - WARM_UP_STEPS - 1
+    if not 0 <= traced_steps <= most:
+        raise ValueError(
+            f"traced_steps must be in [0, {most}], the steps there are without {WARM_UP_STEPS} to "
+            f"warm up and one to capture, got {traced_steps}"
+        )
+    total = repeats + bool(traced_steps)
     seconds: list[float] = []
     for repeat in range(repeats):
         session.rewind()
         session.decode(WARM_UP_STEPS)
         seconds += session.decode(session.num_steps - WARM_UP_STEPS)
-        on_repeat(repeat + 1)
-    return seconds
-
-
-def pipeline_measurement(
-    session: DecodeSession, seconds: Sequence[float], traced: Sequence[StepTimeline]
-) -> PipelineMeasurement:
-    """Medians, and the traced steps' shares."""
+        on_progress(repeat + 1, total)
+    traced: list[StepTimeline] = []
+    if traced_steps:
+        session.rewind()
+        session.decode(WARM_UP_STEPS)
+        traced = session.trace(traced_steps)
+        on_progress(total, total)
     p10, median, p90 = (float(t) * 1e3 for t in np.percentile(seconds, [10, 50, 90]))
-    return PipelineMeasurement(
+    shares = summed(map(step_shares, traced)) if traced else None
+    measurement = PipelineMeasurement(
         batch_size=session.batch_size,
         steps=len(seconds),
         milliseconds=median,
         milliseconds_p10=p10,
         milliseconds_p90=p90,
+        tokens_per_second=1e3 * session.batch_size / median,
         traced_milliseconds=(
             float(np.median([step.seconds for step in traced])) * 1e3 if traced else None
         ),
-        shares=summed(step_shares(step) for step in traced) if traced else None,
+        shares=shares and {name: shares.share(name) for name in SHARES},
         microseconds=median_microseconds(traced),
         workers=workers_row(traced),
         memory=session.memory(),
     )
+    return measurement, traced
 
 
 def step_line(row: dict[str, Any]) -> str:

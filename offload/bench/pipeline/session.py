@@ -1,13 +1,13 @@
 """What `offload bench pipeline` decodes with: a model of random weights over made caches.
 
-A backend is a function from settings, model and caches to a `PipelineSession`.
+A backend is a function from settings, model and caches to a `CacheSession`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from cpu_ops.worker_pool import WorkerPool
 from offload.bench.made.model_cache import ModelCache, structured_model_cache
 from offload.bench.made.random_model import random_model
+from offload.bench.pipeline.device_session import CacheSession, DeviceSession
 from offload.bench.pipeline.gpu_marks import START, GpuMarks
-from offload.bench.pipeline.measure import PipelineSession
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.bench.pipeline.step_timeline import Interval, StepTimeline
 from offload.bench.pipeline.worker_tasks import worker_tasks
@@ -27,38 +27,33 @@ from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
 
 HOST_WORK = ("attend", "none")
-Opener = Callable[[PipelineSettings, Any, ModelCache], PipelineSession]
 
 
-@contextlib.contextmanager
+@contextmanager
 def opened_session(
     settings: PipelineSettings, *, on_layer: Callable[[int, int], None] = lambda done, total: None
-) -> Iterator[PipelineSession]:
+) -> Iterator[CacheSession]:
     """Model, caches and decoder, made for `settings` and given back afterwards.
 
-    Args:
-        on_layer: gets layers of the caches done and in all.
-
     Raises:
-        ValueError: an unknown shape or backend, or numbers out of range.
-        NotImplementedError: a backend that this machine does not have.
-        HostBudgetError: caches that do not fit.
+        As `check_settings`; HostBudgetError: caches that do not fit.
     """
     check_settings(settings)
     stock = make_model(settings)
-    cache = make_cache(settings, stock, [settings.policy], on_layer=on_layer)
-    try:
-        session = open_session(settings, stock, cache)
-        try:
-            yield session
-        finally:
-            session.close()
-    finally:
-        cache.close()
+    with (
+        closing(make_cache(settings, stock, [settings.policy], on_layer=on_layer)) as cache,
+        closing(open_session(settings, stock, cache)) as session,
+    ):
+        yield session
 
 
 def check_settings(settings: PipelineSettings) -> None:
-    """Refuse what cannot be decoded, before anything is made."""
+    """Refuse what cannot be decoded, before anything is made.
+
+    Raises:
+        ValueError: an unknown shape or backend.
+        NotImplementedError: a backend that this machine does not have.
+    """
     for name, value, available in (
         ("shape", settings.shape, MODEL_SHAPES),
         ("backend", settings.backend, BACKENDS),
@@ -75,12 +70,8 @@ def check_settings(settings: PipelineSettings) -> None:
 
 def make_model(settings: PipelineSettings) -> Any:
     """The stock model, on its device."""
-    return random_model(
-        MODEL_SHAPES[settings.shape],
-        device=settings.device,
-        dtype=settings.dtype,
-        seed=settings.seed,
-    )
+    shape = MODEL_SHAPES[settings.shape]
+    return random_model(shape, device=settings.device, dtype=settings.dtype, seed=settings.seed)
 
 
 def make_cache(
@@ -91,8 +82,7 @@ def make_cache(
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelCache:
     """Caches for sessions of any of `policies`."""
-    pool = WorkerPool(settings.worker_threads)
-    try:
+    with closing(WorkerPool(settings.worker_threads)) as pool:  # decoders have their own
         return structured_model_cache(
             MODEL_SHAPES[settings.shape],
             kv_len=settings.kv_len,
@@ -107,11 +97,9 @@ def make_cache(
             seed=settings.seed,
             on_layer=on_layer,
         )
-    finally:
-        pool.close()  # decoders have their own
 
 
-def open_session(settings: PipelineSettings, stock: Any, cache: ModelCache) -> PipelineSession:
+def open_session(settings: PipelineSettings, stock: Any, cache: ModelCache) -> CacheSession:
     """A decoder for `settings` over a model and caches that may have served others before."""
     check_settings(settings)
     session = BACKENDS[settings.backend](settings, stock, cache)
@@ -119,36 +107,25 @@ def open_session(settings: PipelineSettings, stock: Any, cache: ModelCache) -> P
     return session
 
 
-class InlineSession:
+class InlineSession(CacheSession):
     """Decode steps wholly on the CPU: layers and attention take turns, nothing overlaps.
 
     In its timelines the linear layers stand on the GPU's side. It runs operator by operator from
     Python, to mark each and to put structured keys in the place of the model's.
     """
 
+    _decoder: NativeDecoder
+
     def __init__(self, settings: PipelineSettings, stock: Any, cache: ModelCache) -> None:
-        self._settings = settings
-        self._cache = cache
-        self._lean = lean = lean_model_maker(stock.config.model_type)(stock)
-        self._decoder = NativeDecoder(lean, cache.store, settings.policy, settings.worker_threads)
-        self._tokens = torch.zeros(len(cache.seqs), dtype=torch.int64)
-        self._weights = sum(weight.nbytes for weight in stock.parameters())
+        lean = lean_model_maker(stock.config.model_type)(stock)
+        super().__init__(
+            NativeDecoder(lean, cache.store, settings.policy, settings.worker_threads), cache
+        )
+        self._attends = settings.host_work == "attend"
+        self._weight_bytes = sum(weight.nbytes for weight in stock.parameters())
 
-    @property
-    def num_steps(self) -> int:
-        return self._cache.num_steps
-
-    @property
-    def batch_size(self) -> int:
-        return len(self._cache.seqs)
-
-    def decode(self, num_steps: int) -> list[float]:
-        seconds = []
-        for _ in range(num_steps):
-            start = time.perf_counter()
-            self._step(None)
-            seconds.append(time.perf_counter() - start)
-        return seconds
+    def step(self) -> None:
+        self._run(lambda kind, layer_idx=-1: None)
 
     def trace(self, num_steps: int) -> list[StepTimeline]:
         attention, num_workers = self._decoder.attention, self._decoder.pool.num_threads
@@ -158,7 +135,7 @@ class InlineSession:
             for _ in range(num_steps):
                 marks = GpuMarks(torch.device("cpu"))
                 start = time.perf_counter_ns()
-                self._step(marks)
+                self._run(marks.mark)
                 end = time.perf_counter_ns()
                 intervals = marks.read()
                 cpu = [Interval(*i) for i in intervals if i.kind == "attend"]
@@ -172,28 +149,16 @@ class InlineSession:
             attention.trace(False)
         return timelines
 
-    def rewind(self) -> None:
-        self._cache.rewind()
-        self._cache.install(self._decoder.attention)
-
     def memory(self) -> dict[str, int]:
-        return {
-            "weights": self._weights,
-            "kv_host": self._cache.store.host_bytes_used,
-            "policy_host": self._decoder.attention.states.num_bytes,
-        }
-
-    def close(self) -> None:
-        self._decoder.close()
+        return {"weights": self._weight_bytes, **super().memory()}
 
     @torch.inference_mode()
-    def _step(self, marks: GpuMarks | None) -> None:
-        """One token of every sequence."""
-        cache, decoder, lean = self._cache, self._decoder, self._lean
-        if marks is not None:
-            marks.mark(START)
-        n = len(cache.seqs)
-        cache.store.reserve(cache.seqs, [1] * n)
+    def _run(self, mark: Callable[..., None]) -> None:
+        """A step that calls `mark` as `GpuMarks.mark`."""
+        cache, decoder, lean = self._cache, self._decoder, self._decoder.model
+        mark(START)
+        ones = [1] * self.batch_size
+        cache.store.reserve(cache.seqs, ones)
         kv_lens = [cache.store.kv_len(seq) + 1 for seq in cache.seqs]
         step = decoder.attention.begin_step(cache.seqs, kv_lens)
         x: Tensor = lean.embed_tokens(self._tokens)
@@ -204,30 +169,21 @@ class InlineSession:
             qkv = layer.qkv(pool, x, norm=layer.input_norm)
             cache.rows.after_projection(layer_idx, 0, qkv, positions)
             decoder.attention.rope_append(layer_idx, step, qkv, (cos, sin))
-            if marks is not None:
-                marks.mark("linear", layer_idx)
-            o = x.new_zeros(n, shape.num_qo_heads * shape.head_dim)
-            if self._settings.host_work == "attend":
+            mark("linear", layer_idx)
+            o = x.new_zeros(self.batch_size, shape.num_qo_heads * shape.head_dim)
+            if self._attends:
                 decoder.attention.attend(layer_idx, step, qkv, o)
-            if marks is not None:
-                marks.mark("attend", layer_idx)
+            mark("attend", layer_idx)
             layer.o_proj(pool, o, out=x, residual=x)
             gate_up = layer.gate_up(pool, x, norm=layer.mlp_norm)
             layer.down(pool, gate_up, out=x, silu_mul=True, residual=x)
         self._tokens = decoder.logits(x).argmax(-1)
-        cache.store.commit(cache.seqs, [1] * n)
-        if marks is not None:
-            marks.mark("linear")
+        cache.store.commit(cache.seqs, ones)
+        mark("linear")
 
 
-def _device_session(settings: PipelineSettings, stock: Any, cache: ModelCache) -> PipelineSession:
-    from offload.bench.pipeline.device_session import DeviceSession
-
-    return DeviceSession(settings, stock, cache)
-
-
-BACKENDS: dict[str, Opener] = {
-    "graph": _device_session,
-    "stream": _device_session,
+BACKENDS: dict[str, Callable[[PipelineSettings, Any, ModelCache], CacheSession]] = {
+    "graph": DeviceSession,
+    "stream": DeviceSession,
     "inline": InlineSession,
 }

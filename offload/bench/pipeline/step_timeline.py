@@ -95,8 +95,7 @@ class StepTimeline:
         return (self.end_ns - self.start_ns) / 1e9
 
 
-@dataclass(frozen=True)
-class StepShares:
+class StepShares(NamedTuple):
     """Nanoseconds of a step, or of several; see the module. They add up to `total_ns`."""
 
     total_ns: int
@@ -122,23 +121,19 @@ def step_shares(step: StepTimeline) -> StepShares:
 
 def summed(shares: Iterable[StepShares]) -> StepShares:
     """Of several steps together."""
-    columns = [
-        (s.total_ns, s.overlapped_ns, s.waiting_ns, s.exposed_ns, s.handshake_ns) for s in shares
-    ]
+    columns = list(zip(*shares, strict=True))
     if not columns:
         raise ValueError("there are no steps to sum up")
-    return StepShares(*(sum(column) for column in zip(*columns, strict=True)))
+    return StepShares(*map(sum, columns))
 
 
 def median_microseconds(steps: Sequence[StepTimeline]) -> dict[str, dict[str, float]]:
     """Of each side and kind: the median over steps of its time, all layers together."""
-    table: dict[str, dict[str, float]] = {}
-    for side, kinds in (("gpu", (*GPU_WORK, *GPU_WAITS)), ("cpu", (*CPU_WORK, *CPU_WAITS))):
-        table[side] = {}
-        for kind in kinds:
-            times = [
-                length(_spans(step.cpu if side == "cpu" else step.gpu, (kind,))) for step in steps
-            ]
+    kinds = {"gpu": (*GPU_WORK, *GPU_WAITS), "cpu": (*CPU_WORK, *CPU_WAITS)}
+    table: dict[str, dict[str, float]] = {side: {} for side in kinds}
+    for side, of_side in kinds.items():
+        for kind in of_side:
+            times = [length(_spans(getattr(step, side), (kind,))) for step in steps]
             if any(times):
                 table[side][kind] = float(np.median(times)) / 1e3
     return table
@@ -175,8 +170,7 @@ def clock_offset_ns(
 def shifted(intervals: Iterable[Interval], offset_ns: int) -> tuple[Interval, ...]:
     """The same intervals on another clock."""
     return tuple(
-        Interval(kind, layer, start + offset_ns, end + offset_ns)
-        for kind, layer, start, end in intervals
+        i._replace(start_ns=i.start_ns + offset_ns, end_ns=i.end_ns + offset_ns) for i in intervals
     )
 
 

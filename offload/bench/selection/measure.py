@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from offload.bench.selection.metrics import ReferenceBudget, kl_divergence, negative_log_likelihood
-from offload.bench.selection.observer import Means, SelectionObserver
+from offload.bench.selection.observer import SelectionObserver
 from offload.bench.selection.shared_prefill import SharedPrefill
 from offload.policies import Policy
 from offload.policies.registry import make_policy
@@ -111,18 +111,6 @@ class SelectionMeasurement:
     tokens_per_second: float
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Logits [steps, vocab_size] of one policy, and what was seen meanwhile."""
-
-    logits: torch.Tensor
-    means: Means
-    jaccard: float | None
-    window_hit: float | None
-    candidate_share: float | None
-    step_seconds: list[float]
-
-
 def measure_selection(
     load: Callable[[Policy], Any],
     policies: Sequence[Policy],
@@ -136,9 +124,7 @@ def measure_selection(
 
     Args:
         load: makes the model under a policy (`OffloadedModel.from_pretrained`).
-        policies: what to measure; full attention is always measured.
         tokens: the text, at least `settings.text_tokens`.
-        on_policy: called with a label when a policy's turn comes.
         on_progress: called with the number of steps done since the last call.
 
     Raises:
@@ -150,18 +136,17 @@ def measure_selection(
     predicted = text[settings.context + 1 : settings.context + 1 + settings.steps]
     runs = [make_policy("full"), *(policy for policy in policies if policy.name != "full")]
     shared = SharedPrefill()
-    reference_logits: torch.Tensor | None = None
-    reference_loss = 0.0
+    full_logits: torch.Tensor | None = None
+    full_loss = 0.0
     measurements = []
     for policy in runs:
         budget = f" {policy.budget_tokens:,}" if policy.selects else ""
         on_policy(policy_label(policy) + budget)
-        run = _run(load, shared, policy, text, settings, on_progress)
+        logits, seen = _run(load, shared, policy, text, settings, on_progress)
         gc.collect()  # the model is gone: its cache and weights leave the memory
-        if reference_logits is None:
-            reference_logits = run.logits
-        loss = _mean_by_rows(negative_log_likelihood, run.logits, predicted)
-        reference_loss = reference_loss or loss
+        loss = _mean_by_rows(negative_log_likelihood, logits, predicted)
+        if full_logits is None:
+            full_logits, full_loss = logits, loss
         measurements.append(
             SelectionMeasurement(
                 policy=policy.name,
@@ -170,19 +155,10 @@ def measure_selection(
                 budget_tokens=policy.budget_tokens if policy.selects else None,
                 context=settings.context,
                 steps=settings.steps,
-                attended_tokens=run.means["attended_tokens"],
-                selecting_share=run.means["chose"],
-                candidate_share=run.candidate_share,
-                overlap=run.means["overlap"],
-                mass_kept=run.means["mass_kept"],
-                mass_of_topk=run.means["mass_of_topk"],
-                output_error=run.means["output_error"],
-                kl=_mean_by_rows(kl_divergence, run.logits, reference_logits),
+                kl=_mean_by_rows(kl_divergence, logits, full_logits),
                 perplexity=float(np.exp(loss)),
-                perplexity_change=float(np.exp(loss - reference_loss)) - 1.0,
-                jaccard=run.jaccard,
-                window_hit=run.window_hit,
-                tokens_per_second=1.0 / float(np.median(run.step_seconds)),
+                perplexity_change=float(np.exp(loss - full_loss)) - 1.0,
+                **seen,
             )
         )
     return measurements
@@ -205,17 +181,6 @@ def check_settings(
                 f"{settings.context:,} tokens, so nothing is selected; raise --context or lower "
                 "--budget-tokens"
             )
-
-
-def check_positions(settings: SelectionSettings, max_context: int) -> None:
-    """Refuse a text that the model has no positions for."""
-    needed = settings.context + settings.decode_steps
-    if needed > max_context:
-        raise ValueError(
-            f"context={settings.context:,} + steps={settings.steps:,} + {settings.timed_steps} "
-            f"timed steps are {needed:,} tokens, but this model has {max_context:,} positions; "
-            "lower --context or --steps"
-        )
 
 
 def policy_label(policy: Policy) -> str:
@@ -270,10 +235,17 @@ def _run(
     text: torch.Tensor,
     settings: SelectionSettings,
     on_progress: Progress,
-) -> _Run:
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits [steps, vocab_size], and the fields of a `SelectionMeasurement` that were observed."""
     model = shared.attach(load(policy))
     runtime = model._offload
-    check_positions(settings, runtime.lean.shape.max_context)
+    needed, positions = len(text) - 1, runtime.lean.shape.max_context
+    if needed > positions:
+        raise ValueError(
+            f"context={settings.context:,} + steps={settings.steps:,} + {settings.timed_steps} "
+            f"timed steps are {needed:,} tokens, but this model has {positions:,} positions; "
+            "lower --context or --steps"
+        )
     attention = runtime.attention
     dense_layers = _exact_topk(settings).dense_layers
     if policy.selects:
@@ -289,9 +261,8 @@ def _run(
     cache = model.new_cache()
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(tokens[None], past_key_values=cache, logits_to_keep=1).logits[
-            0, -1
-        ]
+        out: Any = model(tokens[None], past_key_values=cache, logits_to_keep=1)
+        logits: torch.Tensor = out.logits[0, -1]
         return logits
 
     forward(text[: settings.context])
@@ -315,14 +286,11 @@ def _run(
             on_progress(1)
     cache.reset()
     # Not the observer: it would keep the model's KV store alive.
-    return _Run(
-        torch.stack(rows),
-        observer.means,
-        observer.jaccard(),
-        observer.window_hit(),
-        candidate_share,
-        seconds,
-    )
+    return torch.stack(rows), {
+        **observer.measured(),
+        "candidate_share": candidate_share,
+        "tokens_per_second": 1.0 / float(np.median(seconds)),
+    }
 
 
 def _mean_by_rows(

@@ -7,6 +7,7 @@ importance of a token for a unit is the exact attention weight, summed over the 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -171,13 +172,15 @@ class Stability:
     @property
     def jaccard(self) -> float | None:
         """Mean over the steps so far; None if no two selections followed each other."""
-        return _mean(self._jaccard)
+        return mean(self._jaccard)
 
     @property
     def window_hit(self) -> float | None:
         """Mean over the steps so far; None if there were not `window` selections before one."""
-        return _mean(self._window_hits)
+        return mean(self._window_hits)
 
 
-def _mean(values: list[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are there; None if none is."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +21,27 @@ LEGEND = (
 )
 
 
-def _share(digits: int) -> Callable[[float], str]:
-    return lambda value: f"{value:.{digits}%}"
-
-
-def _number(spec: str) -> Callable[[float], str]:
-    return lambda value: format(value, spec)
-
-
-# Header, key of the row, and how it is written.
-COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("budget", "budget_tokens", _number(",")),
-    ("attended", "attended_tokens", _number(",.0f")),
-    ("candidates", "candidate_share", _share(1)),
-    ("overlap", "overlap", _number(".3f")),
-    ("mass", "mass_kept", _number(".4f")),
-    ("of top-k", "mass_of_topk", _number(".4f")),
-    ("error", "output_error", _number(".4f")),
-    ("KL", "kl", _number(".4f")),
-    ("perplexity", "perplexity", _number(".3f")),
-    ("change", "perplexity_change", _number("+.2%")),
-    ("Jaccard", "jaccard", _number(".3f")),
-    ("hit 32", "window_hit", _number(".3f")),
-    ("tokens/s", "tokens_per_second", _number(".1f")),
+# Header, key of the row, and how it is formatted.
+COLUMNS = (
+    ("budget", "budget_tokens", ","),
+    ("attended", "attended_tokens", ",.0f"),
+    ("candidates", "candidate_share", ".1%"),
+    ("overlap", "overlap", ".3f"),
+    ("mass", "mass_kept", ".4f"),
+    ("of top-k", "mass_of_topk", ".4f"),
+    ("error", "output_error", ".4f"),
+    ("KL", "kl", ".4f"),
+    ("perplexity", "perplexity", ".3f"),
+    ("change", "perplexity_change", "+.2%"),
+    ("Jaccard", "jaccard", ".3f"),
+    ("hit 32", "window_hit", ".3f"),
+    ("tokens/s", "tokens_per_second", ".1f"),
 )
 
 
 def cells(row: Row) -> list[str]:
     """The row's cells after the label, in the order of COLUMNS."""
-    return [UNKNOWN if row[key] is None else write(row[key]) for _, key, write in COLUMNS]
+    return [UNKNOWN if row[key] is None else format(row[key], spec) for _, key, spec in COLUMNS]
 
 
 def markdown_table(rows: Sequence[Row]) -> str:

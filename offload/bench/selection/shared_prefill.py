@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from offload.kv.store import KVStore
+from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
-from offload.prefill.forward import prefill
+from offload.prefill.forward import OnQueries, prefill
 from offload.runtime.runtime import Runtime
 from offload.system.torch_threads import torch_threads
 
@@ -25,19 +26,13 @@ KEPT_QUERIES = 64  # more than a policy observes
 _Prefill = Callable[[torch.Tensor, RaggedBatch, KVStore | None, list[int]], torch.Tensor]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Prompt:
-    """What prefill of one prompt leaves behind.
+    """What prefill of one prompt leaves behind."""
 
-    Attributes:
-        last_hidden: [hidden_size], of the last token, before the final norm.
-        kv: keys and values [num_kv_heads, num_tokens, head_dim] of each layer.
-        queries: the last ones of each layer, [num_qo_heads, n <= KEPT_QUERIES, head_dim].
-    """
-
-    last_hidden: torch.Tensor
-    kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    last_hidden: torch.Tensor  # [hidden_size], of the last token, before the final norm
+    kv: list[tuple[torch.Tensor, torch.Tensor]]  # each layer's [num_kv_heads, num_tokens, head_dim]
+    queries: list[torch.Tensor]  # each layer's last [num_qo_heads, n <= KEPT_QUERIES, head_dim]
 
 
 class SharedPrefill:
@@ -85,23 +80,48 @@ class SharedPrefill:
 def _compute(
     runtime: Runtime, hidden: torch.Tensor, batch: RaggedBatch, store: KVStore, seq: int
 ) -> _Prompt:
-    kept: dict[int, torch.Tensor] = {}
-
-    def on_queries(seq: int, layer_idx: int, queries: torch.Tensor, kv_len: int) -> None:
-        runtime.attention.record_queries(seq, layer_idx, queries, kv_len)
-        before = kept.get(layer_idx, queries[:, :0])
-        kept[layer_idx] = torch.cat([before, queries], dim=1)[:, -KEPT_QUERIES:].clone()
-
     with torch_threads(runtime.config.num_threads):
-        prefill(
+        queries = prefill_keeping_queries(
             runtime.lean,
             hidden,
             batch,
-            store=store,
-            seqs=[seq],
+            store,
+            seq,
             slice_tokens=runtime.config.prefill_slice_tokens,
-            on_queries=on_queries,
+            num_queries=KEPT_QUERIES,
+            on_queries=runtime.attention.record_queries,
         )
     layers = range(len(runtime.lean.layers))
     kv = [store.gather(seq, layer_idx, 0, batch.num_tokens) for layer_idx in layers]
-    return _Prompt(hidden[-1].clone(), kv, kept)
+    return _Prompt(hidden[-1].clone(), kv, queries)
+
+
+def prefill_keeping_queries(
+    lean: LeanModel,
+    hidden: torch.Tensor,
+    batch: RaggedBatch,
+    store: KVStore,
+    seq: int,
+    *,
+    slice_tokens: int,
+    num_queries: int,
+    on_queries: OnQueries = lambda seq, layer_idx, queries, kv_len: None,
+) -> list[torch.Tensor]:
+    """`prefill` of one prompt; the last `num_queries` queries of each layer, heads first."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(seq: int, layer_idx: int, queries: torch.Tensor, kv_len: int) -> None:
+        on_queries(seq, layer_idx, queries, kv_len)
+        before = kept.get(layer_idx, queries[:, :0])
+        kept[layer_idx] = torch.cat([before, queries], dim=1)[:, -num_queries:].clone()
+
+    prefill(
+        lean,
+        hidden,
+        batch,
+        store=store,
+        seqs=[seq],
+        slice_tokens=slice_tokens,
+        on_queries=keep,
+    )
+    return [kept[layer_idx] for layer_idx in range(len(lean.layers))]

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli.bench import (
-    decode as bench_decode,
-)
-from offload.cli.bench import (
-    latency as bench_latency,
-)
-from offload.cli.bench import (
-    pipeline as bench_pipeline,
-)
-from offload.cli.bench import (
-    selection as bench_selection,
+from offload.cli.bench import decode, latency, pipeline, selection
+from offload.cli.bench.options import (
+    DTYPE_NAMES,
+    LAYER_SHAPE_NAMES,
+    AsJson,
+    DType,
+    ThreadCounts,
+    check_name,
+    make_table,
 )
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import comma_separated, counts
@@ -34,37 +32,22 @@ app = typer.Typer(
 )
 
 # offload.bench.attention.measure has these, but imports torch; tests compare the two.
-SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-8b", "smollm2-135m")
 KERNEL_NAMES = ("dense", "sparse", "topk")
-DTYPE_NAMES = ("bfloat16", "float16", "float32")
 
-
-@app.callback()
-def bench() -> None:
-    """Measure kernels, policies and whole decode steps on this machine."""
-
-
-bench_selection.register(app)
+app.command()(selection.selection)
 
 
 @app.command()
 def attention(
     shape: Annotated[
-        str, typer.Option(help=f"Heads of this model's layer: {', '.join(SHAPE_NAMES)}.")
+        str, typer.Option(help=f"Heads of this model's layer: {', '.join(LAYER_SHAPE_NAMES)}.")
     ] = "llama-3.1-8b",
     kv_len: Annotated[int, typer.Option(min=1, help="Tokens in the cache.")] = 131072,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_NAMES)}.")] = "bfloat16",
+    dtype: DType = "bfloat16",
     kernel: Annotated[
         str, typer.Option(metavar="NAMES", help="Any of dense, sparse, topk, comma-separated.")
     ] = ",".join(KERNEL_NAMES),
-    threads: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COUNTS",
-            help=r"Such as 1,2. \[default: 1 and all this process may use]",
-            show_default=False,
-        ),
-    ] = None,
+    threads: ThreadCounts = None,
     sparse_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens per KV head that the sparse kernel attends to.")
     ] = 2048,
@@ -72,7 +55,7 @@ def attention(
         float, typer.Option(min=0.0, max=1.0, help="Share of the cache that topk selects.")
     ] = 0.02,
     repeats: Annotated[int, typer.Option("--repeats", "-r", min=1)] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the machine.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time one layer's decode attention over a cache in host memory.
 
@@ -89,8 +72,8 @@ def attention(
 
         OFFLOAD_ISA=avx2 offload bench attention --json
     """
-    _check_name("--shape", shape, SHAPE_NAMES)
-    _check_name("--dtype", dtype, DTYPE_NAMES)
+    check_name("--shape", shape, LAYER_SHAPE_NAMES)
+    check_name("--dtype", dtype, DTYPE_NAMES)
     kernels = comma_separated(kernel, option="--kernel", available=KERNEL_NAMES)
     thread_counts = None if threads is None else counts(threads, option="--threads")
 
@@ -134,25 +117,13 @@ def attention(
         _print_table(f"{shape}, {kv_len:,} tokens, {dtype}, {machine['isa']}", measurements)
 
 
-def _check_name(option: str, name: str, available: tuple[str, ...]) -> None:
-    if name not in available:
-        raise typer.BadParameter(
-            f"unknown {name!r}; available: {', '.join(available)}", param_hint=option
-        )
-
-
 def _print_table(title: str, measurements: list[AttentionMeasurement]) -> None:
-    from rich.table import Table
-
     dense = {m.num_threads: m.microseconds for m in measurements if m.kernel == "dense"}
-    table = Table(title=title, title_justify="left")
-    table.add_column("kernel")
-    for column in ("threads", "tokens", "µs", "GB/s", "memory", "share", "of dense"):
-        table.add_column(column, justify="right")
-    for m in measurements:
+
+    def cells(m: AttentionMeasurement) -> list[str]:
         of_dense = f"{m.microseconds / dense[m.num_threads]:.2f}" if m.num_threads in dense else ""
         spread = (m.microseconds_p90 - m.microseconds_p10) / 2 / m.microseconds
-        table.add_row(
+        return [
             m.kernel,
             str(m.num_threads),
             f"{m.tokens:,}",
@@ -161,15 +132,15 @@ def _print_table(title: str, measurements: list[AttentionMeasurement]) -> None:
             f"{m.yardstick_bandwidth / 1e9:.1f}",
             f"{m.yardstick_share:.0%}",
             of_dense,
-        )
-    table.caption = (
+        ]
+
+    caption = (
         "tokens: attended per KV head. memory: GB/s of a sequential read of the same cache, for "
         "sparse of the same rows. ±: half of p10 to p90."
     )
-    table.caption_justify = "left"
-    stdout().print(table)
+    header = ("kernel", "threads", "tokens", "µs", "GB/s", "memory", "share", "of dense")
+    stdout().print(make_table(header, map(cells, measurements), title=title, caption=caption))
 
 
-bench_decode.register(app)
-bench_latency.register(app)
-bench_pipeline.register(app)
+for command in (decode.decode, latency.latency, pipeline.pipeline):
+    app.command()(command)

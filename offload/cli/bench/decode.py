@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.bench.policy_grid import option_values, policy_grid
+from offload.cli.bench.options import (
+    DTYPE_NAMES,
+    MODEL_SHAPE_NAMES,
+    AsJson,
+    BudgetTokens,
+    PolicyOptions,
+    TextModelName,
+    check_name,
+    check_one_source,
+    make_table,
+    option_values,
+    policy_grid,
+)
 from offload.cli.console import (
     no_loading_bars,
     print_json,
@@ -25,10 +37,8 @@ if TYPE_CHECKING:
     from offload.bench.decode.models import DecodeModel
 
 # offload.bench has these, but imports torch; tests compare the two.
-SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
 ENGINE_NAMES = ("offload", "graph", "transformers", "transformers-offloaded")
 CPU_ENGINE_NAMES = ("offload", "transformers")
-DTYPE_NAMES = ("bfloat16", "float16", "float32")
 BACKEND_NAMES = ("graph", "stream")
 # What a machine can do in a few minutes.
 GPU_DEFAULTS = ("llama-3.1-8b", "4096,32768,131072")
@@ -37,29 +47,17 @@ WARM_UP_STEPS = 4
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `offload bench`."""
-    app.command()(decode)
-
-
 def decode(
     shape: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Model of random weights, over made keys: {', '.join(SHAPE_NAMES)}. "
+            help=f"Model of random weights, over made keys: {', '.join(MODEL_SHAPE_NAMES)}. "
             rf"\[default: {GPU_DEFAULTS[0]}; on a CPU {CPU_DEFAULTS[0]}]",
             show_default=False,
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Instead of --shape: a model (folder, .gguf file, hub id, or "
-            "smollm2-135m-instruct) that reads real text, within its positions.",
-        ),
-    ] = None,
+    model: TextModelName = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -83,13 +81,8 @@ def decode(
     policy: Annotated[
         str, typer.Option(metavar="NAMES", help="Of host attention, comma-separated.")
     ] = "lychee_cluster,lfps",
-    budget_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that each KV head attends to.")
-    ] = 1024,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="POLICY.NAME=VALUE", help="Such as lfps.alpha=0.4. Repeatable."),
-    ] = None,
+    budget_tokens: BudgetTokens = 1024,
+    option: PolicyOptions = None,
     engines: Annotated[
         str | None,
         typer.Option(
@@ -136,7 +129,7 @@ def decode(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of --shape's weights, keys and queries.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the machine.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time decode steps of a whole model by context, ours under each policy beside other engines.
 
@@ -159,19 +152,12 @@ def decode(
 
         offload bench decode --model smollm2-135m-instruct --device cpu -d 2048,7168 --json
     """
-    if shape is not None and model is not None:
-        raise typer.BadParameter("give one of --shape and --model", param_hint="--model")
+    check_one_source(shape, model)
     if text is not None and model is None:
         raise typer.BadParameter("made keys read no text; give --model", param_hint="--text")
-    for name, value, available in (
-        ("--shape", shape, SHAPE_NAMES),
-        ("--dtype", dtype, DTYPE_NAMES),
-        ("--backend", backend, BACKEND_NAMES),
-    ):
-        if value is not None and value not in available:
-            raise typer.BadParameter(
-                f"unknown {value!r}; available: {', '.join(available)}", param_hint=name
-            )
+    check_name("--shape", shape, MODEL_SHAPE_NAMES)
+    check_name("--dtype", dtype, DTYPE_NAMES)
+    check_name("--backend", backend, BACKEND_NAMES)
     kv_lens = None if contexts is None else sorted(set(counts(contexts, option="--contexts")))
     chosen = None
     if engines is not None:
@@ -179,12 +165,15 @@ def decode(
     options = option_values(option or [], option="--option")
 
     with running():
+        import torch
+
         from offload.bench.decode.engines import DecodePlan
         from offload.policies.registry import available_policies
+        from offload.runtime.config import checked_device
 
         names = comma_separated(policy, option="--policy", available=tuple(available_policies()))
         policies = policy_grid(names, [budget_tokens], options, option="--option")
-        where = _device(device)
+        where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         on_cpu = where.type == "cpu"
         defaults = CPU_DEFAULTS if on_cpu else GPU_DEFAULTS
         engine_names = chosen or list(CPU_ENGINE_NAMES if on_cpu else ENGINE_NAMES)
@@ -207,53 +196,42 @@ def decode(
         )
         of_model = {"dtype": dtype, "threads": threads, "seed": seed, "backend": backend}
         with quiet_transformers(verbose=False), no_loading_bars():
-            document = _measure(model, shape or defaults[0], text, where, plan, of_model)
+            document = _measure(
+                plan, lambda: _model(model, shape or defaults[0], text, where, plan, of_model)
+            )
     if as_json:
         print_json(document)
     else:
         _print_table(document)
 
 
-def _device(name: str | None) -> Any:
-    """A torch.device that this machine has."""
-    import torch
-
-    from offload.runtime.config import RuntimeConfig
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(RuntimeConfig(device=name).device)
-
-
 def _measure(
-    model: str | None,
-    shape: str,
-    text: Path | None,
-    device: Any,
-    plan: DecodePlan,
-    options: dict[str, Any],
+    plan: DecodePlan, load: Callable[[], tuple[DecodeModel, dict[str, Any]]]
 ) -> dict[str, Any]:
+    """Rows of all engines; `load` gives the model and the settings that say which."""
     from rich.progress import Progress
 
     from offload.bench.decode.engines import describe, measure_engines
     from offload.system.machine import describe_machine
 
     machine = describe_machine()
-    per_context = len(plan.engines) - 1 + len(plan.policies)
-    if "offload" not in plan.engines:
-        per_context = len(plan.engines)
+    per_context = len(plan.engines)
+    if "offload" in plan.engines:
+        per_context += len(plan.policies) - 1
     with Progress(console=stderr(), transient=True) as progress:
         whole = progress.add_task("weights", total=len(plan.kv_lens) * per_context)
         part = progress.add_task("", total=None)
-        subject, settings = _model(model, shape, text, device, plan, options)
-        rows = measure_engines(
-            subject,
-            plan,
-            on_row=_row_shower(progress, whole, describe),
-            on_done=lambda what, done, total: progress.update(
-                part, description=what, completed=done, total=total
-            ),
-        )
+
+        def on_done(what: str, done: int, total: int) -> None:
+            progress.update(part, description=what, completed=done, total=total)
+
+        subject, settings = load()
+        rows = []
+        for row in measure_engines(subject, plan, on_done):
+            rows.append(row)
+            # As soon as it is there: a large context takes minutes.
+            progress.console.print(f"[dim]{describe(row)}[/dim]", soft_wrap=True)
+            progress.update(whole, advance=1, description="engines")
         settings["dtype"] = str(subject.stock.dtype).removeprefix("torch.")
     settings |= {
         "contexts": list(plan.kv_lens),
@@ -262,18 +240,6 @@ def _measure(
         "peer_steps": plan.stock_steps,
     }
     return {"machine": machine, "settings": settings, "rows": rows}
-
-
-def _row_shower(
-    progress: Any, task: Any, describe: Callable[[dict[str, Any]], str]
-) -> Callable[[dict[str, Any]], None]:
-    """Prints each row on stderr when it is there: a large context takes minutes."""
-
-    def show(row: dict[str, Any]) -> None:
-        progress.console.print(f"[dim]{describe(row)}[/dim]", soft_wrap=True)
-        progress.update(task, advance=1, description="engines")
-
-    return show
 
 
 def _model(
@@ -324,31 +290,24 @@ def _model(
 
 
 def _print_table(document: dict[str, Any]) -> None:
-    from rich.table import Table
-
     settings, rows = document["settings"], document["rows"]
     where = settings["device"]
     if settings["backend"]:
         where += f", backend {settings['backend']}"
-    table = Table(
+    first = rows[0]
+    of_first = first.get("label", first["engine"])
+    table = make_table(
+        ("context", "engine", "tokens/s", "ms per token", "time", "KV on host", "KV on GPU"),
+        words=(1,),
         title=f"{settings['model'] or settings['shape']}, {settings['dtype']}, batch 1, {where}",
-        title_justify="left",
+        caption=f"±: half of p10 to p90. time: of {of_first}'s at that context.",
     )
-    table.add_column("context", justify="right")
-    table.add_column("engine")
-    for column in ("tokens/s", "ms per token", "time", "KV on host", "KV on GPU"):
-        table.add_column(column, justify="right")
     for kv_len, of_context in groupby(rows, key=lambda row: row["kv_len"]):
         together = list(of_context)
         base = together[0]["milliseconds"]
         for index, row in enumerate(together):
             table.add_row("" if index else f"{kv_len:,}", *_cells(row, base))
         table.add_section()
-    first = rows[0]
-    table.caption = (
-        f"±: half of p10 to p90. time: of {first.get('label', first['engine'])}'s at that context."
-    )
-    table.caption_justify = "left"
     stdout().print(table)
 
 

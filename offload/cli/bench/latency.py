@@ -5,24 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from offload.cli.bench.options import (
+    DTYPE_NAMES,
+    LAYER_SHAPE_NAMES,
+    BatchSize,
+    BudgetTokens,
+    DType,
+    PolicyOptions,
+    TextModelName,
+    ThreadCounts,
+    check_name,
+    check_one_source,
+    make_table,
+    policy_with_budget,
+)
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
 from offload.cli.options import comma_separated, counts, key_values, policy_options
 
-if TYPE_CHECKING:
-    from offload.policies import Policy
-
-SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-8b", "smollm2-135m")
-DTYPE_NAMES = ("bfloat16", "float16", "float32")
 OUTPUTS = ("table", "json", "csv", "md")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `offload bench`."""
-    app.command()(latency)
 
 
 def latency(
@@ -30,30 +34,16 @@ def latency(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Heads of this model, on made keys: {', '.join(SHAPE_NAMES)}. "
+            help=f"Heads of this model, on made keys: {', '.join(LAYER_SHAPE_NAMES)}. "
             r"\[default: llama-3.1-8b]",
             show_default=False,
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Instead of --shape: a model (folder, .gguf file, hub id, or "
-            "smollm2-135m-instruct) that reads real text, within its positions.",
-        ),
-    ] = None,
+    model: TextModelName = None,
     n_depth: Annotated[
         str, typer.Option("--n-depth", "-d", metavar="COUNTS", help="Tokens in the context.")
     ] = "4096,16384,65536,131072",
-    threads: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COUNTS",
-            help=r"Such as 1,2. \[default: 1 and all this process may use]",
-            show_default=False,
-        ),
-    ] = None,
+    threads: ThreadCounts = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -62,18 +52,13 @@ def latency(
             show_default=False,
         ),
     ] = None,
-    budget_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that each KV head attends to.")
-    ] = 1024,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="POLICY.NAME=VALUE", help="Such as lfps.alpha=0.4. Repeatable."),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
+    budget_tokens: BudgetTokens = 1024,
+    option: PolicyOptions = None,
+    batch_size: BatchSize = 1,
     repeats: Annotated[
         int, typer.Option("--repeats", "-r", min=1, help="Decode steps that are timed.")
     ] = 11,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_NAMES)}.")] = "bfloat16",
+    dtype: DType = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, help="Of the made keys and queries.")] = 0,
     output: Annotated[str, typer.Option("--output", "-o", help=f"{', '.join(OUTPUTS)}.")] = "table",
     plot: Annotated[
@@ -97,17 +82,19 @@ def latency(
 
         offload bench latency --model smollm2-135m-instruct -d 2048,7168 --threads 1 -o json
     """
-    _check_name("--output", output, OUTPUTS)
-    _check_name("--dtype", dtype, DTYPE_NAMES)
-    if shape is not None and model is not None:
-        raise typer.BadParameter("give one of --shape and --model", param_hint="--model")
+    check_name("--output", output, OUTPUTS)
+    check_name("--dtype", dtype, DTYPE_NAMES)
+    check_one_source(shape, model)
     if model is None:
         shape = shape or "llama-3.1-8b"
-        _check_name("--shape", shape, SHAPE_NAMES)
+        check_name("--shape", shape, LAYER_SHAPE_NAMES)
     depths = counts(n_depth, option="--n-depth")
     thread_counts = None if threads is None else counts(threads, option="--threads")
 
     with running():
+        from rich import progress as bars
+
+        from offload.bench.latency.report import check_plot, plot_latency
         from offload.bench.latency.run import LatencyRun, run_latency
         from offload.models.dtypes import DTYPES
         from offload.policies.registry import available_policies
@@ -118,15 +105,15 @@ def latency(
         if policy is not None:
             names = comma_separated(policy, option="--policy", available=tuple(names))
         options = _options(option or [], names)
-        policies = _policies(names, options, budget_tokens)
+        policies = {
+            name: policy_with_budget(name, budget_tokens, options.get(name, {})) for name in names
+        }
         cpus = available_cpus()
         if thread_counts is not None and max(thread_counts) > cpus:
             raise ValueError(
                 f"--threads {max(thread_counts)}: this process may use {cpus} CPUs only"
             )
         if plot is not None:
-            from offload.bench.latency.report import check_plot
-
             check_plot(plot)
         machine = describe_machine() | {"load_average": round(os.getloadavg()[0], 2)}
         run = LatencyRun(
@@ -142,35 +129,29 @@ def latency(
             seed=seed,
         )
         with quiet_transformers(verbose=False) if model else contextlib.nullcontext():
-            result = _with_progress(run_latency, run)
-    title = (
-        f"{model or shape}, {result.dtype}, batch {batch_size}, budget {budget_tokens:,} tokens, "
-        f"{machine['isa']}"
-    )
-    _print(output, title, result, machine)
-    if plot is not None:
-        with running():
-            from offload.bench.latency.report import plot_latency
-
+            bar = bars.Progress(
+                bars.TextColumn("{task.description}"),
+                bars.BarColumn(),
+                bars.MofNCompleteColumn(),
+                bars.TimeElapsedColumn(),
+                console=stderr(),
+                transient=True,
+            )
+            with bar as progress:
+                task = progress.add_task("starting", total=None)
+                result = run_latency(
+                    run,
+                    on_progress=lambda what, done, total: progress.update(
+                        task, description=what, completed=done, total=total
+                    ),
+                )
+        title = (
+            f"{model or shape}, {result.dtype}, batch {batch_size}, "
+            f"budget {budget_tokens:,} tokens, {machine['isa']}"
+        )
+        _print(output, title, result, machine)
+        if plot is not None:
             plot_latency(result.rows(), plot, title=title)
-
-
-def _with_progress(function: Any, run: Any) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=stderr(), transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def on_progress(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
-        return function(run, on_progress=on_progress)
 
 
 def _options(pairs: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
@@ -190,20 +171,6 @@ def _options(pairs: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _policies(
-    names: list[str], options: dict[str, dict[str, Any]], budget_tokens: int
-) -> dict[str, Policy]:
-    from offload.policies.registry import make_policy
-
-    policies = {}
-    for name in names:
-        given: dict[str, Any] = {}
-        if "budget_tokens" in type(make_policy(name)).option_names():
-            given["budget_tokens"] = budget_tokens
-        policies[name] = make_policy(name, **(given | options.get(name, {})))
-    return policies
-
-
 def _print(output: str, title: str, result: Any, machine: dict[str, Any]) -> None:
     from offload.bench.latency.report import latency_csv, latency_markdown
 
@@ -221,8 +188,6 @@ def _print(output: str, title: str, result: Any, machine: dict[str, Any]) -> Non
 
 
 def _print_tables(title: str, result: Any, rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
     from offload.bench.latency.report import TABLE_CAPTION, table_cells, threads_title
 
     console = stdout()
@@ -234,14 +199,13 @@ def _print_tables(title: str, result: Any, rows: list[dict[str, Any]]) -> None:
             f"memory {of_block['sequential_bandwidth'] / 1e9:.1f} GB/s in sequence, "
             f"{of_block['gather_bandwidth'] / 1e9:.1f} GB/s by rows"
         )
-        table = Table(
+        table = make_table(
+            header,
             title=f"{threads_title(num_threads)}: {memory}",
-            title_justify="left",
+            no_wrap=True,
             padding=(0, 1, 0, 0),
             box=None,
         )
-        for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
         before = None
         for line in lines:
             if before not in (None, line[1]):
@@ -253,10 +217,3 @@ def _print_tables(title: str, result: Any, rows: list[dict[str, Any]]) -> None:
         console.print()
     console.print(result.describe_statistics())
     console.print(TABLE_CAPTION)
-
-
-def _check_name(option: str, name: str, available: tuple[str, ...]) -> None:
-    if name not in available:
-        raise typer.BadParameter(
-            f"unknown {name!r}; available: {', '.join(available)}", param_hint=option
-        )

@@ -8,35 +8,37 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload.cli.bench.options import (
+    DTYPE_NAMES,
+    MODEL_SHAPE_NAMES,
+    AsJson,
+    BatchSize,
+    BudgetTokens,
+    DType,
+    Threads,
+    check_name,
+    make_table,
+    policy_with_budget,
+)
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import policy_options
 
 if TYPE_CHECKING:
     from offload.bench.pipeline.settings import PipelineSettings
-    from offload.policies import Policy
 
 # offload.bench has these, but imports torch; tests compare the two.
-SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
 BACKEND_NAMES = ("graph", "stream", "inline")
-DTYPE_NAMES = ("bfloat16", "float16", "float32")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `offload bench`."""
-    app.command()(pipeline)
 
 
 def pipeline(
     shape: Annotated[
-        str, typer.Option(help=f"Model of random weights: {', '.join(SHAPE_NAMES)}.")
+        str, typer.Option(help=f"Model of random weights: {', '.join(MODEL_SHAPE_NAMES)}.")
     ] = "llama-3.1-8b",
     kv_len: Annotated[int, typer.Option(min=256, help="Tokens of each prompt.")] = 131072,
     policy: Annotated[str, typer.Option(metavar="NAME", help="Of host attention.")] = (
         "lychee_cluster"
     ),
-    budget_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that each KV head attends to.")
-    ] = 1024,
+    budget_tokens: BudgetTokens = 1024,
     policy_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Such as alpha=0.4. Repeatable."),
@@ -48,17 +50,14 @@ def pipeline(
             show_default=False,
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
+    batch_size: BatchSize = 1,
     steps: Annotated[int, typer.Option(min=6, help="Tokens decoded after the prompts.")] = 64,
     repeats: Annotated[
         int, typer.Option("--repeats", "-r", min=1, help="Times that these are decoded.")
     ] = 2,
     traced_steps: Annotated[int, typer.Option(min=1, help="Steps that shares are of.")] = 8,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, help=r"CPU threads. \[default: all it may use]", show_default=False),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_NAMES)}.")] = "bfloat16",
+    threads: Threads = None,
+    dtype: DType = "bfloat16",
     distinct_layers: Annotated[
         int | None,
         typer.Option(
@@ -73,7 +72,7 @@ def pipeline(
         Path | None,
         typer.Option(metavar="FILE", help="Write the traced steps for ui.perfetto.dev."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the machine.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time decode steps of a whole model, and show what of a step overlaps.
 
@@ -92,14 +91,9 @@ def pipeline(
 
         offload bench pipeline --shape smollm2-135m --kv-len 4096 --backend inline
     """
-    for option, name, available in (
-        ("--shape", shape, SHAPE_NAMES),
-        ("--backend", backend, (None, *BACKEND_NAMES)),
-        ("--dtype", dtype, DTYPE_NAMES),
-    ):
-        if name not in available:
-            names = ", ".join(str(n) for n in available if n is not None)
-            raise typer.BadParameter(f"unknown {name!r}; available: {names}", param_hint=option)
+    check_name("--shape", shape, MODEL_SHAPE_NAMES)
+    check_name("--backend", backend, BACKEND_NAMES)
+    check_name("--dtype", dtype, DTYPE_NAMES)
     if traced_steps > steps - 5:
         raise typer.BadParameter(
             f"{traced_steps} of {steps} steps cannot be traced: 5 warm up; raise --steps",
@@ -108,16 +102,15 @@ def pipeline(
     with running():
         import torch
 
-        from offload.bench.pipeline.session import BACKENDS
         from offload.bench.pipeline.settings import PipelineSettings
         from offload.models.dtypes import DTYPES
 
         if backend is None:
-            backend = "graph" if torch.cuda.is_available() and "graph" in BACKENDS else "inline"
+            backend = "graph" if torch.cuda.is_available() else "inline"
         settings = PipelineSettings(
             shape=shape,
             kv_len=kv_len,
-            policy=_policy(policy, budget_tokens, policy_option or []),
+            policy=policy_with_budget(policy, budget_tokens, policy_options(policy_option or [])),
             backend=backend,
             batch_size=batch_size,
             num_steps=steps,
@@ -133,15 +126,6 @@ def pipeline(
         _print_tables(document)
     if trace is not None:
         stderr().print(f"wrote {trace}")
-
-
-def _policy(name: str, budget_tokens: int, options: list[str]) -> Policy:
-    from offload.policies.registry import make_policy
-
-    given: dict[str, Any] = {}
-    if "budget_tokens" in type(make_policy(name)).option_names():
-        given["budget_tokens"] = budget_tokens
-    return make_policy(name, **(given | policy_options(options)))
 
 
 def _measure(
@@ -197,27 +181,16 @@ def _print_tables(document: dict[str, Any]) -> None:
     if workers := document["workers"]:
         columns = ["worker task", "µs per layer, all workers", "what it is"]
         _print_table(columns, task_lines(workers))
-        columns = [
-            "layer",
-            "µs to the reply",
-            "before tasks",
-            "after tasks",
-            "busy workers",
-            "idle",
-        ]
-        _print_table(columns, reply_lines(workers))
+        columns = ["layer", "µs to the reply", "before tasks", "after tasks"]
+        _print_table([*columns, "busy workers", "idle"], reply_lines(workers))
         if num_lost := workers["num_lost_events"]:
             stderr().print(f"{num_lost:,} events of the workers are missing: too many in a step")
 
 
 def _print_table(columns: list[str], lines: list[list[str]]) -> None:
     """Numbers stand to the right, words to the left."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column, cell in zip(columns, lines[0] if lines else columns, strict=True):
-        table.add_column(column, justify="right" if cell[0].isdigit() else "left")
-    for line in lines:
-        table.add_row(*line)
+    cells = lines[0] if lines else columns
+    words = [i for i, cell in enumerate(cells) if not cell[0].isdigit()]
+    table = make_table(columns, lines, words=words, box=None, padding=(0, 2, 0, 0))
     stdout().print(table)
     stdout().print()

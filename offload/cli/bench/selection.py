@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.bench.policy_grid import option_values, policy_grid
+from offload.cli.bench.options import (
+    Threads,
+    check_name,
+    make_table,
+    option_values,
+    policy_grid,
+)
 from offload.cli.console import (
     no_loading_bars,
     print_json,
@@ -26,14 +33,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 OUTPUTS = ("table", "json", "csv", "md")
-_TEXT_PANEL = "What is read"
-_POLICY_PANEL = "What is compared"
-_OUTPUT_PANEL = "Output"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `offload bench`."""
-    app.command()(selection)
+_read = functools.partial(typer.Option, rich_help_panel="What is read")
+_compared = functools.partial(typer.Option, rich_help_panel="What is compared")
+_output = functools.partial(typer.Option, rich_help_panel="Output")
 
 
 def selection(
@@ -42,82 +44,64 @@ def selection(
     ] = DEFAULT_MODEL,
     text: Annotated[
         str | None,
-        typer.Option(
+        _read(
             metavar="PATH",
             help=r"Read this file. \[default: docstrings of Python's library]",
             show_default=False,
-            rich_help_panel=_TEXT_PANEL,
         ),
     ] = None,
     context: Annotated[
         int,
-        typer.Option(min=1, help="Tokens read before decoding.", rich_help_panel=_TEXT_PANEL),
+        _read(min=1, help="Tokens read before decoding."),
     ] = 6144,
     steps: Annotated[
         int,
-        typer.Option(min=1, help="Next tokens of the text to decode.", rich_help_panel=_TEXT_PANEL),
+        _read(min=1, help="Next tokens of the text to decode."),
     ] = 1000,
     sample_every: Annotated[
         int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Compare every n-th step with exact attention.",
-            rich_help_panel=_TEXT_PANEL,
-        ),
+        _read(min=1, metavar="N", help="Compare every n-th step with exact attention."),
     ] = 20,
     policy: Annotated[
         str | None,
-        typer.Option(
+        _compared(
             metavar="NAMES",
             help=f"Comma-separated: {', '.join(available_policies())}. "
             r"Full attention is always measured: it is the reference. \[default: all]",
             show_default=False,
-            rich_help_panel=_POLICY_PANEL,
         ),
     ] = None,
     budget_tokens: Annotated[
         str | None,
-        typer.Option(
+        _compared(
             metavar="COUNTS",
             help=r"Tokens attended per KV head, such as 256,1024. \[default: 1024]",
             show_default=False,
-            rich_help_panel=_POLICY_PANEL,
         ),
     ] = None,
     budget_share: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="A budget as a share of --context.",
-            rich_help_panel=_POLICY_PANEL,
-        ),
+        _compared(min=0.0, max=1.0, help="A budget as a share of --context."),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(
+        _compared(
             metavar="[POLICY.]KEY=VALUES",
             help="An option of one or of all policies; each of several values is measured, such as "
             "lfps.alpha=0.1,0.2. Repeatable.",
-            rich_help_panel=_POLICY_PANEL,
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or auto.")] = "bfloat16",
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, help=r"CPU threads. \[default: all it may use]", show_default=False),
-    ] = None,
+    threads: Threads = None,
     output: Annotated[
         str,
-        typer.Option("--output", "-o", help=", ".join(OUTPUTS), rich_help_panel=_OUTPUT_PANEL),
+        _output("--output", "-o", help=", ".join(OUTPUTS)),
     ] = "table",
     plot: Annotated[
         Path | None,
-        typer.Option(
+        _output(
             metavar="PATH",
             help="Draw quality against budget, as .png, .svg or .pdf (needs matplotlib).",
-            rich_help_panel=_OUTPUT_PANEL,
         ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="More on stderr.")] = False,
@@ -148,27 +132,28 @@ def selection(
     names = list(available_policies())
     if policy is not None:
         names = comma_separated(policy, option="--policy", available=tuple(names))
-    if output not in OUTPUTS:
-        raise typer.BadParameter(
-            f"unknown {output!r}; available: {', '.join(OUTPUTS)}", param_hint="--output"
-        )
+    check_name("--output", output, OUTPUTS)
     budgets = _budgets(budget_tokens, budget_share, context)
     options = option_values(option or [], option="--option")
 
     with running(verbose=verbose):
+        from offload.bench.selection.output import check_plot, plot_selection
+
         policies = policy_grid(names, budgets, options, option="--option")
         if plot is not None:
-            from offload.bench.selection.output import check_plot
-
             check_plot(plot)
+        settings = {
+            "model": model,
+            "text": text or "docstrings of the standard library",
+            "dtype": dtype,
+            "context": context,
+            "steps": steps,
+            "sample_every": sample_every,
+        }
         with quiet_transformers(verbose=verbose):
-            document = _measure(
-                model, policies, options, text, context, steps, sample_every, dtype, threads
-            )
+            document = _measure(settings, text, policies, options, threads)
         _print(document, output)
         if plot is not None:
-            from offload.bench.selection.output import plot_selection
-
             plot_selection(document["rows"], plot, _title(document))
             stderr().print(f"wrote {plot}")
 
@@ -181,27 +166,16 @@ def _budgets(tokens: str | None, share: float | None, context: int) -> list[int]
 
 
 def _measure(
-    model: str,
+    described: dict[str, Any],
+    text: str | None,
     policies: Sequence[Policy],
     options: dict[str, list[Any]],
-    text: str | None,
-    context: int,
-    steps: int,
-    sample_every: int,
-    dtype: str,
     threads: int | None,
 ) -> dict[str, Any]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as bars
 
     from offload.bench.selection.measure import (
         SelectionSettings,
-        check_settings,
         measure_selection,
         reference_options,
     )
@@ -210,24 +184,29 @@ def _measure(
     from offload.system.machine import describe_machine
     from offload.system.stdlib_text import stdlib_paragraphs
 
-    shared = {key: values[0] for key, values in options.items() if len(values) == 1}
+    model = described["model"]
     settings = SelectionSettings(
-        context=context,
-        steps=steps,
-        sample_every=sample_every,
-        reference_options=reference_options(shared),
+        **{name: described[name] for name in ("context", "steps", "sample_every")},
+        reference_options=reference_options(
+            {key: values[0] for key, values in options.items() if len(values) == 1}
+        ),
     )
     words = "\n\n".join(stdlib_paragraphs()) if text is None else Path(text).read_text("utf-8")
     tokens = load_tokenizer(model)(words, verbose=False)["input_ids"]
-    check_settings(policies, len(tokens), settings)
     runs = 1 + sum(policy.name != "full" for policy in policies)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True)
+    bar = bars.Progress(
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeRemainingColumn(),
+        console=stderr(),
+        transient=True,
+    )
     with no_loading_bars(), bar as progress:
         task = progress.add_task("", total=runs * settings.decode_steps)
         measurements = measure_selection(
             lambda made: OffloadedModel.from_pretrained(
-                model, policy=made, dtype=dtype, num_threads=threads
+                model, policy=made, dtype=described["dtype"], num_threads=threads
             ),
             policies,
             tokens,
@@ -235,18 +214,8 @@ def _measure(
             on_policy=lambda label: progress.update(task, description=label),
             on_progress=lambda done: progress.advance(task, done),
         )
-    return {
-        "machine": describe_machine(),
-        "settings": {
-            "model": model,
-            "text": text or "docstrings of the standard library",
-            "dtype": dtype,
-            "context": context,
-            "steps": steps,
-            "sample_every": sample_every,
-        },
-        "rows": [asdict(measurement) for measurement in measurements],
-    }
+    rows = [asdict(measurement) for measurement in measurements]
+    return {"machine": describe_machine(), "settings": described, "rows": rows}
 
 
 def _title(document: dict[str, Any]) -> str:
@@ -268,13 +237,6 @@ def _print(document: dict[str, Any], output: str) -> None:
     elif output == "md":
         print(markdown_table(rows))
     else:
-        from rich.table import Table
-
-        table = Table(title=_title(document), title_justify="left")
-        table.add_column("policy")
-        for name, _, _ in COLUMNS:
-            table.add_column(name, justify="right")
-        for row in rows:
-            table.add_row(row["label"], *cells(row))
-        table.caption, table.caption_justify = LEGEND, "left"
-        stdout().print(table)
+        header = ("policy", *(name for name, _, _ in COLUMNS))
+        lines = ([row["label"], *cells(row)] for row in rows)
+        stdout().print(make_table(header, lines, title=_title(document), caption=LEGEND))

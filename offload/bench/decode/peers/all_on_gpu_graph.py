@@ -44,7 +44,7 @@ class AllOnGPU:
         tokens: int64 [batch_size], the last ones chosen.
     """
 
-    def __init__(self, lean: LeanModel, *, kv_len: int, batch_size: int = 1, seed: int = 0) -> None:
+    def __init__(self, lean: LeanModel, *, kv_len: int, batch_size: int = 1) -> None:
         shape = lean.shape
         weight: Any = lean.lm_head.weight
         self._lean = lean
@@ -52,7 +52,7 @@ class AllOnGPU:
         self._weights = DeviceWeights.of(lean)
         self._linears = linear_path(self._weights, batch_size)
         self._chooser = TokenChooser(batch_size, weight.shape[0], self._device)
-        generator = torch.Generator(self._device).manual_seed(seed)
+        generator = torch.Generator(self._device).manual_seed(0)
         cache_shape = (batch_size, 2, shape.num_kv_heads, kv_len, shape.head_dim)
         self.caches = [
             torch.empty(cache_shape, dtype=dtype, device=self._device).normal_(generator=generator)

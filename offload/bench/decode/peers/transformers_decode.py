@@ -16,12 +16,12 @@ WARM_UP_STEPS = 2
 
 
 def filled_cache(
-    stock: Any, *, kv_len: int, batch_size: int = 1, offloaded: bool = False, seed: int = 0
+    stock: Any, *, kv_len: int, batch_size: int = 1, offloaded: bool = False
 ) -> DynamicCache:
     """A cache of `kv_len` random tokens in every layer."""
     config = stock.config
     shape = (batch_size, config.num_key_value_heads, kv_len, _head_dim(config))
-    generator = torch.Generator(stock.device).manual_seed(seed)
+    generator = torch.Generator(stock.device).manual_seed(0)
     cache = DynamicCache(config=config, offloading=offloaded)
     for layer_idx in range(config.num_hidden_layers):
         keys, values = (
@@ -66,9 +66,9 @@ def decode_seconds(stock: Any, cache: DynamicCache, *, num_steps: int) -> list[f
 
 
 @torch.inference_mode()
-def prefill_seconds(stock: Any, *, num_tokens: int, seed: int = 0) -> float:
+def prefill_seconds(stock: Any, *, num_tokens: int) -> float:
     """Seconds that transformers needs to read a prompt into a cache on the GPU."""
-    generator = torch.Generator(stock.device).manual_seed(seed)
+    generator = torch.Generator(stock.device).manual_seed(0)
     tokens = torch.randint(
         stock.config.vocab_size, (1, num_tokens), generator=generator, device=stock.device
     )

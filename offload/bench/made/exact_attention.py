@@ -1,4 +1,4 @@
-"""Exact attention of one decode step, to check outputs and to judge selections by."""
+"""Exact attention of one query, to check outputs and to judge selections by."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from offload.bench.made.attention_statistics import SINK_TOKENS
 from offload.kv.store import KVStore
 
 # The output is rounded to the cache's dtype, and so are the softmax weights inside some kernels.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+_TOPK_MASS_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,14 @@ class SelectionQuality:
 
 
 class ExactAttention:
-    """One layer of one sequence in float32, with sums in float64.
+    """One layer of one sequence, with sums in float64.
 
     Args:
         query: [num_qo_heads * head_dim].
         kv_len: tokens that it sees; they need not be committed.
+
+    Attributes:
+        weights: `dtype` [num_kv_heads, group_size, kv_len].
     """
 
     def __init__(
@@ -49,16 +53,18 @@ class ExactAttention:
         *,
         kv_len: int,
         sm_scale: float,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._dtype = store.dtype
+        self._tolerance = _TOLERANCE[store.dtype]
         self._kv_len = kv_len
-        self._keys, self._values = store.gather(seq, layer_idx, 0, kv_len)
-        self._queries = query.float().view(store.num_kv_heads, -1, store.head_dim)
-        weights = [
-            ((q @ k.float().T) * sm_scale).softmax(-1)
-            for q, k in zip(self._queries, self._keys, strict=True)
-        ]
-        self.weights = torch.stack(weights)  # [num_kv_heads, group_size, kv_len]
+        keys, self._values = store.gather(seq, layer_idx, 0, kv_len)
+        queries = query.to(dtype).view(store.num_kv_heads, -1, store.head_dim)
+        self.weights = torch.stack(
+            [
+                ((q @ k.to(dtype).T) * sm_scale).softmax(-1)
+                for q, k in zip(queries, keys, strict=True)
+            ]
+        )
 
     def check_output(self, out: Tensor, selection: Sequence[Sequence[int] | None]) -> float:
         """Relative L2 error of `out` [num_qo_heads * head_dim] over the units that were attended.
@@ -70,26 +76,57 @@ class ExactAttention:
         Raises:
             ArithmeticError: more than rounding explains.
         """
-        num_kv_heads, group_size, head_dim = self._queries.shape
-        per_head = len(selection) > num_kv_heads
-        got = out.double().view(num_kv_heads, group_size, head_dim)
+        weights = self._of_units(len(selection))
+        got = out.double().view(*weights.shape[:2], -1)
         difference = norm = 0.0
         for unit, tokens in enumerate(selection):
             if tokens is None:
                 continue
-            kv_head = unit // group_size if per_head else unit
-            heads = slice(unit % group_size, unit % group_size + 1) if per_head else slice(None)
-            expected = self._attend(kv_head, heads, tokens)
-            difference += float((got[kv_head, heads] - expected).square().sum())
+            values = self._values[unit * len(self._values) // len(selection)]
+            expected = self._attend(weights[unit], values, tokens)
+            difference += float((got[unit] - expected).square().sum())
             norm += float(expected.square().sum())
         error = float(np.sqrt(difference / max(norm, 1e-30)))
-        tolerance = TOLERANCE[self._dtype]
-        if not error <= tolerance:
+        if not error <= self._tolerance:
+            is_double = self.weights.dtype == torch.float64
             raise ArithmeticError(
-                f"the output differs from the reference by {error:.2g} (relative L2), "
-                f"more than {tolerance:.2g}"
+                f"the output differs from the {'float64 ' if is_double else ''}reference by "
+                f"{error:.2g} (relative L2), more than {self._tolerance:.2g}"
             )
         return error
+
+    def check_topk(
+        self,
+        selection: Sequence[Sequence[int]],
+        *,
+        budget_tokens: int,
+        sink_tokens: int,
+        recent_tokens: int,
+    ) -> None:
+        """Compare the attention mass of the KV heads' selections with the most that they can hold.
+
+        Raises:
+            ArithmeticError: a selection of another size, or with less mass.
+        """
+        last = self._kv_len - recent_tokens
+        best = budget_tokens - sink_tokens - recent_tokens
+        for kv_head, tokens in enumerate(selection):
+            if len(set(tokens)) != budget_tokens:
+                raise ArithmeticError(
+                    f"KV head {kv_head}: {len(set(tokens))} tokens selected, not {budget_tokens}"
+                )
+            importance = self.weights[kv_head].sum(0)
+            most = float(
+                importance[:sink_tokens].sum()
+                + importance[last:].sum()
+                + importance[sink_tokens:last].topk(best).values.sum()
+            )
+            mass = float(importance[list(tokens)].sum())
+            if mass < most * (1 - _TOPK_MASS_TOLERANCE):
+                raise ArithmeticError(
+                    f"KV head {kv_head}: the selection holds {mass:.5f} of the attention, "
+                    f"the best one {most:.5f}"
+                )
 
     def quality(
         self,
@@ -105,8 +142,7 @@ class ExactAttention:
             attends_to_all: of each unit; others with an empty selection were answered.
             sink_tokens, recent_tokens: what is attended anyway, and not chosen.
         """
-        num_kv_heads, group_size, _ = self._queries.shape
-        per_head = len(selection) > num_kv_heads
+        importances = self._of_units(len(selection)).sum(1)
         last = self._kv_len - recent_tokens
         masses: list[float] = []
         overlaps: list[float] = []
@@ -119,10 +155,7 @@ class ExactAttention:
             if not len(tokens):
                 answered += 1
                 continue
-            if per_head:
-                importance = self.weights[unit // group_size, unit % group_size]
-            else:
-                importance = self.weights[unit].sum(0)
+            importance = importances[unit]
             chosen = torch.as_tensor(tokens, dtype=torch.int64)
             beside_sinks = chosen[chosen >= SINK_TOKENS]
             rest = float(importance[SINK_TOKENS:].double().sum())
@@ -138,15 +171,16 @@ class ExactAttention:
             answered=answered / len(selection),
         )
 
-    def _attend(self, kv_head: int, heads: slice, tokens: Sequence[int]) -> Tensor:
-        weights, values = self.weights[kv_head, heads], self._values[kv_head]
+    def _of_units(self, num_units: int) -> Tensor:
+        """The weights, [num_units, members, kv_len]: a unit is a KV head or a query head."""
+        return self.weights.view(num_units, -1, self._kv_len)
+
+    def _attend(self, weights: Tensor, values: Tensor, tokens: Sequence[int]) -> Tensor:
+        """float64 [members, head_dim] of one unit."""
         if not len(tokens):
             # In pieces: a float64 copy of all values of a head at 128K is 134 MB.
-            pieces = range(0, self._kv_len, 16384)
-            parts = [
-                weights[:, i : i + 16384].double() @ values[i : i + 16384].double() for i in pieces
-            ]
-            return torch.stack(parts).sum(0)
+            pieces = zip(torch.split(weights, 16384, 1), torch.split(values, 16384), strict=True)
+            return torch.stack([w.double() @ v.double() for w, v in pieces]).sum(0)
         chosen = torch.as_tensor(tokens, dtype=torch.int64)
         part = weights[:, chosen].double()
         return part @ values[chosen].double() / part.sum(1, keepdim=True)

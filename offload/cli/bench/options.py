@@ -1,0 +1,149 @@
+"""Options, names, policies and tables that the commands of `offload bench` share."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.options import Scalar, key_values, scalar
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from offload.policies import Policy
+
+# offload.bench and offload.models have these, but import torch; tests compare the two.
+MODEL_SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
+LAYER_SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-8b", "smollm2-135m")
+DTYPE_NAMES = ("bfloat16", "float16", "float32")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with the machine.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Sequences that decode together.")]
+BudgetTokens = Annotated[int, typer.Option(min=1, help="Tokens that each KV head attends to.")]
+DType = Annotated[str, typer.Option(help=f"{', '.join(DTYPE_NAMES)}.")]
+PolicyOptions = Annotated[
+    list[str] | None,
+    typer.Option(metavar="POLICY.NAME=VALUE", help="Such as lfps.alpha=0.4. Repeatable."),
+]
+TextModelName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Instead of --shape: a model (folder, .gguf file, hub id, or "
+        "smollm2-135m-instruct) that reads real text, within its positions.",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help=r"CPU threads. \[default: all it may use]", show_default=False),
+]
+ThreadCounts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COUNTS",
+        help=r"Such as 1,2. \[default: 1 and all this process may use]",
+        show_default=False,
+    ),
+]
+
+
+def check_name(option: str, name: str | None, available: Collection[str]) -> None:
+    """A usage error for a name that is given and not `available`."""
+    if name is not None and name not in available:
+        raise typer.BadParameter(
+            f"unknown {name!r}; available: {', '.join(available)}", param_hint=option
+        )
+
+
+def check_one_source(shape: str | None, model: str | None) -> None:
+    """A usage error if both are given."""
+    if shape is not None and model is not None:
+        raise typer.BadParameter("give one of --shape and --model", param_hint="--model")
+
+
+def make_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
+    *,
+    words: Collection[int] = (0,),
+    no_wrap: bool = False,
+    **options: Any,
+) -> Table:
+    """A table whose columns `words` stand to the left, the others to the right."""
+    from rich.table import Table
+
+    table = Table(title_justify="left", caption_justify="left", **options)
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i in words else "right", no_wrap=no_wrap)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def option_values(pairs: list[str], *, option: str) -> dict[str, list[Scalar]]:
+    """`["lfps.alpha=0.1,0.2"]` -> `{"lfps.alpha": [0.1, 0.2]}`.
+
+    A value that has commas itself stands in quotes: `tidal_decode.select_layers='2,13'`.
+    """
+    return {
+        key: [scalar(value) for value in next(csv.reader([values], quotechar="'"))]
+        for key, values in key_values(pairs, option=option).items()
+    }
+
+
+def policy_grid(
+    names: Sequence[str], budgets: Sequence[int], options: dict[str, list[Scalar]], *, option: str
+) -> list[Policy]:
+    """Each policy with each budget and each combination of its option values.
+
+    Args:
+        options: values by "policy.option", or by "option" for all policies that have it.
+        option: how the command calls them, for messages.
+
+    Raises:
+        typer.BadParameter: an option that none of the policies has.
+        ValueError: a value out of range, such as a budget below sinks + recent tokens.
+    """
+    from offload.policies.registry import make_policy
+
+    classes = {name: type(make_policy(name)) for name in names}
+    for key in options:
+        policy, _, name = key.rpartition(".")
+        if policy and policy not in names:
+            raise typer.BadParameter(
+                f"{key}: {policy!r} is not among the policies {', '.join(names)}",
+                param_hint=option,
+            )
+        of = [policy] if policy else list(names)
+        if not any(name in classes[each].option_names() for each in of):
+            available = sorted({o for each in of for o in classes[each].option_names()})
+            raise typer.BadParameter(
+                f"no option {name!r} in {', '.join(of)}; available: {', '.join(available)}",
+                param_hint=option,
+            )
+    policies = []
+    for policy, cls in classes.items():
+        known = cls.option_names()
+        values: dict[str, list[Scalar]] = {}
+        if "budget_tokens" in known:
+            values["budget_tokens"] = list(budgets)
+        for key, choices in options.items():
+            owner, _, name = key.rpartition(".")
+            if owner in ("", policy) and name in known:
+                values[name] = choices
+        for combination in product(*values.values()):
+            policies.append(make_policy(policy, **dict(zip(values, combination, strict=True))))
+    return policies
+
+
+def policy_with_budget(name: str, budget_tokens: int, options: Mapping[str, Any]) -> Policy:
+    """One policy; `budget_tokens` unless it has none, or `options` say otherwise."""
+    from offload.policies.registry import make_policy
+
+    has_budget = "budget_tokens" in type(make_policy(name)).option_names()
+    given = {"budget_tokens": budget_tokens} if has_budget else {}
+    return make_policy(name, **{**given, **options})

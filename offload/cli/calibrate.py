@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
+from offload.cli.options import DTYPE_HELP, ModelName, Verbose
 
 if TYPE_CHECKING:
     from offload.policies.lychee_decode.calibration import Calibration
@@ -17,15 +18,8 @@ _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(calibrate)
-
-
 def calibrate(
-    model: Annotated[
-        str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
-    ],
+    model: ModelName,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="PATH", help="The roles file to write.")
     ],
@@ -35,7 +29,6 @@ def calibrate(
             min=0,
             help="How many KV heads after layer 0 retrieve; in layer 0 all do. "
             r"\[default: a sixth of all KV heads]",
-            show_default=False,
         ),
     ] = None,
     text: Annotated[
@@ -44,25 +37,17 @@ def calibrate(
             metavar="PATH",
             help="Text like what the model will read. "
             r"\[default: docstrings of Python's library]",
-            show_default=False,
         ),
     ] = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="How many of the text's first tokens to read, at most.")
     ] = 2048,
-    dtype: Annotated[
-        str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     num_threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=r"CPU threads. \[default: all this process may use]",
-            show_default=False,
-        ),
+        int | None, typer.Option(min=1, help=r"CPU threads. \[default: all this process may use]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Choose the retrieval heads of a model for the policy lychee_decode.
 

@@ -38,10 +38,9 @@ def _print_table(facts: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, version in facts["versions"].items():
-        table.add_row(name, version or "not installed")
+    versions = {name: found or "not installed" for name, found in facts["versions"].items()}
     forced = " (forced by OFFLOAD_ISA)" if facts["isa_forced"] else ""
-    rows = {
+    rows = versions | {
         "platform": facts["platform"],
         "CPU": facts["cpu"],
         "CPUs": f"{facts['cpus_usable']} usable of {facts['cpus_present']}",

@@ -33,7 +33,7 @@ def test_costs_between_and_beyond_points() -> None:
     assert CostTable(((100, 10), (200, 12))).fixed_us == 8.0
     assert CostTable(((100, 10),)).us(50) == 10.0
     assert CostTable(((100, 10),)).us(300) == 30.0
-    assert CostTable.straight(3.0, 0.5).us(10) == pytest.approx(8.0)
+    assert CostTable(((0, 3), (1e6, 3 + 5e5))).us(10) == pytest.approx(8.0)
 
 
 def test_noise_does_not_make_more_cost_less() -> None:

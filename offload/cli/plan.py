@@ -194,7 +194,7 @@ def _measured(
 
     from offload.bench.machine.measure import measure_profile
     from offload.bench.machine.policy import with_policy
-    from offload.planning.profile_cache import cached_profile, store_profile
+    from offload.planning.profile import cached_profile, store_profile
     from offload.runtime.config import checked_device
     from offload.system.memory import worker_threads
 

@@ -16,8 +16,7 @@ from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
 from offload.planning.placement_bytes import prefill_bytes
-from offload.planning.profile import MachineProfile
-from offload.planning.profile_cache import cached_profile
+from offload.planning.profile import MachineProfile, cached_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
 from offload.ranks.shares import head_ranges

@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     import torch
 
     from offload.models.shape import ModelShape
-from offload.planning.profile import MachineProfile, OnProgress
-from offload.planning.profile_cache import machine_key
+from offload.planning.profile import MachineProfile, OnProgress, machine_key
 
 
 def measure_profile(

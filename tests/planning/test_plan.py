@@ -94,10 +94,17 @@ def test_slots_are_powers_of_two() -> None:
     assert [num_slots(n) for n in (1, 2, 3, 5, 8)] == [1, 2, 4, 8, 8]
 
 
-def test_weights_of_named_shapes() -> None:
-    stock = random_model(MODEL_SHAPES["tiny"], device=CPU, dtype=torch.float32)
-    assert 4 * weight_elements(MODEL_SHAPES["tiny"]) == weight_bytes_of(stock)
+@pytest.mark.parametrize("ties_embeddings", [False, True])
+def test_weights_of_named_shapes(ties_embeddings: bool) -> None:
+    shape = replace(MODEL_SHAPES["tiny"], ties_embeddings=ties_embeddings)
+    stock = random_model(shape, device=CPU, dtype=torch.float32)
+    assert 4 * weight_elements(shape) == weight_bytes_of(stock)
     assert planned_model(LLAMA).weight_bytes == 16_060_522_496  # perf/results/gpu-decode.json
+
+
+def test_a_tied_projection_of_a_named_shape_counts_once() -> None:
+    assert planned_model("llama-3.2-1b").weight_bytes == 2 * 1_235_814_400  # of its checkpoint
+    assert planned_model("smollm2-135m").weight_bytes == 2 * 134_515_008
 
 
 @pytest.mark.parametrize("policy", ["quest", "lychee_cluster", "lfps"])

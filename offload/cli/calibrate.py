@@ -11,7 +11,6 @@ from offload.cli.console import print_json, quiet_transformers, running, stderr,
 from offload.cli.options import DTYPE_HELP, ModelName, Verbose
 
 if TYPE_CHECKING:
-    from offload.policies.lychee_decode.calibration import Calibration
     from offload.policies.lychee_decode.roles import HeadRoles
 
 _SELECT_LAYERS = 4  # suggested for tidal_decode
@@ -82,6 +81,8 @@ def calibrate(
             observe_heads,
             roles_from,
         )
+        from offload.policies.lychee_decode.choice import choose_select_layers
+        from offload.policies.lychee_decode.roles import evenly_spaced_heads
         from offload.runtime.model import OffloadedModel
 
         with quiet_transformers(verbose=verbose):
@@ -101,38 +102,29 @@ def calibrate(
             text="the standard library's docstrings" if text is None else text.name,
         )
         roles.save(output.expanduser())
-        summary = _summary(model, output, roles, calibration)
+        spaced = evenly_spaced_heads(
+            roles.num_layers, roles.num_kv_heads, roles.num_retrieval_heads
+        )
+        kept, copying = calibration.mass_kept, calibration.copying_layers
+        count = min(_SELECT_LAYERS, roles.num_layers - _DENSE_LAYERS)
+        layers = choose_select_layers(kept, count, _DENSE_LAYERS, copying) if count > 0 else []
+        summary = {
+            "model": model,
+            "output": str(output),
+            "model_type": roles.model_type,
+            "num_layers": roles.num_layers,
+            "num_kv_heads": roles.num_kv_heads,
+            "num_tokens": calibration.num_tokens,
+            "tokens_per_head": calibration.tokens_per_head,
+            "retrieval_heads": roles.num_retrieval_heads,
+            "mass_kept": calibration.kept_by(roles.array),
+            "mass_kept_evenly_spaced": calibration.kept_by(spaced),
+            "select_layers": layers,
+        }
     if as_json:
         print_json(summary)
     else:
         _print_table(summary, roles)
-
-
-def _summary(
-    model: str, output: Path, roles: HeadRoles, calibration: Calibration
-) -> dict[str, Any]:
-    from offload.policies.lychee_decode.choice import choose_select_layers
-    from offload.policies.lychee_decode.roles import evenly_spaced_heads
-
-    spaced = evenly_spaced_heads(roles.num_layers, roles.num_kv_heads, roles.num_retrieval_heads)
-    count = min(_SELECT_LAYERS, roles.num_layers - _DENSE_LAYERS)
-    return {
-        "model": model,
-        "output": str(output),
-        "model_type": roles.model_type,
-        "num_layers": roles.num_layers,
-        "num_kv_heads": roles.num_kv_heads,
-        "num_tokens": calibration.num_tokens,
-        "tokens_per_head": calibration.tokens_per_head,
-        "retrieval_heads": roles.num_retrieval_heads,
-        "mass_kept": calibration.kept_by(roles.array),
-        "mass_kept_evenly_spaced": calibration.kept_by(spaced),
-        "select_layers": choose_select_layers(
-            calibration.mass_kept, count, _DENSE_LAYERS, calibration.copying_layers
-        )
-        if count > 0
-        else [],
-    }
 
 
 def _print_table(summary: dict[str, Any], roles: HeadRoles) -> None:

@@ -9,9 +9,7 @@ import typer
 from offload.cli.console import print_json, running, stdout
 
 
-def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show versions, CPU, instruction set, memory limits, GPUs and the cache folder.
 
     Include the output in bug reports. [bold]OFFLOAD_ISA[/bold] forces an instruction set and

@@ -68,13 +68,11 @@ def generate(
     chat: Annotated[
         bool | None,
         _prompt_option(
-            "--chat/--no-chat",
-            help=r"Use the model's chat template. \[default: if it has one]",
+            "--chat/--no-chat", help=r"Use the model's chat template. \[default: if it has one]"
         ),
     ] = None,
     policy: Annotated[
-        str | None,
-        _runtime_option(help=rf"{POLICY_HELP} \[default: full; exact_topk with --demo]"),
+        str | None, _runtime_option(help=rf"{POLICY_HELP} \[default: full; exact_topk with --demo]")
     ] = None,
     policy_option: Annotated[
         list[str] | None,

@@ -74,8 +74,7 @@ def counts(text: str, *, option: str) -> list[int]:
         numbers = []
     if not numbers or min(numbers) < 1:
         raise typer.BadParameter(
-            f"expected integers of at least 1, separated by commas, got {text!r}",
-            param_hint=option,
+            f"expected integers of at least 1, separated by commas, got {text!r}", param_hint=option
         )
     return numbers
 

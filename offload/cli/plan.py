@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -43,8 +43,7 @@ def plan(
     policy_option: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE",
-            help="An option of the policy, such as dense_layers=1. Repeatable.",
+            metavar="KEY=VALUE", help="An option of the policy, such as dense_layers=1. Repeatable."
         ),
     ] = None,
     budget_tokens: Annotated[
@@ -295,15 +294,12 @@ def _print_step(found: Plan) -> None:
     table.add_column("predicted, ms per step")
     for column in ("layers", "linear", "GPU attends", "waits", "merge", "in all"):
         table.add_column(column, justify="right")
-
-    def cells(row: dict[str, Any], *names: str) -> list[str]:
-        return [f"{row[name] / 1e3:.2f}" for name in names]
-
     for row in step.breakdown():
-        columns = cells(row, "linear", "gpu", "exposed", "merge", "total")
-        table.add_row(f"heads on {row['kind']}", str(row["layers"]), *columns)
-    table.add_row("last projection, token", "", "", "", "", "", f"{step.last / 1e3:.2f}")
-    table.add_row("launch and end", "", "", "", "", "", f"{step.fixed / 1e3:.2f}")
+        parts = [row[name] for name in ("linear", "gpu", "exposed", "merge", "total")]
+        cells = [f"{us / 1e3:.2f}" for us in parts]
+        table.add_row(f"heads on {row['kind']}", str(row["layers"]), *cells)
+    for name, us in (("last projection, token", step.last), ("launch and end", step.fixed)):
+        table.add_row(name, "", "", "", "", "", f"{us / 1e3:.2f}")
     stdout().print(table)
     stdout().print(
         f"\n[bold]{step.milliseconds:.2f} ms per step, {step.tokens_per_second:,.1f} tokens/s"

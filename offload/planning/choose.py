@@ -61,15 +61,16 @@ def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement
         DeviceMemoryError: the dense layers do not fit; names the sizes and the options.
     """
     work = room.work
-    places = _dense_places(work)
-    _check_dense(places, room)
+    least = least_placement(work)
+    _check_dense(least, room)
+    places = least.places.copy()
     if not work.policy.selects:
         places = _more_full_heads(places, room)
     else:
         _add_retrieving(places, model, room)
     if model is not None and work.is_sparse:
         _add_gathered(places, model, room)
-    chosen, least = HeadPlacement(places), least_placement(work)
+    chosen = HeadPlacement(places)
     if model is not None and model.step(least).milliseconds < model.step(chosen).milliseconds:
         return least  # a GPU that attends more slowly than the CPU
     return chosen
@@ -77,23 +78,19 @@ def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement
 
 def least_placement(work: Workload) -> HeadPlacement:
     """Dense layers on the GPU, everything else on the CPU: what decoding needs no choice for."""
-    return HeadPlacement(_dense_places(work))
-
-
-def _dense_places(work: Workload) -> UInt8Array:
     shape = work.shape
     places = np.full((shape.num_layers, shape.num_kv_heads), Place.CPU, np.uint8)
     if work.selected_roles is not None:
         places[work.selected_roles == DENSE] = Place.GPU
-    return places
+    return HeadPlacement(places)
 
 
-def _check_dense(places: UInt8Array, room: DeviceRoom) -> None:
-    placement, work = HeadPlacement(places), room.work
+def _check_dense(placement: HeadPlacement, room: DeviceRoom) -> None:
     if room.holds(placement):
         return
+    work = room.work
     budget, needed = room.budget_bytes or 0, room.num_bytes(placement)
-    num_heads = int((places == Place.GPU).sum())
+    num_heads = sum(placement.counts(Place.GPU))
     one_page = num_heads * 2 * work.page_tokens * work.row_bytes
     of_pages = (
         f", and one page of {work.page_tokens} tokens of each of the {num_heads} KV heads that "

@@ -162,12 +162,9 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
             placement = _given(request, room, limit)
         else:
             placement, notes = _chosen(step_model, room, prefill)
-        of_step = step_device_bytes(placement, work, profile.device)
-        device_bytes = {
-            "weights": model.weight_bytes,
-            **of_step,
-            "prefill, at its peak": prefill,
-        }
+        device_bytes = {"weights": model.weight_bytes}
+        device_bytes |= step_device_bytes(placement, work, profile.device)
+        device_bytes["prefill, at its peak"] = prefill
     else:
         placement = HeadPlacement.filled(shape.num_layers, shape.num_kv_heads, Place.CPU)
         if request.placement is not None and request.placement != placement:
@@ -226,7 +223,7 @@ def _given(request: PlanRequest, room: DeviceRoom, limit: int | None) -> HeadPla
     assert placement is not None
     placement.check_model(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads)
     placement.check_policy(request.policy, shape.num_qo_heads)
-    heads = int((placement.places == Place.GPU).sum())
+    heads = sum(placement.counts(Place.GPU))
     if room.holds(placement):
         return placement
     page = math.prod(page_shape(1, request.page_tokens, shape.head_dim))

@@ -157,12 +157,8 @@ class RankWatch:
     def _judge(self) -> None:
         """End the process if this rank has waited in vain for long enough."""
         with self._changed:
-            if not self._is_inside:
-                self._reason = None
-                return
-            found = next(
-                (why for rank, peer in self._peers.items() if (why := self._why(rank, peer))), None
-            )
+            reasons = (self._why(rank, peer) for rank, peer in self._peers.items())
+            found = next(filter(None, reasons), None) if self._is_inside else None
             if found is None:
                 self._reason = None
                 return

@@ -1,9 +1,9 @@
 """What a machine was measured to do: the numbers that plans and predictions are made from.
 
-`profile_host` and `profile_device` measure them in some seconds; here is what they are, and where
-they are kept: a JSON file per machine in the cache folder. The file's name says which processor,
-threads, instruction set, GPU, driver and version of ours it is for, so that a machine that has
-changed has no profile instead of a wrong one.
+`offload.bench.machine` measures them in some seconds; here is what they are, and where they are
+kept: a JSON file per machine in the cache folder. The file's name says which processor, threads,
+instruction set, GPU, driver and version of ours it is for, so that a machine that has changed has
+no profile instead of a wrong one.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class MachineProfile:
         attend_warm: the same of rows that the same threads have just read.
         scan_dense: microseconds of attending to all tokens, by the bytes of their keys and values.
         scan_retrieve: the same of heads that also choose their heaviest tokens.
-        select_scale: by `step_model.policy_key`, what its units that select took, as a multiple
+        select_scale: by `workload.policy_key`, what its units that select took, as a multiple
             of what `StepModel` says of the bytes they look at; 1 where it was not measured.
         device: the GPU, or None.
     """

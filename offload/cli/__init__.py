@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from offload.cli import bench, calibrate
+from offload.cli import bench
+from offload.cli.calibrate import calibrate
 from offload.cli.env import env
 from offload.cli.generate import generate
 from offload.cli.plan import plan
@@ -23,10 +24,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
-app.command()(plan)
-app.command()(env)
-calibrate.register(app)
+for command in (generate, plan, env, calibrate):
+    app.command()(command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -8,24 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
+from offload.cli.options import DTYPE_HELP, ModelName, Verbose
 
 if TYPE_CHECKING:
-    from offload.policies.lychee_decode.calibration import Calibration
     from offload.policies.lychee_decode.roles import HeadRoles
 
 _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(calibrate)
-
-
 def calibrate(
-    model: Annotated[
-        str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
-    ],
+    model: ModelName,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="PATH", help="The roles file to write.")
     ],
@@ -35,7 +28,6 @@ def calibrate(
             min=0,
             help="How many KV heads after layer 0 retrieve; in layer 0 all do. "
             r"\[default: a sixth of all KV heads]",
-            show_default=False,
         ),
     ] = None,
     text: Annotated[
@@ -44,25 +36,17 @@ def calibrate(
             metavar="PATH",
             help="Text like what the model will read. "
             r"\[default: docstrings of Python's library]",
-            show_default=False,
         ),
     ] = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="How many of the text's first tokens to read, at most.")
     ] = 2048,
-    dtype: Annotated[
-        str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     num_threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=r"CPU threads. \[default: all this process may use]",
-            show_default=False,
-        ),
+        int | None, typer.Option(min=1, help=r"CPU threads. \[default: all this process may use]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Choose the retrieval heads of a model for the policy lychee_decode.
 
@@ -97,6 +81,8 @@ def calibrate(
             observe_heads,
             roles_from,
         )
+        from offload.policies.lychee_decode.choice import choose_select_layers
+        from offload.policies.lychee_decode.roles import evenly_spaced_heads
         from offload.runtime.model import OffloadedModel
 
         with quiet_transformers(verbose=verbose):
@@ -116,38 +102,29 @@ def calibrate(
             text="the standard library's docstrings" if text is None else text.name,
         )
         roles.save(output.expanduser())
-        summary = _summary(model, output, roles, calibration)
+        spaced = evenly_spaced_heads(
+            roles.num_layers, roles.num_kv_heads, roles.num_retrieval_heads
+        )
+        kept, copying = calibration.mass_kept, calibration.copying_layers
+        count = min(_SELECT_LAYERS, roles.num_layers - _DENSE_LAYERS)
+        layers = choose_select_layers(kept, count, _DENSE_LAYERS, copying) if count > 0 else []
+        summary = {
+            "model": model,
+            "output": str(output),
+            "model_type": roles.model_type,
+            "num_layers": roles.num_layers,
+            "num_kv_heads": roles.num_kv_heads,
+            "num_tokens": calibration.num_tokens,
+            "tokens_per_head": calibration.tokens_per_head,
+            "retrieval_heads": roles.num_retrieval_heads,
+            "mass_kept": calibration.kept_by(roles.array),
+            "mass_kept_evenly_spaced": calibration.kept_by(spaced),
+            "select_layers": layers,
+        }
     if as_json:
         print_json(summary)
     else:
         _print_table(summary, roles)
-
-
-def _summary(
-    model: str, output: Path, roles: HeadRoles, calibration: Calibration
-) -> dict[str, Any]:
-    from offload.policies.lychee_decode.choice import choose_select_layers
-    from offload.policies.lychee_decode.roles import evenly_spaced_heads
-
-    spaced = evenly_spaced_heads(roles.num_layers, roles.num_kv_heads, roles.num_retrieval_heads)
-    count = min(_SELECT_LAYERS, roles.num_layers - _DENSE_LAYERS)
-    return {
-        "model": model,
-        "output": str(output),
-        "model_type": roles.model_type,
-        "num_layers": roles.num_layers,
-        "num_kv_heads": roles.num_kv_heads,
-        "num_tokens": calibration.num_tokens,
-        "tokens_per_head": calibration.tokens_per_head,
-        "retrieval_heads": roles.num_retrieval_heads,
-        "mass_kept": calibration.kept_by(roles.array),
-        "mass_kept_evenly_spaced": calibration.kept_by(spaced),
-        "select_layers": choose_select_layers(
-            calibration.mass_kept, count, _DENSE_LAYERS, calibration.copying_layers
-        )
-        if count > 0
-        else [],
-    }
 
 
 def _print_table(summary: dict[str, Any], roles: HeadRoles) -> None:

@@ -9,9 +9,7 @@ import typer
 from offload.cli.console import print_json, running, stdout
 
 
-def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show versions, CPU, instruction set, memory limits, GPUs and the cache folder.
 
     Include the output in bug reports. [bold]OFFLOAD_ISA[/bold] forces an instruction set and
@@ -38,10 +36,9 @@ def _print_table(facts: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, version in facts["versions"].items():
-        table.add_row(name, version or "not installed")
+    versions = {name: found or "not installed" for name, found in facts["versions"].items()}
     forced = " (forced by OFFLOAD_ISA)" if facts["isa_forced"] else ""
-    rows = {
+    rows = versions | {
         "platform": facts["platform"],
         "CPU": facts["cpu"],
         "CPUs": f"{facts['cpus_usable']} usable of {facts['cpus_present']}",

@@ -3,192 +3,143 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
-from offload.cli.options import memory_budgets, policy_options
-from offload.policies.registry import available_policies
+from offload.cli.options import (
+    DTYPE_HELP,
+    POLICY_HELP,
+    ModelName,
+    Verbose,
+    check_name,
+    memory_budgets,
+    policy_options,
+)
+from offload.policies.registry import available_policies, make_policy
 from offload.ranks.launch import is_rank, is_silent_rank, run_ranks
 from offload.system.stdlib_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
 
-if TYPE_CHECKING:
-    from offload.cli.generation import Run
-
 _DEFAULT_MODEL = "smollm2-135m-instruct"
-_PROMPT_PANEL = "What the model reads"
-_RUNTIME_PANEL = "How it runs"
-_SAMPLING_PANEL = "How tokens are chosen"
+_prompt_option = partial(typer.Option, rich_help_panel="What the model reads")
+_runtime_option = partial(typer.Option, rich_help_panel="How it runs")
+_sampling_option = partial(typer.Option, rich_help_panel="How tokens are chosen")
 
 
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
-    ] = _DEFAULT_MODEL,
-    prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", help="The prompt.", rich_help_panel=_PROMPT_PANEL),
-    ] = None,
+    model: ModelName = _DEFAULT_MODEL,
+    prompt: Annotated[str | None, _prompt_option("--prompt", "-p", help="The prompt.")] = None,
     prompt_file: Annotated[
         str | None,
-        typer.Option(
+        _prompt_option(
             "--prompt-file",
             "-f",
             metavar="PATH",
             help='Read the prompt from a file, or from stdin with "-".',
-            rich_help_panel=_PROMPT_PANEL,
         ),
     ] = None,
     demo: Annotated[
         bool,
-        typer.Option(
+        _prompt_option(
             "--demo",
             help="Find one sentence in 6,000 tokens, with exact_topk and with full attention; "
             "fails if an answer is wrong.",
-            rich_help_panel=_PROMPT_PANEL,
         ),
     ] = False,
     context: Annotated[
         int | None,
-        typer.Option(
+        _prompt_option(
             min=1,
             metavar="TOKENS",
             help="Put the prompt behind so many tokens of text: docstrings of Python's library.",
-            rich_help_panel=_PROMPT_PANEL,
         ),
     ] = None,
     needle: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="Hide this sentence in the middle of that text.",
-            rich_help_panel=_PROMPT_PANEL,
-        ),
+        _prompt_option(metavar="TEXT", help="Hide this sentence in the middle of that text."),
     ] = None,
     expect: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="Exit with code 3 unless the answer contains this.",
-            rich_help_panel=_PROMPT_PANEL,
-        ),
+        _prompt_option(metavar="TEXT", help="Exit with code 3 unless the answer contains this."),
     ] = None,
     chat: Annotated[
         bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help=r"Use the model's chat template. \[default: if it has one]",
-            rich_help_panel=_PROMPT_PANEL,
-            show_default=False,
+        _prompt_option(
+            "--chat/--no-chat", help=r"Use the model's chat template. \[default: if it has one]"
         ),
     ] = None,
     policy: Annotated[
-        str | None,
-        typer.Option(
-            help="Which cached tokens a decode step attends to: "
-            f"{', '.join(available_policies())}. "
-            r"\[default: full; exact_topk with --demo]",
-            rich_help_panel=_RUNTIME_PANEL,
-            show_default=False,
-        ),
+        str | None, _runtime_option(help=rf"{POLICY_HELP} \[default: full; exact_topk with --demo]")
     ] = None,
     policy_option: Annotated[
         list[str] | None,
-        typer.Option(
+        _runtime_option(
             metavar="KEY=VALUE",
             help="An option of the policy, such as budget_tokens=512. Repeatable.",
-            rich_help_panel=_RUNTIME_PANEL,
         ),
     ] = None,
     compare: Annotated[
         bool | None,
-        typer.Option(
+        _runtime_option(
             "--compare/--no-compare",
             help=r"Run full attention on the same prompt, too. \[default: no; yes with --demo]",
-            rich_help_panel=_RUNTIME_PANEL,
-            show_default=False,
         ),
     ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="auto (the checkpoint's), bfloat16, float16 or float32.",
-            rich_help_panel=_RUNTIME_PANEL,
-        ),
-    ] = "auto",
+    dtype: Annotated[str, _runtime_option(help=DTYPE_HELP)] = "auto",
     device: Annotated[
         str,
-        typer.Option(
-            help="Where the linear layers run: cpu, cuda or cuda:1. The KV cache is on the host.",
-            rich_help_panel=_RUNTIME_PANEL,
+        _runtime_option(
+            help="Where the linear layers run: cpu, cuda or cuda:1. The KV cache is on the host."
         ),
     ] = "cpu",
     backend: Annotated[
         str | None,
-        typer.Option(
-            help=r"How GPU and CPU wait for each other: graph or stream. \[default: the fastest]",
-            rich_help_panel=_RUNTIME_PANEL,
-            show_default=False,
+        _runtime_option(
+            help=r"How GPU and CPU wait for each other: graph or stream. \[default: the fastest]"
         ),
     ] = None,
     num_threads: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help=r"CPU threads. \[default: all this process may use, but one with a GPU]",
-            rich_help_panel=_RUNTIME_PANEL,
-            show_default=False,
+        _runtime_option(
+            min=1, help=r"CPU threads. \[default: all this process may use, but one with a GPU]"
         ),
     ] = None,
     tensor_parallel_size: Annotated[
         int,
-        typer.Option(
+        _runtime_option(
             min=1,
             metavar="N",
             help="GPUs that run the model together, each with a part of its heads and its own "
             "process. max-memory cpu= is for all of them, num-threads for each.",
-            rich_help_panel=_RUNTIME_PANEL,
         ),
     ] = 1,
     max_memory: Annotated[
         list[str] | None,
-        typer.Option(
+        _runtime_option(
             metavar="DEVICE=SIZE",
             help="Hard limit for weights and KV cache, such as cpu=8GiB or 0=20GiB. Repeatable.",
-            rich_help_panel=_RUNTIME_PANEL,
         ),
     ] = None,
     placement: Annotated[
         Path | None,
-        typer.Option(
+        _runtime_option(
             metavar="FILE",
             help="Where KV heads are attended: the output of offload plan --json. "
             r"\[default: chosen for this machine]",
-            rich_help_panel=_RUNTIME_PANEL,
-            show_default=False,
         ),
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, rich_help_panel=_SAMPLING_PANEL)
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 is greedy.", rich_help_panel=_SAMPLING_PANEL)
-    ] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, rich_help_panel=_SAMPLING_PANEL)] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="0 is all.", rich_help_panel=_SAMPLING_PANEL)
-    ] = 0,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING_PANEL),
-    ] = None,
+    max_new_tokens: Annotated[int, _sampling_option("--max-new-tokens", "-n", min=1)] = 128,
+    temperature: Annotated[float, _sampling_option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, _sampling_option(min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int, _sampling_option(min=0, help="0 is all.")] = 0,
+    seed: Annotated[int | None, _sampling_option(help="Makes sampling repeatable.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Answer a prompt and print what it cost: KV bytes, prefill and decode speed.
 
@@ -228,8 +179,12 @@ def generate(
         context = context or DEMO_CONTEXT_TOKENS
         policy = policy or "exact_topk"
         compare = True if compare is None else compare
-    _check_usage(prompt, prompt_file, context, needle)
-    policy = _known_policy(policy or "full")
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("give one of --prompt, --prompt-file and --demo")
+    if needle is not None and context is None:
+        raise typer.BadParameter("--needle needs --context", param_hint="--needle")
+    policy = policy or "full"
+    check_name(policy, available_policies(), kind="policy ", option="--policy")
     options = policy_options(policy_option or [])
     budgets = memory_budgets(max_memory or [])
     if tensor_parallel_size > 1 and not is_rank():
@@ -238,57 +193,51 @@ def generate(
     is_silent = tensor_parallel_size > 1 and is_silent_rank()
 
     with running(verbose=verbose):
-        from offload.policies.registry import make_policy
-
         policies = [make_policy(policy, **options)]
         if compare and policy != "full":
             policies.append(make_policy("full"))
         prompt = _read_prompt(prompt_file) if prompt is None else prompt
 
-        from offload.cli.generation import ModelChoice, Sampling, answer, load, prompt_tokens
+        from offload.cli.generation import answer, prompt_tokens
         from offload.loading.names import load_tokenizer
+        from offload.runtime.model import OffloadedModel
 
         with quiet_transformers(verbose=verbose):
             tokenizer = load_tokenizer(model)
             input_ids = prompt_tokens(
                 tokenizer, prompt, chat=chat, context_tokens=context, needle=needle
             )
-            choice = ModelChoice(
-                model,
-                dtype,
-                device,
-                backend,
-                budgets,
-                num_threads,
-                tensor_parallel_size,
-                placement,
-            )
-            sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+            sampling: dict[str, Any] = {"do_sample": temperature > 0.0}
+            if temperature > 0.0:
+                sampling |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+            sampling["max_new_tokens"] = max_new_tokens
             runs = []
             for made in policies:
-                loaded = load(choice, made)
+                loaded = OffloadedModel.from_pretrained(
+                    model,
+                    policy=made,
+                    dtype=dtype,
+                    device=device,
+                    backend=backend,
+                    max_memory=budgets,
+                    num_threads=num_threads,
+                    tensor_parallel_size=tensor_parallel_size,
+                    placement=placement,
+                )
                 shown = not as_json and not is_silent
                 with _Screen(made.name, input_ids.shape[1], shown=shown) as screen:
-                    runs.append(answer(loaded, made, sampling, tokenizer, input_ids, screen.text))
+                    run = answer(loaded, made, tokenizer, input_ids, screen.text, seed, sampling)
+                runs.append(run)
                 del loaded  # before the next is loaded: its weights and cache leave the memory
     if is_silent:
         raise typer.Exit
     _print_result(model, prompt, expect, runs, as_json=as_json)
-    missed = [run.policy for run in runs if expect is not None and expect not in run.answer]
+    missed = [run["policy"] for run in runs if expect is not None and expect not in run["answer"]]
     if missed:
         stderr().print(
             f"[bold red]wrong:[/bold red] no {expect!r} in the answer with {' and '.join(missed)}"
         )
         raise typer.Exit(3)
-
-
-def _known_policy(name: str) -> str:
-    if name not in available_policies():
-        raise typer.BadParameter(
-            f"unknown policy {name!r}; available: {', '.join(available_policies())}",
-            param_hint="--policy",
-        )
-    return name
 
 
 class _Screen:
@@ -320,15 +269,6 @@ class _Screen:
         print(piece, end="", flush=True)
 
 
-def _check_usage(
-    prompt: str | None, prompt_file: str | None, context: int | None, needle: str | None
-) -> None:
-    if (prompt is None) == (prompt_file is None):
-        raise typer.BadParameter("give one of --prompt, --prompt-file and --demo")
-    if needle is not None and context is None:
-        raise typer.BadParameter("--needle needs --context", param_hint="--needle")
-
-
 def _read_prompt(prompt_file: str | None) -> str:
     if prompt_file is None or prompt_file == "-":
         return sys.stdin.read()
@@ -336,18 +276,12 @@ def _read_prompt(prompt_file: str | None) -> str:
 
 
 def _print_result(
-    model: str, prompt: str, expect: str | None, runs: list[Run], *, as_json: bool
+    model: str, prompt: str, expect: str | None, runs: list[dict[str, Any]], *, as_json: bool
 ) -> None:
     if as_json:
-        correct = None if expect is None else all(expect in run.answer for run in runs)
+        correct = None if expect is None else all(expect in run["answer"] for run in runs)
         print_json(
-            {
-                "model": model,
-                "prompt": prompt,
-                "expected": expect,
-                "correct": correct,
-                "runs": [asdict(run) for run in runs],
-            }
+            {"model": model, "prompt": prompt, "expected": expect, "correct": correct, "runs": runs}
         )
         return
     from rich.table import Table
@@ -355,29 +289,21 @@ def _print_result(
     from offload.system.memory import format_bytes
 
     table = Table(title=model, title_justify="left")
-    table.add_column("policy", min_width=max(len(run.policy) for run in runs))
-    sets_up = any(run.setup_seconds for run in runs)
+    table.add_column("policy", min_width=max(len(run["policy"]) for run in runs))
+    sets_up = any(run["setup_seconds"] for run in runs)
     costs = ["context", "KV on host", "KV on device", "index", "prefill", "decode"]
     for column in [*costs, "set-up"] if sets_up else costs:
         table.add_column(column, justify="right")
     for run in runs:
+        index = f"{format_bytes(run['policy_host_bytes'])}, {run['index_seconds']:.2f} s"
         table.add_row(
-            run.policy,
-            f"{run.context_tokens:,}",
-            format_bytes(run.kv_host_bytes),
-            format_bytes(run.kv_device_bytes),
-            _index_cell(run),
-            f"{run.prefill_tokens_per_second:,.0f} tok/s",
-            f"{run.decode_tokens_per_second:,.1f} tok/s",
-            *([f"{run.setup_seconds:.2f} s"] if sets_up else []),
+            run["policy"],
+            f"{run['context_tokens']:,}",
+            format_bytes(run["kv_host_bytes"]),
+            format_bytes(run["kv_device_bytes"]),
+            index if run["policy_host_bytes"] else "-",
+            f"{run['prefill_tokens_per_second']:,.0f} tok/s",
+            f"{run['decode_tokens_per_second']:,.1f} tok/s",
+            *([f"{run['setup_seconds']:.2f} s"] if sets_up else []),
         )
     stdout().print(table)
-
-
-def _index_cell(run: Run) -> str:
-    """What the policy keeps beside the KV cache, and how long that took to build."""
-    from offload.system.memory import format_bytes
-
-    if not run.policy_host_bytes:
-        return "-"
-    return f"{format_bytes(run.policy_host_bytes)}, {run.index_seconds:.2f} s"

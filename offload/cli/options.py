@@ -1,12 +1,23 @@
-"""Command-line strings that become Python values."""
+"""Options that several commands have, and command-line strings that become Python values."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from offload.policies.registry import available_policies
+
 Scalar = int | float | bool | str
+
+DTYPE_HELP = "auto (the checkpoint's), bfloat16, float16 or float32."
+POLICY_HELP = f"Which cached tokens a decode step attends to: {', '.join(available_policies())}."
+ModelName = Annotated[
+    str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]
 
 
 def key_values(pairs: list[str], *, option: str) -> dict[str, str]:
@@ -37,14 +48,19 @@ def memory_budgets(pairs: list[str]) -> dict[int | str, int | str] | None:
     return budgets or None
 
 
+def check_name(name: str, available: Sequence[str], *, option: str, kind: str = "") -> None:
+    """A usage error unless the name is `available`."""
+    if name not in available:
+        raise typer.BadParameter(
+            f"unknown {kind}{name!r}; available: {', '.join(available)}", param_hint=option
+        )
+
+
 def comma_separated(text: str, *, option: str, available: tuple[str, ...]) -> list[str]:
     """`"dense,topk"` -> `["dense", "topk"]`; a usage error for a name that is not `available`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in available:
-            raise typer.BadParameter(
-                f"unknown {name!r}; available: {', '.join(available)}", param_hint=option
-            )
+        check_name(name, available, option=option)
     if not names:
         raise typer.BadParameter(f"give one of: {', '.join(available)}", param_hint=option)
     return names
@@ -58,8 +74,7 @@ def counts(text: str, *, option: str) -> list[int]:
         numbers = []
     if not numbers or min(numbers) < 1:
         raise typer.BadParameter(
-            f"expected integers of at least 1, separated by commas, got {text!r}",
-            param_hint=option,
+            f"expected integers of at least 1, separated by commas, got {text!r}", param_hint=option
         )
     return numbers
 

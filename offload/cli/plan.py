@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
-from offload.cli.options import Scalar, memory_budgets, policy_options
-from offload.policies.registry import available_policies
+from offload.cli.options import (
+    DTYPE_HELP,
+    POLICY_HELP,
+    Verbose,
+    check_name,
+    memory_budgets,
+    policy_options,
+)
+from offload.policies.registry import available_policies, make_policy
 
 if TYPE_CHECKING:
     from offload.loading.planned_model import PlannedModel
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
 
 # offload.bench.made.random_model has these, but imports torch; tests compare the two.
 SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
-_MACHINE_PANEL = "On which machine"
+_machine_option = partial(typer.Option, rich_help_panel="On which machine")
 
 
 def plan(
@@ -31,22 +39,15 @@ def plan(
             f"{', '.join(SHAPE_NAMES)}. Only its config is read."
         ),
     ],
-    policy: Annotated[
-        str,
-        typer.Option(
-            help=f"Which cached tokens a decode step attends to: {', '.join(available_policies())}."
-        ),
-    ] = "lychee_decode",
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "lychee_decode",
     policy_option: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE",
-            help="An option of the policy, such as dense_layers=1. Repeatable.",
+            metavar="KEY=VALUE", help="An option of the policy, such as dense_layers=1. Repeatable."
         ),
     ] = None,
     budget_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Short for --policy-option budget_tokens=N.", show_default=False),
+        int | None, typer.Option(min=1, help="Short for --policy-option budget_tokens=N.")
     ] = None,
     context: Annotated[
         int | None,
@@ -54,7 +55,6 @@ def plan(
             min=1,
             metavar="TOKENS",
             help=r"Tokens of each sequence at its end. \[default: the model's longest]",
-            show_default=False,
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
@@ -64,12 +64,9 @@ def plan(
             metavar="DEVICE=SIZE",
             help="Hard limits, such as 0=20GiB for the GPU and cpu=96GiB. Repeatable. "
             r"\[default: what the machine has]",
-            show_default=False,
         ),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     placement: Annotated[
         Path | None,
         typer.Option(
@@ -79,49 +76,36 @@ def plan(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            help=r"cuda, cuda:1 or cpu. \[default: cuda if there is one, else cpu]",
-            show_default=False,
-            rich_help_panel=_MACHINE_PANEL,
-        ),
+        _machine_option(help=r"cuda, cuda:1 or cpu. \[default: cuda if there is one, else cpu]"),
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help=r"CPU threads. \[default: all this process may use; with a GPU, but one]",
-            show_default=False,
-            rich_help_panel=_MACHINE_PANEL,
+        _machine_option(
+            min=1, help=r"CPU threads. \[default: all this process may use; with a GPU, but one]"
         ),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Plan for the machine that this profile was measured on.",
-            rich_help_panel=_MACHINE_PANEL,
+        _machine_option(
+            metavar="FILE", help="Plan for the machine that this profile was measured on."
         ),
     ] = None,
     save_profile: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the machine's profile here, for --profile elsewhere.",
-            rich_help_panel=_MACHINE_PANEL,
+        _machine_option(
+            metavar="FILE", help="Write the machine's profile here, for --profile elsewhere."
         ),
     ] = None,
     remeasure: Annotated[
         bool,
-        typer.Option(
-            "--remeasure",
-            help="Measure this machine again, though its profile is in the cache.",
-            rich_help_panel=_MACHINE_PANEL,
+        _machine_option(
+            "--remeasure", help="Measure this machine again, though its profile is in the cache."
         ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; generate takes it as --placement.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Show which KV heads belong on the GPU, every byte on both sides, and the predicted speed.
 
@@ -146,150 +130,105 @@ def plan(
 
         offload plan llama-3.1-8b --profile h200.json
     """
-    if policy not in available_policies():
-        raise typer.BadParameter(
-            f"unknown policy {policy!r}; available: {', '.join(available_policies())}",
-            param_hint="--policy",
-        )
+    check_name(policy, available_policies(), kind="policy ", option="--policy")
     if remeasure and profile is not None:
         raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
     options = policy_options(policy_option or [])
     if budget_tokens is not None:
         options["budget_tokens"] = budget_tokens
-    budgets = memory_budgets(max_memory or [])
+    budgets = memory_budgets(max_memory or []) or {}
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
+        from offload.decode.gpu.placement import HeadPlacement
         from offload.loading.planned_model import planned_model
+        from offload.planning.plan import PlanRequest, make_plan
+        from offload.planning.profile import MachineProfile
+        from offload.system.memory import check_max_memory, parse_size
 
-        made_policy = _policy(policy, options)
+        made_policy = make_policy(policy, **options)
         planned = planned_model(model, dtype)
-        measured = _profile(profile, device, threads, planned, batch, remeasure=remeasure)
+        tokens = context or planned.shape.max_context
         if profile is None:
-            tokens = context or planned.shape.max_context
-            measured = _with_policy(measured, made_policy, planned, tokens)
+            measured = _measured(
+                device, threads, planned, made_policy, tokens, batch, remeasure=remeasure
+            )
+        else:
+            measured = MachineProfile.load(profile)
         if save_profile is not None:
             measured.save(save_profile)
-        found = _plan(
-            planned,
-            made_policy,
-            measured,
-            context=context or planned.shape.max_context,
-            batch=batch,
-            device=device,
-            budgets=budgets,
-            placement=placement,
-            elsewhere=profile is not None,
+        if profile is None:
+            limits = check_max_memory(budgets)
+        else:  # what this machine has left does not bound another one
+            limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in budgets.items()}
+        request = PlanRequest(
+            model=planned,
+            policy=made_policy,
+            context=tokens,
+            batch_size=batch,
+            device=device or ("cuda" if measured.device is not None else "cpu"),
+            max_memory=limits,
+            on_this_machine=profile is None,
+            placement=None if placement is None else HeadPlacement.load(placement),
         )
+        found = make_plan(request, measured)
         if as_json:
             print_json(found.as_json())
         else:
             _print(found)
 
 
-def _policy(name: str, options: dict[str, Scalar]) -> Policy:
-    from offload.policies.registry import make_policy
-
-    return make_policy(name, **options)
-
-
-def _profile(
-    file: Path | None,
+def _measured(
     device: str | None,
     threads: int | None,
     model: PlannedModel,
+    policy: Policy,
+    context: int,
     batch: int,
     *,
     remeasure: bool,
 ) -> MachineProfile:
-    """The machine's profile: given, from the cache, or measured now."""
+    """This machine's profile, with what the policy costs here: each from the cache, or measured now
+    and kept."""
     import torch
     from rich.progress import Progress
 
     from offload.bench.machine.measure import measure_profile
-    from offload.planning.profile import MachineProfile
-    from offload.planning.profile_cache import cached_profile, store_profile
+    from offload.bench.machine.policy import with_policy
+    from offload.planning.profile import cached_profile, store_profile
     from offload.runtime.config import checked_device
     from offload.system.memory import worker_threads
 
-    if file is not None:
-        return MachineProfile.load(file)
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    where = checked_device(name)
+    console = stderr()
+    where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     threads = worker_threads(threads, with_gpu=where.type == "cuda")
-    known = None if remeasure else cached_profile(where, threads)
-    if known is not None:
-        return known
-    parts = "memory and CPU" if where.type == "cpu" else "memory, CPU, PCIe and GPU"
-    stderr().print(f"[dim]measuring this machine, once: {parts}[/dim]")
-    start = time.perf_counter()
-    with Progress(console=stderr(), transient=True) as progress:
-        task = progress.add_task("measuring this machine", total=None)
-        found = measure_profile(
-            where,
-            threads,
-            shape=model.shape,
-            dtype=model.dtype,
-            rows=batch,
-            on_progress=lambda what, done, total: progress.update(
-                task, description=what, completed=done, total=total
-            ),
+    found = None if remeasure else cached_profile(where, threads)
+    if found is None:
+        parts = "memory and CPU" if where.type == "cpu" else "memory, CPU, PCIe and GPU"
+        console.print(f"[dim]measuring this machine, once: {parts}[/dim]")
+        start = time.perf_counter()
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("measuring this machine", total=None)
+            found = measure_profile(
+                where,
+                threads,
+                shape=model.shape,
+                dtype=model.dtype,
+                rows=batch,
+                on_progress=lambda what, done, total: progress.update(
+                    task, description=what, completed=done, total=total
+                ),
+            )
+        path, seconds = store_profile(found), time.perf_counter() - start
+        console.print(
+            f"[dim]measured this machine in {seconds:.0f} s: {path}[/dim]", soft_wrap=True
         )
-    path = store_profile(found)
-    seconds = time.perf_counter() - start
-    stderr().print(f"[dim]measured this machine in {seconds:.0f} s: {path}[/dim]", soft_wrap=True)
-    return found
-
-
-def _with_policy(
-    profile: MachineProfile, policy: Policy, model: PlannedModel, context: int
-) -> MachineProfile:
-    """The profile with what the policy's selection costs here; kept once it is measured."""
-    from offload.bench.machine.policy import with_policy
-    from offload.planning.profile_cache import store_profile
-
     start = time.perf_counter()
-    with stderr().status(f"measuring what {policy.name} costs here, once"):
-        found = with_policy(profile, policy, model.shape, model.dtype, context)
-    if found is not profile:
-        store_profile(found)
+    with console.status(f"measuring what {policy.name} costs here, once"):
+        whole = with_policy(found, policy, model.shape, model.dtype, context)
+    if whole is not found:
+        store_profile(whole)
         seconds = time.perf_counter() - start
-        stderr().print(f"[dim]measured what {policy.name} costs here in {seconds:.0f} s[/dim]")
-    return found
-
-
-def _plan(
-    model: PlannedModel,
-    policy: Policy,
-    profile: MachineProfile,
-    *,
-    context: int,
-    batch: int,
-    device: str | None,
-    budgets: dict[int | str, int | str] | None,
-    placement: Path | None,
-    elsewhere: bool,
-) -> Plan:
-    from offload.decode.gpu.placement import HeadPlacement
-    from offload.planning.plan import PlanRequest, make_plan
-    from offload.system.memory import check_max_memory, parse_size
-
-    if elsewhere:  # what this machine has left does not bound another one
-        limits = {
-            key: parse_size(size, name=f"max_memory[{key!r}]")
-            for key, size in (budgets or {}).items()
-        }
-    else:
-        limits = check_max_memory(budgets)
-    request = PlanRequest(
-        model=model,
-        policy=policy,
-        context=context,
-        batch_size=batch,
-        device=device or ("cuda" if profile.device is not None else "cpu"),
-        max_memory=limits,
-        on_this_machine=not elsewhere,
-        placement=None if placement is None else HeadPlacement.load(placement),
-    )
-    return make_plan(request, profile)
+        console.print(f"[dim]measured what {policy.name} costs here in {seconds:.0f} s[/dim]")
+    return whole
 
 
 def _print(found: Plan) -> None:
@@ -355,15 +294,12 @@ def _print_step(found: Plan) -> None:
     table.add_column("predicted, ms per step")
     for column in ("layers", "linear", "GPU attends", "waits", "merge", "in all"):
         table.add_column(column, justify="right")
-
-    def cells(row: dict[str, Any], *names: str) -> list[str]:
-        return [f"{row[name] / 1e3:.2f}" for name in names]
-
     for row in step.breakdown():
-        columns = cells(row, "linear", "gpu", "exposed", "merge", "total")
-        table.add_row(f"heads on {row['kind']}", str(row["layers"]), *columns)
-    table.add_row("last projection, token", "", "", "", "", "", f"{step.last / 1e3:.2f}")
-    table.add_row("launch and end", "", "", "", "", "", f"{step.fixed / 1e3:.2f}")
+        parts = [row[name] for name in ("linear", "gpu", "exposed", "merge", "total")]
+        cells = [f"{us / 1e3:.2f}" for us in parts]
+        table.add_row(f"heads on {row['kind']}", str(row["layers"]), *cells)
+    for name, us in (("last projection, token", step.last), ("launch and end", step.fixed)):
+        table.add_row(name, "", "", "", "", "", f"{us / 1e3:.2f}")
     stdout().print(table)
     stdout().print(
         f"\n[bold]{step.milliseconds:.2f} ms per step, {step.tokens_per_second:,.1f} tokens/s"

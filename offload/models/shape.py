@@ -13,7 +13,7 @@ class ModelShape:
 
     Attributes:
         max_context: tokens a sequence may have.
-        rope_theta: of models that are made from a shape; it decides no work.
+        rope_theta, ties_embeddings: of models that are made from a shape; they decide no work.
     """
 
     num_layers: int
@@ -25,6 +25,7 @@ class ModelShape:
     vocab_size: int
     max_context: int
     rope_theta: float = 0.0
+    ties_embeddings: bool = False
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], max_context: int) -> ModelShape:
@@ -65,19 +66,16 @@ class ModelShape:
 
 MODEL_SHAPES = {
     "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 131072, 500000.0),
-    "llama-3.2-1b": ModelShape(16, 2048, 32, 8, 64, 8192, 128256, 131072, 500000.0),
-    "smollm2-135m": ModelShape(30, 576, 9, 3, 64, 1536, 49152, 8192, 100000.0),
+    "llama-3.2-1b": ModelShape(16, 2048, 32, 8, 64, 8192, 128256, 131072, 500000.0, True),
+    "smollm2-135m": ModelShape(30, 576, 9, 3, 64, 1536, 49152, 8192, 100000.0, True),
     "tiny": ModelShape(4, 128, 4, 2, 32, 256, 512, 8192, 10000.0),
 }
 
 
 def weight_elements(shape: ModelShape) -> int:
-    """Parameters of a Llama-like model of this shape without biases, the embedding not tied."""
-    return (
-        2 * shape.vocab_size * shape.hidden_size
-        + shape.hidden_size
-        + layer_elements(shape) * shape.num_layers
-    )
+    """Parameters of a Llama-like model of this shape without biases; tied ones count once."""
+    rows = shape.vocab_size * (1 if shape.ties_embeddings else 2) + 1  # the last norm
+    return rows * shape.hidden_size + layer_elements(shape) * shape.num_layers
 
 
 def layer_elements(shape: ModelShape) -> int:

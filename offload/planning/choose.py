@@ -8,7 +8,6 @@ but the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,64 +17,60 @@ from offload.decode.gpu.placement import (
     HeadPlacement,
     Place,
     UInt8Array,
-    kv_head_roles,
     may_be_gathered,
     may_stay_on_gpu,
 )
+from offload.planning.placement_bytes import step_device_bytes
+from offload.planning.profile import DeviceProfile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
 from offload.policies.base import DENSE, RETRIEVE
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
 
-# Bytes that a placement takes on the GPU, in all: pages, windows, tables and buffers.
-DeviceBytes = Callable[[HeadPlacement], int]
-
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """What heads may take of a GPU.
+    """What decoding may take of a GPU.
 
     Attributes:
         budget_bytes: of everything that `num_bytes` counts; None: no limit.
-        num_bytes: of a placement.
-        page_tokens: tokens of a page.
+        device: see `step_device_bytes`.
     """
 
+    work: Workload
     budget_bytes: int | None
-    num_bytes: DeviceBytes
-    page_tokens: int = 256
+    device: DeviceProfile | None = None
+
+    def num_bytes(self, placement: HeadPlacement) -> int:
+        """That a placement takes, in all: pages, windows, tables and buffers."""
+        return sum(step_device_bytes(placement, self.work, self.device).values())
 
     def holds(self, placement: HeadPlacement) -> bool:
         return self.budget_bytes is None or self.num_bytes(placement) <= self.budget_bytes
 
 
-def choose_placement(
-    model: StepModel | None,
-    work: Workload,
-    room: DeviceRoom,
-    *,
-    gathers: bool = True,
-) -> HeadPlacement:
+def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement:
     """The best placement for a GPU that decodes.
 
     Args:
-        model: predicts steps of `work`; None: retrieving heads go to the GPU in the order of their
-            layers, and nothing is fetched, because nobody knows how long that takes.
-        gathers: rows may be fetched.
+        model: predicts steps of the room's `work`; None: retrieving heads go to the GPU in the
+            order of their layers, and nothing is fetched, because nobody knows how long that takes.
 
     Raises:
         DeviceMemoryError: the dense layers do not fit; names the sizes and the options.
     """
-    places = _dense_places(work)
-    _check_dense(places, work, room)
+    work = room.work
+    least = least_placement(work)
+    _check_dense(least, room)
+    places = least.places.copy()
     if not work.policy.selects:
         places = _more_full_heads(places, room)
     else:
-        _add_retrieving(places, model, work, room)
-    if model is not None and gathers and work.is_sparse:
-        _add_gathered(places, model, work, room)
-    chosen, least = HeadPlacement(places), least_placement(work)
+        _add_retrieving(places, model, room)
+    if model is not None and work.is_sparse:
+        _add_gathered(places, model, room)
+    chosen = HeadPlacement(places)
     if model is not None and model.step(least).milliseconds < model.step(chosen).milliseconds:
         return least  # a GPU that attends more slowly than the CPU
     return chosen
@@ -83,27 +78,22 @@ def choose_placement(
 
 def least_placement(work: Workload) -> HeadPlacement:
     """Dense layers on the GPU, everything else on the CPU: what decoding needs no choice for."""
-    return HeadPlacement(_dense_places(work))
-
-
-def _dense_places(work: Workload) -> UInt8Array:
     shape = work.shape
     places = np.full((shape.num_layers, shape.num_kv_heads), Place.CPU, np.uint8)
-    roles = kv_head_roles(work.policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
-    if roles is not None:
-        places[roles == DENSE] = Place.GPU
-    return places
+    if work.selected_roles is not None:
+        places[work.selected_roles == DENSE] = Place.GPU
+    return HeadPlacement(places)
 
 
-def _check_dense(places: UInt8Array, work: Workload, room: DeviceRoom) -> None:
-    placement = HeadPlacement(places)
+def _check_dense(placement: HeadPlacement, room: DeviceRoom) -> None:
     if room.holds(placement):
         return
+    work = room.work
     budget, needed = room.budget_bytes or 0, room.num_bytes(placement)
-    num_heads = int((places == Place.GPU).sum())
-    one_page = num_heads * 2 * room.page_tokens * work.row_bytes
+    num_heads = sum(placement.counts(Place.GPU))
+    one_page = num_heads * 2 * work.page_tokens * work.row_bytes
     of_pages = (
-        f", and one page of {room.page_tokens} tokens of each of the {num_heads} KV heads that "
+        f", and one page of {work.page_tokens} tokens of each of the {num_heads} KV heads that "
         f"must stay there takes {format_bytes(one_page)}"
         if one_page > budget
         else ""
@@ -136,16 +126,14 @@ def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> UInt8Array:
     return places
 
 
-def _add_retrieving(
-    places: UInt8Array, model: StepModel | None, work: Workload, room: DeviceRoom
-) -> None:
+def _add_retrieving(places: UInt8Array, model: StepModel | None, room: DeviceRoom) -> None:
     """Put retrieving heads on the GPU while they fit, most saved time per byte first."""
-    roles = work.roles()
-    movable = may_stay_on_gpu(work.policy, roles) & (roles == RETRIEVE)
+    policy, roles = room.work.policy, room.work.roles()
+    movable = may_stay_on_gpu(policy, roles) & (roles == RETRIEVE)
     for layer_idx in _by_benefit(places, movable, model):
         heads = np.flatnonzero(movable[layer_idx])
         for count in range(len(heads), 0, -1):
-            if work.policy.shares_selection and count < len(heads):
+            if policy.shares_selection and count < len(heads):
                 break  # they publish together
             trial = places.copy()
             trial[layer_idx, heads[:count]] = Place.GPU
@@ -154,15 +142,11 @@ def _add_retrieving(
                 break
 
 
-def _by_benefit(
-    places: UInt8Array,
-    movable: BoolArray,
-    model: StepModel | None,
-) -> list[int]:
+def _by_benefit(places: UInt8Array, movable: BoolArray, model: StepModel | None) -> list[int]:
     """Layers with movable heads; those whose moving saves most time per head come first."""
-    layers = np.flatnonzero(movable.any(axis=1)).tolist()
+    layers: list[int] = np.flatnonzero(movable.any(axis=1)).tolist()
     if model is None:
-        return list(layers)
+        return layers
 
     def saved_us(layer_idx: int) -> float:
         moved = places[layer_idx].copy()
@@ -175,13 +159,13 @@ def _by_benefit(
     return sorted(layers, key=lambda layer_idx: (-round(saved_us(layer_idx), 3), layer_idx))
 
 
-def _add_gathered(places: UInt8Array, model: StepModel, work: Workload, room: DeviceRoom) -> None:
+def _add_gathered(places: UInt8Array, model: StepModel, room: DeviceRoom) -> None:
     """Share each layer's reusing heads out between the CPU and rows that the GPU fetches.
 
     All layers use one buffer, as wide as the layer that fetches most needs it: how wide it may be
     is found first.
     """
-    eligible = may_be_gathered(work.policy, work.roles(), places)
+    eligible = may_be_gathered(room.work.policy, room.work.roles(), places)
     wanted = [_best_count(places, eligible, layer_idx, model) for layer_idx in range(len(places))]
     for most in range(max(wanted, default=0), 0, -1):
         trial = places.copy()
@@ -193,12 +177,7 @@ def _add_gathered(places: UInt8Array, model: StepModel, work: Workload, room: De
             return
 
 
-def _best_count(
-    places: UInt8Array,
-    eligible: BoolArray,
-    layer_idx: int,
-    model: StepModel,
-) -> int:
+def _best_count(places: UInt8Array, eligible: BoolArray, layer_idx: int, model: StepModel) -> int:
     """How many heads of a layer to fetch; of equally fast numbers the least.
 
     The CPU's part falls with the number and the fetching rises, so that a faster link can only

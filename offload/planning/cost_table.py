@@ -36,11 +36,6 @@ class CostTable:
         costs = itertools.accumulate((us for _, us in sorted(points)), max)
         return cls(tuple(zip(sorted(size for size, _ in points), costs, strict=True)))
 
-    @classmethod
-    def straight(cls, fixed_us: float, us_per_size: float) -> CostTable:
-        """fixed_us + us_per_size * size."""
-        return cls(((0.0, fixed_us), (1e6, fixed_us + 1e6 * us_per_size)))
-
     def us(self, size: float) -> float:
         """Microseconds of `size`; nothing costs nothing."""
         if size <= 0:

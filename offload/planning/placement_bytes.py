@@ -6,7 +6,6 @@ What a step allocates its owners declare (`layout`); here is which there are, an
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -16,14 +15,16 @@ from offload.decode.gpu.buffers import StepBuffers, num_slots, step_tokens
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.layer_heads import layer_heads
 from offload.decode.gpu.linear import linear_layout
-from offload.decode.gpu.placement import HeadPlacement, kv_head_roles
+from offload.decode.gpu.placement import HeadPlacement
 from offload.decode.gpu.resident_kv import ResidentKV, resident_pages, window_of
 from offload.decode.sampling import TokenChooser
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, page_shape, pool_bytes
 from offload.models.shape import ModelShape
 from offload.planning.profile import DeviceProfile
+from offload.planning.workload import Workload
 from offload.policies.base import BuildContext, Policy
 from offload.policies.state import capacity_for
+from offload.prefill.memory import PrefillMemory
 
 # What torch gives cuBLAS for each stream: 32 MiB on Hopper, 8,320 KiB before.
 _CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 8320 * 2**10, 32 * 2**20
@@ -31,27 +32,21 @@ _STATE_LENS = (8192, 24576)  # that a policy's state is built at, to tell it at 
 
 
 def step_layouts(
-    placement: HeadPlacement,
-    shape: ModelShape,
-    policy: Policy,
-    *,
-    kv_len: int,
-    batch_size: int,
-    page_tokens: int,
-    dtype: torch.dtype,
-    num_multiprocessors: int = 1,
+    placement: HeadPlacement, work: Workload, *, num_multiprocessors: int = 1
 ) -> dict[str, Layout]:
-    """What `DeviceDecoder` allocates for steps of `batch_size` sequences, by what it is for, when
-    they have `kv_len` tokens; on the device all but the mailbox.
+    """What `DeviceDecoder` allocates for steps of `work`, by what it is for; on the device all but
+    the mailbox.
 
     Args:
         num_multiprocessors: of the device.
     """
-    roles = kv_head_roles(policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
-    layers = layer_heads(placement.places, roles, shares_selection=policy.shares_selection)
+    shape, policy, dtype = work.shape, work.policy, work.dtype
+    layers = layer_heads(
+        placement.places, work.selected_roles, shares_selection=policy.shares_selection
+    )
     publishes = any(layer.publishing for layer in layers)
-    slots = num_slots(batch_size)
-    max_tokens = step_tokens(shape.max_context, kv_len, page_tokens, grows=publishes)
+    slots = num_slots(work.batch_size)
+    max_tokens = step_tokens(shape.max_context, work.kv_len, work.page_tokens, grows=publishes)
     heads = DeviceHeads.layout(
         shape,
         layers,
@@ -68,7 +63,7 @@ def step_layouts(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         window_tokens=sum(window_of(policy)),
-        max_pages=max_tokens // page_tokens,
+        max_pages=max_tokens // work.page_tokens,
         dtype=dtype,
     )
     of_step = {
@@ -80,8 +75,8 @@ def step_layouts(
     return {
         "KV of resident heads": resident_pages(
             layers,
-            num_pages=batch_size * -(-kv_len // page_tokens),
-            page_tokens=page_tokens,
+            num_pages=work.pages_per_layer,
+            page_tokens=work.page_tokens,
             head_dim=shape.head_dim,
             dtype=dtype,
         ),
@@ -106,21 +101,15 @@ def step_layouts(
 
 
 def step_device_bytes(
-    placement: HeadPlacement,
-    shape: ModelShape,
-    policy: Policy,
-    *,
-    device: DeviceProfile | None,
-    **sizes: Any,
+    placement: HeadPlacement, work: Workload, device: DeviceProfile | None
 ) -> dict[str, int]:
-    """Bytes of the decode step on the GPU beside the weights, by what they are for.
+    """Bytes on the device that decoding takes beside weights and prefill, by what they are for.
 
     Args:
-        device: None: its number of multiprocessors and its cuBLAS are not known, and not counted.
-        sizes: of `step_layouts`.
+        device: what runs it; None: nobody knows which GPU, or it is the CPU.
     """
     num_sms = 1 if device is None else device.num_multiprocessors
-    layouts = step_layouts(placement, shape, policy, num_multiprocessors=num_sms, **sizes)
+    layouts = step_layouts(placement, work, num_multiprocessors=num_sms)
     del layouts["mailbox"]
     counted = {name: layout_bytes(layout) for name, layout in layouts.items()}
     if device is not None:
@@ -129,19 +118,24 @@ def step_device_bytes(
     return counted
 
 
-def store_bytes(
-    shape: ModelShape,
-    *,
-    kv_len: int,
-    batch_size: int,
-    page_tokens: int,
-    item_bytes: int,
-    slab_bytes: int = DEFAULT_SLAB_BYTES,
-) -> int:
-    """Of the host store's slabs with `batch_size` sequences that share nothing."""
-    page = math.prod(page_shape(shape.num_kv_heads, page_tokens, shape.head_dim)) * item_bytes
-    num_pages = shape.num_layers * batch_size * -(-kv_len // page_tokens)
-    return pool_bytes(num_pages, page, slab_bytes)
+def store_bytes(work: Workload, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
+    """Of the host store's slabs with sequences that share nothing."""
+    shape = work.shape
+    elements = math.prod(page_shape(shape.num_kv_heads, work.page_tokens, shape.head_dim))
+    num_pages = shape.num_layers * work.pages_per_layer
+    return pool_bytes(num_pages, elements * work.item_bytes, slab_bytes)
+
+
+def prefill_bytes(work: Workload, slice_tokens: int) -> int:
+    """Of a prefill of the whole batch at its peak."""
+    return PrefillMemory.of(
+        work.shape,
+        num_tokens=work.batch_size * work.kv_len,
+        item_bytes=work.item_bytes,
+        slice_tokens=slice_tokens,
+        page_tokens=work.page_tokens,
+        builds_index=work.policy.selects and work.policy.has_state(),
+    ).total_bytes
 
 
 def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int) -> float:
@@ -155,15 +149,14 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
     from cpu_ops.worker_pool import WorkerPool
 
     generator = torch.Generator().manual_seed(0)
+
+    def random(num_heads: int, num_tokens: int) -> torch.Tensor:
+        return torch.randn(num_heads, num_tokens, shape.head_dim, generator=generator).to(dtype)
+
     sizes = []
     pool = WorkerPool(1)
     try:
         for num_tokens in _STATE_LENS:
-
-            def random(heads: int, n: int, generator: torch.Generator = generator) -> torch.Tensor:
-                made = torch.randn(heads, n, shape.head_dim, generator=generator)
-                return made.to(dtype)
-
             context = BuildContext(
                 layer_idx=shape.num_layers - 1,
                 keys=random(shape.num_kv_heads, num_tokens),

@@ -7,8 +7,8 @@ a decode step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,15 +20,15 @@ from offload.loading.planned_model import PlannedModel
 from offload.planning.choose import DeviceRoom, choose_placement
 from offload.planning.placement_bytes import (
     policy_state_bytes,
+    prefill_bytes,
     step_device_bytes,
     step_layouts,
     store_bytes,
 )
-from offload.planning.profile import DeviceProfile, MachineProfile
+from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel, StepTime
 from offload.planning.workload import Workload
 from offload.policies.base import RETRIEVE, SELECT, Policy
-from offload.prefill.memory import PrefillMemory
 from offload.system.errors import DeviceMemoryError, HostBudgetError
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
@@ -138,30 +138,39 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
         DeviceMemoryError, HostBudgetError: it cannot fit; names both numbers and the options.
         ValueError: no GPU in the profile, or a placement that is not for this model and policy.
     """
-    model, notes = request.model, []
+    model, shape = request.model, request.model.shape
     work = Workload(
-        shape=model.shape,
+        shape=shape,
         policy=request.policy,
         kv_len=request.context,
         batch_size=request.batch_size,
-        item_bytes=model.dtype.itemsize,
-        state_bytes=policy_state_bytes(request.policy, model.shape, model.dtype, request.context),
+        dtype=model.dtype,
+        page_tokens=request.page_tokens,
+        state_bytes=policy_state_bytes(request.policy, shape, model.dtype, request.context),
     )
     step_model = StepModel(profile, work, on_gpu=request.on_gpu)
+    limit: int | None = None
+    device_bytes: dict[str, int] = {}
+    notes: list[str] = []
     if request.on_gpu and profile.device is not None:
-        limit = device_limit_bytes(request, profile.device)
-        bytes_of = device_byte_counter(request, profile.device)
-        placement, note = _place(request, step_model, work, limit, bytes_of)
-        notes += note
-        device_bytes = bytes_of(placement)
+        limit = request.max_memory.get(request.device_index, profile.device.memory_bytes or None)
+        prefill = prefill_bytes(work, request.prefill_slice_tokens)
+        _check_prefill(request, prefill, limit)
+        left = None if limit is None else limit - model.weight_bytes
+        room = DeviceRoom(work, left, profile.device)
+        if request.placement is not None:
+            placement = _given(request, room, limit)
+        else:
+            placement, notes = _chosen(step_model, room, prefill)
+        device_bytes = {"weights": model.weight_bytes}
+        device_bytes |= step_device_bytes(placement, work, profile.device)
+        device_bytes["prefill, at its peak"] = prefill
     else:
-        shape = model.shape
         placement = HeadPlacement.filled(shape.num_layers, shape.num_kv_heads, Place.CPU)
         if request.placement is not None and request.placement != placement:
             raise ValueError(
                 "a placement with heads on the GPU needs a GPU, but the device is 'cpu'"
             )
-        limit, device_bytes = None, {}
     host_bytes, host_limit = _host(request, work, placement)
     return Plan(
         request=request,
@@ -176,100 +185,45 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
     )
 
 
-def device_limit_bytes(request: PlanRequest, device: DeviceProfile) -> int | None:
-    """Of everything on the GPU: max_memory, or what it has."""
-    named = request.max_memory.get(request.device_index)
-    return device.memory_bytes or None if named is None else named
-
-
-def device_byte_counter(
-    request: PlanRequest, device: DeviceProfile
-) -> Callable[[HeadPlacement], dict[str, int]]:
-    """What a placement takes on the GPU, by what it is for."""
-    model = request.model
-    weights, prefill = model.weight_bytes, prefill_bytes(request)
-
-    def count(placement: HeadPlacement) -> dict[str, int]:
-        of_step = step_device_bytes(
-            placement,
-            model.shape,
-            request.policy,
-            kv_len=request.context,
-            batch_size=request.batch_size,
-            page_tokens=request.page_tokens,
-            dtype=model.dtype,
-            device=device,
-        )
-        return {"weights": weights, **of_step, "prefill, at its peak": prefill}
-
-    return count
-
-
-def prefill_bytes(request: PlanRequest) -> int:
-    """Of a prefill of the whole batch at its peak."""
-    policy = request.policy
-    return PrefillMemory.of(
-        request.model.shape,
-        num_tokens=request.batch_size * request.context,
-        item_bytes=request.model.dtype.itemsize,
-        slice_tokens=request.prefill_slice_tokens,
-        page_tokens=request.page_tokens,
-        builds_index=policy.selects and policy.has_state(),
-    ).total_bytes
-
-
-def _place(
-    request: PlanRequest,
-    step_model: StepModel,
-    work: Workload,
-    limit: int | None,
-    bytes_of: Callable[[HeadPlacement], dict[str, int]],
-) -> tuple[HeadPlacement, list[str]]:
-    """The placement, and what there is to say about it."""
-    weights, prefill = request.model.weight_bytes, prefill_bytes(request)
-    where = f"max_memory[{request.device_index}]"
-    if limit is not None and weights + prefill > limit:
-        if weights > limit:
-            raise DeviceMemoryError(
-                f"the weights need {format_bytes(weights)}, but {where} is {format_bytes(limit)}; "
-                "raise it, or choose a smaller dtype or model"
-            )
+def _check_prefill(request: PlanRequest, prefill: int, limit: int | None) -> None:
+    """Refuse what does not fit whatever the placement is: weights, and prefill beside them."""
+    weights, where = request.model.weight_bytes, f"max_memory[{request.device_index}]"
+    if limit is None or weights + prefill <= limit:
+        return
+    if weights > limit:
         raise DeviceMemoryError(
-            f"prefill of {request.batch_size} x {request.context:,} tokens needs "
-            f"{format_bytes(prefill)} beside weights of {format_bytes(weights)}, but {where} is "
-            f"{format_bytes(limit)}; raise it, lower prefill_slice_tokens, the batch size or the "
-            "context"
+            f"the weights need {format_bytes(weights)}, but {where} is {format_bytes(limit)}; "
+            "raise it, or choose a smaller dtype or model"
         )
+    raise DeviceMemoryError(
+        f"prefill of {request.batch_size} x {request.context:,} tokens needs "
+        f"{format_bytes(prefill)} beside weights of {format_bytes(weights)}, but {where} is "
+        f"{format_bytes(limit)}; raise it, lower prefill_slice_tokens, the batch size or the "
+        "context"
+    )
 
-    def room(kept_free: int) -> DeviceRoom:
-        left = None if limit is None else limit - weights - kept_free
 
-        def num_bytes(placement: HeadPlacement) -> int:
-            return sum(bytes_of(placement).values()) - weights - prefill
-
-        return DeviceRoom(left, num_bytes, request.page_tokens)
-
-    if request.placement is not None:
-        return _given(request, room(0), limit, where), []
-    notes: list[str] = []
+def _chosen(model: StepModel, room: DeviceRoom, prefill: int) -> tuple[HeadPlacement, list[str]]:
+    """The best placement, and what there is to say about it."""
+    if room.budget_bytes is None:
+        return choose_placement(model, room), []
     try:
-        return choose_placement(step_model, work, room(prefill)), notes
+        beside_prefill = replace(room, budget_bytes=room.budget_bytes - prefill)
+        return choose_placement(model, beside_prefill), []
     except DeviceMemoryError:
-        placement = choose_placement(step_model, work, room(0))
-        notes.append(
+        return choose_placement(model, room), [
             "a second prompt of this length does not fit beside what decoding the first keeps on "
             f"the GPU: prefill takes {format_bytes(prefill)} at its peak"
-        )
-        return placement, notes
+        ]
 
 
-def _given(request: PlanRequest, room: DeviceRoom, limit: int | None, where: str) -> HeadPlacement:
+def _given(request: PlanRequest, room: DeviceRoom, limit: int | None) -> HeadPlacement:
     """The placement of the request, if it fits."""
     placement, shape = request.placement, request.model.shape
     assert placement is not None
     placement.check_model(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads)
     placement.check_policy(request.policy, shape.num_qo_heads)
-    heads = int((placement.places == Place.GPU).sum())
+    heads = sum(placement.counts(Place.GPU))
     if room.holds(placement):
         return placement
     page = math.prod(page_shape(1, request.page_tokens, shape.head_dim))
@@ -284,8 +238,8 @@ def _given(request: PlanRequest, room: DeviceRoom, limit: int | None, where: str
     raise DeviceMemoryError(
         f"the placement with {heads} KV heads on the GPU needs "
         f"{format_bytes(room.num_bytes(placement))} beside the weights, but {format_bytes(budget)} "
-        f"are left of {where} = {format_bytes(limit or 0)}{smallest}; raise it, place fewer heads "
-        "there, lower the batch size or the context"
+        f"are left of max_memory[{request.device_index}] = {format_bytes(limit or 0)}{smallest}; "
+        "raise it, place fewer heads there, lower the batch size or the context"
     )
 
 
@@ -297,24 +251,18 @@ def _host(
     Raises:
         HostBudgetError: they do not fit.
     """
-    model, shape = request.model, request.model.shape
-    sizes: dict[str, int] = {
-        "kv_len": request.context,
-        "batch_size": request.batch_size,
-        "page_tokens": request.page_tokens,
-    }
+    weights = request.model.weight_bytes
     asking = int(((work.roles() == SELECT) | (work.roles() == RETRIEVE)).any(axis=1).sum())
     counted = {
-        "KV cache": store_bytes(shape, item_bytes=model.dtype.itemsize, **sizes),
+        "KV cache": store_bytes(work),
         "kept by the policy": round(work.state_bytes * asking * request.batch_size),
     }
     budgeted = counted["KV cache"]
     if request.on_gpu:
-        layouts = step_layouts(placement, shape, request.policy, dtype=model.dtype, **sizes)
-        counted["mailbox"] = layout_bytes(layouts["mailbox"])
+        counted["mailbox"] = layout_bytes(step_layouts(placement, work)["mailbox"])
     else:
-        counted = {"weights": model.weight_bytes, **counted}
-        budgeted += model.weight_bytes
+        counted = {"weights": weights, **counted}
+        budgeted += weights
     limit, source = request.max_memory.get("cpu"), "max_memory['cpu'] is"
     if limit is None and request.on_this_machine:
         limit = host_memory_limit_bytes()

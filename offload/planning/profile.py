@@ -1,14 +1,15 @@
 """What a machine was measured to do: the numbers that plans and predictions are made from.
 
-`profile_host` and `profile_device` measure them in some seconds; here is what they are, and where
-they are kept: a JSON file per machine in the cache folder. The file's name says which processor,
-threads, instruction set, GPU, driver and version of ours it is for, so that a machine that has
-changed has no profile instead of a wrong one.
+`offload.bench.machine` measures them in some seconds; here is what they are, and where they are
+kept: a JSON file per machine in the cache folder. The file's name says which processor, threads,
+instruction set, GPU, driver and version of ours it is for, so that a machine that has changed has
+no profile instead of a wrong one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -16,17 +17,25 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from cpu_ops.native import isa_name
+from offload.models.shape import ModelShape
 from offload.planning.cost_table import CostTable
+from offload.system.cache_folder import cache_folder
 from offload.system.json_file import read_json
-
-if TYPE_CHECKING:
-    from offload.models.shape import ModelShape
+from offload.system.machine import cpu_model, nvidia_driver
+from offload.system.version import __version__
 
 _FORMATS = "offload-profile-"
 _FORMAT = _FORMATS + "2"
 OnProgress = Callable[[str, int, int], None]
+
+
+class OtherFormatError(ValueError):
+    """A profile that another version of this module wrote."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ class MachineProfile:
         attend_warm: the same of rows that the same threads have just read.
         scan_dense: microseconds of attending to all tokens, by the bytes of their keys and values.
         scan_retrieve: the same of heads that also choose their heaviest tokens.
-        select_scale: by `step_model.policy_key`, what its units that select took, as a multiple
+        select_scale: by `workload.policy_key`, what its units that select took, as a multiple
             of what `StepModel` says of the bytes they look at; 1 where it was not measured.
         device: the GPU, or None.
     """
@@ -125,7 +134,7 @@ class MachineProfile:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What a profile is for; see `machine_key`."""
+        """Of `machine_key`."""
         return {
             "cpu": self.cpu,
             "isa": self.isa,
@@ -147,8 +156,10 @@ class MachineProfile:
             ValueError: something else; names the source.
         """
         name = f"machine profile {source}" if source else "machine profile"
-        if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise ValueError(
+        found = document.get("format") if isinstance(document, dict) else None
+        if found != _FORMAT:
+            kind = OtherFormatError if str(found).startswith(_FORMATS) else ValueError
+            raise kind(
                 f"{name} is of another format than {_FORMAT!r}; measure again with "
                 "`offload plan --remeasure`"
             )
@@ -197,6 +208,74 @@ def shape_key(shape: ModelShape, item_bytes: int) -> str:
     )
 
 
+def machine_key(device: torch.device, num_threads: int) -> dict[str, Any]:
+    """What a profile of this machine must be for."""
+    gpu = driver = None
+    if device.type == "cuda":
+        gpu, driver = torch.cuda.get_device_name(device), nvidia_driver()
+    return {
+        "cpu": cpu_model(),
+        "isa": isa_name(),
+        "num_threads": num_threads,
+        "gpu": gpu,
+        "driver": driver,
+        "version": __version__,
+    }
+
+
+def profile_path(key: dict[str, Any]) -> Path:
+    """Where the profile of a machine is kept."""
+    described = json.dumps(key, sort_keys=True)
+    digest = hashlib.sha256(described.encode()).hexdigest()[:12]
+    return cache_folder() / "profiles" / f"{key['num_threads']}-threads-{digest}.json"
+
+
+def cached_profile(device: torch.device, num_threads: int) -> MachineProfile | None:
+    """The profile of this machine that was measured before; None if there is none, or only one of
+    a format that this version does not write any more.
+
+    Raises:
+        ValueError: a damaged file, or one that says that it is for another machine.
+    """
+    key = machine_key(device, num_threads)
+    path = profile_path(key)
+    if not path.is_file():
+        return None
+    try:
+        profile = MachineProfile.load(path)
+    except OtherFormatError:
+        return None
+    if profile.key != key:
+        different = ", ".join(
+            f"{name} {value!r} instead of {key[name]!r}"
+            for name, value in profile.key.items()
+            if value != key[name]
+        )
+        raise ValueError(
+            f"machine profile {path} is for another machine: {different}; measure again with "
+            "`offload plan --remeasure`"
+        )
+    return profile
+
+
+def store_profile(profile: MachineProfile) -> Path:
+    """Keep a profile for `cached_profile`.
+
+    Raises:
+        PermissionError: the cache folder cannot be written to.
+    """
+    path = profile_path(profile.key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.save(path)
+    except OSError as error:
+        raise PermissionError(
+            f"cannot write the machine profile to {path.parent} ({error.strerror}); "
+            "set OFFLOAD_CACHE to a folder that can be written to"
+        ) from error
+    return path
+
+
 def _tables(cls: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """JSON's lists and strings as the types of the fields of `cls`."""
     types = {field.name: str(field.type) for field in dataclasses.fields(cls)}
@@ -207,7 +286,7 @@ def _tables(cls: Any, fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         kind = types[name]
         if kind == "CostTable":
-            made[name] = CostTable(tuple((size, us) for size, us in value["points"]))
+            made[name] = CostTable(value["points"])
         elif kind == "float":
             made[name] = float(value)
             if not math.isfinite(made[name]) or made[name] < 0:

@@ -11,15 +11,14 @@ A layer on a GPU, with what goes on beside each other in one column:
 
 so a layer takes linear + max(GPU's side, reply) + merge; a layer without heads on the CPU has no
 reply. What runs beside each other also slows each other down: how much longer a layer takes with
-rows on their way, or with a top-k beside it, was measured as a whole (`profile_layers`). A step is
-its layers, the last projection, choosing the token, and what a step costs beside its kernels.
-Without a GPU it is reading the weights, and attention, layer after layer.
+rows on their way, or with a top-k beside it, was measured as a whole (`bench.machine.layers`). A
+step is its layers, the last projection, choosing the token, and what a step costs beside its
+kernels. Without a GPU it is reading the weights, and attention, layer after layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from offload.decode.gpu.placement import HeadPlacement, Place, UInt8Array
@@ -75,7 +74,7 @@ class StepTime:
     last: float
     fixed: float
     batch_size: int
-    assumed: tuple[str, ...] = field(default=())
+    assumed: tuple[str, ...] = ()
 
     @property
     def milliseconds(self) -> float:
@@ -102,6 +101,9 @@ class StepModel:
     Args:
         on_gpu: the linear layers are there; else all is on the CPU.
 
+    Attributes:
+        linear_us: of a layer's linear layers.
+
     Raises:
         ValueError: a GPU is asked for, and the profile has none.
     """
@@ -117,23 +119,18 @@ class StepModel:
         self._device = profile.device if on_gpu else None
         self._assumed: list[str] = []
         if self._device is not None:
-            self._linear_us = self._layer_linear_us(self._device)
+            self.linear_us = self._layer_linear_us(self._device)
             if not self._device.gather_measured:
                 self._assume("fetching rows: a PCIe copy of as many bytes stands for it")
         else:
             weights = layer_elements(work.shape) * work.item_bytes
-            self._linear_us = 1e6 * weights / profile.read_bandwidth
+            self.linear_us = 1e6 * weights / profile.read_bandwidth
         heads = (work.shape.num_qo_heads, work.shape.num_kv_heads, work.shape.head_dim)
         if heads != profile.attention_heads:
             self._assume(
                 "CPU attention: measured with (query heads, KV heads, head_dim) = "
                 f"{profile.attention_heads}, this model has {heads}"
             )
-
-    @property
-    def linear_us(self) -> float:
-        """Of a layer's linear layers."""
-        return self._linear_us
 
     def step(self, placement: HeadPlacement) -> StepTime:
         """Of a step whose heads are placed so; all on the CPU means wholly, if there is no GPU."""
@@ -144,11 +141,11 @@ class StepModel:
         if self._device is None:
             vocabulary = self.work.shape.vocab_size * self.work.shape.hidden_size
             last = 1e6 * vocabulary * self.work.item_bytes / self.profile.read_bandwidth
-            return StepTime(tuple(layers), last, 0.0, self.work.batch_size, tuple(self._assumed))
-        last = self._lm_head_us(self._device) + self._device.sampling_us
-        return StepTime(
-            tuple(layers), last, self._device.step_us, self.work.batch_size, tuple(self._assumed)
-        )
+            fixed = 0.0
+        else:
+            last = self._lm_head_us(self._device) + self._device.sampling_us
+            fixed = self._device.step_us
+        return StepTime(tuple(layers), last, fixed, self.work.batch_size, tuple(self._assumed))
 
     def layer(self, layer_idx: int, places: UInt8Array, *, top_k_us: float = 0.0) -> LayerTime:
         """Of one layer with its heads at `places` [num_kv_heads].
@@ -160,14 +157,13 @@ class StepModel:
         on_cpu = roles[places == Place.CPU]
         if self._device is None:
             attend = self.attend_us(roles)
-            return LayerTime("CPU", self._linear_us, 0.0, 0.0, attend, attend, 0.0)
+            return LayerTime("CPU", self.linear_us, 0.0, 0.0, attend, attend, 0.0)
         device = self._device
         resident = roles[places == Place.GPU]
         num_gathered = int((places == Place.GATHER).sum())
-        gpu = self._resident_us(device, resident)
+        window = device.window_us if num_gathered or len(on_cpu) else 0.0
+        gpu = self._resident_us(device, resident) + window
         gather = slowed = merge = reply = 0.0
-        if num_gathered or len(on_cpu):
-            gpu += device.window_us
         if num_gathered or len(on_cpu) or self._publishes(resident):
             merge = device.merge_us
         fetched = work.batch_size * num_gathered * work.chosen_tokens * 2 * work.row_bytes
@@ -175,34 +171,26 @@ class StepModel:
         if num_gathered:
             gather, attend_fetched, slowed = self._gather_us(device, fetched)
             if top_k_us:  # rows that the layer before chose are on their way only since then
-                late = top_k_us + device.gather.us(fetched) - self._linear_us
+                late = top_k_us + device.gather.us(fetched) - self.linear_us
                 gather = max(gather, late)
-        published = self._publishing_us(device, resident)
         if len(on_cpu):
             # The request waits for what the CPU's heads reuse.
-            reply = max(0.0, top_k_us - self._linear_us) + device.round_trip_us
+            reply = max(0.0, top_k_us - self.linear_us) + device.round_trip_us
             reply += self.attend_us(on_cpu, window_on_gpu=True)
         # The link is done when all rows are there, whatever else the GPU did meanwhile.
         gpu += attend_fetched
-        window = device.window_us if num_gathered or len(on_cpu) else 0.0
         side = max(gpu + slowed, window + attend_fetched + gather, reply + slowed)
-        exposed = side - gpu + published
-        names = [
-            name
-            for name, count in (
-                ("GPU", len(resident)),
-                ("gather", num_gathered),
-                ("CPU", len(on_cpu)),
-            )
-            if count
-        ]
-        return LayerTime(" + ".join(names), self._linear_us, gpu, gather, reply, exposed, merge)
+        # A layer takes longer with the top-k of its heads beside it.
+        exposed = side - gpu + device.top_k_beside.us(self._num_scores(resident))
+        counts = {"GPU": len(resident), "gather": num_gathered, "CPU": len(on_cpu)}
+        kind = " + ".join(name for name, count in counts.items() if count)
+        return LayerTime(kind, self.linear_us, gpu, gather, reply, exposed, merge)
 
     def _gather_us(self, device: DeviceProfile, num_bytes: float) -> tuple[float, float, float]:
         """Of a layer's fetched rows: what fetching adds to a layer that has nothing else to do,
         attention to them, and what fetching adds to any layer, however little it fetches."""
         if not device.gather_measured:
-            hidden = max(0.0, device.gather.us(num_bytes) - self._linear_us)
+            hidden = max(0.0, device.gather.us(num_bytes) - self.linear_us)
             return hidden, device.attention.us(num_bytes), 0.0
         table = device.gather_beside
         attend = min(device.attention.us(num_bytes), table.us(num_bytes))
@@ -211,17 +199,12 @@ class StepModel:
         slowed = min(gather, max(0.0, table.us(least) - device.attention.us(least)))
         return gather, attend, slowed
 
-    def _publishing_us(self, device: DeviceProfile, resident: UInt8Array) -> float:
-        """What a layer takes longer with the top-k of its heads beside it."""
-        return device.top_k_beside.us(self._num_scores(resident))
-
     def _num_scores(self, resident: UInt8Array) -> int:
         """Of heads on the GPU that leave a selection: one for each query head and token."""
         if not self._publishes(resident):
             return 0
         work = self.work
-        group_size = work.shape.num_qo_heads // work.shape.num_kv_heads
-        return work.batch_size * len(resident) * group_size * work.kv_len
+        return work.batch_size * len(resident) * work.shape.group_size * work.kv_len
 
     def _publishes(self, roles: UInt8Array) -> bool:
         """Whether heads in GPU pages leave a selection."""
@@ -236,9 +219,8 @@ class StepModel:
         """Attention to all tokens of heads in GPU pages."""
         work = self.work
         of_head = work.batch_size * work.kv_len * 2 * work.row_bytes
-        if self._publishes(roles):
-            return device.retrieval.us(len(roles) * of_head)
-        return device.attention.us(len(roles) * of_head)
+        table = device.retrieval if self._publishes(roles) else device.attention
+        return table.us(len(roles) * of_head)
 
     def attend_us(self, roles: UInt8Array, *, window_on_gpu: bool = False) -> float:
         """The worker pool's part of a layer, its heads with these roles."""
@@ -291,7 +273,7 @@ class StepModel:
             return cold
         ahead = min(
             num_bytes,
-            self._linear_us * 1e-6 * profile.read_bandwidth,
+            self.linear_us * 1e-6 * profile.read_bandwidth,
             profile.num_threads * _AHEAD_BYTES_PER_WORKER,
         )
         warm = profile.attend_warm.us(num_bytes)
@@ -299,36 +281,29 @@ class StepModel:
 
     def _layer_linear_us(self, device: DeviceProfile) -> float:
         """Of one layer for this batch: as measured, or else by the bytes of its matrices."""
-        measured = device.layer_linear_us.get(shape_key(self.work.shape, self.work.item_bytes), {})
-        if self.work.batch_size in measured:
-            return measured[self.work.batch_size]
+        shape = self.work.shape
+        measured = self._of_this_batch(device.layer_linear_us)
+        if measured is not None:
+            return measured
         self._assume("linear layers: the bytes of their weights at the speed of other shapes stand")
-        shape, item = self.work.shape, self.work.item_bytes
-        width, hidden = shape.num_qo_heads * shape.head_dim, shape.hidden_size
-        return self._matrices_us(
-            device,
-            [
-                shape.qkv_width * hidden,
-                width * hidden,
-                2 * shape.intermediate_size * hidden,
-                shape.intermediate_size * hidden,
-            ],
-            item,
-        )
+        width, up_width = shape.num_qo_heads * shape.head_dim, shape.intermediate_size
+        return self._matrices_us(device, shape.qkv_width, width, 2 * up_width, up_width)
 
     def _lm_head_us(self, device: DeviceProfile) -> float:
-        shape = self.work.shape
-        measured = device.lm_head_us.get(shape_key(shape, self.work.item_bytes), {})
-        if self.work.batch_size in measured:
-            return measured[self.work.batch_size]
-        return self._matrices_us(
-            device, [shape.vocab_size * shape.hidden_size], self.work.item_bytes
-        )
+        measured = self._of_this_batch(device.lm_head_us)
+        if measured is not None:
+            return measured
+        return self._matrices_us(device, self.work.shape.vocab_size)
 
-    def _matrices_us(
-        self, device: DeviceProfile, elements: Sequence[int], item_bytes: int
-    ) -> float:
-        return sum(device.gemv.us(count * item_bytes) for count in elements)
+    def _of_this_batch(self, measured_us: dict[str, dict[int, float]]) -> float | None:
+        """What was measured with this shape and batch, if it was."""
+        key = shape_key(self.work.shape, self.work.item_bytes)
+        return measured_us.get(key, {}).get(self.work.batch_size)
+
+    def _matrices_us(self, device: DeviceProfile, *widths: int) -> float:
+        """Of products with matrices [width, hidden_size]."""
+        row_bytes = self.work.shape.hidden_size * self.work.item_bytes
+        return sum(device.gemv.us(width * row_bytes) for width in widths)
 
     def _assume(self, what: str) -> None:
         if what not in self._assumed:

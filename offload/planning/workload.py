@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import torch
 
 from offload.decode.gpu.placement import UInt8Array, kv_head_roles
 from offload.decode.gpu.resident_kv import window_of
@@ -18,7 +20,8 @@ class Workload:
 
     Attributes:
         kv_len: tokens of each sequence.
-        item_bytes: of an element of weights and cache.
+        dtype: of weights and cache.
+        page_tokens: of a page of the host store.
         state_bytes: what the policy keeps of one sequence and layer that asks it.
     """
 
@@ -26,13 +29,24 @@ class Workload:
     policy: Policy
     kv_len: int
     batch_size: int = 1
-    item_bytes: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    page_tokens: int = 256
     state_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("kv_len", "batch_size", "item_bytes"):
+        for name in ("kv_len", "batch_size", "page_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def item_bytes(self) -> int:
+        """Of an element of weights and cache."""
+        return self.dtype.itemsize
+
+    @property
+    def pages_per_layer(self) -> int:
+        """Of all sequences."""
+        return self.batch_size * -(-self.kv_len // self.page_tokens)
 
     @property
     def row_bytes(self) -> int:
@@ -56,13 +70,17 @@ class Workload:
             return self.kv_len - self.window_tokens
         return max(0, self.policy.budget_tokens - self.window_tokens)
 
-    def roles(self) -> UInt8Array:
-        """Of each [layer, KV head]; DENSE everywhere if the policy selects nothing."""
+    @cached_property
+    def selected_roles(self) -> UInt8Array | None:
+        """Of each [layer, KV head]; None if the policy selects nothing."""
         shape = self.shape
-        roles = kv_head_roles(self.policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
-        if roles is None:
-            return np.full((shape.num_layers, shape.num_kv_heads), DENSE, np.uint8)
-        return roles
+        return kv_head_roles(self.policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
+
+    def roles(self) -> UInt8Array:
+        """`selected_roles`; DENSE everywhere if the policy selects nothing."""
+        if self.selected_roles is not None:
+            return self.selected_roles
+        return np.full((self.shape.num_layers, self.shape.num_kv_heads), DENSE, np.uint8)
 
 
 def policy_key(policy: Policy) -> str:

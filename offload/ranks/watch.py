@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,28 +55,18 @@ class RankWatch:
     Args:
         store: a `torch.distributed.Store` that nobody else uses (`dist.PrefixStore`): its client
             serves this object's thread and the main one.
-        on_stuck: gets the reason when this rank waits in vain; it must not return. By default it
-            prints the reason and ends the process with code 1.
 
     Attributes:
         has_failed: whether the last section ended with an error, or did not end.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        world_size: int,
-        *,
-        on_stuck: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self._rank = store, rank
-        self._on_stuck = on_stuck or _end_process
         now = time.monotonic()
         self._peers = {r: _Peer(beat_at=now) for r in range(world_size) if r != rank}
         self._section = 0  # number of the last one that was entered
         self._is_inside = False
-        self.has_failed = False  # in the last section
+        self.has_failed = False
         self._reason: str | None = None
         self._reason_at = 0.0
         self._changed = threading.Condition()
@@ -128,12 +118,9 @@ class RankWatch:
             self._store.set(key, text)
 
     def _wait_for_reason(self) -> str | None:
-        deadline = time.monotonic() + UNSEEN_SECONDS + 2 * POLL_SECONDS
         with self._changed:
-            while self._reason is None:
-                left = deadline - time.monotonic()
-                if left <= 0.0 or not self._changed.wait(left):
-                    break
+            seconds = UNSEEN_SECONDS + 2 * POLL_SECONDS
+            self._changed.wait_for(lambda: self._reason is not None, seconds)
             return self._reason
 
     def _watch(self) -> None:
@@ -170,12 +157,8 @@ class RankWatch:
     def _judge(self) -> None:
         """End the process if this rank has waited in vain for long enough."""
         with self._changed:
-            if not self._is_inside:
-                self._reason = None
-                return
-            found = next(
-                (why for rank, peer in self._peers.items() if (why := self._why(rank, peer))), None
-            )
+            reasons = (self._why(rank, peer) for rank, peer in self._peers.items())
+            found = next(filter(None, reasons), None) if self._is_inside else None
             if found is None:
                 self._reason = None
                 return
@@ -185,7 +168,7 @@ class RankWatch:
             self._changed.notify_all()
             is_stuck = time.monotonic() - self._reason_at > GRACE_SECONDS
         if is_stuck:
-            self._on_stuck(found)
+            _end_process(found)
 
     def _why(self, rank: int, peer: _Peer) -> str | None:
         """Why `rank` will not come to what is left of this section; None: it may."""

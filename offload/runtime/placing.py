@@ -15,12 +15,10 @@ from offload.decode.gpu.placement import HeadPlacement
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
-from offload.planning.placement_bytes import step_device_bytes
-from offload.planning.profile import MachineProfile
-from offload.planning.profile_cache import cached_profile
+from offload.planning.placement_bytes import prefill_bytes
+from offload.planning.profile import MachineProfile, cached_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
-from offload.prefill.memory import PrefillMemory
 from offload.ranks.shares import head_ranges
 from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError
@@ -85,40 +83,18 @@ def choose_automatically(
     Args:
         profile: of this machine; None: it was never measured.
     """
-    policy, page_tokens, item_bytes = config.policy, config.page_tokens, dtype.itemsize
-    token_bytes = shape.kv_token_bytes * item_bytes // 2
-    tokens = min(shape.max_context, max(page_tokens, host_kv_bytes // token_bytes))
-    work = Workload(shape=shape, policy=policy, kv_len=tokens, item_bytes=item_bytes)
+    token_bytes = shape.kv_token_bytes * dtype.itemsize // 2
+    tokens = min(shape.max_context, max(config.page_tokens, host_kv_bytes // token_bytes))
+    work = Workload(shape, config.policy, tokens, dtype=dtype, page_tokens=config.page_tokens)
+    prefill = prefill_bytes(work, config.prefill_slice_tokens)
     device = None if profile is None else profile.device
-    prefill = PrefillMemory.of(
-        shape,
-        num_tokens=tokens,
-        item_bytes=item_bytes,
-        slice_tokens=config.prefill_slice_tokens,
-        page_tokens=page_tokens,
-        builds_index=policy.selects and policy.has_state(),
-    ).total_bytes
-
-    def num_bytes(placement: HeadPlacement) -> int:
-        counted = step_device_bytes(
-            placement,
-            shape,
-            policy,
-            kv_len=tokens,
-            batch_size=1,
-            page_tokens=page_tokens,
-            dtype=dtype,
-            device=device,
-        )
-        return sum(counted.values())
-
-    room = DeviceRoom(room_bytes - prefill, num_bytes, page_tokens)
+    room = DeviceRoom(work, room_bytes - prefill, device)
     model = None
     if profile is not None and device is not None:
         model = StepModel(profile, work, on_gpu=True)
     least = least_placement(work)
     try:
-        chosen = choose_placement(model, work, room)
+        chosen = choose_placement(model, room)
     except DeviceMemoryError:  # perhaps contexts stay short: growing says so when it does not fit
         chosen = least
     if chosen == least:

@@ -29,7 +29,7 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert with_policy(found, policy, SHAPE, torch.float32, KV_LEN) is found
 
     # The model says of that layer what was measured, and no longer that it assumes something.
-    work = Workload(SHAPE, policy, KV_LEN, item_bytes=4)
+    work = Workload(SHAPE, policy, KV_LEN, dtype=torch.float32)
     roles = work.roles()[-1]
     plain = StepModel(replace(found, select_scale={policy_key(policy): 1.0}), work, on_gpu=False)
     scaled = StepModel(found, work, on_gpu=False)

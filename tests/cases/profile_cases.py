@@ -15,9 +15,13 @@ LLAMA = MODEL_SHAPES["llama-3.1-8b"]
 SMALL = ModelShape(6, 128, 8, 4, 32, 256, 512, 65536, 10000.0)
 
 
+def straight(fixed_us: float, us_per_size: float) -> CostTable:
+    """fixed_us + us_per_size * size."""
+    return CostTable(((0.0, fixed_us), (1e6, fixed_us + 1e6 * us_per_size)))
+
+
 def device_profile(**changes: Any) -> DeviceProfile:
     """Roughly an H200."""
-    straight = CostTable.straight
     return replace(
         DeviceProfile(
             name="made GPU",
@@ -60,8 +64,8 @@ def machine_profile(**changes: Any) -> MachineProfile:
             read_bandwidth=190e9,
             attend_cold=CostTable(((131072, 10), (1 << 20, 20), (1 << 22, 50), (1 << 24, 170))),
             attend_warm=CostTable(((131072, 5), (1 << 20, 10), (1 << 22, 25), (1 << 24, 110))),
-            scan_dense=CostTable.straight(10.0, 1 / 1.5e5),
-            scan_retrieve=CostTable.straight(10.0, 1 / 1e5),
+            scan_dense=straight(10.0, 1 / 1.5e5),
+            scan_retrieve=straight(10.0, 1 / 1e5),
             select_scale={},
             device=device_profile(),
         ),

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from offload.cli import calibrate
+from offload.cli import app
 from offload.policies import LycheeDecode
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.registry import make_policy
@@ -18,19 +17,11 @@ runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 
 
 @pytest.fixture
-def app() -> typer.Typer:
-    app = typer.Typer(rich_markup_mode="rich")
-    app.command("other")(lambda: None)  # with one command alone, its name would be left out
-    calibrate.register(app)
-    return app
-
-
-@pytest.fixture
 def model(tiny_folders: dict[str, Path]) -> str:
     return str(tiny_folders["llama"])
 
 
-def test_it_writes_a_file_for_the_policy(app: typer.Typer, model: str, tmp_path: Path) -> None:
+def test_it_writes_a_file_for_the_policy(model: str, tmp_path: Path) -> None:
     path = tmp_path / "roles.json"
     arguments = ["calibrate", model, "-o", str(path), "--retrieval-heads", "2", "--tokens", "300"]
     result = runner.invoke(app, arguments)
@@ -47,7 +38,7 @@ def test_it_writes_a_file_for_the_policy(app: typer.Typer, model: str, tmp_path:
     assert make_policy("lychee_decode", head_roles=str(path)) == LycheeDecode(head_roles=roles)
 
 
-def test_json(app: typer.Typer, model: str, tmp_path: Path) -> None:
+def test_json(model: str, tmp_path: Path) -> None:
     path, text = tmp_path / "roles.json", tmp_path / "notes.txt"
     text.write_text("A lighthouse keeper counts ships. " * 20, encoding="utf-8")
     arguments = ["calibrate", model, "-o", str(path), "--text", str(text), "--json"]
@@ -74,7 +65,7 @@ def test_json(app: typer.Typer, model: str, tmp_path: Path) -> None:
     ],
 )
 def test_refusals_are_one_line(
-    app: typer.Typer, model: str, tmp_path: Path, arguments: list[str], message: str
+    model: str, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     path = tmp_path / "roles.json"
     result = runner.invoke(app, ["calibrate", model, "-o", str(path), *arguments])
@@ -84,13 +75,13 @@ def test_refusals_are_one_line(
     assert not path.exists()
 
 
-def test_an_unknown_model(app: typer.Typer, tmp_path: Path) -> None:
+def test_an_unknown_model(tmp_path: Path) -> None:
     result = runner.invoke(app, ["calibrate", "/no/model", "-o", str(tmp_path / "roles.json")])
     assert result.exit_code == 1
     assert "no such model folder or GGUF file: /no/model" in result.stderr
 
 
-def test_help(app: typer.Typer) -> None:
+def test_help() -> None:
     result = runner.invoke(app, ["calibrate", "--help"])
     assert result.exit_code == 0
     for text in ("--retrieval-heads", "--text", "--tokens", "lychee_decode", "head_roles=roles"):

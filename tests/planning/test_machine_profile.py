@@ -13,10 +13,15 @@ from cases.profile_cases import LLAMA, machine_profile
 from offload.bench.machine.device import measure_device
 from offload.bench.machine.measure import measure_profile
 from offload.models.shape import MODEL_SHAPES
-from offload.planning import profile as module
 from offload.planning.cost_table import CostTable
-from offload.planning.profile import MachineProfile, shape_key
-from offload.planning.profile_cache import cached_profile, machine_key, profile_path, store_profile
+from offload.planning.profile import (
+    MachineProfile,
+    cached_profile,
+    machine_key,
+    profile_path,
+    shape_key,
+    store_profile,
+)
 
 CPU = torch.device("cpu")
 
@@ -33,7 +38,7 @@ def test_costs_between_and_beyond_points() -> None:
     assert CostTable(((100, 10), (200, 12))).fixed_us == 8.0
     assert CostTable(((100, 10),)).us(50) == 10.0
     assert CostTable(((100, 10),)).us(300) == 30.0
-    assert CostTable.straight(3.0, 0.5).us(10) == pytest.approx(8.0)
+    assert CostTable(((0, 3), (1e6, 3 + 5e5))).us(10) == pytest.approx(8.0)
 
 
 def test_noise_does_not_make_more_cost_less() -> None:
@@ -201,4 +206,4 @@ def test_a_real_measurement_of_a_gpu() -> None:
     (linear,) = device.layer_linear_us.values()
     assert 1.0 < linear[1] < 1000.0
     assert profile.key == machine_key(torch.device("cuda"), 2)
-    assert module.MachineProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
+    assert MachineProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile

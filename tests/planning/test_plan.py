@@ -63,26 +63,11 @@ def test_the_decoder_takes_what_was_planned(
     runtime = model._offload
     planned = planned_model(str(tiny_folders["llama"]), "float32")
     last = tokens + new - 1  # the last token has no KV
-    counted = step_device_bytes(
-        least_placement(Workload(planned.shape, policy, last, batch_size, 4)),
-        planned.shape,
-        policy,
-        kv_len=last,
-        batch_size=batch_size,
-        page_tokens=16,
-        dtype=torch.float32,
-        device=None,
-    )
+    work = Workload(planned.shape, policy, last, batch_size, torch.float32, page_tokens=16)
+    counted = step_device_bytes(least_placement(work), work, device=None)
     names = ("KV of resident heads", "windows", "page tables")
     assert sum(counted[name] for name in names) == runtime._decoder.device_bytes
-    assert runtime.store.host_bytes_reserved == store_bytes(
-        planned.shape,
-        kv_len=last,
-        batch_size=batch_size,
-        page_tokens=16,
-        item_bytes=4,
-        slab_bytes=DEFAULT_SLAB_BYTES,
-    )
+    assert runtime.store.host_bytes_reserved == store_bytes(work)
     assert planned.weight_bytes == weight_bytes_of(model)
 
 
@@ -99,15 +84,9 @@ def test_the_store_reserves_what_was_planned(kv_len: int, batch_size: int, slab_
     )
     seqs = [store.new_sequence() for _ in range(batch_size)]
     store.reserve(seqs, [kv_len] * batch_size)
-    counted = store_bytes(
-        replace(SMALL, num_layers=3, num_kv_heads=2, head_dim=8),
-        kv_len=kv_len,
-        batch_size=batch_size,
-        page_tokens=16,
-        item_bytes=4,
-        slab_bytes=slab_bytes,
-    )
-    assert counted == store.host_bytes_reserved
+    shape = replace(SMALL, num_layers=3, num_kv_heads=2, head_dim=8)
+    work = Workload(shape, make_policy("full"), kv_len, batch_size, torch.float32, page_tokens=16)
+    assert store_bytes(work, slab_bytes) == store.host_bytes_reserved
     store.close()
 
 
@@ -115,10 +94,17 @@ def test_slots_are_powers_of_two() -> None:
     assert [num_slots(n) for n in (1, 2, 3, 5, 8)] == [1, 2, 4, 8, 8]
 
 
-def test_weights_of_named_shapes() -> None:
-    stock = random_model(MODEL_SHAPES["tiny"], device=CPU, dtype=torch.float32)
-    assert 4 * weight_elements(MODEL_SHAPES["tiny"]) == weight_bytes_of(stock)
+@pytest.mark.parametrize("ties_embeddings", [False, True])
+def test_weights_of_named_shapes(ties_embeddings: bool) -> None:
+    shape = replace(MODEL_SHAPES["tiny"], ties_embeddings=ties_embeddings)
+    stock = random_model(shape, device=CPU, dtype=torch.float32)
+    assert 4 * weight_elements(shape) == weight_bytes_of(stock)
     assert planned_model(LLAMA).weight_bytes == 16_060_522_496  # perf/results/gpu-decode.json
+
+
+def test_a_tied_projection_of_a_named_shape_counts_once() -> None:
+    assert planned_model("llama-3.2-1b").weight_bytes == 2 * 1_235_814_400  # of its checkpoint
+    assert planned_model("smollm2-135m").weight_bytes == 2 * 134_515_008
 
 
 @pytest.mark.parametrize("policy", ["quest", "lychee_cluster", "lfps"])

@@ -20,6 +20,7 @@ from offload.decode.sampling import SamplingOptions
 from offload.kv.store import KVStore
 from offload.models import LeanModel, ModelShape, lean_model_maker
 from offload.planning.placement_bytes import step_device_bytes, step_layouts
+from offload.planning.workload import Workload
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 
@@ -123,13 +124,8 @@ def test_a_step_takes_what_was_planned(
     decoder = decoder_of(policy, lean, placement, dtype)
     try:
         step(decoder, batch_size, kv_len)
-        sizes: dict[str, Any] = {
-            "kv_len": kv_len,
-            "batch_size": batch_size,
-            "page_tokens": PAGE_TOKENS,
-            "dtype": dtype,
-        }
-        planned = step_device_bytes(placement, shape, policy, device=None, **sizes)
+        work = Workload(shape, policy, kv_len, batch_size, dtype, PAGE_TOKENS)
+        planned = step_device_bytes(placement, work, device=None)
         running, (link,) = decoder._prepared.step, decoder._prepared.links.values()
         parts = {
             "windows": running.resident.windows,
@@ -142,7 +138,7 @@ def test_a_step_takes_what_was_planned(
         }
         weights = bytes_of(running.weights)
         assert sum(planned.values()) == bytes_of(running) - weights
-        mailbox = step_layouts(placement, shape, policy, **sizes)["mailbox"]
+        mailbox = step_layouts(placement, work)["mailbox"]
         assert layout_bytes(mailbox) == bytes_of(link.mailbox)
     finally:
         decoder.close()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases.profile_cases import LLAMA, SMALL, device_profile, machine_profile, workload
+from cases.profile_cases import LLAMA, SMALL, device_profile, machine_profile, straight, workload
 
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.planning.choose import least_placement
@@ -30,11 +30,11 @@ def test_a_layer_by_hand() -> None:
     work = workload("lychee_decode", budget_tokens=1024)  # 956 chosen tokens per head
     model = model_of(
         work,
-        attend_cold=CostTable.straight(10.0, 1e-5),
-        attend_warm=CostTable.straight(10.0, 1e-5),
+        attend_cold=straight(10.0, 1e-5),
+        attend_warm=straight(10.0, 1e-5),
         device=device_profile(
-            attention=CostTable.straight(5.0, 1e-7),
-            gather=CostTable.straight(8.0, 1e-4),
+            attention=straight(5.0, 1e-7),
+            gather=straight(8.0, 1e-4),
             gather_beside=CostTable(((1e6, 40.0), (4e6, 100.0))),
             round_trip_us=9.0,
         ),
@@ -182,7 +182,7 @@ def test_a_profile_without_a_gpu_cannot_plan_for_one() -> None:
         StepModel(machine_profile(device=None), workload(), on_gpu=True)
 
 
-@pytest.mark.parametrize("name", ["kv_len", "batch_size", "item_bytes"])
+@pytest.mark.parametrize("name", ["kv_len", "batch_size", "page_tokens"])
 def test_workloads_of_nothing(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         replace(workload(), **{name: 0})

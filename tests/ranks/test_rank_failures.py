@@ -60,16 +60,19 @@ class _Store(dict):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """Ranks that look often, and give each other a fifth of a second."""
+def reasons(monkeypatch):
+    """Of ranks that look often, wait a fifth of a second for others and end no process."""
+    found = []
+    monkeypatch.setattr("offload.ranks.watch._end_process", found.append)
     monkeypatch.setattr("offload.ranks.watch.POLL_SECONDS", 0.05)
     monkeypatch.setattr("offload.ranks.watch.GRACE_SECONDS", 0.2)
+    return found
 
 
-def test_a_rank_that_ends_early_is_not_waited_for(impatient):
-    store, reasons = _Store(), []
-    watch = RankWatch(store, 0, 2, on_stuck=reasons.append)
-    other = RankWatch(store, 1, 2, on_stuck=reasons.append)
+def test_a_rank_that_ends_early_is_not_waited_for(reasons):
+    store = _Store()
+    watch = RankWatch(store, 0, 2)
+    other = RankWatch(store, 1, 2)
     with watch.section():
         time.sleep(0.1)
     with other.section():
@@ -83,9 +86,9 @@ def test_a_rank_that_ends_early_is_not_waited_for(impatient):
     watch.close()
 
 
-def test_errors_of_both_ranks_end_nobody(impatient):
-    store, reasons = _Store(), []
-    watches = [RankWatch(store, rank, 2, on_stuck=reasons.append) for rank in range(2)]
+def test_errors_of_both_ranks_end_nobody(reasons):
+    store = _Store()
+    watches = [RankWatch(store, rank, 2) for rank in range(2)]
     for watch in watches:
         with pytest.raises(ValueError, match="the same"), watch.section():
             raise ValueError("the same")

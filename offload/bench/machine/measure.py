@@ -6,8 +6,7 @@ import torch
 
 from offload.bench.machine.host import measure_host
 from offload.models.shape import ModelShape
-from offload.planning.profile import MachineProfile, OnProgress
-from offload.planning.profile_cache import machine_key
+from offload.planning.profile import MachineProfile, OnProgress, machine_key
 
 
 def measure_profile(

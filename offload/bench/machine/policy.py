@@ -66,7 +66,7 @@ def with_policy(
         replace(shape, num_layers=_LAYERS),
         _in_every_layer(policy),
         tokens,
-        item_bytes=dtype.itemsize,
+        dtype=dtype,
         state_bytes=policy_state_bytes(policy, shape, dtype, tokens),
     )
     predicted = StepModel(profile, work, on_gpu=False).attend_us(work.roles()[-1])

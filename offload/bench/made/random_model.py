@@ -35,7 +35,7 @@ def random_model(
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_context + 4096,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=False,
+        tie_word_embeddings=shape.ties_embeddings,
         use_cache=True,
     )
     config._attn_implementation = "sdpa"
@@ -43,6 +43,7 @@ def random_model(
     with torch.device("meta"):
         stock = model(config).to(dtype)
     stock = stock.to_empty(device=device).eval()
+    stock.tie_weights()
     # Its frequencies are a buffer, and no checkpoint brings them.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config).to(device)
     generator = torch.Generator(device).manual_seed(seed)

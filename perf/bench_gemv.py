@@ -2,22 +2,22 @@
 
 `python -m perf.bench_gemv` on a machine with a GPU. Bytes are those of the weights; every call
 reads weights that no cache holds. torch's time is that of the bare product, without the norm, the
-activation and the sum that ours includes.
+activation and the sum that ours includes. `--tune` also tries other launch shapes.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from gpu_ops.gemv import gemv, launch_shape
-from perf.results_file import start_machine, write_results
+from perf.gpu_timing import COLD_BYTES, DTYPE, graph_microseconds, require_gpu
+from perf.results_file import Run, script_options
 
 # name -> (outputs, inputs, norm, glu, residual) of Llama-3.1-8B
 LAYERS: dict[str, tuple[int, int, bool, bool, bool]] = {
@@ -27,36 +27,20 @@ LAYERS: dict[str, tuple[int, int, bool, bool, bool]] = {
     "down": (4096, 14336, False, False, True),
     "lm_head": (128256, 4096, True, False, False),
 }
-VARIANTS = [
-    (2, 512, 1),
-    (4, 256, 1),
-    (4, 512, 1),
-    (4, 512, 2),
-    (1, 1024, 1),
-    (2, 2048, 4),
-    (8, 256, 2),
-]
-_COLD_BYTES = 512 * 2**20  # of weights in turns; the L2 of an H200 holds 60 MB
+VARIANTS = ((2, 512, 1), (4, 256, 1), (4, 512, 1), (4, 512, 2), (1, 1024, 1), (2, 2048, 4))
+VARIANTS += ((8, 256, 2),)
 _ROUNDS = 5
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_options(__doc__, "gpu-gemv")
     parser.add_argument("--only", nargs="+", choices=list(LAYERS), default=list(LAYERS))
-    parser.add_argument("--tune", action="store_true", help="also try other launch shapes")
-    parser.add_argument("--name", default="gpu-gemv")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit")
+    parser.add_argument("--tune", action="store_true")
     options = parser.parse_args(arguments)
-    machine = start_machine(options.commit)
+    require_gpu()
+    run = Run(options)
     rows = [row for name in options.only for row in measure(name, tune=options.tune)]
-    write_results(
-        options.name,
-        machine=machine,
-        settings={"rounds": _ROUNDS},
-        rows=rows,
-        folder=options.output,
-    )
+    run.write({"rounds": _ROUNDS}, rows)
     return 0
 
 
@@ -64,63 +48,38 @@ def measure(name: str, *, tune: bool) -> list[dict[str, Any]]:
     """Rows of one layer: torch, ours, and other shapes of ours."""
     num_out, num_in, has_norm, glu, has_residual = LAYERS[name]
     weight_rows = num_out * (2 if glu else 1)
-    dtype, device = torch.bfloat16, "cuda"
-    num_bytes = weight_rows * num_in * dtype.itemsize
-    copies = max(2, -(-_COLD_BYTES // num_bytes))
-    weights = [
-        torch.randn(weight_rows, num_in, dtype=dtype, device=device) * num_in**-0.5
-        for _ in range(copies)
-    ]
-    x = torch.randn(1, num_in, dtype=dtype, device=device)
-    out = torch.randn(1, num_out, dtype=dtype, device=device)
-    norm = (torch.randn(num_in, dtype=dtype, device=device), 1e-5) if has_norm else None
+    num_bytes = weight_rows * num_in * DTYPE.itemsize
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=DTYPE, device="cuda")
+
+    copies = max(2, -(-COLD_BYTES // num_bytes))
+    weights = [random(weight_rows, num_in) * num_in**-0.5 for _ in range(copies)]
+    x, out = random(1, num_in), random(1, num_out)
+    norm = (random(num_in), 1e-5) if has_norm else None
     residual = out if has_residual else None
     results = []
 
     def add(engine: str, launch: tuple[int, int, int] | None, run: Callable[[Any], Any]) -> None:
-        microseconds = _microseconds(run, weights)
-        share = num_bytes / microseconds / 1e3
-        print(f"{name:8} {engine:8} {launch or ''!s:>16} {microseconds:8.2f} us {share:7.0f} GB/s")
+        calls = [functools.partial(run, weight) for weight in weights]
+        microseconds = graph_microseconds(calls, rounds=_ROUNDS)
+        speed = num_bytes / microseconds / 1e3
+        print(f"{name:8} {engine:8} {launch or ''!s:>16} {microseconds:8.2f} us {speed:7.0f} GB/s")
         results.append(
             {
                 "layer": name,
                 "engine": engine,
                 "launch": launch,
                 "microseconds": microseconds,
-                "gigabytes_per_second": share,
+                "gigabytes_per_second": speed,
             }
         )
 
     add("torch", None, lambda weight: functional.linear(x, weight))
-    chosen = launch_shape(num_in, dtype.itemsize, glu=glu)
-    for launch in [chosen, *(VARIANTS if tune else [])]:
-        add(
-            "offload",
-            launch,
-            lambda weight, launch=launch: gemv(
-                x, weight, out, norm=norm, glu=glu, residual=residual, launch=launch
-            ),
-        )
+    for launch in (launch_shape(num_in, DTYPE.itemsize, glu=glu), *(VARIANTS if tune else ())):
+        ours = functools.partial(gemv, norm=norm, glu=glu, residual=residual, launch=launch)
+        add("offload", launch, lambda weight, ours=ours: ours(x, weight, out))
     return results
-
-
-def _microseconds(run: Callable[[Any], Any], weights: list[torch.Tensor]) -> float:
-    """Median time of a call, of calls captured one after the other."""
-    run(weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for weight in weights:
-            run(weight)
-    times = []
-    for _ in range(_ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(weights))
-    return sorted(times)[len(times) // 2]
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ class EngineProcess:
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], *, python: Path | None = None
+        self, module: str, model: str, settings: dict[str, Any], python: Path | None = None
     ) -> None:
         self._module = module
         self._process = subprocess.Popen(
-            [str(python or sys.executable), "-m", module, *arguments],
+            [str(python or sys.executable), "-m", module, model, json.dumps(settings)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -13,13 +13,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import torch
 
 from offload.bench.decode.models import RandomModel, release
 from offload.bench.machine.measure import measure_profile
@@ -28,7 +24,7 @@ from offload.bench.made.model_cache import ModelCache
 from offload.bench.pipeline.measure import measure_decode
 from offload.bench.pipeline.session import BACKENDS, check_settings, open_session
 from offload.bench.pipeline.settings import PipelineSettings
-from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.placement import Place
 from offload.loading.planned_model import planned_model
 from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
@@ -39,7 +35,8 @@ from offload.planning.workload import Workload
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.system.memory import available_cpus
-from perf.results_file import start_machine, write_results
+from perf.results_file import Run, script_options
+from perf.tables.placement_tables import bytes_errors
 
 CHOSEN, LEAST = "chosen", "dense layers only"
 PLACEMENTS = (CHOSEN, LEAST)
@@ -52,7 +49,7 @@ class Setting:
     policy: str
     kv_len: int
     budget_tokens: int
-    num_threads: int
+    threads: int
 
     def made(self) -> Policy:
         return make_policy(self.policy, budget_tokens=self.budget_tokens)
@@ -79,21 +76,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and write; 1 if a prediction or a count of bytes is off by more than it may be."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    started = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - started:6.1f} s] {line}", flush=True)
-
-    machine = start_machine(options.commit)
-    settings = [
-        replace(
-            setting,
-            kv_len=min(setting.kv_len, options.longest),
-            num_threads=min(setting.num_threads, available_cpus()),
+    run = Run(options)
+    settings = list(
+        dict.fromkeys(
+            replace(
+                setting,
+                kv_len=min(setting.kv_len, options.longest),
+                threads=min(setting.threads, available_cpus()),
+            )
+            for setting in SETTINGS
         )
-        for setting in SETTINGS
-    ]
-    settings = list(dict.fromkeys(settings))
+    )
     base = PipelineSettings(
         shape=options.shape,
         kv_len=settings[0].kv_len,
@@ -106,46 +99,35 @@ def main(arguments: list[str] | None = None) -> int:
         check_settings(base)
     except NotImplementedError as error:
         parser.error(str(error))
-    device = torch.device("cpu" if options.backend == "inline" else "cuda")
     profiles = {}
-    for threads in sorted({setting.num_threads for setting in settings}):
-        start = time.monotonic()
-        profiles[threads] = measure_profile(
-            device, threads, shape=MODEL_SHAPES[options.shape], dtype=base.dtype
-        )
-        say(f"profile of {threads} threads: {time.monotonic() - start:.1f} s")
-        for setting in settings:
-            if setting.num_threads == threads:
-                profiles[threads] = with_policy(
-                    profiles[threads],
-                    setting.made(),
-                    MODEL_SHAPES[options.shape],
-                    base.dtype,
-                    setting.kv_len,
-                )
+    for threads in sorted({setting.threads for setting in settings}):
+        profiles[threads] = measured_profile(base, threads, settings)
+        run.say(f"measured the profile of {threads} threads")
         for key, scale in profiles[threads].select_scale.items():
-            say(f"selecting by {key}: {scale:.2f} of what its bytes take")
-        release(device)
+            run.say(f"selecting by {key}: {scale:.2f} of what its bytes take")
     rows = []
     for row in measure(base, settings, profiles, options.repeats):
         rows.append(row)
-        say(describe(row))
-    path = write_results(
-        options.name,
-        machine=machine,
-        settings={
-            "shape": options.shape,
-            "dtype": options.dtype,
-            "backend": options.backend,
-            "steps": options.steps,
-            "repeats": options.repeats,
-            "profiles": {str(n): profile.as_json() for n, profile in profiles.items()},
-        },
-        rows=rows,
-        folder=options.output,
-    )
-    say(f"wrote {path}")
-    return judge(rows, options.tolerance, options.bytes_tolerance, say)
+        run.say(describe(row))
+    document: dict[str, Any] = {
+        name: getattr(options, name) for name in ("shape", "dtype", "backend", "steps", "repeats")
+    }
+    document["profiles"] = {str(n): profile.as_json() for n, profile in profiles.items()}
+    run.write(document, rows)
+    return judge(rows, options.tolerance, options.bytes_tolerance, run.say)
+
+
+def measured_profile(
+    base: PipelineSettings, threads: int, settings: Sequence[Setting]
+) -> MachineProfile:
+    """Of the machine with so many threads, and of how long the policies of `settings` select."""
+    shape = MODEL_SHAPES[base.shape]
+    profile = measure_profile(base.device, threads, shape=shape, dtype=base.dtype)
+    for setting in settings:
+        if setting.threads == threads:
+            profile = with_policy(profile, setting.made(), shape, base.dtype, setting.kv_len)
+    release(base.device)
+    return profile
 
 
 def measure(
@@ -162,7 +144,7 @@ def measure(
         policies = list(dict.fromkeys(setting.made() for setting in of_context))
         with model.caches(kv_len, policies, num_steps=base.num_steps) as (made, cache):
             for setting in of_context:
-                profile = profiles[setting.num_threads]
+                profile = profiles[setting.threads]
                 for plan, which in _plans(base, setting, profile):
                     yield _row(made, model.stock, cache, setting, plan, which, repeats)
                     release(base.device)
@@ -206,16 +188,13 @@ def _row(
     repeats: int,
 ) -> dict[str, Any]:
     on_gpu = made.device.type == "cuda"
-    session = open_session(
-        replace(
-            made,
-            policy=setting.made(),
-            num_threads=setting.num_threads,
-            placement=plan.placement if on_gpu else None,
-        ),
-        stock,
-        cache,
+    of_setting = replace(
+        made,
+        policy=setting.made(),
+        num_threads=setting.threads,
+        placement=plan.placement if on_gpu else None,
     )
+    session = open_session(of_setting, stock, cache)
     try:
         measured = measure_decode(session, repeats=repeats)
     finally:
@@ -225,10 +204,7 @@ def _row(
     of_step = [name for name in counted if name not in ("weights", "prefill, at its peak")]
     predicted = plan.step.milliseconds
     return {
-        "policy": setting.policy,
-        "kv_len": setting.kv_len,
-        "budget_tokens": setting.budget_tokens,
-        "threads": setting.num_threads,
+        **asdict(setting),
         "placement": which,
         "heads": {place.name: sum(plan.placement.counts(place)) for place in Place},
         "map": plan.placement.as_json(),
@@ -280,11 +256,10 @@ def judge(
     for row in rows:
         if abs(row["error"]) > tolerance:
             say(f"off by more than {tolerance:.0%}: {describe(row)}")
-        for name in ("kv_device", "device", "host"):
-            planned, actual = row[f"planned_{name}_bytes"], row[f"{name}_bytes"]
-            if planned and actual and abs(planned / actual - 1.0) > bytes_tolerance:
+        for name, error in bytes_errors(row).items():
+            if abs(error) > bytes_tolerance:
                 miscounted += 1
-                say(f"{name} bytes off by {planned / actual - 1.0:+.1%}: {describe(row)}")
+                say(f"{name} bytes off by {error:+.1%}: {describe(row)}")
     wrong = {}
     for which in PLACEMENTS:
         errors = sorted(abs(row["error"]) for row in rows if row["placement"] == which)
@@ -299,13 +274,8 @@ def judge(
     return int(bool(wrong[CHOSEN] or miscounted))
 
 
-def placement_of(row: dict[str, Any]) -> HeadPlacement:
-    """Of a row of the results file."""
-    return HeadPlacement.from_json(row["map"])
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_options(__doc__, "gpu-plan")
     parser.add_argument("--shape", choices=list(MODEL_SHAPES), default="llama-3.1-8b")
     parser.add_argument("--backend", choices=list(BACKENDS), default=next(iter(BACKENDS)))
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
@@ -314,9 +284,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tolerance", type=float, default=0.15, help="of predicted milliseconds")
     parser.add_argument("--bytes-tolerance", type=float, default=0.02)
-    parser.add_argument("--name", default="gpu-plan", help="of the results file")
-    parser.add_argument("--output", type=Path, help="its folder; default: perf/results")
-    parser.add_argument("--commit", help="of this tree, where there is no repository")
     return parser
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,52 +10,48 @@ import torch
 from offload import OffloadedModel, load_tokenizer
 from offload.policies.registry import make_policy
 from offload.system.stdlib_text import stdlib_paragraphs
+from perf.gpu_steps import GPUBench, Row
 
 
 def compare_devices(
+    bench: GPUBench,
+    *,
     model: str,
     policies: Sequence[str],
-    *,
     context: int,
     new_tokens: int,
     dtype: str,
-    num_threads: int | None,
-    device: dict[str, Any],
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:
+) -> Iterator[Row]:
     """Greedy tokens of every policy from both backends.
 
     Args:
         model: a folder, or the embedded model's name.
         context: tokens of real text that are read.
-        device: options of `OffloadedModel.from_pretrained` that choose the GPU.
     """
     words = "\n\n".join(stdlib_paragraphs())
     prompt = load_tokenizer(model)(words, verbose=False)["input_ids"][:context]
-    rows = []
+    on_gpu: dict[str, Any] = {"device": "cuda", "backend": bench.settings.backend}
     for name in policies:
         said = []
-        for options in ({}, device):
+        for device in ({}, on_gpu if bench.is_cuda else {}):
             loaded = OffloadedModel.from_pretrained(
-                model, policy=make_policy(name), dtype=dtype, num_threads=num_threads, **options
+                model,
+                policy=make_policy(name),
+                dtype=dtype,
+                num_threads=bench.settings.num_threads,
+                **device,
             )
             said.append(_greedy(loaded, prompt, new_tokens))
             del loaded
-        on_cpu, on_gpu = said
-        same = 0
-        while same < min(len(on_cpu), len(on_gpu)) and on_cpu[same] == on_gpu[same]:
-            same += 1
-        rows.append(
-            {
-                "policy": name,
-                "context": len(prompt),
-                "tokens": len(on_cpu),
-                "same_tokens": same,
-                "same": on_cpu == on_gpu,
-            }
-        )
-        say(f"{name}: {same} of {len(on_cpu)} tokens are the CPU backend's")
-    return rows
+        ours, theirs = said
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        yield {
+            "policy": name,
+            "context": len(prompt),
+            "tokens": len(ours),
+            "same_tokens": next((i for i, (a, b) in pairs if a != b), len(ours)),
+            "same": ours == theirs,
+        }
 
 
 def _greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:

@@ -7,9 +7,13 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from offload.system.machine import describe_machine
 
@@ -106,6 +110,18 @@ class Run:
         self.say(f"wrote {path}")
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return result
+
+
+@contextmanager
+def progress_bar(name: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """What shows how much is done, and of how much."""
+    with tqdm(desc=name, unit=unit) as bar:
+
+        def on_progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield on_progress
 
 
 def _git(*arguments: str) -> str:

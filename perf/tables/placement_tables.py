@@ -183,7 +183,7 @@ def gpu_plan_table(result: dict[str, Any]) -> str:
         return " ".join(f"{LETTERS[place]} {row['heads'][place.name]}" for place in places)
 
     def bytes_cell(row: Row) -> str:
-        errors = bytes_errors(row)
+        errors = bytes_errors(row).values()
         return f"{max(errors, key=abs):+.1%}" if errors else ""
 
     settings = result["settings"]
@@ -207,10 +207,14 @@ def gpu_plan_table(result: dict[str, Any]) -> str:
     return gpu_section(result, title, columns, result["rows"])
 
 
-def bytes_errors(row: Row) -> list[float]:
+def bytes_errors(row: Row) -> dict[str, float]:
     """Of planned bytes against taken ones, of what was counted of both."""
-    pairs = [(row[f"planned_{name}_bytes"], row[f"{name}_bytes"]) for name in _COUNTED]
-    return [planned / taken - 1 for planned, taken in pairs if planned and taken]
+    found = {}
+    for name in _COUNTED:
+        planned, taken = row[f"planned_{name}_bytes"], row[f"{name}_bytes"]
+        if planned and taken:
+            found[name] = planned / taken - 1
+    return found
 
 
 def gpu_tp_table(result: dict[str, Any]) -> str:

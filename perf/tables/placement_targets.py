@@ -91,7 +91,7 @@ def _plan_checks(result: dict[str, Any]) -> list[list[str]]:
     lines = [target(label, found, within, met)]
     if met and count < NUM_SETTINGS:  # nothing is said of the others
         lines = [[label, f"{found}, of {count}", within, "not measured yet"]]
-    errors = [error for row in rows for error in bytes_errors(row)]
+    errors = [error for row in rows for error in bytes_errors(row).values()]
     if not any(row["device_bytes"] for row in rows):
         return [*lines, target(of_bytes, None, within_bytes)]
     off = max(errors, key=abs)

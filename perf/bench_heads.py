@@ -22,6 +22,7 @@ from gpu_ops.retrieval_attention import num_retrieval_splits, retrieval_attentio
 from gpu_ops.split_kv import SplitLaunch
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
+from offload.bench.decode.models import synchronize
 from perf.gpu_timing import (
     COLD_BYTES,
     DTYPE,
@@ -32,6 +33,7 @@ from perf.gpu_timing import (
     QO_HEADS,
     ROW_BYTES,
     SM_SCALE,
+    Pages,
     checked_error,
     graph_microseconds,
     launch_option,
@@ -147,21 +149,9 @@ class HeadsCase:
         if copies is None:
             copies = min(LAUNCHES, max(2, -(-COLD_BYTES // self.num_bytes)))
         generator = torch.Generator(self.device).manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            x = torch.empty(shape, dtype=DTYPE, device=self.device)
-            return x.normal_(generator=generator)
-
-        num_pages = -(-tokens // PAGE_TOKENS)
-        self.pages = normal(copies, num_pages, 2, num_heads, PAGE_TOKENS, HEAD_DIM)
-        # Pages in shuffled order, as after many sequences.
-        self.order = [torch.randperm(num_pages) for _ in range(copies)]
-        page_bytes = self.pages[0, 0].numel() * DTYPE.itemsize
-        self.tables = [
-            (self.pages[i].data_ptr() + order * page_bytes)[None].to(self.device)
-            for i, order in enumerate(self.order)
-        ]
-        self.query = spread * normal(1, QO_HEADS * HEAD_DIM)
+        self.copies = [Pages(num_heads, tokens, generator) for _ in range(copies)]
+        self.query = torch.empty(1, QO_HEADS * HEAD_DIM, dtype=DTYPE, device=self.device)
+        self.query.normal_(std=spread, generator=generator)
         self.positions = torch.tensor([tokens - 1], device=self.device)
         first = KV_HEADS - num_heads
         self.heads = torch.arange(first, KV_HEADS, dtype=torch.int32, device=self.device)
@@ -170,18 +160,18 @@ class HeadsCase:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         self.out, self.lse = empty(1, QO_HEADS * HEAD_DIM), empty(1, QO_HEADS)
-        self.scores = empty(1, num_heads, GROUP_SIZE, num_pages * PAGE_TOKENS)
-        self.lists = {
-            shared: (
-                empty(1, 1 if shared else KV_HEADS, budget_tokens, dtype=torch.int32),
-                empty(1, 1 if shared else KV_HEADS, dtype=torch.int32),
+        max_tokens = self.copies[0].table.shape[1] * PAGE_TOKENS
+        self.scores = empty(1, num_heads, GROUP_SIZE, max_tokens)
+        self.lists, self.host_lists = {}, {}
+        for shared in (False, True):
+            count = 1 if shared else KV_HEADS
+            self.lists[shared] = lists = (
+                empty(1, count, budget_tokens, dtype=torch.int32),
+                empty(1, count, dtype=torch.int32),
             )
-            for shared in (False, True)
-        }
-        self.host_lists = {
-            shared: tuple(torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in lists)
-            for shared, lists in self.lists.items()
-        }
+            self.host_lists[shared] = tuple(
+                torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in lists
+            )
         self.buffers = self.top_k_buffers()
         self.partial_state = self.scratch(2)
 
@@ -215,7 +205,7 @@ class HeadsCase:
         partial_out, partial_lse = partial_state or self.partial_state
         retrieval_attention(
             self.query,
-            self.tables[copy % len(self.tables)],
+            self.copies[copy % len(self.copies)].table,
             self.positions,
             self.heads,
             group_size=GROUP_SIZE,
@@ -267,15 +257,13 @@ class HeadsCase:
         self.attend(0)
         self.top_k()
         self.top_k(shared=True)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         total = torch.zeros(self.tokens, dtype=torch.float64, device=self.device)
         out, lse = self.out.view(KV_HEADS, -1), self.lse.view(KV_HEADS, -1)
         query = self.query.view(KV_HEADS, GROUP_SIZE, HEAD_DIM).double()
-        order = self.order[0].to(self.device)
+        kv = self.copies[0].keys_and_values()
         for i, head in enumerate(self.heads.tolist()):
-            kv = self.pages[0, order, :, i].transpose(0, 1).reshape(2, -1, HEAD_DIM)
-            keys, values = kv[:, : self.tokens].double()
+            keys, values = kv[:, i].double()
             scores = query[head] @ keys.T * SM_SCALE
             weights = scores.softmax(-1)
             checked_error("out", out[head], (weights @ values).flatten())

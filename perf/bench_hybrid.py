@@ -32,6 +32,7 @@ from perf.gpu_timing import (
     QO_HEADS,
     ROW_BYTES,
     SM_SCALE,
+    Pages,
     checked_error,
     graph_microseconds,
     launch_option,
@@ -73,19 +74,10 @@ class Layer:
         self.kv_len, self.block_tokens = kv_len, block_tokens
         self.rng = np.random.default_rng(seed)
         generator = torch.Generator("cuda").manual_seed(seed)
-        shape = (kv_len // PAGE_TOKENS, 2, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
-        self.pages = torch.randn(shape, generator=generator, dtype=DTYPE, device="cuda")
-        kv = self.pages.permute(1, 2, 0, 3, 4).reshape(2, 1, KV_HEADS, kv_len, HEAD_DIM)
-        self.keys, self.values = kv[0], kv[1]
-        page_bytes = self.pages[0].numel() * DTYPE.itemsize
-        order = self.rng.permutation(len(self.pages))
-        # Pages in shuffled order; the tensors above are in the same one.
-        self.pages = self.pages[torch.from_numpy(np.argsort(order)).cuda()]
-        table = torch.from_numpy(self.pages.data_ptr() + order * page_bytes)
-        self.table = table[None].cuda()
-        self.query = torch.randn(
-            1, QO_HEADS * HEAD_DIM, generator=generator, dtype=DTYPE, device="cuda"
-        )
+        self.pages = Pages(KV_HEADS, kv_len, generator)
+        self.keys, self.values = self.pages.keys_and_values()[:, None]
+        shape = (1, QO_HEADS * HEAD_DIM)
+        self.query = torch.randn(shape, generator=generator, dtype=DTYPE, device="cuda")
 
     def lists(self, case: Case) -> tuple[Tensor, Tensor]:
         """block_indices and block_counts of `hybrid_attention`."""
@@ -235,7 +227,7 @@ def hybrid_calls(
         call = partial(
             hybrid_attention,
             layer.query,
-            layer.table,
+            layer.pages.table,
             position,
             *lists,
             num_kv_heads=KV_HEADS,

@@ -30,6 +30,28 @@ _READ_BYTES = 4 * 2**30
 _Launch = TypeVar("_Launch")
 
 
+class Pages:
+    """Random keys and values of a layer, in pages in shuffled order, as after many sequences.
+
+    Attributes:
+        table: int64 [1, num_pages], their addresses.
+    """
+
+    def __init__(self, num_heads: int, tokens: int, generator: torch.Generator) -> None:
+        self.tokens = tokens
+        shape = (-(-tokens // PAGE_TOKENS), 2, num_heads, PAGE_TOKENS, HEAD_DIM)
+        device = generator.device
+        self.pages = torch.randn(shape, generator=generator, dtype=DTYPE, device=device)
+        self._order = torch.randperm(len(self.pages)).to(device)
+        addresses = self.pages.data_ptr() + self._order * self.pages[0].nbytes
+        self.table = addresses[None]
+
+    def keys_and_values(self) -> Tensor:
+        """[2, num_heads, tokens, head_dim], a copy."""
+        kv = self.pages[self._order].permute(1, 2, 0, 3, 4)
+        return kv.reshape(*kv.shape[:2], -1, HEAD_DIM)[:, :, : self.tokens]
+
+
 def require_gpu() -> None:
     """SystemExit, which says so, where there is no CUDA GPU."""
     if not torch.cuda.is_available():

@@ -53,8 +53,8 @@ def test_every_variant_runs() -> None:
 
 def test_copies_are_more_than_a_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_heads, "COLD_BYTES", 3 * 2**20)
-    assert len(HeadsCase(1, 1024, 200, spread=1.0, device="cpu").tables) == 6
-    assert len(HeadsCase(8, 1024, 200, spread=1.0, device="cpu").tables) == 2
+    assert len(HeadsCase(1, 1024, 200, spread=1.0, device="cpu").copies) == 6
+    assert len(HeadsCase(8, 1024, 200, spread=1.0, device="cpu").copies) == 2
 
 
 def test_rows() -> None:

@@ -18,11 +18,8 @@ from functools import partial
 from typing import Any
 
 from offload.bench.decode.engines import describe
-from offload.bench.pipeline.session import BACKENDS, check_settings
-from offload.bench.pipeline.settings import PipelineSettings
 from offload.loading.gguf import EMBEDDED_MODEL
 from offload.models.dtypes import DTYPES
-from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import format_bytes, parse_size
@@ -42,19 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     run = Run(options)
     policies = [_policy(name) for name in options.policies]
-    settings = PipelineSettings(
-        shape=options.shape,
+    settings = gpu_steps.model_settings(
+        parser,
+        options,
         kv_len=options.kv_lens[0],
         policy=policies[0],
-        backend=options.backend,
         num_threads=options.threads,
-        dtype=DTYPES[options.dtype],
         seed=options.seed,
     )
-    try:
-        check_settings(settings)
-    except NotImplementedError as error:  # no GPU: one line, before a traceback of every part
-        parser.error(str(error))
     bench = gpu_steps.GPUBench(settings, policies, options.steps, options.repeats, run.say)
     shared = {
         "run": f"{run.machine['date']}-{os.getpid()}-{int(time.time())}",
@@ -160,9 +152,7 @@ def _names(available: tuple[str, ...]) -> Callable[[str], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = script_options(__doc__, "gpu")
     parser.add_argument("--only", type=_names(PARTS), default=list(PARTS), help=", ".join(PARTS))
-    parser.add_argument("--shape", choices=list(MODEL_SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--backend", choices=list(BACKENDS), default=next(iter(BACKENDS)))
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    gpu_steps.model_options(parser)
     parser.add_argument(
         "--policies",
         type=_names(tuple(available_policies())),

@@ -11,7 +11,6 @@ steps that are predicted.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,11 +21,10 @@ from offload.bench.machine.measure import measure_profile
 from offload.bench.machine.policy import with_policy
 from offload.bench.made.model_cache import ModelCache
 from offload.bench.pipeline.measure import measure_decode
-from offload.bench.pipeline.session import BACKENDS, check_settings, open_session
+from offload.bench.pipeline.session import open_session
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.gpu.placement import Place
 from offload.loading.planned_model import planned_model
-from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import least_placement
 from offload.planning.plan import Plan, PlanRequest, make_plan
@@ -35,8 +33,9 @@ from offload.planning.workload import Workload
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.system.memory import available_cpus
+from perf.gpu_steps import model_options, model_settings
 from perf.results_file import Run, script_options
-from perf.tables.placement_tables import bytes_errors
+from perf.tables.placement_tables import bytes_errors, gpu_plan_table
 
 CHOSEN, LEAST = "chosen", "dense layers only"
 PLACEMENTS = (CHOSEN, LEAST)
@@ -74,31 +73,31 @@ SETTINGS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write; 1 if a prediction or a count of bytes is off by more than it may be."""
-    parser = _parser()
+    parser = script_options(__doc__, "gpu-plan")
+    model_options(parser)
+    parser.add_argument("--longest", type=int, default=131072, help="contexts beyond are cut to it")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--tolerance", type=float, default=0.15, help="of predicted milliseconds")
+    parser.add_argument("--bytes-tolerance", type=float, default=0.02)
     options = parser.parse_args(arguments)
     run = Run(options)
-    settings = list(
-        dict.fromkeys(
-            replace(
-                setting,
-                kv_len=min(setting.kv_len, options.longest),
-                threads=min(setting.threads, available_cpus()),
-            )
-            for setting in SETTINGS
+    cut = (
+        replace(
+            setting,
+            kv_len=min(setting.kv_len, options.longest),
+            threads=min(setting.threads, available_cpus()),
         )
+        for setting in SETTINGS
     )
-    base = PipelineSettings(
-        shape=options.shape,
+    settings = list(dict.fromkeys(cut))
+    base = model_settings(
+        parser,
+        options,
         kv_len=settings[0].kv_len,
         policy=settings[0].made(),
-        backend=options.backend,
         num_steps=options.steps,
-        dtype=DTYPES[options.dtype],
     )
-    try:
-        check_settings(base)
-    except NotImplementedError as error:
-        parser.error(str(error))
     profiles = {}
     for threads in sorted({setting.threads for setting in settings}):
         profiles[threads] = measured_profile(base, threads, settings)
@@ -113,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         name: getattr(options, name) for name in ("shape", "dtype", "backend", "steps", "repeats")
     }
     document["profiles"] = {str(n): profile.as_json() for n, profile in profiles.items()}
-    run.write(document, rows)
+    print(gpu_plan_table(run.write(document, rows)))
     return judge(rows, options.tolerance, options.bytes_tolerance, run.say)
 
 
@@ -228,18 +227,12 @@ def _row(
 
 def describe(row: dict[str, Any]) -> str:
     """A line about a row."""
-    heads = ", ".join(f"{name} {count}" for name, count in row["heads"].items())
-    line = (
-        f"{row['policy']:15} {row['kv_len']:7,} tokens, budget {row['budget_tokens']:5,}, "
-        f"{row['threads']:2} threads, {row['placement']} ({heads}): predicted "
+    return (
+        f"{row['policy']}, {row['kv_len']:,} tokens, budget {row['budget_tokens']:,}, "
+        f"{row['threads']} threads, {row['placement']}: predicted "
         f"{row['predicted_milliseconds']:.2f} ms, measured {row['milliseconds']:.2f} "
         f"({row['error']:+.1%})"
     )
-    for name in ("kv_device", "device", "host", "policy"):
-        planned, actual = row[f"planned_{name}_bytes"], row[f"{name}_bytes"]
-        if planned and actual:
-            line += f"; {name} {planned / 2**20:,.1f} of {actual / 2**20:,.1f} MiB"
-    return line
 
 
 def judge(
@@ -248,18 +241,10 @@ def judge(
     bytes_tolerance: float,
     say: Callable[[str], None],
 ) -> int:
-    """Say what is off by more than it may be; 1 if bytes are, or the time of a chosen placement.
+    """Say how much is off by more than it may be; 1 if bytes are, or a chosen placement's time.
 
     The other placements are reported beside them: nobody who plans gets one.
     """
-    miscounted = 0
-    for row in rows:
-        if abs(row["error"]) > tolerance:
-            say(f"off by more than {tolerance:.0%}: {describe(row)}")
-        for name, error in bytes_errors(row).items():
-            if abs(error) > bytes_tolerance:
-                miscounted += 1
-                say(f"{name} bytes off by {error:+.1%}: {describe(row)}")
     wrong = {}
     for which in PLACEMENTS:
         errors = sorted(abs(row["error"]) for row in rows if row["placement"] == which)
@@ -270,21 +255,14 @@ def judge(
                 f"{tolerance:.0%}, median error {errors[len(errors) // 2]:.1%}, "
                 f"largest {errors[-1]:.1%}"
             )
+    miscounted = 0
+    for row in rows:
+        for name, error in bytes_errors(row).items():
+            if abs(error) > bytes_tolerance:
+                miscounted += 1
+                say(f"{name} bytes off by {error:+.1%}: {describe(row)}")
     say(f"{miscounted} counts of bytes are off")
     return int(bool(wrong[CHOSEN] or miscounted))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = script_options(__doc__, "gpu-plan")
-    parser.add_argument("--shape", choices=list(MODEL_SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--backend", choices=list(BACKENDS), default=next(iter(BACKENDS)))
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--longest", type=int, default=131072, help="contexts beyond are cut to it")
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--tolerance", type=float, default=0.15, help="of predicted milliseconds")
-    parser.add_argument("--bytes-tolerance", type=float, default=0.02)
-    return parser
 
 
 if __name__ == "__main__":

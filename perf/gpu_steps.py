@@ -7,6 +7,7 @@ set against each other. With `--backend inline --shape tiny` all of it runs on a
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +24,12 @@ from offload.bench.decode.peers.transformers_decode import prefill_seconds
 from offload.bench.machine.measure import measure_profile
 from offload.bench.made.model_cache import ModelCache
 from offload.bench.pipeline.measure import measure_pipeline
-from offload.bench.pipeline.session import open_session
+from offload.bench.pipeline.session import BACKENDS, check_settings, open_session
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, pack
+from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.profile import MachineProfile
 from offload.policies import Policy
@@ -41,6 +43,27 @@ NO_OFFLOAD, STREAMED, INDEXED = "without offload", "streamed out", "streamed out
 NULL_WORK, NO_HANDSHAKE = "null work on the CPU", "no handshake"
 # The CPU attends to nothing: all of the budget is in the GPU's window.
 NULL_POLICY = {"budget_tokens": 68, "sink_tokens": 4}
+
+
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the model that a script decodes with."""
+    parser.add_argument("--shape", choices=list(MODEL_SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--backend", choices=list(BACKENDS), default=next(iter(BACKENDS)))
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+
+
+def model_settings(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, **more: Any
+) -> PipelineSettings:
+    """What `model_options` and `more` say; ends the script in one line where there is no GPU."""
+    settings = PipelineSettings(
+        shape=options.shape, backend=options.backend, dtype=DTYPES[options.dtype], **more
+    )
+    try:
+        check_settings(settings)
+    except NotImplementedError as error:
+        parser.error(str(error))
+    return settings
 
 
 @dataclass

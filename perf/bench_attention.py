@@ -19,14 +19,9 @@ def main() -> None:
     parser = script_options(__doc__, "attention")
     parser.add_argument("--kv-len", type=int, default=131072)
     parser.add_argument("--repeats", type=int, default=30)
-    options = parser.parse_args()
-    run = Run(options)
-    measured = {
-        "kv_len": options.kv_len,
-        "sparse_tokens": SPARSE_TOKENS,
-        "topk_share": TOPK_SHARE,
-        "repeats": options.repeats,
-    }
+    run = Run(parser.parse_args())
+    measured = {"sparse_tokens": SPARSE_TOKENS, "topk_share": TOPK_SHARE}
+    measured |= run.named("kv_len", "repeats")
     with progress_bar("attention", "round") as on_progress:
         measurements = measure_attention(
             SHAPES[SHAPE],

@@ -145,22 +145,12 @@ def main() -> None:
             for c in tqdm(chosen, desc="start", unit="engine")
         }
         for context in options.contexts:
-            times = measure(
-                engines,
-                text,
-                context=context,
-                rounds=options.rounds,
-                tokens_per_round=options.tokens_per_round,
-            )
+            rounds = run.named("rounds", "tokens_per_round")
+            times = measure(engines, text, context=context, **rounds)
             rows += [row(name, context, times[name], times[REFERENCE]) for name in engines]
         descriptions = {name: engine.description for name, engine in engines.items()}
-    settings = {
-        "model": EMBEDDED_MODEL,
-        "threads": threads,
-        "rounds": options.rounds,
-        "tokens_per_round": options.tokens_per_round,
-        "engines": descriptions,
-    }
+    settings = {"model": EMBEDDED_MODEL, "threads": threads}
+    settings |= run.named("rounds", "tokens_per_round") | {"engines": descriptions}
     run.write(settings, rows)
 
 

@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows = Bench(cache, options).measure()
     finally:
         cache.close()
-    settings = {name: vars(options)[name] for name in ("kv_len", "layers", "selections", "rounds")}
+    settings = run.named("kv_len", "layers", "selections", "rounds")
     print(gpu_gather_table(run.write(settings, rows)))
     return 0
 

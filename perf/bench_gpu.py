@@ -52,9 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         "run": f"{run.machine['date']}-{os.getpid()}-{int(time.time())}",
         "budget_tokens": BUDGET_TOKENS,
         "lfps_alpha": LFPS_ALPHA,
+        **run.named("shape", "dtype", "backend", "threads", "steps", "repeats"),
     }
-    for name in ("shape", "dtype", "backend", "threads", "steps", "repeats"):
-        shared[name] = getattr(options, name)
     failed = []
     parts = _parts(options)
     for part in options.only:

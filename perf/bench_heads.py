@@ -93,9 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {
         "rounds": ROUNDS,
         "launches": LAUNCHES,
-        "budget_tokens": options.budget_tokens,
-        "spread": options.spread,
         "bandwidth_gigabytes_per_second": bandwidths,
+        **run.named("budget_tokens", "spread"),
     }
     print(gpu_retrieval_table(run.write(settings, rows + sweeps)))
     return 0

@@ -124,8 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     with torch.inference_mode():
         for kv_len in options.kv_lens:
             rows += measure(kv_len, options, wrong)
-    settings = {"block_tokens": options.block_tokens, "rounds": options.rounds}
-    print(gpu_hybrid_table(run.write(settings, rows)))
+    print(gpu_hybrid_table(run.write(run.named("block_tokens", "rounds"), rows)))
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0

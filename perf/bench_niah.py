@@ -109,14 +109,8 @@ def main() -> None:
         for wanted, answer in zip(row["wanted"], row["answers"], strict=True):
             if wanted not in answer:
                 tqdm.write(f"    wanted {wanted}, got {answer!r}")
-    settings = {
-        "model": EMBEDDED_MODEL,
-        "task": TASK,
-        "length": options.length,
-        "samples": options.samples,
-        "threads": threads,
-    }
-    run.write(settings, rows)
+    settings = {"model": EMBEDDED_MODEL, "task": TASK, "threads": threads}
+    run.write(settings | run.named("length", "samples"), rows)
 
 
 if __name__ == "__main__":

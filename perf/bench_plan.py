@@ -24,16 +24,15 @@ from offload.bench.pipeline.measure import measure_decode
 from offload.bench.pipeline.session import open_session
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.gpu.placement import Place
-from offload.loading.planned_model import planned_model
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import least_placement
-from offload.planning.plan import Plan, PlanRequest, make_plan
+from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import MachineProfile
 from offload.planning.workload import Workload
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.system.memory import available_cpus
-from perf.gpu_steps import model_options, model_settings
+from perf.gpu_steps import model_options, model_settings, plan_request
 from perf.results_file import Run, script_options
 from perf.tables.placement_tables import bytes_errors, gpu_plan_table
 
@@ -108,9 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     for row in measure(base, settings, profiles, options.repeats):
         rows.append(row)
         run.say(describe(row))
-    document: dict[str, Any] = {
-        name: getattr(options, name) for name in ("shape", "dtype", "backend", "steps", "repeats")
-    }
+    document = run.named("shape", "dtype", "backend", "steps", "repeats")
     document["profiles"] = {str(n): profile.as_json() for n, profile in profiles.items()}
     print(gpu_plan_table(run.write(document, rows)))
     return judge(rows, options.tolerance, options.bytes_tolerance, run.say)
@@ -153,26 +150,13 @@ def _plans(
     base: PipelineSettings, setting: Setting, profile: MachineProfile
 ) -> Iterator[tuple[Plan, str]]:
     """With the best placement, and with the one that decoding has by itself; once if they agree."""
-    model = replace(planned_model(base.shape), dtype=base.dtype)
-    on_gpu = base.device.type == "cuda"
-    # At the end of the steps: their tokens take memory, too. Rows are given, no rotation limits
-    # the context.
-    context = setting.kv_len + base.num_steps
-    longest = max(model.shape.max_context, context)
-    model = replace(model, shape=replace(model.shape, max_context=longest))
-    request = PlanRequest(
-        model=model,
-        policy=setting.made(),
-        context=context,
-        batch_size=1,
-        device=str(base.device),
-        max_memory={},
-        on_this_machine=False,
-    )
+    # At the end of the steps: their tokens take memory, too.
+    request = plan_request(base, setting.made(), setting.kv_len + base.num_steps)
     chosen = make_plan(request, profile)
     yield chosen, CHOSEN
-    if on_gpu:
-        least = least_placement(Workload(model.shape, setting.made(), setting.kv_len))
+    if base.device.type == "cuda":
+        shape = request.model.shape
+        least = least_placement(Workload(shape, setting.made(), setting.kv_len))
         if least != chosen.placement:
             yield make_plan(replace(request, placement=least), profile), LEAST
 

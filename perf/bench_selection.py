@@ -91,10 +91,8 @@ def main() -> None:
         "text": "docstrings of the standard library",
         "threads": threads,
         "context": CONTEXT,
-        "steps": options.steps,
-        "sample_every": options.sample_every,
     }
-    run.write(settings_of_all, rows)
+    run.write(settings_of_all | run.named("steps", "sample_every"), rows)
 
 
 if __name__ == "__main__":

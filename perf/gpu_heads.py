@@ -17,14 +17,12 @@ import numpy as np
 from offload.bench.decode.engines import graph_row, stock_row
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.loading.planned_model import planned_model
 from offload.models.shape import MODEL_SHAPES
-from offload.planning.plan import PlanRequest, make_plan
-from offload.planning.profile import MachineProfile
+from offload.planning.plan import make_plan
 from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE
 from offload.policies.registry import make_policy
-from perf.gpu_steps import STOCK_STEPS, GPUBench, Row, measure_ours
+from perf.gpu_steps import STOCK_STEPS, GPUBench, Row, measure_ours, plan_request
 
 RETRIEVAL_SHARE = 8  # one KV head in so many retrieves, beside those of layer 0
 BUDGETS = {"lychee_decode": 2048, "tidal_decode": 1024}
@@ -57,21 +55,6 @@ def placement(settings: PipelineSettings, policy: Policy, num_gathered: int) -> 
     return HeadPlacement(places)
 
 
-def planned(settings: PipelineSettings, policy: Policy, profile: MachineProfile) -> HeadPlacement:
-    """What a plan for this machine chooses."""
-    model = replace(planned_model(settings.shape), dtype=settings.dtype)
-    request = PlanRequest(
-        model=model,
-        policy=policy,
-        context=min(settings.kv_len, model.shape.max_context),
-        batch_size=1,
-        device=str(settings.device),
-        max_memory={},
-        on_this_machine=False,
-    )
-    return make_plan(request, profile).placement
-
-
 def heads(
     bench: GPUBench, *, kv_lens: list[int], names: list[str], gathered: list[int]
 ) -> Iterator[Row]:
@@ -91,7 +74,8 @@ def heads(
                     )
                     yield measure_ours(bench, placed, cache) | {"gathered_heads": count}
                 if bench.is_cuda:
-                    chosen = planned(settings, policy, bench.profile)
+                    request = plan_request(settings, policy, kv_len)
+                    chosen = make_plan(request, bench.profile).placement
                     counted = {place.name: sum(chosen.counts(place)) for place in Place}
                     placed = replace(settings, policy=policy, placement=chosen)
                     row = measure_ours(bench, placed, cache)

@@ -28,9 +28,11 @@ from offload.bench.pipeline.session import BACKENDS, check_settings, open_sessio
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
+from offload.loading.planned_model import planned_model
 from offload.models.batch import RaggedBatch, pack
 from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
+from offload.planning.plan import PlanRequest
 from offload.planning.profile import MachineProfile
 from offload.policies import Policy
 from offload.policies.registry import make_policy
@@ -66,6 +68,21 @@ def model_settings(
     return settings
 
 
+def plan_request(settings: PipelineSettings, policy: Policy, context: int) -> PlanRequest:
+    """A plan for so many tokens of made keys, whose context no rotation limits."""
+    model = replace(planned_model(settings.shape), dtype=settings.dtype)
+    longest = max(model.shape.max_context, context)
+    return PlanRequest(
+        model=replace(model, shape=replace(model.shape, max_context=longest)),
+        policy=policy,
+        context=context,
+        batch_size=1,
+        device=str(settings.device),
+        max_memory={},
+        on_this_machine=False,
+    )
+
+
 @dataclass
 class GPUBench:
     """Settings of all parts, and the model they share.
@@ -85,12 +102,7 @@ class GPUBench:
     @cached_property
     def model(self) -> RandomModel:
         """The model of random weights."""
-        start = time.monotonic()
-        model = RandomModel(self.settings)
-        _ = model.stock
-        synchronize(model.device)
-        self.say(f"model: {time.monotonic() - start:.1f} s")
-        return model
+        return RandomModel(self.settings)
 
     @cached_property
     def profile(self) -> MachineProfile:

@@ -95,6 +95,10 @@ class Run:
         """Since the start."""
         return time.monotonic() - self._started
 
+    def named(self, *names: str) -> dict[str, Any]:
+        """Options by name, for the settings of the results."""
+        return {name: getattr(self._options, name) for name in names}
+
     def say(self, line: str) -> None:
         """Print a line with the time."""
         print(f"[{self.seconds:6.1f} s] {line}", flush=True)

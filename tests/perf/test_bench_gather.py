@@ -11,13 +11,13 @@ from cases.seeded import new_rng
 
 from gpu_ops.hybrid_attention import HybridLaunch
 from gpu_ops.top_k_candidates import TopKLaunch
-from perf import bench_gather, bench_gemv, bench_heads, bench_hybrid
+from perf import bench_gather, bench_heads, bench_hybrid
 from perf.bench_gather import RECENT_TOKENS, SINK_TOKENS, clustered_selection
 from perf.gpu_timing import launches
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("bench", [bench_gather, bench_gemv, bench_heads, bench_hybrid])
+@pytest.mark.parametrize("bench", [bench_gather, bench_heads, bench_hybrid])
 def test_refuses_without_a_gpu(bench: Any) -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU, and torch sees none"):
         bench.main([])

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,14 +82,11 @@ def _parts(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Iterato
     """Of each part: what measures it, and its own settings."""
     kv_lens = {"kv_lens": options.kv_lens}
     cap = {"memory_cap_bytes": parse_size(options.memory_cap, name="--memory-cap")}
+    of_prefill = {"lengths": options.prefill_lengths, "slice_tokens": options.prefill_slice_tokens}
     of_batch = {
         "kv_len": options.batch_kv_len,
         "batch_size": options.batch_size,
         "distinct_layers": options.batch_distinct_layers,
-    }
-    of_prefill = {
-        "lengths": options.prefill_lengths,
-        "slice_tokens": options.prefill_slice_tokens,
     }
     of_heads = {"names": options.head_policies, "gathered": options.gathered_heads}
     of_smollm2 = {
@@ -135,7 +132,7 @@ def _policy(name: str) -> Policy:
     return make_policy(name, **options)
 
 
-def _names(available: tuple[str, ...]) -> Callable[[str], list[str]]:
+def _names(available: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = text.split(",")
         for name in names:
@@ -150,47 +147,41 @@ def _names(available: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = script_options(__doc__, "gpu")
-    parser.add_argument("--only", type=_names(PARTS), default=list(PARTS), help=", ".join(PARTS))
+    add, policies = parser.add_argument, available_policies()
+    add("--only", type=_names(PARTS), default=list(PARTS), help=", ".join(PARTS))
     gpu_steps.model_options(parser)
-    parser.add_argument(
+    add(
         "--policies",
-        type=_names(tuple(available_policies())),
+        type=_names(policies),
         default=["lychee_cluster", "lfps"],
-        help="that decode; prefill, batch and targets use the first",
+        help="that decode; prefill and batch use the first",
     )
-    parser.add_argument("--kv-lens", type=int, nargs="+", default=[4096, 32768, 131072])
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prefill-lengths", type=int, nargs="+", default=[32768, 131072])
-    parser.add_argument("--prefill-slice-tokens", type=int, default=8192)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--batch-kv-len", type=int, default=32768)
-    parser.add_argument("--batch-distinct-layers", type=int, default=8)
-    parser.add_argument(
-        "--memory-cap", default="24GiB", help="of our prefill and of the part batch"
-    )
-    parser.add_argument("--handshake-kv-len", type=int, default=4096)
-    parser.add_argument(
-        "--head-policies", type=_names(tuple(gpu_heads.BUDGETS)), default=list(gpu_heads.BUDGETS)
-    )
-    parser.add_argument(
+    add("--kv-lens", type=int, nargs="+", default=[4096, 32768, 131072])
+    add("--steps", type=int, default=64)
+    add("--repeats", type=int, default=2)
+    add("--threads", type=int)
+    add("--seed", type=int, default=0)
+    add("--prefill-lengths", type=int, nargs="+", default=[32768, 131072])
+    add("--prefill-slice-tokens", type=int, default=8192)
+    add("--batch-size", type=int, default=8)
+    add("--batch-kv-len", type=int, default=32768)
+    add("--batch-distinct-layers", type=int, default=8)
+    add("--memory-cap", default="24GiB", help="of our prefill and of the part batch")
+    add("--handshake-kv-len", type=int, default=4096)
+    budgets = list(gpu_heads.BUDGETS)
+    add("--head-policies", type=_names(budgets), default=budgets)
+    add(
         "--gathered-heads",
         type=int,
         nargs="+",
         default=[-1, 0, 2, 4, 6, 8],
         help="of a layer, of part heads; -1: retrieving heads on the CPU, too",
     )
-    parser.add_argument("--smollm2", default=EMBEDDED_MODEL, help="folder of the converted model")
-    parser.add_argument(
-        "--smollm2-policies",
-        type=_names(tuple(available_policies())),
-        default=list(available_policies()),
-    )
-    parser.add_argument("--smollm2-context", type=int, default=7168)
-    parser.add_argument("--smollm2-tokens", type=int, default=64)
-    parser.add_argument(
+    add("--smollm2", default=EMBEDDED_MODEL, help="folder of the converted model")
+    add("--smollm2-policies", type=_names(policies), default=list(policies))
+    add("--smollm2-context", type=int, default=7168)
+    add("--smollm2-tokens", type=int, default=64)
+    add(
         "--smollm2-dtype",
         choices=list(DTYPES),
         default="float32",

@@ -14,14 +14,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-from offload.bench.decode.models import RandomModel, release
 from offload.bench.machine.measure import measure_profile
 from offload.bench.machine.policy import with_policy
-from offload.bench.made.model_cache import ModelCache
-from offload.bench.pipeline.measure import measure_decode
-from offload.bench.pipeline.session import open_session
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.gpu.placement import Place
 from offload.models.shape import MODEL_SHAPES
@@ -32,7 +27,14 @@ from offload.planning.workload import Workload
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.system.memory import available_cpus
-from perf.gpu_steps import model_options, model_settings, plan_request
+from perf.gpu_steps import (
+    GPUBench,
+    Row,
+    measure_ours,
+    model_options,
+    model_settings,
+    plan_request,
+)
 from perf.results_file import Run, script_options
 from perf.tables.placement_tables import bytes_errors, gpu_plan_table
 
@@ -97,14 +99,15 @@ def main(arguments: list[str] | None = None) -> int:
         policy=settings[0].made(),
         num_steps=options.steps,
     )
+    bench = GPUBench(base, (), options.steps, options.repeats, run.say)
     profiles = {}
     for threads in sorted({setting.threads for setting in settings}):
-        profiles[threads] = measured_profile(base, threads, settings)
+        profiles[threads] = measured_profile(bench, threads, settings)
         run.say(f"measured the profile of {threads} threads")
         for key, scale in profiles[threads].select_scale.items():
             run.say(f"selecting by {key}: {scale:.2f} of what its bytes take")
     rows = []
-    for row in measure(base, settings, profiles, options.repeats):
+    for row in measure(bench, settings, profiles):
         rows.append(row)
         run.say(describe(row))
     document = run.named("shape", "dtype", "backend", "steps", "repeats")
@@ -113,37 +116,37 @@ def main(arguments: list[str] | None = None) -> int:
     return judge(rows, options.tolerance, options.bytes_tolerance, run.say)
 
 
-def measured_profile(
-    base: PipelineSettings, threads: int, settings: Sequence[Setting]
-) -> MachineProfile:
+def measured_profile(bench: GPUBench, threads: int, settings: Sequence[Setting]) -> MachineProfile:
     """Of the machine with so many threads, and of how long the policies of `settings` select."""
-    shape = MODEL_SHAPES[base.shape]
+    base, shape = bench.settings, MODEL_SHAPES[bench.settings.shape]
     profile = measure_profile(base.device, threads, shape=shape, dtype=base.dtype)
     for setting in settings:
         if setting.threads == threads:
             profile = with_policy(profile, setting.made(), shape, base.dtype, setting.kv_len)
-    release(base.device)
+    bench.release()
     return profile
 
 
 def measure(
-    base: PipelineSettings,
-    settings: Sequence[Setting],
-    profiles: dict[int, MachineProfile],
-    repeats: int,
-) -> Iterator[dict[str, Any]]:
+    bench: GPUBench, settings: Sequence[Setting], profiles: dict[int, MachineProfile]
+) -> Iterator[Row]:
     """A row for each setting and placement. Settings of one context share its caches."""
-    model = RandomModel(base)
-    _ = model.stock
     for kv_len in sorted({setting.kv_len for setting in settings}):
         of_context = [setting for setting in settings if setting.kv_len == kv_len]
         policies = list(dict.fromkeys(setting.made() for setting in of_context))
-        with model.caches(kv_len, policies, num_steps=base.num_steps) as (made, cache):
+        with bench.caches(kv_len, policies) as (made, cache):
             for setting in of_context:
-                profile = profiles[setting.threads]
-                for plan, which in _plans(base, setting, profile):
-                    yield _row(made, model.stock, cache, setting, plan, which, repeats)
-                    release(base.device)
+                for plan, which in _plans(made, setting, profiles[setting.threads]):
+                    of_setting = replace(
+                        made,
+                        policy=setting.made(),
+                        num_threads=setting.threads,
+                        placement=plan.placement if bench.is_cuda else None,
+                    )
+                    measured = measure_ours(bench, of_setting, cache, traced_steps=0)
+                    reserved = {"host_bytes": cache.store.host_bytes_reserved}
+                    row = {**asdict(setting), "placement": which, **reserved}
+                    yield row | _compared(plan, measured, bench.is_cuda)
 
 
 def _plans(
@@ -161,55 +164,32 @@ def _plans(
             yield make_plan(replace(request, placement=least), profile), LEAST
 
 
-def _row(
-    made: PipelineSettings,
-    stock: Any,
-    cache: ModelCache,
-    setting: Setting,
-    plan: Plan,
-    which: str,
-    repeats: int,
-) -> dict[str, Any]:
-    on_gpu = made.device.type == "cuda"
-    of_setting = replace(
-        made,
-        policy=setting.made(),
-        num_threads=setting.threads,
-        placement=plan.placement if on_gpu else None,
-    )
-    session = open_session(of_setting, stock, cache)
-    try:
-        measured = measure_decode(session, repeats=repeats)
-    finally:
-        session.close()
-    memory, counted = measured.memory, plan.device_bytes
+def _compared(plan: Plan, measured: Row, on_gpu: bool) -> Row:
+    """What was planned beside what was measured."""
+    memory, counted = measured["memory"], plan.device_bytes
     of_kv = ("KV of resident heads", "windows", "page tables")
     of_step = [name for name in counted if name not in ("weights", "prefill, at its peak")]
     predicted = plan.step.milliseconds
+    times = ("milliseconds", "milliseconds_p10", "milliseconds_p90")
     return {
-        **asdict(setting),
-        "placement": which,
         "heads": {place.name: sum(plan.placement.counts(place)) for place in Place},
         "map": plan.placement.as_json(),
         "predicted_milliseconds": predicted,
-        "milliseconds": measured.milliseconds,
-        "milliseconds_p10": measured.milliseconds_p10,
-        "milliseconds_p90": measured.milliseconds_p90,
-        "error": predicted / measured.milliseconds - 1.0,
+        **{name: measured[name] for name in times},
+        "error": predicted / measured["milliseconds"] - 1.0,
         "predicted_microseconds": plan.as_json()["microseconds"],
         "planned_kv_device_bytes": sum(counted[name] for name in of_kv) if on_gpu else None,
         "kv_device_bytes": memory.get("kv_device"),
         "planned_device_bytes": sum(counted[name] for name in of_step) if on_gpu else None,
         "device_bytes": memory.get("device"),
         "planned_host_bytes": plan.host_bytes["KV cache"],
-        "host_bytes": cache.store.host_bytes_reserved,
         "planned_policy_bytes": plan.host_bytes["kept by the policy"],
         "policy_bytes": memory.get("policy_host"),
         "assumed": list(plan.step.assumed),
     }
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: Row) -> str:
     """A line about a row."""
     return (
         f"{row['policy']}, {row['kv_len']:,} tokens, budget {row['budget_tokens']:,}, "
@@ -220,7 +200,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def judge(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     tolerance: float,
     bytes_tolerance: float,
     say: Callable[[str], None],

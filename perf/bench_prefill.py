@@ -26,12 +26,12 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.bench.decode.models import lean_model, synchronize
 from offload.bench.decode.peers.transformers_decode import prefill_seconds
 from offload.bench.made.random_model import random_model
-from offload.models.batch import pack
 from offload.models.shape import MODEL_SHAPES
 from offload.policies.base import BuildContext
 from offload.policies.registry import make_policy
 from offload.prefill import attention as prefill_attention
 from offload.prefill.forward import prefill
+from perf.gpu_steps import one_prompt
 from perf.gpu_timing import print_kernels
 
 PARTS = ("attention", "layers", "index")
@@ -142,8 +142,7 @@ class Bench:
         lean = lean_model(stock)
         tokens = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         tokens.random_(self.shape.vocab_size)
-        batch = pack((1, num_tokens), None, torch.arange(num_tokens)[None])
-        batch = replace(batch, position_ids=batch.position_ids.to(self.device))
+        batch = one_prompt(num_tokens, self.device)
 
         def ours() -> None:
             hidden, slice_tokens = lean.embed_tokens(tokens), self.options.slice_tokens

@@ -295,7 +295,7 @@ def _prefill_seconds(
     prefill(
         bench.model.lean,
         hidden,
-        _one_prompt(num_tokens, device),
+        one_prompt(num_tokens, device),
         store=None if engine == NO_OFFLOAD else store,
         seqs=[seq],
         slice_tokens=slice_tokens,
@@ -314,7 +314,8 @@ def _prefill_seconds(
     return seconds
 
 
-def _one_prompt(num_tokens: int, device: torch.device) -> RaggedBatch:
+def one_prompt(num_tokens: int, device: torch.device) -> RaggedBatch:
+    """A batch of one sequence of so many tokens, whose positions are on the device."""
     batch = pack((1, num_tokens), None, torch.arange(num_tokens)[None])
     return replace(batch, position_ids=batch.position_ids.to(device))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from perf.tables.markdown import (
     TIMES,
     Columns,
@@ -151,32 +153,23 @@ def lfps_bookkeeping(rows: Sequence[Row]) -> float | None:
     None if it was not measured.
     """
     deepest, fewest = max(row["kv_len"] for row in rows), _threads(rows)[0]
-    short: Row | None = None
-    points = []
-    for row in rows:
-        if row["num_threads"] != fewest or not row["policy"].startswith("lfps, alpha"):
-            continue
-        if row["policy"] == "lfps, alpha 0.2" and row["kv_len"] == 8192:
-            short = row
-        if row["kv_len"] == deepest:
-            points.append((_candidates(row), _spent(row, "predict", "update")))
-    if short is None or deepest == 8192 or not points:
+    lfps = [
+        row
+        for row in rows
+        if row["num_threads"] == fewest and row["policy"].startswith("lfps, alpha")
+    ]
+    short = [row for row in lfps if (row["policy"], row["kv_len"]) == ("lfps, alpha 0.2", 8192)]
+    deep = sorted(_candidates_and_time(row) for row in lfps if row["kv_len"] == deepest)
+    if not short or deepest == 8192 or not deep:
         return None
-    wanted = _candidates(short)
-    points.sort()
-    below = [point for point in points if point[0] <= wanted]
-    above = [point for point in points if point[0] >= wanted]
-    if below and above:
-        (x0, y0), (x1, y1) = below[-1], above[0]
-        time = y0 if x1 == x0 else y0 + (y1 - y0) * (wanted - x0) / (x1 - x0)
-    else:
-        x, y = above[0] if above else below[-1]
-        time = y * wanted / x
-    return float(time / _spent(short, "predict", "update"))
+    wanted, short_time = _candidates_and_time(short[0])
+    counts, times = zip(*deep, strict=True)
+    nearest = min(max(wanted, counts[0]), counts[-1])
+    return float(np.interp(nearest, counts, times) * wanted / nearest / short_time)
 
 
-def _candidates(row: Row) -> float:
-    return float(row["candidate_share"] * row["kv_len"])
+def _candidates_and_time(row: Row) -> tuple[float, float]:
+    return row["candidate_share"] * row["kv_len"], _spent(row, "predict", "update")
 
 
 def _spent(row: Row, *phases: str) -> float:

@@ -24,7 +24,6 @@ from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import format_bytes, parse_size
 from perf import gpu_heads, gpu_steps
-from perf.gpu_smollm2 import compare_devices
 from perf.results_file import Run, script_options
 
 BUDGET_TOKENS = 1024
@@ -102,7 +101,7 @@ def _parts(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Iterato
         "batch": (gpu_steps.batch, of_batch | cap),
         "handshake": (gpu_steps.handshake, {"kv_len": options.handshake_kv_len}),
         "heads": (gpu_heads.heads, kv_lens | of_heads),
-        "smollm2": (partial(compare_devices, policies=options.smollm2_policies), of_smollm2),
+        "smollm2": (partial(gpu_steps.smollm2, policies=options.smollm2_policies), of_smollm2),
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cpu_ops.worker_pool import WorkerPool
+from offload import OffloadedModel, load_tokenizer
 from offload.bench.decode.engines import OURS, STOCK, graph_row, seconds_row, stock_row
 from offload.bench.decode.models import RandomModel, release, synchronize
 from offload.bench.decode.peers.transformers_decode import prefill_seconds
@@ -38,6 +39,7 @@ from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.prefill.forward import prefill
 from offload.runtime.budgets import weight_bytes_of
+from offload.system.stdlib_text import stdlib_paragraphs
 
 Row = dict[str, Any]
 STOCK_STEPS = 4  # of transformers, which is slow
@@ -234,6 +236,61 @@ def prefill_rows(
             )
             yield seconds_row(STOCK, num_tokens, 1, [second])
             bench.release()
+
+
+def smollm2(
+    bench: GPUBench,
+    *,
+    model: str,
+    policies: Sequence[str],
+    context: int,
+    new_tokens: int,
+    dtype: str,
+) -> Iterator[Row]:
+    """Whether the embedded model says the same on the GPU and on the CPU, under every policy.
+
+    Args:
+        model: a folder, or the embedded model's name.
+        context: tokens of real text that are read.
+    """
+    words = "\n\n".join(stdlib_paragraphs())
+    prompt = load_tokenizer(model)(words, verbose=False)["input_ids"][:context]
+    on_gpu: dict[str, Any] = {"device": "cuda", "backend": bench.settings.backend}
+    for name in policies:
+        said = []
+        for device in ({}, on_gpu if bench.is_cuda else {}):
+            loaded = OffloadedModel.from_pretrained(
+                model,
+                policy=make_policy(name),
+                dtype=dtype,
+                num_threads=bench.settings.num_threads,
+                **device,
+            )
+            said.append(_greedy(loaded, prompt, new_tokens))
+            del loaded
+        ours, theirs = said
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        yield {
+            "policy": name,
+            "context": len(prompt),
+            "tokens": len(ours),
+            "same_tokens": next((i for i, (a, b) in pairs if a != b), len(ours)),
+            "same": ours == theirs,
+        }
+
+
+def _greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
 def measure_ours(

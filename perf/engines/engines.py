@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from perf.results_file import ROOT
+
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 
 

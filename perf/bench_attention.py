@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 
 import torch
-from tqdm import tqdm
 
 from offload.bench.attention.measure import SHAPES, measure_attention
 from offload.system.memory import available_cpus
-from perf.results_file import start_machine, write_results
+from perf.results_file import Run, progress_bar, script_options
 
 SHAPE = "llama-3.1-8b"
 SPARSE_TOKENS = 2048
@@ -18,38 +16,22 @@ TOPK_SHARE = 0.02
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_options(__doc__, "attention")
     parser.add_argument("--kv-len", type=int, default=131072)
     parser.add_argument("--repeats", type=int, default=30)
-    arguments = parser.parse_args()
-
-    machine = start_machine()
-    with tqdm(desc="attention", unit="round") as progress:
-
-        def on_progress(done: int, total: int) -> None:
-            progress.total = total
-            progress.update(done - progress.n)
-
+    run = Run(parser.parse_args())
+    measured = {"sparse_tokens": SPARSE_TOKENS, "topk_share": TOPK_SHARE}
+    measured |= run.named("kv_len", "repeats")
+    with progress_bar("attention", "round") as on_progress:
         measurements = measure_attention(
             SHAPES[SHAPE],
-            kv_len=arguments.kv_len,
             dtype=torch.bfloat16,
             threads=sorted({1, available_cpus()}),
-            sparse_tokens=SPARSE_TOKENS,
-            topk_share=TOPK_SHARE,
-            repeats=arguments.repeats,
             on_progress=on_progress,
+            **measured,
         )
-    settings = {
-        "shape": SHAPE,
-        "kv_len": arguments.kv_len,
-        "dtype": "bfloat16",
-        "sparse_tokens": SPARSE_TOKENS,
-        "topk_share": TOPK_SHARE,
-        "repeats": arguments.repeats,
-    }
-    rows = [asdict(measurement) for measurement in measurements]
-    print(write_results("attention", machine=machine, settings=settings, rows=rows))
+    settings = {"shape": SHAPE, "dtype": "bfloat16", **measured}
+    run.write(settings, [asdict(measurement) for measurement in measurements])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ a shared machine slows all of them. Figures are medians over all steps.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from offload.policies.registry import available_policies
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
 from perf.engines.engines import PEERS_PYTHON, EngineProcess
-from perf.results_file import start_machine, write_results
+from perf.results_file import Run, script_options
 
 CONTEXTS = (512, 2048, 7168)
 MAX_CONTEXT = 8192
@@ -39,7 +38,8 @@ class Contestant:
 
     name: str
     module: str
-    arguments: tuple[str, ...]
+    model: str
+    settings: dict[str, Any]
     python: Path | None = None
 
 
@@ -54,28 +54,27 @@ class Times:
 
 def contestants(threads: int) -> list[Contestant]:
     """All engines; `REFERENCE` is transformers with its defaults."""
-    folder = str(resolve_folder(EMBEDDED_MODEL))
-    ours = ("--threads", str(threads))
-    stock = "perf.peers.stock_transformers"
-    static = (folder, *ours, "--cache", "static")
-    llama = (str(embedded_gguf()), *ours, "--context", str(MAX_CONTEXT))
+    folder, gguf = str(resolve_folder(EMBEDDED_MODEL)), str(embedded_gguf())
+
+    def ours(policy: str) -> Contestant:
+        settings = {"threads": threads, "policy": policy}
+        return Contestant(f"offload {policy}", "perf.engines.offload_engine", folder, settings)
+
+    def stock(name: str, attention: str, cache: str) -> Contestant:
+        settings = {"threads": threads, "attention": attention, "cache": cache}
+        return Contestant(name, "perf.peers.stock_transformers", folder, settings)
+
+    def llama(name: str, flash_attention: bool) -> Contestant:
+        settings = {"threads": threads, "flash_attention": flash_attention}
+        return Contestant(name, "perf.peers.llama_cpp", gguf, settings, PEERS_PYTHON)
+
     return [
-        *(
-            Contestant(
-                f"offload {name}", "perf.engines.offload_engine", (folder, *ours, "--policy", name)
-            )
-            for name in available_policies()
-        ),
-        Contestant(REFERENCE, stock, (folder, *ours)),
-        Contestant("transformers, static cache", stock, static),
-        Contestant("transformers, static cache, eager", stock, (*static, "--attention", "eager")),
-        Contestant("llama.cpp", "perf.peers.llama_cpp", llama, PEERS_PYTHON),
-        Contestant(
-            "llama.cpp, flash attention",
-            "perf.peers.llama_cpp",
-            (*llama, "--flash-attention"),
-            PEERS_PYTHON,
-        ),
+        *(ours(policy) for policy in available_policies()),
+        stock(REFERENCE, "sdpa", "dynamic"),
+        stock("transformers, static cache", "sdpa", "static"),
+        stock("transformers, static cache, eager", "eager", "static"),
+        llama("llama.cpp", False),
+        llama("llama.cpp, flash attention", True),
     ]
 
 
@@ -122,60 +121,37 @@ def row(name: str, context: int, times: Times, reference: Times) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_options(__doc__, "decode")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens-per-round", type=int, default=8)
     parser.add_argument("--engines", nargs="+", help="names; default: all")
-    parser.add_argument("--name", default="decode", help="of the results file, without .json")
-    parser.add_argument("--dry-run", action="store_true", help="print, do not write the results")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     threads = available_cpus()
     chosen = [
         contestant
         for contestant in contestants(threads)
-        if arguments.engines is None or contestant.name in (*arguments.engines, REFERENCE)
+        if options.engines is None or contestant.name in (*options.engines, REFERENCE)
     ]
     if any(contestant.python and not contestant.python.exists() for contestant in chosen):
         parser.error("the peers are not installed; run: make peers")
-    machine = start_machine()
+    run = Run(options)
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
     text = tokenizer("\n\n".join(stdlib_paragraphs())[: MAX_CONTEXT * 8])["input_ids"]
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         engines = {
-            contestant.name: stack.enter_context(
-                EngineProcess(contestant.module, contestant.arguments, python=contestant.python)
-            )
-            for contestant in tqdm(chosen, desc="start", unit="engine")
+            c.name: stack.enter_context(EngineProcess(c.module, c.model, c.settings, c.python))
+            for c in tqdm(chosen, desc="start", unit="engine")
         }
-        for context in arguments.contexts:
-            times = measure(
-                engines,
-                text,
-                context=context,
-                rounds=arguments.rounds,
-                tokens_per_round=arguments.tokens_per_round,
-            )
+        for context in options.contexts:
+            rounds = run.named("rounds", "tokens_per_round")
+            times = measure(engines, text, context=context, **rounds)
             rows += [row(name, context, times[name], times[REFERENCE]) for name in engines]
         descriptions = {name: engine.description for name, engine in engines.items()}
-    if arguments.dry_run:
-        for line in rows:
-            print(
-                f"{line['context']:6} {line['engine']:36}"
-                f"{line['prefill_tokens_per_second']:8.0f} {line['decode_tokens_per_second']:7.1f}"
-                f"  ±{(line['step_ms_p90'] - line['step_ms_p10']) / 2:.1f} ms"
-                f"  {line['same_next_token_as_transformers']:.0%}"
-            )
-        return
-    settings = {
-        "model": EMBEDDED_MODEL,
-        "threads": threads,
-        "rounds": arguments.rounds,
-        "tokens_per_round": arguments.tokens_per_round,
-        "engines": descriptions,
-    }
-    print(write_results(arguments.name, machine=machine, settings=settings, rows=rows))
+    settings = {"model": EMBEDDED_MODEL, "threads": threads}
+    settings |= run.named("rounds", "tokens_per_round") | {"engines": descriptions}
+    run.write(settings, rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ tokens, half is strewn. Every call reads other tokens, in turns of several layer
     CPU       DecodeAttention over an explicit selection, merging included, in one call; the call
               from Python is part of the time (some 2 us)
 
-`--sweep` tries launches of gather_rows; the options name them one by one.
+`--launch` tries launches of gather_rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,25 +36,32 @@ from offload.bench.made.attention_cache import AttentionCache
 from offload.decode.attention import DecodeAttention
 from offload.models.shape import MODEL_SHAPES
 from offload.policies import Full
-from perf.gpu_timing import graph_microseconds, print_kernels, require_gpu
-from perf.results_file import start_machine, write_results
-from perf.tables.markdown import markdown_table
+from perf.gpu_timing import (
+    DTYPE,
+    GROUP_SIZE,
+    HEAD_DIM,
+    KV_HEADS,
+    QO_HEADS,
+    ROW_BYTES,
+    SM_SCALE,
+    checked_error,
+    graph_microseconds,
+    launch_option,
+    launches,
+    print_kernels,
+    require_gpu,
+)
+from perf.results_file import Run, script_options
+from perf.tables.placement_tables import gpu_gather_table
 
-KV_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
-QO_HEADS = KV_HEADS * GROUP_SIZE
-SM_SCALE = HEAD_DIM**-0.5
-DTYPE = torch.bfloat16
-ROW_BYTES = 2 * HEAD_DIM * DTYPE.itemsize  # key and value of a token and head
 SINK_TOKENS, RECENT_TOKENS = 4, 64  # in every list, and never gathered
 RUN_TOKENS = 8
-_MAX_ERROR = 2e-2  # relative L2, against float64
 Indices = npt.NDArray[np.int32]
+Row = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_options(__doc__, "gpu-gather")
     parser.add_argument("--kv-len", type=int, default=131072)
     parser.add_argument("--layers", type=int, default=4, help="that take turns")
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 512, 1024, 2048, 4096])
@@ -63,15 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--selections", type=int, default=32, help="of each point")
     parser.add_argument("--rounds", type=int, default=9, help="of a graph over all selections")
     parser.add_argument("--heads", nargs="+", type=int, default=[KV_HEADS], help="KV heads fetched")
-    parser.add_argument("--programs", nargs="+", type=int, default=[8, 16, 32, 64])
-    parser.add_argument("--tile-bytes", nargs="+", type=int)
-    parser.add_argument("--warps", nargs="+", type=int)
-    parser.add_argument("--heads-first", nargs="+", type=int, choices=(0, 1))
-    parser.add_argument("--sweep", action="store_true", help="wide defaults of the three before")
-    parser.add_argument("--profile", action="store_true", help="also print each kernel's time")
-    parser.add_argument("--name", default="gpu-gather")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit")
+    launch_option(parser, "--launch", GatherLaunch)
+    parser.add_argument("--profile", action="store_true", help="also print the kernels' times")
     options = parser.parse_args(arguments)
     least = SINK_TOKENS + RECENT_TOKENS + 2 * max(options.tokens)
     if options.kv_len < least:
@@ -79,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     if min(options.tokens) < 1 or not set(options.heads) <= set(range(1, KV_HEADS + 1)):
         parser.error(f"--tokens must be at least 1, and --heads in [1, {KV_HEADS}]")
     require_gpu()
-    machine = start_machine(options.commit)
+    run = Run(options)
     cache = AttentionCache(
         MODEL_SHAPES["llama-3.1-8b"],
         min_layers=options.layers,
@@ -93,16 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
             rows = Bench(cache, options).measure()
     finally:
         cache.close()
-    print_table(rows)
-    settings = {
-        "kv_len": options.kv_len,
-        "layers": options.layers,
-        "selections": options.selections,
-        "rounds": options.rounds,
-    }
-    write_results(
-        options.name, machine=machine, settings=settings, rows=rows, folder=options.output
-    )
+    settings = run.named("kv_len", "layers", "selections", "rounds")
+    print(gpu_gather_table(run.write(settings, rows)))
     return 0
 
 
@@ -136,6 +127,17 @@ class Point:
         """Keys and values of one call."""
         return self.tokens * self.heads * ROW_BYTES
 
+    def row(self, engine: str, microseconds: float, relative_error: float) -> Row:
+        """A line of the results."""
+        return {
+            "engine": engine,
+            "tokens": self.tokens,
+            "heads": self.heads,
+            "microseconds": microseconds,
+            "gigabytes_per_second": self.num_bytes / microseconds / 1e3,
+            "relative_error": relative_error,
+        }
+
 
 class Bench:
     """A cache, a query, and what attends."""
@@ -147,10 +149,11 @@ class Bench:
         self.pages = cache.store.page_table(cache.seq)
         self.rng = np.random.default_rng(2)
 
-    def measure(self) -> list[dict[str, Any]]:
+    def measure(self) -> list[Row]:
         """Rows of all points and engines."""
         rows = []
-        for tokens, heads in itertools.product(self.options.tokens, self.options.heads):
+        points = list(itertools.product(self.options.tokens, self.options.heads))
+        for tokens, heads in points:
             rows += self._gpu_rows(self._point(tokens, heads))
         for num_threads in self.options.threads:
             pool = WorkerPool(num_threads)
@@ -158,7 +161,7 @@ class Bench:
                 attention = DecodeAttention(
                     Full(), self.cache.store, num_qo_heads=QO_HEADS, pool=pool
                 )
-                for tokens, heads in itertools.product(self.options.tokens, self.options.heads):
+                for tokens, heads in points:
                     rows.append(self._cpu_row(self._point(tokens, heads), attention, pool))
             finally:
                 pool.close()
@@ -172,68 +175,43 @@ class Bench:
         ]
         return Point(tokens, heads, selections)
 
-    def _launches(self) -> Iterator[GatherLaunch]:
-        options, sweep, default = self.options, self.options.sweep, GatherLaunch()
-        chosen = (
-            options.programs,
-            options.tile_bytes or ([8192, 16384, 32768] if sweep else [default.tile_bytes]),
-            options.warps or ([2, 4, 8] if sweep else [default.num_warps]),
-            options.heads_first or ([0, 1] if sweep else [default.heads_first]),
-        )
-        for programs, tile_bytes, num_warps, heads_first in itertools.product(*chosen):
-            yield GatherLaunch(programs, tile_bytes, num_warps, bool(heads_first))
-
-    def _gpu_rows(self, point: Point) -> list[dict[str, Any]]:
+    def _gpu_rows(self, point: Point) -> list[Row]:
         """Of each launch."""
         device_point = DevicePoint(point, self.query, self.cache)
         rows = []
-        for launch in self._launches():
-            error = self._check(device_point.fresh_output(launch), point.selections[0], point.heads)
+        for launch in launches(GatherLaunch(), self.options.launch):
+            error = self._check(device_point.fresh_output(launch), point)
             gather, exposed = (
                 graph_microseconds(device_point.calls(launch, attends), rounds=self.options.rounds)
                 for attends in (False, True)
             )
-            rows.append(
-                {
-                    "engine": "GPU",
-                    "tokens": point.tokens,
-                    "heads": point.heads,
-                    "launch": asdict(launch),
-                    "gather_microseconds": gather,
-                    "microseconds": exposed,
-                    "gather_gigabytes_per_second": point.num_bytes / gather / 1e3,
-                    "gigabytes_per_second": point.num_bytes / exposed / 1e3,
-                    "relative_error": error,
-                }
-            )
+            measured = {
+                "launch": asdict(launch),
+                "gather_microseconds": gather,
+                "gather_gigabytes_per_second": point.num_bytes / gather / 1e3,
+            }
+            rows.append(point.row("GPU", exposed, error) | measured)
             print(
-                f"GPU {point.tokens:6} tokens {point.heads} heads gather {gather:8.1f} us"
-                f" {point.num_bytes / gather / 1e3:5.1f} GB/s, exposed {exposed:8.1f} us, {launch}",
+                f"GPU {point.tokens:6} tokens {point.heads} heads gather {gather:8.1f} us, "
+                f"exposed {exposed:8.1f} us, {launch}",
                 flush=True,
             )
             if self.options.profile:
-                print_kernels(device_point.calls(launch, True)[0])
+                print_kernels(device_point.calls(launch, True))
         return rows
 
-    def _check(self, out: Tensor, selection: Indices, heads: int) -> float:
-        """Relative L2 error of `out` [QO_HEADS * HEAD_DIM] of layer 0; ArithmeticError if wrong."""
+    def _check(self, out: Tensor, point: Point) -> float:
+        """Relative L2 error of `out` [QO_HEADS * HEAD_DIM], of layer 0 and the first selection."""
         expected = []
-        for kv_head in range(heads):
-            tokens = torch.from_numpy(selection[kv_head]).long()
+        for kv_head in range(point.heads):
+            tokens = torch.from_numpy(point.selections[0][kv_head]).long()
             q = self.query.view(KV_HEADS, GROUP_SIZE, HEAD_DIM)[kv_head].double()
             k, v = (x[kv_head, tokens].double() for x in (self.keys, self.values))
             expected.append((q @ k.T * SM_SCALE).softmax(-1) @ v)
         o = torch.stack(expected).flatten()
-        error = float((out.cpu()[: len(o)].double() - o).norm() / o.norm())
-        if not error <= _MAX_ERROR:
-            raise ArithmeticError(
-                f"the output of {selection.shape[1]} tokens is off by {error:.2g} (relative L2)"
-            )
-        return error
+        return checked_error(f"the output of {point.tokens} tokens", out.cpu()[: len(o)], o)
 
-    def _cpu_row(
-        self, point: Point, attention: DecodeAttention, pool: WorkerPool
-    ) -> dict[str, Any]:
+    def _cpu_row(self, point: Point, attention: DecodeAttention, pool: WorkerPool) -> Row:
         out, lse = torch.empty_like(self.query), torch.empty(1, QO_HEADS)
         indptr = np.minimum(np.arange(KV_HEADS + 1), point.heads).astype(np.int64) * point.tokens
         seconds = []
@@ -254,25 +232,15 @@ class Bench:
             )
             seconds.append(time.perf_counter() - start)
             if i == 0:
-                error = self._check(out[0], selection, point.heads)
+                error = self._check(out[0], point)
         p10, median, p90 = (1e6 * float(t) for t in np.percentile(seconds, [10, 50, 90]))
         print(
             f"CPU {point.tokens:6} tokens {point.heads} heads {median:8.1f} us"
-            f" ({p10:.1f}-{p90:.1f}) {point.num_bytes / median / 1e3:5.1f} GB/s,"
-            f" {pool.num_threads} threads",
+            f" ({p10:.1f}-{p90:.1f}), {pool.num_threads} threads",
             flush=True,
         )
-        return {
-            "engine": "CPU",
-            "tokens": point.tokens,
-            "heads": point.heads,
-            "threads": pool.num_threads,
-            "microseconds": median,
-            "microseconds_p10": p10,
-            "microseconds_p90": p90,
-            "gigabytes_per_second": point.num_bytes / median / 1e3,
-            "relative_error": error,
-        }
+        spread = {"microseconds_p10": p10, "microseconds_p90": p90}
+        return point.row("CPU", median, error) | {"threads": pool.num_threads} | spread
 
 
 class DevicePoint:
@@ -352,36 +320,6 @@ class DevicePoint:
                 out=self.out,
                 lse=self.lse,
             )
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """Of each point the GPU's fastest launch, the CPU, and which of them is faster."""
-    threads = sorted({row["threads"] for row in rows if row["engine"] == "CPU"})
-    lines = []
-    for tokens, heads in sorted({(row["tokens"], row["heads"]) for row in rows}):
-        of_point = [row for row in rows if (row["tokens"], row["heads"]) == (tokens, heads)]
-        gpu = min(
-            (row for row in of_point if row["engine"] == "GPU"),
-            key=lambda row: row["microseconds"],
-        )
-        launch = GatherLaunch(**gpu["launch"])
-        order = "heads" if launch.heads_first else "tokens"
-        line = [
-            f"{tokens:,}",
-            str(heads),
-            f"{gpu['gather_microseconds']:.1f} ({gpu['gather_gigabytes_per_second']:.1f})",
-            f"{gpu['microseconds']:.1f} ({gpu['gigabytes_per_second']:.1f})",
-            f"{launch.programs} x {launch.tile_bytes} B, {launch.num_warps} warps, {order} first",
-        ]
-        for number in threads:
-            cpu = next(row for row in of_point if row.get("threads") == number)
-            ratio = cpu["microseconds"] / gpu["microseconds"]
-            winner = f"GPU {ratio:.2f}x" if ratio > 1 else f"CPU {1 / ratio:.2f}x"
-            line.append(f"{cpu['microseconds']:.1f} ({cpu['gigabytes_per_second']:.1f}), {winner}")
-        lines.append(line)
-    header = ["tokens", "heads", "gather us (GB/s)", "exposed us (GB/s)", "launch"]
-    header += [f"CPU, {number} threads us (GB/s), faster" for number in threads]
-    print(markdown_table(header, lines))
 
 
 if __name__ == "__main__":

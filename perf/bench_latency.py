@@ -7,18 +7,15 @@ as 0.2 does at 8K.
 
 from __future__ import annotations
 
-import argparse
-import time
 from dataclasses import replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from offload.bench.latency.run import LatencyResult, LatencyRun, run_latency
 from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import available_cpus
-from perf.results_file import start_machine, write_results
+from perf.results_file import Run, progress_bar, script_options
 
 SHAPE = "llama-3.1-8b"
 BUDGET_TOKENS = 1024
@@ -29,29 +26,24 @@ SHORT_DEPTH = 8192
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_options(__doc__, "latency")
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, available_cpus()}))
-    parser.add_argument("--name", default="latency", help="of the results file, without .json")
     parser.add_argument("--repeats", type=int, default=11)
     arguments = parser.parse_args()
-
-    machine = start_machine()
-    start = time.monotonic()
-    names = available_policies()
+    run = Run(arguments)
     options: dict[str, dict[str, Any]] = {
-        name: {} if name == "full" else {"budget_tokens": BUDGET_TOKENS} for name in names
+        name: {} if name == "full" else {"budget_tokens": BUDGET_TOKENS}
+        for name in available_policies()
     }
-    if "lfps" in names:
-        options["lfps"]["alpha"] = LFPS_ALPHA
-    policies = {name: make_policy(name, **options[name]) for name in names}
+    options["lfps"]["alpha"] = LFPS_ALPHA
     depths = tuple(sorted(arguments.depths))
-    main_run = LatencyRun(
+    all_policies = LatencyRun(
         shape=SHAPE,
         model=None,
         depths=depths,
         threads=tuple(sorted(arguments.threads)),
-        policies=policies,
+        policies={name: make_policy(name, **of_policy) for name, of_policy in options.items()},
         options=options,
         batch_size=1,
         repeats=arguments.repeats,
@@ -59,15 +51,15 @@ def main() -> None:
         seed=0,
         max_layers=2,
     )
-    result = measured(main_run, "latency")
+    result = measured(all_policies, "latency")
     rows = result.rows()
-    if "lfps" in names and SHORT_DEPTH in depths and depths[-1] > SHORT_DEPTH:
-        alphas = {f"lfps, alpha {alpha}": alpha for alpha in (LFPS_ALPHA, *SELECTIVE_ALPHAS)}
+    if SHORT_DEPTH in depths and depths[-1] > SHORT_DEPTH:
         options = {
-            name: {"budget_tokens": BUDGET_TOKENS, "alpha": alpha} for name, alpha in alphas.items()
+            f"lfps, alpha {alpha}": {"budget_tokens": BUDGET_TOKENS, "alpha": alpha}
+            for alpha in (LFPS_ALPHA, *SELECTIVE_ALPHAS)
         }
         bookkeeping = replace(
-            main_run,
+            all_policies,
             depths=(SHORT_DEPTH, depths[-1]),
             threads=(min(arguments.threads),),
             policies={name: make_policy("lfps", **options[name]) for name in options},
@@ -75,23 +67,14 @@ def main() -> None:
             max_layers=1,
         )
         rows += measured(bookkeeping, "bookkeeping").rows()
-    settings = result.settings() | {
-        "budget_tokens": BUDGET_TOKENS,
-        "seconds": round(time.monotonic() - start),
-    }
-    print(write_results(arguments.name, machine=machine, settings=settings, rows=rows))
+    settings = {"budget_tokens": BUDGET_TOKENS, "seconds": round(run.seconds)}
+    run.write(result.settings() | settings, rows)
 
 
 def measured(run: LatencyRun, what: str) -> LatencyResult:
     """The run's result; shows how far it is."""
-    with tqdm(desc=what, unit="part") as progress:
-
-        def on_progress(part: str, done: int, total: int) -> None:
-            progress.total = total
-            progress.set_postfix_str(part, refresh=False)
-            progress.update(done - progress.n)
-
-        result = run_latency(run, on_progress=on_progress)
+    with progress_bar(what, "part") as on_progress:
+        result = run_latency(run, on_progress=lambda _, done, total: on_progress(done, total))
     for line in result.warnings:
         print(f"warning: {line}")
     return result

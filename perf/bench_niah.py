@@ -7,7 +7,6 @@ own tokenizer: nothing is downloaded.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import time
@@ -25,7 +24,7 @@ from offload.loading.names import resolve_folder
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import available_cpus
-from perf.results_file import start_machine, write_results
+from perf.results_file import Run, script_options
 
 TASK = "niah_single_1"
 LENGTH_TOKENS = 7168
@@ -82,31 +81,27 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_options(__doc__, "niah")
     parser.add_argument("--policies", nargs="+", default=available_policies())
     parser.add_argument("--budget-tokens", type=int, default=1024)
     parser.add_argument("--length", type=int, default=LENGTH_TOKENS)
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--dry-run", action="store_true", help="print, do not write the results")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for module in ("lm_eval", "wonderwords"):
         if find_spec(module) is None:
             parser.error(f"{module} is not installed; install the extras test and perf")
 
-    policies = [
-        make_policy(name, **({"budget_tokens": arguments.budget_tokens} if name != "full" else {}))
-        for name in arguments.policies
-    ]
     disable_progress_bar()  # of every model that is loaded
-    machine = start_machine()
+    run = Run(options)
     threads = available_cpus()
-    tasks = load_task(arguments.length)
+    tasks = load_task(options.length)
     shared = SharedPrefill()
     rows = []
-    for policy in tqdm(policies, desc=TASK, unit="policy"):
-        rows.append(measure(policy, tasks, shared, arguments.samples, threads))
-        row = rows[-1]
+    for name in tqdm(options.policies, desc=TASK, unit="policy"):
+        budget = {} if name == "full" else {"budget_tokens": options.budget_tokens}
+        row = measure(make_policy(name, **budget), tasks, shared, options.samples, threads)
+        rows.append(row)
         tqdm.write(
             f"{row['label']:28}{row['score']:6.2f} of {row['samples']} samples, "
             f"{row['seconds']:5.0f} s, {row['decode_tokens_per_second']:.1f} tok/s"
@@ -114,16 +109,8 @@ def main() -> None:
         for wanted, answer in zip(row["wanted"], row["answers"], strict=True):
             if wanted not in answer:
                 tqdm.write(f"    wanted {wanted}, got {answer!r}")
-    if arguments.dry_run:
-        return
-    settings = {
-        "model": EMBEDDED_MODEL,
-        "task": TASK,
-        "length": arguments.length,
-        "samples": arguments.samples,
-        "threads": threads,
-    }
-    print(write_results("niah", machine=machine, settings=settings, rows=rows))
+    settings = {"model": EMBEDDED_MODEL, "task": TASK, "threads": threads}
+    run.write(settings | run.named("length", "samples"), rows)
 
 
 if __name__ == "__main__":

@@ -11,35 +11,32 @@ steps that are predicted.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
-import torch
-
-from offload.bench.decode.models import RandomModel, release
 from offload.bench.machine.measure import measure_profile
 from offload.bench.machine.policy import with_policy
-from offload.bench.made.model_cache import ModelCache
-from offload.bench.pipeline.measure import measure_pipeline
-from offload.bench.pipeline.session import BACKENDS, check_settings, open_session
 from offload.bench.pipeline.settings import PipelineSettings
-from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.loading.planned_model import planned_model
-from offload.models.dtypes import DTYPES
+from offload.decode.gpu.placement import Place
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import least_placement
-from offload.planning.plan import Plan, PlanRequest, make_plan
+from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import MachineProfile
 from offload.planning.workload import Workload
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.system.memory import available_cpus
-from perf.results_file import start_machine, write_results
+from perf.gpu_steps import (
+    GPUBench,
+    Row,
+    measure_ours,
+    model_options,
+    model_settings,
+    plan_request,
+)
+from perf.results_file import Run, script_options
+from perf.tables.placement_tables import bytes_errors, gpu_plan_table
 
 CHOSEN, LEAST = "chosen", "dense layers only"
 PLACEMENTS = (CHOSEN, LEAST)
@@ -52,7 +49,7 @@ class Setting:
     policy: str
     kv_len: int
     budget_tokens: int
-    num_threads: int
+    threads: int
 
     def made(self) -> Policy:
         return make_policy(self.policy, budget_tokens=self.budget_tokens)
@@ -77,214 +74,141 @@ SETTINGS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write; 1 if a prediction or a count of bytes is off by more than it may be."""
-    parser = _parser()
+    parser = script_options(__doc__, "gpu-plan")
+    model_options(parser)
+    parser.add_argument("--longest", type=int, default=131072, help="contexts beyond are cut to it")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--tolerance", type=float, default=0.15, help="of predicted milliseconds")
+    parser.add_argument("--bytes-tolerance", type=float, default=0.02)
     options = parser.parse_args(arguments)
-    started = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - started:6.1f} s] {line}", flush=True)
-
-    machine = start_machine(options.commit)
-    settings = [
+    run = Run(options)
+    cut = (
         replace(
             setting,
             kv_len=min(setting.kv_len, options.longest),
-            num_threads=min(setting.num_threads, available_cpus()),
+            threads=min(setting.threads, available_cpus()),
         )
         for setting in SETTINGS
-    ]
-    settings = list(dict.fromkeys(settings))
-    base = PipelineSettings(
-        shape=options.shape,
+    )
+    settings = list(dict.fromkeys(cut))
+    base = model_settings(
+        parser,
+        options,
         kv_len=settings[0].kv_len,
         policy=settings[0].made(),
-        backend=options.backend,
         num_steps=options.steps,
-        dtype=DTYPES[options.dtype],
     )
-    try:
-        check_settings(base)
-    except NotImplementedError as error:
-        parser.error(str(error))
-    device = torch.device("cpu" if options.backend == "inline" else "cuda")
+    bench = GPUBench(base, (), options.steps, options.repeats, run.say)
     profiles = {}
-    for threads in sorted({setting.num_threads for setting in settings}):
-        start = time.monotonic()
-        profiles[threads] = measure_profile(
-            device, threads, shape=MODEL_SHAPES[options.shape], dtype=base.dtype
-        )
-        say(f"profile of {threads} threads: {time.monotonic() - start:.1f} s")
-        for setting in settings:
-            if setting.num_threads == threads:
-                profiles[threads] = with_policy(
-                    profiles[threads],
-                    setting.made(),
-                    MODEL_SHAPES[options.shape],
-                    base.dtype,
-                    setting.kv_len,
-                )
+    for threads in sorted({setting.threads for setting in settings}):
+        profiles[threads] = measured_profile(bench, threads, settings)
+        run.say(f"measured the profile of {threads} threads")
         for key, scale in profiles[threads].select_scale.items():
-            say(f"selecting by {key}: {scale:.2f} of what its bytes take")
-        release(device)
+            run.say(f"selecting by {key}: {scale:.2f} of what its bytes take")
     rows = []
-    for row in measure(base, settings, profiles, options.repeats):
+    for row in measure(bench, settings, profiles):
         rows.append(row)
-        say(describe(row))
-    path = write_results(
-        options.name,
-        machine=machine,
-        settings={
-            "shape": options.shape,
-            "dtype": options.dtype,
-            "backend": options.backend,
-            "steps": options.steps,
-            "repeats": options.repeats,
-            "profiles": {str(n): profile.as_json() for n, profile in profiles.items()},
-        },
-        rows=rows,
-        folder=options.output,
-    )
-    say(f"wrote {path}")
-    return judge(rows, options.tolerance, options.bytes_tolerance, say)
+        run.say(describe(row))
+    document = run.named("shape", "dtype", "backend", "steps", "repeats")
+    document["profiles"] = {str(n): profile.as_json() for n, profile in profiles.items()}
+    print(gpu_plan_table(run.write(document, rows)))
+    return judge(rows, options.tolerance, options.bytes_tolerance, run.say)
+
+
+def measured_profile(bench: GPUBench, threads: int, settings: Sequence[Setting]) -> MachineProfile:
+    """Of the machine with so many threads, and of how long the policies of `settings` select."""
+    base, shape = bench.settings, MODEL_SHAPES[bench.settings.shape]
+    profile = measure_profile(base.device, threads, shape=shape, dtype=base.dtype)
+    for setting in settings:
+        if setting.threads == threads:
+            profile = with_policy(profile, setting.made(), shape, base.dtype, setting.kv_len)
+    bench.release()
+    return profile
 
 
 def measure(
-    base: PipelineSettings,
-    settings: Sequence[Setting],
-    profiles: dict[int, MachineProfile],
-    repeats: int,
-) -> Iterator[dict[str, Any]]:
+    bench: GPUBench, settings: Sequence[Setting], profiles: dict[int, MachineProfile]
+) -> Iterator[Row]:
     """A row for each setting and placement. Settings of one context share its caches."""
-    model = RandomModel(base)
-    _ = model.stock
     for kv_len in sorted({setting.kv_len for setting in settings}):
         of_context = [setting for setting in settings if setting.kv_len == kv_len]
         policies = list(dict.fromkeys(setting.made() for setting in of_context))
-        with model.caches(kv_len, policies, num_steps=base.num_steps) as (made, cache):
+        with bench.caches(kv_len, policies) as (made, cache):
             for setting in of_context:
-                profile = profiles[setting.num_threads]
-                for plan, which in _plans(base, setting, profile):
-                    yield _row(made, model.stock, cache, setting, plan, which, repeats)
-                    release(base.device)
+                for plan, which in _plans(made, setting, profiles[setting.threads]):
+                    of_setting = replace(
+                        made,
+                        policy=setting.made(),
+                        num_threads=setting.threads,
+                        placement=plan.placement if bench.is_cuda else None,
+                    )
+                    measured = measure_ours(bench, of_setting, cache, traced_steps=0)
+                    reserved = {"host_bytes": cache.store.host_bytes_reserved}
+                    row = {**asdict(setting), "placement": which, **reserved}
+                    yield row | _compared(plan, measured, bench.is_cuda)
 
 
 def _plans(
     base: PipelineSettings, setting: Setting, profile: MachineProfile
 ) -> Iterator[tuple[Plan, str]]:
     """With the best placement, and with the one that decoding has by itself; once if they agree."""
-    model = replace(planned_model(base.shape), dtype=base.dtype)
-    on_gpu = base.device.type == "cuda"
-    # At the end of the steps: their tokens take memory, too. Rows are given, no rotation limits
-    # the context.
-    context = setting.kv_len + base.num_steps
-    longest = max(model.shape.max_context, context)
-    model = replace(model, shape=replace(model.shape, max_context=longest))
-    request = PlanRequest(
-        model=model,
-        policy=setting.made(),
-        context=context,
-        batch_size=1,
-        device=str(base.device),
-        max_memory={},
-        on_this_machine=False,
-    )
+    # At the end of the steps: their tokens take memory, too.
+    request = plan_request(base, setting.made(), setting.kv_len + base.num_steps)
     chosen = make_plan(request, profile)
     yield chosen, CHOSEN
-    if on_gpu:
-        least = least_placement(Workload(model.shape, setting.made(), setting.kv_len))
+    if base.device.type == "cuda":
+        shape = request.model.shape
+        least = least_placement(Workload(shape, setting.made(), setting.kv_len))
         if least != chosen.placement:
             yield make_plan(replace(request, placement=least), profile), LEAST
 
 
-def _row(
-    made: PipelineSettings,
-    stock: Any,
-    cache: ModelCache,
-    setting: Setting,
-    plan: Plan,
-    which: str,
-    repeats: int,
-) -> dict[str, Any]:
-    on_gpu = made.device.type == "cuda"
-    session = open_session(
-        replace(
-            made,
-            policy=setting.made(),
-            num_threads=setting.num_threads,
-            placement=plan.placement if on_gpu else None,
-        ),
-        stock,
-        cache,
-    )
-    try:
-        measured, _ = measure_pipeline(session, repeats=repeats, traced_steps=0)
-    finally:
-        session.close()
-    memory, counted = measured.memory, plan.device_bytes
+def _compared(plan: Plan, measured: Row, on_gpu: bool) -> Row:
+    """What was planned beside what was measured."""
+    memory, counted = measured["memory"], plan.device_bytes
     of_kv = ("KV of resident heads", "windows", "page tables")
     of_step = [name for name in counted if name not in ("weights", "prefill, at its peak")]
     predicted = plan.step.milliseconds
+    times = ("milliseconds", "milliseconds_p10", "milliseconds_p90")
     return {
-        "policy": setting.policy,
-        "kv_len": setting.kv_len,
-        "budget_tokens": setting.budget_tokens,
-        "threads": setting.num_threads,
-        "placement": which,
         "heads": {place.name: sum(plan.placement.counts(place)) for place in Place},
         "map": plan.placement.as_json(),
         "predicted_milliseconds": predicted,
-        "milliseconds": measured.milliseconds,
-        "milliseconds_p10": measured.milliseconds_p10,
-        "milliseconds_p90": measured.milliseconds_p90,
-        "error": predicted / measured.milliseconds - 1.0,
+        **{name: measured[name] for name in times},
+        "error": predicted / measured["milliseconds"] - 1.0,
         "predicted_microseconds": plan.as_json()["microseconds"],
         "planned_kv_device_bytes": sum(counted[name] for name in of_kv) if on_gpu else None,
         "kv_device_bytes": memory.get("kv_device"),
         "planned_device_bytes": sum(counted[name] for name in of_step) if on_gpu else None,
         "device_bytes": memory.get("device"),
         "planned_host_bytes": plan.host_bytes["KV cache"],
-        "host_bytes": cache.store.host_bytes_reserved,
         "planned_policy_bytes": plan.host_bytes["kept by the policy"],
         "policy_bytes": memory.get("policy_host"),
         "assumed": list(plan.step.assumed),
     }
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: Row) -> str:
     """A line about a row."""
-    heads = ", ".join(f"{name} {count}" for name, count in row["heads"].items())
-    line = (
-        f"{row['policy']:15} {row['kv_len']:7,} tokens, budget {row['budget_tokens']:5,}, "
-        f"{row['threads']:2} threads, {row['placement']} ({heads}): predicted "
+    return (
+        f"{row['policy']}, {row['kv_len']:,} tokens, budget {row['budget_tokens']:,}, "
+        f"{row['threads']} threads, {row['placement']}: predicted "
         f"{row['predicted_milliseconds']:.2f} ms, measured {row['milliseconds']:.2f} "
         f"({row['error']:+.1%})"
     )
-    for name in ("kv_device", "device", "host", "policy"):
-        planned, actual = row[f"planned_{name}_bytes"], row[f"{name}_bytes"]
-        if planned and actual:
-            line += f"; {name} {planned / 2**20:,.1f} of {actual / 2**20:,.1f} MiB"
-    return line
 
 
 def judge(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     tolerance: float,
     bytes_tolerance: float,
     say: Callable[[str], None],
 ) -> int:
-    """Say what is off by more than it may be; 1 if bytes are, or the time of a chosen placement.
+    """Say how much is off by more than it may be; 1 if bytes are, or a chosen placement's time.
 
     The other placements are reported beside them: nobody who plans gets one.
     """
-    miscounted = 0
-    for row in rows:
-        if abs(row["error"]) > tolerance:
-            say(f"off by more than {tolerance:.0%}: {describe(row)}")
-        for name in ("kv_device", "device", "host"):
-            planned, actual = row[f"planned_{name}_bytes"], row[f"{name}_bytes"]
-            if planned and actual and abs(planned / actual - 1.0) > bytes_tolerance:
-                miscounted += 1
-                say(f"{name} bytes off by {planned / actual - 1.0:+.1%}: {describe(row)}")
     wrong = {}
     for which in PLACEMENTS:
         errors = sorted(abs(row["error"]) for row in rows if row["placement"] == which)
@@ -295,29 +219,14 @@ def judge(
                 f"{tolerance:.0%}, median error {errors[len(errors) // 2]:.1%}, "
                 f"largest {errors[-1]:.1%}"
             )
+    miscounted = 0
+    for row in rows:
+        for name, error in bytes_errors(row).items():
+            if abs(error) > bytes_tolerance:
+                miscounted += 1
+                say(f"{name} bytes off by {error:+.1%}: {describe(row)}")
     say(f"{miscounted} counts of bytes are off")
     return int(bool(wrong[CHOSEN] or miscounted))
-
-
-def placement_of(row: dict[str, Any]) -> HeadPlacement:
-    """Of a row of the results file."""
-    return HeadPlacement.from_json(row["map"])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=list(MODEL_SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--backend", choices=list(BACKENDS), default=next(iter(BACKENDS)))
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--longest", type=int, default=131072, help="contexts beyond are cut to it")
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--tolerance", type=float, default=0.15, help="of predicted milliseconds")
-    parser.add_argument("--bytes-tolerance", type=float, default=0.02)
-    parser.add_argument("--name", default="gpu-plan", help="of the results file")
-    parser.add_argument("--output", type=Path, help="its folder; default: perf/results")
-    parser.add_argument("--commit", help="of this tree, where there is no repository")
-    return parser
 
 
 if __name__ == "__main__":

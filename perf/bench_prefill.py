@@ -12,34 +12,39 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from cpu_ops.worker_pool import WorkerPool
+from offload.bench.decode.models import lean_model, synchronize
 from offload.bench.decode.peers.transformers_decode import prefill_seconds
 from offload.bench.made.random_model import random_model
-from offload.models import lean_model_maker
-from offload.models.batch import pack
-from offload.models.shape import MODEL_SHAPES, ModelShape
+from offload.models.shape import MODEL_SHAPES
 from offload.policies.base import BuildContext
 from offload.policies.registry import make_policy
 from offload.prefill import attention as prefill_attention
-from offload.prefill.attention import attend
 from offload.prefill.forward import prefill
+from perf.gpu_steps import one_prompt
+from perf.gpu_timing import print_kernels
 
 PARTS = ("attention", "layers", "index")
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-NEVER = 1 << 62
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [heads, n, head_dim] each
+# No slice has so many queries: FLASH takes all of them.
+_only_flash = partial(patch.object, prefill_attention, "_CUDNN_QUERIES", 1 << 62)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the chosen parts."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--shape", choices=list(MODEL_SHAPES), default="llama-3.1-8b")
     parser.add_argument("--device", default="cuda")
@@ -64,27 +69,26 @@ class Bench:
     """Settings of all parts: those of the command line."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
         self.device = torch.device(options.device)
-        self.dtype = torch.bfloat16
-        self.shape: ModelShape = replace(MODEL_SHAPES[options.shape], num_layers=options.layers)
-        self.all_layers = MODEL_SHAPES[options.shape].num_layers
-        self.num_tokens: int = options.tokens
-        self.slice_tokens: int = options.slice_tokens
-        self.repeats: int = options.repeats
-        self.profile: bool = options.profile
+        self.whole_shape = MODEL_SHAPES[options.shape]
+        self.shape = replace(self.whole_shape, num_layers=options.layers)
 
     def attention(self) -> None:
         """Milliseconds of a layer, seconds of the first call, and the error against float32."""
-        shape, n = self.shape, self.num_tokens
-        q = self.random(n, shape.num_qo_heads, shape.head_dim)
-        k, v = (self.random(n, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+        shape, n = self.shape, self.options.tokens
+        heads = (shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads)
+        q, k, v = (self.random(n, count, shape.head_dim).transpose(0, 1) for count in heads)
         operations = 2 * n * n * shape.num_qo_heads * shape.head_dim
         last = slice(max(0, n - 64), n)
-        expected = _attention_of(q[last].float(), k.float(), v.float())
+        mask = torch.ones(n - last.start, n, device=self.device).tril(last.start).bool()
+        with sdpa_kernel(SDPBackend.MATH):
+            floats = (x[None].float() for x in (q[:, last], k, v))
+            expected = scaled_dot_product_attention(*floats, attn_mask=mask, enable_gqa=True)[0]
         for name, attention in self._attentions().items():
             try:
-                first, seconds = self.seconds(lambda run=attention: run(q, k, v))
-                off = attention(q, k, v)[last].float() - expected
+                first, seconds = self.seconds(partial(attention, q, k, v))
+                off = attention(q, k, v)[:, last].float() - expected
             except RuntimeError as error:
                 print(f"{name:32} {str(error).splitlines()[0][:100]}", flush=True)
                 continue
@@ -95,78 +99,76 @@ class Bench:
             )
 
     def _attentions(self) -> dict[str, Attention]:
-        """Functions of queries, keys and values [n, heads, head_dim]."""
+        """What there is on this device."""
 
         def sliced(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o = torch.empty_like(q)
-            for start in range(0, len(q), self.slice_tokens):
-                stop = min(start + self.slice_tokens, len(q))
-                new = k[:stop].transpose(0, 1), v[:stop].transpose(0, 1)
-                queries = q[start:stop].transpose(0, 1)
-                o[start:stop] = attend(queries, None, new, q.shape[2] ** -0.5)
+            for start in range(0, q.shape[1], self.options.slice_tokens):
+                stop = min(start + self.options.slice_tokens, q.shape[1])
+                new = k[:, :stop], v[:, :stop]
+                queries, sm_scale = q[:, start:stop], q.shape[2] ** -0.5
+                attended = prefill_attention.attend(queries, None, new, sm_scale)
+                o[:, start:stop] = attended.transpose(0, 1)
             return o
 
-        def sliced_by_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with _cudnn_from(NEVER):
-                return sliced(q, k, v)
-
         def public(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return o[0].transpose(0, 1)
+            operands = (x[None] for x in (q, k, v))
+            return scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=True)[0]
 
-        found = {"slices, as chosen": sliced, "whole, public function": public}
+        def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            operands = (x[None] for x in (q, k, v))
+            o, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*operands, 0.0, True, False)
+            return o[0]
+
+        def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                *(x[None] for x in (q, k, v)), None, True, 0.0, True
+            )
+            return o[0]
+
+        found: dict[str, Attention] = {
+            "slices, as chosen": sliced,
+            "whole, public function": public,
+        }
         if self.device.type == "cuda":
-            found |= {"slices, FLASH": sliced_by_flash, "whole, FLASH": _whole_by_flash}
-            found |= {
-                "whole, cuDNN": lambda q, k, v: _whole_by_cudnn(q, k, v),
-                "whole, cuDNN, heads first": lambda q, k, v: _whole_by_cudnn(
-                    *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
-                ),
-                "whole, cuDNN, KV repeated": lambda q, k, v: _whole_by_cudnn(
-                    q, *(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-                ),
-            }
+            found |= {"slices, FLASH": _only_flash()(sliced), "whole, FLASH": flash}
+            found |= {"whole, cuDNN": cudnn}
         return found
 
     def layers(self) -> None:
         """Milliseconds of all layers, from those of a few."""
-        stock = random_model(self.shape, device=self.device, dtype=self.dtype)
-        lean = lean_model_maker(stock.config.model_type)(stock)
-        tokens = torch.zeros(self.num_tokens, dtype=torch.int64, device=self.device)
+        num_tokens = self.options.tokens
+        stock = random_model(self.shape, device=self.device, dtype=torch.bfloat16)
+        lean = lean_model(stock)
+        tokens = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         tokens.random_(self.shape.vocab_size)
-        batch = pack((1, self.num_tokens), None, torch.arange(self.num_tokens)[None])
-        batch = replace(batch, position_ids=batch.position_ids.to(self.device))
+        batch = one_prompt(num_tokens, self.device)
 
         def ours() -> None:
-            hidden = lean.embed_tokens(tokens)
-            prefill(lean, hidden, batch, store=None, seqs=[], slice_tokens=self.slice_tokens)
+            hidden, slice_tokens = lean.embed_tokens(tokens), self.options.slice_tokens
+            prefill(lean, hidden, batch, store=None, seqs=[], slice_tokens=slice_tokens)
 
-        def by_flash() -> None:
-            with _cudnn_from(NEVER):
-                ours()
-
-        def theirs() -> None:
-            prefill_seconds(stock, num_tokens=self.num_tokens)
-
-        for name, run in {"ours": ours, "ours, FLASH": by_flash, "transformers": theirs}.items():
+        theirs = partial(prefill_seconds, stock, num_tokens=num_tokens)
+        runs = {"ours": ours, "ours, FLASH": _only_flash()(ours), "transformers": theirs}
+        few, all_layers = self.shape.num_layers, self.whole_shape.num_layers
+        for name, run in runs.items():
             first, seconds = self.seconds(run)
-            whole = 1e3 * seconds * self.all_layers / self.shape.num_layers
             print(
-                f"{name:32} {1e3 * seconds:9.3f} ms of {self.shape.num_layers} layers,"
-                f" {whole:9.1f} ms of {self.all_layers}, first call {first:.2f} s",
+                f"{name:32} {1e3 * seconds:9.3f} ms of {few} layers,"
+                f" {1e3 * seconds * all_layers / few:9.1f} ms of {all_layers},"
+                f" first call {first:.2f} s",
                 flush=True,
             )
-            if self.profile:
+            if self.options.profile:
                 self.print_kernels(run)
 
     def index(self) -> None:
         """Milliseconds of the device and of the host, and the kernels, of a layer."""
         policy = make_policy("lychee_cluster", budget_tokens=1024)
         pool = WorkerPool(1)
-        shape = self.shape
-        for num_tokens in (self.num_tokens, 4 * self.num_tokens):
-            keys = self.random(num_tokens, shape.num_kv_heads, shape.head_dim).transpose(0, 1)
+        for num_tokens in (self.options.tokens, 4 * self.options.tokens):
+            keys = self.random(num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
+            keys = keys.transpose(0, 1)
             context = BuildContext(
                 layer_idx=2,
                 keys=keys,
@@ -177,11 +179,12 @@ class Bench:
                 text_marks=None,
                 pool=pool,
             )
-            _, seconds = self.seconds(lambda context=context: policy.build_on_device(context))
+            build = partial(policy.build_on_device, context)
+            _, seconds = self.seconds(build)
             start = time.perf_counter()
-            finish = policy.build_on_device(context)
+            finish = build()
             queued = time.perf_counter() - start
-            self.synchronize()
+            synchronize(self.device)
             assert finish is not None
             finish()
             start = time.perf_counter()
@@ -192,77 +195,28 @@ class Bench:
                 f" {1e3 * queued:.3f} ms; packing {1e3 * packed:.3f} ms",
                 flush=True,
             )
-            self.print_kernels(lambda context=context: policy.build_on_device(context))
+            self.print_kernels(build)
         pool.close()
 
     def random(self, *shape: int) -> Tensor:
         """Normally distributed values on the device."""
-        return torch.randn(shape, device=self.device, dtype=self.dtype)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
     def seconds(self, run: Callable[[], object]) -> tuple[float, float]:
         """(of the first call, the least of the repeats)."""
         found = []
-        for _ in range(1 + self.repeats):
-            self.synchronize()
+        for _ in range(1 + self.options.repeats):
+            synchronize(self.device)
             start = time.perf_counter()
             run()
-            self.synchronize()
+            synchronize(self.device)
             found.append(time.perf_counter() - start)
         return found[0], min(found[1:])
 
-    def print_kernels(self, run: Callable[[], object], rows: int = 12) -> None:
-        """The kernels that take longest, on a GPU."""
-        if self.device.type != "cuda":
-            return
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-            run()
-            self.synchronize()
-        events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
-        total = sum(event.self_device_time_total for event in events)
-        count = sum(event.count for event in events)
-        print(f"    {total / 1e3:9.3f} ms in {count} kernels and copies")
-        for event in events[:rows]:
-            milliseconds = event.self_device_time_total / 1e3
-            print(f"    {milliseconds:9.3f} ms {event.count:6} x {event.key[:90]}")
-
-
-def _whole_by_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    operands = (x[None].transpose(1, 2) for x in (q, k, v))
-    o, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*operands, 0.0, True, False)
-    return o[0].transpose(0, 1)
-
-
-def _whole_by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    operands = (x[None].transpose(1, 2) for x in (q, k, v))
-    o, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*operands, None, True, 0.0, True)
-    return o[0].transpose(0, 1)
-
-
-def _attention_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The last queries [n, heads, head_dim] over all keys, by a softmax."""
-    n, group_size = len(q), q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group_size, 1).transpose(0, 1) for x in (k, v))
-    scores = q.transpose(0, 1) @ k.mT * q.shape[2] ** -0.5
-    hidden = torch.ones(scores.shape[1:], device=q.device).triu(1 + k.shape[1] - n).bool()
-    return (scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
-
-
-@contextmanager
-def _cudnn_from(num_queries: int) -> Iterator[None]:
-    """cuDNN only for slices of so many queries."""
-    before = prefill_attention._CUDNN_QUERIES
-    prefill_attention._CUDNN_QUERIES = num_queries
-    try:
-        yield
-    finally:
-        prefill_attention._CUDNN_QUERIES = before
+    def print_kernels(self, run: Callable[[], object]) -> None:
+        """The kernels that take the most time, on a GPU."""
+        if self.device.type == "cuda":
+            print_kernels([run])
 
 
 if __name__ == "__main__":

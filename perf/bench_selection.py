@@ -6,7 +6,6 @@ Two parts: every policy at 6,144 tokens with budgets of 1,024 tokens and of 2 % 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +20,7 @@ from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
-from perf.results_file import start_machine, write_results
+from perf.results_file import Run, script_options
 
 CONTEXT = 6144
 BUDGETS = (1024, round(0.02 * CONTEXT))
@@ -65,48 +64,35 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_options(__doc__, "selection")
     parser.add_argument("--policies", nargs="+", default=available_policies())
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--sample-every", type=int, default=20)
-    parser.add_argument("--parts", nargs="+", default=["quality", "candidates"])
-    parser.add_argument("--dry-run", action="store_true", help="print, do not write the results")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
 
     disable_progress_bar()  # of every model that is loaded
-    machine = start_machine()
+    run = Run(options)
     threads = available_cpus()
     text = "\n\n".join(stdlib_paragraphs())
     tokens = load_tokenizer(EMBEDDED_MODEL)(text, verbose=False)["input_ids"]
-    rows: list[dict[str, Any]] = []
-    if "quality" in arguments.parts:
-        settings = SelectionSettings(
-            context=CONTEXT, steps=arguments.steps, sample_every=arguments.sample_every
-        )
-        rows += measure(
-            policies_of_quality(arguments.policies), tokens, settings, threads, "quality"
-        )
-    if "candidates" in arguments.parts and "lfps" in available_policies():
-        for context in CANDIDATE_CONTEXTS:
-            # As in the paper: with larger budgets LFPS takes more candidates in short contexts.
-            budget = round(0.02 * context)
-            policies = [make_policy("lfps", alpha=a, budget_tokens=budget) for a in ALPHAS]
-            settings = SelectionSettings(context=context, steps=CANDIDATE_STEPS, sample_every=8)
-            rows += measure(policies, tokens, settings, threads, "candidates")
-    if arguments.dry_run:
-        from offload.bench.selection.output import markdown_table
-
-        print(markdown_table(rows))
-        return
+    settings = SelectionSettings(
+        context=CONTEXT, steps=options.steps, sample_every=options.sample_every
+    )
+    policies = policies_of_quality(options.policies)
+    rows = measure(policies, tokens, settings, threads, "quality")
+    for context in CANDIDATE_CONTEXTS:
+        # As in the paper: with larger budgets LFPS takes more candidates in short contexts.
+        budget = round(0.02 * context)
+        policies = [make_policy("lfps", alpha=a, budget_tokens=budget) for a in ALPHAS]
+        settings = SelectionSettings(context=context, steps=CANDIDATE_STEPS, sample_every=8)
+        rows += measure(policies, tokens, settings, threads, "candidates")
     settings_of_all = {
         "model": EMBEDDED_MODEL,
         "text": "docstrings of the standard library",
         "threads": threads,
         "context": CONTEXT,
-        "steps": arguments.steps,
-        "sample_every": arguments.sample_every,
     }
-    print(write_results("selection", machine=machine, settings=settings_of_all, rows=rows))
+    run.write(settings_of_all | run.named("steps", "sample_every"), rows)
 
 
 if __name__ == "__main__":

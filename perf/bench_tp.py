@@ -9,6 +9,7 @@ the time of an all-reduce in a graph, and whether a small float32 model chooses 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import os
@@ -25,12 +26,12 @@ import torch
 from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.made.model_cache import ModelCache, structured_model_cache
+from offload.bench.decode.models import lean_model, release, synchronize
+from offload.bench.made.model_cache import structured_model_cache
 from offload.bench.made.random_model import random_model
 from offload.bench.pipeline.device_session import DecoderSession
 from offload.bench.pipeline.measure import measure_pipeline
 from offload.decode.gpu.decoder import DeviceDecoder
-from offload.models import LeanModel, lean_model_maker
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
@@ -39,7 +40,8 @@ from offload.ranks.group import TensorParallel, connect
 from offload.ranks.launch import is_rank, run_ranks
 from offload.runtime.opening import rank_policy
 from offload.system.memory import available_cpus, parse_size, worker_threads
-from perf.results_file import start_machine, write_results
+from perf.results_file import Run, script_options
+from perf.tables.placement_tables import gpu_tp_table, same_tokens, two_gpu_ratios
 
 COMMAND = (sys.executable, "-m", "perf.bench_tp")
 TOKEN_POLICIES = ("full", "exact_topk", "lychee_decode")
@@ -53,41 +55,29 @@ def main(arguments: list[str] | None = None) -> int:
     if is_rank():
         _run_rank(options)
         return 0
-    machine = start_machine()
-    if options.commit is not None:
-        machine |= {"commit": options.commit, "uncommitted_changes": False}
+    run = Run(options)
     _grow_memory(parse_size(options.grow_memory))
-    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         _save_small_model(Path(folder) / "model")
         of_size = {}
         for world_size in (1, 2):
             _start_ranks(world_size, [*arguments, "--work", folder])
             of_size[world_size] = json.loads((Path(folder) / f"{world_size}.json").read_text())
-            print(f"[{time.monotonic() - started:6.1f} s] {world_size} rank(s) done", flush=True)
+            run.say(f"{world_size} rank(s) done")
     rows = [row for part in of_size.values() for row in part["decode"]]
-    for policy in options.policies:
-        one, two = (
-            max(row["tokens_per_second"] for row in part["decode"] if row["policy"] == policy)
-            for part in of_size.values()
-        )
-        rows.append({"part": "ratio", "policy": policy, "ratio": two / one})
-        print(f"{policy}: {one:.1f} tokens/s on one, {two:.1f} on two: {two / one:.2f}x")
+    rows += [
+        {"part": "ratio", "policy": policy, "ratio": ratio}
+        for policy, ratio in two_gpu_ratios({"rows": rows}).items()
+    ]
     rows += of_size[2]["all_reduce"]
-    for row in of_size[2]["all_reduce"]:
-        print(f"all-reduce of {row['bytes']} bytes: {row['microseconds']:.1f} us")
-    same = {
-        policy: tokens == of_size[2]["tokens"][policy]
+    rows += [
+        {"part": "tokens", "policy": policy, "equal": tokens == of_size[2]["tokens"][policy]}
         for policy, tokens in of_size[1]["tokens"].items()
-    }
-    rows += [{"part": "tokens", "policy": policy, "equal": equal} for policy, equal in same.items()]
-    print(f"the same tokens: {same}")
+    ]
     settings = {name: value for name, value in vars(options).items() if name != "output"}
-    path = write_results(
-        options.name, machine=machine, settings=settings, rows=rows, folder=options.output
-    )
-    print(f"wrote {path} after {time.monotonic() - started:.1f} s")
-    return 0 if all(same.values()) else 1
+    result = run.write(settings, rows)
+    print(gpu_tp_table(result))
+    return 0 if all(same_tokens(result)) else 1
 
 
 def _start_ranks(world_size: int, arguments: list[str]) -> None:
@@ -118,42 +108,21 @@ def _run_rank(options: argparse.Namespace) -> None:
         path.write_text(json.dumps(result), encoding="utf-8")
 
 
-def _session(
-    lean: LeanModel, cache: ModelCache, policy: Policy, device: torch.device, parts: int
-) -> DecoderSession:
-    """Of one rank: its heads of every sequence."""
-    is_cuda = device.type == "cuda"
-    decoder = DeviceDecoder(
-        lean,
-        cache.store,
-        policy,
-        device=device,
-        backend="graph" if is_cuda else "inline",
-        num_threads=worker_threads(None, with_gpu=is_cuda),
-        num_parts=parts,
-        deadline_seconds=30.0,
-    )
-    return DecoderSession(decoder, cache)
-
-
 def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> list[dict[str, Any]]:
     """Tokens/s of the batch under each policy, in one part and in two."""
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    device = _device(options, rank)
-    whole_shape, dtype = MODEL_SHAPES[options.shape], torch.bfloat16
-    if device.type == "cpu":
-        dtype = torch.float32
+    device, whole_shape = _device(options, rank), MODEL_SHAPES[options.shape]
+    is_cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if is_cuda else torch.float32
     stock = random_model(whole_shape, device=device, dtype=dtype)
-    whole = lean_model_maker(stock.config.model_type)(stock)
+    whole = lean_model(stock)
     policies = [_policy(name) for name in options.policies]
     if ranks is not None:
         keep_own_weights(whole, ranks)
         policies = [rank_policy(policy, ranks, whole_shape) for policy in policies]
     lean = rank_view(whole, ranks)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release(device)
     pool = WorkerPool(available_cpus())
-    start = time.monotonic()
     try:
         cache = structured_model_cache(
             lean.shape,
@@ -170,18 +139,26 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
         )
     finally:
         pool.close()
-    if rank == 0:
-        print(f"caches: {time.monotonic() - start:.1f} s", flush=True)
     rows = []
-    for policy in policies:
-        for parts in options.parts:
-            session = _session(lean, cache, policy, device, parts)
-            session.rewind()
-            try:
-                measured, _ = measure_pipeline(session, repeats=options.repeats, traced_steps=0)
-            finally:
-                session.close()
-            row = {
+    for policy, parts in itertools.product(policies, options.parts):
+        decoder = DeviceDecoder(
+            lean,
+            cache.store,
+            policy,
+            device=device,
+            backend="graph" if is_cuda else "inline",
+            num_threads=worker_threads(None, with_gpu=is_cuda),
+            num_parts=parts,
+            deadline_seconds=30.0,
+        )
+        session = DecoderSession(decoder, cache)
+        session.rewind()
+        try:
+            measured, _ = measure_pipeline(session, repeats=options.repeats, traced_steps=0)
+        finally:
+            session.close()
+        rows.append(
+            {
                 "part": "decode",
                 "world_size": world_size,
                 "policy": policy.name,
@@ -191,13 +168,10 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
                 "weight_bytes_of_rank": sum(weight.nbytes for weight in stock.parameters()),
                 **measured.row(),
             }
-            rows.append(row)
-            if rank == 0:
-                print(
-                    f"{world_size} rank(s), {policy.name}, {parts} part(s): "
-                    f"{row['milliseconds']:.2f} ms, {row['tokens_per_second']:.1f} tokens/s",
-                    flush=True,
-                )
+        )
+        if rank == 0:
+            name = f"{world_size} rank(s), {policy.name}, {parts} part(s)"
+            print(f"{name}: {measured.milliseconds:.2f} ms", flush=True)
     cache.close()
     return rows
 
@@ -222,20 +196,19 @@ def _all_reduce_seconds(x: Tensor, ranks: TensorParallel, count: int) -> float:
         for _ in range(count):
             ranks.all_reduce(x)
 
-    if not x.is_cuda:
-        start = time.perf_counter()
+    run = reduce_all
+    if x.is_cuda:
         reduce_all()
-        return (time.perf_counter() - start) / count
-    reduce_all()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        reduce_all()
+        synchronize(x.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            reduce_all()
+        run = graph.replay
     times = []
-    for _ in range(20):
+    for _ in range(20 if x.is_cuda else 1):
         start = time.perf_counter()
-        graph.replay()
-        torch.cuda.synchronize()
+        run()
+        synchronize(x.device)
         times.append((time.perf_counter() - start) / count)
     return float(np.median(times))
 
@@ -310,7 +283,7 @@ def _grow_memory(num_bytes: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_options(__doc__, "gpu-tp")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--shape", choices=list(MODEL_SHAPES), default="llama-3.1-8b")
     parser.add_argument("--policies", nargs="+", default=["lychee_cluster", "lychee_decode"])
@@ -322,9 +295,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--grow-memory", default="0", help="host memory to touch beforehand")
     parser.add_argument("--work", help=argparse.SUPPRESS)  # the folder of a run's ranks
-    parser.add_argument("--name", default="gpu-tp", help="of the results file")
-    parser.add_argument("--output", type=Path, help="its folder; default: perf/results")
-    parser.add_argument("--commit", help="of this tree, where there is no repository")
     return parser
 
 

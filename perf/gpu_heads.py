@@ -8,22 +8,21 @@ transformers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from offload.bench.decode.engines import OURS, describe, graph_row, stock_row
+from offload.bench.decode.engines import graph_row, stock_row
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.loading.planned_model import planned_model
 from offload.models.shape import MODEL_SHAPES
-from offload.planning.plan import PlanRequest, make_plan
-from offload.planning.profile import MachineProfile
+from offload.planning.plan import make_plan
 from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE
 from offload.policies.registry import make_policy
-from perf.gpu_steps import GPUBench, Rows, measure_ours
+from perf.gpu_steps import STOCK_STEPS, GPUBench, Row, measure_ours, plan_request
 
 RETRIEVAL_SHARE = 8  # one KV head in so many retrieves, beside those of layer 0
 BUDGETS = {"lychee_decode": 2048, "tidal_decode": 1024}
@@ -56,22 +55,9 @@ def placement(settings: PipelineSettings, policy: Policy, num_gathered: int) -> 
     return HeadPlacement(places)
 
 
-def planned(settings: PipelineSettings, policy: Policy, profile: MachineProfile) -> HeadPlacement:
-    """What a plan for this machine chooses."""
-    model = replace(planned_model(settings.shape), dtype=settings.dtype)
-    request = PlanRequest(
-        model=model,
-        policy=policy,
-        context=min(settings.kv_len, model.shape.max_context),
-        batch_size=1,
-        device=str(settings.device),
-        max_memory={},
-        on_this_machine=False,
-    )
-    return make_plan(request, profile).placement
-
-
-def heads(bench: GPUBench, *, names: list[str], gathered: list[int], peers: bool = True) -> Rows:
+def heads(
+    bench: GPUBench, *, kv_lens: list[int], names: list[str], gathered: list[int]
+) -> Iterator[Row]:
     """Time per token at each context.
 
     Args:
@@ -79,27 +65,20 @@ def heads(bench: GPUBench, *, names: list[str], gathered: list[int], peers: bool
         gathered: heads of a layer whose rows the GPU fetches; -1: retrieving heads on the CPU too.
     """
     policies = head_policies(bench.settings, names)
-    rows: Rows = []
-    for kv_len in bench.kv_lens:
+    for kv_len in kv_lens:
         with bench.caches(kv_len, policies) as (settings, cache):
             for policy in policies:
                 for count in gathered:
-                    of_policy = replace(
+                    placed = replace(
                         settings, policy=policy, placement=placement(settings, policy, count)
                     )
-                    row = measure_ours(bench, of_policy, cache)
-                    rows.append({"engine": OURS, "gathered_heads": count, **row})
-                    bench.say(f"gathered {count}: {describe(rows[-1])}")
+                    yield measure_ours(bench, placed, cache) | {"gathered_heads": count}
                 if bench.is_cuda:
-                    chosen = planned(settings, policy, bench.profile)
-                    of_policy = replace(settings, policy=policy, placement=chosen)
-                    row = measure_ours(bench, of_policy, cache)
-                    heads = {place.name: sum(chosen.counts(place)) for place in Place}
-                    rows.append({"engine": OURS, "gathered_heads": None, "heads": heads, **row})
-                    bench.say(f"planned, {heads}: {describe(rows[-1])}")
-        if peers:
-            rows.append(graph_row(bench.model, kv_len, num_steps=bench.num_steps))
-            bench.say(describe(rows[-1]))
-            rows.append(stock_row(bench.model, kv_len, offloaded=False, num_steps=4))
-            bench.say(describe(rows[-1]))
-    return rows
+                    request = plan_request(settings, policy, kv_len)
+                    chosen = make_plan(request, bench.profile).placement
+                    counted = {place.name: sum(chosen.counts(place)) for place in Place}
+                    placed = replace(settings, policy=policy, placement=chosen)
+                    row = measure_ours(bench, placed, cache)
+                    yield row | {"gathered_heads": None, "heads": counted}
+        yield graph_row(bench.model, kv_len, num_steps=bench.num_steps)
+        yield stock_row(bench.model, kv_len, offloaded=False, num_steps=STOCK_STEPS)

@@ -1,4 +1,5 @@
-"""What `perf.bench_gpu` measures, a function for each part; each gives rows of plain values.
+"""What `perf.bench_gpu` measures, a function for each part; each gives rows of plain values
+as they are measured.
 
 Everything runs in one process on one model with random weights, so that figures of one call may be
 set against each other. With `--backend inline --shape tiny` all of it runs on a CPU, for tests.
@@ -6,6 +7,7 @@ set against each other. With `--backend inline --shape tiny` all of it runs on a
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,30 +18,71 @@ from typing import Any
 import torch
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.decode.engines import OURS, STOCK, describe, graph_row, seconds_row, stock_row
+from offload import OffloadedModel, load_tokenizer
+from offload.bench.decode.engines import OURS, STOCK, graph_row, seconds_row, stock_row
 from offload.bench.decode.models import RandomModel, release, synchronize
 from offload.bench.decode.peers.transformers_decode import prefill_seconds
 from offload.bench.machine.measure import measure_profile
 from offload.bench.made.model_cache import ModelCache
 from offload.bench.pipeline.measure import measure_pipeline
-from offload.bench.pipeline.session import open_session
+from offload.bench.pipeline.session import BACKENDS, check_settings, open_session
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
+from offload.loading.planned_model import planned_model
 from offload.models.batch import RaggedBatch, pack
+from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
+from offload.planning.plan import PlanRequest
 from offload.planning.profile import MachineProfile
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.prefill.forward import prefill
 from offload.runtime.budgets import weight_bytes_of
-from offload.system.memory import format_bytes
+from offload.system.stdlib_text import stdlib_paragraphs
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+STOCK_STEPS = 4  # of transformers, which is slow
 NO_OFFLOAD, STREAMED, INDEXED = "without offload", "streamed out", "streamed out, with index"
 NULL_WORK, NO_HANDSHAKE = "null work on the CPU", "no handshake"
 # The CPU attends to nothing: all of the budget is in the GPU's window.
 NULL_POLICY = {"budget_tokens": 68, "sink_tokens": 4}
+
+
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the model that a script decodes with."""
+    parser.add_argument("--shape", choices=list(MODEL_SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--backend", choices=list(BACKENDS), default=next(iter(BACKENDS)))
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+
+
+def model_settings(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, **more: Any
+) -> PipelineSettings:
+    """What `model_options` and `more` say; ends the script in one line where there is no GPU."""
+    settings = PipelineSettings(
+        shape=options.shape, backend=options.backend, dtype=DTYPES[options.dtype], **more
+    )
+    try:
+        check_settings(settings)
+    except NotImplementedError as error:
+        parser.error(str(error))
+    return settings
+
+
+def plan_request(settings: PipelineSettings, policy: Policy, context: int) -> PlanRequest:
+    """A plan for so many tokens of made keys, whose context no rotation limits."""
+    model = replace(planned_model(settings.shape), dtype=settings.dtype)
+    longest = max(model.shape.max_context, context)
+    return PlanRequest(
+        model=replace(model, shape=replace(model.shape, max_context=longest)),
+        policy=policy,
+        context=context,
+        batch_size=1,
+        device=str(settings.device),
+        max_memory={},
+        on_this_machine=False,
+    )
 
 
 @dataclass
@@ -48,14 +91,12 @@ class GPUBench:
 
     Attributes:
         settings: shape, backend, dtype, threads and seed of everything; the rest is replaced.
-        policies: that decode.
-        kv_lens: contexts of `decode` and `peers`; the last is the one that targets are about.
+        policies: that decode; some parts use the first.
         say: gets a line about each thing measured.
     """
 
     settings: PipelineSettings
     policies: Sequence[Policy]
-    kv_lens: Sequence[int]
     num_steps: int
     repeats: int
     say: Callable[[str], None]
@@ -63,20 +104,13 @@ class GPUBench:
     @cached_property
     def model(self) -> RandomModel:
         """The model of random weights."""
-        start = time.monotonic()
-        model = RandomModel(self.settings)
-        _ = model.stock
-        synchronize(model.device)
-        self.say(f"model: {time.monotonic() - start:.1f} s")
-        return model
+        return RandomModel(self.settings)
 
     @cached_property
     def profile(self) -> MachineProfile:
         """What this machine is measured to do, with the threads of `settings`."""
-        settings = self.settings
-        threads = settings.worker_threads
-        shape = MODEL_SHAPES[settings.shape]
-        profile = measure_profile(settings.device, threads, shape=shape, dtype=settings.dtype)
+        made, shape = self.settings, MODEL_SHAPES[self.settings.shape]
+        profile = measure_profile(made.device, made.worker_threads, shape=shape, dtype=made.dtype)
         self.release()
         return profile
 
@@ -102,29 +136,20 @@ class GPUBench:
             yield made
 
 
-def decode(bench: GPUBench) -> Rows:
+def decode(bench: GPUBench, *, kv_lens: Sequence[int]) -> Iterator[Row]:
     """Our decode step under each policy, and the all-on-GPU graph, at each context."""
-    rows = []
-    for kv_len in bench.kv_lens:
+    for kv_len in kv_lens:
         with bench.caches(kv_len, bench.policies) as (settings, cache):
             for policy in bench.policies:
-                row = measure_ours(bench, replace(settings, policy=policy), cache)
-                rows.append({"engine": OURS, **row})
-                bench.say(describe(rows[-1]))
-        rows.append(graph_row(bench.model, kv_len, num_steps=bench.num_steps))
-        bench.say(describe(rows[-1]))
-    return rows
+                yield measure_ours(bench, replace(settings, policy=policy), cache)
+        yield graph_row(bench.model, kv_len, num_steps=bench.num_steps)
 
 
-def peers(bench: GPUBench, *, stock_steps: int = 4) -> Rows:
+def peers(bench: GPUBench, *, kv_lens: Sequence[int]) -> Iterator[Row]:
     """transformers at each context, with KV on the GPU and offloaded."""
-    rows = []
-    for kv_len in bench.kv_lens:
+    for kv_len in kv_lens:
         for offloaded in (False, True) if bench.is_cuda else (False,):
-            row = stock_row(bench.model, kv_len, offloaded=offloaded, num_steps=stock_steps)
-            rows.append(row)
-            bench.say(describe(rows[-1]))
-    return rows
+            yield stock_row(bench.model, kv_len, offloaded=offloaded, num_steps=STOCK_STEPS)
 
 
 def batch(
@@ -134,66 +159,52 @@ def batch(
     batch_size: int,
     memory_cap_bytes: int,
     distinct_layers: int | None,
-    stock_steps: int = 4,
-) -> Rows:
+) -> Iterator[Row]:
     """Tokens/s of a batch with the GPU's memory capped, and the largest batch without offload."""
-    rows: Rows = []
-    policies = bench.policies[:1]
+    sizes: dict[str, Any] = {"batch_size": batch_size, "distinct_layers": distinct_layers}
     with _memory_cap(bench, memory_cap_bytes):
-        with bench.caches(
-            kv_len, policies, batch_size=batch_size, distinct_layers=distinct_layers
-        ) as (settings, cache):
-            rows.append({"engine": OURS, **measure_ours(bench, settings, cache)})
-            bench.say(describe(rows[-1]))
+        with bench.caches(kv_len, bench.policies[:1], **sizes) as (settings, cache):
+            yield measure_ours(bench, settings, cache)
         if bench.is_cuda:  # transformers offloads from CUDA devices only
-            rows.append(
-                stock_row(
-                    bench.model,
-                    kv_len,
-                    offloaded=True,
-                    num_steps=stock_steps,
-                    batch_size=batch_size,
-                )
+            yield stock_row(
+                bench.model,
+                kv_len,
+                offloaded=True,
+                num_steps=STOCK_STEPS,
+                batch_size=batch_size,
             )
-            bench.say(describe(rows[-1]))
-        largest: Rows = []
+        largest = None
         for size in range(1, batch_size + 1):
             try:
-                largest = [
-                    graph_row(bench.model, kv_len, num_steps=bench.num_steps, batch_size=size)
-                ]
+                largest = graph_row(bench.model, kv_len, num_steps=bench.num_steps, batch_size=size)
             except torch.OutOfMemoryError:
                 break
             finally:
                 bench.release()
-            bench.say(describe(largest[0]))
-    return rows + largest
+    if largest is not None:
+        yield largest
 
 
-def handshake(bench: GPUBench, *, kv_len: int) -> Rows:
+def handshake(bench: GPUBench, *, kv_len: int) -> Iterator[Row]:
     """A step whose CPU side has nothing to attend to, and one without the CPU side."""
     policy = make_policy("streaming_llm", **NULL_POLICY)
-    rows = []
+    num_layers = MODEL_SHAPES[bench.settings.shape].num_layers - policy.dense_layers
     with bench.caches(kv_len, [policy], distinct_layers=1) as (settings, cache):
         for engine, host_work in ((NULL_WORK, "attend"), (NO_HANDSHAKE, "none")):
             of_engine = replace(settings, host_work=host_work)
             row = measure_ours(bench, of_engine, cache, traced_steps=0)
-            num_layers = bench.model.stock.config.num_hidden_layers - policy.dense_layers
-            rows.append({"engine": engine, "host_layers": num_layers, **row})
-            bench.say(describe(rows[-1]))
-    return rows
+            yield row | {"engine": engine, "host_layers": num_layers}
 
 
 @torch.inference_mode()
 def prefill_rows(
     bench: GPUBench, *, lengths: Sequence[int], slice_tokens: int, memory_cap_bytes: int
-) -> Rows:
+) -> Iterator[Row]:
     """Seconds of a prompt: our prefill without a store, with one, with the policy's index.
 
     Ours run with the GPU's memory capped; each row has what torch's allocator gave out at most,
     weights included, and what it held.
     """
-    rows = []
     policy = bench.policies[0]
     weight_bytes = weight_bytes_of(bench.model.stock)
     for num_tokens in lengths:
@@ -204,47 +215,87 @@ def prefill_rows(
             for engine in (NO_OFFLOAD, STREAMED, INDEXED):
                 if bench.is_cuda:
                     torch.cuda.reset_peak_memory_stats()
-                seconds = [
+                first, *seconds = (
                     _prefill_seconds(
                         bench, attention, num_tokens, slice_tokens, engine, memory_cap_bytes
                     )
                     for _ in range(1 + bench.repeats)
-                ]
-                row = seconds_row(engine, num_tokens, 1, seconds[1:]) | {
+                )
+                cuda = torch.cuda if bench.is_cuda else None
+                yield seconds_row(engine, num_tokens, 1, seconds) | {
                     "policy": policy.name if engine == INDEXED else None,
-                    "first_milliseconds": 1e3 * seconds[0],
+                    "first_milliseconds": 1e3 * first,
                     "weight_bytes": weight_bytes,
-                    **_peak_memory(bench),
+                    "device_peak_bytes": cuda and cuda.max_memory_allocated(),
+                    "device_reserved_bytes": cuda and cuda.max_memory_reserved(),
                 }
-                rows.append(row)
-                bench.say(describe(row))
-                if bench.is_cuda:
-                    peak, held = row["device_peak_bytes"], row["device_reserved_bytes"]
-                    bench.say(f"    peak {format_bytes(peak)}, held {format_bytes(held)}")
         bench.release()
         if num_tokens == min(lengths):
-            seconds = [prefill_seconds(bench.model.stock, num_tokens=num_tokens) for _ in range(2)][
-                1:
-            ]
-            rows.append(seconds_row(STOCK, num_tokens, 1, seconds))
-            bench.say(describe(rows[-1]))
+            _, second = (
+                prefill_seconds(bench.model.stock, num_tokens=num_tokens) for _ in range(2)
+            )
+            yield seconds_row(STOCK, num_tokens, 1, [second])
             bench.release()
-    return rows
 
 
-def _peak_memory(bench: GPUBench) -> dict[str, int | None]:
-    """Bytes since the peak was last reset; None without a GPU."""
-    if not bench.is_cuda:
-        return {"device_peak_bytes": None, "device_reserved_bytes": None}
-    return {
-        "device_peak_bytes": torch.cuda.max_memory_allocated(),
-        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
-    }
+def smollm2(
+    bench: GPUBench,
+    *,
+    model: str,
+    policies: Sequence[str],
+    context: int,
+    new_tokens: int,
+    dtype: str,
+) -> Iterator[Row]:
+    """Whether the embedded model says the same on the GPU and on the CPU, under every policy.
+
+    Args:
+        model: a folder, or the embedded model's name.
+        context: tokens of real text that are read.
+    """
+    words = "\n\n".join(stdlib_paragraphs())
+    prompt = load_tokenizer(model)(words, verbose=False)["input_ids"][:context]
+    on_gpu: dict[str, Any] = {"device": "cuda", "backend": bench.settings.backend}
+    for name in policies:
+        said = []
+        for device in ({}, on_gpu if bench.is_cuda else {}):
+            loaded = OffloadedModel.from_pretrained(
+                model,
+                policy=make_policy(name),
+                dtype=dtype,
+                num_threads=bench.settings.num_threads,
+                **device,
+            )
+            said.append(_greedy(loaded, prompt, new_tokens))
+            del loaded
+        ours, theirs = said
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        yield {
+            "policy": name,
+            "context": len(prompt),
+            "tokens": len(ours),
+            "same_tokens": next((i for i, (a, b) in pairs if a != b), len(ours)),
+            "same": ours == theirs,
+        }
+
+
+def _greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
 def measure_ours(
     bench: GPUBench, settings: PipelineSettings, cache: ModelCache, traced_steps: int = 8
-) -> dict[str, Any]:
+) -> Row:
     """A row about our steps with `settings` over `cache`."""
     session = open_session(settings, bench.model.stock, cache)
     try:
@@ -252,7 +303,8 @@ def measure_ours(
     finally:
         session.close()
         bench.release()
-    return {"policy": settings.policy.name, "kv_len": settings.kv_len} | measurement.row()
+    ours = {"engine": OURS, "policy": settings.policy.name, "kv_len": settings.kv_len}
+    return ours | measurement.row()
 
 
 @contextmanager
@@ -300,7 +352,7 @@ def _prefill_seconds(
     prefill(
         bench.model.lean,
         hidden,
-        _one_prompt(num_tokens, device),
+        one_prompt(num_tokens, device),
         store=None if engine == NO_OFFLOAD else store,
         seqs=[seq],
         slice_tokens=slice_tokens,
@@ -319,7 +371,8 @@ def _prefill_seconds(
     return seconds
 
 
-def _one_prompt(num_tokens: int, device: torch.device) -> RaggedBatch:
+def one_prompt(num_tokens: int, device: torch.device) -> RaggedBatch:
+    """A batch of one sequence of so many tokens, whose positions are on the device."""
     batch = pack((1, num_tokens), None, torch.arange(num_tokens)[None])
     return replace(batch, position_ids=batch.position_ids.to(device))
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED
 from offload.system.memory import format_bytes
-from perf.tables.gpu_tables import Results, Row, decode_rows, engine_name
+from perf.tables.gpu_tables import Results, decode_rows, engine_name
+from perf.tables.markdown import Row
 
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
 _GPU_ENGINES = (STOCK_OFFLOADED, STOCK, GRAPH, OURS)
@@ -25,12 +25,8 @@ _CPU_ENGINES = (
 )
 
 
-@dataclass
-class _Line:
-    """Milliseconds per token of an engine: (context, median, 10th and 90th percentile) each."""
-
-    name: str
-    points: list[tuple[int, float, float, float]]
+# By engine: (context, median, 10th and 90th percentile of the milliseconds per token) each.
+_Lines = dict[str, list[tuple[int, float, float, float]]]
 
 
 def plot_decode(result: dict[str, Any], path: Path) -> None:
@@ -88,50 +84,53 @@ def is_current(path: Path, results: Any) -> bool:
     return path.is_file() and _digest(results) in path.read_text("utf-8")
 
 
-def _gpu_lines(gpu: Results) -> list[_Line]:
-    lines: dict[str, _Line] = {}
+def _gpu_lines(gpu: Results) -> _Lines:
+    lines: _Lines = {}
     for engine in _GPU_ENGINES:
         for row in decode_rows(gpu):
-            if row["engine"] != engine or row.get("policy") not in (None, *_GPU_POLICIES):
-                continue
-            name = engine_name(row).replace("`", "")
-            times = [row[key] for key in ("milliseconds", "milliseconds_p10", "milliseconds_p90")]
-            lines.setdefault(name, _Line(name, [])).points.append((row["kv_len"], *times))
-    return list(lines.values())
+            if row["engine"] == engine and row.get("policy") in (None, *_GPU_POLICIES):
+                name = engine_name(row).replace("`", "")
+                lines.setdefault(name, []).append(_point(row, "kv_len", "milliseconds"))
+    return lines
 
 
-def _cpu_lines(cpu: dict[str, Any]) -> list[_Line]:
-    def points(rows: list[Row]) -> list[tuple[int, float, float, float]]:
-        return [(r["context"], r["step_ms"], r["step_ms_p10"], r["step_ms_p90"]) for r in rows]
-
-    return [
-        _Line(engine, points([row for row in cpu["rows"] if row["engine"] == engine]))
+def _cpu_lines(cpu: dict[str, Any]) -> _Lines:
+    return {
+        engine: [
+            _point(row, "context", "step_ms") for row in cpu["rows"] if row["engine"] == engine
+        ]
         for engine in _CPU_ENGINES
-    ]
+    }
 
 
-def _draw(axes: Any, lines: list[_Line]) -> None:
+def _point(row: Row, context: str, time: str) -> tuple[int, float, float, float]:
+    return row[context], row[time], row[f"{time}_p10"], row[f"{time}_p90"]
+
+
+def _draw(axes: Any, lines: _Lines) -> None:
     """Lines over two logarithmic axes; bars are from the 10th to the 90th percentile."""
-    names = [line.name for line in lines]
-    for line in lines:
-        contexts, medians, low, high = zip(*sorted(line.points), strict=True)
+    for name, points in lines.items():
+        contexts, medians, low, high = zip(*sorted(points), strict=True)
         below = [median - p10 for median, p10 in zip(medians, low, strict=True)]
         above = [p90 - median for median, p90 in zip(medians, high, strict=True)]
         axes.errorbar(
             contexts,
             medians,
             yerr=[below, above],
-            label=line.name,
-            color=_color(line.name, names),
+            label=name,
+            color=_color(name, list(lines)),
             marker="o",
-            linewidth=2.5 if line.name.startswith("offload") else 1.5,
+            linewidth=2.5 if name.startswith("offload") else 1.5,
         )
-    contexts = sorted({point[0] for line in lines for point in line.points})
+    all_points = [point for points in lines.values() for point in points]
+    contexts = sorted({point[0] for point in all_points})
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
     axes.set_xticks([], minor=True)
-    ticks = [tick for tick in (5, 10, 20, 50, 100, 200, 500, 1000) if _within(tick, lines)]
+    times = [point[1] for point in all_points]
+    least, most = min(times) / 2, max(times) * 2
+    ticks = [tick for tick in (5, 10, 20, 50, 100, 200, 500, 1000) if least < tick < most]
     axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_yticks([], minor=True)
     axes.grid(axis="y", alpha=0.3)
@@ -141,17 +140,12 @@ def _draw(axes: Any, lines: list[_Line]) -> None:
     )
 
 
-def _within(tick: int, lines: list[_Line]) -> bool:
-    medians = [point[1] for line in lines for point in line.points]
-    return min(medians) / 2 < tick < max(medians) * 2
-
-
-def _caption(title: str, lines: list[_Line], result: dict[str, Any], more: str = "") -> str:
-    longest = max(point[0] for line in lines for point in line.points)
+def _caption(title: str, lines: _Lines, result: dict[str, Any], more: str = "") -> str:
+    longest = max(point[0] for points in lines.values() for point in points)
     times = [
-        f"{line.name} {point[1]:,.1f} ms"
-        for line in lines
-        for point in line.points
+        f"{name} {point[1]:,.1f} ms"
+        for name, points in lines.items()
+        for point in points
         if point[0] == longest
     ]
     machine = result["machine"]

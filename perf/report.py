@@ -22,88 +22,44 @@ from perf.plots import (
     time_plot_is_current,
 )
 from perf.results_file import ROOT, read_results
-from perf.tables.gpu_tables import (
-    PARTS,
-    Results,
-    gpu_batch_table,
-    gpu_decode_table,
-    gpu_overlap_table,
-    gpu_prefill_table,
-    gpu_targets_table,
-)
-from perf.tables.latency_tables import latency_phases_table, latency_table, latency_targets_table
-from perf.tables.placement_tables import (
-    COMMANDS,
-    gpu_gather_table,
-    gpu_heads_table,
-    gpu_hybrid_table,
-    gpu_plan_table,
-    gpu_retrieval_table,
-    gpu_tp_table,
-    not_measured,
-)
+from perf.tables import gpu_tables, latency_tables, placement_tables, selection_tables, tables
+from perf.tables.gpu_tables import Results
+from perf.tables.placement_tables import COMMANDS, not_measured
 from perf.tables.placement_targets import gpu_placement_targets_table
-from perf.tables.selection_tables import (
-    lfps_candidates_table,
-    niah_table,
-    policy_speed_table,
-    selection_table,
-)
-from perf.tables.tables import (
-    attention_table,
-    decode_plot,
-    decode_table,
-    prefill_table,
-    startup_table,
-)
-
-
-def _gpu(make: Callable[[Results], str]) -> Callable[[dict[str, Any]], str]:
-    """For a table of several parts of `perf.bench_gpu`, which write a file each."""
-
-    def table(result: dict[str, Any]) -> str:
-        return make(_gpu_results())
-
-    return table
-
-
-def placement_targets() -> str:
-    """Of the files that there are, which may be none."""
-    found = {name: read_results(name) for name in COMMANDS}
-    return gpu_placement_targets_table({name: x for name, x in found.items() if x is not None})
-
 
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "attention": ("attention", attention_table),
-    "decode": ("decode", decode_table),
-    "decode-plot": ("decode", decode_plot),
-    "policy-speed": ("decode-policies", policy_speed_table),
-    "prefill": ("decode", prefill_table),
-    "gpu-batch": ("gpu-batch", _gpu(gpu_batch_table)),
-    "gpu-decode": ("gpu-decode", _gpu(gpu_decode_table)),
-    "gpu-overlap": ("gpu-decode", _gpu(gpu_overlap_table)),
-    "gpu-gather": ("gpu-gather", gpu_gather_table),
-    "gpu-heads": ("gpu-heads", gpu_heads_table),
-    "gpu-hybrid": ("gpu-hybrid", gpu_hybrid_table),
-    "gpu-plan": ("gpu-plan", gpu_plan_table),
-    "gpu-prefill": ("gpu-prefill", _gpu(gpu_prefill_table)),
-    "gpu-retrieval": ("gpu-retrieval", gpu_retrieval_table),
-    "gpu-targets": ("gpu-decode", _gpu(gpu_targets_table)),
-    "gpu-tp": ("gpu-tp", gpu_tp_table),
-    "latency": ("latency", latency_table),
-    "latency-phases": ("latency", latency_phases_table),
-    "latency-targets": ("latency", latency_targets_table),
-    "latency-16-cores": ("latency-16-cores", latency_table),
-    "latency-16-cores-phases": ("latency-16-cores", latency_phases_table),
-    "latency-16-cores-targets": ("latency-16-cores", latency_targets_table),
-    "lfps-candidates": ("selection", lfps_candidates_table),
-    "niah": ("niah", niah_table),
-    "selection": ("selection", selection_table),
-    "startup": ("startup", startup_table),
+    "attention": ("attention", tables.attention_table),
+    "decode": ("decode", tables.decode_table),
+    "decode-plot": ("decode", tables.decode_plot),
+    "policy-speed": ("decode-policies", selection_tables.policy_speed_table),
+    "prefill": ("decode", tables.prefill_table),
+    "gpu-gather": ("gpu-gather", placement_tables.gpu_gather_table),
+    "gpu-heads": ("gpu-heads", placement_tables.gpu_heads_table),
+    "gpu-hybrid": ("gpu-hybrid", placement_tables.gpu_hybrid_table),
+    "gpu-plan": ("gpu-plan", placement_tables.gpu_plan_table),
+    "gpu-retrieval": ("gpu-retrieval", placement_tables.gpu_retrieval_table),
+    "gpu-tp": ("gpu-tp", placement_tables.gpu_tp_table),
+    "latency": ("latency", latency_tables.latency_table),
+    "latency-phases": ("latency", latency_tables.latency_phases_table),
+    "latency-targets": ("latency", latency_tables.latency_targets_table),
+    "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
+    "latency-16-cores-targets": ("latency-16-cores", latency_tables.latency_targets_table),
+    "lfps-candidates": ("selection", selection_tables.lfps_candidates_table),
+    "niah": ("niah", selection_tables.niah_table),
+    "selection": ("selection", selection_tables.selection_table),
+    "startup": ("startup", tables.startup_table),
+}
+# Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
+GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "gpu-batch": ("batch", gpu_tables.gpu_batch_table),
+    "gpu-decode": ("decode", gpu_tables.gpu_decode_table),
+    "gpu-overlap": ("decode", gpu_tables.gpu_overlap_table),
+    "gpu-prefill": ("prefill", gpu_tables.gpu_prefill_table),
+    "gpu-targets": ("decode", gpu_tables.gpu_targets_table),
     "time-per-token": (
-        "gpu-decode",
-        _gpu(lambda gpu: time_per_token_caption(gpu, read_results("decode"))),
+        "decode",
+        lambda gpu: time_per_token_caption(gpu, read_results("decode")),
     ),
 }
 PLACEMENT_TARGETS = "gpu-placement-targets"  # of several files
@@ -127,24 +83,35 @@ def render(text: str) -> str:
 
     def replace(match: re.Match[str]) -> str:
         name = match["name"]
-        content = placement_targets() if name == PLACEMENT_TARGETS else _content(name)
-        return f"<!-- perf:{name} -->\n{content}\n<!-- /perf:{name} -->"
+        return f"<!-- perf:{name} -->\n{_content(name)}\n<!-- /perf:{name} -->"
 
     return _SECTION.sub(replace, text)
 
 
 def _content(name: str) -> str:
     """The Markdown of a section, or what stands there while nothing was measured."""
+    if name == PLACEMENT_TARGETS:
+        return placement_targets()
+    if name in GPU_SECTIONS:
+        part, make_gpu = GPU_SECTIONS[name]
+        results = _gpu_results()
+        if part in results:
+            return make_gpu(results)
+        return "" if name.startswith("gpu-") else NOT_MEASURED
     if name not in SECTIONS:
-        available = ", ".join([*SECTIONS, PLACEMENT_TARGETS])
+        available = ", ".join([*SECTIONS, *GPU_SECTIONS, PLACEMENT_TARGETS])
         raise ValueError(f"unknown section {name!r}; available: {available}")
     results_name, make = SECTIONS[name]
     result = read_results(results_name)
     if result is not None:
         return make(result)
-    if results_name in COMMANDS:
-        return not_measured(results_name)
-    return "" if name.startswith("gpu-") else NOT_MEASURED
+    return not_measured(results_name) if results_name in COMMANDS else NOT_MEASURED
+
+
+def placement_targets() -> str:
+    """Of the files that there are, which may be none."""
+    found = {name: read_results(name) for name in COMMANDS}
+    return gpu_placement_targets_table({name: x for name, x in found.items() if x is not None})
 
 
 def outdated() -> list[Path]:
@@ -156,7 +123,7 @@ def outdated() -> list[Path]:
 
 def _gpu_results() -> Results:
     """Of the parts of `perf.bench_gpu` that were measured."""
-    of_part = {part: read_results(f"gpu-{part}") for part in PARTS}
+    of_part = {part: read_results(f"gpu-{part}") for part in gpu_tables.PARTS}
     return {part: found for part, found in of_part.items() if found is not None}
 
 

@@ -1,6 +1,7 @@
 """What a benchmarked engine's process speaks: one JSON object per line on stdin and stdout.
 
-Standard library only, because peers run it from environments without offload.
+Standard library only, because peers run it from environments without offload. Arguments of the
+process are the model and a JSON object of settings.
 
     -> {"prefill": [token ids]}   <- {"seconds": s}                  forgets what was before
     -> {"decode": [token ids]}    <- {"seconds": [s per step], "argmax": [token per step]}
@@ -15,15 +16,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 
 class Engine(Protocol):
     """One model in one runtime."""
 
-    def describe(self) -> dict[str, Any]:
-        """Versions and settings."""
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of the engine, and what it was built with."""
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Start over and read the tokens."""
@@ -32,12 +34,14 @@ class Engine(Protocol):
         """Append one token; returns the most likely next one."""
 
 
-def serve(engine: Engine) -> None:
-    """Answer requests until stdin ends."""
+def serve(make_engine: Callable[..., Engine]) -> None:
+    """Make the engine of the command line, describe it, and answer requests until stdin ends."""
     # What libraries print goes to stderr; only answers go to the pipe.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    answers.write(json.dumps(engine.describe()) + "\n")
+    model, settings = sys.argv[1], json.loads(sys.argv[2])
+    engine = make_engine(model, **settings)
+    answers.write(json.dumps({**engine.versions, **settings}) + "\n")
     for line in sys.stdin:
         request = json.loads(line)
         answers.write(json.dumps(_answer(engine, request)) + "\n")

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from perf.results_file import ROOT
+
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 
 
@@ -21,11 +22,11 @@ class EngineProcess:
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], *, python: Path | None = None
+        self, module: str, model: str, settings: dict[str, Any], python: Path | None = None
     ) -> None:
         self._module = module
         self._process = subprocess.Popen(
-            [str(python or sys.executable), "-m", module, *arguments],
+            [str(python or sys.executable), "-m", module, model, json.dumps(settings)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -41,19 +42,18 @@ class EngineProcess:
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """Start over and read the tokens; seconds."""
-        self._ask({"prefill": list(tokens)})
-        return float(self._answer()["seconds"])
+        return float(self._ask({"prefill": list(tokens)})["seconds"])
 
     def decode(self, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
         """Feed the tokens one by one; (seconds, most likely next token) of each step."""
-        self._ask({"decode": list(tokens)})
-        answer = self._answer()
+        answer = self._ask({"decode": list(tokens)})
         return answer["seconds"], answer["argmax"]
 
-    def _ask(self, request: dict[str, Any]) -> None:
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -64,9 +64,5 @@ class EngineProcess:
         return answer
 
     def _end(self) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        exit_code = self._process.wait()
-        self._process.stdout.close()
-        return exit_code
+        self._process.communicate()  # which closes its stdin
+        return self._process.returncode

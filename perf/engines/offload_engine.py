@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,16 +14,13 @@ from perf.engines.engine_protocol import serve
 class OffloadEngine:
     """One model under one policy."""
 
-    def __init__(self, folder: str, *, policy: str, threads: int) -> None:
+    versions: ClassVar = {"version": f"offload {__version__}"}
+
+    def __init__(self, folder: str, *, threads: int, policy: str) -> None:
         self._model = OffloadedModel.from_pretrained(
             folder, policy=policy, dtype="bfloat16", num_threads=threads
         )
-        self._settings = {"threads": threads, "policy": policy}
         self._past: Any = None
-
-    def describe(self) -> dict[str, Any]:
-        """Versions and settings."""
-        return {"version": f"offload {__version__}", **self._settings}
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Start over and read the tokens."""
@@ -43,9 +39,4 @@ class OffloadEngine:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder")
-    parser.add_argument("--policy", required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    arguments = parser.parse_args()
-    serve(OffloadEngine(arguments.folder, policy=arguments.policy, threads=arguments.threads))
+    serve(OffloadEngine)

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import Any
 
 import llama_cpp
 import numpy as np
 
 from perf.engines.engine_protocol import serve
 
+_MAX_CONTEXT = 8192
+
 
 class LlamaCpp:
     """One model; `flash_attention` chooses llama.cpp's attention kernel."""
 
-    def __init__(self, gguf: str, *, context: int, threads: int, flash_attention: bool) -> None:
+    def __init__(self, gguf: str, *, threads: int, flash_attention: bool) -> None:
         self._llama = llama_cpp.Llama(
             gguf,
-            n_ctx=context,
+            n_ctx=_MAX_CONTEXT,
             n_threads=threads,
             n_threads_batch=threads,
             flash_attn=flash_attention,
             verbose=False,
         )
-        self._settings = {"threads": threads, "flash_attention": flash_attention}
 
-    def describe(self) -> dict[str, Any]:
-        """Versions, what llama.cpp was compiled with, and settings."""
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of the package, and what llama.cpp was compiled with."""
         return {
             "version": f"llama-cpp-python {llama_cpp.__version__}",
             "build": llama_cpp.llama_print_system_info().decode(),
-            **self._settings,
         }
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -47,17 +46,4 @@ class LlamaCpp:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("gguf")
-    parser.add_argument("--context", type=int, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--flash-attention", action="store_true")
-    arguments = parser.parse_args()
-    serve(
-        LlamaCpp(
-            arguments.gguf,
-            context=arguments.context,
-            threads=arguments.threads,
-            flash_attention=arguments.flash_attention,
-        )
-    )
+    serve(LlamaCpp)

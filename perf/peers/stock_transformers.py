@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -18,20 +17,16 @@ _DECODE_TOKENS = 128
 class StockTransformers:
     """One model; prefill always uses SDPA, which is the faster one for many queries."""
 
+    versions: ClassVar = {
+        "version": f"transformers {transformers.__version__}, torch {torch.__version__}"
+    }
+
     def __init__(self, folder: str, *, threads: int, attention: str, cache: str) -> None:
         torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         self._attention = attention
         self._has_static_cache = cache == "static"
-        self._settings = {"threads": threads, "attention": attention, "cache": cache}
         self._past: Any = None
-
-    def describe(self) -> dict[str, Any]:
-        """Versions and settings."""
-        return {
-            "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
-            **self._settings,
-        }
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Start over and read the tokens."""
@@ -58,17 +53,4 @@ class StockTransformers:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder")
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
-    parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
-    arguments = parser.parse_args()
-    serve(
-        StockTransformers(
-            arguments.folder,
-            threads=arguments.threads,
-            attention=arguments.attention,
-            cache=arguments.cache,
-        )
-    )
+    serve(StockTransformers)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from perf.tables.tables import TIMES, _mark, _table, machine_line
+import numpy as np
+
+from perf.tables.markdown import (
+    TIMES,
+    Columns,
+    Row,
+    known,
+    mark,
+    markdown_table,
+    median,
+    table,
+)
+from perf.tables.tables import machine_line
 
 # What issue 3 asks for; shown beside what was measured. (policy, over, reach, aim for)
 LFPS_OVER = {"full": (22.8, 40.0), "exact_topk": (9.6, 15.0)}
@@ -15,15 +27,15 @@ LYCHEE_GROWTH = 4.0
 THREAD_EFFICIENCY = 0.80
 LFPS_BOOKKEEPING = 2.0
 
-PHASES = ("predict", "score", "select", "attend", "update", "other")
-Row = dict[str, Any]
+_RETRIEVAL = ("predict", "score", "select")
+PHASES = (*_RETRIEVAL, "attend", "update", "other")
 
 
 def latency_table(result: dict[str, Any]) -> str:
     """Time of every policy at every context, a table per number of threads."""
     rows, settings = _main_rows(result), result["settings"]
     contexts = sorted({row["kv_len"] for row in rows})
-    deepest = contexts[-1]
+    at = f"at {_tokens(contexts[-1])}"
     parts = [
         f"One decode step of one layer of {settings['shape']}, {settings['dtype']}, batch "
         f"{settings['batch_size']}, {settings['budget_tokens']:,} tokens attended: µs per token "
@@ -33,32 +45,30 @@ def latency_table(result: dict[str, Any]) -> str:
     ]
     for num_threads in _threads(rows):
         of_block = [row for row in rows if row["num_threads"] == num_threads]
-        time = {(row["policy"], row["kv_len"]): row for row in of_block}
-        lines = []
-        for policy in _policies(of_block):
-            last = time[policy, deepest]
-            lines.append(
-                [
-                    f"`{policy}`",
-                    *(f"{time[policy, context]['microseconds']:,.0f}" for context in contexts),
-                    _times(last["speedup_over_full"]),
-                    _times(last["speedup_over_exact_topk"]),
-                    "all" if last["candidate_share"] == 1 else f"{last['candidate_share']:.2%}",
-                    f"{last['mass_kept']:.1%}",
-                    f"{last['yardstick_share']:.0%}",
-                ]
-            )
+        time = {(row["policy"], row["kv_len"]): row["microseconds"] for row in of_block}
         sequential, gather = (
             of_block[-1][f"{kind}_bandwidth"] / 1e9 for kind in ("sequential", "gather")
         )
-        parts.append(
+        columns: Columns = {
+            "policy": "`{policy}`",
+            **{
+                _tokens(n): lambda row, n=n, time=time: f"{time[row['policy'], n]:,.0f}"
+                for n in contexts
+            },
+            f"over full {at}": lambda row: _times(row["speedup_over_full"]),
+            "over top-k": lambda row: _times(row["speedup_over_exact_topk"]),
+            "scored": lambda r: (
+                "all" if r["candidate_share"] == 1 else f"{r['candidate_share']:.2%}"
+            ),
+            "mass kept": "{mass_kept:.1%}",
+            "of memory": "{yardstick_share:.0%}",
+        }
+        last = {row["policy"]: row for row in of_block if row["kv_len"] == contexts[-1]}
+        parts += [
             f"**{_title(num_threads)}** (memory {sequential:.1f} GB/s in sequence, {gather:.1f} by "
-            "rows)"
-        )
-        header = ["policy", *(_tokens(context) for context in contexts)]
-        at = f"at {_tokens(deepest)}"
-        header += [f"over full {at}", "over top-k", "scored", "mass kept", "of memory"]
-        parts.append(_table(header, lines))
+            "rows)",
+            table(columns, [last[policy] for policy in _policies(of_block)]),
+        ]
     return "\n\n".join([*parts, machine_line(result["machine"])])
 
 
@@ -66,106 +76,73 @@ def latency_phases_table(result: dict[str, Any]) -> str:
     """Where the time of the deepest context goes, on one thread."""
     rows = _main_rows(result)
     deepest, threads = max(row["kv_len"] for row in rows), _threads(rows)[0]
-    lines = []
-    for row in rows:
-        if (row["kv_len"], row["num_threads"]) != (deepest, threads):
-            continue
-        spread = (row["microseconds_p90"] - row["microseconds_p10"]) / 2
-        overlap = row["top_overlap"]
-        lines.append(
-            [
-                f"`{row['policy']}`",
-                f"{row['microseconds']:,.0f} ± {spread:,.0f}",
-                *(f"{row['phases'][phase]:,.0f}" for phase in PHASES),
-                f"{row['bytes_touched'] / 1e6:,.1f}",
-                f"{row['bandwidth'] / 1e9:.1f}",
-                "" if overlap is None else f"{overlap:.0%}",
-                f"{row['build_seconds']:.2f}",
-                f"{row['state_share']:.1%}",
-            ]
-        )
     title = (
         f"The same at {deepest:,} tokens on {_title(threads)}: µs of each part, MB read and "
         "written, GB/s, overlap with the true top-k, seconds to build the policy's state of a "
         "layer, and its size as a share of the keys and values."
     )
-    header = ["policy", "µs", *PHASES, "MB", "GB/s", "overlap", "build s", "state"]
-    return "\n\n".join([title, _table(header, lines)])
+    columns: Columns = {
+        "policy": "`{policy}`",
+        "µs": median("microseconds", ",.0f"),
+        **{phase: f"{{phases[{phase}]:,.0f}}" for phase in PHASES},
+        "MB": lambda row: f"{row['bytes_touched'] / 1e6:,.1f}",
+        "GB/s": lambda row: f"{row['bandwidth'] / 1e9:.1f}",
+        "overlap": known("top_overlap", ".0%"),
+        "build s": "{build_seconds:.2f}",
+        "state": "{state_share:.1%}",
+    }
+    shown = [row for row in rows if (row["kv_len"], row["num_threads"]) == (deepest, threads)]
+    return "\n\n".join([title, table(columns, shown)])
 
 
 def latency_targets_table(result: dict[str, Any]) -> str:
     """What issue 3 asks for beside what was measured; rows of missing policies are left out."""
     rows = result["rows"]
-    contexts = sorted({row["kv_len"] for row in rows})
-    deepest, fewest = contexts[-1], _threads(rows)[0]
+    deepest, threads = max(row["kv_len"] for row in rows), _threads(rows)
     by_key = {(row["policy"], row["kv_len"], row["num_threads"]): row for row in rows}
-    at, core = f"at {_tokens(deepest)}", _title(fewest)
+    at, core, growth = f"at {_tokens(deepest)}", _title(threads[0]), f"8K to {_tokens(deepest)}"
     lines: list[list[str]] = []
 
-    def add(what: str, value: float | None, shown: Callable[[float], str], target: str, met: Any):
-        if value is not None:
-            lines.append([what, shown(value), f"{target} {_mark(met(value))}"])
+    def at_least(what: str, ratio: float | None, least: float, wanted: str) -> None:
+        if ratio is not None:
+            lines.append([what, _times(ratio), f"≥ {wanted} {mark(ratio >= least)}"])
 
-    lfps = by_key.get(("lfps", deepest, fewest))
+    def at_most(what: str, ratio: float, most: float) -> None:
+        lines.append([what, _times(ratio), f"≤ {most:.0f}{TIMES} {mark(ratio <= most)}"])
+
+    lfps = by_key.get(("lfps", deepest, threads[0]))
     for over, (reach, aim) in LFPS_OVER.items():
-        if lfps is not None:
-            ratio = lfps[f"speedup_over_{over}"]
-            aimed = "aim reached" if ratio and ratio >= aim else f"aim {aim:.0f}{TIMES}"
-            add(
-                f"LFPS, alpha 0.2, {core}, {at}, against `{over}`",
-                ratio,
-                _times,
-                f"≥ {reach}{TIMES} ({aimed})",
-                lambda value, reach=reach: value >= reach,
-            )
-    lychee = by_key.get(("lychee_cluster", deepest, fewest))
+        ratio = lfps and lfps[f"speedup_over_{over}"]
+        aimed = "aim reached" if ratio and ratio >= aim else f"aim {aim:.0f}{TIMES}"
+        what = f"LFPS, alpha 0.2, {core}, {at}, against `{over}`"
+        at_least(what, ratio, reach, f"{reach}{TIMES} ({aimed})")
+    lychee = by_key.get(("lychee_cluster", deepest, threads[0]))
     if lychee is not None:
-        add(
-            f"LycheeCluster, {core}, {at}, against `full`",
-            lychee["speedup_over_full"],
-            _times,
-            f"≥ {LYCHEE_OVER_FULL:.0f}{TIMES}",
-            lambda value: value >= LYCHEE_OVER_FULL,
-        )
-        add(
-            f"its update, of the step's time {at}",
-            lychee["phases"]["update"] / lychee["microseconds"],
-            lambda value: f"{value:.2%}",
-            f"< {LYCHEE_UPDATE_SHARE:.0%}",
-            lambda value: value < LYCHEE_UPDATE_SHARE,
-        )
-        short = by_key.get(("lychee_cluster", 8192, fewest))
+        what = f"LycheeCluster, {core}, {at}, against `full`"
+        over_full = f"{LYCHEE_OVER_FULL:.0f}{TIMES}"
+        at_least(what, lychee["speedup_over_full"], LYCHEE_OVER_FULL, over_full)
+        share = lychee["phases"]["update"] / lychee["microseconds"]
+        met = f"< {LYCHEE_UPDATE_SHARE:.0%} {mark(share < LYCHEE_UPDATE_SHARE)}"
+        lines.append([f"its update, of the step's time {at}", f"{share:.2%}", met])
+        short = by_key.get(("lychee_cluster", 8192, threads[0]))
         if short is not None:
-            growth = _retrieval(lychee) / _retrieval(short)
-            add(
-                f"its retrieval (predict, score, select), 8K to {_tokens(deepest)}",
-                growth,
-                _times,
-                f"≤ {LYCHEE_GROWTH:.0f}{TIMES}",
-                lambda value: value <= LYCHEE_GROWTH,
-            )
+            grown = _spent(lychee, *_RETRIEVAL) / _spent(short, *_RETRIEVAL)
+            at_most(f"its retrieval (predict, score, select), {growth}", grown, LYCHEE_GROWTH)
     bookkeeping = lfps_bookkeeping(rows)
     if bookkeeping is not None:
-        add(
-            f"LFPS's predict and update, 8K to {_tokens(deepest)}, equal candidate counts",
-            bookkeeping,
-            _times,
-            f"≤ {LFPS_BOOKKEEPING:.0f}{TIMES}",
-            lambda value: value <= LFPS_BOOKKEEPING,
+        what = f"LFPS's predict and update, {growth}, equal candidate counts"
+        at_most(what, bookkeeping, LFPS_BOOKKEEPING)
+    for policy in _policies(_main_rows(result)) if len(threads) > 1 else []:
+        row = by_key[policy, deepest, threads[-1]]
+        what = (
+            f"`{policy}` {at}: {_title(threads[-1])} against {core}, "
+            f"{_times(row['thread_speedup'])}, of the ratio of gather bandwidths"
         )
-    most = _threads(rows)[-1]
-    if most != fewest:
-        for policy in _policies(_main_rows(result)):
-            row = by_key[policy, deepest, most]
-            add(
-                f"`{policy}` {at}: {_title(most)} against {core}, {_times(row['thread_speedup'])}, "
-                "of the ratio of gather bandwidths",
-                row["thread_efficiency"],
-                lambda value: f"{value:.0%}",
-                f"≥ {THREAD_EFFICIENCY:.0%}",
-                lambda value: value >= THREAD_EFFICIENCY,
-            )
-    return "\n\n".join([_table(["measure", "measured", "target"], lines)])
+        share = row["thread_efficiency"]
+        if share is not None:
+            met = f"≥ {THREAD_EFFICIENCY:.0%} {mark(share >= THREAD_EFFICIENCY)}"
+            lines.append([what, f"{share:.0%}", met])
+    return markdown_table(["measure", "measured", "target"], lines)
 
 
 def lfps_bookkeeping(rows: Sequence[Row]) -> float | None:
@@ -176,40 +153,27 @@ def lfps_bookkeeping(rows: Sequence[Row]) -> float | None:
     None if it was not measured.
     """
     deepest, fewest = max(row["kv_len"] for row in rows), _threads(rows)[0]
-    short: Row | None = None
-    points = []
-    for row in rows:
-        if row["num_threads"] != fewest or not row["policy"].startswith("lfps, alpha"):
-            continue
-        if row["policy"] == "lfps, alpha 0.2" and row["kv_len"] == 8192:
-            short = row
-        if row["kv_len"] == deepest:
-            points.append((_candidates(row), _kept_books(row)))
-    if short is None or deepest == 8192 or not points:
+    lfps = [
+        row
+        for row in rows
+        if row["num_threads"] == fewest and row["policy"].startswith("lfps, alpha")
+    ]
+    short = [row for row in lfps if (row["policy"], row["kv_len"]) == ("lfps, alpha 0.2", 8192)]
+    deep = sorted(_candidates_and_time(row) for row in lfps if row["kv_len"] == deepest)
+    if not short or deepest == 8192 or not deep:
         return None
-    wanted = _candidates(short)
-    points.sort()
-    below = [point for point in points if point[0] <= wanted]
-    above = [point for point in points if point[0] >= wanted]
-    if below and above:
-        (x0, y0), (x1, y1) = below[-1], above[0]
-        time = y0 if x1 == x0 else y0 + (y1 - y0) * (wanted - x0) / (x1 - x0)
-    else:
-        x, y = above[0] if above else below[-1]
-        time = y * wanted / x
-    return float(time / _kept_books(short))
+    wanted, short_time = _candidates_and_time(short[0])
+    counts, times = zip(*deep, strict=True)
+    nearest = min(max(wanted, counts[0]), counts[-1])
+    return float(np.interp(nearest, counts, times) * wanted / nearest / short_time)
 
 
-def _candidates(row: Row) -> float:
-    return float(row["candidate_share"] * row["kv_len"])
+def _candidates_and_time(row: Row) -> tuple[float, float]:
+    return row["candidate_share"] * row["kv_len"], _spent(row, "predict", "update")
 
 
-def _kept_books(row: Row) -> float:
-    return float(row["phases"]["predict"] + row["phases"]["update"])
-
-
-def _retrieval(row: Row) -> float:
-    return float(sum(row["phases"][phase] for phase in ("predict", "score", "select")))
+def _spent(row: Row, *phases: str) -> float:
+    return float(sum(row["phases"][phase] for phase in phases))
 
 
 def _main_rows(result: dict[str, Any]) -> list[Row]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Columns = Mapping[str, str | Callable[[Any], str]]
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -11,6 +16,75 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
 
 
+def table(columns: Columns, rows: Iterable[Mapping[Any, Any]]) -> str:
+    """A line of each row.
+
+    Args:
+        columns: by header, what makes a cell of a row: a format string of its values, or a
+            function.
+    """
+    makers = [
+        column.format_map if isinstance(column, str) else column for column in columns.values()
+    ]
+    return markdown_table(list(columns), [[make(row) for make in makers] for row in rows])
+
+
+def by_context(
+    rows: Iterable[Row], name: Callable[[Row], Hashable], key: str = "kv_len"
+) -> list[dict[Any, Any]]:
+    """Of each name a row for `table`: "name", and by context the row that was measured there."""
+    found: dict[Hashable, dict[Any, Any]] = {}
+    for row in rows:
+        found.setdefault(name(row), {"name": name(row)})[row[key]] = row
+    return list(found.values())
+
+
+def context_columns(
+    rows: Iterable[Row], cell: Callable[[Row], str], key: str = "kv_len"
+) -> dict[str, Callable[[Any], str]]:
+    """Columns of rows that `by_context` made; empty where nothing was measured."""
+    return {
+        f"{n:,} tokens": lambda of_name, n=n: cell(of_name[n]) if n in of_name else ""
+        for n in sorted({row[key] for row in rows})
+    }
+
+
+def median(name: str, form: str) -> Callable[[Row], str]:
+    """The cell of a median, with half of the 10th to 90th percentile."""
+
+    def cell(row: Row) -> str:
+        spread = (row[f"{name}_p90"] - row[f"{name}_p10"]) / 2
+        return f"{row[name]:{form}} ± {spread:{form}}"
+
+    return cell
+
+
+def known(name: str, form: str) -> Callable[[Row], str]:
+    """A cell that is empty where the value is None."""
+    return lambda row: "" if row[name] is None else format(row[name], form)
+
+
 def mark(met: bool) -> str:
     """Whether a target was met."""
     return "met" if met else "**missed**"
+
+
+def target(label: str, measured: str | None, wanted: str, met: bool = False) -> list[str]:
+    """A line of a table of targets; None: not measured."""
+    if measured is None:
+        return [label, "", wanted, "not measured yet"]
+    return [label, measured, wanted, mark(met)]
+
+
+def targets_table(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of `target`."""
+    return markdown_table(["measure", "measured", "target", ""], lines)
+
+
+def against(label: str, ours: Row | None, peer: Row | None, ratio: float) -> list[str]:
+    """A line of `target`: how many times as long a peer's step takes; 1: more than once."""
+    wanted = "faster" if ratio == 1 else f"≥ {ratio:g}{TIMES}"
+    if ours is None or peer is None:
+        return target(label, None, wanted)
+    over = peer["milliseconds"] / ours["milliseconds"]
+    return target(label, f"{over:.2f}{TIMES}", wanted, over > 1 if ratio == 1 else over >= ratio)

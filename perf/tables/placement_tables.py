@@ -7,8 +7,8 @@ from typing import Any
 from offload.bench.decode.engines import OURS
 from offload.decode.gpu.placement import LETTERS, Place
 from offload.system.memory import format_bytes
-from perf.tables.gpu_tables import TIMES, Row, gpu_machine_line, milliseconds_cell
-from perf.tables.markdown import markdown_table
+from perf.tables.gpu_tables import gpu_machine_line, gpu_section, milliseconds_cell
+from perf.tables.markdown import TIMES, Columns, Row, by_context, context_columns, median, table
 
 # Results file -> what measures it.
 COMMANDS = {
@@ -20,9 +20,12 @@ COMMANDS = {
     "gpu-tp": "perf.bench_tp",
 }
 RETRIEVAL_VARIANT = "attention, top-k"
-_ATTENTIONS = ("attention", "attention, scores", RETRIEVAL_VARIANT)
-_TOP_KS = ("top-k alone", "top-k shared")
+_VARIANTS = (
+    *("attention", "attention, scores", RETRIEVAL_VARIANT),
+    *("top-k alone", "top-k shared"),
+)
 _COUNTED = ("kv_device", "device", "host")  # bytes of a plan that were counted, too
+_microseconds_cell = median("microseconds", ".1f")
 
 
 def not_measured(results_name: str) -> str:
@@ -34,15 +37,12 @@ def not_measured(results_name: str) -> str:
 def gpu_heads_table(result: dict[str, Any]) -> str:
     """Milliseconds per token by who attends to which heads, beside the peers of the same run."""
     rows, settings = result["rows"], result["settings"]
-    contexts = sorted({row["kv_len"] for row in rows})
-    found: dict[tuple[str, ...], dict[int, Row]] = {}
-    for row in rows:
-        found.setdefault(_placed(row), {})[row["kv_len"]] = row
-    lines = []
-    for name, of_name in found.items():
-        times = [milliseconds_cell(of_name[n]) if n in of_name else "" for n in contexts]
-        kept = of_name[max(of_name)].get("memory", {}).get("kv_device")
-        lines.append([*name, *times, "" if kept is None else format_bytes(kept)])
+    longest = {_placed(row): row for row in sorted(rows, key=lambda row: row["kv_len"])}
+
+    def kept(of_name: dict[Any, Any]) -> str:
+        held = longest[of_name["name"]].get("memory", {}).get("kv_device")
+        return "" if held is None else format_bytes(held)
+
     budgets = ", ".join(f"`{name}` {tokens:,}" for name, tokens in settings["budgets"].items())
     title = (
         f"{settings['shape']} with random weights, {settings['dtype']}, batch 1: milliseconds per "
@@ -51,9 +51,14 @@ def gpu_heads_table(result: dict[str, Any]) -> str:
         "the CPU attends for the others. As planned: as `offload plan` places them. Medians; ±: "
         "half of the 10th to 90th percentile."
     )
-    header = ["engine", "heads that retrieve", "gathered"]
-    header += [f"{context:,} tokens" for context in contexts] + ["KV on the GPU"]
-    return "\n\n".join([title, markdown_table(header, lines), gpu_machine_line(result)])
+    columns: Columns = {
+        "engine": "{name[0]}",
+        "heads that retrieve": "{name[1]}",
+        "gathered": "{name[2]}",
+        **context_columns(rows, milliseconds_cell),
+        "KV on the GPU": kept,
+    }
+    return gpu_section(result, title, columns, by_context(rows, _placed))
 
 
 def _placed(row: Row) -> tuple[str, str, str]:
@@ -69,68 +74,65 @@ def _placed(row: Row) -> tuple[str, str, str]:
 
 def gpu_gather_table(result: dict[str, Any]) -> str:
     """Selected rows of host pages: fetched and attended to by the GPU, or attended by the CPU."""
-    rows, settings = result["rows"], result["settings"]
-    threads = sorted({row["threads"] for row in rows if row["engine"] == "CPU"})
-    lines = []
-    for tokens, heads in sorted({(row["tokens"], row["heads"]) for row in rows}):
-        of_point = [row for row in rows if (row["tokens"], row["heads"]) == (tokens, heads)]
-        gpus = [row for row in of_point if row["engine"] == "GPU"]
-        gpu = min(gpus, key=lambda row: row["microseconds"], default=None)
-        line = [f"{tokens:,}", str(heads)]
-        if gpu is None:
-            line += ["", "", ""]
-        else:
-            line.append(f"{gpu['gather_gigabytes_per_second']:.1f}")
-            line += [f"{gpu[name]:.1f}" for name in ("gather_microseconds", "microseconds")]
-        for number in threads:
-            cpu = next((row for row in of_point if row.get("threads") == number), None)
-            line.append("" if cpu is None else _cpu_cell(cpu, gpu))
-        lines.append(line)
+    # By (tokens, heads), of the GPU (None) the fastest launch, and the CPU by its threads.
+    points: dict[tuple[int, int], dict[int | None, Row]] = {}
+    for row in sorted(result["rows"], key=lambda row: row["microseconds"]):
+        of_point = points.setdefault((row["tokens"], row["heads"]), {})
+        of_point.setdefault(row.get("threads"), row)
+
+    def gpu_columns(name: str) -> Any:
+        return lambda point: f"{points[point][None][name]:.1f}" if None in points[point] else ""
+
+    def cpu_cell(point: tuple[int, int], threads: int) -> str:
+        cpu, gpu = points[point].get(threads), points[point].get(None)
+        if cpu is None or gpu is None:
+            return "" if cpu is None else _microseconds_cell(cpu)
+        ratio = cpu["microseconds"] / gpu["microseconds"]
+        faster = f"GPU {ratio:.2f}{TIMES}" if ratio > 1 else f"CPU {1 / ratio:.2f}{TIMES}"
+        return f"{_microseconds_cell(cpu)}, {faster}"
+
     title = (
-        f"Attention of a layer to selected rows of {settings['kv_len']:,} tokens in host memory, "
-        "µs: the GPU fetches them, and then attends to them; or the CPU attends. Tokens are of "
-        "each KV head. Medians; ±: half of the 10th to 90th percentile; behind it which of the two "
-        "is faster."
+        f"Attention of a layer to selected rows of {result['settings']['kv_len']:,} tokens in host "
+        "memory, µs: the GPU fetches them, and then attends to them; or the CPU attends. Tokens "
+        "are of each KV head. Medians; ±: half of the 10th to 90th percentile; behind it which of "
+        "the two is faster."
     )
-    header = ["tokens", "heads", "fetching, GB/s", "fetching", "and attention"]
-    header += [f"CPU, {number} threads" for number in threads]
-    return "\n\n".join([title, markdown_table(header, lines), gpu_machine_line(result)])
-
-
-def _cpu_cell(cpu: Row, gpu: Row | None) -> str:
-    spread = (cpu["microseconds_p90"] - cpu["microseconds_p10"]) / 2
-    cell = f"{cpu['microseconds']:.1f} ± {spread:.1f}"
-    if gpu is None:
-        return cell
-    ratio = cpu["microseconds"] / gpu["microseconds"]
-    faster = f"GPU {ratio:.2f}{TIMES}" if ratio > 1 else f"CPU {1 / ratio:.2f}{TIMES}"
-    return f"{cell}, {faster}"
+    columns: Columns = {
+        "tokens": lambda point: f"{point[0]:,}",
+        "heads": lambda point: f"{point[1]}",
+        "fetching, GB/s": gpu_columns("gather_gigabytes_per_second"),
+        "fetching": gpu_columns("gather_microseconds"),
+        "and attention": gpu_columns("microseconds"),
+        **{
+            f"CPU, {n} threads": lambda point, n=n: cpu_cell(point, n)
+            for n in sorted({row["threads"] for row in result["rows"] if row["engine"] == "CPU"})
+        },
+    }
+    return gpu_section(result, title, columns, sorted(points))
 
 
 def gpu_hybrid_table(result: dict[str, Any]) -> str:
     """Dense and block-sparse heads in one launch, and what torch takes for all of the tokens."""
-    lines = []
-    for row in result["rows"]:
-        if row["fastest"]:
-            ratio = "" if row["engine"] != OURS else torch_ratio(result, row)
-            lines.append(
-                [
-                    row["engine"],
-                    f"{row['kv_len']:,}",
-                    row["case"],
-                    f"{row['microseconds']:.1f}",
-                    f"{row['gigabytes_per_second']:,.0f}",
-                    f"{ratio:.2f}{TIMES}" if ratio else "",
-                ]
-            )
+
+    def torch_cell(row: Row) -> str:
+        ratio = torch_ratio(result, row) if row["engine"] == OURS else None
+        return f"{ratio:.2f}{TIMES}" if ratio else ""
+
     blocks = result["settings"]["block_tokens"]
     title = (
         f"Attention of one layer of llama-3.1-8b, batch 1, over pages on the GPU; sparse heads "
         f"attend to blocks of {blocks} tokens. The fastest launch of each case, and of torch's "
         "ways to attend to everything; times as fast as that."
     )
-    header = ["engine", "tokens", "heads", "µs", "GB/s", "as fast as torch"]
-    return "\n\n".join([title, markdown_table(header, lines), gpu_machine_line(result)])
+    columns: Columns = {
+        "engine": "{engine}",
+        "tokens": "{kv_len:,}",
+        "heads": "{case}",
+        "µs": "{microseconds:.1f}",
+        "GB/s": "{gigabytes_per_second:,.0f}",
+        "as fast as torch": torch_cell,
+    }
+    return gpu_section(result, title, columns, [row for row in result["rows"] if row["fastest"]])
 
 
 def torch_ratio(result: dict[str, Any], row: Row) -> float | None:
@@ -146,19 +148,17 @@ def torch_ratio(result: dict[str, Any], row: Row) -> float | None:
 def gpu_retrieval_table(result: dict[str, Any]) -> str:
     """Retrieval heads: attention to all tokens, and the list of the heaviest ones."""
     settings = result["settings"]
-    found = {(row["tokens"], row["heads"], row["variant"]): row for row in result["rows"]}
-    lines = []
-    for tokens, heads in sorted({key[:2] for key in found}):
-        of_point = [found.get((tokens, heads, name)) for name in (*_ATTENTIONS, *_TOP_KS)]
-        share = found.get((tokens, heads, RETRIEVAL_VARIANT), {}).get("bandwidth_share")
-        lines.append(
-            [
-                f"{tokens:,}",
-                str(heads),
-                *("" if row is None else f"{row['microseconds']:.1f}" for row in of_point),
-                "" if share is None else f"{share:.0%}",
-            ]
-        )
+    points: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in result["rows"]:
+        points.setdefault((row["tokens"], row["heads"]), {})[row["variant"]] = row
+
+    def value(variant: str, name: str, form: str) -> Any:
+        def cell(point: tuple[int, int]) -> str:
+            found = points[point].get(variant, {}).get(name)
+            return "" if found is None else format(found, form)
+
+        return cell
+
     fastest = max(settings["bandwidth_gigabytes_per_second"].values())
     title = (
         "Retrieval heads of one layer of llama-3.1-8b, batch 1, µs: attention alone; leaving the "
@@ -166,29 +166,26 @@ def gpu_retrieval_table(result: dict[str, Any]) -> str:
         f"for all; lists of {settings['budget_tokens']:,} tokens. The share is of {fastest:,.0f} "
         f"GB/s, the most that a plain read or copy reached in the same run: {RETRIEVAL_VARIANT}."
     )
-    header = ["tokens", "KV heads", *_ATTENTIONS, *_TOP_KS, "of the memory's"]
-    return "\n\n".join([title, markdown_table(header, lines), gpu_machine_line(result)])
+    columns: Columns = {
+        "tokens": lambda point: f"{point[0]:,}",
+        "KV heads": lambda point: f"{point[1]}",
+        **{name: value(name, "microseconds", ".1f") for name in _VARIANTS},
+        "of the memory's": value(RETRIEVAL_VARIANT, "bandwidth_share", ".0%"),
+    }
+    return gpu_section(result, title, columns, sorted(points))
 
 
 def gpu_plan_table(result: dict[str, Any]) -> str:
     """Predicted beside measured steps, planned beside taken bytes."""
-    lines = [
-        [
-            f"`{row['policy']}`",
-            f"{row['kv_len']:,}",
-            f"{row['budget_tokens']:,}",
-            str(row["threads"]),
-            " ".join(
-                f"{LETTERS[place]} {row['heads'][place.name]}"
-                for place in (Place.GPU, Place.GATHER, Place.CPU)
-            ),
-            f"{row['predicted_milliseconds']:.2f}",
-            milliseconds_cell(row),
-            f"{row['error']:+.1%}",
-            _bytes_cell(row),
-        ]
-        for row in result["rows"]
-    ]
+
+    def heads_cell(row: Row) -> str:
+        places = (Place.GPU, Place.GATHER, Place.CPU)
+        return " ".join(f"{LETTERS[place]} {row['heads'][place.name]}" for place in places)
+
+    def bytes_cell(row: Row) -> str:
+        errors = bytes_errors(row).values()
+        return f"{max(errors, key=abs):+.1%}" if errors else ""
+
     settings = result["settings"]
     title = (
         f"Steps of {settings['shape']}, {settings['dtype']}, batch 1, predicted from the machine's "
@@ -196,41 +193,36 @@ def gpu_plan_table(result: dict[str, Any]) -> str:
         "layers only. KV heads: G on the GPU, g gathered, . on the CPU. Bytes: of KV on the GPU, "
         "of all beside the weights there, and of KV on the host, the count that is off most."
     )
-    header = ["policy", "tokens", "budget", "threads", "KV heads", "predicted ms", "measured ms"]
-    header += ["off by", "bytes off by"]
-    return "\n\n".join([title, markdown_table(header, lines), gpu_machine_line(result)])
+    columns: Columns = {
+        "policy": "`{policy}`",
+        "tokens": "{kv_len:,}",
+        "budget": "{budget_tokens:,}",
+        "threads": "{threads}",
+        "KV heads": heads_cell,
+        "predicted ms": "{predicted_milliseconds:.2f}",
+        "measured ms": milliseconds_cell,
+        "off by": "{error:+.1%}",
+        "bytes off by": bytes_cell,
+    }
+    return gpu_section(result, title, columns, result["rows"])
 
 
-def bytes_errors(row: Row) -> list[float]:
+def bytes_errors(row: Row) -> dict[str, float]:
     """Of planned bytes against taken ones, of what was counted of both."""
-    pairs = [(row[f"planned_{name}_bytes"], row[f"{name}_bytes"]) for name in _COUNTED]
-    return [planned / taken - 1 for planned, taken in pairs if planned and taken]
-
-
-def _bytes_cell(row: Row) -> str:
-    errors = bytes_errors(row)
-    return f"{max(errors, key=abs):+.1%}" if errors else ""
+    found = {}
+    for name in _COUNTED:
+        planned, taken = row[f"planned_{name}_bytes"], row[f"{name}_bytes"]
+        if planned and taken:
+            found[name] = planned / taken - 1
+    return found
 
 
 def gpu_tp_table(result: dict[str, Any]) -> str:
     """Tokens/s of a batch on one GPU and on two."""
     rows, settings = result["rows"], result["settings"]
-    lines = [
-        [
-            f"`{row['policy']}`",
-            str(row["world_size"]),
-            str(row["num_parts"]),
-            milliseconds_cell(row),
-            f"{row['tokens_per_second']:,.1f}",
-            str(row["cpus_of_rank"]),
-            format_bytes(row["weight_bytes_of_rank"]),
-            format_bytes(row["memory"]["kv_host"]),
-        ]
-        for row in rows
-        if row["part"] == "decode"
-    ]
+    ratios = (f"`{name}` {ratio:.2f}{TIMES}" for name, ratio in two_gpu_ratios(result).items())
     said = [
-        f"Two GPUs against one, each in as many parts as are faster: {_ratios_text(result)}.",
+        f"Two GPUs against one, each in as many parts as are faster: {', '.join(ratios)}.",
         *(
             f"An all-reduce of {row['bytes']:,} bytes takes {row['microseconds']:.1f} µs in a "
             "graph."
@@ -244,9 +236,18 @@ def gpu_tp_table(result: dict[str, Any]) -> str:
         f"{settings['kv_len']:,} tokens, split over GPUs by heads; one GPU has half of the CPUs. "
         "CPUs, weights and KV are of one rank."
     )
-    header = ["policy", "GPUs", "parts", "ms per step", "tokens/s", "CPUs", "weights", "KV on host"]
-    table = markdown_table(header, lines)
-    return "\n\n".join([title, table, " ".join(said), gpu_machine_line(result)])
+    columns: Columns = {
+        "policy": "`{policy}`",
+        "GPUs": "{world_size}",
+        "parts": "{num_parts}",
+        "ms per step": milliseconds_cell,
+        "tokens/s": "{tokens_per_second:,.1f}",
+        "CPUs": "{cpus_of_rank}",
+        "weights": lambda row: format_bytes(row["weight_bytes_of_rank"]),
+        "KV on host": lambda row: format_bytes(row["memory"]["kv_host"]),
+    }
+    decoded = table(columns, [row for row in rows if row["part"] == "decode"])
+    return "\n\n".join([title, decoded, " ".join(said), gpu_machine_line(result)])
 
 
 def two_gpu_ratios(result: dict[str, Any]) -> dict[str, float]:
@@ -261,12 +262,6 @@ def two_gpu_ratios(result: dict[str, Any]) -> dict[str, float]:
         for (name, size), one in found.items()
         if size == 1 and (name, 2) in found
     }
-
-
-def _ratios_text(result: dict[str, Any]) -> str:
-    return ", ".join(
-        f"`{name}` {ratio:.2f}{TIMES}" for name, ratio in two_gpu_ratios(result).items()
-    )
 
 
 def same_tokens(result: dict[str, Any]) -> list[bool]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from offload.bench.decode.engines import GRAPH, OURS, STOCK
-from perf.tables.gpu_tables import TIMES, Results, Row, milliseconds_cell, target_line
-from perf.tables.markdown import markdown_table
+from perf.tables.gpu_tables import Results, milliseconds_cell
+from perf.tables.markdown import TIMES, Row, against, target, targets_table
 from perf.tables.placement_tables import (
     RETRIEVAL_VARIANT,
     bytes_errors,
@@ -27,6 +26,7 @@ PREDICTION_ERROR, BYTES_ERROR, NUM_SETTINGS = 0.15, 0.02, 12
 HYBRID_CASE, HYBRID_RATIO = "1/8 dense, 4,096 tokens", 5.0
 RETRIEVAL_SHARE = 0.8
 TWO_GPUS_RATIO, TP_BATCH, TP_TOKENS = 1.6, 4, 65536
+_NOTHING: dict[str, Any] = {"rows": [], "settings": {}}  # in place of a file that is not there
 
 
 def gpu_placement_targets_table(results: Results) -> str:
@@ -36,140 +36,114 @@ def gpu_placement_targets_table(results: Results) -> str:
         results: by name of the file, those that there are.
     """
     lines: list[list[str]] = []
-    for name, check in _CHECKS:
-        lines += check(results.get(name))
-    return markdown_table(["measure", "measured", "target", ""], lines)
+    for name, check in _CHECKS.items():
+        lines += check(results.get(name, _NOTHING))
+    return targets_table(lines)
 
 
-def _missing(label: str, wanted: str) -> list[str]:
-    return [label, "", wanted, "not measured yet"]
-
-
-def _heads_checks(result: dict[str, Any] | None) -> list[list[str]]:
+def _heads_checks(result: dict[str, Any]) -> list[list[str]]:
     lines = []
+    budgets = result["settings"].get("budgets", {})
     best: dict[str, Row | None] = {}
     for policy, name, budget, limit in STEPS:
+        rows = _at_longest(result, policy=policy) if budgets.get(policy) == budget else []
+        row = best[name] = min(rows, key=lambda row: row["milliseconds"], default=None)
         label = f"time per token at {LONGEST:,}, {name}, budget {budget:,}, best placement"
-        wanted = f"≤ {limit:g} ms"
-        best[policy] = row = _best_step(result, policy, budget)
-        if row is None:
-            lines.append(_missing(label, wanted))
-        else:
-            gathered = row["gathered_heads"]
-            where = "as planned" if gathered is None else f"{gathered} gathered"
-            where = where if gathered is None or gathered >= 0 else "all on the CPU"
-            found = f"{milliseconds_cell(row)} ms ({where})"
-            lines.append(target_line(label, found, wanted, row["milliseconds"] <= limit))
-    policy, name, *_ = STEPS[0]
-    ours = best[policy]
+        found = row and f"{milliseconds_cell(row)} ms ({_where(row['gathered_heads'])})"
+        met = row is not None and row["milliseconds"] <= limit
+        lines.append(target(label, found, f"≤ {limit:g} ms", met))
+    name = STEPS[0][1]
     for engine, ratio in ((STOCK, OVER_STOCK), (GRAPH, 1.0)):
+        peer = next(iter(_at_longest(result, engine=engine)), None)
         label = f"{name} at {LONGEST:,} against {engine}"
-        wanted = "faster" if ratio == 1 else f"≥ {ratio:g}{TIMES}"
-        peer = _first(_at_longest(result), engine=engine)
-        if ours is None or peer is None:
-            lines.append(_missing(label, wanted))
-            continue
-        over = peer["milliseconds"] / ours["milliseconds"]
-        met = over > 1 if ratio == 1 else over >= ratio
-        lines.append(target_line(label, f"{over:.2f}{TIMES}", wanted, met))
+        lines.append(against(label, best[name], peer, ratio))
     return lines
 
 
-def _best_step(result: dict[str, Any] | None, policy: str, budget_tokens: int) -> Row | None:
-    """The fastest placement of a policy at the longest context; None: not with this budget."""
-    if result is None or result["settings"]["budgets"].get(policy) != budget_tokens:
-        return None
-    rows = [row for row in _at_longest(result) if row["policy"] == policy]
-    return min(rows, key=lambda row: row["milliseconds"], default=None)
+def _where(gathered_heads: int | None) -> str:
+    if gathered_heads is None:
+        return "as planned"
+    return "all on the CPU" if gathered_heads < 0 else f"{gathered_heads} gathered"
 
 
-def _at_longest(result: dict[str, Any] | None) -> list[Row]:
-    return [] if result is None else [row for row in result["rows"] if row["kv_len"] == LONGEST]
+def _at_longest(result: dict[str, Any], key: str = "kv_len", **wanted: Any) -> list[Row]:
+    """Rows at the longest context with these values."""
+    wanted[key] = LONGEST
+    return [
+        row
+        for row in result["rows"]
+        if all(row.get(name) == value for name, value in wanted.items())
+    ]
 
 
-def _first(rows: Iterable[Row], **wanted: Any) -> Row | None:
-    """The first row with these values."""
-    for row in rows:
-        if all(row.get(name) == value for name, value in wanted.items()):
-            return row
-    return None
-
-
-def _plan_checks(result: dict[str, Any] | None) -> list[list[str]]:
+def _plan_checks(result: dict[str, Any]) -> list[list[str]]:
     label = f"predicted against measured time per token, {NUM_SETTINGS} settings, worst"
     of_bytes = "planned against taken bytes, worst"
     within, within_bytes = f"within {PREDICTION_ERROR:.0%}", f"within {BYTES_ERROR:.0%}"
-    if result is None or not result["rows"]:
-        return [_missing(label, within), _missing(of_bytes, within_bytes)]
     rows = result["rows"]
+    if not rows:
+        return [target(label, None, within), target(of_bytes, None, within_bytes)]
     worst = max(rows, key=lambda row: abs(row["error"]))
     names = ("policy", "kv_len", "budget_tokens", "threads")
     count = len({tuple(row[name] for name in names) for row in rows})
     found = f"{worst['error']:+.1%} ({worst['policy']}, {worst['kv_len']:,}, {worst['placement']})"
     met = abs(worst["error"]) <= PREDICTION_ERROR
-    lines = [target_line(label, found, within, met)]
+    lines = [target(label, found, within, met)]
     if met and count < NUM_SETTINGS:  # nothing is said of the others
         lines = [[label, f"{found}, of {count}", within, "not measured yet"]]
-    errors = [error for row in rows for error in bytes_errors(row)]
+    errors = [error for row in rows for error in bytes_errors(row).values()]
     if not any(row["device_bytes"] for row in rows):
-        return [*lines, _missing(of_bytes, within_bytes)]
+        return [*lines, target(of_bytes, None, within_bytes)]
     off = max(errors, key=abs)
-    return [*lines, target_line(of_bytes, f"{off:+.1%}", within_bytes, abs(off) <= BYTES_ERROR)]
+    return [*lines, target(of_bytes, f"{off:+.1%}", within_bytes, abs(off) <= BYTES_ERROR)]
 
 
-def _hybrid_checks(result: dict[str, Any] | None) -> list[list[str]]:
+def _hybrid_checks(result: dict[str, Any]) -> list[list[str]]:
     label = f"hybrid-head kernel at {LONGEST:,}, {HYBRID_CASE}, against torch's SDPA"
-    wanted = f"≥ {HYBRID_RATIO:g}{TIMES}"
-    row = _first(_at_longest(result), case=HYBRID_CASE, engine=OURS, fastest=True)
-    ratio = None if result is None or row is None else torch_ratio(result, row)
-    if ratio is None:
-        return [_missing(label, wanted)]
-    return [target_line(label, f"{ratio:.2f}{TIMES}", wanted, ratio >= HYBRID_RATIO)]
+    rows = _at_longest(result, case=HYBRID_CASE, engine=OURS, fastest=True)
+    ratio = torch_ratio(result, rows[0]) if rows else None
+    found = ratio and f"{ratio:.2f}{TIMES}"
+    return [target(label, found, f"≥ {HYBRID_RATIO:g}{TIMES}", (ratio or 0) >= HYBRID_RATIO)]
 
 
-def _retrieval_checks(result: dict[str, Any] | None) -> list[list[str]]:
-    rows = [] if result is None else result["rows"]
+def _retrieval_checks(result: dict[str, Any]) -> list[list[str]]:
     lines = []
     for heads, limit in ((8, RETRIEVAL_SHARE), (1, None)):
         named = f"{heads} KV head" + ("s" if heads > 1 else "")
         label = f"retrieval heads with top-k at {LONGEST:,}, {named}, of memory bandwidth"
         wanted = "" if limit is None else f"≥ {limit:.0%}"
-        row = _first(rows, tokens=LONGEST, heads=heads, variant=RETRIEVAL_VARIANT)
-        if row is None:
-            lines.append(_missing(label, wanted))
-        elif limit is None:
-            lines.append([label, f"{row['bandwidth_share']:.0%}", "", ""])
+        rows = _at_longest(result, "tokens", heads=heads, variant=RETRIEVAL_VARIANT)
+        if rows and limit is None:
+            lines.append([label, f"{rows[0]['bandwidth_share']:.0%}", "", ""])
         else:
-            share = row["bandwidth_share"]
-            lines.append(target_line(label, f"{share:.0%}", wanted, share >= limit))
+            share = rows[0]["bandwidth_share"] if rows else None
+            found = None if share is None else f"{share:.0%}"
+            lines.append(target(label, found, wanted, (share or 0) >= (limit or 0)))
     return lines
 
 
-def _tp_checks(result: dict[str, Any] | None) -> list[list[str]]:
+def _tp_checks(result: dict[str, Any]) -> list[list[str]]:
     label = f"two GPUs against one, batch {TP_BATCH} {TIMES} {TP_TOKENS:,}, tokens/s"
     wanted = f"≥ {TWO_GPUS_RATIO:g}{TIMES}"
     of_tokens = "the same tokens on two GPUs as on one"
-    if result is None or result["settings"]["device"] != "cuda":
-        return [_missing(label, wanted), _missing(of_tokens, "all")]
     settings, lines = result["settings"], []
+    if settings.get("device") != "cuda":
+        return [target(label, None, wanted), target(of_tokens, None, "all")]
     if (settings["batch_size"], settings["kv_len"]) == (TP_BATCH, TP_TOKENS):
-        lines = [
-            target_line(
-                f"{label}, `{name}`", f"{ratio:.2f}{TIMES}", wanted, ratio >= TWO_GPUS_RATIO
-            )
-            for name, ratio in two_gpu_ratios(result).items()
-        ]
-    met = bool(same_tokens(result)) and all(same_tokens(result))
+        for name, ratio in two_gpu_ratios(result).items():
+            met = ratio >= TWO_GPUS_RATIO
+            lines.append(target(f"{label}, `{name}`", f"{ratio:.2f}{TIMES}", wanted, met))
+    same = same_tokens(result)
     return [
-        *(lines or [_missing(label, wanted)]),
-        target_line(of_tokens, f"{same_text(result)} policies", "all", met),
+        *(lines or [target(label, None, wanted)]),
+        target(of_tokens, f"{same_text(result)} policies", "all", bool(same) and all(same)),
     ]
 
 
-_CHECKS: tuple[tuple[str, Callable[[dict[str, Any] | None], list[list[str]]]], ...] = (
-    ("gpu-heads", _heads_checks),
-    ("gpu-plan", _plan_checks),
-    ("gpu-hybrid", _hybrid_checks),
-    ("gpu-retrieval", _retrieval_checks),
-    ("gpu-tp", _tp_checks),
-)
+_CHECKS = {
+    "gpu-heads": _heads_checks,
+    "gpu-plan": _plan_checks,
+    "gpu-hybrid": _hybrid_checks,
+    "gpu-retrieval": _retrieval_checks,
+    "gpu-tp": _tp_checks,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offload.bench.selection.output import COLUMNS, LEGEND, cells
-from perf.tables.markdown import mark, markdown_table
+from perf.tables.markdown import Columns, Row, known, mark, markdown_table, table
 from perf.tables.tables import machine_line
 
 # What issue 3 asks for; shown beside what was measured.
@@ -34,9 +34,8 @@ def selection_table(result: dict[str, Any]) -> str:
         "is compared with exact attention in every sparse layer."
     )
     legend = LEGEND[0].upper() + LEGEND[1:]
-    return "\n\n".join(
-        [title, markdown_table(header, lines), legend, machine_line(result["machine"])]
-    )
+    parts = [title, markdown_table(header, lines), legend, machine_line(result["machine"])]
+    return "\n\n".join(parts)
 
 
 def _targets(row: dict[str, Any], quest: dict[int, float]) -> str:
@@ -55,70 +54,74 @@ def _targets(row: dict[str, Any], quest: dict[int, float]) -> str:
 
 def lfps_candidates_table(result: dict[str, Any]) -> str:
     """Share of the keys that LFPS scores, beside the paper's."""
-    rows = [r for r in result["rows"] if r["part"] == "candidates" and r["policy"] == "lfps"]
-    lines = []
-    for row in rows:
-        alpha = row["options"]["alpha"]
-        tokens = row["context"] + row["steps"] // 2
-        paper = PAPER_CANDIDATES[alpha][tokens > 6000]
-        share = row["candidate_share"]
-        always = (row["options"]["sink_tokens"] + row["options"]["recent_tokens"]) / tokens
-        own = share - always  # the paper keeps sinks elsewhere, and has no recent window
-        met = abs(own / paper - 1) <= CANDIDATE_TOLERANCE
-        lines.append(
-            [
-                f"{alpha}",
-                f"{tokens:,}",
-                f"{share:.1%}",
-                f"{own:.1%}",
-                f"{paper:.1%}",
-                f"{own / paper:.2f} of the paper's ({1 - CANDIDATE_TOLERANCE}\N{EN DASH}"
-                f"{1 + CANDIDATE_TOLERANCE} {mark(met)})",
-            ]
-        )
+    least, most = 1 - CANDIDATE_TOLERANCE, 1 + CANDIDATE_TOLERANCE
+    rows = []
+    for row in result["rows"]:
+        if (row["part"], row["policy"]) == ("candidates", "lfps"):
+            options, tokens = row["options"], row["context"] + row["steps"] // 2
+            paper = PAPER_CANDIDATES[options["alpha"]][tokens > 6000]
+            # The paper keeps sinks elsewhere, and has no recent window.
+            always = (options["sink_tokens"] + options["recent_tokens"]) / tokens
+            own = row["candidate_share"] - always
+            ratio, met = own / paper, mark(abs(own / paper - 1) <= CANDIDATE_TOLERANCE)
+            verdict = f"{ratio:.2f} of the paper's ({least}\N{EN DASH}{most} {met})"
+            shown = {"tokens": tokens, "paper": paper, "own": own, "verdict": verdict}
+            rows.append(row | options | shown)
     title = (
         "Keys that LFPS scores exactly, as a share of the cache (sinks and recent window "
         "included, and without them, which is what the paper's Table 4 counts) at 4K and 8K tokens."
     )
-    header = ["alpha", "tokens", "scored", "without sinks and recent", "paper", "target"]
-    return "\n\n".join([title, markdown_table(header, lines), machine_line(result["machine"])])
+    columns = {
+        "alpha": "{alpha}",
+        "tokens": "{tokens:,}",
+        "scored": "{candidate_share:.1%}",
+        "without sinks and recent": "{own:.1%}",
+        "paper": "{paper:.1%}",
+        "target": "{verdict}",
+    }
+    return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])
 
 
 def niah_table(result: dict[str, Any]) -> str:
     """Scores of RULER's needle task."""
     settings = result["settings"]
-    lines = [
-        [
-            row["label"],
-            "" if row["budget_tokens"] is None else f"{row['budget_tokens']:,}",
-            f"{row['score']:.2f}",
-            f"{NIAH_SCORE} {mark(row['score'] >= NIAH_SCORE)}",
-        ]
-        for row in result["rows"]
-    ]
     title = (
         f"{settings['model']}, RULER's `{settings['task']}` at {settings['length']:,} tokens "
         f"through lm-eval, the same {settings['samples']} prompts for every policy."
     )
-    table = markdown_table(["policy", "budget", "score", "target"], lines)
-    return "\n\n".join([title, table, machine_line(result["machine"])])
+    columns: Columns = {
+        "policy": "{label}",
+        "budget": known("budget_tokens", ","),
+        "score": "{score:.2f}",
+        "target": lambda row: f"{NIAH_SCORE} {mark(row['score'] >= NIAH_SCORE)}",
+    }
+    return "\n\n".join([title, table(columns, result["rows"]), machine_line(result["machine"])])
 
 
 def policy_speed_table(result: dict[str, Any]) -> str:
     """Decode tokens/s of a whole model under each policy, beside exact top-k."""
-    rows = {row["engine"].removeprefix("offload "): row for row in result["rows"]}
-    rows = {name: row for name, row in rows.items() if row["engine"].startswith("offload ")}
-    exact = rows["exact_topk"]["decode_tokens_per_second"]
-    lines = []
-    for name, row in sorted(rows.items(), key=lambda item: -item[1]["decode_tokens_per_second"]):
-        speed = row["decode_tokens_per_second"]
-        met = "" if name in ("exact_topk", "full") else f" {mark(speed >= exact)}"
-        lines.append([f"`{name}`", f"{speed:.1f}", f"{speed / exact:.0%}{met}"])
-    contexts = ", ".join(f"{c:,}" for c in sorted({row["context"] for row in rows.values()}))
-    return (
+    rows = [
+        row | {"policy": row["engine"].removeprefix("offload ")}
+        for row in result["rows"]
+        if row["engine"].startswith("offload ")
+    ]
+    rows.sort(key=lambda row: -row["decode_tokens_per_second"])
+    speeds = {row["policy"]: row["decode_tokens_per_second"] for row in rows}
+    exact = speeds["exact_topk"]
+
+    def of_exact(row: Row) -> str:
+        speed = speeds[row["policy"]]
+        met = "" if row["policy"] in ("exact_topk", "full") else f" {mark(speed >= exact)}"
+        return f"{speed / exact:.0%}{met}"
+
+    contexts = ", ".join(f"{c:,}" for c in sorted({row["context"] for row in rows}))
+    title = (
         f"{result['settings']['model']} at {contexts} tokens, all engines in turns on the same "
-        "text, default options; target: at least exact_topk's speed.\n\n"
-        + markdown_table(["policy", "tokens/s", "of exact_topk"], lines)
-        + "\n\n"
-        + machine_line(result["machine"])
+        "text, default options; target: at least exact_topk's speed."
     )
+    columns: Columns = {
+        "policy": "`{policy}`",
+        "tokens/s": "{decode_tokens_per_second:.1f}",
+        "of exact_topk": of_exact,
+    }
+    return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])

@@ -1,8 +1,7 @@
-"""What perf.bench_gather and perf.bench_hybrid do without a GPU."""
+"""What scripts that time kernels do without a GPU."""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,14 @@ import torch
 from cases.seeded import new_rng
 
 from gpu_ops.hybrid_attention import HybridLaunch
-from perf import bench_gather, bench_hybrid
+from gpu_ops.top_k_candidates import TopKLaunch
+from perf import bench_gather, bench_heads, bench_hybrid
 from perf.bench_gather import RECENT_TOKENS, SINK_TOKENS, clustered_selection
+from perf.gpu_timing import launches
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("bench", [bench_gather, bench_hybrid])
+@pytest.mark.parametrize("bench", [bench_gather, bench_heads, bench_hybrid])
 def test_refuses_without_a_gpu(bench: Any) -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU, and torch sees none"):
         bench.main([])
@@ -33,23 +34,13 @@ def test_clustered_selection(tokens: int) -> None:
     assert tokens < 16 or (np.diff(selection, axis=1) == 1).mean() > 0.4
 
 
-def launches(**options: Any) -> list[tuple[int, HybridLaunch]]:
-    names = ("tiles", "per_sm", "stages", "warps", "segment_tiles", "early", "prefetch")
-    chosen = dict.fromkeys(names) | {"sweep": False, "block_tokens": 64} | options
-    return list(bench_hybrid.launches(Namespace(**chosen)))
-
-
 def test_launches() -> None:
-    assert launches() == [(2, HybridLaunch())]
-    found = launches(sweep=True)
-    assert len(set(found)) == len(found) == 8
-    assert {(launch.merges_early, launch.starts_early) for _, launch in found} == {
-        (True, False),
-        (True, True),
-    }
-    assert {launch.num_warps for _, launch in launches(warps=[4, 8])} == {4, 8}
-    (_, launch), *_ = launches(early=["none"])
-    assert not launch.merges_early
-    assert not launch.starts_early
-    # 96 KiB of shared memory each, of which a multiprocessor has room for two
-    assert {per_sm for per_sm, _ in launches(per_sm=[1, 2, 3], stages=[4], tiles=[64])} == {1, 2}
+    assert list(launches(HybridLaunch(), [])) == [HybridLaunch()]
+    found = list(launches(HybridLaunch(), ["merges_early=True,False", "num_warps=4,8,16"]))
+    assert len(set(found)) == len(found) == 6
+    assert {launch.num_warps for launch in found} == {4, 8, 16}
+    assert {launch.starts_early for launch in found} == {True}
+    tuples = launches(TopKLaunch(), ["num_warps=(4,8,16),(4,8,8)"])
+    assert [launch.num_warps[2] for launch in tuples] == [16, 8]
+    with pytest.raises(SystemExit, match="no field 'warps' in HybridLaunch"):
+        list(launches(HybridLaunch(), ["warps=4"]))

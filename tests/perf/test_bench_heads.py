@@ -9,19 +9,13 @@ import torch
 
 from gpu_ops.launch import has_triton
 from perf import bench_heads
-from perf.bench_heads import VARIANTS, HeadsCase, launches, main, result, table
+from perf.bench_heads import VARIANTS, HeadsCase, main, other_launches, result
 from perf.gpu_timing import READ_BLOCK, read_all
 
-OPTIONS = argparse.Namespace(
-    programs=[2, 3],
-    tiles=[64],
-    warps=[4],
-    stages=[3, 5],
-    chunks=[512],
-    segments=[8, 16],
-    segment_tiles=[4096],
-    top_k_warps=[8],
+ATTENTION = argparse.Namespace(
+    per_sm=[2, 3], launch=["tile_tokens=64", "num_stages=3,5"], top_k_launch=[]
 )
+TOP_K = argparse.Namespace(launch=[], top_k_launch=["chunk_tokens=512", "segments=8,16"])
 
 
 def case(num_heads: int = 2, tokens: int = 1000) -> HeadsCase:
@@ -58,43 +52,34 @@ def test_every_variant_runs() -> None:
 
 
 def test_copies_are_more_than_a_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_heads, "_COLD_BYTES", 3 * 2**20)
-    assert len(HeadsCase(1, 1024, 200, spread=1.0, device="cpu").tables) == 6
-    assert len(HeadsCase(8, 1024, 200, spread=1.0, device="cpu").tables) == 2
+    monkeypatch.setattr(bench_heads, "COLD_BYTES", 3 * 2**20)
+    assert len(HeadsCase(1, 1024, 200, spread=1.0, device="cpu").copies) == 6
+    assert len(HeadsCase(8, 1024, 200, spread=1.0, device="cpu").copies) == 2
 
 
-def test_table() -> None:
+def test_rows() -> None:
     measured = case()
-    rows = [result(measured, variant, 2.0, 1024.0) for variant in VARIANTS[2:4]]
-    assert rows[0]["gigabytes_per_second"] == 2 * 2 * 1000 * 128 * 2 / 2e3
-    assert rows[0]["bandwidth_share"] == 0.5
-    assert table(rows).splitlines()[2:] == [
-        "| attention, top-k | 1,000 | 2 | 2.00 | 512 | 50.0% |",
-        "| top-k alone | 1,000 | 2 | 2.00 |  |  |",
-    ]
+    attention, top_k = (result(measured, variant, 2.0) for variant in VARIANTS[2:4])
+    assert attention["gigabytes_per_second"] == 2 * 2 * 1000 * 128 * 2 / 2e3
+    assert top_k["gigabytes_per_second"] is None
 
 
-@pytest.mark.parametrize("sweep", ["attention", "top_k"])
-def test_sweeps_run_other_launches(sweep: str) -> None:
+@pytest.mark.parametrize("options", [ATTENTION, TOP_K])
+def test_sweeps_run_other_launches(options: argparse.Namespace) -> None:
     swept = case()
-    found = list(launches(swept, sweep, OPTIONS))
-    assert len({name for name, _ in found}) == {"attention": 4, "top_k": 2}[sweep]
-    for _, run in found:
+    found = list(other_launches(swept, options))
+    assert len({name for _, name, _ in found}) == (4 if options.launch else 2)
+    for what, _, run in found:
         swept.out.fill_(float("nan"))
         swept.lists[False][1].fill_(-7)
         run(1)
-        if sweep == "attention":
+        if what == "attention":
             assert not swept.out.view(8, -1)[6:].isnan().any()
         else:
             assert swept.lists[False][1][0, 6:].tolist() == [200, 200]
 
 
-def test_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        main([])
-    assert "on a CUDA GPU, and there is none here" in capsys.readouterr().err
+def test_heads_that_there_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--heads", "9"])
     assert "--heads must be in 1..8, got 9" in capsys.readouterr().err
@@ -115,4 +100,4 @@ def test_measures_on_a_gpu(tmp_path: object, capsys: pytest.CaptureFixture[str])
     assert main([*arguments, "--commit", "none"]) == 0
     printed = capsys.readouterr().out
     assert "select_tokens_kernel" in printed
-    assert "| attention, top-k | 8,192 | 1 |" in printed
+    assert "| 8,192 | 1 |" in printed

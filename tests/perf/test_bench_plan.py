@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from perf.bench_plan import SETTINGS, judge, main, placement_of
+from offload.decode.gpu.placement import HeadPlacement
+from perf.bench_plan import SETTINGS, judge, main
 
 
 def test_twelve_settings() -> None:
     assert len(set(SETTINGS)) == 12
     assert {setting.kv_len for setting in SETTINGS} == {32768, 131072}
     assert {setting.budget_tokens for setting in SETTINGS} == {1024, 2048, 4096}
-    assert {setting.num_threads for setting in SETTINGS} == {8, 15}
+    assert {setting.threads for setting in SETTINGS} == {8, 15}
 
 
 def row(error: float, planned: int, actual: int) -> dict[str, Any]:
@@ -69,4 +70,4 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(result["rows"]) >= 6
     for of_setting in result["rows"]:
         assert of_setting["milliseconds"] > 0 < of_setting["predicted_milliseconds"]
-        assert placement_of(of_setting).num_layers == 4
+        assert HeadPlacement.from_json(of_setting["map"]).num_layers == 4

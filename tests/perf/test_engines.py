@@ -19,16 +19,17 @@ from perf.engines.engine_protocol import serve
 
 class Counting:
     """The next token is the sum of all."""
-    def describe(self):
-        return {{"version": "1"}}
+    versions = {{"version": "1"}}
+    def __init__(self, model, *, start):
+        self.start = start
     def prefill(self, tokens):
         print("libraries print to stdout")
-        self.total = sum(tokens)
+        self.total = self.start + sum(tokens)
     def step(self, token):
         self.total += token
         return self.total
 
-serve(Counting())
+serve(Counting)
 '''
 
 
@@ -37,12 +38,12 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineProcess:
     source = textwrap.dedent(COUNTING_ENGINE.format(root=str(engines.ROOT)))
     (tmp_path / "counting.py").write_text(source, encoding="utf-8")
     monkeypatch.setattr(engines, "ROOT", tmp_path)
-    return EngineProcess("counting", [])
+    return EngineProcess("counting", "model", {"start": 0})
 
 
 def test_prefill_and_decode(counting: EngineProcess) -> None:
     with counting as engine:
-        assert engine.description == {"version": "1"}
+        assert engine.description == {"version": "1", "start": 0}
         assert engine.prefill([1, 2, 3]) > 0
         seconds, argmax = engine.decode([10, 20])
         assert argmax == [16, 36]
@@ -54,7 +55,7 @@ def test_prefill_and_decode(counting: EngineProcess) -> None:
 
 def test_an_engine_that_dies_is_named() -> None:
     with pytest.raises(RuntimeError, match="no_such_engine ended with exit code 1"):
-        EngineProcess("no_such_engine", [])
+        EngineProcess("no_such_engine", "model", {})
 
 
 def test_rows_are_medians_over_steps() -> None:

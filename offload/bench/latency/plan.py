@@ -4,8 +4,8 @@ A policy that reuses selections across layers (TidalDecode, LycheeDecode) gives 
 or every head of every layer one. A benchmark at 128K tokens holds only a few layers, so it runs
 one layer of each kind in the model's order and weights its time by how many layers of the model
 are of that kind. Layers are of one kind if the same number of their units scan all keys or select;
-where there are more kinds than physical layers, neighbouring ones share one. Dense layers are left
-out: they cost the same under every policy, namely what `full` does.
+where there are more kinds than physical layers, those between two count in parts as both. Dense
+layers are left out: they cost the same under every policy, namely what `full` does.
 """
 
 from __future__ import annotations
@@ -67,28 +67,23 @@ def plan_layers(
 def _choose_rows(
     roles: npt.NDArray[np.uint8], num_layers: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
-    """`num_layers` rows of sparse `roles`, the first one first, and the share of each."""
+    """`num_layers` rows of sparse `roles`, the first one first, and the share of each.
+
+    A layer counts in parts as the two chosen ones whose numbers of asking units are next to its
+    own, so that on the average as many ask as in the model.
+    """
     asking = (roles != REUSE).sum(1)
-    # The first publishes for all units: it has a physical layer of its own, with its like.
-    bins = [np.flatnonzero(asking == asking[0])]
-    others = np.flatnonzero(asking != asking[0])
-    others = others[np.argsort(asking[others], kind="stable")]
+    others = asking[asking != asking[0]]  # the first publishes for all units
     if others.size and num_layers == 1:
         raise ValueError(
             "a policy that reuses selections needs at least 2 physical layers; "
             "lower the depth or the batch size"
         )
-    if others.size:
-        values, counts = np.unique(asking[others], return_counts=True)
-        if len(values) <= num_layers - 1:
-            edges = np.cumsum(counts)[:-1]
-        else:
-            edges = np.linspace(0, len(others), num_layers)[1:-1].astype(int)
-        bins += [part for part in np.split(others, edges) if part.size]
-    typical = [part[np.argmin(np.abs(asking[part] - asking[part].mean()))] for part in bins]
-    typical[0] = bins[0][0]
-    sizes, copies = [len(part) for part in bins], [1] * len(bins)
-    kinds = list(range(len(bins)))
+    between = np.linspace(0, 1, num_layers - 1) if others.size else []
+    numbers = np.unique([asking[0], *np.quantile(others, between, method="nearest")])
+    sizes = [np.interp(asking, numbers, kind).sum() for kind in np.eye(len(numbers))][::-1]
+    typical = [int(np.argmax(asking == number)) for number in numbers[::-1]]
+    copies, kinds = [1] * len(sizes), list(range(len(sizes)))
     # Layers that are left repeat the most frequent kind: more samples of it.
     while len(kinds) < num_layers:
         most = int(np.argmax(np.divide(sizes, copies)))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from cases import kernel_references as reference
 
-from cpu_ops import reference
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, relative_error
 from cases.seeded import new_rng
 from torch import Tensor
 
-from cpu_ops import reference
 from cpu_ops.coprocessor import Coprocessor, Request
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.step_rows import DecodeStep

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+from cases import kernel_references as reference
 
-from cpu_ops import reference
 from offload.policies.base import BuildContext, SparsePolicy, State
 from offload.policies.callback import (
     Callback,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from cases import kernel_references as reference
 from cases.seeded import new_rng
 
-from cpu_ops import reference
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore

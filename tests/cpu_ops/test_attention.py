@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
 from cases.chosen_tokens import Chosen, ChosenPerQueryHead
 from cases.seeded import new_rng
 
-from cpu_ops import native, reference
+from cpu_ops import native
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import Full

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from cases import kernel_references as reference
 from cases.attention_cases import relative_error
 from cases.seeded import new_rng
 
-from cpu_ops import native, reference
+from cpu_ops import native
 from cpu_ops.decoder_layers import DecoderLayers, LayersStep, NativeLayer
 from cpu_ops.linear import Linear
 from cpu_ops.worker_pool import WorkerPool

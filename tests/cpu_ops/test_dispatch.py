@@ -20,7 +20,8 @@ SCRIPT = """
 import numpy as np, torch
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
 from cases.seeded import new_rng
-from cpu_ops import native, reference
+from cpu_ops import native
+from cases import kernel_references as reference
 from cpu_ops.linear import Linear
 from cpu_ops.worker_pool import WorkerPool
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import kernel_references as reference
 from cases.attention_cases import relative_error
 from cases.seeded import new_rng
 
-from cpu_ops import native, reference
+from cpu_ops import native
 from cpu_ops.linear import Linear
 from cpu_ops.worker_pool import WorkerPool
 

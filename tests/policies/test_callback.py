@@ -14,10 +14,11 @@ import numba
 import numpy as np
 import pytest
 import torch
+from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
 from cases.heavy_hitter import LOG_ENTRIES, HeavyHitter, HeavyHitterPerQueryHead, Simulation
 
-from cpu_ops import _native, reference
+from cpu_ops import _native
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import ExactTopK

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
 from cases.seeded import new_rng
 
-from cpu_ops import reference
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK, Full, Policy, StreamingLLM
 from offload.policies.base import SparsePolicy

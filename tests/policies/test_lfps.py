@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from cases import kernel_references as reference
 from cases.attention_cases import relative_error
 from cases.lfps_reference import Unit
 from cases.seeded import new_rng
 
-from cpu_ops import reference
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
 from cases.seeded import new_rng
 
-from cpu_ops import reference
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK
 from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, SparsePolicy

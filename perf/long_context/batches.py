@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ PLAN = (
     ("tasks", (6_144, 8_192)),
     ("tasks", (2_048, 4_096)),
     ("text", (8_192, 16_384, 32_768)),
-    ("keep", (1_024,)),
+    ("keep", (1_024, 1_024, 8_192)),
 )
 _maker: TaskMaker | None = None  # of a worker process
 
@@ -77,6 +78,8 @@ def steps(
 
 def _start_worker(tokenizer: Path, corpus: Path) -> None:
     global _maker
+    for number in (signal.SIGTERM, signal.SIGINT):  # which are for the run, not for its workers
+        signal.signal(number, signal.SIG_IGN)
     _maker = TaskMaker(tokenizer, read_corpus(corpus)["train"])
 
 

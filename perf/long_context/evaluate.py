@@ -26,7 +26,7 @@ from perf.long_context.tasks import TaskMaker
 from perf.long_context.text import Corpus, read_corpus
 
 _NLL_TOKENS = 512
-_NEW_TOKENS = 24
+_NEW_TOKENS = 16
 # Other words than those of training.
 _ADJECTIVES = """abrasive bashful cautious dapper elated frantic grumpy hypnotic immense jumpy
 knotty lopsided mysterious nostalgic obedient pretty quaint ragged spiteful torpid uneven vague

@@ -6,6 +6,7 @@ The learning rate follows the elapsed time, so that a run of any length ends ann
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,6 +34,7 @@ from perf.long_context.text import read_corpus
 BASE = "smollm2-135m-instruct"
 _CHUNK_ROWS = 4096  # of logits at a time: float32 over 49,152 words are 800 MB
 _CHECKPOINT_SECONDS = 60.0
+_CHAT_TOKENS = 1024  # rows of text that are longer stay text
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Settings:
     alpha: float = 48.0
     learning_rate: float = 1e-3
     warmup_steps: int = 10
-    text_weight: float = 0.3
+    text_weight: float = 0.5
     keep_weight: float = 1.0
     max_grad_norm: float = 1.0
     replies: int = 192
@@ -88,6 +91,7 @@ class Training:
         stock.eval()
         length = 32_768 // settings.scale
         self._attention = attention_backend(settings.attention, stock.config, self.device, length)
+        self.gguf_sha256: str | None = None
         self.log: list[dict[str, Any]] = []
         self.step, self.elapsed_s = 0, 0.0
         state = self._read_checkpoint()
@@ -119,8 +123,9 @@ class Training:
             started = time.monotonic()
             rate = self._rate(self.elapsed_s / budget_s)
             row = self._train_step(batch, rate)
-            batch = next(source)
             self.step += 1
+            if not stop.asked:
+                batch = next(source)
             now = time.monotonic()
             self.elapsed_s, last_s = now - before, now - started
             row |= {"step": self.step, "elapsed_s": round(self.elapsed_s, 1), "rate": rate,
@@ -134,6 +139,10 @@ class Training:
         self._save_checkpoint()
         self.save(finished=not stop.asked)
 
+    def start_from(self, folder: Path) -> None:
+        """Take the weights of an adapter that another run made."""
+        self.adapted.load_state(load_file(folder / "adapter_model.safetensors"))
+
     def save(self, finished: bool) -> None:
         """The adapter, its settings and its log."""
         self.adapted.save(self.folder, BASE)
@@ -141,6 +150,7 @@ class Training:
         original = self.adapted.config.max_position_embeddings
         settings = {
             "base_model": BASE,
+            "gguf_sha256": self.gguf_sha256,
             "max_position_embeddings": self.adapted.long_config.max_position_embeddings,
             "rope_parameters": rope_parameters(theta, original),
             "training": asdict(self.settings) | {"plan": [[purpose, list(lengths)] for purpose, lengths in PLAN]},
@@ -269,15 +279,15 @@ class Training:
         return functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
     def _with_replies(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Half of the rows of text become chats that the stock model answered."""
+        """Half of the rows of short text become chats that the stock model answered."""
         mask = torch.ones_like(tokens, dtype=torch.bool)
+        if tokens.shape[1] > _CHAT_TOKENS:
+            return tokens, mask
         for row in range(0, len(tokens), 2):
-            line: list[int] = []
             place = self.step * len(tokens) + row
             chat = self._keep_lines[place % len(self._keep_lines)][: tokens.shape[1]]
-            line = chat
-            tokens[row, : len(line)] = torch.tensor(line, device=tokens.device)
-            mask[row, len(line) :] = False
+            tokens[row, : len(chat)] = torch.tensor(chat, device=tokens.device)
+            mask[row, len(chat) :] = False
         return tokens, mask
 
     @torch.no_grad()
@@ -403,6 +413,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of the stock model")
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gguf", type=Path, help="what --model was made of; its digest is kept")
+    parser.add_argument("--start", type=Path, help="folder of an adapter to begin with")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=8)
     for name, value in asdict(Settings()).items():
@@ -414,6 +426,10 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     settings = Settings(**{name: arguments[name] for name in asdict(Settings())})
     training = _started(arguments, settings)
+    if arguments["gguf"]:
+        training.gguf_sha256 = hashlib.sha256(arguments["gguf"].read_bytes()).hexdigest()
+    if arguments["start"] and training.step == 0:
+        training.start_from(arguments["start"])
     training.run()
 
 

@@ -95,6 +95,7 @@ def _download(name: str, hub: HubOptions) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"cannot find the model {name!r}: it is no local folder, no .gguf file and not the "
-            f"alias {EMBEDDED_MODEL!r} or {LONG_CONTEXT_MODEL!r}, and the Hugging Face hub says: {error}"
+            f"alias {EMBEDDED_MODEL!r} or {LONG_CONTEXT_MODEL!r}, and the Hugging "
+            f"Face hub says: {error}"
         ) from error
     return Path(folder)

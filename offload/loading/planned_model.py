@@ -109,8 +109,8 @@ def _hub_config(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"cannot find the model {name!r}: it is no local folder, no .gguf file, not the alias "
-            f"{EMBEDDED_MODEL!r} or {LONG_CONTEXT_MODEL!r} and not one of the shapes {shapes}, and the Hugging Face hub "
-            f"says: {error}"
+            f"{EMBEDDED_MODEL!r} or {LONG_CONTEXT_MODEL!r} and not one of the shapes {shapes}, "
+            f"and the Hugging Face hub says: {error}"
         ) from error
     check_config_file(path)
     return path

@@ -59,9 +59,7 @@ def steps(
     Args:
         scale: divides lengths and sizes, for trying things out.
     """
-    pool = ProcessPoolExecutor(
-        workers, get_context("spawn"), _start_worker, (tokenizer, corpus)
-    )
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (tokenizer, corpus))
     try:
         queue: list[list[Future[MicroBatch]]] = []
         number = first

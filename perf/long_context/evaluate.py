@@ -1,6 +1,7 @@
-"""Does the 32K model find what the stock model finds, and as far as its positions reach?
+r"""Does the 32K model find what the stock model finds, and as far as its positions reach?
 
-    python -m perf.long_context.evaluate --model STOCK --adapter FOLDER --corpus corpus.xz --out FILE
+    python -m perf.long_context.evaluate --model STOCK --adapter FOLDER --corpus corpus.xz \
+        --out FILE
 
 Stock transformers, greedy, one prompt at a time: one needle at 8K, 16K and 32K, four keys at 8K
 beside the stock model, and the nll of the last 512 tokens of text that was held out of training.
@@ -13,7 +14,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,21 @@ from perf.long_context.text import Corpus, read_corpus
 
 _NLL_TOKENS = 512
 _NEW_TOKENS = 16
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
 # Other words than those of training.
-_ADJECTIVES = """abrasive bashful cautious dapper elated frantic grumpy hypnotic immense jumpy
+_ADJECTIVES = _words("""
+abrasive bashful cautious dapper elated frantic grumpy hypnotic immense jumpy
 knotty lopsided mysterious nostalgic obedient pretty quaint ragged spiteful torpid uneven vague
-wistful xenial yielding zany""".split()
-_NOUNS = """asteroid biscuit cathedral dumpling escalator fisherman gymnast hurdle igloo jellyfish
+wistful xenial yielding zany""")
+_NOUNS = _words("""
+asteroid biscuit cathedral dumpling escalator fisherman gymnast hurdle igloo jellyfish
 kingdom librarian mandolin nightfall opossum pancake quicksand rhubarb sausage tambourine umbrella
-vestment waterwheel xylophone yardstick zeppelin""".split()
+vestment waterwheel xylophone yardstick zeppelin""")
 # (needle, question, beginning of the answer): RULER's wording and one that training has not.
 _WORDINGS = (
     ("One of the special magic numbers for {key} is: {value}.",
@@ -113,7 +122,7 @@ class Judge:
         """(first, last) tokens of spans over the held-out documents, as long as the model reads."""
         starts = self.corpus.starts.tolist()
         spans = []
-        for first, stop in zip(starts, starts[1:], strict=False):
+        for first, stop in pairwise(starts):
             share = max(1, round(count * (stop - first) / starts[-1]))
             room = stop - first - self.limit
             for number in range(share):
@@ -162,6 +171,7 @@ class Judge:
 
 def targets(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     """What the model must reach, and whether it does."""
+
     def one(**wanted: Any) -> dict[str, Any]:
         return next(row for row in rows if wanted.items() <= row.items())
 
@@ -201,23 +211,22 @@ def main() -> None:
     )
     rows: list[dict[str, Any]] = []
 
-    def keep(model: str, made: Callable[[], list[dict[str, Any]]]) -> None:
-        rows.extend({"model": model} | row for row in made())
+    def keep(name: str, found: list[dict[str, Any]]) -> None:
+        rows.extend({"model": name} | row for row in found)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
+    short, count = lengths[0], arguments.prompts
     with tempfile.TemporaryDirectory() as merged:
         merge_adapter(read_adapter(arguments.adapter), arguments.model, Path(merged))
-        long = judge.load(Path(merged))
-    keep("long", lambda: judge.nll(long, lengths, arguments.spans))
+        model = judge.load(Path(merged))
+    keep("long", judge.nll(model, lengths, arguments.spans))
     for length in reversed(lengths):
-        keep("long", lambda of=length: [judge.retrieval(long, of, arguments.prompts, 1)])
-    keep("long", lambda: [judge.retrieval(long, lengths[0], arguments.prompts, 4)])
-    del long
-    stock = judge.load(arguments.model)
-    keep("stock", lambda: judge.nll(stock, lengths[:1], arguments.spans))
-    keep("stock", lambda: [judge.retrieval(stock, lengths[0], arguments.prompts, 4)])
-    keep("stock", lambda: [judge.retrieval(stock, lengths[0], arguments.prompts, 1)])
+        keep("long", [judge.retrieval(model, length, count, 1)])
+    keep("long", [judge.retrieval(model, short, count, 4)])
+    model = judge.load(arguments.model)
+    keep("stock", judge.nll(model, [short], arguments.spans))
+    keep("stock", [judge.retrieval(model, short, count, num_keys) for num_keys in (4, 1)])
     checks = targets(rows)
     for text, reached in checks:
         print(f"{'reached' if reached else 'MISSED '}  {text}", flush=True)

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import random
 import string
-import uuid
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from perf.long_context.needles import (
+    key_values,
+    random_fact,
+    random_key,
+    random_value,
+    variable_names,
+)
 from perf.long_context.text import Corpus
 from perf.long_context.words import (
     ADJECTIVES,
@@ -25,7 +32,6 @@ from perf.long_context.words import (
     FIRST_NAMES,
     INSTRUCTIONS,
     INTRODUCTIONS,
-    LAST_NAMES,
     NEEDLES,
     NOISE,
     NOUNS,
@@ -140,7 +146,7 @@ class TaskMaker:
         return text
 
     def span(self, rng: random.Random, length: int, prose: bool) -> list[int]:
-        """`length` tokens of text that follow one another, from one document if one is that long."""
+        """`length` tokens that follow one another, from one document if one is that long."""
         documents, lengths = self._documents[prose]
         if not len(documents):
             documents, lengths = self._documents[not prose]
@@ -169,7 +175,7 @@ class TaskMaker:
     def _single(self, rng: random.Random, length: int) -> _Task:
         kind = rng.choices(list(VALUE_NAMES), [8, 3, 3, 2, 3, 2, 2, 1])[0]
         name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), _ruler(rng)
-        pairs = [(_key(rng), _value(rng, kind))]
+        pairs = [(random_key(rng), random_value(rng, kind))]
         others = [self._distractor(rng) for _ in range(rng.choice((0, 0, 0, 1, 2, 4)))]
         return _keyed(rng, name, form, pairs, pairs, ruler, others)
 
@@ -182,7 +188,7 @@ class TaskMaker:
     def _multi_key(self, rng: random.Random, length: int) -> _Task:
         kind = rng.choices(list(VALUE_NAMES), [8, 3, 3, 2, 2, 2, 2, 1])[0]
         name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), _ruler(rng)
-        pairs = _pairs(rng, kind, rng.choice((2, 3, 4, 4, 4, 6, 8, 12, 16)))
+        pairs = key_values(rng, kind, rng.choice((2, 3, 4, 4, 4, 6, 8, 12, 16)))
         asked = rng.sample(pairs, min(len(pairs), _rounds(rng)))
         return _keyed(rng, name, form, pairs, asked, ruler)
 
@@ -190,20 +196,20 @@ class TaskMaker:
         kind = rng.choices(("number", "uuid", "word", "password"), (6, 4, 2, 1))[0]
         name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), _ruler(rng)
         of_uuids = kind == "uuid" and rng.random() < 0.6
-        make = (lambda: _value(rng, "uuid")) if of_uuids else (lambda: _key(rng))
-        pattern = _needle(form, ruler, name, make(), _value(rng, kind))
+        make = (lambda: random_value(rng, "uuid")) if of_uuids else (lambda: random_key(rng))
+        pattern = _needle(form, ruler, name, make(), random_value(rng, kind))
         size = len(self.encode(" " + pattern))
         # Some with a few hundred keys in prose, most filled by keys.
         count = max(2, int((length - 300) * rng.choice((0.3, 0.6, 0.9, 0.93)) / (size + 1.5)))
-        pairs = _pairs(rng, kind, count, make)
+        pairs = key_values(rng, kind, count, make)
         asked = rng.sample(pairs, min(len(pairs), _rounds(rng)))
         return _keyed(rng, name, form, pairs, asked, ruler)
 
     def _multi_value(self, rng: random.Random, length: int) -> _Task:
         kind = rng.choices(("number", "word", "city", "person", "uuid"), (6, 2, 1, 1, 1))[0]
         name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), _ruler(rng)
-        key = _key(rng)
-        values = [value for _, value in _pairs(rng, kind, rng.randint(2, 5))]
+        key = random_key(rng)
+        values = [value for _, value in key_values(rng, kind, rng.randint(2, 5))]
         needles = [_needle(form, ruler, name, key, value) for value in values]
         if rng.random() < 0.5:
             needles.insert(rng.randrange(len(needles)), self._distractor(rng))
@@ -223,7 +229,7 @@ class TaskMaker:
                 "\n".join(values),
             )
         )
-        form_ = (_ruler_form(name, key, "s", "are") if ruler else None)
+        form_ = _ruler_form(name, key, "s", "are") if ruler else None
         if form_:
             question, answer = form_[0], ", ".join(values)
         return _Task(needles, [(question, answer)], _introduction(rng, name),
@@ -232,7 +238,7 @@ class TaskMaker:
     def _multi_query(self, rng: random.Random, length: int) -> _Task:
         kind = rng.choices(("number", "word", "city", "uuid"), (6, 2, 1, 1))[0]
         name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), _ruler(rng)
-        pairs = _pairs(rng, kind, rng.choice((2, 3, 4, 4, 6, 8)))
+        pairs = key_values(rng, kind, rng.choice((2, 3, 4, 4, 6, 8)))
         asked = rng.sample(pairs, min(len(pairs), rng.randint(2, 4)))
         keys = ", ".join(key for key, _ in asked[:-1]) + f", and {asked[-1][0]}"
         question = rng.choice(
@@ -258,7 +264,7 @@ class TaskMaker:
         return _Task(needles, [(question, answer)], _introduction(rng, name), plain_form=plain)
 
     def _facts(self, rng: random.Random, length: int) -> _Task:
-        facts = [_fact(rng, of) for of in rng.sample(FACTS, rng.choice((1, 1, 2, 3, 5)))]
+        facts = [random_fact(rng, of) for of in rng.sample(FACTS, rng.choice((1, 1, 2, 3, 5)))]
         asked = rng.sample(facts, min(len(facts), _rounds(rng)))
         needles = [sentence for sentence, _, _ in facts]
         questions = [(question, answer) for _, question, answer in asked]
@@ -267,7 +273,7 @@ class TaskMaker:
     def _distractor(self, rng: random.Random) -> str:
         kind = rng.choice(list(VALUE_NAMES))
         return rng.choice(NEEDLES).format(
-            kind=rng.choice(VALUE_NAMES[kind]), key=_key(rng), value=_value(rng, kind)
+            kind=rng.choice(VALUE_NAMES[kind]), key=random_key(rng), value=random_value(rng, kind)
         )
 
     # ---- documents of words --------------------------------------------------------------------
@@ -288,28 +294,28 @@ class TaskMaker:
             begins = self.decode(body[place : place + cut]).strip()
             question = rng.choice(
                 (
-                    "The text contains these words: \"{}\". What follows them?",
+                    'The text contains these words: "{}". What follows them?',
                     "Continue the passage of the text that begins with: {}",
-                    "Quote what the text says right after \"{}\"",
+                    'Quote what the text says right after "{}"',
                 )
             ).format(begins)
             asked = f"\n\n{question}" if number == 0 or not chat else question
             sample.add(self.encode(asked + (_CHAT_TURN if chat else "\nAnswer:")))
             sample.add(body[place + cut : place + cut + count], 1.0)
-            sample.add([self.end] + self.encode("\n" + (_CHAT_USER if chat else "")))
+            sample.add([self.end, *self.encode("\n" + (_CHAT_USER if chat else ""))])
         return _cut(sample, length)
 
     def _tracing(self, rng: random.Random, length: int) -> Sample:
         """Chains of assignments, `VAR A = VAR B`: which variables have a value?"""
         hops, chains = rng.choice((1, 2, 3, 4)), rng.choice((1, 1, 2))
-        names = _variables(rng, (hops + 1) * chains)
+        names = variable_names(rng, (hops + 1) * chains)
         value = str(rng.randint(10000, 99999))
         statements: list[list[str]] = []
         for chain in range(chains):
             own = names[chain * (hops + 1) : (chain + 1) * (hops + 1)]
             first = value if chain == 0 else str(rng.randint(10000, 99999))
             lines = [f"VAR {own[0]} = {first}"]
-            lines += [f"VAR {b} = VAR {a}" for a, b in zip(own, own[1:], strict=False)]
+            lines += [f"VAR {b} = VAR {a}" for a, b in pairwise(own)]
             statements.append(lines)
         needles: list[str] = []  # each chain in its order, the chains shuffled into each other
         while any(statements):
@@ -512,71 +518,3 @@ def _introduction(rng: random.Random, name: str) -> str:
 
 def _needle(form: str, ruler: bool, name: str, key: str, value: str) -> str:
     return (RULER_NEEDLE if ruler else form).format(kind=name, key=key, value=value)
-
-
-def _pairs(
-    rng: random.Random, kind: str, count: int, make: Any = None
-) -> list[tuple[str, str]]:
-    pairs: dict[str, str] = {}
-    style = rng.randrange(7)
-    while len(pairs) < count:
-        pairs[make() if make else _key(rng, style)] = _value(rng, kind)
-    return list(pairs.items())
-
-
-def _key(rng: random.Random, style: int | None = None) -> str:
-    style = rng.randrange(7) if style is None else style
-    if style <= 2:
-        return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-    if style == 3:
-        return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
-    if style == 4:
-        return f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
-    if style == 5:
-        return f"{rng.choice(NOUNS)}-{rng.randint(10, 9999)}"
-    return f"the {rng.choice(NOUNS)} {rng.choice(NOUNS)} in {rng.choice(CITIES)}"
-
-
-def _value(rng: random.Random, kind: str) -> str:
-    if kind == "number":
-        digits = rng.choice((4, 5, 6, 7, 7, 7, 8, 9, 10))
-        return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
-    if kind == "uuid":
-        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-    if kind == "word":
-        return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-    if kind == "phone":
-        return f"{rng.randint(100, 999)}-{rng.randint(100, 999)}-{rng.randint(1000, 9999)}"
-    if kind == "password":
-        return "".join(rng.choices(string.ascii_letters + string.digits, k=rng.randint(6, 14)))
-    if kind == "city":
-        return rng.choice(CITIES)
-    if kind == "person":
-        return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
-    months = "January March April May June July August October November December".split()
-    return f"{rng.randint(1, 30)} {rng.choice(months)} {rng.randint(1900, 2030)}"
-
-
-def _fact(rng: random.Random, of: tuple[str, str, str]) -> tuple[str, str, str]:
-    words = {
-        "name": f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}",
-        "city": rng.choice(CITIES),
-        "city2": rng.choice(CITIES),
-        "adjective": rng.choice(ADJECTIVES),
-        "noun": rng.choice(NOUNS),
-        "noun2": rng.choice(NOUNS),
-        "word": rng.choice(NOUNS).capitalize(),
-        "year": rng.randint(1700, 2020),
-        "count": rng.randint(2, 90),
-        "hour": rng.randint(5, 22),
-        "minute": rng.randint(10, 59),
-    }
-    sentence, question, answer = (part.format(**words) for part in of)
-    return sentence, question, answer
-
-
-def _variables(rng: random.Random, count: int) -> list[str]:
-    names: set[str] = set()
-    while len(names) < count:
-        names.add("".join(rng.choices(string.ascii_uppercase, k=5)))
-    return sorted(names, key=lambda _: rng.random())

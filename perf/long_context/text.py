@@ -77,8 +77,11 @@ class Corpus:
 class _Html(html.parser.HTMLParser):
     """The words of a page, with a line for each block."""
 
-    _BLOCKS = frozenset("p div h1 h2 h3 h4 h5 h6 li tr dt dd pre blockquote section br".split())
-    _SILENT = frozenset("script style head nav footer title".split())
+    _BLOCKS = frozenset(
+        {"p", "div", "section", "h1", "h2", "h3", "h4", "h5", "h6", "li", "tr", "dt", "dd"}
+        | {"pre", "blockquote", "br"}
+    )
+    _SILENT = frozenset(("script", "style", "head", "nav", "footer", "title"))
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +396,8 @@ def _documents(source: Source, folder: Path) -> Iterator[str]:
 
 def _files(source: Source, folder: Path) -> Iterator[tuple[str, bytes]]:
     subprocess.run(
-        ["apt-get", "download", "-q", "-o", "APT::Sandbox::User=root", f"{source.package}={source.version}"],
+        ["apt-get", "download", "-q", "-o", "APT::Sandbox::User=root",
+         f"{source.package}={source.version}"],
         cwd=folder, check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     (package,) = folder.glob(f"{source.package}_*.deb")

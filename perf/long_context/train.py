@@ -70,7 +70,7 @@ class _Stop:
 
 
 class Training:
-    """One run: model, optimiser, log. `folder` holds its checkpoint and, at the end, the adapter."""
+    """One run: model, optimiser, log. `folder` gets its checkpoint and, at the end, the adapter."""
 
     def __init__(
         self, model_folder: Path, corpus: Path, folder: Path, settings: Settings, device: str,
@@ -83,7 +83,6 @@ class Training:
         self._checkpoint = folder / "checkpoint.pt"
         folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(settings.seed)
-        torch.backends.cuda.matmul.allow_tf32 = True
         model: Any = AutoModelForCausalLM
         stock = model.from_pretrained(
             model_folder, dtype=torch.bfloat16, attn_implementation="sdpa"
@@ -153,7 +152,8 @@ class Training:
             "gguf_sha256": self.gguf_sha256,
             "max_position_embeddings": self.adapted.long_config.max_position_embeddings,
             "rope_parameters": rope_parameters(theta, original),
-            "training": asdict(self.settings) | {"plan": [[purpose, list(lengths)] for purpose, lengths in PLAN]},
+            "training": asdict(self.settings)
+            | {"plan": [[purpose, list(lengths)] for purpose, lengths in PLAN]},
             "steps": self.step,
             "elapsed_s": round(self.elapsed_s, 1),
             "finished": finished,
@@ -249,8 +249,10 @@ class Training:
         return (all_nll * weight).sum() / weight.sum(), (mean, wrong == 0)
 
     def _only_attention(self) -> AbstractContextManager[None]:
-        """No other kernel: one that needs a mask, or all scores at once, is an error here."""
-        return sdpa_kernel(self._attention) if self._attention else nullcontext()
+        """No other kernels: one that needs a mask, or all scores at once, is an error here."""
+        if self._attention is None:
+            return nullcontext()
+        return sdpa_kernel([self._attention, SDPBackend.FLASH_ATTENTION], set_priority=True)
 
     def _nll(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = self._logits(states)
@@ -320,8 +322,10 @@ class Training:
     def _rate(self, progress: float) -> float:
         """Warm-up by steps, then half a cosine of the elapsed time."""
         warm = min(1.0, (self.step + 1) / self.settings.warmup_steps)
-        return self.settings.learning_rate * warm * (
-            0.5 + 0.5 * math.cos(math.pi * min(1.0, progress))
+        return (
+            self.settings.learning_rate
+            * warm
+            * (0.5 + 0.5 * math.cos(math.pi * min(1.0, progress)))
         )
 
     def _say(self, row: dict[str, Any], budget_s: float) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-ADJECTIVES = """amber ancient arctic bitter bold brave brisk broken bronze calm candid careful cheap
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+ADJECTIVES = _words("""
+amber ancient arctic bitter bold brave brisk broken bronze calm candid careful cheap
 clever coastal copper cosmic crimson crooked curious damp daring deep distant dusty eager early
 eastern elder electric empty endless faded faint famous fancy fearless feral final flat foggy
 fragile frozen gentle giant gilded glassy golden grand gray green hasty heavy hidden hollow honest
@@ -12,8 +18,9 @@ orange outer pale patient plain polished proud purple quick quiet rapid rare red
 royal rusty sacred salty scarlet secret shallow sharp shiny short silent silver simple sleepy slow
 small smooth solar solid southern spare stable steady steep stormy strange strong sturdy sudden
 sunny swift tall tame tender thin tiny tough twin upper urban vast velvet violet vivid warm wealthy
-western white wide wild windy wise wooden yellow young""".split()
-NOUNS = """acorn anchor antler apron arrow badger ballad banner barley barrel basin basket beacon
+western white wide wild windy wise wooden yellow young""")
+NOUNS = _words("""
+acorn anchor antler apron arrow badger ballad banner barley barrel basin basket beacon
 beetle bell bishop blanket blossom boulder bramble bridge bucket butter button cabin cable candle
 canoe canyon captain carpet castle cedar cellar chapel cherry circle clover cobbler comet compass
 cottage cradle crater cricket crown crystal curtain dagger daisy desert diamond dolphin donkey
@@ -26,21 +33,24 @@ pebble pepper piano pigeon pillow pine planet plum pocket pond poplar prairie pu
 rabbit raft raven reef ribbon river robin rocket rope saddle sail salmon satchel sparrow spider
 spoon spruce stable statue stone storm sword table temple thistle thunder tiger timber torch tower
 trail trumpet tulip tunnel turtle valley vase village violin volcano wagon walnut waterfall whale
-wheat wheel whistle willow window wolf zebra""".split()
-FIRST_NAMES = """Alma Amir Anna Astrid Bashir Bella Boris Carla Carlos Cecil Clara Dana Daniel Diego
+wheat wheel whistle willow window wolf zebra""")
+FIRST_NAMES = _words("""
+Alma Amir Anna Astrid Bashir Bella Boris Carla Carlos Cecil Clara Dana Daniel Diego
 Edith Elena Emil Esther Fatima Felix Flora Frida George Gita Greta Hanna Hassan Helga Hugo Ida Igor
 Ines Iris Ivan Jana Jasper Joan Jonas Judith Kamal Karin Kenji Lara Leo Lena Lionel Lucia Magda
 Marco Maria Martin Mei Mina Mona Nadia Nils Nina Noah Nora Olga Omar Oscar Otto Pablo Paula Pedro
 Petra Priya Quentin Rafael Ravi Rita Rosa Ruth Samir Sara Selma Simon Sofia Stefan Sven Tara Theo
-Tomas Uma Vera Victor Viola Walter Wanda Xenia Yara Yusuf Zoe""".split()
-LAST_NAMES = """Abbott Adeyemi Ahmed Alvarez Barnes Becker Bennett Berg Bianchi Blake Boyd Carver
+Tomas Uma Vera Victor Viola Walter Wanda Xenia Yara Yusuf Zoe""")
+LAST_NAMES = _words("""
+Abbott Adeyemi Ahmed Alvarez Barnes Becker Bennett Berg Bianchi Blake Boyd Carver
 Castillo Chandra Chen Clarke Costa Cruz Dahl Dawson Delgado Dixon Duarte Ekström Ellis Farrell
 Fischer Fleming Flores Foster Garcia Gibson Gupta Hale Hansen Harper Hayashi Holm Hughes Ibrahim
 Ito Jensen Kapoor Keller Khan Kim Kowalski Larsen Lindgren Lopez Marsh Mendez Meyer Moreau Murphy
 Nakamura Navarro Novak Okafor Olsen Ortega Park Patel Pereira Petrov Quinn Ramos Reyes Rossi Russo
 Sato Schmidt Shaw Silva Singh Sokolov Stone Tanaka Torres Vargas Vogel Wagner Walsh Weber Wong
-Yamada Zhang""".split()
-CITIES = """Accra Adelaide Almaty Amman Antwerp Athens Baku Bangkok Barcelona Basel Beirut Belfast
+Yamada Zhang""")
+CITIES = _words("""
+Accra Adelaide Almaty Amman Antwerp Athens Baku Bangkok Barcelona Basel Beirut Belfast
 Bergen Bilbao Bogota Bologna Boston Bremen Brisbane Bristol Bruges Cairo Calgary Cardiff Casablanca
 Chennai Chicago Cologne Cordoba Cusco Dakar Dallas Delhi Denver Detroit Dresden Dublin Durban Fez
 Florence Geneva Genoa Ghent Glasgow Granada Graz Hamburg Hanoi Havana Helsinki Houston Istanbul
@@ -49,17 +59,17 @@ Lyon Madrid Malaga Manila Marrakesh Melbourne Miami Milan Montreal Mumbai Munich
 Naples Nice Odessa Osaka Oslo Ottawa Palermo Perth Porto Prague Quito Riga Rome Rotterdam Salzburg
 Santiago Seattle Seoul Seville Shanghai Sofia Split Stockholm Sydney Tallinn Tbilisi Tokyo Toronto
 Toulouse Trieste Tunis Turin Utrecht Valencia Vancouver Venice Verona Vienna Vilnius Warsaw Zagreb
-Zurich""".split()
+Zurich""")
 
 # How a value is called, for each kind of value.
 VALUE_NAMES = {
-    "number": ("special magic number", "secret number", "access code", "serial number", "code",
-               "locker number", "magic number", "ticket number", "account number", "number",
+    "number": ("special magic number", "special magic number", "secret number", "access code",
+               "serial number", "code", "locker number", "magic number", "ticket number", "account number", "number",
                "combination", "registration number", "pass code", "lucky number", "PIN"),
     "uuid": ("special magic uuid", "identifier", "unique id", "device id", "session id", "uuid",
              "record id"),
-    "word": ("special magic word", "password", "code word", "secret word", "nickname", "pass phrase",
-             "call sign", "project name"),
+    "word": ("special magic word", "password", "code word", "secret word", "nickname",
+             "pass phrase", "call sign", "project name"),
     "phone": ("phone number", "extension", "emergency number", "contact number", "fax number"),
     "password": ("password", "access key", "login token", "secret key", "license key", "API key"),
     "city": ("home town", "meeting place", "destination", "favourite city", "birthplace"),
@@ -150,7 +160,8 @@ FACTS = (
      "Where did {name} hide the old map?", "Behind the stove in {city}."),
     ("On that evening {name} decided to sell the {adjective} {noun} and move to {city}.",
      "To which city did {name} decide to move?", "{city}"),
-    ("The best thing to do in {city} is to eat a slice of {noun} cake beside the {adjective} {noun2}.",
+    ("The best thing to do in {city} is to eat a slice of {noun} cake beside the "
+     "{adjective} {noun2}.",
      "What is the best thing to do in {city}?",
      "Eat a slice of {noun} cake beside the {adjective} {noun2}."),
     ("{name} keeps a {adjective} {noun} as a pet and calls it {word}.",
@@ -174,14 +185,15 @@ FACTS = (
 )  # fmt: skip
 
 # Short instructions, for keeping what the stock model says to them.
-TOPICS = """photosynthesis gravity inflation democracy vaccination erosion electricity friction
+TOPICS = _words("""
+photosynthesis gravity inflation democracy vaccination erosion electricity friction
 evolution encryption magnetism recycling insurance compound-interest machine-learning databases
 the-water-cycle the-solar-system the-French-Revolution the-Roman-Empire the-Industrial-Revolution
 volcanoes earthquakes rainbows thunderstorms tides bees whales dinosaurs penguins chess football
 jazz opera poetry cooking gardening cycling swimming meditation time-management public-speaking
 job-interviews climate-change renewable-energy batteries airplanes bridges compilers the-internet
 operating-systems hash-tables recursion sorting-algorithms binary-search prime-numbers fractions
-percentages probability triangles vitamins sleep exercise the-human-heart the-brain DNA""".split()
+percentages probability triangles vitamins sleep exercise the-human-heart the-brain DNA""")
 INSTRUCTIONS = (
     "Explain {topic} in simple terms.",
     "What is {topic}?",
@@ -206,6 +218,8 @@ INSTRUCTIONS = (
     "Plan a weekend in {city}.",
     "Write a dialogue between {name} and a {noun}.",
 )
-COUNTRIES = """France Germany Italy Spain Portugal Norway Sweden Finland Poland Greece Turkey Egypt
+MONTHS = _words("January March April May June July August October November December")
+COUNTRIES = _words("""
+France Germany Italy Spain Portugal Norway Sweden Finland Poland Greece Turkey Egypt
 Kenya Nigeria Morocco India China Japan Vietnam Thailand Indonesia Australia Canada Mexico Brazil
-Argentina Chile Peru Colombia Cuba Ireland Iceland Austria Hungary Romania""".split()
+Argentina Chile Peru Colombia Cuba Ireland Iceland Austria Hungary Romania""")

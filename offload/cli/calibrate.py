@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 def calibrate(
     model: Annotated[
-        str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
+        str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="PATH", help="The roles file to write.")

@@ -26,7 +26,7 @@ _SAMPLING_PANEL = "How tokens are chosen"
 
 def generate(
     model: Annotated[
-        str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
+        str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")
     ] = _DEFAULT_MODEL,
     prompt: Annotated[
         str | None,

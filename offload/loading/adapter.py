@@ -72,7 +72,8 @@ def read_adapter(folder: Path) -> Adapter:
             raise ValueError(
                 f"{folder / _CONFIG}: {option}={value!r} is not supported; available: {known[0]!r}"
             )
-    rank, alpha = described.get("r"), described.get("lora_alpha")
+    rank: Any = described.get("r")
+    alpha: Any = described.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise ValueError(f"{folder / _CONFIG}: r must be a positive integer, got {rank!r}")
     if type(alpha) not in (int, float) or not 0 < alpha < 1e6:

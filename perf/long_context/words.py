@@ -64,8 +64,9 @@ Zurich""")
 # How a value is called, for each kind of value.
 VALUE_NAMES = {
     "number": ("special magic number", "special magic number", "secret number", "access code",
-               "serial number", "code", "locker number", "magic number", "ticket number", "account number", "number",
-               "combination", "registration number", "pass code", "lucky number", "PIN"),
+               "serial number", "code", "locker number", "magic number", "ticket number",
+               "account number", "number", "combination", "registration number", "pass code",
+               "lucky number", "PIN"),
     "uuid": ("special magic uuid", "identifier", "unique id", "device id", "session id", "uuid",
              "record id"),
     "word": ("special magic word", "password", "code word", "secret word", "nickname",

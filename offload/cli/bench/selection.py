@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 def selection(
     model: Annotated[
-        str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
+        str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")
     ] = DEFAULT_MODEL,
     text: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""Keys, values and facts, drawn from `words`."""
+"""What a document hides and is asked for: keys, values and facts, drawn from `words`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,79 @@ import random
 import string
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from perf.long_context.words import (
     ADJECTIVES,
+    ANSWERS,
     CITIES,
     FIRST_NAMES,
+    INTRODUCTIONS,
     LAST_NAMES,
     MONTHS,
     NOUNS,
+    QUESTIONS,
+    RULER_NEEDLE,
 )
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What a document hides, and its questions: (question, answer) each."""
+
+    needles: list[str]
+    questions: list[tuple[str, str]]
+    introduction: str
+    noise: str | None = None  # instead of prose
+    plain_form: tuple[str, str] | None = None
+
+
+def num_rounds(rng: random.Random) -> int:
+    return rng.choice((1, 1, 2, 3, 4, 6))
+
+
+def as_ruler(rng: random.Random) -> bool:
+    """RULER's own wording is public; a minor share has it."""
+    return rng.random() < 0.2
+
+
+def ruler_form(name: str, key: str, plural: str, verb: str) -> tuple[str, tuple[str, str]]:
+    question = f"What are all the {name}s for {key} mentioned in the provided text?"
+    if not plural:
+        question = f"What is the {name} for {key} mentioned in the provided text?"
+    begin = f" The {name}{plural} for {key} mentioned in the provided text {verb}"
+    return question, ("\n{question}" + begin.replace("{", "").replace("}", ""), " {answer}\n")
+
+
+def hidden_keys(
+    rng: random.Random,
+    name: str,
+    form: str,
+    pairs: list[tuple[str, str]],
+    asked: list[tuple[str, str]],
+    ruler: bool,
+    others: list[str] | None = None,
+) -> Hidden:
+    needles = [needle_of(form, ruler, name, key, value) for key, value in pairs] + (others or [])
+    rng.shuffle(needles)
+    question, answer = rng.choice(QUESTIONS), rng.choice(ANSWERS)
+    if ruler:
+        key, value = asked[0]
+        literal, plain = ruler_form(name, key, "", "is")
+        return Hidden(needles, [(literal, value)], introduction_of(rng, name), plain_form=plain)
+    questions = [
+        (question.format(kind=name, key=key), answer.format(kind=name, key=key, value=value))
+        for key, value in asked
+    ]
+    return Hidden(needles, questions, introduction_of(rng, name))
+
+
+def introduction_of(rng: random.Random, name: str) -> str:
+    return rng.choice(INTRODUCTIONS).format(kind=name)
+
+
+def needle_of(form: str, ruler: bool, name: str, key: str, value: str) -> str:
+    return (RULER_NEEDLE if ruler else form).format(kind=name, key=key, value=value)
 
 
 def key_values(

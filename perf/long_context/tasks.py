@@ -16,16 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 from perf.long_context.needles import (
+    Hidden,
+    as_ruler,
+    hidden_keys,
+    introduction_of,
     key_values,
+    needle_of,
+    num_rounds,
     random_fact,
     random_key,
     random_value,
+    ruler_form,
     variable_names,
 )
 from perf.long_context.text import Corpus
 from perf.long_context.words import (
     ADJECTIVES,
-    ANSWERS,
     CITIES,
     COUNTRIES,
     FACTS,
@@ -36,8 +42,6 @@ from perf.long_context.words import (
     NOISE,
     NOUNS,
     PLAIN_FORMS,
-    QUESTIONS,
-    RULER_NEEDLE,
     TOPICS,
     VALUE_NAMES,
 )
@@ -74,17 +78,6 @@ class Sample:
         self.weights += [weight] * len(tokens)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What a document hides, and its questions: (question, answer) each."""
-
-    needles: list[str]
-    questions: list[tuple[str, str]]
-    introduction: str
-    noise: str | None = None  # instead of prose
-    plain_form: tuple[str, str] | None = None
-
-
 class TaskMaker:
     """Makes samples of any kind and length, all chosen by the `random.Random` it is given."""
 
@@ -113,7 +106,7 @@ class TaskMaker:
             return getattr(self, f"_{kind}")(rng, length)
         if kind == "quote":
             return self._quote(rng, length)
-        task: _Task = getattr(self, f"_{kind}")(rng, length)
+        task: Hidden = getattr(self, f"_{kind}")(rng, length)
         return self._document(rng, kind, length, task)
 
     def text(self, rng: random.Random, length: int, prose_share: float = 0.75) -> Sample:
@@ -172,45 +165,45 @@ class TaskMaker:
 
     # ---- what is hidden -----------------------------------------------------------------------
 
-    def _single(self, rng: random.Random, length: int) -> _Task:
+    def _single(self, rng: random.Random, length: int) -> Hidden:
         kind = rng.choices(list(VALUE_NAMES), [8, 3, 3, 2, 3, 2, 2, 1])[0]
-        name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), _ruler(rng)
+        name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), as_ruler(rng)
         pairs = [(random_key(rng), random_value(rng, kind))]
         others = [self._distractor(rng) for _ in range(rng.choice((0, 0, 0, 1, 2, 4)))]
-        return _keyed(rng, name, form, pairs, pairs, ruler, others)
+        return hidden_keys(rng, name, form, pairs, pairs, ruler, others)
 
-    def _single_noise(self, rng: random.Random, length: int) -> _Task:
+    def _single_noise(self, rng: random.Random, length: int) -> Hidden:
         task = self._single(rng, length)
-        return _Task(
+        return Hidden(
             task.needles, task.questions, task.introduction, rng.choice(NOISE), task.plain_form
         )
 
-    def _multi_key(self, rng: random.Random, length: int) -> _Task:
+    def _multi_key(self, rng: random.Random, length: int) -> Hidden:
         kind = rng.choices(list(VALUE_NAMES), [8, 3, 3, 2, 2, 2, 2, 1])[0]
-        name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), _ruler(rng)
+        name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), as_ruler(rng)
         pairs = key_values(rng, kind, rng.choice((2, 3, 4, 4, 4, 6, 8, 12, 16)))
-        asked = rng.sample(pairs, min(len(pairs), _rounds(rng)))
-        return _keyed(rng, name, form, pairs, asked, ruler)
+        asked = rng.sample(pairs, min(len(pairs), num_rounds(rng)))
+        return hidden_keys(rng, name, form, pairs, asked, ruler)
 
-    def _keys_only(self, rng: random.Random, length: int) -> _Task:
+    def _keys_only(self, rng: random.Random, length: int) -> Hidden:
         kind = rng.choices(("number", "uuid", "word", "password"), (6, 4, 2, 1))[0]
-        name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), _ruler(rng)
+        name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), as_ruler(rng)
         of_uuids = kind == "uuid" and rng.random() < 0.6
         make = (lambda: random_value(rng, "uuid")) if of_uuids else (lambda: random_key(rng))
-        pattern = _needle(form, ruler, name, make(), random_value(rng, kind))
+        pattern = needle_of(form, ruler, name, make(), random_value(rng, kind))
         size = len(self.encode(" " + pattern))
         # Some with a few hundred keys in prose, most filled by keys.
         count = max(2, int((length - 300) * rng.choice((0.3, 0.6, 0.9, 0.93)) / (size + 1.5)))
         pairs = key_values(rng, kind, count, make)
-        asked = rng.sample(pairs, min(len(pairs), _rounds(rng)))
-        return _keyed(rng, name, form, pairs, asked, ruler)
+        asked = rng.sample(pairs, min(len(pairs), num_rounds(rng)))
+        return hidden_keys(rng, name, form, pairs, asked, ruler)
 
-    def _multi_value(self, rng: random.Random, length: int) -> _Task:
+    def _multi_value(self, rng: random.Random, length: int) -> Hidden:
         kind = rng.choices(("number", "word", "city", "person", "uuid"), (6, 2, 1, 1, 1))[0]
-        name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), _ruler(rng)
+        name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), as_ruler(rng)
         key = random_key(rng)
         values = [value for _, value in key_values(rng, kind, rng.randint(2, 5))]
-        needles = [_needle(form, ruler, name, key, value) for value in values]
+        needles = [needle_of(form, ruler, name, key, value) for value in values]
         if rng.random() < 0.5:
             needles.insert(rng.randrange(len(needles)), self._distractor(rng))
         question = rng.choice(
@@ -229,15 +222,15 @@ class TaskMaker:
                 "\n".join(values),
             )
         )
-        form_ = _ruler_form(name, key, "s", "are") if ruler else None
+        form_ = ruler_form(name, key, "s", "are") if ruler else None
         if form_:
             question, answer = form_[0], ", ".join(values)
-        return _Task(needles, [(question, answer)], _introduction(rng, name),
+        return Hidden(needles, [(question, answer)], introduction_of(rng, name),
                      plain_form=form_[1] if form_ else None)  # fmt: skip
 
-    def _multi_query(self, rng: random.Random, length: int) -> _Task:
+    def _multi_query(self, rng: random.Random, length: int) -> Hidden:
         kind = rng.choices(("number", "word", "city", "uuid"), (6, 2, 1, 1))[0]
-        name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), _ruler(rng)
+        name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), as_ruler(rng)
         pairs = key_values(rng, kind, rng.choice((2, 3, 4, 4, 6, 8)))
         asked = rng.sample(pairs, min(len(pairs), rng.randint(2, 4)))
         keys = ", ".join(key for key, _ in asked[:-1]) + f", and {asked[-1][0]}"
@@ -256,19 +249,19 @@ class TaskMaker:
                 " ".join(f"The {name} for {key} is {value}." for key, value in asked),
             )
         )
-        needles = [_needle(form, ruler, name, key, value) for key, value in pairs]
+        needles = [needle_of(form, ruler, name, key, value) for key, value in pairs]
         plain = None
         if ruler:
-            question, plain = _ruler_form(name, keys, "s", "are")
+            question, plain = ruler_form(name, keys, "s", "are")
             answer = ", ".join(value for _, value in asked)
-        return _Task(needles, [(question, answer)], _introduction(rng, name), plain_form=plain)
+        return Hidden(needles, [(question, answer)], introduction_of(rng, name), plain_form=plain)
 
-    def _facts(self, rng: random.Random, length: int) -> _Task:
+    def _facts(self, rng: random.Random, length: int) -> Hidden:
         facts = [random_fact(rng, of) for of in rng.sample(FACTS, rng.choice((1, 1, 2, 3, 5)))]
-        asked = rng.sample(facts, min(len(facts), _rounds(rng)))
+        asked = rng.sample(facts, min(len(facts), num_rounds(rng)))
         needles = [sentence for sentence, _, _ in facts]
         questions = [(question, answer) for _, question, answer in asked]
-        return _Task(needles, questions, rng.choice(INTRODUCTIONS[:7]))
+        return Hidden(needles, questions, rng.choice(INTRODUCTIONS[:7]))
 
     def _distractor(self, rng: random.Random) -> str:
         kind = rng.choice(list(VALUE_NAMES))
@@ -341,7 +334,7 @@ class TaskMaker:
             "Memorize and track the chain(s) of variable assignment hidden in the following text."
             "\n\n"
         )
-        task = _Task(needles, [(question, answer)], intro if literal else INTRODUCTIONS[1],
+        task = Hidden(needles, [(question, answer)], intro if literal else INTRODUCTIONS[1],
                      rng.choice((*NOISE, None)), plain if literal else None)  # fmt: skip
         return self._document(rng, "tracing", length, task)
 
@@ -398,7 +391,7 @@ class TaskMaker:
 
     # ---- how it is put together ----------------------------------------------------------------
 
-    def _document(self, rng: random.Random, kind: str, length: int, task: _Task) -> Sample:
+    def _document(self, rng: random.Random, kind: str, length: int, task: Hidden) -> Sample:
         """Introduction, haystack with the needles at uniform depths, questions and answers."""
         chat = task.plain_form is None and rng.random() < 0.5
         form = task.plain_form or rng.choice(PLAIN_FORMS)
@@ -425,7 +418,7 @@ class TaskMaker:
         sample.weights += tail.weights
         return _cut(sample, length)
 
-    def _haystack(self, rng: random.Random, room: int, task: _Task) -> list[int]:
+    def _haystack(self, rng: random.Random, room: int, task: Hidden) -> list[int]:
         # A space before, as inside of a sentence; the newline after is for those on lines.
         needles = [self.encode(" " + needle) for needle in task.needles]
         taken = 0
@@ -470,51 +463,3 @@ def _cut(sample: Sample, length: int) -> Sample:
     if excess > 0:
         del sample.tokens[1 : 1 + excess], sample.weights[1 : 1 + excess]
     return sample
-
-
-def _rounds(rng: random.Random) -> int:
-    return rng.choice((1, 1, 2, 3, 4, 6))
-
-
-def _ruler(rng: random.Random) -> bool:
-    """RULER's own wording is public; a minor share has it."""
-    return rng.random() < 0.2
-
-
-def _ruler_form(name: str, key: str, plural: str, verb: str) -> tuple[str, tuple[str, str]]:
-    question = f"What are all the {name}s for {key} mentioned in the provided text?"
-    if not plural:
-        question = f"What is the {name} for {key} mentioned in the provided text?"
-    begin = f" The {name}{plural} for {key} mentioned in the provided text {verb}"
-    return question, ("\n{question}" + begin.replace("{", "").replace("}", ""), " {answer}\n")
-
-
-def _keyed(
-    rng: random.Random,
-    name: str,
-    form: str,
-    pairs: list[tuple[str, str]],
-    asked: list[tuple[str, str]],
-    ruler: bool,
-    others: list[str] | None = None,
-) -> _Task:
-    needles = [_needle(form, ruler, name, key, value) for key, value in pairs] + (others or [])
-    rng.shuffle(needles)
-    question, answer = rng.choice(QUESTIONS), rng.choice(ANSWERS)
-    if ruler:
-        key, value = asked[0]
-        literal, plain = _ruler_form(name, key, "", "is")
-        return _Task(needles, [(literal, value)], _introduction(rng, name), plain_form=plain)
-    questions = [
-        (question.format(kind=name, key=key), answer.format(kind=name, key=key, value=value))
-        for key, value in asked
-    ]
-    return _Task(needles, questions, _introduction(rng, name))
-
-
-def _introduction(rng: random.Random, name: str) -> str:
-    return rng.choice(INTRODUCTIONS).format(kind=name)
-
-
-def _needle(form: str, ruler: bool, name: str, key: str, value: str) -> str:
-    return (RULER_NEEDLE if ruler else form).format(kind=name, key=key, value=value)

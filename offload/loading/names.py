@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from offload.loading.checkpoint import check_config_file
-from offload.loading.gguf import EMBEDDED_MODEL, converted_folder, embedded_gguf
+from offload.loading.gguf import (
+    EMBEDDED_MODEL,
+    LONG_CONTEXT_MODEL,
+    converted_folder,
+    embedded_gguf,
+    long_context_folder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +40,9 @@ class HubOptions:
 def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> Path:
     """The local folder with config, safetensors and tokenizer of a model.
 
-    `name_or_path` is a folder, a .gguf file (converted once, see `gguf_conversion`), the alias
-    "smollm2-135m-instruct", or a hub id, whose files are downloaded unless they are cached.
+    `name_or_path` is a folder, a .gguf file (converted once, see `converted_folder`), an alias
+    ("smollm2-135m-instruct", "smollm2-135m-instruct-32k"), or a hub id, whose files are downloaded
+    unless they are cached.
 
     Raises:
         FileNotFoundError: nothing there, or not on the hub.
@@ -46,6 +53,8 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name == EMBEDDED_MODEL and not path.exists():
         return converted_folder(embedded_gguf(), EMBEDDED_MODEL)
+    if name == LONG_CONTEXT_MODEL and not path.exists():
+        return long_context_folder()
     if path.is_dir():
         return converted_folder(path / hub.gguf_file) if hub.gguf_file else path
     if path.is_file():
@@ -80,6 +89,7 @@ def _download(name: str, hub: HubOptions) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"cannot find the model {name!r}: it is no local folder, no .gguf file and not the "
-            f"alias {EMBEDDED_MODEL!r}, and the Hugging Face hub says: {error}"
+            f"alias {EMBEDDED_MODEL!r} or {LONG_CONTEXT_MODEL!r}, and the Hugging "
+            f"Face hub says: {error}"
         ) from error
     return Path(folder)

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from offload.loading.checkpoint import check_config_file
-from offload.loading.gguf import EMBEDDED_MODEL, embedded_gguf
+from offload.loading.gguf import (
+    EMBEDDED_MODEL,
+    LONG_CONTEXT_MODEL,
+    embedded_gguf,
+    long_context_adapter,
+)
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import read_gguf_header
 from offload.models import lean_model_maker
@@ -74,13 +79,18 @@ def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None]:
     """transformers' config, and the dtype of converted weights where there is one."""
     from transformers import AutoConfig
 
-    if name == EMBEDDED_MODEL and not path.exists():
+    changed: dict[str, Any] = {}
+    if name in (EMBEDDED_MODEL, LONG_CONTEXT_MODEL) and not path.exists():
         path = embedded_gguf()
+        if name == LONG_CONTEXT_MODEL:
+            changed = long_context_adapter().config
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; give a model's folder or a .gguf file")
-        # bfloat16 is what `gguf_conversion` stores.
-        return gguf_config(read_gguf_header(path)), torch.bfloat16
+        # bfloat16 is what `converted_folder` stores.
+        config = gguf_config(read_gguf_header(path))
+        config.update(changed)
+        return config, torch.bfloat16
     if path.is_dir():
         check_config_file(path / "config.json")
         return AutoConfig.from_pretrained(path), None
@@ -99,8 +109,8 @@ def _hub_config(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"cannot find the model {name!r}: it is no local folder, no .gguf file, not the alias "
-            f"{EMBEDDED_MODEL!r} and not one of the shapes {shapes}, and the Hugging Face hub "
-            f"says: {error}"
+            f"{EMBEDDED_MODEL!r} or {LONG_CONTEXT_MODEL!r} and not one of the shapes {shapes}, "
+            f"and the Hugging Face hub says: {error}"
         ) from error
     check_config_file(path)
     return path

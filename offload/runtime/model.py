@@ -75,8 +75,9 @@ class OffloadedModel(FixedModel):
         """Load a model.
 
         Args:
-            name_or_path: a folder with safetensors, a .gguf file, a hub id, or the alias
-                "smollm2-135m-instruct" of the embedded model.
+            name_or_path: a folder with safetensors, a .gguf file, a hub id, or an alias of
+                the embedded model: "smollm2-135m-instruct", or "smollm2-135m-instruct-32k" with
+                32,768 positions.
             policy: a name (see `available_policies()`) or a policy object.
             dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
             device: "cpu", "cuda" or "cuda:1"; with a GPU the KV cache stays on the host and the

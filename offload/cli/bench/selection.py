@@ -40,7 +40,7 @@ _output = functools.partial(typer.Option, rich_help_panel="Output")
 
 def selection(
     model: Annotated[
-        str, typer.Argument(help="Folder, .gguf file, hub id, or the embedded model's name.")
+        str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")
     ] = DEFAULT_MODEL,
     text: Annotated[
         str | None,

@@ -48,6 +48,22 @@ def plot_decode(result: dict[str, Any], path: Path) -> None:
     _save(figure, path, result)
 
 
+def plot_training(log: list[Row], path: Path) -> None:
+    """Losses of a training by its minutes: each step, and the mean of the 15 around it."""
+    figure, all_axes = _pyplot().subplots(1, 3, figsize=(11, 3.2))
+    names = {"tasks": "tasks, nll", "text": "text, nll", "keep": "short text, KL to stock"}
+    minutes = [row["elapsed_s"] / 60 for row in log]
+    for axes, (key, name) in zip(all_axes, names.items(), strict=True):
+        losses = [row[key] for row in log]
+        around = [losses[max(0, i - 7) : i + 8] for i in range(len(losses))]
+        axes.plot(minutes, losses, color="0.8", linewidth=0.8)
+        axes.plot(minutes, [sum(some) / len(some) for some in around])
+        axes.set_title(name)
+        axes.set_xlabel("minutes")
+        axes.set_ylim(bottom=0)
+    _save(figure, path, log)
+
+
 def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
     """Milliseconds per token by context: with a GPU at the left, without one at the right."""
     figure, (left, right) = _pyplot().subplots(1, 2, figsize=(11, 4.8))

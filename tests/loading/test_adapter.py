@@ -37,7 +37,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(embedded, "embedded_gguf", lambda: gguf_path)
     monkeypatch.setattr("offload.loading.planned_model.embedded_gguf", lambda: gguf_path)
     folder = tmp_path / "adapter"
-    monkeypatch.setattr(embedded, "_LONG_CONTEXT_ADAPTER", folder)
+    monkeypatch.setattr(embedded, "LONG_CONTEXT_ADAPTER", folder)
     write_adapter(folder)
     return folder
 

@@ -313,14 +313,7 @@ def _prefill_attention(
 ) -> Iterator[DecodeAttention]:
     """`policy` over a store whose memory is there before any clock starts."""
     shape = MODEL_SHAPES[bench.settings.shape]
-    options: dict[str, Any] = {"pinned": True} if bench.is_cuda else {}
-    store = KVStore(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=bench.settings.dtype,
-        **options,
-    )
+    store = KVStore(**shape.kv_heads, dtype=bench.settings.dtype, pinned=bench.is_cuda)
     pool = WorkerPool(bench.settings.worker_threads)
     try:
         seq = store.new_sequence()

@@ -11,7 +11,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -304,7 +304,7 @@ def measure_ours(
         session.close()
         bench.release()
     ours = {"engine": OURS, "policy": settings.policy.name, "kv_len": settings.kv_len}
-    return ours | measurement.row()
+    return ours | asdict(measurement)
 
 
 @contextmanager

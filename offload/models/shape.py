@@ -43,7 +43,7 @@ class ModelShape:
         )
 
     @property
-    def kv_heads(self) -> dict[str, int]:
+    def kv_heads(self) -> dict[str, Any]:
         """What `KVStore` and `Policy.of_heads` take."""
         return {name: size for name, size in self.heads.items() if name != "num_qo_heads"}
 

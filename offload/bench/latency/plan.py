@@ -78,7 +78,7 @@ def _choose_rows(
             "a policy that reuses selections needs at least 2 physical layers; "
             "lower the depth or the batch size"
         )
-    between = np.linspace(0, 1, num_layers - 1) if others.size else []
+    between = np.linspace(0, 1, num_layers - 1) if others.size else np.empty(0)
     numbers = np.unique([asking[0], *np.quantile(others, between, method="nearest")])
     sizes = [np.interp(asking, numbers, kind).sum() for kind in np.eye(len(numbers))][::-1]
     typical = [int(np.argmax(asking == number)) for number in numbers[::-1]]

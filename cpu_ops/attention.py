@@ -25,7 +25,7 @@ from cpu_ops.worker_pool import WorkerPool
 
 
 class NativeAttention:
-    """Attention of decode steps: to all tokens, or where `select` says so to some.
+    """Attention of decode steps: to all tokens, or to some under a policy that a subclass sets.
 
     Args:
         num_qo_heads: query heads; a multiple of `num_kv_heads`.
@@ -37,7 +37,7 @@ class NativeAttention:
     Attributes:
         native: the C++ object, for native code that attends by itself.
         sparse_layers: bool [num_layers], where rows of more than `budget_tokens` select.
-        window: sink tokens and recent tokens of every selection; None before `select`.
+        window: sink tokens and recent tokens of every selection; None without a policy.
 
     Raises:
         ValueError: shapes the kernels do not take.
@@ -76,7 +76,7 @@ class NativeAttention:
         self.sparse_layers = np.zeros(num_layers, bool)
         self.window: tuple[int, int] | None = None
         self.budget_tokens = 0
-        self._prepares = False
+        self._prepares = False  # whether the policy has a `prepare`
         self._row_elements, self._kv_elements = num_qo_heads * head_dim, num_kv_heads * head_dim
         self.native = _native.DecodeAttention(
             pool.native,
@@ -87,44 +87,6 @@ class NativeAttention:
             page_shift(page_tokens),
             dtype_code(dtype),
             self.sm_scale,
-        )
-
-    def select(
-        self,
-        sparse_layers: npt.NDArray[np.bool_],
-        *,
-        budget_tokens: int,
-        window: tuple[int, int],
-        per_query_head: bool,
-        scans_keys: bool,
-        callbacks: Sequence[int],
-        parameters: Sequence[float],
-        num_arrays: int,
-        roles: Sequence[int],
-        shares_selection: bool,
-    ) -> None:
-        """From now on rows of `sparse_layers` attend to what callbacks choose; `cpp/policy.h` says
-        more of each argument.
-
-        Args:
-            callbacks: addresses of prepare, propose, select, observe and append; 0: there is none.
-            num_arrays: that a layer of a sequence has (`StepRows.arrays`).
-            roles: of each layer and unit, or [] where all of a sparse layer select.
-        """
-        self.sparse_layers = sparse_layers
-        self.window = window
-        self.budget_tokens = budget_tokens
-        self._prepares = callbacks[0] != 0
-        self.native.set_policy(
-            budget_tokens,
-            *window,
-            per_query_head,
-            scans_keys,
-            callbacks,
-            parameters,
-            num_arrays,
-            roles,
-            shares_selection,
         )
 
     def rope_append(

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
                 "num_parts": parts,
                 "cpus_of_rank": available_cpus(),
                 "weight_bytes_of_rank": sum(weight.nbytes for weight in stock.parameters()),
-                **measured.row(),
+                **asdict(measured),
             }
         )
         if rank == 0:

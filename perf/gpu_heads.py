@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -31,12 +30,8 @@ BUDGETS = {"lychee_decode": 2048, "tidal_decode": 1024}
 def head_policies(settings: PipelineSettings, names: list[str]) -> list[Policy]:
     """The policies of this part."""
     shape = MODEL_SHAPES[settings.shape]
-    options: dict[str, dict[str, Any]] = {
-        "lychee_decode": {
-            "retrieval_heads": max(1, shape.num_layers * shape.num_kv_heads // RETRIEVAL_SHARE)
-        },
-        "tidal_decode": {},
-    }
+    retrieving = max(1, shape.num_layers * shape.num_kv_heads // RETRIEVAL_SHARE)
+    options = {"lychee_decode": {"retrieval_heads": retrieving}, "tidal_decode": {}}
     return [make_policy(name, budget_tokens=BUDGETS[name], **options[name]) for name in names]
 
 

@@ -11,7 +11,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -304,7 +304,7 @@ def measure_ours(
         session.close()
         bench.release()
     ours = {"engine": OURS, "policy": settings.policy.name, "kv_len": settings.kv_len}
-    return ours | measurement.row()
+    return ours | asdict(measurement)
 
 
 @contextmanager
@@ -313,14 +313,7 @@ def _prefill_attention(
 ) -> Iterator[DecodeAttention]:
     """`policy` over a store whose memory is there before any clock starts."""
     shape = MODEL_SHAPES[bench.settings.shape]
-    options: dict[str, Any] = {"pinned": True} if bench.is_cuda else {}
-    store = KVStore(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=bench.settings.dtype,
-        **options,
-    )
+    store = KVStore(**shape.kv_heads, dtype=bench.settings.dtype, pinned=bench.is_cuda)
     pool = WorkerPool(bench.settings.worker_threads)
     try:
         seq = store.new_sequence()

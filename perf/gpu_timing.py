@@ -10,7 +10,6 @@ import argparse
 import ast
 import dataclasses
 import itertools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpu_ops.launch import jit, tl
+from offload.bench.machine.kernels import microseconds
 
 KV_HEADS, GROUP_SIZE, HEAD_DIM, PAGE_TOKENS = 8, 4, 128, 256
 QO_HEADS = KV_HEADS * GROUP_SIZE
@@ -90,32 +90,8 @@ def checked_error(name: str, actual: Tensor, expected: Tensor, tolerance: float 
 
 
 def graph_microseconds(calls: Sequence[Callable[[], object]], *, rounds: int = 15) -> float:
-    """Time of a call, of all of them captured one after the other: the median of some replays.
-
-    Args:
-        calls: what may be captured; each should read what the others leave in no cache.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles, and lets libraries allocate what they keep
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    """`microseconds` on the GPU."""
+    return microseconds(calls, torch.device("cuda"), rounds=rounds)
 
 
 def print_kernels(calls: Sequence[Callable[[], object]], *, rows: int = 8) -> None:

@@ -88,18 +88,21 @@ class DecodeAttention(NativeAttention):
                 policy.observe,
                 policy.append,
             )
+            self._prepares = policy.prepare is not None
+            self.sparse_layers = sparse
+            self.budget_tokens = policy.budget_tokens
+            self.window = (policy.sink_tokens, policy.recent_tokens)
             numbers, state = policy.selecting.number_layout, policy.selecting.state_layout
-            self.select(
-                sparse,
-                budget_tokens=policy.budget_tokens,
-                window=(policy.sink_tokens, policy.recent_tokens),
-                per_query_head=policy.per_query_head,
-                scans_keys=policy.scans_keys,
-                callbacks=[0 if c is None else c.address for c in callbacks],
-                parameters=[] if numbers is None else numbers.values(policy.selecting),
-                num_arrays=0 if state is None else len(state),
-                roles=[] if roles is None else roles.reshape(-1).tolist(),
-                shares_selection=policy.shares_selection,
+            self.native.set_policy(
+                policy.budget_tokens,
+                *self.window,
+                policy.per_query_head,
+                policy.scans_keys,
+                [0 if c is None else c.address for c in callbacks],
+                [] if numbers is None else numbers.values(policy.selecting),
+                0 if state is None else len(state),
+                [] if roles is None else roles.reshape(-1).tolist(),
+                policy.shares_selection,
             )
         self.states = PolicyStates(
             policy,

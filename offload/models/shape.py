@@ -43,6 +43,11 @@ class ModelShape:
         )
 
     @property
+    def kv_heads(self) -> dict[str, Any]:
+        """What `KVStore` and `Policy.of_heads` take."""
+        return {name: size for name, size in self.heads.items() if name != "num_qo_heads"}
+
+    @property
     def heads(self) -> dict[str, int]:
         """What `Policy.check_model` takes."""
         names = ("num_layers", "num_qo_heads", "num_kv_heads", "head_dim")

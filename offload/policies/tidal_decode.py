@@ -98,9 +98,7 @@ class TidalDecode(Policy):
 
         return cls(make_policy(inner, **options), parse_layers(select_layers))
 
-    def check_model(
-        self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
+    def check_model(self, *, num_layers: int, **heads: int) -> None:
         """Refuse select layers that the model does not have."""
         beyond = [layer for layer in self.select_layers or () if layer >= num_layers]
         if beyond:
@@ -108,12 +106,7 @@ class TidalDecode(Policy):
                 f"select_layers={self.select_layers} names layer {beyond[0]}, but this model has "
                 f"layers 0 to {num_layers - 1}"
             )
-        self.inner.check_model(
-            num_layers=num_layers,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-        )
+        self.inner.check_model(num_layers=num_layers, **heads)
 
     def of_heads(
         self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int

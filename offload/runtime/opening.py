@@ -198,12 +198,8 @@ def rank_policy(policy: Policy, ranks: TensorParallel, shape: ModelShape) -> Pol
         ValueError: more ranks than KV heads.
         NotImplementedError: the policy looks at heads of several ranks together.
     """
-    return policy.of_heads(
-        head_ranges(shape.num_kv_heads, ranks.world_size)[ranks.rank],
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
+    heads = head_ranges(shape.num_kv_heads, ranks.world_size)[ranks.rank]
+    return policy.of_heads(heads, **shape.kv_heads)
 
 
 def rank_config(config: RuntimeConfig, ranks: TensorParallel) -> RuntimeConfig:

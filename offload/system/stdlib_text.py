@@ -106,7 +106,6 @@ def filler_prompt(
     num_tokens: int,
     question: str,
     needle: str | None = None,
-    depth: float = 0.5,
 ) -> str:
     """A user message of about `num_tokens` tokens: an instruction, real text, and the question.
 
@@ -115,14 +114,11 @@ def filler_prompt(
         num_tokens: upper bound of the message's tokens; the last paragraph that fits decides how
             close it gets.
         question: asked after the text.
-        needle: a sentence hidden in the text as a paragraph of its own.
-        depth: where it is hidden, from 0.0 (start of the text) to 1.0 (its end).
+        needle: a sentence hidden in the middle of the text as a paragraph of its own.
 
     Raises:
         ValueError: the text of this Python is too short, or `num_tokens` leaves no room for it.
     """
-    if not 0.0 <= depth <= 1.0:
-        raise ValueError(f"depth must be between 0.0 and 1.0, got {depth}")
     opening = "Read the text and answer the question after it."
     ending = f"Question: {question}"
     frame = [opening, ending] if needle is None else [opening, needle, ending]
@@ -131,7 +127,7 @@ def filler_prompt(
         raise ValueError(f"a context of {num_tokens} tokens leaves no room for any text")
     chosen = _paragraphs_of(count_tokens, room_tokens)
     if needle is not None:
-        chosen.insert(round(depth * len(chosen)), needle)
+        chosen.insert(round(len(chosen) / 2), needle)
     return _SEPARATOR.join([opening, *chosen, ending])
 
 

@@ -23,12 +23,10 @@ class OffloadEngine:
         self._past: Any = None
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Start over and read the tokens."""
         self._past = self._model.new_cache()
         self._forward(tokens)
 
     def step(self, token: int) -> int:
-        """Append one token; returns the most likely next one."""
         return int(self._forward([token])[0, -1].argmax())
 
     def _forward(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -34,12 +34,10 @@ class LlamaCpp:
         }
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Start over and read the tokens."""
         self._llama.reset()
         self._llama.eval(tokens)
 
     def step(self, token: int) -> int:
-        """Append one token; returns the most likely next one."""
         self._llama.eval([token])
         logits = llama_cpp.llama_get_logits(self._llama.ctx)
         return int(np.argmax(np.ctypeslib.as_array(logits, (self._llama.n_vocab(),))))

@@ -29,7 +29,6 @@ class StockTransformers:
         self._past: Any = None
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Start over and read the tokens."""
         config = self._model.config
         if self._has_static_cache:
             # Attention reads the whole of it, so it is not larger than the benchmark needs.
@@ -41,7 +40,6 @@ class StockTransformers:
         self._model.set_attn_implementation(self._attention)
 
     def step(self, token: int) -> int:
-        """Append one token; returns the most likely next one."""
         return int(self._forward([token])[0, -1].argmax())
 
     @torch.inference_mode()

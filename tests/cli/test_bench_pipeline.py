@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -130,7 +130,7 @@ def test_measurement_without_traces() -> None:
     with opened_session(settings(host_work="none")) as session:
         measurement, steps = measure_pipeline(session, repeats=1, traced_steps=0)
     assert steps == []
-    row = measurement.row()
+    row = asdict(measurement)
     assert row["shares"] is None
     assert row["traced_milliseconds"] is None
     assert row["microseconds"] == {"gpu": {}, "cpu": {}}
@@ -164,7 +164,7 @@ def test_measurement() -> None:
     assert done == [(1, 3), (2, 3), (3, 3)]
     assert len(steps) == 3
     assert measurement.steps == 2 * 6
-    row = measurement.row()
+    row = asdict(measurement)
     assert row["tokens_per_second"] == pytest.approx(1e3 / row["milliseconds"])
     assert "12 steps" in step_line(row)
     assert [line[0] for line in share_lines(row)] == [*SHARES]

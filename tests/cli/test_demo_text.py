@@ -45,20 +45,15 @@ def test_a_prompt_is_nearly_as_long_as_asked_for(num_tokens: int) -> None:
     assert prompt.endswith(DEMO_QUESTION)
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-def test_the_needle_is_where_it_should_be(depth: float) -> None:
-    prompt = filler_prompt(
-        words, num_tokens=2000, question="Where?", needle="Here it is.", depth=depth
-    )
+def test_the_needle_is_where_it_should_be() -> None:
+    prompt = filler_prompt(words, num_tokens=2000, question="Where?", needle="Here it is.")
     paragraphs = prompt.split("\n\n")[1:-1]
-    assert paragraphs.index("Here it is.") == pytest.approx(depth * (len(paragraphs) - 1), abs=1)
+    assert paragraphs.index("Here it is.") == pytest.approx((len(paragraphs) - 1) / 2, abs=1)
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="leaves no room for any text"):
         filler_prompt(words, num_tokens=5, question="Why?")
-    with pytest.raises(ValueError, match=r"depth must be between 0.0 and 1.0, got 2"):
-        filler_prompt(words, num_tokens=500, question="Why?", depth=2)
     with pytest.raises(ValueError, match="tokens short of this context"):
         filler_prompt(words, num_tokens=10**7, question="Why?")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ def measure_engines(model: DecodeModel, plan: DecodePlan, on_done: OnDone) -> It
                         "label": policy_label(policy),
                         "policy_options": policy_options(policy),
                         "kv_len": kv_len,
-                        **measurement.row(),
+                        **asdict(measurement),
                     }
         for engine in plan.engines:
             if engine != "offload":

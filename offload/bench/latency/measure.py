@@ -212,16 +212,11 @@ class _Turns:
         self._workload = workload
         self._num_threads = pool.num_threads
         store, heads = workload.store, workload.num_qo_heads
-        policy.check_model(
-            num_layers=workload.num_model_layers,
-            num_qo_heads=heads,
-            num_kv_heads=store.num_kv_heads,
-            head_dim=store.head_dim,
-        )
+        policy.check_model(**workload.shape.heads)
         self._num_units = heads if policy.selects and policy.per_query_head else store.num_kv_heads
         self.plan: LayerPlan = plan_layers(
             policy,
-            num_model_layers=workload.num_model_layers,
+            num_model_layers=workload.shape.num_layers,
             num_layers=workload.num_layers,
             num_units=self._num_units,
         )

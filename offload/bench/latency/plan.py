@@ -11,9 +11,7 @@ layers are left out: they cost the same under every policy, namely what `full` d
 from __future__ import annotations
 
 import copy
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +57,8 @@ def plan_layers(
     if num_layers == num_model_layers:
         return LayerPlan(policy, ~dense / (~dense).sum(), share)
     if roles is None:
-        return LayerPlan(_without_dense_layers(policy), uniform, share)
+        no_dense_layers = {"dense_layers": 0} if "dense_layers" in policy.option_names() else {}
+        return LayerPlan(replace(policy, **no_dense_layers), uniform, share)
     chosen, weights = _choose_rows(roles[~dense], num_layers)
     return LayerPlan(_with_roles(policy, chosen), weights, share)
 
@@ -79,7 +78,7 @@ def _choose_rows(
             "a policy that reuses selections needs at least 2 physical layers; "
             "lower the depth or the batch size"
         )
-    between = np.linspace(0, 1, num_layers - 1) if others.size else []
+    between = np.linspace(0, 1, num_layers - 1) if others.size else np.empty(0)
     numbers = np.unique([asking[0], *np.quantile(others, between, method="nearest")])
     sizes = [np.interp(asking, numbers, kind).sum() for kind in np.eye(len(numbers))][::-1]
     typical = [int(np.argmax(asking == number)) for number in numbers[::-1]]
@@ -93,24 +92,9 @@ def _choose_rows(
     return roles[np.array(typical)[kinds]], shares / shares.sum()
 
 
-def _without_dense_layers(policy: Policy) -> Policy:
-    if "dense_layers" not in {field.name for field in dataclasses.fields(policy)}:
-        return policy
-    changes: dict[str, Any] = {"dense_layers": 0}
-    return dataclasses.replace(policy, **changes)
-
-
 def _with_roles(policy: Policy, roles: npt.NDArray[np.uint8]) -> Policy:
-    """The same policy, but for its roles and its demands on the model's depth."""
-    cls: type[Any] = type(policy)
-
-    class Planned(cls):  # type: ignore[misc]
-        def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
-            return roles
-
-        def check_model(self, **shape: int) -> None:
-            """The whole model was checked before its layers were chosen."""
-
+    """The same policy with other roles, which takes any depth: the model's was checked before."""
     planned = copy.copy(policy)
-    object.__setattr__(planned, "__class__", Planned)
+    object.__setattr__(planned, "roles", lambda num_layers, num_units: roles)
+    object.__setattr__(planned, "check_model", lambda **shape: None)
     return planned

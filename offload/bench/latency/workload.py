@@ -58,7 +58,7 @@ class LatencyWorkload:
 
     Attributes:
         steps: of each sequence and layer.
-        num_model_layers: of the model whose `num_layers` layers stand for all.
+        shape: of the model whose `num_layers` layers stand for all.
         statistics: of the keys and queries.
         text_marks: uint8 [kv_len + num_steps] of each sequence (see `offload.policies.text_marks`),
             for policies that read text; made sequences have none.
@@ -67,7 +67,7 @@ class LatencyWorkload:
     store: KVStore
     seqs: list[int]
     steps: list[list[LayerSteps]]
-    num_model_layers: int
+    shape: ModelShape
     statistics: AttentionStatistics
     sm_scale: float
     text_marks: list[npt.NDArray[np.uint8]] | None = None
@@ -167,7 +167,7 @@ def structured_workload(
         store,
         seqs,
         steps,
-        num_model_layers=shape.num_layers,
+        shape=shape,
         statistics=mean_statistics(statistics),
         sm_scale=shape.head_dim**-0.5,
     )
@@ -212,12 +212,7 @@ class TextReader:
                 f"a depth of {kv_len} tokens and {num_steps} steps exceed the {self.max_tokens} "
                 "tokens that this model and its text have; lower --n-depth"
             )
-        store = KVStore(
-            num_layers=self.shape.num_layers,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            dtype=self.dtype,
-        )
+        store = KVStore(**self.shape.kv_heads, dtype=self.dtype)
         statistics, steps, seqs, marks = [], [], [], []
         for row in range(batch_size):
             tokens = self.tokens(row * (len(self._tokens) - num_tokens) // batch_size, num_tokens)
@@ -240,7 +235,7 @@ class TextReader:
             store,
             seqs,
             steps,
-            num_model_layers=self.shape.num_layers,
+            shape=self.shape,
             statistics=mean_statistics(statistics),
             sm_scale=self._lean.sm_scale,
             text_marks=None if self._marks is None else marks,

@@ -40,13 +40,18 @@ _RETRIEVED_LENS, _RETRIEVED_TOKENS = (4096, 32768, 131072), 1024
 _GATHERED_TOKENS = (64, 256, 1024, 4096)
 
 
-def microseconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
-    """Median time of a call, of `calls` captured one after the other."""
+def microseconds(
+    calls: Sequence[Callable[[], Any]], device: torch.device, *, rounds: int = ROUNDS
+) -> float:
+    """Median time of a call, of `calls` captured one after the other; over `rounds` replays.
+
+    Each should read what the others leave in no cache.
+    """
     for call in calls[:2]:
         call()  # loads kernels
     if device.type != "cuda":
         times = []
-        for call in calls[:ROUNDS]:
+        for call in calls[:rounds]:
             start = time.perf_counter()
             call()
             times.append(1e6 * (time.perf_counter() - start))
@@ -59,7 +64,7 @@ def microseconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> fl
     times = []
     cuda: Any = torch.cuda
     start_event, end_event = (cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         start_event.record()
         graph.replay()
         end_event.record()

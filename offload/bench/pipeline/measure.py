@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -105,10 +105,6 @@ class PipelineMeasurement:
     workers: dict[str, Any] | None
     memory: dict[str, int]
 
-    def row(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
 
 def measure_pipeline(
     session: DecodeSession,
@@ -174,7 +170,7 @@ def measure_pipeline(
 
 
 def step_line(row: dict[str, Any]) -> str:
-    """One line about the times of a `PipelineMeasurement.row`."""
+    """One line about the times of a `PipelineMeasurement` as JSON has it."""
     spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
     return (
         f"{row['milliseconds']:.2f} ± {spread:.2f} ms per step, "

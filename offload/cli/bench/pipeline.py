@@ -161,7 +161,7 @@ def _measure(
     }
     if trace is not None:
         write_chrome_trace(trace, steps, metadata=described | {"gpus": machine["gpus"]})
-    return {"machine": machine, "settings": described, **measurement.row()}
+    return {"machine": machine, "settings": described, **asdict(measurement)}
 
 
 def _print_tables(document: dict[str, Any]) -> None:

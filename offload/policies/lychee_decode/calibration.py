@@ -221,12 +221,7 @@ def observe_heads(
     shape, num_layers = lean.shape, len(lean.layers)
     observer = HeadObserver(num_layers, shape.num_kv_heads, lean.sm_scale, num_tokens)
     tokens = torch.cat([tokens[: observer.text_tokens], tokens[observer.repeated]])
-    store = KVStore(
-        num_layers=num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=lean.lm_head.weight.dtype,
-    )
+    store = KVStore(**shape.kv_heads, dtype=lean.lm_head.weight.dtype)
     try:
         seq = store.new_sequence()
         store.reserve([seq], [num_tokens])

@@ -19,6 +19,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -87,11 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
         dtype=DTYPE,
         pinned=True,
     )
-    try:
-        with torch.inference_mode():
-            rows = Bench(cache, options).measure()
-    finally:
-        cache.close()
+    with closing(cache), torch.inference_mode():
+        rows = Bench(cache, options).measure()
     settings = run.named("kv_len", "layers", "selections", "rounds")
     print(gpu_gather_table(run.write(settings, rows)))
     return 0
@@ -156,15 +154,12 @@ class Bench:
         for tokens, heads in points:
             rows += self._gpu_rows(self._point(tokens, heads))
         for num_threads in self.options.threads:
-            pool = WorkerPool(num_threads)
-            try:
+            with closing(WorkerPool(num_threads)) as pool:
                 attention = DecodeAttention(
                     Full(), self.cache.store, num_qo_heads=QO_HEADS, pool=pool
                 )
                 for tokens, heads in points:
                     rows.append(self._cpu_row(self._point(tokens, heads), attention, pool))
-            finally:
-                pool.close()
         return rows
 
     def _point(self, tokens: int, heads: int) -> Point:

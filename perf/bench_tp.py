@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,7 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
         policies = [rank_policy(policy, ranks, whole_shape) for policy in policies]
     lean = rank_view(whole, ranks)
     release(device)
-    pool = WorkerPool(available_cpus())
-    try:
+    with closing(WorkerPool(available_cpus())) as pool:
         cache = structured_model_cache(
             lean.shape,
             kv_len=options.kv_len,
@@ -137,8 +136,6 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
             distinct_layers=options.distinct_layers,
             seed=1000 * rank,
         )
-    finally:
-        pool.close()
     rows = []
     for policy, parts in itertools.product(policies, options.parts):
         decoder = DeviceDecoder(
@@ -151,12 +148,9 @@ def _decode_rows(options: argparse.Namespace, ranks: TensorParallel | None) -> l
             num_parts=parts,
             deadline_seconds=30.0,
         )
-        session = DecoderSession(decoder, cache)
-        session.rewind()
-        try:
+        with closing(DecoderSession(decoder, cache)) as session:
+            session.rewind()
             measured, _ = measure_pipeline(session, repeats=options.repeats, traced_steps=0)
-        finally:
-            session.close()
         rows.append(
             {
                 "part": "decode",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -314,15 +314,11 @@ def _prefill_attention(
     """`policy` over a store whose memory is there before any clock starts."""
     shape = MODEL_SHAPES[bench.settings.shape]
     store = KVStore(**shape.kv_heads, dtype=bench.settings.dtype, pinned=bench.is_cuda)
-    pool = WorkerPool(bench.settings.worker_threads)
-    try:
+    with closing(store), closing(WorkerPool(bench.settings.worker_threads)) as pool:
         seq = store.new_sequence()
         store.reserve([seq], [num_tokens])
         store.free(seq)
         yield DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
-    finally:
-        pool.close()
-        store.close()
 
 
 def _prefill_seconds(

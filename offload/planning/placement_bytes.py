@@ -6,6 +6,7 @@ What a step allocates its owners declare (`layout`); here is which there are, an
 from __future__ import annotations
 
 import math
+from contextlib import closing
 
 import torch
 
@@ -154,8 +155,7 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
         return torch.randn(num_heads, num_tokens, shape.head_dim, generator=generator).to(dtype)
 
     sizes = []
-    pool = WorkerPool(1)
-    try:
+    with closing(WorkerPool(1)) as pool:
         for num_tokens in _STATE_LENS:
             context = BuildContext(
                 layer_idx=shape.num_layers - 1,
@@ -168,8 +168,6 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
                 pool=pool,
             )
             sizes.append(sum(array.nbytes for array in selecting.build(context).values()))
-    finally:
-        pool.close()
     first, second = (capacity_for(n) for n in _STATE_LENS)
     per_token = (sizes[1] - sizes[0]) / (second - first)
     return float(sizes[0] + per_token * (capacity_for(kv_len) - first))

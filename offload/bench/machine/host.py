@@ -53,7 +53,7 @@ def measure_host(
         for i, tokens in enumerate(_TOKENS):
             on_progress("host attention", 2 + i, NUM_PARTS)
             num_bytes = 2 * shape.num_kv_heads * tokens * cache.row_bytes
-            seconds = _attend_seconds(cache, attention, pool, shape.num_qo_heads, tokens)
+            seconds = _attend_seconds(cache, attention, pool, tokens)
             cold.append((num_bytes, 1e6 * seconds[0]))
             warm.append((num_bytes, 1e6 * seconds[1]))
         scans = []
@@ -81,15 +81,11 @@ def measure_host(
 
 
 def _attend_seconds(
-    cache: AttentionCache,
-    attention: DecodeAttention,
-    pool: WorkerPool,
-    num_qo_heads: int,
-    tokens: int,
+    cache: AttentionCache, attention: DecodeAttention, pool: WorkerPool, tokens: int
 ) -> tuple[float, float]:
     """Median seconds of one layer, with rows that no cache holds and with rows just read."""
     step = attention.begin_step([cache.seq], [cache.kv_len])
-    query = cache.random_query(num_qo_heads)
+    query = cache.random_query(attention.num_qo_heads)
     out = torch.empty_like(query)
     times: list[list[float]] = [[], []]
     for repeat in range(_REPEATS + 1):

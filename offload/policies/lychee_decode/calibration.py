@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,8 +222,7 @@ def observe_heads(
     shape, num_layers = lean.shape, len(lean.layers)
     observer = HeadObserver(num_layers, shape.num_kv_heads, lean.sm_scale, num_tokens)
     tokens = torch.cat([tokens[: observer.text_tokens], tokens[observer.repeated]])
-    store = KVStore(**shape.kv_heads, dtype=lean.lm_head.weight.dtype)
-    try:
+    with closing(KVStore(**shape.kv_heads, dtype=lean.lm_head.weight.dtype)) as store:
         seq = store.new_sequence()
         store.reserve([seq], [num_tokens])
         with torch.no_grad():
@@ -240,8 +240,6 @@ def observe_heads(
             observer.compare(layer_idx, store.gather(seq, layer_idx)[0])
             if on_layer is not None:
                 on_layer()
-    finally:
-        store.close()
     return observer.result()
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from offload.cli import bench, calibrate
+from offload.cli import eval as eval_commands
 from offload.cli.env import env
 from offload.cli.generate import generate
 from offload.cli.plan import plan
@@ -28,6 +29,7 @@ app.command()(plan)
 app.command()(env)
 calibrate.register(app)
 app.add_typer(bench.app, name="bench")
+app.add_typer(eval_commands.app, name="eval")
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from offload.bench.eval.prompt import prompt_text, prompt_tokens
-from offload.bench.eval.record_file import Record, RecordFile
 from offload.bench.eval.sample import Sample, string_match_all
 from offload.decode.sampling import SamplingOptions
 from offload.runtime.runtime import Runtime
@@ -35,40 +34,20 @@ class Answer:
     build_seconds: float
 
 
-def answer_samples(
-    model: SharedModel,
-    labels: Sequence[str],
-    tokenizer: Any,
-    samples: Sequence[Sample],
-    file: RecordFile,
-    *,
-    chat: bool,
-    on_sample: Callable[[Record], None] = lambda record: None,
-) -> None:
-    """Add a record for each sample that `file` has none of.
+def answer_sample(
+    model: SharedModel, labels: Sequence[str], tokenizer: Any, sample: Sample, *, chat: bool
+) -> dict[str, Any]:
+    """What each policy answers to a sample, and the scores.
 
     Args:
-        labels: of the runtimes of `model`, as the records shall name them.
+        labels: of the runtimes of `model`, as the record shall name them.
         chat: use the tokenizer's chat template.
     """
-    done = {(record["task"], record["length"], record["index"]) for record in file.records}
-    for sample in samples:
-        if (sample.task, sample.length, sample.index) not in done:
-            file.add(_record(model, labels, tokenizer, sample, chat))
-            on_sample(file.records[-1])
-
-
-def _record(
-    model: SharedModel, labels: Sequence[str], tokenizer: Any, sample: Sample, chat: bool
-) -> Record:
     text = prompt_text(sample, tokenizer, chat=chat)
     room = model.max_context - sample.max_new_tokens
     tokens, num_tokens = prompt_tokens(text, tokenizer, room)
     stop = model.eos_tokens | {tokenizer.eos_token_id}
-    record: Record = {
-        "task": sample.task,
-        "length": sample.length,
-        "index": sample.index,
+    record: dict[str, Any] = {
         "prompt_tokens": len(tokens),
         "truncated_tokens": num_tokens - len(tokens),
         "outputs": list(sample.outputs),

@@ -6,22 +6,25 @@ from pathlib import Path
 
 from offload.system.stdlib_text import stdlib_paragraphs
 
-DEFAULT_HAYSTACK = "docstrings of Python's library"
 
-
-def prose_words(path: Path | None) -> list[str]:
-    """The words of a file, of the .txt and .md files of a folder in order of their names, or of the
+def prose_text(path: Path | None, option: str = "--haystack") -> str:
+    """The text of a file, of the .txt and .md files of a folder in order of their names, or of the
     docstrings of Python's library.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, no text in it or in the folder.
+        FileNotFoundError, ValueError: no such file, no text in it or in the folder; names `option`.
     """
     if path is None:
-        return " ".join(stdlib_paragraphs()).split()
+        return "\n\n".join(stdlib_paragraphs())
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md"))
-    words = " ".join(file.read_text("utf-8", errors="replace") for file in files).split()
-    if not words:
-        raise ValueError(f"--haystack {path}: no text there (a file, or a folder of .txt, .md)")
-    return words
+    text = "\n\n".join(file.read_text("utf-8", errors="replace") for file in files)
+    if not text.strip():
+        raise ValueError(f"{option} {path}: no text there (a file, or a folder of .txt, .md)")
+    return text
+
+
+def prose_words(path: Path | None) -> list[str]:
+    """The words of `prose_text`."""
+    return prose_text(path).split()

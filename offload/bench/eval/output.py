@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Table = tuple[list[str], list[list[str]]]  # header, rows
@@ -15,6 +16,12 @@ LEGEND = (
     "layers that select. Recent window: min(64, budget / 4), sinks: min(4, budget / 16), unless "
     "given."
 )
+
+PERPLEXITY_LEGEND = (
+    "change: of the perplexity, relative to full attention's, 95 % interval by a paired bootstrap "
+    "over windows. attended: tokens per decode step and KV head of the layers that select."
+)
+PLOT_COLUMNS = 4
 
 
 def cell_table(cells: Sequence[Mapping[str, Any]]) -> Table:
@@ -46,6 +53,54 @@ def summary_table(summary: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for line in summary
     ]
+
+
+def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row per length and policy."""
+    header = ["policy", "length", "perplexity", "change", "95 % interval", "attended", "tokens/s"]
+    return header, [
+        [
+            row["policy"],
+            f"{row['length']:,}",
+            f"{row['perplexity']:.3f}",
+            f"{row['change']:+.2%}",
+            UNKNOWN
+            if row["interval"] is None
+            else " … ".join(f"{change:+.2%}" for change in row["interval"]),
+            _number(row["attended_tokens"]),
+            _number(_rate(row)),
+        ]
+        for row in rows
+    ]
+
+
+def plot_cells(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """A picture per policy: scores by task (from above) and length, in colours."""
+    from matplotlib.figure import Figure
+
+    labels = list(cells[0]["scores"])
+    tasks = list(dict.fromkeys(cell["task"] for cell in cells))
+    lengths = sorted({cell["length"] for cell in cells})
+    across = min(len(labels), PLOT_COLUMNS)
+    down = -(-len(labels) // across)
+    figure = Figure(figsize=(3.2 * across + 0.8, 0.35 * len(tasks) * down + 1.6 * down))
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    for axes in panels.flat[len(labels) :]:
+        axes.set_visible(False)
+    for axes, label in zip(panels.flat, labels, strict=False):
+        scores = [[float("nan")] * len(lengths) for _ in tasks]
+        for cell in cells:
+            place = tasks.index(cell["task"]), lengths.index(cell["length"])
+            scores[place[0]][place[1]] = 100 * cell["scores"][label]
+        image = axes.imshow(scores, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.set_yticks(range(len(tasks)), tasks)
+        axes.set_title(label, fontsize="medium")
+    figure.colorbar(image, ax=panels, label="score, %")
+    figure.supxlabel("tokens", fontsize="medium")
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, dpi=120)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from offload.bench.eval.sample import Item, Key
+
 Record = dict[str, Any]
 
 
@@ -41,17 +43,29 @@ class RecordFile:
             others = header["options"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no file of offload eval: {error}") from error
-        for name in {**others, **options}:
-            if others.get(name) != options.get(name):
-                raise ValueError(
-                    f"{path} was made with {name}={others.get(name)!r}, but this run has "
-                    f"{name}={options.get(name)!r}; give another --resume file, or the same options"
-                )
+        if others != options:
+            name = next(n for n in {**options, **others} if others.get(n) != options.get(n))
+            then, now = (_short(x.get(name)) for x in (others, options))
+            raise ValueError(
+                f"{path} was made with {name} = {then}, but this run has {now}; give another "
+                "--resume file, or the same options"
+            )
         path.write_bytes(b"".join(lines))
 
-    def add(self, record: Record) -> None:
-        """Keep a record, on disk before this returns."""
+    @property
+    def keys(self) -> set[Key]:
+        """Of the records."""
+        return {(record["task"], record["length"], record["index"]) for record in self.records}
+
+    def add(self, item: Item, measured: Mapping[str, Any]) -> None:
+        """Keep what was measured of an item, on disk before this returns."""
+        record = {"task": item.task, "length": item.length, "index": item.index, **measured}
         self.records.append(record)
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+
+
+def _short(value: Any) -> str:
+    """For messages: of several things their names."""
+    return ", ".join(value) if isinstance(value, dict) else repr(value)

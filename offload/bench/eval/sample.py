@@ -5,8 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 CountTokens = Callable[[str], int]  # of a text, with the special tokens that a tokenizer adds
+
+
+Key = tuple[str, int, int]
+
+
+class Item(Protocol):
+    """What records are kept of."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+
+
+def key_of(item: Item) -> Key:
+    """What tells it from others of its run: task, length, index."""
+    return item.task, item.length, item.index
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def summaries(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str
         lines.append(
             {
                 "policy": label,
-                "score": _mean([x.mean() for x in scores]),
-                "difference": _mean([x.mean() for x in differences]),
+                "score": mean([x.mean() for x in scores]),
+                "difference": mean([x.mean() for x in differences]),
                 "interval": bootstrap_interval(differences),
                 "attended_tokens": _mean_of(records, label, "attended_tokens"),
                 "decode_seconds": sum(r["answers"][label]["decode_seconds"] for r in records),
@@ -68,7 +68,7 @@ def cell_rows(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str
             "length": length,
             "samples": len(of_cell),
             "counts": (task, length) in counting,
-            "prompt_tokens": _mean([r["prompt_tokens"] for r in of_cell]),
+            "prompt_tokens": mean([r["prompt_tokens"] for r in of_cell]),
             "truncated_samples": sum(r["truncated_tokens"] > 0 for r in of_cell),
             "prefill_seconds": sum(r["prefill_seconds"] for r in of_cell),
             "scores": {label: float(_scores(of_cell, label).mean()) for label in labels},
@@ -99,9 +99,9 @@ def _scores(records: Sequence[Record], label: str) -> npt.NDArray[np.float64]:
 
 
 def _mean_of(records: Sequence[Record], label: str, key: str) -> float | None:
-    return _mean([record["answers"][label][key] for record in records])
+    return mean([record["answers"][label][key] for record in records])
 
 
-def _mean(values: Sequence[Any]) -> float | None:
+def mean(values: Sequence[Any]) -> float | None:
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from offload.cli.eval import ruler
+from offload.cli.eval import needle, perplexity, ruler, structured
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,4 +23,5 @@ def evaluate() -> None:
     """
 
 
-ruler.register(app)
+for command in (ruler, needle, structured, perplexity):
+    command.register(app)

@@ -46,7 +46,7 @@ def ruler(
         typer.Option(
             metavar="NAMES",
             help=f"Comma-separated: {', '.join(TASK_NAMES)}; or all.",
-            rich_help_panel="What is asked",
+            rich_help_panel=opt.TASK_PANEL,
         ),
     ] = "all",
     samples: opt.Samples = 20,
@@ -85,8 +85,9 @@ def ruler(
         names = comma_separated(tasks, option="--tasks", available=TASK_NAMES)
     all_lengths = counts(lengths, option="--lengths")
     shown = opt.output_format(output, as_json)
-    policies = opt.policies_of(policy, budget_tokens, option or [])
-    setup = Setup(model, policies, dtype, device, threads, verbose)
+    setup = Setup(
+        model, opt.policies_of(policy, budget_tokens, option), dtype, device, threads, verbose
+    )
 
     def make_samples(count_tokens: CountTokens) -> list[Sample]:
         from offload.bench.eval.haystack import prose_words

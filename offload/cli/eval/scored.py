@@ -12,10 +12,12 @@ from offload.cli.console import no_loading_bars, print_json, quiet_transformers,
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from offload.bench.eval.output import Table as EvalTable
     from offload.bench.eval.record_file import Record
-    from offload.bench.eval.sample import CountTokens, Sample
+    from offload.bench.eval.sample import CountTokens, Item, Sample
     from offload.policies import Policy
     from offload.runtime.config import RuntimeConfig
+    from offload.runtime.shared_model import SharedModel
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,47 @@ def check_lengths(model: str, lengths: Sequence[int], option: str = "--lengths")
         )
 
 
+def measure_all(
+    command: str,
+    setup: Setup,
+    make_items: Callable[[Any], Sequence[Item]],
+    measure: Callable[[SharedModel, Any, Any], dict[str, Any]],
+    *,
+    resume: Path | None,
+    settings: Mapping[str, Any],
+) -> tuple[dict[str, Any], list[Record]]:
+    """Have every item measured that the file has no record of: the run's options, and all records.
+
+    Args:
+        make_items: gets the tokenizer.
+        measure: gets the model, the tokenizer and an item.
+        settings: of the items, by the names of the command's options.
+    """
+    from offload.bench.eval.record_file import RecordFile
+    from offload.bench.eval.sample import key_of
+    from offload.loading.names import load_tokenizer
+    from offload.runtime.shared_model import SharedModel
+
+    config = setup.config()
+    options = {"command": command, **setup.described(), **settings}
+    with quiet_transformers(verbose=setup.verbose), no_loading_bars(), _progress() as progress:
+        bar = progress.add_task("making prompts", total=None)
+        file = RecordFile(resume, options)
+        tokenizer = load_tokenizer(setup.model)
+        items = make_items(tokenizer)
+        done = file.keys
+        left = [item for item in items if key_of(item) not in done]
+        if left:
+            progress.update(bar, description="loading the model")
+            model = SharedModel(setup.model, setup.policies, config)
+            progress.update(bar, total=len(items), completed=len(items) - len(left))
+            for item in left:
+                progress.update(bar, description=f"{item.task}, {item.length:,} tokens")
+                file.add(item, measure(model, tokenizer, item))
+                progress.advance(bar)
+    return options, file.records
+
+
 def answer_all(
     command: str,
     setup: Setup,
@@ -88,67 +131,67 @@ def answer_all(
         make_samples: gets what counts a text's tokens.
         settings: of the prompts, by the names of the command's options.
     """
-    from offload.bench.eval.answers import answer_samples
+    from offload.bench.eval.answers import answer_sample
     from offload.bench.eval.prompt import uses_chat_template
-    from offload.bench.eval.record_file import RecordFile
     from offload.bench.eval.summary import cell_rows, summaries
     from offload.loading.names import load_tokenizer
-    from offload.runtime.shared_model import SharedModel
     from offload.system.machine import describe_machine
 
-    config = setup.config()
     check_lengths(setup.model, lengths)
-    with quiet_transformers(verbose=setup.verbose), no_loading_bars(), _progress() as progress:
-        tokenizer = load_tokenizer(setup.model)
-        chat = uses_chat_template(tokenizer, chat_template)
-        options = {"command": command, **setup.described(), **settings, "chat_template": chat}
-        file = RecordFile(resume, options)
-        bar = progress.add_task("making prompts", total=None)
-        samples = make_samples(
-            lambda text: len(tokenizer(text, verbose=False)["input_ids"]),
-        )
-        num_done = len(file.records)
-        if num_done < len(samples):
-            progress.update(bar, description="loading the model")
-            model = SharedModel(setup.model, setup.policies, config)
+    chat = uses_chat_template(load_tokenizer(setup.model), chat_template)
 
-            def show(record: Record) -> None:
-                described = f"{record['task']}, {record['length']:,} tokens"
-                progress.update(bar, description=described, advance=1)
+    def make(tokenizer: Any) -> list[Sample]:
+        return make_samples(lambda text: len(tokenizer(text, verbose=False)["input_ids"]))
 
-            progress.update(bar, description=command, total=len(samples), completed=num_done)
-            answer_samples(model, setup.labels, tokenizer, samples, file, chat=chat, on_sample=show)
+    def measure(model: SharedModel, tokenizer: Any, sample: Sample) -> dict[str, Any]:
+        return answer_sample(model, setup.labels, tokenizer, sample, chat=chat)
+
+    options, records = measure_all(
+        command,
+        setup,
+        make,
+        measure,
+        resume=resume,
+        settings={**settings, "chat_template": chat},
+    )
     return {
         "machine": describe_machine(),
         "settings": options,
-        "summary": summaries(file.records, setup.labels),
-        "cells": cell_rows(file.records, setup.labels),
+        "summary": summaries(records, setup.labels),
+        "cells": cell_rows(records, setup.labels),
     }
 
 
 def print_document(document: Mapping[str, Any], shown: str) -> None:
     """As a table, Markdown or JSON."""
-    from offload.bench.eval.output import LEGEND, cell_table, markdown, summary_table
+    from offload.bench.eval.output import LEGEND, cell_table, summary_table
 
     if shown == "json":
         print_json(document)
         return
-    tables = [cell_table(document["cells"]), summary_table(document["summary"])]
+    settings = document["settings"]
+    title = f"{settings['command']}: {settings['model']}, scores in per cent"
+    tables = {title: cell_table(document["cells"]), "": summary_table(document["summary"])}
+    print_tables(tables, LEGEND, shown)
+
+
+def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> None:
+    """Tables by their titles, as Markdown or for people."""
+    from offload.bench.eval.output import markdown
+
     if shown == "md":
-        print("\n\n".join(markdown(header, rows) for header, rows in tables))
+        print("\n\n".join(markdown(header, rows) for header, rows in tables.values()))
         return
     from rich.table import Table
 
-    settings = document["settings"]
-    titles = (f"{settings['command']}: {settings['model']}, scores in per cent", None)
-    for title, (header, rows) in zip(titles, tables, strict=True):
-        table = Table(title=title, title_justify="left")
+    for title, (header, rows) in tables.items():
+        table = Table(title=title or None, title_justify="left")
         for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i == 0 else "right")
+            table.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
         for row in rows:
             table.add_row(*row)
         stdout().print(table)
-    stdout().print(LEGEND)
+    stdout().print(legend)
 
 
 def _progress() -> Progress:

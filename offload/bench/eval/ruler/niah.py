@@ -143,7 +143,7 @@ def _draw(
         ]
     random.Random(_ORDER_SEED).shuffle(needles)
     if kind.haystack == "prose":
-        context = _among_sentences(needles, _sentences(" ".join(prose[:size])), rng)
+        context = _among_sentences(needles, sentences_of(" ".join(prose[:size])), rng)
     else:
         lines = [NOISE] * size
         if kind.haystack == "needle":
@@ -177,7 +177,8 @@ def _among_sentences(needles: list[str], sentences: Sequence[str], rng: random.R
 
 
 @cache
-def _sentences(text: str) -> list[str]:
+def sentences_of(text: str) -> list[str]:
+    """Split where a mark ends a sentence and another begins."""
     return _SENTENCE_END.split(text.strip())
 
 

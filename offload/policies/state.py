@@ -296,11 +296,6 @@ class PolicyStates:
             )
         of_seq[layer_idx].append(queries, kv_len)
 
-    def queries_of(self, seq: int) -> dict[int, Tensor]:
-        """The last queries of each layer, [num_qo_heads, n, head_dim]."""
-        of_seq = self._queries.get(seq, {})
-        return {layer: recent.in_order(recent.kv_len) for layer, recent in of_seq.items()}
-
     def record_row(self, seq: int, layer_idx: int, query: Tensor) -> None:
         """Keep the query [num_qo_heads * head_dim] of the next row of a pass of several."""
         draft = self._running_drafts.get(seq) or self._before.get(seq)

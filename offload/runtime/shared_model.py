@@ -7,11 +7,11 @@ shares the prompt's pages.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from offload.loading.checkpoint import check_checkpoint
 from offload.loading.names import HubOptions, resolve_folder
 from offload.models.batch import RaggedBatch, pack
 from offload.policies import Policy
-from offload.policies.base import SparsePolicy
+from offload.prefill.forward import prefill
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.opening import (
@@ -30,18 +30,10 @@ from offload.runtime.opening import (
     with_calibrated_policy,
 )
 from offload.runtime.runtime import Runtime
-from offload.runtime.stats import OffloadStats
+from offload.system.autocast import without_autocast
+from offload.system.torch_threads import torch_threads
 
 _KEPT_QUERIES = 64  # more than a policy observes
-
-
-@dataclass(frozen=True)
-class _Reading(SparsePolicy):
-    """Of the runtime that reads prompts: keeps the queries that some policy wants to see."""
-
-    name: ClassVar[str] = "reading"
-    observed_queries: ClassVar[int] = _KEPT_QUERIES
-    dense_layers: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +42,8 @@ class ReadPrompt:
 
     Attributes:
         tokens: int64 [num_tokens], and as a batch.
-        cache: with these tokens, of the runtime that has read them.
+        cache: with these tokens.
+        queries: of each layer, [num_qo_heads, n, head_dim]: those of the last tokens.
         logits: [1, vocab_size], of the token after them.
         seconds: that reading took.
     """
@@ -58,6 +51,7 @@ class ReadPrompt:
     tokens: Tensor
     batch: RaggedBatch
     cache: OffloadedCache
+    queries: dict[int, Tensor]
     logits: Tensor
     seconds: float
 
@@ -67,7 +61,8 @@ class SharedModel:
 
     Args:
         name_or_path: as `OffloadedModel.from_pretrained` takes it.
-        policies: of the runtimes, in order; `config.policy` is not used.
+        policies: of the runtimes, in order.
+        config: how it runs; the policy of it is not used.
 
     Attributes:
         runtimes: one per policy; their policies have learned what they need.
@@ -81,24 +76,24 @@ class SharedModel:
     ) -> None:
         folder = resolve_folder(name_or_path)
         checkpoint = check_checkpoint(folder)
-        for policy in policies:
-            check_before_loading(checkpoint, replace(config, policy=policy), None)
-        reading = _Reading(budget_tokens=checkpoint.shape.max_context)
-        opened = open_model(folder, replace(config, policy=reading), HubOptions(), None)
-        self._reader = Runtime(opened)
-        self.runtimes = []
-        for policy in policies:
-            own = with_calibrated_policy(opened.stock, replace(config, policy=policy), folder)
-            of_policy = replace(open_loaded(opened.stock, own, folder), lean=opened.lean)
-            self.runtimes.append(Runtime(of_policy, self._reader.store))
-        states = [x.attention.states for x in (self._reader, *self.runtimes)]
-        self._reader.store.share_budget(lambda: sum(x.held_bytes for x in states))
+        configs = [replace(config, policy=policy) for policy in policies]
+        for of_policy in configs:
+            check_before_loading(checkpoint, of_policy, None)
+        opened = open_model(folder, configs[0], HubOptions(), None)
         self.stock = opened.stock
+        self.runtimes = [Runtime(opened)]
+        store = self.runtimes[0].store
+        for of_policy in configs[1:]:
+            learned = with_calibrated_policy(self.stock, of_policy, folder)
+            other = replace(open_loaded(self.stock, learned, folder), lean=opened.lean)
+            self.runtimes.append(Runtime(other, store))
+        states = [runtime.attention.states for runtime in self.runtimes]
+        store.share_budget(lambda: sum(of_policy.held_bytes for of_policy in states))
 
     @property
     def max_context(self) -> int:
         """Tokens that a sequence may have."""
-        return self._reader.lean.shape.max_context
+        return self.runtimes[0].lean.shape.max_context
 
     @property
     def eos_tokens(self) -> set[int]:
@@ -111,19 +106,39 @@ class SharedModel:
         """Prefill a prompt; afterwards its memory is free.
 
         Raises:
-            ValueError, HostBudgetError: it is too long.
+            ValueError, HostBudgetError, DeviceMemoryError: it is too long.
         """
-        runtime, ids = self._reader, torch.tensor(tokens)
+        runtime, ids = self.runtimes[0], torch.tensor(tokens)
         runtime.check_context(len(ids))
-        cache = OffloadedCache(runtime.sequences)
+        cache, queries = OffloadedCache(runtime.sequences), dict[int, Tensor]()
         batch = pack((1, len(ids)), None, torch.arange(len(ids))[None])
-        with torch.inference_mode(False), torch.no_grad():
-            runtime.stats = OffloadStats()
-            embedded = runtime.lean.embed_tokens(ids.to(runtime.device))
-            hidden, phase = runtime.run(embedded, batch, cache, ids)
-            logits = runtime.logits(hidden[-1:], phase)
+
+        def keep(seq: int, layer_idx: int, new: Tensor, kv_len: int) -> None:
+            kept = torch.cat([queries.get(layer_idx, new[:, :0]), new], dim=1)
+            queries[layer_idx] = kept[:, -_KEPT_QUERIES:].clone()
+
+        start = time.perf_counter()
         try:
-            yield ReadPrompt(ids, batch, cache, logits, runtime.stats.prefill_seconds)
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                without_autocast(runtime.device),
+                torch_threads(runtime.config.num_threads),
+            ):
+                hidden = prefill(
+                    runtime.lean,
+                    runtime.lean.embed_tokens(ids.to(runtime.device)),
+                    batch,
+                    store=runtime.store,
+                    seqs=cache.reserve(batch),
+                    slice_tokens=runtime.config.prefill_slice_tokens,
+                    on_queries=keep,
+                    device_budget_bytes=runtime.config.max_memory.get(runtime.device.index or 0),
+                )
+                cache.commit(batch)
+                logits = runtime.logits(hidden[-1:], "prefill")
+            seconds = time.perf_counter() - start
+            yield ReadPrompt(ids, batch, cache, queries, logits, seconds)
         finally:
             cache.reset()
 
@@ -135,7 +150,7 @@ class SharedModel:
         child = runtime.store.fork(parent)
         cache.take(child)
         try:
-            for layer_idx, queries in self._reader.attention.states.queries_of(parent).items():
+            for layer_idx, queries in prompt.queries.items():
                 runtime.attention.record_queries(child, layer_idx, queries, len(prompt.tokens))
             runtime.mark_text(prompt.batch, [child], prompt.tokens)
             yield cache

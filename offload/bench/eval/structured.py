@@ -2,8 +2,9 @@
 
 After the pilot study of LycheeCluster (arXiv 2603.08453, section 3.1 and Figure 2), which puts
 Quest's scoring over fixed pages beside the same over structure-aware chunks on StrucText-Eval. That
-benchmark is a download; these are made here, of the same kind: the answer is one value of one unit
-(a record, a function, a row) among many that look like it.
+benchmark is a download; these are made here, of the same kind: one unit (an object, a function, a
+row) among many that look like it is asked for by its name. The answer is its values, and begins
+with what it is called, so that small models can answer, too.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from offload.bench.eval.fit import largest
 from offload.bench.eval.sample import CountTokens, Sample, TooShort
 from offload.bench.eval.words import word_list
 
-MAX_NEW_TOKENS = 24
-_FIELDS = ("city", "port", "balance", "locker", "pin")
+MAX_NEW_TOKENS = 64
+_FIRSTS = 96  # of names, and as many seconds
+_MOST_UNITS = _FIRSTS**2
+_FIELDS = ("balance", "pin")
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """One record, function or row: what it is called, and the values that it has."""
+    """One object, function or row: what it is called, and the values that it has."""
 
     name: str
     values: dict[str, str]
@@ -31,7 +34,7 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Form:
-    """How units are written, and asked for: {name}, {field}."""
+    """How units are written, and asked for by {name}."""
 
     text: Callable[[list[_Unit]], str]
     question: str
@@ -39,21 +42,15 @@ class _Form:
 
 
 def _json(units: list[_Unit]) -> str:
-    return json.dumps([{"name": unit.name, **unit.values} for unit in units], indent=1)
-
-
-def _class_name(unit: _Unit) -> str:
-    return unit.name.title().replace("_", "")
+    objects = [json.dumps({"name": unit.name, **unit.values}) for unit in units]
+    return "[" + ",\n ".join(objects) + "]"
 
 
 def _code(units: list[_Unit]) -> str:
     return "\n\n".join(
-        f"class {_class_name(unit)}:\n"
-        f'    """Settings of {unit.name}."""\n\n'
-        + "\n".join(
-            f"    def {field}(self):\n        return {value!r}"
-            for field, value in unit.values.items()
-        )
+        f"def {unit.name}():\n"
+        + "".join(f"    {field} = {value!r}\n" for field, value in unit.values.items())
+        + f"    return {', '.join(unit.values)}"
         for unit in units
     )
 
@@ -68,21 +65,18 @@ def _table(units: list[_Unit]) -> str:
 _FORMS = {
     "json": _Form(
         _json,
-        'Here is a JSON document.\n\n{text}\n\nWhat is the "{field}" of the object whose "name" is '
-        '"{name}"?',
-        'The "{field}" of "{name}" is',
+        'Here is a JSON document.\n\n{text}\n\nRepeat the object whose "name" is "{name}".',
+        '{{"name": "{name}",',
     ),
     "code": _Form(
         _code,
-        "Here is Python code.\n\n{text}\n\nWhat does the method {field} of the class {name} "
-        "return?",
-        "The method {field} of the class {name} returns",
+        "Here is Python code.\n\n{text}\n\nRepeat the function {name}.",
+        "def {name}():",
     ),
     "table": _Form(
         _table,
-        "Here is a table.\n\n{text}\n\nWhat stands in the column {field} of the row whose name is "
-        "{name}?",
-        "In the row of {name}, the column {field} is",
+        "Here is a table.\n\n{text}\n\nRepeat the row whose name is {name}.",
+        "| {name} |",
     ),
 }
 STRUCTURED_TASKS = tuple(_FORMS)
@@ -101,44 +95,36 @@ def structured_samples(
 
 def _sample(task: str, length: int, index: int, seed: int, count_tokens: CountTokens) -> Sample:
     form, rng = _FORMS[task], random.Random(f"{seed} {task} {length} {index}")
-    units = _units(rng, max(2, length // 16))
-    longest = {"field": max(_FIELDS, key=len), "name": max((u.name for u in units), key=len)}
+    units = _units(rng, min(_MOST_UNITS, max(2, length // 4)))
 
-    def text_of(num_units: int, **asked: str) -> str:
-        return form.question.format(text=form.text(units[:num_units]), **asked)
+    def text_of(num_units: int, name: str) -> str:
+        return form.question.format(text=form.text(units[:num_units]), name=name)
+
+    longest = max((unit.name for unit in units), key=len)
 
     def fits(num_units: int) -> bool:
-        with_answer = f"{text_of(num_units, **longest)} {form.prefix.format(**longest)}"
-        return count_tokens(with_answer) + MAX_NEW_TOKENS <= length
+        with_prefix = f"{text_of(num_units, longest)} {form.prefix.format(name=longest)}"
+        return count_tokens(with_prefix) + MAX_NEW_TOKENS <= length
 
     num_units = largest(len(units), fits)
     if num_units < 2:
         raise TooShort(task, length)
-    unit, field = units[rng.randrange(num_units)], rng.choice(_FIELDS)
-    asked = {"field": field, "name": _class_name(unit) if task == "code" else unit.name}
-    return Sample(
-        task,
-        length,
-        index,
-        text_of(num_units, **asked),
-        form.prefix.format(**asked),
-        (unit.values[field],),
-        MAX_NEW_TOKENS,
-    )
+    unit = units[rng.randrange(num_units)]
+    prefix, outputs = form.prefix.format(name=unit.name), tuple(unit.values.values())
+    text = text_of(num_units, unit.name)
+    return Sample(task, length, index, text, prefix, outputs, MAX_NEW_TOKENS)
 
 
 def _units(rng: random.Random, count: int) -> list[_Unit]:
     """Units of different names; every value is one of its own."""
     nouns = [noun for noun in word_list("nouns") if noun.isalpha() and noun.islower()]
-    firsts, seconds = rng.sample(nouns, 64), rng.sample(nouns, 64)
-    pairs = rng.sample(range(64 * 64), count)
-    cities = [f"{noun.title()}{end}" for noun in nouns for end in ("ton", "ville", "field")]
-    places = rng.sample(cities, count)
-    numbers = [str(n) for n in rng.sample(range(10_000, 1_000_000), 4 * count)]
+    firsts, seconds = rng.sample(nouns, _FIRSTS), rng.sample(nouns, _FIRSTS)
+    pairs = rng.sample(range(_MOST_UNITS), count)
+    numbers = [str(n) for n in rng.sample(range(100_000, 1_000_000), len(_FIELDS) * count)]
     return [
         _Unit(
-            f"{firsts[pair // 64]}_{seconds[pair % 64]}",
-            dict(zip(_FIELDS, [places[i], *numbers[4 * i : 4 * i + 4]], strict=True)),
+            f"{firsts[pair // _FIRSTS]}_{seconds[pair % _FIRSTS]}",
+            dict(zip(_FIELDS, numbers[len(_FIELDS) * i :], strict=False)),
         )
         for i, pair in enumerate(pairs)
     ]

@@ -129,9 +129,7 @@ def select(pointer: Any) -> int:
         score_rows(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
             pointer, ctx.score_rows, split_at, maxima, num_chunks, head_dim, scores_at
         )
-        score_rows(  # type: ignore[call-arg]
-            pointer, ctx.score_rows, below_at, minima, num_chunks, head_dim, more_at
-        )
+        score_rows(pointer, ctx.score_rows, below_at, minima, num_chunks, head_dim, more_at)
         ctx.group_size = group_size
         scores, more = view_float32(scores_at, num_chunks), view_float32(more_at, num_chunks)
         for i in range(num_chunks):
@@ -171,7 +169,9 @@ def append(pointer: Any) -> None:
             sizes.min_tokens,
             sizes.max_tokens,
         )
-        load_keys(pointer, ctx.load_keys, starts[chunk], length, keys_at)
+        load_keys(  # type: ignore[call-arg]  # mypy sees the intrinsic's typing context
+            pointer, ctx.load_keys, starts[chunk], length, keys_at
+        )
         page_bounds(
             view_float32(keys_at, length * head_dim),
             length,

@@ -1,4 +1,4 @@
-"""Prompts and scores are lm-eval's, sample by sample, for the tasks that need no download."""
+"""Prompts and scores are lm-eval's, sample by sample, where both have the same prose."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import pytest
 
 from offload.bench.eval import words
 from offload.bench.eval.prompt import prompt_text
-from offload.bench.eval.ruler import ruler_samples
+from offload.bench.eval.ruler import RULER_TASKS, ruler_samples
+from offload.bench.eval.ruler.niah import sentences_of
 from offload.bench.eval.sample import Sample, string_match_all
 
+PROSE = ("It was a dark night. The rain fell in torrents! Who was there? " * 400).split()
 NUM_SAMPLES = 3
 SEED = 5
 CHAT = (
@@ -36,7 +38,7 @@ class WordTokenizer:
 @pytest.fixture(scope="module")
 def lm_eval() -> Any:
     """lm-eval's own modules and ours over some of the words, as all of them take lm-eval seconds;
-    without NLTK's data, which splits the sentences of essays that are not compared."""
+    sentences are split by our rule, because NLTK's data is a download."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install lm-eval)")
     nltk = pytest.importorskip("nltk", reason="lm-eval's RULER wants nltk (pip install nltk)")
     some = {
@@ -55,12 +57,15 @@ def lm_eval() -> Any:
     names = ("common_utils", "prepare_niah", "niah_utils", "vt_utils", "cwe_utils", "fwe_utils")
     modules = [f"lm_eval.tasks.ruler.{name}" for name in names]
     words.needle_words.cache_clear()
-    yield SimpleNamespace(
+    theirs = SimpleNamespace(
         **{
             name: importlib.import_module(module)
             for name, module in zip(names, modules, strict=True)
         }
     )
+    # lm-eval downloads the data that splits sentences.
+    patch.setattr(theirs.prepare_niah, "cached_sent_tokenize", sentences_of)
+    yield theirs
     patch.undo()
     words.needle_words.cache_clear()
     for name in modules:
@@ -88,14 +93,20 @@ def theirs(lm_eval: Any, task: str, length: int, tokenizer: Any) -> list[dict[st
         return lm_eval.cwe_utils.sys_word_pair_random(NUM_SAMPLES, length, tokenizer=tokenizer)
     if task == "fwe":
         return lm_eval.fwe_utils.sys_kwext(tokenizer, length, num_samples=NUM_SAMPLES)
-    kinds = {
-        "niah_single_1": ("repeat", "words", "numbers"),
-        "niah_multikey_2": ("needle", "words", "numbers"),
-        "niah_multikey_3": ("needle", "uuids", "uuids"),
+    kinds: dict[str, tuple[str, str, str, dict[str, int]]] = {
+        "niah_single_1": ("repeat", "words", "numbers", {}),
+        "niah_single_2": ("essay", "words", "numbers", {}),
+        "niah_single_3": ("essay", "words", "uuids", {}),
+        "niah_multikey_1": ("essay", "words", "numbers", {"num_needle_k": 4}),
+        "niah_multikey_2": ("needle", "words", "numbers", {}),
+        "niah_multikey_3": ("needle", "uuids", "uuids", {}),
+        "niah_multivalue": ("essay", "words", "numbers", {"num_needle_v": 4}),
+        "niah_multiquery": ("essay", "words", "numbers", {"num_needle_q": 4}),
     }
-    haystack, keys, values = kinds[task]
+    haystack, keys, values, numbers = kinds[task]
+    is_prose = haystack == "essay"
     return lm_eval.prepare_niah.generate_samples(
-        lm_eval.prepare_niah.get_haystack(haystack),
+        PROSE if is_prose else lm_eval.prepare_niah.get_haystack(haystack),
         tokenizer,
         max_seq_length=length,
         template=lm_eval.niah_utils.TEMPLATE,
@@ -103,6 +114,7 @@ def theirs(lm_eval: Any, task: str, length: int, tokenizer: Any) -> list[dict[st
         type_needle_k=keys,
         type_needle_v=values,
         num_samples=NUM_SAMPLES,
+        **numbers,
     )
 
 
@@ -129,9 +141,7 @@ def lm_eval_prompt(doc: dict[str, Any], delimiter: str, tokenizer: Any, chat: bo
 
 
 @pytest.mark.parametrize("length", [2048, 4500])
-@pytest.mark.parametrize(
-    "task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]
-)
+@pytest.mark.parametrize("task", RULER_TASKS)
 def test_prompts_are_those_of_lm_eval(
     task: str, length: int, lm_eval: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +153,7 @@ def test_prompts_are_those_of_lm_eval(
         NUM_SAMPLES,
         seed=SEED,
         count_tokens=lambda text: len(text.split()),
-        prose=[],
+        prose=PROSE,
     )
     assert len(got) == len(expected) == NUM_SAMPLES
     tokenizer.chat_template = CHAT

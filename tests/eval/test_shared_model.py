@@ -40,7 +40,7 @@ def shared(tiny_folders: dict[str, Path]) -> SharedModel:
 def answers(shared: SharedModel, prompt: list[int]) -> list[Any]:
     with shared.read(prompt) as read:
         return [
-            greedy_answer(shared, index, read, {EOS_TOKEN}, NEW_TOKENS)
+            greedy_answer(shared, index, read, lambda said: said[-1] == EOS_TOKEN, NEW_TOKENS)
             for index in range(len(shared.runtimes))
         ]
 

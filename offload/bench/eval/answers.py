@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +52,29 @@ def answer_sample(
         "truncated_tokens": num_tokens - len(tokens),
         "outputs": list(sample.outputs),
     }
+
+    def said_by(tokens: list[int]) -> str:
+        text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def score_of(tokens: list[int]) -> float:
+        return string_match_all(said_by(tokens), sample.outputs)
+
     with model.read(tokens) as prompt:
         record["prefill_seconds"] = round(prompt.seconds, 4)
         answers = {}
         for index, label in enumerate(labels):
-            answer = greedy_answer(model, index, prompt, stop, sample.max_new_tokens)
-            said = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            answer = greedy_answer(
+                model,
+                index,
+                prompt,
+                # What comes after all right answers can take none of them back.
+                lambda tokens: tokens[-1] in stop or score_of(tokens) == 1,
+                sample.max_new_tokens,
+            )
             answers[label] = {
-                "answer": said,
-                "score": string_match_all(said, sample.outputs),
+                "answer": said_by(answer.tokens),
+                "score": score_of(answer.tokens),
                 "new_tokens": len(answer.tokens),
                 "attended_tokens": answer.attended_tokens,
                 "decode_seconds": round(answer.seconds, 4),
@@ -70,16 +84,24 @@ def answer_sample(
 
 
 def greedy_answer(
-    model: SharedModel, index: int, prompt: ReadPrompt, stop: set[int], max_new_tokens: int
+    model: SharedModel,
+    index: int,
+    prompt: ReadPrompt,
+    is_done: Callable[[list[int]], bool],
+    max_new_tokens: int,
 ) -> Answer:
-    """Decode a prompt's continuation under a policy: the tokens of the stock greedy loop."""
+    """Decode a prompt's continuation under a policy: the tokens of the stock greedy loop.
+
+    Args:
+        is_done: gets the answer's tokens so far.
+    """
     runtime = model.runtimes[index]
     position, steps, kv_tokens = len(prompt.tokens), 0, 0
     with runtime.generation(has_assistant=False), model.continued(index, prompt) as cache:
         token = runtime.first_tokens(prompt.logits, _GREEDY)
         tokens = [int(token)]
         runtime.attention.start_profile()
-        while len(tokens) < max_new_tokens and tokens[-1] not in stop:
+        while len(tokens) < max_new_tokens and not is_done(tokens):
             token = runtime.choose_tokens(cache, token, torch.tensor([position]), _GREEDY)
             tokens.append(int(token))
             position, steps, kv_tokens = position + 1, steps + 1, kv_tokens + position + 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from offload.bench.eval.ruler import RULER_TASKS
+from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS
 from offload.bench.eval.structured import STRUCTURED_TASKS
 from offload.cli import app
 from offload.cli.eval import ruler as ruler_command
@@ -125,6 +125,9 @@ def test_needle(roomy_folder: Path, tmp_path: Path) -> None:
     records = [json.loads(line) for line in answers.read_text().splitlines()[1:]]
     by_depth = [[record["outputs"] for record in records[i : i + 2]] for i in (0, 2)]
     assert by_depth[0] == by_depth[1]
+    book.write_text("Another text under the same name. " * 90, "utf-8")
+    result = runner.invoke(app, [*needle, *arguments])
+    assert "but this run has" in flat(result.stderr)
     assert by_depth[0][0] != by_depth[0][1]
 
 
@@ -228,6 +231,7 @@ def test_an_empty_haystack(roomy_folder: Path, tmp_path: Path) -> None:
 
 def test_names_that_the_commands_offer_are_those_of_the_tasks() -> None:
     assert ruler_command.TASK_NAMES == RULER_TASKS
+    assert ruler_command.PROSE_NAMES == PROSE_TASKS
     assert structured_command.TASK_NAMES == STRUCTURED_TASKS
 
 

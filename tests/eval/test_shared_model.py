@@ -46,7 +46,7 @@ def answers(shared: SharedModel, prompt: list[int]) -> list[Any]:
 
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     said = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
     )
@@ -114,14 +114,25 @@ def test_a_prompt_that_is_too_long(shared: SharedModel) -> None:
     assert shared.runtimes[0].store.num_sequences == 0
 
 
-def test_the_device_pipeline_shares_a_model_too(tiny_folders: dict[str, Path]) -> None:
-    config = runtime_config(num_threads=1, backend="inline")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "inline"},
+        pytest.param({"device": "cuda"}, marks=pytest.mark.cuda),
+    ],
+    ids=["inline", "cuda"],
+)
+def test_the_device_pipeline_shares_a_model_too(
+    tiny_folders: dict[str, Path], options: dict[str, str]
+) -> None:
+    config = runtime_config(num_threads=1, **options)
     some = [policies()[0], make_policy("exact_topk", budget_tokens=48, recent_tokens=8)]
     together = SharedModel(tiny_folders["llama"], some, config)
     prompt = random_tokens(PROMPT).tolist()
     said = answers(together, prompt)
     for policy, answer in zip(some, said, strict=True):
         alone = OffloadedModel.from_pretrained(
-            tiny_folders["llama"], policy=policy, num_threads=1, backend="inline"
+            tiny_folders["llama"], policy=policy, num_threads=1, **options
         )
         assert answer.tokens == greedy(alone, prompt)
+        assert (answer.attended_tokens is None) == ("device" in options)

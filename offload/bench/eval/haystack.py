@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from offload.system.stdlib_text import stdlib_paragraphs
@@ -23,6 +24,12 @@ def prose_text(path: Path | None, option: str = "--haystack") -> str:
     if not text.strip():
         raise ValueError(f"{option} {path}: no text there (a file, or a folder of .txt, .md)")
     return text
+
+
+def described(path: Path | None, option: str = "--haystack") -> dict[str, str | None]:
+    """Where `prose_text` is from, and which text it was: for settings of a run."""
+    digest = hashlib.sha256(prose_text(path, option).encode()).hexdigest()
+    return {"path": None if path is None else str(path), "sha256": digest}
 
 
 def prose_words(path: Path | None) -> list[str]:

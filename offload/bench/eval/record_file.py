@@ -67,5 +67,6 @@ class RecordFile:
 
 
 def _short(value: Any) -> str:
-    """For messages: of several things their names."""
-    return ", ".join(value) if isinstance(value, dict) else repr(value)
+    """For messages: of policies their names."""
+    is_nested = isinstance(value, dict) and all(isinstance(x, dict) for x in value.values())
+    return ", ".join(value) if is_nested else repr(value)

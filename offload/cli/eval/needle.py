@@ -84,6 +84,8 @@ def needle(
         ]
 
     with running(verbose=verbose):
+        from offload.bench.eval.haystack import described
+
         if plot is not None:
             from offload.bench.selection.output import check_plot
 
@@ -100,7 +102,7 @@ def needle(
                 "lengths": all_lengths,
                 "samples": samples,
                 "seed": seed,
-                "haystack": None if haystack is None else str(haystack),
+                "haystack": described(haystack),
             },
         )
         print_document(document, shown)

@@ -106,6 +106,8 @@ def perplexity(
         return measure_window(model, setup.labels, window)
 
     with running(verbose=verbose):
+        from offload.bench.eval.haystack import described
+
         check_lengths(model, [length + steps for length in all_lengths], "--lengths or --steps")
         options, records = measure_all(
             "perplexity",
@@ -114,7 +116,7 @@ def perplexity(
             measure,
             resume=resume,
             settings={
-                "text": None if text is None else str(text),
+                "text": described(text, "--text"),
                 "lengths": all_lengths,
                 "steps": steps,
                 "windows": windows,

@@ -28,6 +28,7 @@ TASK_NAMES = (
     "cwe",
     "fwe",
 )
+PROSE_NAMES = TASK_NAMES[1:4] + TASK_NAMES[6:8]  # whose needles are in prose
 
 
 def register(app: typer.Typer) -> None:
@@ -85,15 +86,16 @@ def ruler(
         names = comma_separated(tasks, option="--tasks", available=TASK_NAMES)
     all_lengths = counts(lengths, option="--lengths")
     shown = opt.output_format(output, as_json)
+    has_prose = any(name in PROSE_NAMES for name in names)
     setup = Setup(
         model, opt.policies_of(policy, budget_tokens, option), dtype, device, threads, verbose
     )
 
     def make_samples(count_tokens: CountTokens) -> list[Sample]:
         from offload.bench.eval.haystack import prose_words
-        from offload.bench.eval.ruler import PROSE_TASKS, ruler_samples
+        from offload.bench.eval.ruler import ruler_samples
 
-        prose = prose_words(haystack) if {*names} & {*PROSE_TASKS} else []
+        prose = prose_words(haystack) if has_prose else []
         return [
             sample
             for length in all_lengths
@@ -104,6 +106,8 @@ def ruler(
         ]
 
     with running(verbose=verbose):
+        from offload.bench.eval.haystack import described
+
         document = answer_all(
             "ruler",
             setup,
@@ -116,7 +120,7 @@ def ruler(
                 "lengths": all_lengths,
                 "samples": samples,
                 "seed": seed,
-                "haystack": None if haystack is None else str(haystack),
+                "haystack": described(haystack) if has_prose else None,
             },
         )
         print_document(document, shown)

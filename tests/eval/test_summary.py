@@ -13,6 +13,7 @@ from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS, ruler_samples
 from offload.bench.eval.sample import string_match_all
 from offload.bench.eval.structured import STRUCTURED_TASKS, structured_samples
 from offload.bench.eval.summary import bootstrap_interval, cell_rows, summaries
+from offload.bench.eval.words import NeedleWords, word_list
 from offload.cli.eval.options import policies_of
 from offload.policies.registry import make_policy
 
@@ -130,3 +131,21 @@ def test_windows_shrink_with_the_budget() -> None:
     (_, given) = policies_of("quest", "128", ["recent_tokens=20", "quest.page_tokens=8"])
     assert given == make_policy("quest", budget_tokens=128, recent_tokens=20, page_tokens=8)
     assert label_of(given) == "quest 128 recent_tokens=20 page_tokens=8"
+    assert len(policies_of("quest", "128,128", ["recent_tokens=32,20"])) == 1 + 2
+
+
+def test_words_are_those_of_wonderwords() -> None:
+    wonderwords = pytest.importorskip("wonderwords", reason="the extra perf is not installed")
+    categories = wonderwords.RandomWord()._categories
+    for name in ("nouns", "adjectives", "verbs"):
+        assert set(word_list(name)) == set(categories[name])
+
+
+def test_needle_words_are_sorted() -> None:
+    adjectives, nouns = ["old", "red", "old-fashioned", "able"], ["tree", "fashion", "a"]
+    words = NeedleWords(adjectives, nouns)
+    expected = sorted(f"{adjective}-{noun}" for adjective in adjectives for noun in nouns)
+    assert list(words) == words[:] == expected
+    assert len(words) == 12
+    with pytest.raises(IndexError):
+        words[12]

@@ -85,7 +85,7 @@ def plot_cells(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> No
     down = -(-len(labels) // across)
     figure = Figure(figsize=(3.2 * across + 0.8, 0.35 * len(tasks) * down + 1.6 * down))
     figure.set_layout_engine("constrained")
-    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    panels = figure.subplots(down, across, squeeze=False, sharey=True)
     for axes in panels.flat[len(labels) :]:
         axes.set_visible(False)
     for axes, label in zip(panels.flat, labels, strict=False):
@@ -93,7 +93,7 @@ def plot_cells(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> No
         for cell in cells:
             place = tasks.index(cell["task"]), lengths.index(cell["length"])
             scores[place[0]][place[1]] = 100 * cell["scores"][label]
-        image = axes.imshow(scores, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+        image = axes.imshow(scores, vmin=0, vmax=100, aspect="auto")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(tasks)), tasks)
         axes.set_title(label, fontsize="medium")

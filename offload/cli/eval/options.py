@@ -152,7 +152,7 @@ def policies_of(names: str, budgets: str, option: Sequence[str] | None) -> list[
     for budget in counts(budgets, option="--budget-tokens") if selecting else []:
         options = _windows(selecting, budget, given) | given
         policies += policy_grid(selecting, [budget], options, option="--option")
-    return policies
+    return list(dict.fromkeys(policies))
 
 
 def _windows(

@@ -122,6 +122,7 @@ class SharedModel:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
+                runtime._current_device(),
                 without_autocast(runtime.device),
                 torch_threads(runtime.config.num_threads),
             ):

@@ -107,6 +107,9 @@ def test_an_interrupted_run_goes_on(
         result = runner.invoke(app, [*resumed, *changed])
         assert result.exit_code == 1
         assert message in flat(result.stderr)
+    file.write_text("")
+    runner.invoke(app, [*resumed, "--lengths", "100"])  # refused after the file was opened
+    assert file.read_text() == ""
     file.write_text("{}\n")
     assert "is no file of offload eval" in flat(runner.invoke(app, resumed).stderr)
 

@@ -28,7 +28,7 @@ class RecordFile:
 
     def __init__(self, path: Path | None, options: Mapping[str, Any]) -> None:
         self.records: list[Record] = []
-        self._path = path
+        self._path, self._header = path, ""  # what is still to be written before a record
         if path is None:
             return
         options = json.loads(json.dumps(options))
@@ -36,7 +36,8 @@ class RecordFile:
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()  # what was being written when the run was killed
         if not lines:
-            path.write_text(json.dumps({"options": options}) + "\n", "utf-8")
+            path.touch()  # a folder that is not there is known now; the options come with a record
+            self._header = json.dumps({"options": options}) + "\n"
             return
         try:
             header, *self.records = [json.loads(line) for line in lines]
@@ -63,7 +64,8 @@ class RecordFile:
         self.records.append(record)
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(self._header + json.dumps(record) + "\n")
+            self._header = ""
 
 
 def _short(value: Any) -> str:

@@ -110,8 +110,10 @@ def test_an_interrupted_run_goes_on(
     file.write_text("")
     runner.invoke(app, [*resumed, "--lengths", "100"])  # refused after the file was opened
     assert file.read_text() == ""
-    file.write_text("{}\n")
-    assert "is no file of offload eval" in flat(runner.invoke(app, resumed).stderr)
+    for others in ("{}\n", "My diary.", "My diary.\nDay 1\n", "[1]\n"):
+        file.write_text(others)
+        assert "is no file of offload eval" in flat(runner.invoke(app, resumed).stderr)
+        assert file.read_text() == others
 
 
 def test_needle(roomy_folder: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from offload.bench.eval.sample import Item, Key
 
 Record = dict[str, Any]
+_BEGINNING = b'{"options": '
 
 
 class RecordFile:
@@ -34,9 +35,11 @@ class RecordFile:
         options = json.loads(json.dumps(options))
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()  # what was being written when the run was killed
+            half = lines.pop()  # what was being written when the run was killed
+            if not lines and not half.startswith(_BEGINNING):
+                raise ValueError(f"{path} is no file of offload eval")
         if not lines:
-            path.touch()  # a folder that is not there is known now; the options come with a record
+            path.write_bytes(b"")  # or not: there is no such folder; options come with a record
             self._header = json.dumps({"options": options}) + "\n"
             return
         try:

@@ -1,1 +1,1 @@
-"""Measurements that both the `offload bench` command and perf/ make."""
+"""Measurements that `offload bench`, `offload eval` and perf/ make."""

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from offload.cli import bench
+from offload.cli import eval as eval_commands
 from offload.cli.calibrate import calibrate
 from offload.cli.env import env
 from offload.cli.generate import generate
@@ -27,6 +28,7 @@ app = typer.Typer(
 for command in (generate, plan, env, calibrate):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
+app.add_typer(eval_commands.app, name="eval")
 
 
 def _print_version(wanted: bool) -> None:

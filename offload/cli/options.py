@@ -66,15 +66,16 @@ def comma_separated(text: str, *, option: str, available: tuple[str, ...]) -> li
     return names
 
 
-def counts(text: str, *, option: str) -> list[int]:
-    """`"1,2"` -> `[1, 2]`; a usage error unless all are integers of at least 1."""
+def counts(text: str, *, option: str, least: int = 1) -> list[int]:
+    """`"1,2"` -> `[1, 2]`; a usage error unless all are integers of at least `least`."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 1:
+    if not numbers or min(numbers) < least:
         raise typer.BadParameter(
-            f"expected integers of at least 1, separated by commas, got {text!r}", param_hint=option
+            f"expected integers of at least {least}, separated by commas, got {text!r}",
+            param_hint=option,
         )
     return numbers
 

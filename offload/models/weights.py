@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch.utils.dlpack import from_dlpack
 
 from cpu_ops.decoder_layers import FusedLayer, Norm, W
 from offload.models.base import DecoderLayer
+
+# By the first of the modules.
+_fused: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor | None]] = WeakKeyDictionary()
 
 
 def fuse_rows(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -22,6 +26,9 @@ def fuse_rows(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     if len(modules) == 1:
         bias = modules[0].bias
         return modules[0].weight.detach(), None if bias is None else bias.detach()
+    known = _fused.get(modules[0])
+    if known is not None and known[0].data_ptr() == modules[0].weight.data_ptr():
+        return known
     weight = torch.cat([module.weight.detach() for module in modules])
     biases = None
     if any(module.bias is not None for module in modules):
@@ -40,6 +47,7 @@ def fuse_rows(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
         if module.bias is not None and biases is not None:
             module.bias.data = from_dlpack(biases[part])
         first += module.out_features
+    _fused[modules[0]] = weight, biases
     return weight, biases
 
 

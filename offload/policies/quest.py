@@ -18,7 +18,7 @@ sixteenth of the bytes of keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numba
@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, State, StateShape
+from offload.policies.base import BuildContext, DeviceBuild, Policy, SparsePolicy, State, StateShape
 from offload.policies.callback import (
     Callback,
     callback,
@@ -41,7 +41,9 @@ from offload.policies.callback import (
     view_int32,
 )
 from offload.policies.device_build import to_host
+from offload.policies.key_bounds import as_numpy, page_bounds, split_query
 from offload.policies.layouts import StateLayout, reader
+from offload.policies.quest_chunks import ChunkedQuest
 
 _MAX_ROW_WIDTH = 256  # of score_rows
 STATE = StateLayout(
@@ -57,36 +59,6 @@ STATE = StateLayout(
 )
 SIZES = ("page_tokens", "max_pages", "parts", "width", "item_bytes")
 read_state, read_sizes = STATE.read, reader(SIZES, np.int32)
-
-
-@numba.njit(cache=True)
-def split_query(query: Any, group_size: Any, head_dim: Any, split: Any) -> None:
-    """split [2 * head_dim] = sums over the group of max(q, 0) and of min(q, 0); query is flat."""
-    for d in range(head_dim):
-        above = np.float32(0.0)
-        below = np.float32(0.0)
-        for g in range(group_size):
-            x = query[g * head_dim + d]
-            if x > 0.0:
-                above += x
-            else:
-                below += x  # NaN comes here, and on into the scores
-        split[d] = above
-        split[head_dim + d] = below
-
-
-@numba.njit(cache=True)
-def page_bounds(keys: Any, page_tokens: Any, head_dim: Any, bounds: Any) -> None:
-    """bounds [2 * head_dim] = maxima and minima of each element; keys is flat, a row per token."""
-    for d in range(head_dim):
-        highest = keys[d]
-        lowest = keys[d]
-        for i in range(1, page_tokens):
-            x = keys[i * head_dim + d]
-            highest = max(highest, x)
-            lowest = min(lowest, x)
-        bounds[d] = highest
-        bounds[head_dim + d] = lowest
 
 
 @numba.njit(cache=True)
@@ -221,6 +193,8 @@ class Quest(SparsePolicy):
 
     Args:
         page_tokens: tokens that share a bound.
+        chunks: bounds of chunks that end where the text does, of about as many tokens (see
+            `quest_chunks`), instead of pages.
     """
 
     name: ClassVar[str] = "quest"
@@ -230,6 +204,7 @@ class Quest(SparsePolicy):
     builds_on_device: ClassVar[bool] = True
 
     page_tokens: int = 16
+    chunks: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,6 +212,19 @@ class Quest(SparsePolicy):
             raise ValueError(f"page_tokens must be an int, got {self.page_tokens!r}")
         if self.page_tokens < 1:
             raise ValueError(f"page_tokens must be at least 1, got {self.page_tokens}")
+        if not isinstance(self.chunks, bool):
+            raise ValueError(f"chunks must be true or false, got {self.chunks!r}")
+        if self.chunks:
+            for name in ("reads_text", "select", "append"):
+                object.__setattr__(self, name, getattr(ChunkedQuest, name))
+
+    @property
+    def selecting(self) -> Policy:
+        """Another one over chunks."""
+        if not self.chunks:
+            return self
+        options = {option.name: getattr(self, option.name) for option in fields(ChunkedQuest)}
+        return ChunkedQuest(**options)
 
     def build(self, context: BuildContext) -> State:
         """Bounds of all complete pages after the sinks."""
@@ -324,11 +312,3 @@ def _reduce(pick: Callable[[Tensor, Tensor], Tensor], pages: Tensor) -> Tensor:
         if rest.shape[2]:
             pages = torch.cat([pages, rest], dim=2)
     return pages[:, :, 0]
-
-
-def as_numpy(x: Tensor) -> npt.NDArray[Any]:
-    """The tensor's memory as an array; bfloat16, which NumPy lacks, as uint16."""
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.int16).numpy().view(np.uint16)
-    array: npt.NDArray[Any] = x.numpy()
-    return array

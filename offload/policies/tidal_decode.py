@@ -143,8 +143,8 @@ class TidalDecode(Policy):
 
     @property
     def selecting(self) -> Policy:
-        """The inner policy; only select layers are asked for its arrays."""
-        return self.inner
+        """The inner policy's; only select layers are asked for its arrays."""
+        return self.inner.selecting
 
     def _checked(self, layers: Sequence[int]) -> tuple[int, ...]:
         if isinstance(layers, (str, int)) or not all(

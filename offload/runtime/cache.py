@@ -67,6 +67,12 @@ class OffloadedCache(Cache):
             return torch.ones(len(self._seqs), self._num_columns, dtype=torch.bool)
         return self._attended[:, : self._num_columns]
 
+    def take(self, seq: int) -> None:
+        """Become a batch of one row without padding: sequence `seq`, which nobody else frees."""
+        self.reset()
+        self._seqs.append(seq)
+        self._num_columns = self.store.kv_len(seq)
+
     # What the model calls around a forward pass.
 
     def reserve(self, batch: RaggedBatch) -> list[int]:

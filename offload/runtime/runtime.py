@@ -29,15 +29,19 @@ from offload.system.torch_threads import torch_threads
 
 
 class Runtime:
-    """Runs the layers of one stock model."""
+    """Runs the layers of one stock model.
 
-    def __init__(self, opened: OpenedModel) -> None:
+    Args:
+        store: of another runtime of the same model, to share; None: one of its own.
+    """
+
+    def __init__(self, opened: OpenedModel, store: KVStore | None = None) -> None:
         self.config = config = opened.config
         self.stats = OffloadStats()
         self.lean, self.device = opened.lean, opened.device
         self.ranks = self.lean.ranks
         shape = self.lean.shape
-        self.store = KVStore(
+        self.store = store or KVStore(
             num_layers=len(self.lean.layers),
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -103,7 +107,7 @@ class Runtime:
         parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
 
         def compute(seqs: list[int]) -> torch.Tensor:
-            self._mark_text(batch, seqs, tokens)
+            self.mark_text(batch, seqs, tokens)
             return self._run_parts(hidden, parts, seqs)
 
         phase = parts[0].phase
@@ -169,7 +173,7 @@ class Runtime:
 
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
-            self._mark_text(batch, seqs, tokens)
+            self.mark_text(batch, seqs, tokens)
             start += self._build_index(seqs)
             before = self._decoder.setup_seconds
             with self._current_device():
@@ -304,7 +308,7 @@ class Runtime:
             return torch.cuda.device(self.device)
         return contextlib.nullcontext()
 
-    def _mark_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
+    def mark_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
         """Marks of the new tokens; of those whose ids are not known none, that is, no delimiter."""
         if self._vocabulary_marks is None:
             return

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
         (["plan"], ["--profile", "--remeasure", "--budget-tokens", "--json", "offload plan"]),
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
         (["bench"], ["attention", "decode", "latency", "pipeline", "selection"]),
+        (["eval"], ["ruler", "needle", "structured", "perplexity"]),
         (["bench", "attention"], ["--kv-len", "--threads", "dense", "sparse", "topk"]),
     ],
     ids=lambda value: " ".join(value) or "offload",

@@ -1,0 +1,1 @@
+"""`offload eval`: what a policy loses on tasks with a right answer, against full attention."""

@@ -1,0 +1,129 @@
+"""Answers of one model under several policies to the same prompts, each prompt read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.bench.eval.prompt import prompt_text, prompt_tokens
+from offload.bench.eval.sample import Sample, string_match_all
+from offload.decode.sampling import SamplingOptions
+from offload.runtime.runtime import Runtime
+from offload.runtime.shared_model import ReadPrompt, SharedModel
+
+_GREEDY = SamplingOptions()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a policy made of a prompt.
+
+    Attributes:
+        tokens: of the answer, the one that ends it included.
+        attended_tokens: per decode step and selection unit, of the layers that are not dense; None
+            where there was no decode step, or a GPU attends, which does not count.
+        seconds: of decoding, without what the policy builds first (`build_seconds`).
+    """
+
+    tokens: list[int]
+    attended_tokens: float | None
+    seconds: float
+    build_seconds: float
+
+
+def answer_sample(
+    model: SharedModel, labels: Sequence[str], tokenizer: Any, sample: Sample, *, chat: bool
+) -> dict[str, Any]:
+    """What each policy answers to a sample, and the scores.
+
+    Args:
+        labels: of the runtimes of `model`, as the record shall name them.
+        chat: use the tokenizer's chat template.
+    """
+    text = prompt_text(sample, tokenizer, chat=chat)
+    room = model.max_context - sample.max_new_tokens
+    tokens, num_tokens = prompt_tokens(text, tokenizer, room)
+    stop = model.eos_tokens | {tokenizer.eos_token_id}
+    record: dict[str, Any] = {
+        "prompt_tokens": len(tokens),
+        "truncated_tokens": num_tokens - len(tokens),
+        "outputs": list(sample.outputs),
+    }
+
+    def said_by(tokens: list[int]) -> str:
+        text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def score_of(tokens: list[int]) -> float:
+        return string_match_all(said_by(tokens), sample.outputs)
+
+    with model.read(tokens) as prompt:
+        record["prefill_seconds"] = round(prompt.seconds, 4)
+        answers = {}
+        for index, label in enumerate(labels):
+            answer = greedy_answer(
+                model,
+                index,
+                prompt,
+                # What comes after all right answers can take none of them back.
+                lambda tokens: tokens[-1] in stop or score_of(tokens) == 1,
+                sample.max_new_tokens,
+            )
+            answers[label] = {
+                "answer": said_by(answer.tokens),
+                "score": score_of(answer.tokens),
+                "new_tokens": len(answer.tokens),
+                "attended_tokens": answer.attended_tokens,
+                "decode_seconds": round(answer.seconds, 4),
+                "build_seconds": round(answer.build_seconds, 4),
+            }
+    return record | {"answers": answers}
+
+
+def greedy_answer(
+    model: SharedModel,
+    index: int,
+    prompt: ReadPrompt,
+    is_done: Callable[[list[int]], bool],
+    max_new_tokens: int,
+) -> Answer:
+    """Decode a prompt's continuation under a policy: the tokens of the stock greedy loop.
+
+    Args:
+        is_done: gets the answer's tokens so far.
+    """
+    runtime = model.runtimes[index]
+    position, steps, kv_tokens = len(prompt.tokens), 0, 0
+    with runtime.generation(has_assistant=False), model.continued(index, prompt) as cache:
+        token = runtime.first_tokens(prompt.logits, _GREEDY)
+        tokens = [int(token)]
+        runtime.attention.start_profile()
+        while len(tokens) < max_new_tokens and not is_done(tokens):
+            token = runtime.choose_tokens(cache, token, torch.tensor([position]), _GREEDY)
+            tokens.append(int(token))
+            position, steps, kv_tokens = position + 1, steps + 1, kv_tokens + position + 1
+        stats = runtime.stats
+        attended = attended_tokens(runtime, steps, kv_tokens)
+    return Answer(tokens, attended, stats.decode_seconds, stats.index_seconds)
+
+
+def attended_tokens(runtime: Runtime, steps: int, kv_tokens: int) -> float | None:
+    """Per step and unit of the layers that are not dense, since the profile was started.
+
+    Args:
+        kv_tokens: sum of the steps' context lengths, each step's own token included.
+    """
+    attention = runtime.attention
+    if not steps or runtime.device.type != "cpu":
+        return None
+    per_query_head = attention.policy.selects and attention.policy.per_query_head
+    num_units = attention.num_qo_heads if per_query_head else attention.store.num_kv_heads
+    counted: float = attention.profile()["attended_tokens"] / num_units
+    num_sparse = int(attention.sparse_layers.sum())
+    num_dense = attention.num_layers - num_sparse
+    if num_sparse == 0:
+        return counted / steps / num_dense
+    return (counted - num_dense * kv_tokens) / steps / num_sparse

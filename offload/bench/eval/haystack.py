@@ -1,0 +1,37 @@
+"""Prose to hide needles in: files that the user names, or text that every machine has."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from offload.system.stdlib_text import stdlib_paragraphs
+
+
+def prose_text(path: Path | None, option: str = "--haystack") -> str:
+    """The text of a file, of the .txt and .md files of a folder in order of their names, or of the
+    docstrings of Python's library.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, no text in it or in the folder; names `option`.
+    """
+    if path is None:
+        return "\n\n".join(stdlib_paragraphs())
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md"))
+    text = "\n\n".join(file.read_text("utf-8", errors="replace") for file in files)
+    if not text.strip():
+        raise ValueError(f"{option} {path}: no text there (a file, or a folder of .txt, .md)")
+    return text
+
+
+def described(path: Path | None, option: str = "--haystack") -> dict[str, str | None]:
+    """Where `prose_text` is from, and which text it was: for settings of a run."""
+    digest = hashlib.sha256(prose_text(path, option).encode()).hexdigest()
+    return {"path": None if path is None else str(path), "sha256": digest}
+
+
+def prose_words(path: Path | None) -> list[str]:
+    """The words of `prose_text`."""
+    return prose_text(path).split()

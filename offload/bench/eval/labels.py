@@ -1,0 +1,32 @@
+"""Policies by short names that tell those of one run apart."""
+
+from __future__ import annotations
+
+from offload.bench.selection.measure import policy_options
+from offload.policies import Policy
+from offload.policies.registry import make_policy
+
+WINDOWS = ("sink_tokens", "recent_tokens")
+
+
+def windows_of(budget_tokens: int) -> dict[str, int]:
+    """Sinks and recent window of a budget: of a small one most is left to choose."""
+    return {
+        "sink_tokens": min(4, budget_tokens // 16),
+        "recent_tokens": max(1, min(64, budget_tokens // 4)),
+    }
+
+
+def label_of(policy: Policy) -> str:
+    """Name, budget, and the options that are neither the defaults nor `windows_of` the budget."""
+    if not policy.selects:
+        return policy.name
+    usual = policy_options(make_policy(policy.name)) | windows_of(policy.budget_tokens)
+    if policy.name == "streaming_llm":  # all that the sinks leave
+        usual["recent_tokens"] = policy.budget_tokens - policy.sink_tokens
+    changed = [
+        f"{key}={value}"
+        for key, value in policy_options(policy).items()
+        if key != "budget_tokens" and usual.get(key, value) != value
+    ]
+    return " ".join([policy.name, f"{policy.budget_tokens}", *changed])

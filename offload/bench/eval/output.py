@@ -1,0 +1,130 @@
+"""Scores as rows of tables, and pictures of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Table = tuple[list[str], list[list[str]]]  # header, rows
+UNKNOWN = "\N{EN DASH}"
+
+LEGEND = (
+    "Scores: the share of the right answers found, mean over samples. *: full attention scores "
+    "nothing there; not in the mean. difference: to full attention, mean over tasks and lengths, "
+    "95 % interval by a paired bootstrap. attended: tokens per decode step and KV head of the "
+    "layers that select. Recent window: min(64, budget / 4), sinks: min(4, budget / 16), unless "
+    "given."
+)
+
+PERPLEXITY_LEGEND = (
+    "change: of the perplexity, relative to full attention's, 95 % interval by a paired bootstrap "
+    "over windows. attended: tokens per decode step and KV head of the layers that select."
+)
+PLOT_COLUMNS = 4
+
+
+def cell_table(cells: Sequence[Mapping[str, Any]]) -> Table:
+    """A row per length and task, a column per policy, in per cent."""
+    labels = list(cells[0]["scores"]) if cells else []
+    rows = [
+        [
+            cell["task"] + ("" if cell["counts"] else " *"),
+            f"{cell['length']:,}",
+            str(cell["samples"]),
+            *(f"{100 * cell['scores'][label]:.1f}" for label in labels),
+        ]
+        for cell in cells
+    ]
+    return ["task", "length", "samples", *labels], rows
+
+
+def summary_table(summary: Sequence[Mapping[str, Any]]) -> Table:
+    """A row per policy."""
+    header = ["policy", "mean", "difference", "95 % interval", "attended", "tokens/s"]
+    return header, [
+        [
+            line["policy"],
+            _points(line["score"], ""),
+            _points(line["difference"], "+"),
+            _interval(line["interval"]),
+            _number(line["attended_tokens"]),
+            _number(_rate(line)),
+        ]
+        for line in summary
+    ]
+
+
+def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row per length and policy."""
+    header = ["policy", "length", "perplexity", "change", "95 % interval", "attended", "tokens/s"]
+    return header, [
+        [
+            row["policy"],
+            f"{row['length']:,}",
+            f"{row['perplexity']:.3f}",
+            f"{row['change']:+.2%}",
+            UNKNOWN
+            if row["interval"] is None
+            else " … ".join(f"{change:+.2%}" for change in row["interval"]),
+            _number(row["attended_tokens"]),
+            _number(_rate(row)),
+        ]
+        for row in rows
+    ]
+
+
+def plot_cells(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """A picture per policy: scores by task (from above) and length, in colours."""
+    from matplotlib.figure import Figure
+
+    labels = list(cells[0]["scores"])
+    tasks = list(dict.fromkeys(cell["task"] for cell in cells))
+    lengths = sorted({cell["length"] for cell in cells})
+    across = min(len(labels), PLOT_COLUMNS)
+    down = -(-len(labels) // across)
+    figure = Figure(figsize=(3.2 * across + 0.8, 0.35 * len(tasks) * down + 1.6 * down))
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(down, across, squeeze=False, sharey=True)
+    for axes in panels.flat[len(labels) :]:
+        axes.set_visible(False)
+    for axes, label in zip(panels.flat, labels, strict=False):
+        scores = [[float("nan")] * len(lengths) for _ in tasks]
+        for cell in cells:
+            place = tasks.index(cell["task"]), lengths.index(cell["length"])
+            scores[place[0]][place[1]] = 100 * cell["scores"][label]
+        image = axes.imshow(scores, vmin=0, vmax=100, aspect="auto")
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.set_yticks(range(len(tasks)), tasks)
+        axes.set_title(label, fontsize="medium")
+    figure.colorbar(image, ax=panels, label="score, %")
+    figure.supxlabel("tokens", fontsize="medium")
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, dpi=120)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A GitHub table."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
+
+
+def _rate(line: Mapping[str, Any]) -> float | None:
+    """Decoded tokens per second, without what a policy builds first."""
+    seconds: float = line["decode_seconds"]
+    return line["decoded_tokens"] / seconds if seconds else None
+
+
+def _points(share: float | None, sign: str) -> str:
+    return UNKNOWN if share is None else f"{100 * share:{sign}.1f}"
+
+
+def _interval(interval: Sequence[float] | None) -> str:
+    if interval is None:
+        return UNKNOWN
+    low, high = (100 * share for share in interval)
+    return f"{low:+.1f} … {high:+.1f}"
+
+
+def _number(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.0f}"

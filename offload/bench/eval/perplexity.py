@@ -1,0 +1,130 @@
+"""Perplexity under policies: text is read, and its next tokens are given one decode step each.
+
+Prefill is exact whatever the policy, so that the perplexity of a prompt would judge nothing.
+Windows slide over the text: each is read, and then some more tokens are decoded, teacher-forced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.bench.eval.answers import attended_tokens
+from offload.bench.eval.record_file import Record
+from offload.bench.eval.summary import FULL, bootstrap_interval, mean
+from offload.models.batch import one_token_each
+from offload.runtime.shared_model import ReadPrompt, SharedModel
+
+
+@dataclass(frozen=True)
+class Window:
+    """`length` tokens to read, and those that follow them."""
+
+    length: int
+    index: int
+    tokens: Sequence[int]
+    task: str = "text"
+
+
+def windows_of(
+    tokens: Sequence[int], length: int, steps: int, stride: int, count: int
+) -> list[Window]:
+    """`count` windows, each `stride` tokens after the one before.
+
+    Raises:
+        ValueError: a text that is too short.
+    """
+    needed = length + steps + (count - 1) * stride
+    if len(tokens) < needed:
+        raise ValueError(
+            f"the text has {len(tokens):,} tokens, but {count} windows of {length:,} + {steps} "
+            f"tokens, one every {stride}, need {needed:,}; give a longer --text, or lower "
+            "--lengths, --steps, --windows or --stride"
+        )
+    ends = [length + steps + i * stride for i in range(count)]
+    return [Window(length, i, tokens[end - length - steps : end]) for i, end in enumerate(ends)]
+
+
+def measure_window(model: SharedModel, labels: Sequence[str], window: Window) -> dict[str, Any]:
+    """The negative log-likelihood of a window's last tokens under each policy, in nats."""
+    context, following = window.tokens[: window.length], window.tokens[window.length :]
+    with model.read(context) as prompt:
+        answers = {
+            label: _measure(model, index, prompt, following) for index, label in enumerate(labels)
+        }
+        seconds = round(prompt.seconds, 4)
+    return {"prefill_seconds": seconds, "answers": answers}
+
+
+def _measure(
+    model: SharedModel, index: int, prompt: ReadPrompt, following: Sequence[int]
+) -> dict[str, Any]:
+    runtime, position, kv_tokens = model.runtimes[index], len(prompt.tokens), 0
+    # The first of them needs no decode step: it is the prompt's, and the same for all.
+    targets, losses = torch.tensor(following[1:]), []
+    with (
+        runtime.generation(has_assistant=False),
+        model.continued(index, prompt) as cache,
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        runtime.attention.start_profile()
+        for token, target in zip(following, targets, strict=False):
+            ids, batch = torch.tensor([token]), one_token_each(1)
+            batch.position_ids[0] = position
+            embedded = runtime.lean.embed_tokens(ids.to(runtime.device))
+            hidden, phase = runtime.run(embedded, batch, cache, ids)
+            logits = runtime.logits(hidden, phase)[0].double()
+            losses.append(float(logits.logsumexp(-1) - logits[target]))
+            position += 1
+            kv_tokens += position
+        stats = runtime.stats
+        attended = attended_tokens(runtime, len(losses), kv_tokens)
+    return {
+        "nll": math.fsum(losses),
+        "tokens": len(losses),
+        "attended_tokens": attended,
+        "decode_seconds": round(stats.decode_seconds, 4),
+        "build_seconds": round(stats.index_seconds, 4),
+    }
+
+
+def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """One row per length and policy.
+
+    change is the perplexity's, relative to full attention's; interval 95 % of it, by a paired
+    bootstrap over windows.
+    """
+    rows = []
+    for length in dict.fromkeys(record["length"] for record in records):
+        of_length = [record for record in records if record["length"] == length]
+
+        def nll(label: str, of_length: list[Record] = of_length) -> Any:
+            answers = [record["answers"][label] for record in of_length]
+            return np.array([answer["nll"] / answer["tokens"] for answer in answers])
+
+        for label in labels:
+            difference = nll(label) - nll(FULL)
+            interval = bootstrap_interval([difference])
+            answers = [record["answers"][label] for record in of_length]
+            rows.append(
+                {
+                    "policy": label,
+                    "length": length,
+                    "windows": len(of_length),
+                    "tokens": sum(answer["tokens"] for answer in answers),
+                    "nll": float(nll(label).mean()),
+                    "perplexity": math.exp(nll(label).mean()),
+                    "change": math.expm1(difference.mean()),
+                    "interval": None if interval is None else [math.expm1(x) for x in interval],
+                    "attended_tokens": mean([answer["attended_tokens"] for answer in answers]),
+                    "decode_seconds": sum(answer["decode_seconds"] for answer in answers),
+                    "decoded_tokens": sum(answer["tokens"] for answer in answers),
+                }
+            )
+    return rows

@@ -1,0 +1,164 @@
+"""RULER's word counts: the common words of a list, and the frequent ones of a coded text.
+
+Ported from NVIDIA's RULER (Apache-2.0, Copyright 2024 NVIDIA CORPORATION) by way of lm-eval 0.4.13,
+whose samples these are, draw for draw.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+
+import numpy as np
+
+from offload.bench.eval.sample import CountTokens, Sample, TooShort
+from offload.bench.eval.words import all_words
+
+COMMON_QUESTION = (
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n{context}\n"
+    "Question: What are the 10 most common words in the above list?"
+)
+COMMON_ANSWER = "Answer: The top 10 words that appear most often in the list are:"
+COMMON_NEW_TOKENS = 120
+FREQUENT_QUESTION = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most "
+    "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
+    "ignore the dots '....'. What are the three most frequently appeared words in the above coded "
+    "text?"
+)
+FREQUENT_ANSWER = (
+    "Answer: According to the coded text above, the three most frequently appeared words are:"
+)
+FREQUENT_NEW_TOKENS = 50
+_NUM_COMMON = 10
+_STEP = 10  # words
+_WORD_LETTERS = 6
+_ORDER_SEED = 42  # of lists and coded words, always
+_ZETA_2 = math.pi**2 / 6
+
+
+def common_word_samples(
+    task: str, length: int, num_samples: int, *, seed: int, count_tokens: CountTokens
+) -> list[Sample]:
+    """Samples of `cwe`: 10 words stand in a list more often than the others.
+
+    Raises:
+        TooShort: `length` has no room for a list of 10 words.
+    """
+    rng, order = random.Random(seed), random.Random(_ORDER_SEED)
+    words = all_words()
+    order.shuffle(words)
+
+    def list_words(num_words: int, common_repeats: int, others: int) -> tuple[str, list[str]]:
+        drawn = rng.sample(words, num_words)
+        common = drawn[:_NUM_COMMON]
+        shuffled = common * common_repeats + drawn[_NUM_COMMON:] * others
+        order.shuffle(shuffled)
+        return _numbered(shuffled), common
+
+    def draw(num_words: int) -> tuple[str, str, list[str]]:
+        """(worked example, which only moves the generators; text; answer)."""
+        short = length < 4096
+        example, common = list_words(*((20, 3, 1) if short else (40, 10, 3)))
+        context, answer = list_words(num_words, *((6, 1) if short else (30, 3)))
+        text, example = _common_text(context), f"{_common_text(example)}{_numbered(common)}"
+        return example, text, answer
+
+    size, tokens = _STEP, 0
+    while tokens + COMMON_NEW_TOKENS < length:
+        example, text, answer = draw(size)
+        tokens = count_tokens(f"{example}\n{text} {_numbered(answer)}")
+        if tokens + COMMON_NEW_TOKENS > length:
+            size -= _STEP
+            break
+        size += _STEP
+        if size > len(words):
+            size = len(words)
+            break
+    samples = []
+    for index in range(num_samples):
+        used = size
+        while True:
+            if used < _NUM_COMMON:
+                raise TooShort(task, length)
+            _, text, answer = draw(used)
+            if count_tokens(text) + COMMON_NEW_TOKENS <= length:
+                break
+            used -= _STEP
+        question = text[: text.rfind(" " + COMMON_ANSWER)].strip()
+        samples.append(
+            Sample(
+                task,
+                length,
+                index,
+                question,
+                COMMON_ANSWER,
+                tuple(answer),
+                COMMON_NEW_TOKENS,
+                delimiter="\n\n",
+            )
+        )
+    return samples
+
+
+def _common_text(context: str) -> str:
+    return f"{COMMON_QUESTION.format(context=context)} {COMMON_ANSWER}"
+
+
+def _numbered(words: list[str]) -> str:
+    return " ".join(f"{i + 1}. {word}" for i, word in enumerate(words))
+
+
+def frequent_word_samples(
+    task: str, length: int, num_samples: int, *, seed: int, count_tokens: CountTokens
+) -> list[Sample]:
+    """Samples of `fwe`: coded words whose counts fall as the square of their rank.
+
+    Raises:
+        TooShort: `length` has no room for the three words.
+    """
+    rng, vocab_size, step = random.Random(seed), length // 50, length // 32
+
+    def coded_words() -> list[str]:
+        def word() -> str:
+            return "".join(rng.choices(string.ascii_lowercase, k=_WORD_LETTERS))
+
+        vocab = [word() for _ in range(vocab_size)]
+        while len(set(vocab)) < vocab_size:
+            vocab.append(word())
+        vocab = sorted(set(vocab))
+        random.Random(_ORDER_SEED).shuffle(vocab)
+        vocab[0] = "..."  # the most frequent is noise
+        return vocab
+
+    def text_of(vocab: list[str], num_words: int) -> str:
+        counts = num_words * (np.arange(1, len(vocab) + 1) ** -2.0) / _ZETA_2
+        coded = [
+            word
+            for word, count in zip(vocab, counts.astype(int).tolist(), strict=True)
+            for _ in range(count)
+        ]
+        random.Random(_ORDER_SEED).shuffle(coded)
+        return f"{FREQUENT_QUESTION.format(context=' '.join(coded))} {FREQUENT_ANSWER}"
+
+    if vocab_size < 4:
+        raise TooShort(task, length)
+    size, vocab = length // _WORD_LETTERS, coded_words()
+    while count_tokens(text_of(vocab, size)) < length:
+        size += step
+    size -= step
+    samples = []
+    for index in range(num_samples):
+        vocab, used = coded_words(), size
+        while count_tokens(text := text_of(vocab, used)) > length:
+            used -= step
+            if used <= 0:
+                raise TooShort(task, length)
+        question = text[: text.rfind(" " + FREQUENT_ANSWER)].strip()
+        answer = tuple(vocab[1:4])
+        samples.append(
+            Sample(task, length, index, question, FREQUENT_ANSWER, answer, FREQUENT_NEW_TOKENS)
+        )
+    return samples

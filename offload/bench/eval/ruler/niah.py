@@ -1,0 +1,195 @@
+"""RULER's needles in a haystack: NIAH single 1-3, multikey 1-3, multivalue, multiquery.
+
+Ported from NVIDIA's RULER (Apache-2.0, Copyright 2024 NVIDIA CORPORATION) by way of lm-eval 0.4.13,
+whose samples these are, draw for draw, with two exceptions. The haystack of prose is text that the
+caller has, not a download of essays; and its sentences are split by a rule, not by NLTK's data.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from offload.bench.eval.sample import CountTokens, Sample, TooShort
+from offload.bench.eval.words import needle_words
+
+TEMPLATE = (
+    "Some special magic {type_needle_v} are hidden within the following text. Make sure to "
+    "memorize it. I will quiz you about the {type_needle_v} afterwards.\n{context}\n"
+    "What are all the special magic {type_needle_v} for {query} mentioned in the provided text?"
+)
+NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+MAX_NEW_TOKENS = 128
+_DEPTHS = [round(100 * i / 39) for i in range(40)]  # per cent
+_ORDER_SEED = 42  # of the needles of one prompt, always
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'(\[A-Z0-9])")
+
+
+@dataclass(frozen=True)
+class Needles:
+    """A task: what is hidden in what.
+
+    Attributes:
+        haystack: `repeat` (one noise sentence), `prose`, or `needle` (other needles).
+        keys, values: `words`, `numbers` or `uuids`.
+        num_keys, num_values, num_queries: that are hidden, of each key, and asked for.
+    """
+
+    haystack: str
+    keys: str = "words"
+    values: str = "numbers"
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+
+TASKS = {
+    "niah_single_1": Needles("repeat"),
+    "niah_single_2": Needles("prose"),
+    "niah_single_3": Needles("prose", values="uuids"),
+    "niah_multikey_1": Needles("prose", num_keys=4),
+    "niah_multikey_2": Needles("needle"),
+    "niah_multikey_3": Needles("needle", keys="uuids", values="uuids"),
+    "niah_multivalue": Needles("prose", num_values=4),
+    "niah_multiquery": Needles("prose", num_keys=4, num_queries=4),
+}
+
+
+def needle_samples(
+    task: str,
+    length: int,
+    num_samples: int,
+    *,
+    seed: int,
+    count_tokens: CountTokens,
+    prose: Sequence[str],
+) -> list[Sample]:
+    """Samples of one of `TASKS`.
+
+    Args:
+        prose: words of the haystack of prose.
+
+    Raises:
+        TooShort: `length` has no room for the needles.
+        ValueError: prose that is shorter than `length`.
+    """
+    kind, rng = TASKS[task], random.Random(seed)
+    step = 500 if kind.haystack == "prose" else 25 if length >= 4096 else 5
+    num_needles = kind.num_keys * kind.num_values
+    size = max(step, num_needles)
+    tokens = 0
+    while tokens + MAX_NEW_TOKENS < length:
+        text, answers, _ = _draw(kind, size, rng, prose)
+        tokens = count_tokens(text + " ".join(answers))
+        if tokens + MAX_NEW_TOKENS > length:
+            size -= step
+            break
+        if kind.haystack == "prose" and size > len(prose):
+            raise ValueError(
+                f"{task}: the haystack's {len(prose):,} words are {tokens:,} tokens, too few for "
+                f"{length:,}; give more text by --haystack, or lower --lengths"
+            )
+        size += step
+    size = max(size, num_needles)
+    samples = []
+    for index in range(num_samples):
+        fitting = _draw_fitting(kind, size, step, length, rng, prose, count_tokens)
+        if fitting is None:
+            raise TooShort(task, length)
+        text, answers, query = fitting
+        single = kind.num_queries * kind.num_values == 1
+        of_kind, verb = (kind.values[:-1], "is") if single else (kind.values, "are")
+        prefix = f"The special magic {of_kind} for {query} mentioned in the provided text {verb}"
+        samples.append(Sample(task, length, index, text, prefix, tuple(answers), MAX_NEW_TOKENS))
+    return samples
+
+
+def _draw_fitting(
+    kind: Needles,
+    size: int,
+    step: int,
+    length: int,
+    rng: random.Random,
+    prose: Sequence[str],
+    count_tokens: CountTokens,
+) -> tuple[str, list[str], str] | None:
+    """A draw whose haystack is as large as fits, or None."""
+    num_needles = kind.num_keys * kind.num_values
+    while size > 0:
+        if kind.haystack == "prose" or size >= num_needles:
+            drawn = _draw(kind, size, rng, prose)
+            if count_tokens(drawn[0]) + MAX_NEW_TOKENS <= length:
+                return drawn
+        size -= step
+    return None
+
+
+def _draw(
+    kind: Needles, size: int, rng: random.Random, prose: Sequence[str]
+) -> tuple[str, list[str], str]:
+    """(text, answers, query) with a haystack of `size` words of prose, or lines."""
+    keys, values, needles = [], [], []
+    for _ in range(kind.num_keys):
+        keys.append(_value(kind.keys, rng))
+        values.append([_value(kind.values, rng) for _ in range(kind.num_values)])
+        needles += [
+            NEEDLE.format(type_needle_v=kind.values, key=keys[-1], value=value)
+            for value in values[-1]
+        ]
+    random.Random(_ORDER_SEED).shuffle(needles)
+    if kind.haystack == "prose":
+        context = _among_sentences(needles, sentences_of(" ".join(prose[:size])), rng)
+    else:
+        lines = [NOISE] * size
+        if kind.haystack == "needle":
+            lines = [_other_needle(kind, rng) for _ in range(size)]
+        places = sorted(rng.sample(range(size), len(needles)), reverse=True)
+        for place, needle in zip(places, needles, strict=True):
+            lines.insert(place, needle)
+        context = "\n".join(lines)
+
+    asked = rng.sample(range(kind.num_keys), kind.num_queries)
+    queries = [keys[i] for i in asked]
+    query = queries[0]
+    if len(queries) > 1:
+        query = ", ".join(queries[:-1]) + ", and " + queries[-1]
+    template, type_needle_v = TEMPLATE, kind.values
+    if kind.num_queries * kind.num_values == 1:
+        template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
+        type_needle_v = type_needle_v[:-1]
+    text = template.format(type_needle_v=type_needle_v, context=context, query=query)
+    return text, [value for i in asked for value in values[i]], query
+
+
+def _among_sentences(needles: list[str], sentences: Sequence[str], rng: random.Random) -> str:
+    depths = rng.sample(_DEPTHS, len(needles))
+    cuts = [0, *sorted(int(len(sentences) * (d / 100)) for d in depths), len(sentences)]
+    parts = []
+    for i in range(1, len(cuts)):
+        parts.append(" ".join(sentences[cuts[i - 1] : cuts[i]]))
+        parts += needles[i - 1 : i]
+    return " ".join(parts)
+
+
+@cache
+def sentences_of(text: str) -> list[str]:
+    """Split where a mark ends a sentence and another begins."""
+    return _SENTENCE_END.split(text.strip())
+
+
+def _other_needle(kind: Needles, rng: random.Random) -> str:
+    key = _value(kind.keys, rng)
+    return NEEDLE.format(type_needle_v=kind.values, key=key, value=_value(kind.values, rng))
+
+
+def _value(kind: str, rng: random.Random) -> str:
+    if kind == "numbers":
+        return str(rng.randint(10**6, 10**7 - 1))
+    if kind == "words":
+        return rng.choice(needle_words())
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))

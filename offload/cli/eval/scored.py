@@ -1,0 +1,207 @@
+"""What commands have in common that ask questions with right answers: checks, the run, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.console import no_loading_bars, print_json, quiet_transformers, stderr, stdout
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from offload.bench.eval.output import Table as EvalTable
+    from offload.bench.eval.record_file import Record
+    from offload.bench.eval.sample import CountTokens, Item, Sample
+    from offload.policies import Policy
+    from offload.runtime.config import RuntimeConfig
+    from offload.runtime.shared_model import SharedModel
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Which model runs, how, and under which policies, full attention first."""
+
+    model: str
+    policies: Sequence[Policy]
+    dtype: str
+    device: str
+    threads: int | None
+    verbose: bool
+
+    @property
+    def labels(self) -> list[str]:
+        """Of the policies, as records name them."""
+        from offload.bench.eval.labels import label_of
+
+        return [label_of(policy) for policy in self.policies]
+
+    def config(self) -> RuntimeConfig:
+        """How it runs; refuses a device or dtype that there is not."""
+        from offload.runtime.config import runtime_config
+
+        return runtime_config(dtype=self.dtype, device=self.device, num_threads=self.threads)
+
+    def described(self) -> dict[str, Any]:
+        """For JSON, and to tell runs apart."""
+        from offload.bench.selection.measure import policy_options
+
+        options = [policy_options(policy) for policy in self.policies]
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "device": self.device,
+            "policies": dict(zip(self.labels, options, strict=True)),
+        }
+
+
+def check_lengths(model: str, lengths: Sequence[int], option: str = "--lengths") -> None:
+    """Refuse a length that the model has no positions for, before anything is loaded.
+
+    Raises:
+        ValueError: names both, and the option. FileNotFoundError: no such model.
+    """
+    from offload.loading.checkpoint import check_checkpoint
+    from offload.loading.names import resolve_folder
+
+    max_context = check_checkpoint(resolve_folder(model)).shape.max_context
+    if max(lengths) > max_context:
+        raise ValueError(
+            f"{max(lengths):,} tokens are more than the {max_context:,} positions of {model}; "
+            f"lower {option}"
+        )
+
+
+def measure_all(
+    command: str,
+    setup: Setup,
+    make_items: Callable[[Any], Sequence[Item]],
+    measure: Callable[[SharedModel, Any, Any], dict[str, Any]],
+    *,
+    resume: Path | None,
+    settings: Mapping[str, Any],
+) -> tuple[dict[str, Any], list[Record]]:
+    """Have every item measured that the file has no record of: the run's options, and all records.
+
+    Args:
+        make_items: gets the tokenizer.
+        measure: gets the model, the tokenizer and an item.
+        settings: of the items, by the names of the command's options.
+    """
+    from offload.bench.eval.record_file import RecordFile
+    from offload.bench.eval.sample import key_of
+    from offload.loading.names import load_tokenizer
+    from offload.runtime.shared_model import SharedModel
+
+    config = setup.config()
+    options = {"command": command, **setup.described(), **settings}
+    with quiet_transformers(verbose=setup.verbose), no_loading_bars(), _progress() as progress:
+        bar = progress.add_task("making prompts", total=None)
+        file = RecordFile(resume, options)
+        tokenizer = load_tokenizer(setup.model)
+        items = make_items(tokenizer)
+        done = file.keys
+        left = [item for item in items if key_of(item) not in done]
+        if left:
+            progress.update(bar, description="loading the model")
+            model = SharedModel(setup.model, setup.policies, config)
+            progress.update(bar, total=len(items), completed=len(items) - len(left))
+            for item in left:
+                progress.update(bar, description=f"{item.task}, {item.length:,} tokens")
+                file.add(item, measure(model, tokenizer, item))
+                progress.advance(bar)
+    return options, file.records
+
+
+def answer_all(
+    command: str,
+    setup: Setup,
+    make_samples: Callable[[CountTokens], list[Sample]],
+    *,
+    lengths: Sequence[int],
+    chat_template: bool | None,
+    resume: Path | None,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Make the prompts, have them answered, and sum up: the command's JSON document.
+
+    Args:
+        make_samples: gets what counts a text's tokens.
+        settings: of the prompts, by the names of the command's options.
+    """
+    from offload.bench.eval.answers import answer_sample
+    from offload.bench.eval.prompt import uses_chat_template
+    from offload.bench.eval.summary import cell_rows, summaries
+    from offload.loading.names import load_tokenizer
+    from offload.system.machine import describe_machine
+
+    check_lengths(setup.model, lengths)
+    chat = uses_chat_template(load_tokenizer(setup.model), chat_template)
+
+    def make(tokenizer: Any) -> list[Sample]:
+        return make_samples(lambda text: len(tokenizer(text, verbose=False)["input_ids"]))
+
+    def measure(model: SharedModel, tokenizer: Any, sample: Sample) -> dict[str, Any]:
+        return answer_sample(model, setup.labels, tokenizer, sample, chat=chat)
+
+    options, records = measure_all(
+        command,
+        setup,
+        make,
+        measure,
+        resume=resume,
+        settings={**settings, "chat_template": chat},
+    )
+    return {
+        "machine": describe_machine(),
+        "settings": options,
+        "summary": summaries(records, setup.labels),
+        "cells": cell_rows(records, setup.labels),
+    }
+
+
+def print_document(document: Mapping[str, Any], shown: str) -> None:
+    """As a table, Markdown or JSON."""
+    from offload.bench.eval.output import LEGEND, cell_table, summary_table
+
+    if shown == "json":
+        print_json(document)
+        return
+    settings = document["settings"]
+    title = f"{settings['command']}: {settings['model']}, scores in per cent"
+    tables = {title: cell_table(document["cells"]), "": summary_table(document["summary"])}
+    print_tables(tables, LEGEND, shown)
+
+
+def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> None:
+    """Tables by their titles, as Markdown or for people."""
+    from offload.bench.eval.output import markdown
+
+    if shown == "md":
+        print("\n\n".join(markdown(header, rows) for header, rows in tables.values()))
+        return
+    from rich.table import Table
+
+    for title, (header, rows) in tables.items():
+        table = Table(title=title or None, title_justify="left")
+        for i, name in enumerate(header):
+            table.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        stdout().print(table)
+    stdout().print(legend)
+
+
+def _progress() -> Progress:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True)

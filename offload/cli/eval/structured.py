@@ -1,0 +1,100 @@
+"""`offload eval structured`: questions whose answers stand in JSON, code and tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli.console import running
+from offload.cli.eval import options as opt
+from offload.cli.eval.scored import Setup, answer_all, print_document
+from offload.cli.options import comma_separated, counts
+
+if TYPE_CHECKING:
+    from offload.bench.eval.sample import CountTokens, Sample
+
+# offload.bench.eval.structured has these, but is imported when it is needed; tests compare the two.
+TASK_NAMES = ("json", "code", "table")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `offload eval`."""
+    app.command()(structured)
+
+
+def structured(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    policy: opt.Policies = "quest,lychee_cluster",
+    budget_tokens: opt.BudgetTokens = "1024",
+    option: opt.PolicyOptions = None,
+    lengths: opt.Lengths = "4096",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help=f"Comma-separated: {', '.join(TASK_NAMES)}; or all.",
+            rich_help_panel=opt.TASK_PANEL,
+        ),
+    ] = "all",
+    samples: opt.Samples = 20,
+    seed: opt.Seed = 0,
+    chat_template: opt.ChatTemplate = None,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
+    resume: opt.Resume = None,
+    output: opt.Output = "table",
+    as_json: opt.AsJson = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Ask for one value of one record, method or row among many alike.
+
+    The text is JSON, Python code or a Markdown table, all generated. This is the question of
+    LycheeCluster's pilot study (its Figure 2): does it help to select along the text's structure?
+
+    [bold]Examples[/bold]
+
+        offload eval structured --lengths 2048 --samples 5
+
+        offload eval structured --tasks json --policy quest --option quest.chunks=false,true
+
+        offload eval structured --budget-tokens 256,512 --resume structured.jsonl -o md
+    """
+    names = [*TASK_NAMES]
+    if tasks != "all":
+        names = comma_separated(tasks, option="--tasks", available=TASK_NAMES)
+    all_lengths = counts(lengths, option="--lengths")
+    shown = opt.output_format(output, as_json)
+    setup = Setup(
+        model, opt.policies_of(policy, budget_tokens, option), dtype, device, threads, verbose
+    )
+
+    def make_samples(count_tokens: CountTokens) -> list[Sample]:
+        from offload.bench.eval.structured import structured_samples
+
+        return [
+            sample
+            for length in all_lengths
+            for task in names
+            for sample in structured_samples(
+                task, length, samples, seed=seed, count_tokens=count_tokens
+            )
+        ]
+
+    with running(verbose=verbose):
+        document = answer_all(
+            "structured",
+            setup,
+            make_samples,
+            lengths=all_lengths,
+            chat_template=chat_template,
+            resume=resume,
+            settings={
+                "tasks": names,
+                "lengths": all_lengths,
+                "samples": samples,
+                "seed": seed,
+            },
+        )
+        print_document(document, shown)

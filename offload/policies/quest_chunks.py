@@ -1,0 +1,275 @@
+"""Quest's bounds over structure-aware chunks instead of fixed pages: `quest` with chunks=True.
+
+Source: LycheeCluster's pilot study (arXiv 2603.08453, section 3.1): the same scores, other units.
+Chunks end where the text does (see `lychee_cluster.chunks`), between half a page and one and a half
+of them, so that they are about as long as pages. The best chunks are taken until the budget is
+full; the last one is cut at its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.policies.base import BuildContext, SparsePolicy, State, StateShape
+from offload.policies.callback import (
+    Callback,
+    callback,
+    load_keys,
+    offset_floats,
+    read_context,
+    score_rows,
+    store_rows,
+    top_k,
+    view_float32,
+    view_int32,
+    view_uint8,
+)
+from offload.policies.key_bounds import as_numpy, page_bounds, split_query
+from offload.policies.layouts import StateLayout, reader
+from offload.policies.lychee_cluster.chunks import chunk_length, cut_chunks
+
+STATE = StateLayout(
+    bounds=None,  # [num_kv_heads, 2, max_chunks, head_dim] in the cache's dtype: maxima, minima
+    starts=np.int32,  # [num_kv_heads, max_chunks + 1]: first tokens, then where the last one ends
+    chunks=np.int32,  # [num_kv_heads] that have bounds
+    sizes=np.int32,  # SIZES
+    # Scratch of each KV head: [max(q, 0) | min(q, 0)], scores, best chunks, a chunk's keys.
+    split=np.float32,  # [.., 2 * head_dim]
+    scores=np.float32,  # [.., 2, max_chunks]
+    chosen=np.int32,  # [.., max_chunks]
+    keys=np.float32,  # [.., max_tokens * head_dim]
+)
+SIZES = ("min_tokens", "max_tokens", "max_chunks", "item_bytes")
+read_state, read_sizes = STATE.read, reader(SIZES, np.int32)
+
+
+@numba.njit(cache=True)
+def keep_budget(chunks: Any, scores: Any, starts: Any, last: Any, budget: Any, indices: Any) -> Any:
+    """Tokens of the best chunks up to the budget, ascending.
+
+    Args:
+        chunks: ascending numbers of the best chunks, at least as many as the budget has room for;
+            those that are not kept become -1.
+        scores: bound of every chunk.
+        last: no token from here on.
+
+    Returns:
+        how many tokens were written to `indices`.
+    """
+    total = 0
+    for i in range(len(chunks)):
+        total += min(starts[chunks[i] + 1], last) - starts[chunks[i]]
+    cut = -1  # the chunk that is cut
+    while total > budget and cut < 0:
+        weakest = -1
+        for i in range(len(chunks)):
+            chunk = chunks[i]
+            if chunk >= 0 and (weakest < 0 or scores[chunk] <= scores[chunks[weakest]]):
+                weakest = i
+        length = min(starts[chunks[weakest] + 1], last) - starts[chunks[weakest]]
+        if total - length >= budget:
+            chunks[weakest] = -1
+            total -= length
+        else:
+            cut = chunks[weakest]
+    count = 0
+    for i in range(len(chunks)):
+        if chunks[i] < 0:
+            continue
+        end = min(starts[chunks[i] + 1], last)
+        if chunks[i] == cut:
+            end -= total - budget
+        for token in range(starts[chunks[i]], end):
+            indices[count] = token
+            count += 1
+    return count
+
+
+@callback
+def select(pointer: Any) -> int:
+    ctx = read_context(pointer)
+    state = read_state(ctx.arrays)
+    sizes = read_sizes(state.sizes)
+    max_chunks, head_dim = sizes.max_chunks, ctx.head_dim
+    split_at = offset_floats(state.split, ctx.kv_head * 2 * head_dim)
+    scores_at = offset_floats(state.scores, ctx.kv_head * 2 * max_chunks)
+    chosen_at = offset_floats(state.chosen, ctx.kv_head * max_chunks)
+    starts = view_int32(state.starts, max_chunks + 1, ctx.kv_head)
+
+    # Rows of one step see only what there was before them.
+    whole = view_int32(state.chunks, ctx.kv_head + 1)[ctx.kv_head]
+    while whole > 0 and starts[whole] > ctx.kv_len:
+        whole -= 1
+    last = min(ctx.last, starts[whole])
+    num_loose = min(ctx.last - last, ctx.budget_tokens)
+    budget = ctx.budget_tokens - num_loose
+    num_chunks = whole
+    while num_chunks > 0 and starts[num_chunks - 1] >= last:
+        num_chunks -= 1
+    count: int = 0
+    if budget > 0 and num_chunks > 0:
+        split_query(
+            view_float32(ctx.query, ctx.group_size * head_dim),
+            ctx.group_size,
+            head_dim,
+            view_float32(split_at, 2 * head_dim),
+        )
+        part_bytes = max_chunks * head_dim * sizes.item_bytes
+        maxima = state.bounds + ctx.kv_head * 2 * part_bytes
+        minima = maxima + part_bytes
+        below_at, more_at = offset_floats(split_at, head_dim), offset_floats(scores_at, max_chunks)
+        group_size = ctx.group_size
+        ctx.group_size = 1  # score_rows shall take one query, the group's
+        score_rows(pointer, ctx.score_rows, split_at, maxima, num_chunks, head_dim, scores_at)
+        score_rows(pointer, ctx.score_rows, below_at, minima, num_chunks, head_dim, more_at)
+        ctx.group_size = group_size
+        scores, more = view_float32(scores_at, num_chunks), view_float32(more_at, num_chunks)
+        for i in range(num_chunks):
+            scores[i] += more[i]
+        # All but the last chunk have min_tokens.
+        wanted = min(budget // sizes.min_tokens + 2, num_chunks)
+        chosen = top_k(pointer, ctx.top_k, scores_at, num_chunks, wanted, chosen_at)
+        if chosen < 0:
+            return -1
+        indices = view_int32(ctx.indices, budget)
+        count = keep_budget(view_int32(chosen_at, chosen), scores, starts, last, budget, indices)
+    indices = view_int32(ctx.indices, count + num_loose)
+    for i in range(num_loose):
+        indices[count + i] = ctx.last - num_loose + i
+    count += num_loose
+    return count
+
+
+@callback
+def append(pointer: Any) -> None:
+    """Bounds of the chunks that the newest token completes: one in about `page_tokens` steps."""
+    ctx = read_context(pointer)
+    state = read_state(ctx.arrays)
+    sizes = read_sizes(state.sizes)
+    max_chunks, head_dim, item_bytes = sizes.max_chunks, ctx.head_dim, sizes.item_bytes
+    split_at = offset_floats(state.split, ctx.kv_head * 2 * head_dim)
+    keys_at = offset_floats(state.keys, ctx.kv_head * sizes.max_tokens * head_dim)
+    starts = view_int32(state.starts, max_chunks + 1, ctx.kv_head)
+    chunks = view_int32(state.chunks, ctx.kv_head + 1)
+    chunk = chunks[ctx.kv_head]
+    known = ctx.kv_len if ctx.text_marks != 0 else 0
+    while starts[chunk] + sizes.max_tokens <= ctx.kv_len and chunk < max_chunks:
+        length = chunk_length(
+            view_uint8(ctx.text_marks, known),
+            starts[chunk],
+            ctx.kv_len,
+            sizes.min_tokens,
+            sizes.max_tokens,
+        )
+        load_keys(pointer, ctx.load_keys, starts[chunk], length, keys_at)
+        page_bounds(
+            view_float32(keys_at, length * head_dim),
+            length,
+            head_dim,
+            view_float32(split_at, 2 * head_dim),
+        )
+        for part in range(2):
+            row = (ctx.kv_head * 2 + part) * max_chunks + chunk
+            x, out = offset_floats(split_at, part * head_dim), row * head_dim * item_bytes
+            store_rows(pointer, ctx.store_rows, x, head_dim, state.bounds + out)
+        ctx.bytes_touched += 2 * head_dim * item_bytes
+        starts[chunk + 1] = starts[chunk] + length
+        chunk += 1
+    chunks[ctx.kv_head] = chunk
+
+
+@dataclass(frozen=True)
+class ChunkedQuest(SparsePolicy):
+    """What `Quest` with chunks=True asks; its options are Quest's."""
+
+    name: ClassVar[str] = "quest"
+    reads_text: ClassVar[bool] = True
+    select: ClassVar[Callback | None] = select
+    append: ClassVar[Callback | None] = append
+    state_layout: ClassVar[StateLayout | None] = STATE
+
+    page_tokens: int = 16
+
+    @property
+    def min_tokens(self) -> int:
+        """Of a chunk."""
+        return max(1, self.page_tokens // 2)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a chunk."""
+        return 2 * self.page_tokens - self.min_tokens
+
+    def build(self, context: BuildContext) -> State:
+        """Bounds of all chunks that no later token could cut otherwise."""
+        keys = context.keys
+        starts = cut_chunks(
+            context.text_marks, self.sink_tokens, keys.shape[1], self.min_tokens, self.max_tokens
+        )
+        bounds = torch.empty(len(keys), 2, len(starts) - 1, keys.shape[2], dtype=keys.dtype)
+        lengths = np.diff(starts)
+        for length in np.unique(lengths).tolist():
+            of_length = np.flatnonzero(lengths == length)
+            tokens = torch.from_numpy(starts[of_length][:, None] + np.arange(length))
+            rows = keys[:, tokens]  # [num_kv_heads, chunks, length, head_dim]
+            at = torch.from_numpy(of_length)
+            bounds[:, 0, at], bounds[:, 1, at] = rows.amax(2), rows.amin(2)
+        heads = np.tile(starts.astype(np.int32), (len(keys), 1))
+        return self._arrays(as_numpy(bounds), heads, context.capacity_tokens)
+
+    def _arrays(
+        self,
+        bounds: npt.NDArray[Any],
+        starts: npt.NDArray[np.int32],
+        capacity_tokens: int,
+    ) -> State:
+        """All arrays, for these bounds [num_kv_heads, 2, chunks, head_dim] and more."""
+        num_kv_heads, _, num_chunks, head_dim = bounds.shape
+        max_chunks = max(num_chunks, self._max_chunks(capacity_tokens))
+        room = np.zeros((num_kv_heads, 2, max_chunks, head_dim), bounds.dtype)
+        room[:, :, :num_chunks] = bounds
+        all_starts = np.zeros((num_kv_heads, max_chunks + 1), np.int32)
+        all_starts[:, : starts.shape[1]] = starts
+        sizes = [self.min_tokens, self.max_tokens, max_chunks, bounds.itemsize]
+        return {
+            "bounds": room,
+            "starts": all_starts,
+            "chunks": np.full(num_kv_heads, num_chunks, np.int32),
+            "sizes": np.array(sizes, np.int32),
+            "split": np.zeros((num_kv_heads, 2 * head_dim), np.float32),
+            "scores": np.zeros((num_kv_heads, 2, max_chunks), np.float32),
+            "chosen": np.zeros((num_kv_heads, max_chunks), np.int32),
+            "keys": np.zeros((num_kv_heads, self.max_tokens * head_dim), np.float32),
+        }
+
+    def state_bytes(self, shape: StateShape) -> int:
+        max_chunks = self._max_chunks(shape.capacity_tokens)
+        of_chunk = 2 * shape.head_dim * shape.item_bytes + 16
+        of_head = of_chunk * max_chunks + 4 * shape.head_dim * (2 + self.max_tokens) + 8
+        return shape.num_kv_heads * of_head + 4 * len(SIZES)
+
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+        """The same bounds with room for `capacity_tokens` tokens."""
+        grown = self._arrays(arrays["bounds"], arrays["starts"], capacity_tokens)
+        return {**grown, "chunks": arrays["chunks"].copy()}
+
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        """Chunks that other tokens could cut otherwise lose their bounds; `append` makes them."""
+        starts, chunks = arrays["starts"], arrays["chunks"]
+        for head, count in enumerate(chunks.tolist()):
+            known = starts[head, :count] + self.max_tokens <= kv_len
+            chunks[head] = int(known.sum())
+        return True
+
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        """As `truncate`: bounds say nothing of steps."""
+        return self.truncate(layer_idx, arrays, kv_len)
+
+    def _max_chunks(self, capacity_tokens: int) -> int:
+        return max(1, max(0, capacity_tokens - self.sink_tokens) // self.min_tokens)

@@ -1,0 +1,248 @@
+"""`offload eval` on a tiny model: outputs, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS
+from offload.bench.eval.structured import STRUCTURED_TASKS
+from offload.cli import app
+from offload.cli.eval import ruler as ruler_command
+from offload.cli.eval import structured as structured_command
+
+runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb"})
+POLICIES = ["--policy", "exact_topk,streaming_llm", "--budget-tokens", "64"]
+
+
+def flat(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+def command(kind: str, folder: Path, *arguments: str) -> list[str]:
+    return ["eval", kind, str(folder), "--dtype", "float32", "--threads", "1", *arguments]
+
+
+@pytest.fixture
+def ruler(roomy_folder: Path) -> list[str]:
+    """Two cells of two samples."""
+    lengths = ["--lengths", "1100,1200", "--tasks", "niah_single_1", "--samples", "2"]
+    return command("ruler", roomy_folder, *POLICIES, *lengths)
+
+
+def test_ruler_json(ruler: list[str]) -> None:
+    result = runner.invoke(app, [*ruler, "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["machine"]["isa"]
+    settings = document["settings"]
+    assert list(settings["policies"]) == ["full", "exact_topk 64", "streaming_llm 64"]
+    assert settings["policies"]["exact_topk 64"]["recent_tokens"] == 16
+    assert settings["policies"]["exact_topk 64"]["sink_tokens"] == 4
+    assert settings["policies"]["streaming_llm 64"]["recent_tokens"] == 60
+    assert settings["chat_template"] is False
+    assert [(cell["task"], cell["length"]) for cell in document["cells"]] == [
+        ("niah_single_1", 1100),
+        ("niah_single_1", 1200),
+    ]
+    for cell in document["cells"]:
+        assert cell["prompt_tokens"] <= cell["length"]
+        assert cell["attended_tokens"]["exact_topk 64"] == 64
+        assert not cell["counts"]  # a random model finds nothing
+    assert [line["score"] for line in document["summary"]] == [None] * 3
+
+
+def test_tables_and_markdown(ruler: list[str]) -> None:
+    ruler = [*ruler, "--lengths", "1100", "--samples", "1"]
+    result = runner.invoke(app, ruler)
+    assert result.exit_code == 0, result.output
+    assert "niah_single_1 *" in result.stdout
+    assert "full attention scores nothing there" in flat(result.stdout)
+    result = runner.invoke(app, [*ruler, "-o", "md"])
+    assert result.stdout.startswith("| task | length | samples | full | exact_topk 64 |")
+    assert "\n| policy | mean | difference | 95 % interval | attended | tokens/s |" in result.stdout
+
+
+def test_an_interrupted_run_goes_on(
+    ruler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "answers.jsonl"
+    whole = json.loads(runner.invoke(app, [*ruler, "--json"]).stdout)
+    import offload.bench.eval.answers as answers
+
+    measure, calls = answers.answer_sample, []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(*arguments, **options)
+
+    monkeypatch.setattr(answers, "answer_sample", interrupted)
+    resumed = [*ruler, "--json", "--resume", str(file)]
+    assert runner.invoke(app, resumed).exit_code == 130
+    assert len(file.read_text().splitlines()) == 1 + 2
+    with file.open("a") as half:
+        half.write('{"task": "niah_si')  # killed while it wrote
+    result = runner.invoke(app, resumed)
+    assert result.exit_code == 0, result.output
+    assert len(calls) == 3 + 2
+    cells = json.loads(result.stdout)["cells"]
+    scores = [[cell["scores"], cell["attended_tokens"]] for cell in cells]
+    assert scores == [[cell["scores"], cell["attended_tokens"]] for cell in whole["cells"]]
+
+    # Once more: nothing is left, and the model is not even loaded.
+    monkeypatch.setattr(answers, "answer_sample", None)
+    assert json.loads(runner.invoke(app, resumed).stdout)["cells"] == cells
+    for changed, message in (
+        (["--seed", "1"], "was made with seed = 0, but this run has 1"),
+        (["--budget-tokens", "80"], "full, exact_topk 64, streaming_llm 64, but this run has full"),
+        (["--option", "dense_layers=1"], "but this run has full, exact_topk 64 dense_layers=1"),
+    ):
+        result = runner.invoke(app, [*resumed, *changed])
+        assert result.exit_code == 1
+        assert message in flat(result.stderr)
+    file.write_text("")
+    runner.invoke(app, [*resumed, "--lengths", "100"])  # refused after the file was opened
+    assert file.read_text() == ""
+    for others in ("{}\n", "My diary.", "My diary.\nDay 1\n", "[1]\n"):
+        file.write_text(others)
+        assert "is no file of offload eval" in flat(runner.invoke(app, resumed).stderr)
+        assert file.read_text() == others
+
+
+def test_needle(roomy_folder: Path, tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("The quick brown fox jumps over the lazy dog. It was late. " * 90, "utf-8")
+    arguments = ["--lengths", "900", "--depths", "0,100", "--samples", "2", "--json"]
+    answers = tmp_path / "answers.jsonl"
+    needle = command("needle", roomy_folder, "--policy", "quest", "--haystack", str(book))
+    needle += ["--budget-tokens", "128", "--resume", str(answers)]
+    result = runner.invoke(app, [*needle, *arguments])
+    assert result.exit_code == 0, result.output
+    cells = json.loads(result.stdout)["cells"]
+    assert [cell["task"] for cell in cells] == ["depth 0 %", "depth 100 %"]
+    records = [json.loads(line) for line in answers.read_text().splitlines()[1:]]
+    by_depth = [[record["outputs"] for record in records[i : i + 2]] for i in (0, 2)]
+    assert by_depth[0] == by_depth[1]
+    book.write_text("Another text under the same name. " * 90, "utf-8")
+    result = runner.invoke(app, [*needle, *arguments])
+    assert "but this run has" in flat(result.stderr)
+    assert by_depth[0][0] != by_depth[0][1]
+
+
+def test_structured(roomy_folder: Path) -> None:
+    arguments = ["--lengths", "700", "--samples", "1", "--policy", "quest", "--json"]
+    result = runner.invoke(app, command("structured", roomy_folder, *arguments))
+    assert result.exit_code == 0, result.output
+    assert [cell["task"] for cell in json.loads(result.stdout)["cells"]] == [*STRUCTURED_TASKS]
+
+
+def test_perplexity(roomy_folder: Path, tmp_path: Path) -> None:
+    arguments = ["--lengths", "300,400", "--steps", "12", "--windows", "2", "--budget-tokens", "40"]
+    arguments += ["--policy", "exact_topk", "--resume", str(tmp_path / "windows.jsonl")]
+    perplexity = command("perplexity", roomy_folder, *arguments)
+    result = runner.invoke(app, [*perplexity, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["policy"], row["length"]) for row in rows] == [
+        ("full", 300),
+        ("exact_topk 40", 300),
+        ("full", 400),
+        ("exact_topk 40", 400),
+    ]
+    assert rows[0]["change"] == 0
+    assert rows[0]["tokens"] == 2 * 12
+    assert rows[1]["perplexity"] != rows[0]["perplexity"]
+    assert rows[1]["attended_tokens"] == 40
+    result = runner.invoke(app, perplexity)
+    assert "12 decode steps of 2 windows" in result.stdout
+
+
+def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra perf is not installed")
+    picture = tmp_path / "needle.png"
+    arguments = ["--lengths", "900", "--depths", "50", "--samples", "1", "--plot", str(picture)]
+    result = runner.invoke(app, command("needle", roomy_folder, *POLICIES, *arguments))
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "code", "message"),
+    [
+        (
+            "ruler",
+            ["--tasks", "niah"],
+            2,
+            "unknown 'niah'; available: niah_single_1",
+        ),
+        ("ruler", ["--policy", "qest"], 2, "unknown 'qest'; available: exact_topk, full"),
+        ("ruler", ["--option", "alpha=1"], 2, "no option 'alpha' in exact_topk"),
+        ("ruler", ["--output", "xml"], 2, "unknown 'xml'; available: table, json, md"),
+        ("ruler", ["--lengths", "4096"], 1, "4,096 tokens are more than the 2,048 positions of"),
+        ("ruler", ["--lengths", "4096"], 1, "lower --lengths"),
+        ("ruler", ["--lengths", "200"], 1, "200 tokens leave no room for its prompt and answer"),
+        ("ruler", ["--chat-template"], 1, "has no chat template; use --no-chat-template"),
+        ("ruler", ["--dtype", "int8"], 1, "unknown dtype 'int8'"),
+        ("ruler", ["--haystack", "/no/such"], 1, "No such file or directory: '/no/such'"),
+        ("needle", ["--depths", "101"], 2, "at most 100, got 101"),
+        ("needle", ["--plot", "a.gif"], 1, "must end in one of .png, .svg, .pdf"),
+        ("structured", ["--lengths", "100"], 1, "json: 100 tokens leave no room"),
+        ("perplexity", ["--lengths", "2000"], 1, "2,256 tokens are more than the 2,048 positions"),
+        ("perplexity", ["--text", "/no/such"], 1, "No such file or directory: '/no/such'"),
+    ],
+)
+def test_bad_options(
+    kind: str,
+    arguments: list[str],
+    code: int,
+    message: str,
+    roomy_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import offload.runtime.shared_model as shared_model
+
+    monkeypatch.setattr(shared_model, "open_model", None)  # all before anything is loaded
+    result = runner.invoke(app, command(kind, roomy_folder, "--lengths", "1000", *arguments))
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert message in flat(result.stderr)
+
+
+def test_a_model_that_is_not_there() -> None:
+    result = runner.invoke(app, command("ruler", Path("/no/such/model")))
+    assert result.exit_code == 1
+    assert "no such model folder or GGUF file: /no/such/model" in flat(result.stderr)
+
+
+def test_an_empty_haystack(roomy_folder: Path, tmp_path: Path) -> None:
+    result = runner.invoke(
+        app, command("needle", roomy_folder, "--lengths", "900", "--haystack", str(tmp_path))
+    )
+    assert result.exit_code == 1
+    assert "no text there (a file, or a folder of .txt, .md)" in flat(result.stderr)
+    (tmp_path / "short.txt").write_text("Too short." + os.linesep, "utf-8")
+    result = runner.invoke(
+        app, command("needle", roomy_folder, "--lengths", "900", "--haystack", str(tmp_path))
+    )
+    assert "the haystack's 2 words are too few for 900 tokens" in flat(result.stderr)
+
+
+def test_names_that_the_commands_offer_are_those_of_the_tasks() -> None:
+    assert ruler_command.TASK_NAMES == RULER_TASKS
+    assert ruler_command.PROSE_NAMES == PROSE_TASKS
+    assert structured_command.TASK_NAMES == STRUCTURED_TASKS
+
+
+@pytest.mark.parametrize("kind", ["ruler", "needle", "structured", "perplexity"])
+def test_help_teaches(kind: str) -> None:
+    result = runner.invoke(app, ["eval", kind, "--help"])
+    assert result.exit_code == 0
+    for text in ("--policy", "--resume", "Examples", f"offload eval {kind}"):
+        assert text in result.stdout

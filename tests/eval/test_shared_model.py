@@ -1,0 +1,138 @@
+"""Policies that share a model say what each says alone, and `full` what transformers says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.tiny_models import EOS_TOKEN, random_tokens
+
+from offload import OffloadedModel
+from offload.bench.eval.answers import greedy_answer
+from offload.bench.eval.perplexity import measure_window, windows_of
+from offload.policies import Policy
+from offload.policies.registry import available_policies, make_policy
+from offload.runtime.config import runtime_config
+from offload.runtime.shared_model import SharedModel
+
+PROMPT, NEW_TOKENS = 180, 24
+
+
+def policies() -> list[Policy]:
+    """All of them, full attention first."""
+    made = [make_policy("full")]
+    for name in available_policies():
+        if name not in ("full", "lychee_decode"):  # which would calibrate itself
+            options = {"budget_tokens": 48, "dense_layers": 1}
+            if name != "streaming_llm":
+                options["recent_tokens"] = 8
+            made.append(make_policy(name, **options))
+    return made
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_folders: dict[str, Path]) -> SharedModel:
+    return SharedModel(tiny_folders["llama"], policies(), runtime_config(num_threads=1))
+
+
+def answers(shared: SharedModel, prompt: list[int]) -> list[Any]:
+    with shared.read(prompt) as read:
+        return [
+            greedy_answer(shared, index, read, lambda said: said[-1] == EOS_TOKEN, NEW_TOKENS)
+            for index in range(len(shared.runtimes))
+        ]
+
+
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt], device=model.device)
+    said = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    return said[0, len(prompt) :].tolist()
+
+
+def test_each_says_what_it_says_alone(
+    shared: SharedModel, tiny_folders: dict[str, Path], stock_models: dict[str, Any]
+) -> None:
+    prompts = [random_tokens(PROMPT + 7 * seed, seed=seed).tolist() for seed in range(2)]
+    together = [answers(shared, prompt) for prompt in prompts]
+    for of_prompt, prompt in zip(together, prompts, strict=True):
+        assert of_prompt[0].tokens == greedy(stock_models["llama"], prompt)
+    assert len({tuple(answer.tokens) for answer in together[0]}) > 2
+    for index, policy in enumerate(policies()):
+        alone = OffloadedModel.from_pretrained(tiny_folders["llama"], policy=policy, num_threads=1)
+        for of_prompt, prompt in zip(together, prompts, strict=True):
+            assert of_prompt[index].tokens == greedy(alone, prompt), policy.name
+    store = shared.runtimes[0].store
+    assert store.num_sequences == 0
+    assert store.host_bytes_used == 0
+
+
+def test_attended_tokens_are_counted(shared: SharedModel) -> None:
+    by_name = dict(
+        zip(
+            [policy.name for policy in policies()],
+            answers(shared, random_tokens(PROMPT).tolist()),
+            strict=True,
+        )
+    )
+    steps = len(by_name["full"].tokens) - 1
+    assert by_name["full"].attended_tokens == pytest.approx(PROMPT + (1 + steps) / 2)
+    for name in ("exact_topk", "quest", "streaming_llm"):
+        assert by_name[name].attended_tokens == 48
+    assert 8 < by_name["lfps"].attended_tokens <= 48
+
+
+def test_decode_steps_judge_the_policy(shared: SharedModel, stock_models: dict[str, Any]) -> None:
+    text = random_tokens(PROMPT + 40).tolist()
+    labels = [policy.name for policy in policies()]
+    (window,) = windows_of(text, PROMPT, 20, 1, 1)
+    measured = measure_window(shared, labels, window)["answers"]
+    ids = torch.tensor([text[: PROMPT + 20]])
+    with torch.no_grad():
+        logits = stock_models["llama"](ids).logits[0, PROMPT:-1].double()
+    expected = torch.nn.functional.cross_entropy(logits, ids[0, PROMPT + 1 :], reduction="sum")
+    assert measured["full"]["nll"] == pytest.approx(float(expected), rel=1e-4)
+    assert measured["full"]["tokens"] == 19
+    assert measured["streaming_llm"]["nll"] != pytest.approx(float(expected), rel=1e-3)
+
+
+def test_windows_slide() -> None:
+    windows = windows_of(range(100), 40, 10, 20, 3)
+    assert [window.tokens[0] for window in windows] == [0, 20, 40]
+    assert {len(window.tokens) for window in windows} == {50}
+    with pytest.raises(ValueError, match=r"has 100 tokens, but 4 windows of 40 .* need 110"):
+        windows_of(range(100), 40, 10, 20, 4)
+
+
+def test_a_prompt_that_is_too_long(shared: SharedModel) -> None:
+    too_long = random_tokens(513).tolist()
+    with pytest.raises(ValueError, match="513 tokens exceeds the 512"), shared.read(too_long):
+        pass
+    assert shared.runtimes[0].store.num_sequences == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "inline"},
+        pytest.param({"device": "cuda"}, marks=pytest.mark.cuda),
+    ],
+    ids=["inline", "cuda"],
+)
+def test_the_device_pipeline_shares_a_model_too(
+    tiny_folders: dict[str, Path], options: dict[str, str]
+) -> None:
+    config = runtime_config(num_threads=1, **options)
+    some = [policies()[0], make_policy("exact_topk", budget_tokens=48, recent_tokens=8)]
+    together = SharedModel(tiny_folders["llama"], some, config)
+    prompt = random_tokens(PROMPT).tolist()
+    said = answers(together, prompt)
+    for policy, answer in zip(some, said, strict=True):
+        alone = OffloadedModel.from_pretrained(
+            tiny_folders["llama"], policy=policy, num_threads=1, **options
+        )
+        assert answer.tokens == greedy(alone, prompt)
+        assert (answer.attended_tokens is None) == ("device" in options)

@@ -1,0 +1,151 @@
+"""What scores are made of, and how they are summed up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.bench.eval.labels import label_of
+from offload.bench.eval.needle import depth_samples
+from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS, ruler_samples
+from offload.bench.eval.sample import string_match_all
+from offload.bench.eval.structured import STRUCTURED_TASKS, structured_samples
+from offload.bench.eval.summary import bootstrap_interval, cell_rows, summaries
+from offload.bench.eval.words import NeedleWords, word_list
+from offload.cli.eval.options import policies_of
+from offload.policies.registry import make_policy
+
+PROSE = ("It was a dark night. The rain fell in torrents! Who was there? " * 300).split()
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+def record(task: str, index: int, full: float, sparse: float) -> dict[str, Any]:
+    def answer(score: float) -> dict[str, Any]:
+        return {
+            "score": score,
+            "new_tokens": 5,
+            "attended_tokens": 64.0,
+            "decode_seconds": 0.5,
+            "build_seconds": 0.0,
+        }
+
+    return {
+        "task": task,
+        "length": 100,
+        "index": index,
+        "prompt_tokens": 90,
+        "truncated_tokens": 0,
+        "prefill_seconds": 1.0,
+        "answers": {"full": answer(full), "quest 64": answer(sparse)},
+    }
+
+
+def test_only_cells_in_which_full_attention_scores_count() -> None:
+    records = [record("easy", 0, 1.0, 0.5), record("easy", 1, 1.0, 1.0)]
+    records += [record("hard", 0, 0.0, 1.0), record("hard", 1, 0.0, 0.0)]
+    full, quest = summaries(records, ["full", "quest 64"])
+    assert (full["score"], full["difference"], full["interval"]) == (1.0, 0.0, (0.0, 0.0))
+    assert (quest["score"], quest["difference"]) == (0.75, -0.25)
+    assert quest["interval"] == (-0.5, 0.0)
+    assert quest["decoded_tokens"] == 4 * 4
+    easy, hard = cell_rows(records, ["full", "quest 64"])
+    assert (easy["counts"], hard["counts"]) == (True, False)
+    assert hard["scores"] == {"full": 0.0, "quest 64": 0.5}
+
+
+def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(200):
+        low, high = bootstrap_interval([rng.normal(0.3, 1.0, 40), rng.normal(-0.1, 0.5, 40)])
+        hits += low <= 0.1 <= high
+    assert 0.88 < hits / 200 < 0.99
+    assert bootstrap_interval([]) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("", 0.0), ("  \n", 0.0), ("ABC", 0.5), ("it is abc, and 12.", 1.0), ("ab c 1 2", 0.0)],
+)
+def test_score(answer: str, score: float) -> None:
+    assert string_match_all(answer, ["abc", "12"]) == score
+
+
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_ruler_samples(task: str) -> None:
+    made = {
+        seed: ruler_samples(task, 1500, 3, seed=seed, count_tokens=count_words, prose=PROSE)
+        for seed in (0, 1)
+    }
+    again = ruler_samples(task, 1500, 2, seed=0, count_tokens=count_words, prose=PROSE)
+    assert again == made[0][:2]
+    assert made[0] != made[1]
+    for sample in made[0]:
+        assert sample.task == task
+        assert all(output in sample.text for output in sample.outputs)
+        assert 700 < count_words(sample.text) <= 1500
+    if task in PROSE_TASKS:
+        with pytest.raises(ValueError, match="give more text by --haystack"):
+            ruler_samples(task, 9000, 1, seed=0, count_tokens=count_words, prose=PROSE)
+    with pytest.raises(ValueError, match="100 tokens leave no room"):
+        ruler_samples(task, 100, 1, seed=0, count_tokens=count_words, prose=PROSE)
+
+
+def test_a_needle_stands_where_it_shall() -> None:
+    for depth, low, high in ((0, 0.0, 0.05), (50, 0.45, 0.6), (100, 0.9, 1.0)):
+        (sample,) = depth_samples(depth, 1000, 1, seed=0, count_tokens=count_words, prose=PROSE)
+        assert low <= sample.text.index(sample.outputs[0]) / len(sample.text) <= high
+        assert 800 < count_words(sample.text) <= 1000 - sample.max_new_tokens
+
+
+@pytest.mark.parametrize("task", STRUCTURED_TASKS)
+def test_structured_samples(task: str) -> None:
+    samples = structured_samples(task, 800, 4, seed=0, count_tokens=count_words)
+    assert len({sample.outputs for sample in samples}) == 4
+    for sample in samples:
+        start = sample.text.index(sample.answer_prefix)
+        assert all(0 < sample.text.index(x) - start < 100 for x in sample.outputs)
+        assert all(sample.text.count(output) == 1 for output in sample.outputs)
+        assert 650 < count_words(sample.text) <= 800 - sample.max_new_tokens
+
+
+def test_windows_shrink_with_the_budget() -> None:
+    policies = policies_of("quest,streaming_llm,full", "1024,128,32", [])
+    assert [label_of(policy) for policy in policies] == [
+        "full",
+        "quest 1024",
+        "streaming_llm 1024",
+        "quest 128",
+        "streaming_llm 128",
+        "quest 32",
+        "streaming_llm 32",
+    ]
+    quests = [policy for policy in policies if policy.name == "quest"]
+    assert [policy.recent_tokens for policy in quests] == [64, 32, 8]
+    assert [policy.sink_tokens for policy in quests] == [4, 4, 2]
+    (_, given) = policies_of("quest", "128", ["recent_tokens=20", "quest.page_tokens=8"])
+    assert given == make_policy("quest", budget_tokens=128, recent_tokens=20, page_tokens=8)
+    assert label_of(given) == "quest 128 recent_tokens=20 page_tokens=8"
+    assert len(policies_of("quest", "128,128", ["recent_tokens=32,20"])) == 1 + 2
+
+
+def test_words_are_those_of_wonderwords() -> None:
+    wonderwords = pytest.importorskip("wonderwords", reason="the extra perf is not installed")
+    categories = wonderwords.RandomWord()._categories
+    for name in ("nouns", "adjectives", "verbs"):
+        assert set(word_list(name)) == set(categories[name])
+
+
+def test_needle_words_are_sorted() -> None:
+    adjectives, nouns = ["old", "red", "old-fashioned", "able"], ["tree", "fashion", "a"]
+    words = NeedleWords(adjectives, nouns)
+    expected = sorted(f"{adjective}-{noun}" for adjective in adjectives for noun in nouns)
+    assert list(words) == words[:] == expected
+    assert len(words) == 12
+    with pytest.raises(IndexError):
+        words[12]

@@ -170,7 +170,7 @@ def test_labels_and_references() -> None:
     policy = make_policy("exact_topk", budget_tokens=100, recent_tokens=8)
     assert policy_label(policy) == "exact_topk recent_tokens=8"
     tidal = TidalDecode(Quest(budget_tokens=100, page_tokens=32))
-    assert policy_label(tidal) == "tidal_decode inner=quest page_tokens=32"
+    assert policy_label(tidal) == "tidal_decode inner=quest page_tokens=32 chunks=False"
     assert policy_options(tidal)["budget_tokens"] == 100
     reference = reference_of(policy, SETTINGS)
     assert reference is not None

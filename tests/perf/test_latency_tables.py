@@ -47,9 +47,11 @@ def row(policy: str, kv_len: int, threads: int, time: float, **changes: Any) -> 
         "yardstick_share": 0.9,
         "candidate_share": 1.0 if policy == "full" else 0.02,
         "top_overlap": None,
+        "attended_tokens": 1000.0,
         "mass_kept": 0.97,
         "build_seconds": 0.4,
         "state_share": 0.012,
+        "all_layers_microseconds": 0.1 * full + 0.9 * time,
         "speedup_over_full": full / time,
         "speedup_over_exact_topk": full / time / 2,
         "thread_speedup": 1.7,
@@ -82,10 +84,12 @@ RESULT: dict[str, Any] = {
 
 def test_latency_table() -> None:
     table = latency_table(RESULT)
-    assert "| policy | 8K | 128K | over full at 128K |" in table
-    assert f"| `full` | 819 | 13,107 | 1.0{TIMES} |" in table
+    assert "| policy | 8K | 128K | all layers over full at 128K | those that select |" in table
+    assert f"| `full` | 819 | 13,107 | 1.0{TIMES} | 1.0{TIMES} |" in table
     assert "**one thread** (memory 12.0 GB/s in sequence, 10.0 by rows)" in table
-    assert f"| `lfps` | 14 | 218 | 30.0{TIMES} | 15.0{TIMES} | 2.00% | 97.0% | 90% |" in table
+    # A tenth of the layers takes as long as under `full`: 1 / (0.1 + 0.9 / 30) of its time.
+    of_lfps = f"7.7{TIMES} | 30.0{TIMES} | 15.0{TIMES} | 2.00% | 1,000 | 97.0% | 90%"
+    assert f"| `lfps` | 14 | 218 | {of_lfps} |" in table
     assert "commit 0123456789ab, 2026-01-01" in table
 
 

@@ -1,16 +1,19 @@
-"""Tables of the 32K model: what it finds, and how well it predicts."""
+"""Tables of the 32K model: what it finds and predicts, and what policies lose on it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from offload.bench.eval.output import cell_table, markdown, summary_table
 from perf.tables.markdown import by_context, context_columns, table
+from perf.tables.tables import machine_line
 
 _TASKS = {
     "needle": "one needle, right",
     "four_keys": "four keys, right",
     "nll": "nll of the last 512 tokens",
 }
+_SPREAD = " \N{PLUS-MINUS SIGN}: half of the 10th to 90th percentile."
 _MODELS = {"long": "smollm2-135m-instruct-32k", "stock": "smollm2-135m-instruct"}
 
 
@@ -29,4 +32,19 @@ def long_context_table(result: dict[str, Any]) -> str:
         f"{settings['training_minutes']:g} minutes there: {settings['steps']} steps, "
         f"{settings['tokens'] / 1e6:.0f} million tokens; commit {machine['commit']}.\n\n"
         f"{table(columns, named)}"
+    )
+
+
+def ruler_table(result: dict[str, Any]) -> str:
+    """What `offload eval ruler --json` wrote, as the command shows it."""
+    settings = result["settings"]
+    return "\n\n".join(
+        [
+            f"RULER on {settings['model']}, {settings['samples']} prompts per task, per cent; where "
+            "full attention scores nothing (*) a task is not in the mean. Every policy on the same "
+            "prompts; the defaults but for the budget after its name.",
+            markdown(*cell_table(result["cells"])),
+            markdown(*summary_table(result["summary"])),
+            machine_line(result["machine"]).replace(_SPREAD, ""),
+        ]
     )

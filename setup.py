@@ -20,7 +20,8 @@ compile_args = [
     "-Wno-uninitialized",
 ]
 
-bindings = sorted(Path("cpp/bindings").glob("*.[ch]*"))
+folder = Path("cpp/bindings")
+bindings = sorted([*folder.glob("[a-z]*.cpp"), *folder.glob("[a-z]*.h")])
 digest = sha256(b"".join(source.read_bytes() for source in bindings)).hexdigest()
 
 native = Pybind11Extension(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from cpu_ops.attention import NativeAttention
@@ -126,6 +127,10 @@ class DecodeAttention(NativeAttention):
             if self.has_state and kv_len > self.budget_tokens:
                 self.states.ensure(seq, kv_len)
         return time.perf_counter() - start
+
+    def builds_in_prefill(self, device: torch.device) -> bool:
+        """Whether a prefill on `device` builds the policy's state."""
+        return self.has_state and self._builds_on_device and device.type == "cuda"
 
     def prefill_build(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> PrefillBuild | None:
         """What builds the policy's state during a prefill on a device; None if there is none.

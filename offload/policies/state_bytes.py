@@ -71,7 +71,7 @@ class StateBytes:
         if prefill or (known.queries is not None and num_new > 1):
             need += self.of_queries * bool(num_new)
         kv_len += num_new
-        if arrays is None or kv_len > arrays.capacity_tokens or builds:
+        if arrays is None or kv_len > arrays.capacity_tokens or (builds and num_new):
             need += self.at(kv_len)
         elif prefill:  # those of before go when it is done
             need += max(0, self.at(kv_len) - arrays.num_bytes)

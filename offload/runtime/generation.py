@@ -56,6 +56,7 @@ class GenerationRequest:
         max_new_tokens: that each row may have in the cache beyond its prompt.
         copies: rows of one prompt.
         drafts: tokens are proposed, and verified several at a time.
+        chunked: the prompt comes in several prefills.
     """
 
     prompt_columns: int
@@ -65,6 +66,7 @@ class GenerationRequest:
     max_new_tokens: int
     copies: int
     drafts: bool
+    chunked: bool = False
 
     @classmethod
     def of(
@@ -100,7 +102,9 @@ class GenerationRequest:
         chosen = max(1, generation_config.max_length - generation_config._given_ids)
         max_new_tokens = chosen - 1 + draft - 1
         gives_all = embeds is not None or generation_config._given_ids == columns
-        return cls(columns, gives_all, prompt_lens, shared_lens, max_new_tokens, copies, drafts)
+        chunked = 0 < (generation_config.prefill_chunk_size or 0) < columns
+        sizes = (columns, gives_all, prompt_lens, shared_lens, max_new_tokens, copies)
+        return cls(*sizes, drafts, chunked)
 
     @property
     def max_tokens(self) -> int:
@@ -108,9 +112,14 @@ class GenerationRequest:
         return max(self.prompt_lens) + self.max_new_tokens
 
     def check(
-        self, cache: OffloadedCache, states: PolicyStates, check_context: Callable[[int], None]
+        self,
+        cache: OffloadedCache,
+        states: PolicyStates,
+        check_context: Callable[[int], None],
+        *,
+        builds: bool,
     ) -> None:
-        """Refuse what could not be generated to its end.
+        """Refuse what could not be generated to its end; `builds`: as of `PolicyStates.begin`.
 
         Raises:
             ValueError: a context that is too long, or a prompt without a token that is not cached.
@@ -126,7 +135,7 @@ class GenerationRequest:
             )
         store = cache.store
         pages = self._pages_needed(cache) * store.num_layers
-        state = self._state_bytes_needed(cache, states)
+        state = self._state_bytes_needed(cache, states, builds=builds)
         need = pages * store.page_bytes + state
         if need > store.left_bytes(pages):
             store.trim()
@@ -151,11 +160,15 @@ class GenerationRequest:
         own = sum(end - of_row for end, of_row in zip(ends, shared, strict=True))
         return own + sum(shared[:: self.copies])
 
-    def _state_bytes_needed(self, cache: OffloadedCache, states: PolicyStates) -> int:
+    def _state_bytes_needed(
+        self, cache: OffloadedCache, states: PolicyStates, *, builds: bool
+    ) -> int:
         """What the policy keeps at the end beyond what it keeps of `cache`."""
         # A second copy is needed while the state grows, is forked, or a draft is being verified.
         grows = capacity_for(max(self.prompt_lens)) < self.max_tokens
-        times = 2 if self.drafts or self.copies > 1 or grows else 1
+        # Or while a prefill on a GPU builds it anew beside what is there (`PolicyStates.begin`).
+        anew = builds and (self.chunked or states.bytes_of(cache.seqs) > 0)
+        times = 2 if self.drafts or self.copies > 1 or grows or anew else 1
         state = sum(states.bytes.at(kv_len + self.max_new_tokens) for kv_len in self.prompt_lens)
         state = times * state + len(self.prompt_lens) * states.bytes.of_queries
         return max(0, state - states.bytes_of(cache.seqs))

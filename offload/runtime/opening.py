@@ -80,11 +80,16 @@ def open_model(
     config = with_calibrated_policy(stock, config, folder, ranks)
     if ranks is not None:
         config = keep_own_part(stock, config, ranks)
+    move_to_device(stock, config)
+    return open_loaded(stock, config, folder, ranks)
+
+
+def move_to_device(stock: Any, config: RuntimeConfig) -> None:
+    """After calibration, which runs on the CPU."""
     if config.device == "cpu":
         move_to_huge_pages(stock)
     else:
         stock.to(config.device)
-    return open_loaded(stock, config, folder, ranks)
 
 
 def open_loaded(

@@ -113,7 +113,8 @@ class Runtime:
         phase = parts[0].phase
         # A GPU builds while the keys are there, and a draft behind a prompt needs what is built.
         prefill = phase == "prefill"
-        builds = prefill and (hidden.is_cuda or parts[-1].phase != phase)
+        on_device = self.attention.builds_in_prefill(hidden.device)
+        builds = prefill and (on_device or parts[-1].phase != phase)
         return self._extend(cache, batch, compute, prefill=prefill, builds=builds), phase
 
     def _run_parts(
@@ -264,7 +265,8 @@ class Runtime:
         """
         used = OffloadedCache(self.sequences) if cache is None else cache
         self.sequences.collect()
-        request.check(used, self.attention.states, self.check_context)
+        builds = self.attention.builds_in_prefill(self.device)
+        request.check(used, self.attention.states, self.check_context, builds=builds)
         self._decoder.check_room(len(request.prompt_lens), request.max_tokens)
         generation, past_columns = self.generation_now or Generation(), used.get_seq_length()
         generation.cache, generation.owns_cache = used, cache is None

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from offload.loading.checkpoint import check_checkpoint
-from offload.loading.names import HubOptions, resolve_folder
+from offload.loading.names import resolve_folder
+from offload.loading.stock_model import load_stock_model
 from offload.models.batch import RaggedBatch, pack
 from offload.policies import Policy
 from offload.prefill.forward import prefill
@@ -25,8 +26,8 @@ from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.opening import (
     check_before_loading,
+    move_to_device,
     open_loaded,
-    open_model,
     with_calibrated_policy,
 )
 from offload.runtime.runtime import Runtime
@@ -79,13 +80,15 @@ class SharedModel:
         configs = [replace(config, policy=policy) for policy in policies]
         for of_policy in configs:
             check_before_loading(checkpoint, of_policy, None)
-        opened = open_model(folder, configs[0], HubOptions(), None)
-        self.stock = opened.stock
+        self.stock = load_stock_model(checkpoint, config.dtype).eval()
+        # On the CPU: calibration reads its text there.
+        configs = [with_calibrated_policy(self.stock, of_policy, folder) for of_policy in configs]
+        move_to_device(self.stock, config)
+        opened = open_loaded(self.stock, configs[0], folder)
         self.runtimes = [Runtime(opened)]
         store = self.runtimes[0].store
         for of_policy in configs[1:]:
-            learned = with_calibrated_policy(self.stock, of_policy, folder)
-            other = replace(open_loaded(self.stock, learned, folder), lean=opened.lean)
+            other = replace(open_loaded(self.stock, of_policy, folder), lean=opened.lean)
             self.runtimes.append(Runtime(other, store))
         states = [runtime.attention.states for runtime in self.runtimes]
         store.share_budget(lambda: sum(of_policy.held_bytes for of_policy in states))

@@ -40,7 +40,7 @@ def ruler_table(result: dict[str, Any]) -> str:
     settings = result["settings"]
     return "\n\n".join(
         [
-            f"RULER on {settings['model']}, {settings['samples']} prompts per task, per cent; where "
+            f"RULER on {settings['model']}, {settings['samples']} prompts a task, per cent; where "
             "full attention scores nothing (*) a task is not in the mean. Every policy on the same "
             "prompts; the defaults but for the budget after its name.",
             markdown(*cell_table(result["cells"])),

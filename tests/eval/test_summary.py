@@ -51,7 +51,8 @@ def test_only_cells_in_which_full_attention_scores_count() -> None:
     full, quest = summaries(records, ["full", "quest 64"])
     assert (full["score"], full["difference"], full["interval"]) == (1.0, 0.0, (0.0, 0.0))
     assert (quest["score"], quest["difference"]) == (0.75, -0.25)
-    assert quest["interval"] == (-0.5, 0.0)
+    # Differences of -0.5 and 0: of two the bootstrap spreads as half of the variance, not more.
+    assert quest["interval"] == pytest.approx((-0.25 - 0.25 * 2**0.5, -0.25 + 0.25 * 2**0.5))
     assert quest["decoded_tokens"] == 4 * 4
     easy, hard = cell_rows(records, ["full", "quest 64"])
     assert (easy["counts"], hard["counts"]) == (True, False)
@@ -66,6 +67,7 @@ def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
         hits += low <= 0.1 <= high
     assert 0.88 < hits / 200 < 0.99
     assert bootstrap_interval([]) is None
+    assert bootstrap_interval([np.array([0.5])]) is None  # one sample says nothing of its spread
 
 
 @pytest.mark.parametrize(

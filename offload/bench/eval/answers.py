@@ -96,7 +96,7 @@ def greedy_answer(
         is_done: gets the answer's tokens so far.
     """
     runtime = model.runtimes[index]
-    position, steps, kv_tokens = len(prompt.tokens), 0, 0
+    position, steps = len(prompt.tokens), 0
     with runtime.generation(has_assistant=False), model.continued(index, prompt) as cache:
         token = runtime.first_tokens(prompt.logits, _GREEDY)
         tokens = [int(token)]
@@ -104,26 +104,18 @@ def greedy_answer(
         while len(tokens) < max_new_tokens and not is_done(tokens):
             token = runtime.choose_tokens(cache, token, torch.tensor([position]), _GREEDY)
             tokens.append(int(token))
-            position, steps, kv_tokens = position + 1, steps + 1, kv_tokens + position + 1
+            position, steps = position + 1, steps + 1
         stats = runtime.stats
-        attended = attended_tokens(runtime, steps, kv_tokens)
+        attended = attended_tokens(runtime, steps)
     return Answer(tokens, attended, stats.decode_seconds, stats.index_seconds)
 
 
-def attended_tokens(runtime: Runtime, steps: int, kv_tokens: int) -> float | None:
-    """Per step and unit of the layers that are not dense, since the profile was started.
-
-    Args:
-        kv_tokens: sum of the steps' context lengths, each step's own token included.
-    """
+def attended_tokens(runtime: Runtime, steps: int) -> float | None:
+    """Per step, layer and unit, dense layers included, since the profile was started."""
     attention = runtime.attention
     if not steps or runtime.device.type != "cpu":
         return None
     per_query_head = attention.policy.selects and attention.policy.per_query_head
     num_units = attention.num_qo_heads if per_query_head else attention.store.num_kv_heads
     counted: float = attention.profile()["attended_tokens"] / num_units
-    num_sparse = int(attention.sparse_layers.sum())
-    num_dense = attention.num_layers - num_sparse
-    if num_sparse == 0:
-        return counted / steps / num_dense
-    return (counted - num_dense * kv_tokens) / steps / num_sparse
+    return counted / steps / attention.num_layers

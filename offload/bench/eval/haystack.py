@@ -19,7 +19,9 @@ def prose_text(path: Path | None, option: str = "--haystack") -> str:
         return "\n\n".join(stdlib_paragraphs())
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md"))
+        files = sorted(
+            file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file()
+        )
     text = "\n\n".join(file.read_text("utf-8", errors="replace") for file in files)
     if not text.strip():
         raise ValueError(f"{option} {path}: no text there (a file, or a folder of .txt, .md)")

@@ -12,14 +12,14 @@ UNKNOWN = "\N{EN DASH}"
 LEGEND = (
     "Scores: the share of the right answers found, mean over samples. *: full attention scores "
     "nothing there; not in the mean. difference: to full attention, mean over tasks and lengths, "
-    "95 % interval by a paired bootstrap. attended: tokens per decode step and KV head of the "
-    "layers that select. Recent window: min(64, budget / 4), sinks: min(4, budget / 16), unless "
-    "given."
+    "95 % interval by a paired bootstrap. attended: tokens per decode step, layer and KV "
+    "head, dense layers included. Recent window: min(64, budget / 4), sinks: min(4, budget / 16), "
+    "unless given."
 )
 
 PERPLEXITY_LEGEND = (
     "change: of the perplexity, relative to full attention's, 95 % interval by a paired bootstrap "
-    "over windows. attended: tokens per decode step and KV head of the layers that select."
+    "over windows. attended: tokens per decode step, layer and KV head."
 )
 PLOT_COLUMNS = 4
 

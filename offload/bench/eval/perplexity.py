@@ -64,7 +64,7 @@ def measure_window(model: SharedModel, labels: Sequence[str], window: Window) ->
 def _measure(
     model: SharedModel, index: int, prompt: ReadPrompt, following: Sequence[int]
 ) -> dict[str, Any]:
-    runtime, position, kv_tokens = model.runtimes[index], len(prompt.tokens), 0
+    runtime, position = model.runtimes[index], len(prompt.tokens)
     # The first of them needs no decode step: it is the prompt's, and the same for all.
     targets, losses = torch.tensor(following[1:]), []
     with (
@@ -82,9 +82,8 @@ def _measure(
             logits = runtime.logits(hidden, phase)[0].double()
             losses.append(float(logits.logsumexp(-1) - logits[target]))
             position += 1
-            kv_tokens += position
         stats = runtime.stats
-        attended = attended_tokens(runtime, len(losses), kv_tokens)
+        attended = attended_tokens(runtime, len(losses))
     return {
         "nll": math.fsum(losses),
         "tokens": len(losses),

@@ -54,7 +54,8 @@ class RecordFile:
                 f"{path} was made with {name} = {then}, but this run has {now}; give another "
                 "--resume file, or the same options"
             )
-        path.write_bytes(b"".join(lines))
+        with path.open("r+b") as file:  # whole lines stay where they are, whatever happens now
+            file.truncate(sum(map(len, lines)))
 
     @property
     def keys(self) -> set[Key]:

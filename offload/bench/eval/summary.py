@@ -40,6 +40,7 @@ def summaries(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str
     """
     cells = list(counting_cells(records).values())
     full = [_scores(cell, FULL) for cell in cells]
+    counting = [record for cell in cells for record in cell]
     lines = []
     for label in labels:
         scores = [_scores(cell, label) for cell in cells]
@@ -50,7 +51,7 @@ def summaries(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str
                 "score": mean([x.mean() for x in scores]),
                 "difference": mean([x.mean() for x in differences]),
                 "interval": bootstrap_interval(differences),
-                "attended_tokens": _mean_of(records, label, "attended_tokens"),
+                "attended_tokens": _mean_of(counting, label, "attended_tokens"),
                 "decode_seconds": sum(r["answers"][label]["decode_seconds"] for r in records),
                 "build_seconds": sum(r["answers"][label]["build_seconds"] for r in records),
                 "decoded_tokens": sum(r["answers"][label]["new_tokens"] - 1 for r in records),
@@ -84,12 +85,15 @@ def bootstrap_interval(
     groups: Sequence[npt.NDArray[np.float64]], level: float = 0.95
 ) -> tuple[float, float] | None:
     """Of the mean of the groups' means, each group resampled for itself; the seed is fixed."""
-    if not groups:
+    if not groups or min(map(len, groups)) < 2:
         return None
     rng = np.random.default_rng(0)
     means = np.zeros(_RESAMPLES)
     for group in groups:
-        means += group[rng.integers(len(group), size=(_RESAMPLES, len(group)))].mean(axis=1)
+        n, middle = len(group), group.mean()
+        drawn = group[rng.integers(n, size=(_RESAMPLES, n))].mean(axis=1)
+        # Resampling n of n spreads as (n - 1) / n of the variance.
+        means += middle + (drawn - middle) * (n / (n - 1)) ** 0.5
     low, high = np.quantile(means / len(groups), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

@@ -149,9 +149,16 @@ def policies_of(names: str, budgets: str, option: Sequence[str] | None) -> list[
     given = option_values([*(option or [])], option="--option")
     policies: list[Policy] = policy_grid(["full"], [], {}, option="--option")
     selecting = [name for name in wanted if name != "full"]
+    if given and not selecting:
+        raise typer.BadParameter("full attention takes no options", param_hint="--option")
+    if any(name.rpartition(".")[2] == "budget_tokens" for name in given):
+        raise typer.BadParameter("use --budget-tokens for it", param_hint="--option")
     for budget in counts(budgets, option="--budget-tokens") if selecting else []:
         options = _windows(selecting, budget, given) | given
-        policies += policy_grid(selecting, [budget], options, option="--option")
+        try:
+            policies += policy_grid(selecting, [budget], options, option="--option")
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--option") from error
     return list(dict.fromkeys(policies))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.console import no_loading_bars, print_json, quiet_transformers, stderr, stdout
+from offload.system.version import __version__
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -53,6 +54,8 @@ class Setup:
             "model": self.model,
             "dtype": self.dtype,
             "device": self.device,
+            "threads": self.threads,
+            "version": __version__,
             "policies": dict(zip(self.labels, options, strict=True)),
         }
 
@@ -101,7 +104,7 @@ def measure_all(
         bar = progress.add_task("making prompts", total=None)
         file = RecordFile(resume, options)
         tokenizer = load_tokenizer(setup.model)
-        items = make_items(tokenizer)
+        items = list({key_of(item): item for item in make_items(tokenizer)}.values())
         done = file.keys
         left = [item for item in items if key_of(item) not in done]
         if left:

@@ -48,7 +48,7 @@ def structured(
     as_json: opt.AsJson = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Ask for one value of one record, method or row among many alike.
+    """Ask for one object, function or row, among many alike, to be repeated.
 
     The text is JSON, Python code or a Markdown table, all generated. This is the question of
     LycheeCluster's pilot study (its Figure 2): does it help to select along the text's structure?

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from perf.long_context.tasks import TASKS, Sample, TaskMaker
+from perf.long_context.sample import Sample
+from perf.long_context.tasks import TASKS, TaskMaker
 from perf.long_context.text import read_corpus
 
 _LINE_TOKENS = 32_768  # of a micro-batch

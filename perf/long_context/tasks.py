@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import string
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from perf.long_context.needles import (
     ruler_form,
     variable_names,
 )
+from perf.long_context.sample import Sample
 from perf.long_context.text import Corpus
 from perf.long_context.words import (
     ADJECTIVES,
@@ -63,19 +63,6 @@ TASKS = {
 _SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 _END_WEIGHT = 0.3  # of the token that ends an answer
 _MANUAL_SHARE = 0.25  # of haystacks
-
-
-@dataclass
-class Sample:
-    """tokens and weights have the same length; weights[i] is that of predicting tokens[i]."""
-
-    kind: str
-    tokens: list[int] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-
-    def add(self, tokens: list[int], weight: float = 0.0) -> None:
-        self.tokens += tokens
-        self.weights += [weight] * len(tokens)
 
 
 class TaskMaker:
@@ -296,7 +283,7 @@ class TaskMaker:
             sample.add(self.encode(asked + (_CHAT_TURN if chat else "\nAnswer:")))
             sample.add(body[place + cut : place + cut + count], 1.0)
             sample.add([self.end, *self.encode("\n" + (_CHAT_USER if chat else ""))])
-        return _cut(sample, length)
+        return sample.cut(length)
 
     def _tracing(self, rng: random.Random, length: int) -> Sample:
         """Chains of assignments, `VAR A = VAR B`: which variables have a value?"""
@@ -416,7 +403,7 @@ class TaskMaker:
         sample.add(body)
         sample.tokens += tail.tokens
         sample.weights += tail.weights
-        return _cut(sample, length)
+        return sample.cut(length)
 
     def _haystack(self, rng: random.Random, room: int, task: Hidden) -> list[int]:
         # A space before, as inside of a sentence; the newline after is for those on lines.
@@ -455,11 +442,3 @@ _CHAT_USER = "<|im_start|>user\n"
 
 def _chat_start() -> str:
     return f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n{_CHAT_USER}"
-
-
-def _cut(sample: Sample, length: int) -> Sample:
-    """Never longer than `length`: the document loses its beginning, not the answers."""
-    excess = len(sample.tokens) - length
-    if excess > 0:
-        del sample.tokens[1 : 1 + excess], sample.weights[1 : 1 + excess]
-    return sample

@@ -53,6 +53,26 @@ def spherical_kmeans(
     labels: int,
     centroids: int,
 ) -> None: ...
+def has_causal_attention(isa: str, dtype: int, head_dim: int) -> bool: ...
+def causal_attention(
+    pool: WorkerPool,
+    isa: str,
+    dtype: int,
+    queries: int,
+    query_head: int,
+    query_row: int,
+    num_queries: int,
+    group_size: int,
+    keys: int,
+    values: int,
+    kv_head: int,
+    kv_row: int,
+    kv_len: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    out: int,
+) -> None: ...
 def time_sequential_read(pool: WorkerPool, isa: str, data: int, num_bytes: int) -> float: ...
 def time_row_gather(
     pool: WorkerPool, isa: str, data: int, rows: _Int32s, row_bytes: int

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "operators/bandwidth.h"
+#include "operators/causal_attention.h"
 #include "operators/clustering.h"
 #include "attention/decode_attention.h"
 #include "kernels/dispatch.h"
@@ -47,6 +48,20 @@ PYBIND11_MODULE(_native, m) {
         spherical_kmeans(kernels_for(isa), pool,
                          {pointer<const float>(points), num_heads, num_points, width, num_clusters, iterations,
                           pointer<int32_t>(labels), pointer<float>(centroids)});
+      },
+      WithoutGil());
+  m.def("has_causal_attention", [](const std::string& isa, int dtype, int64_t head_dim) {
+    return has_causal_attention(kernels_for(isa), static_cast<DType>(dtype), head_dim);
+  });
+  m.def(
+      "causal_attention",
+      [](WorkerPool& pool, const std::string& isa, int dtype, int64_t queries, int64_t query_head, int64_t query_row,
+         int64_t num_queries, int64_t group_size, int64_t keys, int64_t values, int64_t kv_head, int64_t kv_row,
+         int64_t kv_len, int64_t num_kv_heads, int64_t head_dim, float scale, int64_t out) {
+        causal_attention(kernels_for(isa), pool, static_cast<DType>(dtype), num_kv_heads,
+                         {pointer<const void>(queries), query_head, query_row, num_queries, group_size,
+                          pointer<const void>(keys), pointer<const void>(values), kv_head, kv_row, kv_len, head_dim,
+                          scale, pointer<void>(out), num_kv_heads * group_size * head_dim});
       },
       WithoutGil());
   m.def(

@@ -93,11 +93,39 @@ struct AttendArgs {
   bool ends;
 };
 
+inline constexpr int64_t kCausalKeys = 256;  // keys that attend_causal() works on at once
+inline constexpr int64_t kCausalRows = 384;  // (query head, token) of a KV head that share the work of packing keys
+
+// Exact attention of queries, the last of which sees all keys: query i sees kv_len - num_queries + i + 1 of them.
+// Strides are in elements; a row has head_dim of them.
+struct CausalArgs {
+  const void* queries;  // [num_kv_heads * group_size, num_queries, head_dim]
+  int64_t query_head;   // from one head to the next
+  int64_t query_row;
+  int64_t num_queries;
+  int64_t group_size;
+  const void* keys;  // [num_kv_heads, kv_len, head_dim]; values have the same strides
+  const void* values;
+  int64_t kv_head;
+  int64_t kv_row;
+  int64_t kv_len;
+  int64_t head_dim;
+  float scale;
+  void* out;  // [num_queries, num_kv_heads * group_size, head_dim]
+  int64_t out_row;
+
+  // float32 of scratch for that many rows: sums, and the keys and values of a block as pairs
+  int64_t scratch_items(int64_t num_rows) const { return num_rows * (head_dim + 2) + kCausalKeys * head_dim; }
+};
+
 // One instruction set's kernels. Arrays are indexed by DType.
 struct KernelTable {
   const char* name;
   void (*score[kNumDTypes])(const ScoreArgs&);
   void (*attend[kNumDTypes])(const AttendArgs&);
+
+  // The queries [first, last) of one KV head's group; null where the ISA has none.
+  void (*attend_causal[kNumDTypes])(const CausalArgs&, int64_t kv_head, int64_t first, int64_t last, float* scratch);
 
   // x[i] <- exp(x[i] - max(x)) over n scores; returns the maximum, adds the sum to *sum.
   float (*exp_shifted)(float* x, int64_t n, float* sum);

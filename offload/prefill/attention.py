@@ -4,6 +4,8 @@ The public scaled_dot_product_attention calls the same functions of torch but do
 log-sum-exp, without which two parts of a softmax cannot be merged. `attention_kernel` chooses; they
 differ in what they take:
 
+    NATIVE      CPU, bfloat16 with AVX512-BF16: our own; fewer KV heads than query heads, the last
+                query is aligned with the last key
     CPU         `is_causal` takes as many keys as queries
     EFFICIENT   CUDA, float32: `is_causal` aligns the first query with the first key; the
                 log-sum-exp is padded to a multiple of 32 queries
@@ -27,11 +29,13 @@ import functools
 import torch
 from torch import Tensor
 
+from cpu_ops.causal_attention import causal_attention, has_causal_attention
+from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.merge_parts import merge_parts
 
 KV = tuple[Tensor, Tensor]  # keys, values: each [num_kv_heads, kv_len, head_dim]
 
-CPU, EFFICIENT, FLASH, CUDNN = "cpu", "efficient", "flash", "cudnn"
+NATIVE, CPU, EFFICIENT, FLASH, CUDNN = "native", "cpu", "efficient", "flash", "cudnn"
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cuda_flash = torch.ops.aten._scaled_dot_product_flash_attention
 _cuda_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -44,20 +48,26 @@ _CUDNN_VERSION = 90100
 _CUDNN_QUERIES = 2048  # below, a call's overhead is as much as it saves
 
 
-def attend(q: Tensor, past: KV | None, new: KV, sm_scale: float) -> Tensor:
+def attend(
+    q: Tensor, past: KV | None, new: KV, sm_scale: float, pool: WorkerPool | None = None
+) -> Tensor:
     """Exact causal attention of the last n tokens of `new` over `past` and `new`.
 
     Args:
         q: [num_qo_heads, n, head_dim].
         past, new: K/V of the tokens cached before, and of those that end with the n queries; any
-            strides but a unit stride in the last dimension.
+            strides but a unit stride in the last dimension. No `past` where `takes_all_keys`.
+        pool: the threads of NATIVE; None leaves a CPU to torch.
 
     Returns:
         [n, num_qo_heads, head_dim].
     """
     num_kv_heads, num_new, _ = new[0].shape
     num_before = num_new - q.shape[1]
-    kernel = attention_kernel(q, num_kv_heads)
+    kernel = attention_kernel(q, num_kv_heads, pool)
+    if kernel == NATIVE:
+        assert pool is not None and past is None
+        return causal_attention(pool, q, *new, sm_scale)
     q = q.reshape(num_kv_heads, -1, *q.shape[1:])  # the group's query heads together
     if kernel == FLASH:
         o, lse = _causal(q, new, sm_scale)
@@ -74,10 +84,10 @@ def attend(q: Tensor, past: KV | None, new: KV, sm_scale: float) -> Tensor:
     return o.flatten(0, 1).transpose(0, 1)
 
 
-def attention_kernel(q: Tensor, num_kv_heads: int) -> str:
-    """CPU, EFFICIENT, FLASH or CUDNN, for queries [num_qo_heads, n, head_dim]."""
+def attention_kernel(q: Tensor, num_kv_heads: int, pool: WorkerPool | None = None) -> str:
+    """NATIVE, CPU, EFFICIENT, FLASH or CUDNN, for queries [num_qo_heads, n, head_dim]."""
     if not q.is_cuda:
-        return CPU
+        return NATIVE if _is_native(q, pool) else CPU
     if not aligns_last(q):
         return EFFICIENT
     num_heads, n, head_dim = q.shape
@@ -137,6 +147,15 @@ def aligns_last(q: Tensor) -> bool:
         and q.shape[-1] <= _FLASH_HEAD_DIM
         and torch.cuda.get_device_capability(q.device) >= _FLASH_CAPABILITY
     )
+
+
+def takes_all_keys(q: Tensor, pool: WorkerPool | None) -> bool:
+    """Whether `attend` wants the cached keys and the new ones as one array, without `past`."""
+    return aligns_last(q) or _is_native(q, pool)
+
+
+def _is_native(q: Tensor, pool: WorkerPool | None) -> bool:
+    return pool is not None and q.is_cpu and has_causal_attention(q.dtype, q.shape[-1])
 
 
 def merge_softmax(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
 from offload.models import DecoderLayer, LeanModel
 from offload.models.batch import RaggedBatch
-from offload.prefill.attention import aligns_last, attend
+from offload.prefill.attention import attend, takes_all_keys
 from offload.prefill.kv_stream import LayerStream
 from offload.prefill.layer import add_mlp, project_qkv, rotate
 from offload.prefill.memory import PrefillMemory, check_prefill_memory
@@ -37,6 +38,7 @@ def prefill(
     store: KVStore | None,
     seqs: Sequence[int],
     slice_tokens: int,
+    pool: WorkerPool | None = None,
     on_queries: OnQueries | None = None,
     on_layer: OnLayer | None = None,
     device_budget_bytes: int | None = None,
@@ -48,6 +50,7 @@ def prefill(
         store: takes the new K/V, for which room is reserved; None computes without a cache.
         seqs: the store's sequence of each sequence of `batch`; its cached tokens are attended to.
         slice_tokens: tokens that go through a layer at one time.
+        pool: of our own kernels on a CPU; None leaves all to torch.
         on_queries: sees the queries of every slice of every sequence, in order.
         on_layer: sees the keys and values of every layer of every sequence in the store.
         device_budget_bytes: what torch may have on a CUDA device, beside what is free there.
@@ -73,7 +76,9 @@ def prefill(
         )
         check_prefill_memory(memory, hidden.device, device_budget_bytes)
     try:
-        return _run_layers(model, hidden, batch, store, seqs, slice_tokens, on_queries, on_layer)
+        return _run_layers(
+            model, hidden, batch, store, seqs, slice_tokens, pool, on_queries, on_layer
+        )
     except torch.OutOfMemoryError as error:
         reason = str(error).partition("\n")[0]
     # Not inside the handler: the error's traceback would keep every tensor of `_run_layers` alive
@@ -94,6 +99,7 @@ def _run_layers(
     store: KVStore | None,
     seqs: Sequence[int],
     slice_tokens: int,
+    pool: WorkerPool | None,
     on_queries: OnQueries | None,
     on_layer: OnLayer | None,
 ) -> torch.Tensor:
@@ -112,7 +118,7 @@ def _run_layers(
                         kv_len = stream.past_len(sequence) + last - batch.indptr[sequence]
                         queries = q[:, first - start : last - start]
                         on_queries(seqs[sequence], layer_idx, queries, kv_len)
-                delta = layer.o_proj(_attend(q, batch, stream, model.sm_scale, start, stop))
+                delta = layer.o_proj(_attend(q, batch, stream, model.sm_scale, start, stop, pool))
                 del q
                 add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks)
                 del delta
@@ -147,7 +153,13 @@ def _write_kv(
 
 
 def _attend(
-    q: torch.Tensor, batch: RaggedBatch, stream: LayerStream, sm_scale: float, start: int, stop: int
+    q: torch.Tensor,
+    batch: RaggedBatch,
+    stream: LayerStream,
+    sm_scale: float,
+    start: int,
+    stop: int,
+    pool: WorkerPool | None,
 ) -> torch.Tensor:
     """Attention of the tokens start .. stop, which may be of several sequences.
 
@@ -162,8 +174,8 @@ def _attend(
         past_len = stream.past_len(sequence)
         kv_len = past_len + last - batch.indptr[sequence]
         past = None
-        if past_len and not aligns_last(q):
+        if past_len and not takes_all_keys(q, pool):
             past = stream.rows(sequence, 0, past_len)
         new = stream.rows(sequence, 0 if past is None else past_len, kv_len)
-        parts.append(attend(q[:, first - start : last - start], past, new, sm_scale))
+        parts.append(attend(q[:, first - start : last - start], past, new, sm_scale, pool))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)

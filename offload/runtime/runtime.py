@@ -364,6 +364,7 @@ class Runtime:
                 store=store,
                 seqs=seqs,
                 slice_tokens=self.config.prefill_slice_tokens,
+                pool=self._decoder.pool,
                 on_queries=self.attention.on_prefill_queries,
                 device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
                 on_layer=None if build is None else build.on_layer,

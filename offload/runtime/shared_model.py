@@ -136,6 +136,7 @@ class SharedModel:
                     store=runtime.store,
                     seqs=cache.reserve(batch),
                     slice_tokens=runtime.config.prefill_slice_tokens,
+                    pool=runtime._decoder.pool,
                     on_queries=keep,
                     device_budget_bytes=runtime.config.max_memory.get(runtime.device.index or 0),
                 )

@@ -40,32 +40,6 @@ inline constexpr int kVectorRows = 4;    // up to here one pass of the vector ke
 // input rows], a pair being the two neighbouring columns of one row.
 inline constexpr TileConfig kLinearTiles{.row_bytes = {64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16}};
 
-// x[i], lane j <-> x[j], lane i
-static inline void transpose(__m512i* x) {
-  __m512i y[16];
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {  // x[i + j]: column j of each 128-bit lane, rows i to i + 3
-    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-  }
-  for (int j = 0; j < 4; ++j) {
-    const __m512i even_low = _mm512_shuffle_i32x4(x[j], x[j + 4], 0x88);
-    const __m512i odd_low = _mm512_shuffle_i32x4(x[j], x[j + 4], 0xdd);
-    const __m512i even_high = _mm512_shuffle_i32x4(x[j + 8], x[j + 12], 0x88);
-    const __m512i odd_high = _mm512_shuffle_i32x4(x[j + 8], x[j + 12], 0xdd);
-    y[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
-    y[j + 4] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-    y[j + 8] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
-    y[j + 12] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
-  }
-  for (int i = 0; i < 16; ++i) x[i] = y[i];
-}
-
 // 16 x 64 bytes of a row-major bf16 matrix, with zeros beyond num_rows and num_columns.
 static inline void load_block(const Bf16* from, int num_rows, int64_t width, int64_t num_columns, __m512i* block) {
   const __mmask32 live = num_columns >= kTileColumns ? ~__mmask32{0} : (__mmask32{1} << num_columns) - 1;
@@ -168,6 +142,7 @@ const offload::KernelTable* offload::amx_table() {
     improved.linear[bf16] = amx::linear_any;
     improved.score[bf16] = amx::score_any;
     improved.attend[bf16] = amx::attend_any;
+    improved.attend_causal[bf16] = nullptr;  // torch multiplies by tiles where there are
     return improved;
   }();
   return &table;

@@ -16,6 +16,7 @@ namespace offload::avx512_bf16 {
 template <>
 struct TileOps<Bf16> : PairOps {};
 #include "kernels/attention-inl.h"
+#include "kernels/causal_attention_bf16-inl.h"
 // clang-format on
 
 // The pairwise kernels work on 32 columns at a time.
@@ -39,6 +40,7 @@ const offload::KernelTable* offload::avx512_bf16_table() {
     const int bf16 = static_cast<int>(DType::bf16);
     improved.score[bf16] = avx512_bf16::score_any;
     improved.attend[bf16] = avx512_bf16::attend_any;
+    improved.attend_causal[bf16] = avx512_bf16::attend_causal;
     improved.pack_input[bf16] = avx512_bf16::pack_input<Bf16>;
     improved.linear[bf16] = avx512_bf16::linear<Bf16>;
     return improved;

@@ -1,0 +1,77 @@
+"""Exact causal attention of many queries, for prompts on a CPU (`cpp/operators/causal_attention.h`).
+
+Only for bfloat16 where the CPU has AVX512-BF16 and no AMX. torch's own takes products of bfloat16
+from MKL, which on such a CPU of AMD's does a fifth of what the instructions can.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpu_ops import _native
+from cpu_ops.native import DTYPE_CODES, isa_name
+from cpu_ops.worker_pool import WorkerPool
+
+
+def has_causal_attention(dtype: torch.dtype, head_dim: int, *, isa: str | None = None) -> bool:
+    """Whether `causal_attention` takes such heads on this CPU."""
+    code = DTYPE_CODES.get(dtype)
+    return code is not None and _native.has_causal_attention(isa or isa_name(), code, head_dim)
+
+
+def causal_attention(
+    pool: WorkerPool,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sm_scale: float,
+    *,
+    isa: str | None = None,
+) -> Tensor:
+    """Attention of the last n tokens of `keys` and `values`, each over those up to itself.
+
+    Args:
+        q: [num_qo_heads, n, head_dim].
+        keys, values: [num_kv_heads, kv_len, head_dim] with kv_len >= n, of the same strides.
+            Unit stride in the last dimension, as in q.
+
+    Returns:
+        [n, num_qo_heads, head_dim].
+
+    Raises:
+        ValueError: for other shapes, or where `has_causal_attention` is false.
+    """
+    num_qo_heads, n, head_dim = q.shape
+    num_kv_heads, kv_len, _ = keys.shape
+    if not has_causal_attention(q.dtype, head_dim, isa=isa):
+        raise ValueError(f"no kernel for {q.dtype} and head_dim {head_dim} on {isa or isa_name()}")
+    same = keys.shape == values.shape and keys.stride() == values.stride()
+    fits = keys.shape[2] == head_dim and num_qo_heads % num_kv_heads == 0 and 1 <= n <= kv_len
+    is_row = q.stride(2) == keys.stride(2) == 1
+    if not (same and fits and is_row and all(x.is_cpu and x.dtype is q.dtype for x in (q, keys, values))):
+        raise ValueError(
+            "expected q [num_qo_heads, n, head_dim] and keys and values [num_kv_heads, kv_len,"
+            f" head_dim] alike on the CPU, got {[(list(x.shape), x.stride()) for x in (q, keys, values)]}"
+        )
+    out = q.new_empty(n, num_qo_heads, head_dim)
+    _native.causal_attention(
+        pool.native,
+        isa or isa_name(),
+        DTYPE_CODES[q.dtype],
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        n,
+        num_qo_heads // num_kv_heads,
+        keys.data_ptr(),
+        values.data_ptr(),
+        keys.stride(0),
+        keys.stride(1),
+        kv_len,
+        num_kv_heads,
+        head_dim,
+        sm_scale,
+        out.data_ptr(),
+    )
+    return out

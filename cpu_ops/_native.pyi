@@ -73,6 +73,17 @@ def causal_attention(
     scale: float,
     out: int,
 ) -> None: ...
+def rms_norm(
+    pool: WorkerPool,
+    isa: str,
+    dtype: int,
+    x: int,
+    weight: int,
+    eps: float,
+    num_rows: int,
+    width: int,
+    out: int,
+) -> None: ...
 def time_sequential_read(pool: WorkerPool, isa: str, data: int, num_bytes: int) -> float: ...
 def time_row_gather(
     pool: WorkerPool, isa: str, data: int, rows: _Int32s, row_bytes: int

@@ -49,10 +49,13 @@ def causal_attention(
     same = keys.shape == values.shape and keys.stride() == values.stride()
     fits = keys.shape[2] == head_dim and num_qo_heads % num_kv_heads == 0 and 1 <= n <= kv_len
     is_row = q.stride(2) == keys.stride(2) == 1
-    if not (same and fits and is_row and all(x.is_cpu and x.dtype is q.dtype for x in (q, keys, values))):
+    given = (q, keys, values)
+    is_alike = all(x.is_cpu and x.dtype is q.dtype for x in given)
+    if not (same and fits and is_row and is_alike):
         raise ValueError(
             "expected q [num_qo_heads, n, head_dim] and keys and values [num_kv_heads, kv_len,"
-            f" head_dim] alike on the CPU, got {[(list(x.shape), x.stride()) for x in (q, keys, values)]}"
+            " head_dim] alike, on the CPU,"
+            f" got {[(x.dtype, list(x.shape), x.stride(), str(x.device)) for x in given]}"
         )
     out = q.new_empty(n, num_qo_heads, head_dim)
     _native.causal_attention(

@@ -7,6 +7,7 @@
 #include "operators/bandwidth.h"
 #include "operators/causal_attention.h"
 #include "operators/clustering.h"
+#include "operators/rms_norm.h"
 #include "attention/decode_attention.h"
 #include "kernels/dispatch.h"
 
@@ -62,6 +63,14 @@ PYBIND11_MODULE(_native, m) {
                          {pointer<const void>(queries), query_head, query_row, num_queries, group_size,
                           pointer<const void>(keys), pointer<const void>(values), kv_head, kv_row, kv_len, head_dim,
                           scale, pointer<void>(out), num_kv_heads * group_size * head_dim});
+      },
+      WithoutGil());
+  m.def(
+      "rms_norm",
+      [](WorkerPool& pool, const std::string& isa, int dtype, int64_t x, int64_t weight, float eps, int64_t num_rows,
+         int64_t width, int64_t out) {
+        rms_norm(kernels_for(isa), pool, static_cast<DType>(dtype), pointer<const void>(x), pointer<const void>(weight),
+                 eps, num_rows, width, pointer<void>(out));
       },
       WithoutGil());
   m.def(

@@ -66,7 +66,8 @@ def attend(
     num_before = num_new - q.shape[1]
     kernel = attention_kernel(q, num_kv_heads, pool)
     if kernel == NATIVE:
-        assert pool is not None and past is None
+        assert pool is not None
+        assert past is None, "takes_all_keys"
         return causal_attention(pool, q, *new, sm_scale)
     q = q.reshape(num_kv_heads, -1, *q.shape[1:])  # the group's query heads together
     if kernel == FLASH:

@@ -112,7 +112,7 @@ def _run_layers(
             for start in range(0, batch.num_tokens, slice_tokens):
                 stop = min(start + slice_tokens, batch.num_tokens)
                 x, rope = hidden[start:stop], (cos[start:stop], sin[start:stop])
-                q = _write_kv(layer, model.shape.head_dim, x, rope, stream, start, stop)
+                q = _write_kv(layer, model.shape.head_dim, x, rope, stream, start, stop, pool)
                 if store is not None and on_queries is not None:
                     for sequence, first, last in batch.spans(start, stop):
                         kv_len = stream.past_len(sequence) + last - batch.indptr[sequence]
@@ -120,7 +120,7 @@ def _run_layers(
                         on_queries(seqs[sequence], layer_idx, queries, kv_len)
                 delta = layer.o_proj(_attend(q, batch, stream, model.sm_scale, start, stop, pool))
                 del q
-                add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks)
+                add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks, pool)
                 del delta
             stream.write_out(layer_idx)
             if store is not None and on_layer is not None:
@@ -142,9 +142,10 @@ def _write_kv(
     stream: LayerStream,
     start: int,
     stop: int,
+    pool: WorkerPool | None,
 ) -> torch.Tensor:
     """Rotated queries [num_qo_heads, n, head_dim] of x, the tokens start .. stop; K/V are kept."""
-    q, k, v = project_qkv(layer, head_dim, x)
+    q, k, v = project_qkv(layer, head_dim, x, pool)
     k, v = rotate(k, *rope), v.transpose(0, 1)
     for of_slice, (keys, values) in stream.new_rows(start, stop):
         keys.copy_(k[:, of_slice])

@@ -1,8 +1,9 @@
 """A decoder layer over a prefill slice, but for its attention.
 
 On a GPU the steps between the projections are kernels of `gpu_ops`: torch's operators would read
-and write the slice a dozen times where once will do. On a CPU they are torch's, with the rounding
-of transformers; the kernels round at the same points.
+and write the slice a dozen times where once will do. On a CPU RMSNorm, which is the most of it, is
+a kernel of `cpu_ops`, where there is a pool for it; the others are torch's. All kernels round where
+transformers rounds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from cpu_ops.rms_norm import rms_norm
+from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rotate import rotate_tokens
 from gpu_ops.silu_mul import activate
@@ -24,15 +27,17 @@ def has_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def project_qkv(layer: DecoderLayer, head_dim: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def project_qkv(
+    layer: DecoderLayer, head_dim: int, x: Tensor, pool: WorkerPool | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [n, num_heads, head_dim] of x [n, hidden_size], not yet rotated."""
-    x = _norm(layer.input_norm, x)
+    x = _norm(layer.input_norm, x, pool)
     q, k, v = (
         projection(x).unflatten(1, (-1, head_dim))
         for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
     if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = _norm(layer.q_norm, q), _norm(layer.k_norm, k)
+        q, k = _norm(layer.q_norm, q, pool), _norm(layer.k_norm, k, pool)
     return q, k, v
 
 
@@ -54,7 +59,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def add_mlp(
-    layer: DecoderLayer, x: Tensor, delta: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
+    layer: DecoderLayer,
+    x: Tensor,
+    delta: Tensor,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    pool: WorkerPool | None = None,
 ) -> None:
     """x += delta, the output projection of attention; x += the MLP of that: [n, hidden_size]."""
     if has_kernels(x):
@@ -62,16 +71,16 @@ def add_mlp(
         add_rms_norm(x, delta, *norm_of(layer.mlp_norm), normed)
     else:
         x += delta
-        normed = layer.mlp_norm(x)
+        normed = _norm(layer.mlp_norm, x, pool)
     gate = layer.gate_proj(normed)
     activate(gate, layer.up_proj(normed))
     x += sum_over_ranks(layer.down_proj(gate))
 
 
-def _norm(norm: nn.Module, x: Tensor) -> Tensor:
+def _norm(norm: nn.Module, x: Tensor, pool: WorkerPool | None) -> Tensor:
     """RMSNorm over the last dimension."""
     if not has_kernels(x):
-        normed: Tensor = norm(x)
+        normed: Tensor = norm(x) if pool is None else rms_norm(pool, x, *norm_of(norm))
         return normed
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     width = x.shape[-1]

@@ -117,7 +117,7 @@ class SharedModel:
         batch = pack((1, len(ids)), None, torch.arange(len(ids))[None])
 
         def keep(seq: int, layer_idx: int, new: Tensor, kv_len: int) -> None:
-            kept = torch.cat([queries.get(layer_idx, new[:, :0]), new], dim=1)
+            kept = torch.cat([queries.get(layer_idx, new[:, :0]), new[:, -_KEPT_QUERIES:]], dim=1)
             queries[layer_idx] = kept[:, -_KEPT_QUERIES:].clone()
 
         start = time.perf_counter()

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.prefill_cases import reference_attention
+from cases.prefill_cases import (
+    reference_attention,
+    run_prefill,
+    store_for,
+    tiny_lean_model,
+)
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from cpu_ops.causal_attention import has_causal_attention
+from cpu_ops.worker_pool import WorkerPool
 from offload.models.batch import pack
 from offload.prefill import attention as prefill_attention
-from offload.prefill.attention import attend, key_pieces, merge_softmax, suits_cudnn
+from offload.prefill.attention import (
+    CPU,
+    NATIVE,
+    attend,
+    attention_kernel,
+    key_pieces,
+    merge_softmax,
+    suits_cudnn,
+    takes_all_keys,
+)
 from offload.prefill.layer import rotate
 
 
@@ -33,6 +49,33 @@ def test_attend(num_past: int, num_before: int, num_queries: int, group_size: in
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     expected = weights @ values.double().repeat_interleave(group_size, 0)
     torch.testing.assert_close(o, expected.transpose(0, 1).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_pool_computes_what_torch_computes(name: str) -> None:
+    """Its kernels, over cached and new tokens in slices, up to the rounding of bfloat16."""
+    _, lean = tiny_lean_model(name, torch.bfloat16)
+    pool = WorkerPool(2)
+    found = []
+    for of_run in (None, pool):
+        store = store_for(lean, torch.bfloat16)
+        seqs = [store.new_sequence(), store.new_sequence()]
+        run_prefill(lean, store, seqs, [50, 9], pool=of_run)
+        found.append(run_prefill(lean, store, seqs, [70, 33], seed=1, pool=of_run).float())
+        store.close()
+    pool.close()
+    assert (found[0] - found[1]).norm() / found[0].norm() < 2e-2
+
+
+def test_pool_attends_where_it_has_a_kernel() -> None:
+    q = torch.zeros(4, 8, 64, dtype=torch.bfloat16)
+    pool = WorkerPool(1)
+    kind = NATIVE if has_causal_attention(q.dtype, 64) else CPU
+    assert attention_kernel(q, 2, pool) == kind
+    assert takes_all_keys(q, pool) == (kind == NATIVE)
+    assert attention_kernel(q, 2, None) == attention_kernel(q.float(), 2, pool) == CPU
+    assert attention_kernel(q[..., :48], 2, pool) == CPU
+    pool.close()
 
 
 @pytest.mark.parametrize("num_past", [0, 1, 33])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
@@ -88,6 +89,7 @@ def _compute(
             store,
             seq,
             slice_tokens=runtime.config.prefill_slice_tokens,
+            pool=runtime._decoder.pool,
             num_queries=KEPT_QUERIES,
             on_queries=runtime.attention.record_queries,
         )
@@ -105,6 +107,7 @@ def prefill_keeping_queries(
     *,
     slice_tokens: int,
     num_queries: int,
+    pool: WorkerPool | None = None,
     on_queries: OnQueries = lambda seq, layer_idx, queries, kv_len: None,
 ) -> list[torch.Tensor]:
     """`prefill` of one prompt; the last `num_queries` queries of each layer, heads first."""
@@ -113,7 +116,8 @@ def prefill_keeping_queries(
     def keep(seq: int, layer_idx: int, queries: torch.Tensor, kv_len: int) -> None:
         on_queries(seq, layer_idx, queries, kv_len)
         before = kept.get(layer_idx, queries[:, :0])
-        kept[layer_idx] = torch.cat([before, queries], dim=1)[:, -num_queries:].clone()
+        both = torch.cat([before, queries[:, -num_queries:]], dim=1)
+        kept[layer_idx] = both[:, -num_queries:].clone()
 
     prefill(
         lean,
@@ -122,6 +126,7 @@ def prefill_keeping_queries(
         store=store,
         seqs=[seq],
         slice_tokens=slice_tokens,
+        pool=pool,
         on_queries=keep,
     )
     return [kept[layer_idx] for layer_idx in range(len(lean.layers))]

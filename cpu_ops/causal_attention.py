@@ -1,4 +1,4 @@
-"""Exact causal attention of many queries, for prompts on a CPU (`cpp/operators/causal_attention.h`).
+"""Exact causal attention of many queries, for prompts on a CPU (causal_attention.cpp).
 
 Only for bfloat16 where the CPU has AVX512-BF16 and no AMX. torch's own takes products of bfloat16
 from MKL, which on such a CPU of AMD's does a fifth of what the instructions can.

@@ -1,7 +1,8 @@
 """Where a prefill's time goes: `python -m perf.bench_prefill`, under a minute on an H200.
 
     attention  one layer's attention by every function of torch that could do it
-    layers     a few layers of the model, ours by cuDNN and by FLASH, and transformers
+    layers     a few layers of the model, ours by cuDNN and by FLASH (on a CPU: by our own kernels
+               and by torch's), and transformers
     index      LycheeCluster's index of a layer, on a device that does nothing else
 
 It writes no results: it is there to choose by. With `--profile` the kernels of the layers follow.
@@ -73,6 +74,7 @@ class Bench:
         self.device = torch.device(options.device)
         self.whole_shape = MODEL_SHAPES[options.shape]
         self.shape = replace(self.whole_shape, num_layers=options.layers)
+        self.pool = None if self.device.type == "cuda" else WorkerPool(torch.get_num_threads())
 
     def attention(self) -> None:
         """Milliseconds of a layer, seconds of the first call, and the error against float32."""
@@ -101,13 +103,13 @@ class Bench:
     def _attentions(self) -> dict[str, Attention]:
         """What there is on this device."""
 
-        def sliced(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def sliced(q: Tensor, k: Tensor, v: Tensor, pool: WorkerPool | None = None) -> Tensor:
             o = torch.empty_like(q)
             for start in range(0, q.shape[1], self.options.slice_tokens):
                 stop = min(start + self.options.slice_tokens, q.shape[1])
                 new = k[:, :stop], v[:, :stop]
                 queries, sm_scale = q[:, start:stop], q.shape[2] ** -0.5
-                attended = prefill_attention.attend(queries, None, new, sm_scale)
+                attended = prefill_attention.attend(queries, None, new, sm_scale, pool)
                 o[:, start:stop] = attended.transpose(0, 1)
             return o
 
@@ -127,9 +129,11 @@ class Bench:
             return o[0]
 
         found: dict[str, Attention] = {
-            "slices, as chosen": sliced,
+            "slices, as chosen": partial(sliced, pool=self.pool),
             "whole, public function": public,
         }
+        if self.device.type == "cpu":
+            found |= {"slices, torch": sliced}
         if self.device.type == "cuda":
             found |= {"slices, FLASH": _only_flash()(sliced), "whole, FLASH": flash}
             found |= {"whole, cuDNN": cudnn}
@@ -144,12 +148,23 @@ class Bench:
         tokens.random_(self.shape.vocab_size)
         batch = one_prompt(num_tokens, self.device)
 
-        def ours() -> None:
-            hidden, slice_tokens = lean.embed_tokens(tokens), self.options.slice_tokens
-            prefill(lean, hidden, batch, store=None, seqs=[], slice_tokens=slice_tokens)
+        def ours(pool: WorkerPool | None = self.pool) -> None:
+            prefill(
+                lean,
+                lean.embed_tokens(tokens),
+                batch,
+                store=None,
+                seqs=[],
+                slice_tokens=self.options.slice_tokens,
+                pool=pool,
+            )
 
+        on_gpu = self.device.type == "cuda"
+        other = (
+            {"ours, FLASH": _only_flash()(ours)} if on_gpu else {"ours, torch": partial(ours, None)}
+        )
         theirs = partial(prefill_seconds, stock, num_tokens=num_tokens)
-        runs = {"ours": ours, "ours, FLASH": _only_flash()(ours), "transformers": theirs}
+        runs = {"ours": ours, **other, "transformers": theirs}
         few, all_layers = self.shape.num_layers, self.whole_shape.num_layers
         for name, run in runs.items():
             first, seconds = self.seconds(run)

@@ -1,10 +1,10 @@
-// Exact causal attention of many queries, as a prefill has them: FlashAttention's loop over blocks of keys with a running
-// maximum. Both products are one inner loop of dot-product instructions (AVX512-BF16) whose sums stay in registers.
-// Scores, sums and outputs are float32; softmax weights are rounded to bf16, as FlashAttention does. Included inside a
-// per-ISA namespace after vector_math-inl.h. head_dim must be a multiple of 32.
+// Exact causal attention of many queries, as a prefill has them: FlashAttention's loop over blocks of keys with a
+// running maximum. Both products are one inner loop of dot-product instructions (AVX512-BF16) whose sums stay in
+// registers. Scores, sums and outputs are float32; softmax weights are rounded to bf16, as FlashAttention does.
+// Included inside a per-ISA namespace after vector_math-inl.h. head_dim must be a multiple of 32.
 
-inline constexpr int kQueryRows = 6;       // with four vectors of columns 24 registers hold their sums
-inline constexpr int kPanel = 64;          // keys scored at once
+inline constexpr int kQueryRows = 6;        // with four vectors of columns 24 registers hold their sums
+inline constexpr int kPanel = 64;           // keys scored at once
 inline constexpr float kHidden = -1.0e30f;  // the score of a key that a query does not see; its exp is 0
 
 // sums[r] += Σ_p a[r][2p .. 2p + 1] · b[p * stride + column], b having pairs of bf16

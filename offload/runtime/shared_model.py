@@ -95,7 +95,7 @@ class SharedModel:
             move_to_device(stock, reading)
             reader = Runtime(open_loaded(stock, reading, folder))
         opened = open_loaded(self.stock, configs[0], folder)
-        self.runtimes = [Runtime(opened, reader and reader.store)]
+        self.runtimes = [Runtime(opened, None if reader is None else reader.store)]
         store = self.runtimes[0].store
         for of_policy in configs[1:]:
             other = replace(open_loaded(self.stock, of_policy, folder), lean=opened.lean)

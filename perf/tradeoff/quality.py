@@ -21,6 +21,7 @@ from offload.bench.eval.sample import Sample, key_of
 from offload.policies import Policy
 
 Cell = tuple[int, str]  # length, task
+_FAILURES = 4  # prompts that may fail before the run ends
 Say = Callable[[str], None]
 
 
@@ -99,7 +100,11 @@ class _Process:
 
 
 def answer_all(judged: Judged, file: RecordFile, say: Say) -> None:
-    """Have answered what `file` has no record of, until the time is up."""
+    """Have answered what `file` has no record of, until the time is up.
+
+    Raises:
+        RuntimeError: some prompts were not answered; the others are in `file`.
+    """
     end = time.monotonic() + judged.seconds
     # The longest first: what is left at the end is short.
     cells = [(length, task) for length in sorted(judged.lengths)[::-1] for task in judged.tasks]
@@ -110,16 +115,24 @@ def answer_all(judged: Judged, file: RecordFile, say: Say) -> None:
         in_turn = chain.from_iterable(zip_longest(*by_cell))
         left = [x for x in in_turn if x is not None and key_of(x) not in done]
         say(f"prompts are made: {len(left)} of {sum(map(len, by_cell))} to be answered")
-        answers = iter(answer(left))
+        answers, failures = iter(answer(left)), list[str]()
         for count in range(1, len(left) + 1):
             try:
                 sample, measured = _next(answers, end - time.monotonic())
             except multiprocessing.TimeoutError:
                 say(f"time is up: {count - 1} of {len(left)} prompts were answered")
-                return
+                break
+            if isinstance(measured, str):
+                failures.append(measured)
+                say(f"{sample.task}, {sample.length:,} tokens: {measured}")
+                if len(failures) > _FAILURES:
+                    break
+                continue
             file.add(sample, measured)
             if count % max(1, len(left) // 8) == 0:
                 say(f"{count} of {len(left)} prompts")
+    if failures:
+        raise RuntimeError(f"{len(failures)} prompts were not answered, the first: {failures[0]}")
 
 
 def _next(of_processes: Iterator[Any], seconds: float) -> Any:
@@ -170,6 +183,10 @@ def _make(cell: Cell) -> list[Sample]:
     return _process.make(cell)
 
 
-def _answer(sample: Sample) -> tuple[Sample, dict[str, Any]]:
+def _answer(sample: Sample) -> tuple[Sample, dict[str, Any] | str]:
+    """What a policy says, or why it was not asked: not every error can be sent."""
     assert _process is not None
-    return _process.answer(sample)
+    try:
+        return _process.answer(sample)
+    except Exception as error:
+        return sample, f"{type(error).__name__}: {error}"

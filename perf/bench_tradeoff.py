@@ -193,15 +193,18 @@ def policies_of(options: argparse.Namespace) -> list[Policy]:
 def calibrated(policies: list[Policy], options: argparse.Namespace) -> list[Policy]:
     """With what they learn from the model: once, for all processes and for runs that go on."""
     path = options.out.with_suffix(".policies")
+    asked = (options.model, options.dtype, policies)
     if path.exists():
-        return list(pickle.loads(path.read_bytes()))
+        then, learned = pickle.loads(path.read_bytes())
+        if then == asked:
+            return list(learned)
     folder = resolve_folder(options.model)
     config = runtime_config(dtype=options.dtype)
     stock = load_stock_model(check_checkpoint(folder), config.dtype).eval()
     configs = [replace(config, policy=policy) for policy in policies]
-    policies = [with_calibrated_policy(stock, x, folder).policy for x in configs]
-    path.write_bytes(pickle.dumps(policies))
-    return policies
+    learned = [with_calibrated_policy(stock, x, folder).policy for x in configs]
+    path.write_bytes(pickle.dumps((asked, learned)))
+    return learned
 
 
 _START = time.monotonic()

@@ -35,10 +35,8 @@ def arguments(folder: Path, tmp_path: Path) -> list[str]:
     given = f"--out {tmp_path}/t.json --model {folder} --dtype float32 --commit none"
     given += " --policies full,exact_topk,lfps --budgets 96 --option lfps.alpha=0.4"
     given += " --lengths 1100,1200 --tasks niah_single_1 --samples 2 --quality-threads 1"
-    return [
-        *given.split(),
-        *["--device", "cpu", "--threads", "1", "--steps", "6", "--repeats", "1", "--peer-steps", "1"],
-    ]
+    given += " --device cpu --threads 1 --steps 6 --repeats 1 --peer-steps 1"
+    return given.split()
 
 
 def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:

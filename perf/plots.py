@@ -11,10 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED
+from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED, STOCK_ON_CPU
 from offload.system.memory import format_bytes
 from perf.tables.gpu_tables import Results, decode_rows, engine_name
 from perf.tables.markdown import Row
+from perf.tables.tradeoff_tables import devices_of, speed_of
 
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
 _GPU_ENGINES = (STOCK_OFFLOADED, STOCK, GRAPH, OURS)
@@ -24,6 +25,10 @@ _CPU_ENGINES = (
     *("offload full", "offload exact_topk"),
 )
 
+
+_MARKERS = "osD^v"
+_PEER_LINES = {GRAPH: ":", STOCK: "--", STOCK_ON_CPU: "--"}
+_WHERE = {"cuda": "with a GPU", "cpu": "CPU only"}
 
 # By engine: (context, median, 10th and 90th percentile of the milliseconds per token) each.
 _Lines = dict[str, list[tuple[int, float, float, float]]]
@@ -75,6 +80,71 @@ def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
     right.set_title(f"{model}, {cpu['settings']['threads']} CPU threads")
     left.set_ylabel("ms per token, batch 1")
     _save(figure, path, _time_results(gpu, cpu))
+
+
+def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
+    """A row of panels for each device, a colour for each policy and a marker for each budget."""
+    rows, policies = result["rows"], result["settings"]["policies"]
+    devices, lengths = devices_of(rows), sorted({row["length"] for row in rows})
+    quality = {
+        (row["length"], row["label"]): row["score"]
+        for row in rows
+        if row["part"] == "quality" and row["score"] is not None
+    }
+    names = list(dict.fromkeys(label.split(" ")[0] for label in policies))
+    budgets = sorted({options.get("budget_tokens", 0) for options in policies.values()} - {0})
+    figure, all_axes = _pyplot().subplots(
+        len(devices),
+        len(lengths),
+        figsize=(3.1 * len(lengths), 2.9 * len(devices) + 0.8),
+        sharey="col",
+        squeeze=False,
+    )
+    for device, of_device in zip(devices, all_axes, strict=True):
+        for length, axes in zip(lengths, of_device, strict=True):
+            for label, options in policies.items():
+                speed, score = speed_of(rows, device, length, label), quality.get((length, label))
+                if speed is None or score is None:
+                    continue
+                budget = options.get("budget_tokens")
+                axes.plot(
+                    speed["milliseconds"],
+                    100 * score,
+                    marker="*" if budget is None else _MARKERS[budgets.index(budget) % 5],
+                    markersize=11 if budget is None else 6,
+                    color=f"C{names.index(label.split(' ')[0])}",
+                    linestyle="none",
+                    label=label,
+                )
+            for peer, line in _PEER_LINES.items():
+                speed = speed_of(rows, device, length, peer)
+                if speed is not None:
+                    axes.axvline(
+                        speed["milliseconds"], color="0.6", linestyle=line, label=peer.split(",")[0]
+                    )
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("{x:g}")
+            axes.tick_params(axis="x", which="both", labelsize="small")
+            axes.set_title(f"{length:,} tokens, {_WHERE[device]}", fontsize="medium")
+            axes.grid(alpha=0.3)
+        of_device[0].set_ylabel("RULER, %")
+    for axes in all_axes[-1]:
+        axes.set_xlabel("ms per token")
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    figure.legend(
+        entries.values(),
+        entries.keys(),
+        fontsize="small",
+        frameon=False,
+        ncols=5,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.0),
+    )
+    _save(figure, path, result)
 
 
 def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:

@@ -20,6 +20,7 @@ from perf.plots import (
     is_current,
     plot_decode,
     plot_time_per_token,
+    plot_tradeoff,
     plot_training,
     time_per_token_caption,
     time_plot_is_current,
@@ -32,6 +33,7 @@ from perf.tables import (
     placement_tables,
     selection_tables,
     tables,
+    tradeoff_tables,
 )
 from perf.tables.gpu_tables import Results
 from perf.tables.placement_tables import COMMANDS, not_measured
@@ -61,6 +63,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ruler": ("ruler", long_context_tables.ruler_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
+    "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
+    "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
 }
 # Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
 GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
@@ -79,6 +83,7 @@ NOT_MEASURED = "*Not measured yet: run `make bench`.*"
 DECODE_PLOT = ROOT / "docs" / "decode.svg"
 TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
 TRAINING_PLOT = ROOT / "docs" / "long-context-training.svg"
+TRADEOFF_PLOT = ROOT / "docs" / "tradeoff.svg"
 TRAINING_LOG = LONG_CONTEXT_ADAPTER / "log.json"
 _SECTION = re.compile(r"<!-- perf:(?P<name>[\w-]+) -->\n.*?<!-- /perf:(?P=name) -->", re.DOTALL)
 
@@ -150,6 +155,9 @@ def plots(*, outdated_only: bool) -> dict[Path, Callable[[], None]]:
         found[TRAINING_PLOT] = lambda: plot_training(log, TRAINING_PLOT)
     if cpu is not None and not (outdated_only and is_current(DECODE_PLOT, cpu)):
         found[DECODE_PLOT] = lambda: plot_decode(cpu, DECODE_PLOT)
+    tradeoff = read_results("tradeoff")
+    if tradeoff is not None and not (outdated_only and is_current(TRADEOFF_PLOT, tradeoff)):
+        found[TRADEOFF_PLOT] = lambda: plot_tradeoff(tradeoff, TRADEOFF_PLOT)
     if cpu is None or "decode" not in gpu:
         return found
     if not (outdated_only and time_plot_is_current(gpu, cpu, TIME_PLOT)):

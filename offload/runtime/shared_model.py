@@ -19,9 +19,11 @@ from torch import Tensor
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.names import resolve_folder
 from offload.loading.stock_model import load_stock_model
-from offload.models.batch import RaggedBatch, pack
+from offload.models.batch import pack
 from offload.policies import Policy
-from offload.prefill.forward import prefill
+from offload.policies.full import Full
+from offload.policies.prefill_build import PrefillBuild
+from offload.prefill.forward import OnLayer, prefill
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.opening import (
@@ -34,25 +36,20 @@ from offload.runtime.runtime import Runtime
 from offload.system.autocast import without_autocast
 from offload.system.torch_threads import torch_threads
 
-_KEPT_QUERIES = 64  # more than a policy observes
-
 
 @dataclass(frozen=True, eq=False)
 class ReadPrompt:
     """What all policies continue.
 
     Attributes:
-        tokens: int64 [num_tokens], and as a batch.
-        cache: with these tokens.
-        queries: of each layer, [num_qo_heads, n, head_dim]: those of the last tokens.
+        tokens: int64 [num_tokens].
+        cache: with these tokens; every policy knows what it has to of its sequence.
         logits: [1, vocab_size], of the token after them.
-        seconds: that reading took.
+        seconds: that reading took, with what policies build of a prompt on a GPU.
     """
 
     tokens: Tensor
-    batch: RaggedBatch
     cache: OffloadedCache
-    queries: dict[int, Tensor]
     logits: Tensor
     seconds: float
 
@@ -64,6 +61,8 @@ class SharedModel:
         name_or_path: as `OffloadedModel.from_pretrained` takes it.
         policies: of the runtimes, in order.
         config: how it runs; the policy of it is not used.
+        reads_on: a device that reads the prompts, with weights of its own: a GPU, where `config`
+            decodes on the CPU.
 
     Attributes:
         runtimes: one per policy; their policies have learned what they need.
@@ -73,7 +72,12 @@ class SharedModel:
     """
 
     def __init__(
-        self, name_or_path: str | Path, policies: Sequence[Policy], config: RuntimeConfig
+        self,
+        name_or_path: str | Path,
+        policies: Sequence[Policy],
+        config: RuntimeConfig,
+        *,
+        reads_on: str | None = None,
     ) -> None:
         folder = resolve_folder(name_or_path)
         checkpoint = check_checkpoint(folder)
@@ -84,14 +88,26 @@ class SharedModel:
         # On the CPU: calibration reads its text there.
         configs = [with_calibrated_policy(self.stock, of_policy, folder) for of_policy in configs]
         move_to_device(self.stock, config)
+        reader = None
+        if reads_on is not None:
+            reading = replace(config, policy=Full(), device=reads_on, max_memory={})
+            stock = load_stock_model(checkpoint, config.dtype).eval()
+            move_to_device(stock, reading)
+            reader = Runtime(open_loaded(stock, reading, folder))
         opened = open_loaded(self.stock, configs[0], folder)
-        self.runtimes = [Runtime(opened)]
+        self.runtimes = [Runtime(opened, None if reader is None else reader.store)]
         store = self.runtimes[0].store
         for of_policy in configs[1:]:
             other = replace(open_loaded(self.stock, of_policy, folder), lean=opened.lean)
             self.runtimes.append(Runtime(other, store))
+        self._reader = reader or self.runtimes[0]
         states = [runtime.attention.states for runtime in self.runtimes]
         store.share_budget(lambda: sum(of_policy.held_bytes for of_policy in states))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it decodes."""
+        return self.runtimes[0].device
 
     @property
     def max_context(self) -> int:
@@ -111,40 +127,47 @@ class SharedModel:
         Raises:
             ValueError, HostBudgetError, DeviceMemoryError: it is too long.
         """
-        runtime, ids = self.runtimes[0], torch.tensor(tokens)
-        runtime.check_context(len(ids))
-        cache, queries = OffloadedCache(runtime.sequences), dict[int, Tensor]()
+        reader, ids = self._reader, torch.tensor(tokens)
+        reader.check_context(len(ids))
+        cache = OffloadedCache(reader.sequences)
         batch = pack((1, len(ids)), None, torch.arange(len(ids))[None])
-
-        def keep(seq: int, layer_idx: int, new: Tensor, kv_len: int) -> None:
-            kept = torch.cat([queries.get(layer_idx, new[:, :0]), new[:, -_KEPT_QUERIES:]], dim=1)
-            queries[layer_idx] = kept[:, -_KEPT_QUERIES:].clone()
-
         start = time.perf_counter()
         try:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
-                runtime._current_device(),
-                without_autocast(runtime.device),
-                torch_threads(runtime.config.num_threads),
+                reader._current_device(),
+                without_autocast(reader.device),
+                torch_threads(reader.config.num_threads),
             ):
+                (seq,) = cache.reserve(batch)
+                for runtime in self.runtimes:
+                    runtime.mark_text(batch, [seq], ids)
+                builds = self._builds(seq, len(ids))
                 hidden = prefill(
-                    runtime.lean,
-                    runtime.lean.embed_tokens(ids.to(runtime.device)),
+                    reader.lean,
+                    reader.lean.embed_tokens(ids.to(reader.device)),
                     batch,
-                    store=runtime.store,
-                    seqs=cache.reserve(batch),
-                    slice_tokens=runtime.config.prefill_slice_tokens,
-                    pool=runtime._decoder.pool,
-                    on_queries=keep,
-                    device_budget_bytes=runtime.config.max_memory.get(runtime.device.index or 0),
+                    store=reader.store,
+                    seqs=[seq],
+                    slice_tokens=reader.config.prefill_slice_tokens,
+                    pool=reader._decoder.pool,
+                    on_queries=self._record_queries,
+                    on_layer=_in_turn(builds) if builds else None,
+                    device_budget_bytes=reader.config.max_memory.get(reader.device.index or 0),
                 )
                 cache.commit(batch)
-                logits = runtime.logits(hidden[-1:], "prefill")
+                for build in builds:
+                    build.finish()
+                for runtime in self.runtimes:
+                    runtime.attention.states.end_prefill(seq)
+                logits = reader.logits(hidden[-1:], "prefill").to(self.device)
             seconds = time.perf_counter() - start
-            yield ReadPrompt(ids, batch, cache, queries, logits, seconds)
+            yield ReadPrompt(ids, cache, logits, seconds)
         finally:
+            for runtime in self.runtimes:
+                for seq in cache.seqs:
+                    runtime.attention.states.forget(seq)
             cache.reset()
 
     @contextmanager
@@ -152,12 +175,30 @@ class SharedModel:
         """A fork of the prompt for `runtimes[index]`, gone afterwards."""
         runtime, (parent,) = self.runtimes[index], prompt.cache.seqs
         cache = OffloadedCache(runtime.sequences)
-        child = runtime.store.fork(parent)
-        cache.take(child)
+        cache.take(runtime.sequences.fork(parent))
         try:
-            for layer_idx, queries in prompt.queries.items():
-                runtime.attention.record_queries(child, layer_idx, queries, len(prompt.tokens))
-            runtime.mark_text(prompt.batch, [child], prompt.tokens)
             yield cache
         finally:
             cache.reset()
+
+    def _builds(self, seq: int, num_tokens: int) -> list[PrefillBuild]:
+        """Of every policy that builds while a GPU reads; others build when they decode."""
+        attentions = [runtime.attention for runtime in self.runtimes]
+        builds = [
+            attention.prefill_build([seq], [num_tokens])
+            for attention in attentions
+            if attention.builds_in_prefill(self._reader.device)
+        ]
+        return [build for build in builds if build is not None]
+
+    def _record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
+        for runtime in self.runtimes:
+            runtime.attention.record_queries(seq, layer_idx, queries, kv_len)
+
+
+def _in_turn(builds: Sequence[PrefillBuild]) -> OnLayer:
+    def on_layer(layer_idx: int, seq: int, keys: Tensor, values: Tensor) -> None:
+        for build in builds:
+            build.on_layer(layer_idx, seq, keys, values)
+
+    return on_layer

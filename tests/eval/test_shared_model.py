@@ -12,6 +12,7 @@ from cases.tiny_models import EOS_TOKEN, random_tokens
 from offload import OffloadedModel
 from offload.bench.eval.answers import greedy_answer
 from offload.bench.eval.perplexity import measure_window, windows_of
+from offload.decode.attention import DecodeAttention
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.runtime.config import runtime_config
@@ -142,3 +143,34 @@ def test_the_device_pipeline_shares_a_model_too(
         )
         assert answer.tokens == greedy(alone, prompt)
         assert (answer.attended_tokens is None) == ("device" in options)
+
+
+@pytest.mark.parametrize("reads_on", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_another_device_reads_and_builds(
+    shared: SharedModel,
+    tiny_folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    reads_on: str,
+) -> None:
+    """As on a GPU, policies build from what the prefill leaves there, not from the host's copy."""
+    prompt = random_tokens(PROMPT).tolist()
+    expected = answers(shared, prompt)
+    config = runtime_config(num_threads=1)
+    apart = SharedModel(tiny_folders["llama"], policies(), config, reads_on=reads_on)
+    monkeypatch.setattr(DecodeAttention, "builds_in_prefill", lambda x, _: x._builds_on_device)
+    built: list[str] = []
+    for runtime in apart.runtimes:
+        states, name = runtime.attention.states, runtime.config.policy.name
+        monkeypatch.setattr(states, "_build", lambda *_, name=name: pytest.fail(name))
+        install = states.install
+        monkeypatch.setattr(
+            states, "install", lambda *x, name=name, f=install: (built.append(name), f(*x))
+        )
+    said = answers(apart, prompt)
+    assert sorted(built) == ["lfps", "lychee_cluster", "quest"]
+    for policy, one, other in zip(policies(), said, expected, strict=True):
+        assert one.tokens == other.tokens, policy.name
+        assert one.attended_tokens == pytest.approx(other.attended_tokens, rel=0.02)
+    store = apart.runtimes[0].store
+    assert store.num_sequences == 0
+    assert not any(runtime.attention.states._known for runtime in apart.runtimes)

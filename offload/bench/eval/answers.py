@@ -23,13 +23,15 @@ class Answer:
 
     Attributes:
         tokens: of the answer, the one that ends it included.
-        attended_tokens: per decode step and selection unit, of the layers that are not dense; None
-            where there was no decode step, or a GPU attends, which does not count.
+        attended_tokens, scored_tokens: per decode step, layer and selection unit, dense layers
+            included: attended to, and whose keys were scored to select; None where there was no
+            decode step, or a GPU attends, which does not count.
         seconds: of decoding, without what the policy builds first (`build_seconds`).
     """
 
     tokens: list[int]
     attended_tokens: float | None
+    scored_tokens: float | None
     seconds: float
     build_seconds: float
 
@@ -77,6 +79,7 @@ def answer_sample(
                 "score": score_of(answer.tokens),
                 "new_tokens": len(answer.tokens),
                 "attended_tokens": answer.attended_tokens,
+                "scored_tokens": answer.scored_tokens,
                 "decode_seconds": round(answer.seconds, 4),
                 "build_seconds": round(answer.build_seconds, 4),
             }
@@ -107,15 +110,20 @@ def greedy_answer(
             position, steps = position + 1, steps + 1
         stats = runtime.stats
         attended = attended_tokens(runtime, steps)
-    return Answer(tokens, attended, stats.decode_seconds, stats.index_seconds)
+        scored = attended_tokens(runtime, steps, "scored_tokens")
+    return Answer(tokens, attended, scored, stats.decode_seconds, stats.index_seconds)
 
 
-def attended_tokens(runtime: Runtime, steps: int) -> float | None:
-    """Per step, layer and unit, dense layers included, since the profile was started."""
+def attended_tokens(runtime: Runtime, steps: int, count: str = "attended_tokens") -> float | None:
+    """Per step, layer and unit, dense layers included, since the profile was started.
+
+    Args:
+        count: of `NativeAttention.profile`, in tokens x units.
+    """
     attention = runtime.attention
     if not steps or runtime.device.type != "cpu":
         return None
     per_query_head = attention.policy.selects and attention.policy.per_query_head
     num_units = attention.num_qo_heads if per_query_head else attention.store.num_kv_heads
-    counted: float = attention.profile()["attended_tokens"] / num_units
+    counted: float = attention.profile()[count] / num_units
     return counted / steps / attention.num_layers

@@ -63,6 +63,8 @@ class TooShort(ValueError):
     """A length that leaves no room for a task's prompt."""
 
     def __init__(self, task: str, length: int) -> None:
-        super().__init__(
-            f"{task}: {length:,} tokens leave no room for its prompt and answer; raise --lengths"
-        )
+        super().__init__(task, length)  # as pickle makes it again in another process
+
+    def __str__(self) -> str:
+        task, length = self.args
+        return f"{task}: {length:,} tokens leave no room for its prompt and answer; raise --lengths"

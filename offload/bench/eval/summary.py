@@ -52,6 +52,7 @@ def summaries(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str
                 "difference": mean([x.mean() for x in differences]),
                 "interval": bootstrap_interval(differences),
                 "attended_tokens": _mean_of(counting, label, "attended_tokens"),
+                "scored_tokens": _mean_of(counting, label, "scored_tokens"),
                 "decode_seconds": sum(r["answers"][label]["decode_seconds"] for r in records),
                 "build_seconds": sum(r["answers"][label]["build_seconds"] for r in records),
                 "decoded_tokens": sum(r["answers"][label]["new_tokens"] - 1 for r in records),
@@ -103,7 +104,7 @@ def _scores(records: Sequence[Record], label: str) -> npt.NDArray[np.float64]:
 
 
 def _mean_of(records: Sequence[Record], label: str, key: str) -> float | None:
-    return mean([record["answers"][label][key] for record in records])
+    return mean([record["answers"][label].get(key) for record in records])
 
 
 def mean(values: Sequence[Any]) -> float | None:

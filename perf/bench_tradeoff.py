@@ -1,0 +1,281 @@
+r"""What do I lose, what do I gain: `python -m perf.bench_tradeoff --out FILE.json`.
+
+One list of policies with all their options is timed and judged on one model. Speed first, alone on
+the machine: decode steps behind real text, the KV cache on the host, full attention of ours and
+peers beside. Then quality, by several processes at once: RULER, each prompt read once for all.
+
+FILE is written after each length of the speed, and FILE.jsonl after each answer. The same command
+goes on from there; `--only` does one of the two. On a machine with a GPU:
+
+    python -m perf.bench_tradeoff --out t.json --only speed --device cuda,cpu
+    python -m perf.bench_tradeoff --out t.json --only quality --reads-on cuda --processes 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.bench.decode.engines import ENGINES
+from offload.bench.eval.record_file import RecordFile
+from offload.bench.eval.ruler import RULER_TASKS
+from offload.bench.eval.summary import FULL, cell_rows, counting_cells, summaries
+from offload.bench.selection.measure import policy_label, policy_options
+from offload.cli.bench.options import option_values, policy_grid
+from offload.loading.checkpoint import check_checkpoint
+from offload.loading.names import resolve_folder
+from offload.loading.stock_model import load_stock_model
+from offload.policies import Policy
+from offload.policies.registry import available_policies, make_policy
+from offload.runtime.config import runtime_config
+from offload.runtime.opening import with_calibrated_policy
+from offload.system.memory import available_cpus
+from perf.results_file import start_machine, write_results
+from perf.tradeoff.quality import Judged, answer_all
+from perf.tradeoff.speed import Row, Timed, speed_rows
+
+MODEL = "smollm2-135m-instruct-32k"
+LENGTHS = (4096, 8192, 16384, 32768)
+_SAME_MACHINE = ("cpu", "cpus_usable", "gpus", "commit")
+
+
+def label_of(policy: Policy) -> str:
+    """Name, budget, and the options that are not the defaults."""
+    if not policy.selects:
+        return policy.name
+    name, *changed = policy_label(policy).split(" ")
+    return " ".join([name, str(policy.budget_tokens), *changed])
+
+
+class Document:
+    """FILE: its rows, to which each measurement is added as soon as it is there.
+
+    Args:
+        path: made if it is not there.
+        settings: that all rows share.
+
+    Raises:
+        ValueError: it has rows with other settings, or of another machine or commit.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], commit: str | None) -> None:
+        self.path, self.settings, self.rows = path, settings, list[Row]()
+        self.machine = start_machine(commit)
+        if not path.exists():
+            return
+        found = json.loads(path.read_text("utf-8"))
+        self.rows = found["rows"]
+        pairs = [
+            *((name, found["settings"].get(name), value) for name, value in settings.items()),
+            *((name, found["machine"].get(name), self.machine[name]) for name in _SAME_MACHINE),
+        ]
+        for name, then, now in pairs:
+            if json.loads(json.dumps(now)) != then:
+                raise ValueError(
+                    f"{path} was made with {name} = {then}, but this run has {now}; give another "
+                    "--out, or the same options"
+                )
+        self.machine = found["machine"]
+        self.settings = found["settings"]
+
+    def replace(self, rows: list[Row], **which: Any) -> None:
+        """Write `rows` in place of those that are `which`."""
+        kept = [row for row in self.rows if any(row.get(k) != v for k, v in which.items())]
+        self.rows = kept + rows
+        write_results(
+            self.path.stem,
+            machine=self.machine,
+            settings=self.settings,
+            rows=self.rows,
+            folder=self.path.parent,
+        )
+
+    def has(self, **which: Any) -> bool:
+        """Whether there are such rows."""
+        return any(all(row.get(k) == v for k, v in which.items()) for row in self.rows)
+
+
+def measure_speed(
+    document: Document, policies: list[Policy], device: str, options: argparse.Namespace
+) -> None:
+    """Rows of every length that has none."""
+    lengths = [
+        n for n in options.lengths if not document.has(part="speed", device=device, length=n)
+    ]
+    if not lengths:
+        return
+    on_cpu = device == "cpu"
+    timed = Timed(
+        model=options.model,
+        policies=policies,
+        labels=list(document.settings["policies"]),
+        dtype=options.dtype,
+        device=device,
+        reads_on=options.reads_on if on_cpu else None,
+        num_threads=options.threads if on_cpu else None,
+        peers=[peer for peer in options.peers if peer == "transformers" or not on_cpu],
+        num_steps=options.steps,
+        repeats=options.repeats,
+        peer_steps=options.peer_steps,
+    )
+    say(f"speed on {device}, {len(policies)} policies: opening the model")
+    for rows in speed_rows(timed, lengths):
+        length = rows[0]["length"]
+        document.replace(rows, part="speed", device=device, length=length)
+        times = [row["milliseconds"] for row in rows if row["milliseconds"]]
+        say(f"{device}, {length:,}: {min(times):.2f} to {max(times):.2f} ms; full {times[0]:.2f}")
+
+
+def measure_quality(
+    document: Document, policies: list[Policy], options: argparse.Namespace
+) -> None:
+    """Rows of what the file of answers has, after as many more as there is time for."""
+    labels = list(document.settings["policies"])
+    judged = Judged(
+        model=options.model,
+        policies=policies,
+        labels=labels,
+        dtype=options.dtype,
+        device=options.quality_device,
+        reads_on=options.reads_on,
+        num_threads=options.quality_threads,
+        num_processes=options.processes,
+        lengths=options.lengths,
+        tasks=options.tasks,
+        samples=options.samples,
+        seed=options.seed,
+        seconds=options.seconds,
+    )
+    ways = {"device": judged.device, "reads_on": judged.reads_on, "seed": judged.seed}
+    answers = options.out.with_suffix(".jsonl")
+    file = RecordFile(answers, {"command": "tradeoff", **document.settings, **ways})
+    say(f"quality on {judged.device}: {judged.num_processes} processes")
+    try:
+        answer_all(judged, file, say)
+    finally:
+        for length in sorted({record["length"] for record in file.records}):
+            of_length = [r for r in file.records if r["length"] == length]
+            counting = counting_cells(of_length)
+            common = {"part": "quality", "length": length, **ways}
+            counts = {
+                "prompts": len(of_length),
+                "counting_tasks": len(counting),
+                "fewest_samples": min(map(len, counting.values()), default=0),
+            }
+            lines = [
+                common | counts | {"label": line.pop("policy"), **line}
+                for line in summaries(of_length, labels)
+            ]
+            cells = [common | {"part": "cells", **c} for c in cell_rows(of_length, labels)]
+            document.replace(lines, part="quality", length=length)
+            document.replace(cells, part="cells", length=length)
+            full, *others = [100 * (line["score"] or 0) for line in lines]
+            say(f"{length:,}, {counts}: full {full:.1f}, others {min(others, default=full):.1f} up")
+
+
+def policies_of(options: argparse.Namespace) -> list[Policy]:
+    """Full attention, and every policy with every budget: its defaults but for `--option`."""
+    selecting = [name for name in options.policies if name != FULL]
+    values = option_values(options.option, option="--option")
+    return [
+        make_policy(FULL),
+        *policy_grid(selecting, options.budgets, values, option="--option"),
+    ]
+
+
+def calibrated(policies: list[Policy], options: argparse.Namespace) -> list[Policy]:
+    """With what they learn from the model: once, for all processes and for runs that go on."""
+    path = options.out.with_suffix(".policies")
+    asked = (options.model, options.dtype, policies)
+    if path.exists():
+        then, learned = pickle.loads(path.read_bytes())
+        if then == asked:
+            return list(learned)
+    folder = resolve_folder(options.model)
+    config = runtime_config(dtype=options.dtype)
+    stock = load_stock_model(check_checkpoint(folder), config.dtype).eval()
+    configs = [replace(config, policy=policy) for policy in policies]
+    learned = [with_calibrated_policy(stock, x, folder).policy for x in configs]
+    path.write_bytes(pickle.dumps((asked, learned)))
+    return learned
+
+
+_START = time.monotonic()
+
+
+def say(line: str) -> None:
+    """Print a line with the time."""
+    print(f"[{time.monotonic() - _START:6.1f} s] {line}", flush=True)
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE.json")
+    add("--only", choices=("quality", "speed"), help="default: speed, then quality")
+    add("--commit", help="of this tree, where there is no repository")
+    add("--model", default=MODEL)
+    add("--dtype", default="bfloat16")
+    add("--policies", type=_names, default=available_policies())
+    add("--budgets", type=_counts, default=[1024])
+    add("--option", action="append", default=[], metavar="POLICY.KEY=VALUE")
+    add("--lengths", type=_counts, default=list(LENGTHS))
+    add("--reads-on", help="cuda: a GPU reads the prompts where the CPU decodes")
+    quality = parser.add_argument_group("quality")
+    add = quality.add_argument
+    add("--tasks", type=_names, default=list(RULER_TASKS))
+    add("--samples", type=int, default=4, help="of each task and length")
+    add("--seed", type=int, default=0)
+    add("--quality-device", default="cpu", help="where answers are decoded")
+    add("--processes", type=int, default=1)
+    add("--quality-threads", type=int, default=2, help="of each process")
+    add("--seconds", type=float, default=1e6, help="after which it ends with what there is")
+    speed = parser.add_argument_group("speed")
+    add = speed.add_argument
+    add("--device", type=_names, default=["cuda" if torch.cuda.is_available() else "cpu"])
+    add("--threads", type=int, default=min(8, available_cpus()), help="without a GPU")
+    add("--steps", type=int, default=36)
+    add("--repeats", type=int, default=2)
+    add("--peers", type=_names, default=["graph", "transformers"], help=", ".join(ENGINES))
+    add("--peer-steps", type=int, default=8)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    policies = policies_of(options)
+    settings = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "policies": {label_of(policy): policy_options(policy) for policy in policies},
+        "text": "docstrings of Python's library",
+    }
+    document = Document(options.out, settings, options.commit)
+    learned = calibrated(policies, options)
+    say("policies are calibrated")
+    if options.only != "quality":
+        for device in options.device:
+            measure_speed(document, learned, device, options)
+    if options.only != "speed":
+        measure_quality(document, learned, options)
+
+
+if __name__ == "__main__":
+    main()

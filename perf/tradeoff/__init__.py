@@ -1,0 +1,1 @@
+"""Quality and speed of one configuration: parts of `perf.bench_tradeoff`."""

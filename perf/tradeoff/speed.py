@@ -1,0 +1,100 @@
+"""Milliseconds of a token behind real text, under the policies that were judged, beside peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from offload.bench.decode.engines import OURS, DecodePlan, measure_engines
+from offload.bench.decode.models import DecodeModel, ignore
+from offload.bench.decode.shared_text import SharedText
+from offload.loading.names import load_tokenizer
+from offload.policies import Policy
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
+from offload.runtime.config import runtime_config
+from offload.runtime.runtime import Runtime
+from offload.runtime.shared_model import SharedModel
+from offload.system.stdlib_text import stdlib_paragraphs
+
+Row = dict[str, Any]
+_ROLES = {"dense": DENSE, "retrieve": RETRIEVE, "select": SELECT, "reuse": REUSE}
+_KEPT = ("engine", "kv_len", "steps", "milliseconds", "milliseconds_p10", "milliseconds_p90")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What decodes, and beside whom.
+
+    Attributes:
+        labels: of the policies.
+        device, reads_on: as `RuntimeConfig` and `SharedModel` take them.
+        num_threads: None: as `RuntimeConfig` has it.
+        peers: engines of `offload bench decode`.
+        num_steps: `repeats` times; the first of each are left out. A context ends with its length.
+        peer_steps: of transformers, which is slow.
+    """
+
+    model: str
+    policies: Sequence[Policy]
+    labels: Sequence[str]
+    dtype: str
+    device: str
+    reads_on: str | None
+    num_threads: int | None
+    peers: Sequence[str]
+    num_steps: int
+    repeats: int
+    peer_steps: int
+
+
+def speed_rows(timed: Timed, lengths: Sequence[int]) -> Iterator[list[Row]]:
+    """The rows of each length."""
+    config = runtime_config(dtype=timed.dtype, device=timed.device, num_threads=timed.num_threads)
+    shared = SharedModel(timed.model, timed.policies, config, reads_on=timed.reads_on)
+    words = "\n\n".join(stdlib_paragraphs())
+    tokens = torch.tensor(load_tokenizer(timed.model)(words, verbose=False)["input_ids"])
+    text = SharedText(shared, timed.policies, tokens)
+    own = {
+        "device": timed.device,
+        "threads": shared.runtimes[0]._decoder.pool.num_threads,
+    }
+    for length in lengths:
+        plan = DecodePlan(
+            policies=timed.policies,
+            kv_lens=[length - timed.num_steps],
+            engines=["offload", *timed.peers],
+            num_steps=timed.num_steps,
+            repeats=timed.repeats,
+            stock_steps=timed.peer_steps,
+            num_threads=timed.num_threads,
+        )
+        rows = []
+        runtimes = iter(zip(timed.labels, shared.runtimes, strict=True))
+        for measured in measure_engines(cast(DecodeModel, text), plan, ignore):
+            row = {"part": "speed", "length": length, "label": measured["engine"], **own}
+            row |= {name: measured.get(name) for name in _KEPT}
+            if measured["engine"] == OURS:
+                label, runtime = next(runtimes)
+                row |= {"label": label, "heads": heads_of(runtime)}
+            rows.append(row)
+        yield rows
+
+
+def heads_of(runtime: Runtime) -> dict[str, int]:
+    """KV heads of all layers by what they do; those that a GPU attends to, too."""
+    attention, shape = runtime.attention, runtime.lean.shape
+    num_layers = len(runtime.lean.layers)
+    roles = attention.roles
+    if roles is None:
+        policy = attention.policy
+        dense = policy.dense_layers if policy.selects else num_layers
+        roles = np.full((num_layers, shape.num_kv_heads), SELECT)
+        roles[:dense] = DENSE
+    heads = {name: int((roles == role).sum()) for name, role in _ROLES.items()}
+    if attention.beside is not None:
+        heads["on_gpu"] = int(attention.beside[2].sum())
+    return {name: count for name, count in heads.items() if count}

@@ -1,0 +1,202 @@
+"""Quality and speed of one configuration: one list of policies is timed and judged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases.tiny_models import byte_tokenizer, make_tiny_model
+
+from offload.bench.decode.engines import STOCK_ON_CPU
+from offload.bench.eval.record_file import RecordFile
+from offload.bench.eval.sample import Sample
+from offload.policies.state import PolicyStates
+from perf import bench_tradeoff
+from perf.tables.tradeoff_tables import options_table, tradeoff_table
+from perf.tradeoff import quality, speed
+
+LABELS = ["full", "exact_topk 96", "lfps 96 alpha=0.4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with room for RULER's prompts in bytes."""
+    folder = tmp_path_factory.mktemp("roomy")
+    make_tiny_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def arguments(folder: Path, tmp_path: Path) -> list[str]:
+    given = f"--out {tmp_path}/t.json --model {folder} --dtype float32 --commit none"
+    given += " --policies full,exact_topk,lfps --budgets 96 --option lfps.alpha=0.4"
+    given += " --lengths 1100,1200 --tasks niah_single_1 --samples 2 --quality-threads 1"
+    given += " --device cpu --threads 1 --steps 6 --repeats 1 --peer-steps 1"
+    return given.split()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_tradeoff", *arguments])
+    bench_tradeoff.main()
+
+
+def test_what_is_timed_is_what_is_judged(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    build = PolicyStates._build
+    monkeypatch.setattr(
+        PolicyStates, "_build", lambda x, seq, *rest: (built.append(seq), build(x, seq, *rest))
+    )
+    run(monkeypatch, [*arguments, "--only", "speed", "--repeats", "3"])
+    assert len(built) == 2  # lfps at each length: a repeat continues what was built
+    run(monkeypatch, [*arguments, "--only", "quality"])
+    found = json.loads((tmp_path / "t.json").read_text("utf-8"))
+    assert list(found["settings"]["policies"]) == LABELS
+    assert found["settings"]["policies"][LABELS[2]]["alpha"] == 0.4
+    rows = found["rows"]
+    for length in (1100, 1200):
+        of_length = [row for row in rows if row["length"] == length]
+        timed = [row for row in of_length if row["part"] == "speed"]
+        assert [row["label"] for row in timed] == [*LABELS, STOCK_ON_CPU]
+        assert all(row["milliseconds"] > 0 and row["threads"] == 1 for row in timed)
+        assert {row["kv_len"] for row in timed} == {length - 6}
+        assert timed[1]["heads"] == {"dense": 4, "select": 2}
+        judged = [row for row in of_length if row["part"] == "quality"]
+        assert [row["label"] for row in judged] == LABELS
+        assert judged[0]["prompts"] == 2
+        (cell,) = [row for row in of_length if row["part"] == "cells"]
+        assert cell["attended_tokens"][LABELS[1]] < cell["attended_tokens"]["full"]
+
+    # Nothing is measured twice, and nothing is mixed.
+    for part in (speed, quality):
+        monkeypatch.setattr(part, "SharedModel", None, raising=False)
+    monkeypatch.setattr(quality._Process, "answer", None)
+    run(monkeypatch, arguments)
+    assert json.loads((tmp_path / "t.json").read_text("utf-8"))["rows"] == rows
+    with pytest.raises(ValueError, match=r"t\.json was made with policies"):
+        run(monkeypatch, [*arguments, "--budgets", "97"])
+
+
+def judged_by(**changes: Any) -> quality.Judged:
+    options: dict[str, Any] = {
+        "model": "none",
+        "policies": [],
+        "labels": ["full"],
+        "dtype": "float32",
+        "device": "cpu",
+        "reads_on": None,
+        "num_threads": 1,
+        "num_processes": 1,
+        "lengths": [100, 200],
+        "tasks": ["a", "b"],
+        "samples": 2,
+        "seed": 0,
+        "seconds": 60.0,
+    }
+    return quality.Judged(**options | changes)
+
+
+class FakeProcess:
+    """Answers but those to b; every answer takes a second of its clock."""
+
+    now = 0.0
+
+    def __init__(self, judged: quality.Judged) -> None:
+        self._samples = judged.samples
+
+    def make(self, cell: quality.Cell) -> list[Sample]:
+        length, task = cell
+        return [Sample(task, length, i, "", "", ("x",), 1) for i in range(self._samples)]
+
+    def answer(self, sample: Sample) -> tuple[Sample, Any]:
+        FakeProcess.now += 1.0
+        return sample, "OutOfMemoryError" if sample.task == "b" else {"answers": {}}
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeProcess, "now", 0.0)
+    monkeypatch.setattr(quality, "_Process", FakeProcess)
+    monkeypatch.setattr(quality.time, "monotonic", lambda: FakeProcess.now)
+
+
+@pytest.mark.usefixtures("fake")
+def test_samples_take_turns_until_the_time_is_up() -> None:
+    file = RecordFile(None, {})
+    said: list[str] = []
+    quality.answer_all(judged_by(tasks=["a"], seconds=2.5), file, said.append)
+    keys = [(record["length"], record["index"]) for record in file.records]
+    assert keys == [(200, 0), (100, 0), (200, 1)]
+    assert said[-1] == "time is up: 3 of 4 prompts were answered"
+    quality.answer_all(judged_by(tasks=["a"]), file, said.append)
+    assert len(file.records) == 4
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_prompt_that_fails_is_said_and_the_others_are_kept() -> None:
+    file = RecordFile(None, {})
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match=r"4 prompts were not answered, .*OutOf"):
+        quality.answer_all(judged_by(), file, said.append)
+    assert [record["task"] for record in file.records] == ["a"] * 4
+    assert "b, 200 tokens: OutOfMemoryError" in said
+
+
+def result() -> dict[str, Any]:
+    def timed(device: str, label: str, milliseconds: float | None, **more: Any) -> dict[str, Any]:
+        times = dict.fromkeys(("milliseconds", "milliseconds_p10"), milliseconds)
+        times["milliseconds_p90"] = milliseconds and milliseconds + 1
+        row = {"part": "speed", "length": 4096, "device": device, "label": label}
+        return row | {"engine": label, "threads": 8, "steps": 64} | times | more
+
+    judged = {"part": "quality", "length": 4096, "device": "cpu", "reads_on": "cuda", "seed": 0}
+    judged |= {"prompts": 22, "counting_tasks": 10, "fewest_samples": 2}
+    line = {"score": 0.8, "difference": 0.0, "interval": [0, 0], "attended_tokens": 4000.0}
+    lost = {"score": 0.7, "difference": -0.1, "interval": [-0.15, -0.05], "scored_tokens": 900.0}
+    machine = json.loads(
+        (Path(__file__).parents[2] / "perf/results/ruler.json").read_text("utf-8")
+    )["machine"]
+    return {
+        "machine": machine,
+        "settings": {
+            "model": "tiny",
+            "dtype": "bfloat16",
+            "policies": {"full": {}, "quest 320": {"budget_tokens": 320, "page_tokens": 16}},
+        },
+        "rows": [
+            timed("cuda", "full", 10.0, engine="offload", heads={"dense": 90}),
+            timed("cuda", "quest 320", 4.0, engine="offload", heads={"select": 84, "on_gpu": 6}),
+            timed("cuda", "transformers, KV on the GPU", 20.0),
+            timed("cpu", "full", None, engine="offload"),
+            judged | line | {"label": "full"},
+            judged | line | lost | {"label": "quest 320"},
+        ],
+    }
+
+
+def test_table_of_quality_and_speed() -> None:
+    lines = tradeoff_table(result()).splitlines()
+    header = next(line for line in lines if line.startswith("| policy"))
+    assert "ms, GPU | GPU, over full | GPU, over transformers | ms, CPU" in header
+    rows = {cells[0]: cells[1:] for cells in (line.strip("| ").split(" | ") for line in lines)}
+    unknown, times = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
+    quest = rows["`quest 320`"]
+    assert quest[:2] == ["70.0", "-10.0"]
+    assert quest[2].split(" … ") == ["-15.0", "-5.0"]
+    assert quest[3:5] == ["4,000", "900"]
+    assert quest[5].startswith("4.00 ")
+    assert quest[6:] == [f"2.50{times}", f"5.00{times}", *[unknown] * 3]
+    peer = rows["transformers, KV on the GPU"]
+    assert peer[:5] == [unknown] * 5
+    assert peer[6:8] == [f"0.50{times}", f"1.00{times}"]
+    assert "22 prompts, the mean of 10 tasks" in "\n".join(lines)
+
+
+def test_table_of_options() -> None:
+    text = options_table(result())
+    assert "| `quest 320` | budget_tokens 320, page_tokens 16 | 84 select, 6 on gpu |" in text

@@ -226,7 +226,7 @@ def batch_rows(options: Any) -> Iterator[list[Row]]:
                 repeats=options.repeats,
                 dtype=torch.bfloat16,
                 seed=0,
-                max_layers=2,
+                max_layers=1,
             )
         )
         yield [{"part": "batch"} | row for row in result.rows()]

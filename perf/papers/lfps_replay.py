@@ -98,7 +98,7 @@ def read_text(lean: LeanModel, tokens: Sequence[int], steps: int, device: str) -
     """Exact prefill of a text, on the device of the model; the last `steps` tokens are decoded."""
     shape, ids = lean.shape, torch.tensor(tokens)
     embedded = lean.embed_tokens(ids.to(device))
-    store = KVStore(**shape.kv_heads, dtype=embedded.dtype)
+    store = KVStore(**shape.kv_heads, dtype=embedded.dtype, pinned=embedded.is_cuda)
     try:
         seq = store.new_sequence()
         store.reserve([seq], [len(ids)])

@@ -258,7 +258,7 @@ def main() -> None:
     options = parser.parse_args()
     disable_progress_bar()  # of every model that is loaded
     run = Run(options)
-    names = ("lengths", "steps", "seeds", "bypass_length", "samples", "batch_depth", "repeats")
+    names = ("lengths", "steps", "seeds", "bypass_length", "batch_depth", "repeats")
     settings = {"model": LONG_CONTEXT_MODEL, "bypass_budget": BYPASS_BUDGET}
     settings |= {"batch_shape": BATCH_SHAPE, "batch_budget": BATCH_BUDGET} | run.named(*names)
     rows = [row for path in options.add for row in json.loads(path.read_text("utf-8"))["rows"]]

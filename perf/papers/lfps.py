@@ -17,6 +17,7 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,9 @@ from offload import OffloadedModel, load_tokenizer
 from offload.bench.decode.models import lean_model
 from offload.bench.eval.answers import answer_sample
 from offload.bench.eval.haystack import prose_words
-from offload.bench.eval.labels import label_of, windows_of
+from offload.bench.eval.labels import windows_of
 from offload.bench.eval.prompt import prompt_text
 from offload.bench.eval.ruler import ruler_samples
-from offload.bench.eval.summary import cell_rows, summaries
 from offload.bench.latency.run import LatencyRun, run_latency
 from offload.bench.selection.measure import SelectionSettings, measure_selection
 from offload.loading.checkpoint import check_checkpoint
@@ -104,9 +104,9 @@ def text_tokens(kind: str, seed: int, num_tokens: int, tokenizer: Any) -> list[i
 def texts_of(
     length: int, seeds: int, tokenizer: Any, kinds: tuple[str, ...] = TEXTS
 ) -> Iterator[tuple[str, int, list[int]]]:
-    """Kind, seed and tokens."""
-    for kind in kinds:
-        for seed in range(seeds):
+    """Kind, seed and tokens; the kinds take turns."""
+    for seed in range(seeds):
+        for kind in kinds:
             yield kind, seed, text_tokens(kind, seed, length, tokenizer)
 
 
@@ -182,31 +182,26 @@ def bypass_rows(options: Any) -> Iterator[list[Row]]:
 
 
 def ruler_rows(options: Any) -> Iterator[list[Row]]:
-    """Table 3: rows "ruler" of each threshold, and "ruler task" of each task."""
+    """Table 3: a row of each prompt, with everybody's answers; the tasks take turns."""
     tokenizer, length = load_tokenizer(LONG_CONTEXT_MODEL), options.bypass_length
-    policies = list(bypass_policies().values())
-    labels = [label_of(policy) for policy in policies]
+    policies = bypass_policies()
     config = runtime_config(dtype="bfloat16", device=options.device, num_threads=options.threads)
-    model = SharedModel(LONG_CONTEXT_MODEL, policies, config)
-    records: list[Row] = []
-    for task in RULER_TASKS:
-        for sample in ruler_samples(
+    model = SharedModel(LONG_CONTEXT_MODEL, list(policies.values()), config)
+    samples = [
+        ruler_samples(
             task,
             length,
             options.samples,
             seed=0,
             count_tokens=lambda text: len(tokenizer(text, verbose=False)["input_ids"]),
             prose=prose_words(None),
-        ):
-            answered = answer_sample(model, labels, tokenizer, sample, chat=True)
-            records.append({"task": task, "length": length, "index": sample.index} | answered)
-    thresholds = [getattr(policy, "bypass_threshold", None) for policy in policies]
-    of_policies = zip(policies, thresholds, summaries(records, labels), strict=True)
-    yield [
-        {"part": "ruler", "name": policy.name, "threshold": threshold, "prompts": len(records)}
-        | summary
-        for policy, threshold, summary in of_policies
-    ] + [{"part": "ruler task"} | row for row in cell_rows(records, labels)]
+        )
+        for task in RULER_TASKS
+    ]
+    for sample in chain.from_iterable(zip(*samples, strict=True)):
+        answered = answer_sample(model, list(policies), tokenizer, sample, chat=True)
+        where = {"part": "ruler", "task": sample.task, "length": length, "index": sample.index}
+        yield [where | answered]
 
 
 def batch_rows(options: Any) -> Iterator[list[Row]]:

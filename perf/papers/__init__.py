@@ -1,0 +1,1 @@
+"""What the papers of our methods claim, measured here."""

@@ -67,6 +67,8 @@ class SharedModel:
 
     Attributes:
         runtimes: one per policy; their policies have learned what they need.
+        reader: what reads prompts: the layers of the runtimes, or a copy of them elsewhere, such as
+            on a GPU while the runtimes decode on the CPU.
 
     Raises:
         As `OffloadedModel.from_pretrained`.
@@ -86,6 +88,7 @@ class SharedModel:
         move_to_device(self.stock, config)
         opened = open_loaded(self.stock, configs[0], folder)
         self.runtimes = [Runtime(opened)]
+        self.reader = opened.lean
         store = self.runtimes[0].store
         for of_policy in configs[1:]:
             other = replace(open_loaded(self.stock, of_policy, folder), lean=opened.lean)
@@ -111,12 +114,13 @@ class SharedModel:
         Raises:
             ValueError, HostBudgetError, DeviceMemoryError: it is too long.
         """
-        runtime, ids = self.runtimes[0], torch.tensor(tokens)
+        runtime, reader, ids = self.runtimes[0], self.reader, torch.tensor(tokens)
         runtime.check_context(len(ids))
         cache, queries = OffloadedCache(runtime.sequences), dict[int, Tensor]()
         batch = pack((1, len(ids)), None, torch.arange(len(ids))[None])
 
         def keep(seq: int, layer_idx: int, new: Tensor, kv_len: int) -> None:
+            new = new.to(runtime.device)
             kept = torch.cat([queries.get(layer_idx, new[:, :0]), new], dim=1)
             queries[layer_idx] = kept[:, -_KEPT_QUERIES:].clone()
 
@@ -130,8 +134,8 @@ class SharedModel:
                 torch_threads(runtime.config.num_threads),
             ):
                 hidden = prefill(
-                    runtime.lean,
-                    runtime.lean.embed_tokens(ids.to(runtime.device)),
+                    reader,
+                    reader.embed_tokens(ids.to(reader.lm_head.weight.device)),
                     batch,
                     store=runtime.store,
                     seqs=cache.reserve(batch),
@@ -140,7 +144,7 @@ class SharedModel:
                     device_budget_bytes=runtime.config.max_memory.get(runtime.device.index or 0),
                 )
                 cache.commit(batch)
-                logits = runtime.logits(hidden[-1:], "prefill")
+                logits = runtime.logits(hidden[-1:].to(runtime.device), "prefill")
             seconds = time.perf_counter() - start
             yield ReadPrompt(ids, batch, cache, queries, logits, seconds)
         finally:

@@ -16,7 +16,6 @@ share the jobs, the most wanted first; those that --seconds cut off are left out
 from __future__ import annotations
 
 import argparse
-import copy
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,32 +32,29 @@ from offload.bench.eval.perplexity import teacher_forced
 from offload.bench.eval.ruler import RULER_TASKS, ruler_samples
 from offload.bench.eval.sample import Sample
 from offload.bench.eval.structured import STRUCTURED_TASKS, structured_samples
-from offload.bench.selection.measure import STABILITY_WINDOW
-from offload.bench.selection.metrics import (
-    ReferenceBudget,
-    kl_divergence,
-    mean,
-    negative_log_likelihood,
-)
+from offload.bench.selection.metrics import kl_divergence, mean, negative_log_likelihood
 from offload.bench.selection.observer import SelectionObserver
 from offload.loading.names import load_tokenizer
-from offload.models import lean_model_maker
-from offload.policies.registry import make_policy
-from offload.runtime.config import runtime_config
-from offload.runtime.shared_model import ReadPrompt, SharedModel
 from offload.system.stdlib_text import stdlib_paragraphs, stdlib_sources
 from perf.papers.lychee_variants import answering, variants
+from perf.papers.observed import MODEL, observe_text, observer_of, open_model
 from perf.results_file import Run, script_options
 
-MODEL = "smollm2-135m-instruct-32k"
 TEXTS = ("prose", "code", "json")
 WINDOWS = 3  # of prose and code
-TASKS = ("niah_multikey_1", "niah_multikey_2", "niah_multivalue", "niah_multiquery", *TEXTS[2:])
-STEPS, SAMPLE_EVERY = 32, 4
+TASKS = (
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multivalue",
+    "niah_multiquery",
+    *STRUCTURED_TASKS,
+)
+STEPS, SAMPLE_EVERY = 32, 8
 STABILITY_PROMPT, SEGMENT, STABILITY_SAMPLE_EVERY = 2048, 1024, 128
 STABILITY_LAYERS = 4  # every fourth is looked at: all of them would take longer than the decoding
 STABILITY_VARIANTS = ("ours 1024", "published 1024")
 
+PARTS = ("recall", "answers", "stability")
 Row = dict[str, Any]
 
 
@@ -102,8 +98,8 @@ def text_window(kind: str, length: int, index: int) -> list[int]:
         return tokens[first : first + length]
     # The question behind the text is longer than what is added here, and so is left out.
     samples = structured_samples(kind, length + 128, 1, seed=index, count_tokens=_count)
-    tokens = _tokenizer()(samples[0].text, verbose=False)["input_ids"]
-    return tokens[:length]
+    tokens = _tokenizer()(samples[0].text, verbose=False)["input_ids"][:length]
+    return list(tokens)
 
 
 def sample_of(job: Job) -> Sample:
@@ -114,24 +110,23 @@ def sample_of(job: Job) -> Sample:
             job.kind, job.length, 1, seed=job.index, count_tokens=_count, prose=prose
         )
     else:
-        (sample,) = structured_samples(
-            job.kind, job.length, 1, seed=job.index, count_tokens=_count
-        )
+        (sample,) = structured_samples(job.kind, job.length, 1, seed=job.index, count_tokens=_count)
     return sample
 
 
 class Bench:
-    """The model under all variants, in one process."""
+    """The model under all variants, in one process.
 
-    def __init__(self, threads: int) -> None:
+    Args:
+        deadline: in `time.time()`; of a long job, what was measured until then is kept.
+    """
+
+    def __init__(self, threads: int, deadline: float) -> None:
         disable_progress_bar()
+        self._deadline = deadline
         policies = variants()
         self.labels = list(policies)
-        config = runtime_config(dtype="bfloat16", device="cpu", num_threads=threads)
-        self.model = SharedModel(MODEL, list(policies.values()), config)
-        if torch.cuda.is_available():
-            stock = copy.deepcopy(self.model.stock).cuda()
-            self.model.reader = lean_model_maker(stock.config.model_type)(stock)
+        self.model = open_model(list(policies.values()), threads)
 
     def measure(self, job: Job) -> list[Row]:
         """The rows of a job."""
@@ -144,56 +139,23 @@ class Bench:
         rows = [asdict(job) | row for row in parts[job.part](job)]
         return [row | {"job_seconds": round(time.perf_counter() - start, 1)} for row in rows]
 
-    def _observer(self, index: int, capacity_tokens: int) -> SelectionObserver:
-        runtime = self.model.runtimes[index]
-        topk, policy = make_policy("exact_topk"), runtime.config.policy
-        budget = policy.budget_tokens if policy.selects else 0
-        reference = ReferenceBudget(budget, topk.sink_tokens, topk.recent_tokens)
-        return SelectionObserver(
-            runtime.attention,
-            reference=reference if policy.selects else None,
-            dense_layers=topk.dense_layers,
-            sm_scale=runtime.lean.sm_scale,
-            capacity_tokens=capacity_tokens,
-            window=STABILITY_WINDOW,
-        )
-
     def _recall(self, job: Job) -> Iterator[Row]:
         tokens = text_window(job.kind, job.length + job.steps + 1, job.index)
         context, following = tokens[: job.length], tokens[job.length :]
         exact: torch.Tensor | None = None
         with self.model.read(context) as prompt:
             for index, label in enumerate(self.labels):
-                row, logits = self._decode(index, prompt, following)
+                row, logits = observe_text(
+                    self.model, index, prompt, following[:-1], sample_every=SAMPLE_EVERY
+                )
                 exact = logits if exact is None else exact  # full attention comes first
                 nll = negative_log_likelihood(logits, torch.tensor(following[1:]))
                 kl = float(kl_divergence(logits, exact).mean())
                 yield {"variant": label, **row, "kl": kl, "nll": float(nll.mean())}
 
-    def _decode(
-        self, index: int, prompt: ReadPrompt, following: Sequence[int]
-    ) -> tuple[Row, torch.Tensor]:
-        """What was selected, and the logits [steps, vocab_size]; the last token is predicted."""
-        runtime = self.model.runtimes[index]
-        observer = self._observer(index, len(prompt.tokens) + len(following))
-        logits = []
-        with teacher_forced(self.model, index, prompt) as decode:
-            runtime.attention.on_attended = observer.attended
-            runtime.attention.start_profile()
-            for step, token in enumerate(following[:-1]):
-                observer.sampling = step % SAMPLE_EVERY == 0
-                logits.append(decode(token))
-            runtime.attention.on_attended = None
-            scored = runtime.attention.profile()["scored_tokens"] / observer.possible_tokens
-            seconds = runtime.stats.index_seconds
-        row = observer.measured() | {"candidate_share": scored, "build_seconds": seconds}
-        return row, torch.stack(logits)
-
     def _answers(self, job: Job) -> Iterator[Row]:
-        labels = answering(self.labels)
-        record = answer_sample(self.model, labels, _tokenizer(), sample_of(job), chat=True)
-        for label, answer in record["answers"].items():
-            yield {"variant": label, **answer}
+        record = answer_sample(self.model, answering(), _tokenizer(), sample_of(job), chat=True)
+        yield {"task": job.kind, **record}
 
     def _stability(self, job: Job) -> Iterator[Row]:
         index = self.labels.index(job.kind)
@@ -204,7 +166,9 @@ class Bench:
             teacher_forced(self.model, index, prompt) as decode,
         ):
             for first in range(0, job.steps, SEGMENT):
-                observer = self._observer(index, len(tokens))
+                if first and time.time() > self._deadline:
+                    break
+                observer = observer_of(self.model, index, len(tokens))
 
                 def look(
                     layer_idx: int, *rest: Any, observer: SelectionObserver = observer
@@ -226,33 +190,35 @@ class Bench:
 
 
 def jobs_of(lengths: Sequence[int], *, samples: int, stability_steps: int) -> list[Job]:
-    """The most wanted first: the longest, then a window of each text, then what makes it surer."""
+    """The most wanted first: the longest, a window of each text, questions, then further windows.
+
+    Args:
+        lengths: ascending; at the last one only prose is read, for the time that it takes, and
+            questions are asked at the second.
+    """
+    *shorter, longest = lengths
     jobs = [
         Job("stability", variant, STABILITY_PROMPT, 0, stability_steps)
         for variant in STABILITY_VARIANTS
-        if stability_steps
     ]
-    windows = [Job("recall", kind, length, 0) for length in reversed(lengths) for kind in TEXTS]
-    questions = [
-        Job("answers", kind, length, index)
-        for index in range(samples)
-        for length in lengths[1:-1] or lengths
-        for kind in TASKS
-    ]
-    more = [
+    jobs.append(Job("recall", TEXTS[0], longest, 0))
+    windows = [
         Job("recall", kind, length, index)
-        for index in range(1, WINDOWS)
-        for length in lengths
+        for index in range(WINDOWS)
+        for length in reversed(shorter)
         for kind in TEXTS
     ]
-    return [*jobs, *windows, *questions, *more]
+    asked = lengths[min(1, len(shorter))]
+    questions = [Job("answers", task, asked, i) for i in range(samples) for task in TASKS]
+    first = len(windows) // WINDOWS
+    return [*jobs, *windows[:first], *questions, *windows[first:]]
 
 
 _bench: list[Bench] = []  # of a process that measures
 
 
-def _begin(threads: int) -> None:
-    _bench.append(Bench(threads))
+def _begin(threads: int, deadline: float) -> None:
+    _bench.append(Bench(threads, deadline))
 
 
 def _measure(job: Job) -> list[Row]:
@@ -262,7 +228,9 @@ def _measure(job: Job) -> list[Row]:
 def measure_all(jobs: Sequence[Job], run: Run, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of each job that is done in time."""
     processes = multiprocessing.get_context("spawn")
-    with processes.Pool(options.workers, _begin, (options.threads,)) as pool:
+    # A segment may still be decoded behind the deadline.
+    deadline = time.time() + 0.85 * (options.seconds - run.seconds)
+    with processes.Pool(options.workers, _begin, (options.threads, deadline)) as pool:
         results = pool.imap_unordered(_measure, jobs)
         for done in range(1, len(jobs) + 1):
             try:
@@ -279,6 +247,7 @@ def measure_all(jobs: Sequence[Job], run: Run, options: argparse.Namespace) -> I
 def main() -> None:
     parser = script_options(__doc__, "paper-lychee-cluster")
     parser.add_argument("--out", type=Path, help="write this file instead")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32000])
     parser.add_argument("--samples", type=int, default=8, help="questions of a task and length")
     parser.add_argument("--stability-steps", type=int, default=10 * SEGMENT)
@@ -292,6 +261,7 @@ def main() -> None:
     jobs = jobs_of(
         sorted(options.lengths), samples=options.samples, stability_steps=options.stability_steps
     )
+    jobs = [job for job in jobs if job.part in options.parts]
     settings = {
         "model": MODEL,
         "steps": STEPS,

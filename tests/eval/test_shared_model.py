@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cases.tiny_models import EOS_TOKEN, random_tokens
 from offload import OffloadedModel
 from offload.bench.eval.answers import greedy_answer
 from offload.bench.eval.perplexity import measure_window, windows_of
+from offload.models import lean_model_maker
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.runtime.config import runtime_config
@@ -68,6 +70,19 @@ def test_each_says_what_it_says_alone(
     store = shared.runtimes[0].store
     assert store.num_sequences == 0
     assert store.host_bytes_used == 0
+
+
+def test_prompts_may_be_read_by_a_copy(tiny_folders: dict[str, Path]) -> None:
+    """As on a GPU for runtimes on the CPU."""
+    model = SharedModel(tiny_folders["llama"], [make_policy("full")], runtime_config())
+    prompt = random_tokens(40).tolist()
+    expected = answers(model, prompt)[0].tokens
+    copied = copy.deepcopy(model.stock)
+    model.reader = lean_model_maker(copied.config.model_type)(copied)
+    assert answers(model, prompt)[0].tokens == expected
+    for weight in copied.parameters():
+        weight.data.neg_()
+    assert answers(model, prompt)[0].tokens != expected
 
 
 def test_attended_tokens_are_counted(shared: SharedModel) -> None:

@@ -40,6 +40,8 @@ def main() -> None:
     run, threads = Run(options), available_cpus()
     text = "\n\n".join(stdlib_paragraphs())
     tokens = load_tokenizer(MODEL)(text, verbose=False)["input_ids"]
+    settings = {"model": MODEL, "text": "docstrings of the standard library", "threads": threads}
+    settings |= run.named("lengths", "steps")
     grid = list(itertools.product(options.lengths, ALPHAS))
     model = open_model([_policy(*point) for point in grid], threads)
     rows: list[dict[str, Any]] = []
@@ -52,8 +54,7 @@ def main() -> None:
                 named = {"alpha": alpha, "length": length, "budget_tokens": policy.budget_tokens}
                 rows.append(named | {"sink_tokens": policy.sink_tokens} | row)
                 run.say(f"{length:,} tokens, alpha {alpha}: {row['candidate_share']:.1%}")
-    settings = {"model": MODEL, "text": "docstrings of the standard library", "threads": threads}
-    run.write(settings | run.named("lengths", "steps"), rows)
+        run.write(settings, rows)  # after each length, should the next take too long
 
 
 if __name__ == "__main__":

@@ -238,6 +238,9 @@ def measure_all(jobs: Sequence[Job], run: Run, options: argparse.Namespace) -> I
             except multiprocessing.TimeoutError:
                 run.say(f"time is over: {done - 1} of {len(jobs)} jobs are done")
                 return
+            except Exception as error:  # of one job: the others go on
+                run.say(f"{done}/{len(jobs)} failed: {error!r}")
+                continue
             row = rows[0]
             name = f"{row['part']} {row['kind']} {row['length']:,} #{row['index']}"
             run.say(f"{done}/{len(jobs)} {name}: {row['job_seconds']} s")

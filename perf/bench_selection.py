@@ -1,7 +1,7 @@
 """How well the policies select on SmolLM2 and real text: `python -m perf.bench_selection`.
 
-Two parts: every policy at 6,144 tokens with budgets of 1,024 tokens and of 2 % of the context, over
-1,000 decode steps; and the share of the keys that LFPS scores, by alpha and context length.
+Every policy at 6,144 tokens with budgets of 1,024 tokens and of 2 % of the context, over 1,000
+decode steps.
 """
 
 from __future__ import annotations
@@ -24,10 +24,6 @@ from perf.results_file import Run, script_options
 
 CONTEXT = 6144
 BUDGETS = (1024, round(0.02 * CONTEXT))
-ALPHAS = (0.1, 0.2, 0.3, 0.4)
-# Half the steps before the length that is meant; the model has 8,192 positions.
-CANDIDATE_STEPS = 64
-CANDIDATE_CONTEXTS = (4096 - CANDIDATE_STEPS // 2, 7900)
 
 
 def policies_of_quality(names: Sequence[str]) -> list[Policy]:
@@ -45,10 +41,9 @@ def measure(
     tokens: Sequence[int],
     settings: SelectionSettings,
     threads: int,
-    part: str,
 ) -> list[dict[str, Any]]:
     """Rows of the results, full attention first."""
-    bar = tqdm(total=(1 + len(policies)) * settings.decode_steps, desc=part, unit="step")
+    bar = tqdm(total=(1 + len(policies)) * settings.decode_steps, desc="quality", unit="step")
     with bar:
         measurements = measure_selection(
             lambda policy: OffloadedModel.from_pretrained(
@@ -60,7 +55,7 @@ def measure(
             on_policy=bar.set_postfix_str,
             on_progress=bar.update,
         )
-    return [{"part": part} | asdict(measurement) for measurement in measurements]
+    return [{"part": "quality"} | asdict(measurement) for measurement in measurements]
 
 
 def main() -> None:
@@ -79,13 +74,7 @@ def main() -> None:
         context=CONTEXT, steps=options.steps, sample_every=options.sample_every
     )
     policies = policies_of_quality(options.policies)
-    rows = measure(policies, tokens, settings, threads, "quality")
-    for context in CANDIDATE_CONTEXTS:
-        # As in the paper: with larger budgets LFPS takes more candidates in short contexts.
-        budget = round(0.02 * context)
-        policies = [make_policy("lfps", alpha=a, budget_tokens=budget) for a in ALPHAS]
-        settings = SelectionSettings(context=context, steps=CANDIDATE_STEPS, sample_every=8)
-        rows += measure(policies, tokens, settings, threads, "candidates")
+    rows = measure(policies, tokens, settings, threads)
     settings_of_all = {
         "model": EMBEDDED_MODEL,
         "text": "docstrings of the standard library",

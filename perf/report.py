@@ -30,6 +30,7 @@ from perf.tables import (
     gpu_tables,
     latency_tables,
     long_context_tables,
+    lychee_cluster_tables,
     paper_lfps_tables,
     placement_tables,
     selection_tables,
@@ -40,6 +41,7 @@ from perf.tables.gpu_tables import Results
 from perf.tables.placement_tables import COMMANDS, not_measured
 from perf.tables.placement_targets import gpu_placement_targets_table
 
+LYCHEE_CLUSTER = "paper-lychee-cluster"
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "attention": ("attention", tables.attention_table),
@@ -64,8 +66,14 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "latency-targets": ("latency", latency_tables.latency_targets_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
     "latency-16-cores-targets": ("latency-16-cores", latency_tables.latency_targets_table),
-    "lfps-candidates": ("selection", selection_tables.lfps_candidates_table),
+    "lfps-candidates": ("paper-lfps-candidates", selection_tables.lfps_candidates_table),
     "long-context": ("long-context", long_context_tables.long_context_table),
+    "lychee-cluster-answers": (LYCHEE_CLUSTER, lychee_cluster_tables.answers_table),
+    "lychee-cluster-budget": (LYCHEE_CLUSTER, lychee_cluster_tables.budget_table),
+    "lychee-cluster-chunks": (LYCHEE_CLUSTER, lychee_cluster_tables.chunks_table),
+    "lychee-cluster-granularity": (LYCHEE_CLUSTER, lychee_cluster_tables.granularity_table),
+    "lychee-cluster-pooling": (LYCHEE_CLUSTER, lychee_cluster_tables.pooling_table),
+    "lychee-cluster-stability": (LYCHEE_CLUSTER, lychee_cluster_tables.stability_table),
     "niah": ("niah", selection_tables.niah_table),
     "ruler": ("ruler", long_context_tables.ruler_table),
     "selection": ("selection", selection_tables.selection_table),

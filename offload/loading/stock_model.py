@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
     return model
 
 
+@functools.lru_cache(maxsize=1)  # runtimes that share a model ask for the same
 def load_vocabulary_marks(folder: Path, vocab_size: int) -> npt.NDArray[np.uint8] | None:
     """uint8 [vocab_size]: `text_marks` of a checkpoint's tokenizer; None without one."""
     from transformers import AutoTokenizer
@@ -64,4 +66,5 @@ def load_vocabulary_marks(folder: Path, vocab_size: int) -> npt.NDArray[np.uint8
         return None
     marks = np.zeros(vocab_size, np.uint8)
     marks[: min(vocab_size, len(known))] = known[:vocab_size]
+    marks.flags.writeable = False
     return marks

@@ -66,6 +66,8 @@ class SharedModel:
 
     Attributes:
         runtimes: one per policy; their policies have learned what they need.
+        reader: what reads prompts: the layers of the runtimes, or a copy of them elsewhere, such as
+            on a GPU while the runtimes decode on the CPU.
 
     Raises:
         As `OffloadedModel.from_pretrained`.

@@ -100,6 +100,12 @@ def _paragraphs() -> Iterator[str]:
                 yield paragraph.strip()
 
 
+def stdlib_sources() -> list[str]:
+    """The source files of `PROSE_MODULES`, in order: more than half a million tokens of Python."""
+    paths = (_source_path(module) for module in PROSE_MODULES.split())
+    return [path.read_text(encoding="utf-8") for path in paths if path is not None]
+
+
 def filler_prompt(
     count_tokens: Callable[[str], int],
     *,

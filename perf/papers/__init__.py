@@ -1,1 +1,1 @@
-"""What the papers of our methods claim, measured here."""
+"""The papers' own claims, measured: ours beside theirs."""

@@ -49,6 +49,7 @@ def test_quality_by_hand() -> None:
     assert quality.mass_kept == pytest.approx((4 + 0.5 + 2 + 1.5) / 12)
     assert quality.mass_of_topk == pytest.approx((4 + 0.5 + 2 + 1.5) / (4 + 3 + 2 + 1.5))
     assert quality.overlap == 0.5  # {2, 5} against {2, 4}
+    assert quality.recall == 5 / 6  # 5 is there instead of 4
     best = selection_quality(np.array(importance), tokens(0, 1, 2, 4, 6, 7), reference)
     assert best.overlap == best.mass_of_topk == 1.0
     everything = selection_quality(np.array(importance), np.arange(8, dtype=np.int32), reference)

@@ -40,11 +40,15 @@ def row(policy: str, budget: int | None, **measured: Any) -> dict[str, Any]:
     return unknown | known | names | measured
 
 
-def lfps_row(alpha: float, context: int, share: float) -> dict[str, Any]:
-    options = {"alpha": alpha, "sink_tokens": 4, "recent_tokens": 64}
-    return row("lfps", 1024, part="candidates", context=context, steps=64, options=options) | {
-        "candidate_share": share
-    }
+def lfps_row(alpha: float, length: int, share: float) -> dict[str, Any]:
+    return {"alpha": alpha, "length": length, "candidate_share": share, "sink_tokens": 4}
+
+
+CANDIDATES = {
+    "machine": MACHINE,
+    "settings": {"model": "m", "text": "docstrings", "steps": 64},
+    "rows": [lfps_row(0.1, 4096, 0.080), lfps_row(0.4, 8192, 0.060), lfps_row(0.2, 32640, 0.03)],
+}
 
 
 SELECTION = {
@@ -64,8 +68,6 @@ SELECTION = {
         row("lfps", 1024, mass_kept=0.96, perplexity_change=0.009),
         row("lfps", 123, mass_kept=0.8, mass_of_topk=0.985, perplexity_change=0.05),
         row("quest", 123, mass_kept=0.6),
-        lfps_row(0.1, 4064, 0.080),
-        lfps_row(0.4, 7900, 0.060),
     ],
 }
 
@@ -84,9 +86,10 @@ def test_selection_targets() -> None:
 
 
 def test_candidates_beside_the_paper() -> None:
-    table = lfps_candidates_table(SELECTION)
-    assert "| 0.1 | 4,096 | 8.0% | 6.3% | 8.0% | 0.79 of the paper's" in table
-    assert "| 0.4 | 7,932 | 6.0% | 5.1% | 3.6% | 1.43 of the paper's" in table
+    table = lfps_candidates_table(CANDIDATES)
+    assert "| 0.1 | 4,096 | 7.9% | 8.0% | 0.99 of the paper's" in table
+    assert "| 0.4 | 8,192 | 6.0% | 3.6% | 1.65 of the paper's" in table
+    assert "| 0.2 | 32,640 | 3.0% | 3.4% | 0.88 of the paper's" in table
     assert table.count("**missed**") == 1
 
 
@@ -101,9 +104,11 @@ def test_needle_scores() -> None:
     assert "| quest | 1,024 | 0.75 | 1.0 **missed** |" in table
 
 
-@pytest.mark.parametrize("table", [selection_table, lfps_candidates_table])
-def test_the_machine_is_named(table: Any) -> None:
-    assert "A CPU, 2 of 4 CPUs, 24 GiB, ISA avx2" in table(SELECTION)
+@pytest.mark.parametrize(
+    ("table", "result"), [(selection_table, SELECTION), (lfps_candidates_table, CANDIDATES)]
+)
+def test_the_machine_is_named(table: Any, result: dict[str, Any]) -> None:
+    assert "A CPU, 2 of 4 CPUs, 24 GiB, ISA avx2" in table(result)
 
 
 def test_every_policy_has_both_budgets() -> None:

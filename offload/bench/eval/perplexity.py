@@ -7,7 +7,8 @@ Windows slide over the text: each is read, and then some more tokens are decoded
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,27 +62,46 @@ def measure_window(model: SharedModel, labels: Sequence[str], window: Window) ->
     return {"prefill_seconds": seconds, "answers": answers}
 
 
-def _measure(
-    model: SharedModel, index: int, prompt: ReadPrompt, following: Sequence[int]
-) -> dict[str, Any]:
+@contextmanager
+def teacher_forced(
+    model: SharedModel, index: int, prompt: ReadPrompt
+) -> Iterator[Callable[[int], torch.Tensor]]:
+    """What decodes the next token of a prompt's text under a policy: logits [vocab_size] after it.
+
+    Args:
+        index: of the policy's runtime.
+    """
     runtime, position = model.runtimes[index], len(prompt.tokens)
-    # The first of them needs no decode step: it is the prompt's, and the same for all.
-    targets, losses = torch.tensor(following[1:]), []
     with (
         runtime.generation(has_assistant=False),
         model.continued(index, prompt) as cache,
         torch.inference_mode(False),
         torch.no_grad(),
     ):
-        runtime.attention.start_profile()
-        for token, target in zip(following, targets, strict=False):
+
+        def decode(token: int) -> torch.Tensor:
+            nonlocal position
             ids, batch = torch.tensor([token]), one_token_each(1)
             batch.position_ids[0] = position
             embedded = runtime.lean.embed_tokens(ids.to(runtime.device))
             hidden, phase = runtime.run(embedded, batch, cache, ids)
-            logits = runtime.logits(hidden, phase)[0].double()
-            losses.append(float(logits.logsumexp(-1) - logits[target]))
             position += 1
+            return runtime.logits(hidden, phase)[0]
+
+        yield decode
+
+
+def _measure(
+    model: SharedModel, index: int, prompt: ReadPrompt, following: Sequence[int]
+) -> dict[str, Any]:
+    runtime = model.runtimes[index]
+    # The first of them needs no decode step: it is the prompt's, and the same for all.
+    targets, losses = torch.tensor(following[1:]), []
+    with teacher_forced(model, index, prompt) as decode:
+        runtime.attention.start_profile()
+        for token, target in zip(following, targets, strict=False):
+            logits = decode(token).double()
+            losses.append(float(logits.logsumexp(-1) - logits[target]))
         stats = runtime.stats
         attended = attended_tokens(runtime, len(losses))
     return {

@@ -80,6 +80,7 @@ class SelectionMeasurement:
             heads, full layers) or answer without attention (LFPS's bypass).
         candidate_share: keys scored exactly, of all keys of the sparse layers.
         overlap: of the selection with the equally many most important tokens.
+        recall: the same, with sinks and recent tokens.
         mass_kept: attention mass of what was attended, sinks excluded.
         mass_of_topk: that, relative to exact top-k at the same budget.
         output_error: relative L2 error of a layer's attention output.
@@ -100,6 +101,7 @@ class SelectionMeasurement:
     selecting_share: float | None
     candidate_share: float | None
     overlap: float | None
+    recall: float | None
     mass_kept: float | None
     mass_of_topk: float | None
     output_error: float | None

@@ -47,11 +47,14 @@ class UnitQuality:
         mass_of_topk: that, relative to what exact top-k keeps with the reference budget.
         overlap: share of the chosen tokens that are among the equally many most important ones;
             sinks and recent tokens do not count; None if nothing else was attended.
+        recall: the same of all attended tokens, sinks and recent ones included (LycheeCluster,
+            Table 3).
     """
 
     mass_kept: float
     mass_of_topk: float
     overlap: float | None
+    recall: float
 
 
 def exact_attention(
@@ -105,11 +108,15 @@ def selection_quality(
     best_kept = float(best.sum()) + float(importance[last:].sum())
 
     chosen = selection[(selection >= first) & (selection < last)] - first
-    overlap = None
-    if len(chosen):
-        most_important = largest(importance[first:last], len(chosen))
-        overlap = len(np.intersect1d(chosen, most_important, assume_unique=True)) / len(chosen)
-    return UnitQuality(kept / total, kept / best_kept, overlap)
+    overlap = _share_of_largest(importance[first:last], chosen) if len(chosen) else None
+    recall = _share_of_largest(importance, selection)
+    return UnitQuality(kept / total, kept / best_kept, overlap, recall)
+
+
+def _share_of_largest(values: FloatArray, chosen: Int32Array) -> float:
+    """How many of the chosen positions are among those of the equally many largest values."""
+    best = largest(values, len(chosen))
+    return len(np.intersect1d(chosen, best, assume_unique=True)) / len(chosen)
 
 
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:

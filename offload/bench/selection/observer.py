@@ -26,6 +26,7 @@ _MEANS = (
     "attended_tokens",
     "selecting_share",
     "overlap",
+    "recall",
     "mass_kept",
     "mass_of_topk",
     "output_error",
@@ -133,5 +134,6 @@ class SelectionObserver:
             quality = selection_quality(importance[unit], tokens, reference)
             self._add("mass_kept", quality.mass_kept)
             self._add("overlap", quality.overlap)
+            self._add("recall", quality.recall)
             if self.reference is not None:
                 self._add("mass_of_topk", quality.mass_of_topk)

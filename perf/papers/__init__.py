@@ -1,0 +1,1 @@
+"""The papers' own claims, measured: ours beside theirs."""

@@ -53,9 +53,9 @@ def judge(
     rows = [{"part": "cells"} | row for row in cell_rows(asked, labels)]
     for task in ("all", *(kind for kind in QUESTIONS if kind in kinds)):
         of_task = [record for record in asked if task in ("all", record["task"])]
-        rows += [
+        rows += [  # a kind that the time was too short for has no prompts
             {"part": "answers", "task": task, "prompts": len(of_task)} | row
-            for row in summaries(of_task, labels)
+            for row in (summaries(of_task, labels) if of_task else [])
         ]
     together = [record | {"length": ALL_LENGTHS} for record in texts]
     rows += [{"part": "text"} | row for row in perplexity_rows(together + texts, labels)]

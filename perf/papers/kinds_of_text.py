@@ -93,7 +93,7 @@ def items_until(
     wanted = (
         (kind, length, first_seed + i) for i in rounds for length in lengths for kind in kinds
     )
-    processes = max(1, available_cpus() // 4)
+    processes = max(1, available_cpus() // 8)
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
     ahead: deque[Future[Item]] = deque()
     try:

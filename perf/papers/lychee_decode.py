@@ -54,7 +54,8 @@ from perf.results_file import Run, script_options
 
 LEVELS = (128, 512)  # mean tokens that a rule hands down, over all lengths
 WINDOWS = {"sink_tokens": 4, "recent_tokens": 16}
-MOST_TOKENS = 8192  # that any rule may hand down
+# That any rule may hand down: a context that fits into the policy's budget is attended whole.
+MOST_TOKENS = 2048
 ROLES_BUDGET = 256
 JUDGED = ("needle", "keys", "json", "prose", "source")
 _BISECTIONS = 30
@@ -149,11 +150,12 @@ def number_for(rule: str, tokens: int, published: Sequence[Published]) -> float:
     return (low + high) / 2
 
 
-def record(config: RuntimeConfig, lengths: Sequence[int], rounds: int, run: Run) -> list[Recorded]:
-    """Attention to `rounds` prompts of each kind and length."""
+def record(
+    config: RuntimeConfig, lengths: Sequence[int], deadline: float, run: Run
+) -> list[Recorded]:
+    """Attention to prompts of all kinds, at most two of each length, until `deadline`."""
     model, found = SharedModel(MODEL, [make_policy("full")], config), []
-    items = items_until(float("inf"), KINDS, lengths, first_seed=0, most_rounds=rounds)
-    for item in items:
+    for item in items_until(deadline, KINDS, lengths, first_seed=0, most_rounds=2):
         attention = attention_to(model, item, load_cached_tokenizer(), config.device)
         found.append(Recorded(item.task, length_of(item), attention))
     run.say(f"recorded {len(found)} prompts")
@@ -272,9 +274,11 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--rounds", type=int, default=2, help="recorded prompts of each kind")
+    parser.add_argument("--record-seconds", type=float, default=600)
     parser.add_argument("--judge-seconds", type=float, default=900)
     options = parser.parse_args()
+    if min(options.lengths) <= MOST_TOKENS + max(LEVELS):
+        parser.error(f"--lengths must exceed {MOST_TOKENS + max(LEVELS)}, got {options.lengths}")
 
     disable_progress_bar()
     run = Run(options)
@@ -283,11 +287,11 @@ def main() -> None:
     tokens = calibration_tokens(load_cached_tokenizer(), CALIBRATION_TOKENS)
     calibration = observe_heads(model._offload.lean, tokens)
     del model
-    recorded = record(config, options.lengths, options.rounds, run)
+    recorded = record(config, options.lengths, time.monotonic() + options.record_seconds, run)
     rows, policies = ABLATIONS[options.ablate](recorded, calibration)
     del recorded
     settings: Row = {"model": MODEL, "kinds": DESCRIPTIONS, "roles_budget": ROLES_BUDGET}
-    settings |= run.named("lengths", "device", "rounds", "ablate")
+    settings |= run.named("lengths", "device", "ablate")
     run.write(settings, rows, part=options.ablate)  # nothing of it is lost if an answer fails
     deadline = time.monotonic() + options.judge_seconds
     rows += judge(policies, JUDGED, options.lengths, config, deadline, run)

@@ -288,6 +288,8 @@ def main() -> None:
     calibration = observe_heads(model._offload.lean, tokens)
     del model
     recorded = record(config, options.lengths, time.monotonic() + options.record_seconds, run)
+    if not recorded:
+        parser.error(f"nothing was recorded in --record-seconds {options.record_seconds:g}")
     rows, policies = ABLATIONS[options.ablate](recorded, calibration)
     del recorded
     settings: Row = {"model": MODEL, "kinds": DESCRIPTIONS, "roles_budget": ROLES_BUDGET}

@@ -237,6 +237,8 @@ def main() -> None:
     run = Run(options)
     config = runtime_config(device=options.device, dtype="bfloat16", num_threads=options.threads)
     found = sweep(config, options.lengths, time.monotonic() + options.sweep_seconds, run)
+    if not found.kinds:
+        parser.error(f"nothing was recorded in --sweep-seconds {options.sweep_seconds:g}; raise it")
     sets = chosen_sets(found, num_layers=30, num_kv_heads=3)
     rows = [
         *found.similarity_rows(),

@@ -40,8 +40,8 @@ def layer_sweep_table(result: dict[str, Any]) -> str:
     prompts = sum(row["prompts"] for row in swept)
     title = (
         f"{_setting(result)}: {prompts} prompts of {len(result['settings']['kinds'])} kinds of "
-        f"text at {_lengths(result)} tokens, each kind and length counting the same. Cosine and overlap "
-        "(of the 256 heaviest tokens, of the query heads that have least and most in common): "
+        f"text at {_lengths(result)} tokens, each kind and length counting the same. Cosine and "
+        "overlap (of the 256 heaviest tokens, of the query heads that have least and most in common): "
         "this layer's attention against the next layer's. The rest: layers 2 and this one select "
         f"{result['settings']['budget_tokens']} tokens, the layers below reuse them (layer 2: no "
         "re-selection). Recall: share that is among a head's own 256 heaviest, each KV head its "

@@ -40,15 +40,15 @@ def layer_sweep_table(result: dict[str, Any]) -> str:
     prompts = sum(row["prompts"] for row in swept)
     title = (
         f"{_setting(result)}: {prompts} prompts of {len(result['settings']['kinds'])} kinds of "
-        f"text at {_lengths(result)} tokens, each kind and length counting the same. Cosine and "
-        "overlap (of the 256 heaviest tokens, of the query heads that have least and most in common): "
-        "this layer's attention against the next layer's. The rest: layers 2 and this one select "
-        f"{result['settings']['budget_tokens']} tokens, the layers below reuse them (layer 2: no "
-        "re-selection). Recall: share that is among a head's own 256 heaviest, each KV head its "
-        "own selection, without sinks or recent window given (the paper's Figure 2). Mass, and "
-        "mass on the answer's tokens: with one selection of all heads, sinks and recent window. "
-        f"Answers: of {_prompts(answers)} other prompts (one needle; one of many keys), in "
-        "brackets the 95 % interval of the difference to full attention."
+        f"text at {_lengths(result)} tokens, each kind and length counting the same. First, this "
+        "layer's attention against the next layer's: cosine, and common tokens of the 256 heaviest "
+        "in the query heads that have least and most of them. The rest: layers 2 and this one "
+        f"select {result['settings']['budget_tokens']} tokens, the layers below reuse them (layer "
+        "2: no re-selection). Recall: share that is among a head's own 256 heaviest, each KV head "
+        "its own selection, no sinks or recent window given (the paper's Figure 2). Mass, and mass "
+        "on the answer's tokens: one selection of all heads, sinks and recent window. Answers: of "
+        f"{_prompts(answers)} other prompts (one needle; one of many keys), in brackets the 95 % "
+        "interval of the difference to full attention."
     )
     table = markdown_table([*header, "answers"], lines)
     return "\n\n".join([title, table, _machine(result)])

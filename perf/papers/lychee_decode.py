@@ -7,7 +7,6 @@ them, and whether heads or whole layers share.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -274,8 +273,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--record-seconds", type=float, default=600)
-    parser.add_argument("--judge-seconds", type=float, default=900)
+    parser.add_argument("--record-until", type=float, default=600, help="seconds after the start")
+    parser.add_argument("--judge-until", type=float, default=1500, help="seconds after the start")
     options = parser.parse_args()
     if min(options.lengths) <= MOST_TOKENS + max(LEVELS):
         parser.error(f"--lengths must exceed {MOST_TOKENS + max(LEVELS)}, got {options.lengths}")
@@ -287,15 +286,15 @@ def main() -> None:
     tokens = calibration_tokens(load_cached_tokenizer(), CALIBRATION_TOKENS)
     calibration = observe_heads(model._offload.lean, tokens)
     del model
-    recorded = record(config, options.lengths, time.monotonic() + options.record_seconds, run)
+    recorded = record(config, options.lengths, run.started + options.record_until, run)
     if not recorded:
-        parser.error(f"nothing was recorded in --record-seconds {options.record_seconds:g}")
+        parser.error(f"nothing was recorded: raise --record-until {options.record_until:g}")
     rows, policies = ABLATIONS[options.ablate](recorded, calibration)
     del recorded
     settings: Row = {"model": MODEL, "kinds": DESCRIPTIONS, "roles_budget": ROLES_BUDGET}
     settings |= run.named("lengths", "device", "ablate")
     run.write(settings, rows, part=options.ablate)  # nothing of it is lost if an answer fails
-    deadline = time.monotonic() + options.judge_seconds
+    deadline = run.started + options.judge_until
     rows += judge(policies, JUDGED, options.lengths, config, deadline, run)
     run.write(settings, rows, part=options.ablate)
 

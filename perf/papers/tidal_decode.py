@@ -8,7 +8,6 @@ chosen on some prompts, answers are asked for on others.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
@@ -228,17 +227,17 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--sweep-seconds", type=float, default=600)
-    parser.add_argument("--judge-seconds", type=float, default=900)
+    parser.add_argument("--record-until", type=float, default=600, help="seconds after the start")
+    parser.add_argument("--judge-until", type=float, default=1500, help="seconds after the start")
     parser.add_argument("--reselections", type=int, nargs="*", default=[*range(3, 30)])
     options = parser.parse_args()
 
     disable_progress_bar()
     run = Run(options)
     config = runtime_config(device=options.device, dtype="bfloat16", num_threads=options.threads)
-    found = sweep(config, options.lengths, time.monotonic() + options.sweep_seconds, run)
+    found = sweep(config, options.lengths, run.started + options.record_until, run)
     if not found.kinds:
-        parser.error(f"nothing was recorded in --sweep-seconds {options.sweep_seconds:g}; raise it")
+        parser.error(f"nothing was recorded: raise --record-until {options.record_until:g}")
     sets = chosen_sets(found, num_layers=30, num_kv_heads=3)
     rows = [
         *found.similarity_rows(),
@@ -250,7 +249,7 @@ def main() -> None:
     settings |= run.named("lengths", "device")
     run.write(settings, rows)  # nothing of it is lost if an answer fails
     policies = policies_to_ask([*sets], options.reselections)
-    deadline = time.monotonic() + options.judge_seconds
+    deadline = run.started + options.judge_until
     rows += judge(policies, JUDGED, options.lengths, config, deadline, run)
     run.write(settings, rows)
 

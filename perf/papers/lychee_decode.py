@@ -180,7 +180,7 @@ def ablate_rules(recorded: Sequence[Recorded], calibration: Calibration) -> tupl
                 **option,
                 **WINDOWS,
             )
-            for kind in ("all", *KINDS):
+            for kind in _kinds_of(recorded):
                 of_kind = [one for one in published if kind in ("all", one.recorded.kind)]
                 tokens = {
                     length: np.mean(
@@ -220,7 +220,7 @@ def ablate_roles(recorded: Sequence[Recorded], calibration: Calibration) -> tupl
     pairs = [(one, compare_layers(one.attention, is_shared=False, **options)) for one in recorded]
     rows = []
     for label, roles in choices.items():
-        for kind in ("all", *KINDS):
+        for kind in _kinds_of(recorded):
             of_kind = [p.mass for one, p in pairs if kind in ("all", one.kind)]
             rows.append(
                 {"part": "roles", "policy": label, "kind": kind, "prompts": len(of_kind)}
@@ -238,6 +238,11 @@ def ablate_roles(recorded: Sequence[Recorded], calibration: Calibration) -> tupl
     policies["TidalDecode, one selection of all heads"] = make_policy("tidal_decode", **options)
     policies["exact_topk"] = make_policy("exact_topk", **options)
     return rows, policies
+
+
+def _kinds_of(recorded: Sequence[Recorded]) -> list[str]:
+    """All together, and those that were recorded."""
+    return ["all", *dict.fromkeys(one.kind for one in recorded)]
 
 
 def _counts(calibration: Calibration) -> list[int]:

@@ -40,7 +40,7 @@ class LayerAttention:
         adjacent: [num_layers - 1, 3, num_qo_heads], of layers i and i + 1, by `ADJACENT`: the
             cosine of their weights, that without the sinks, and how many of the 256 heaviest tokens
             they have in common.
-        wanted: bool [kv_len], tokens of the right answer in the prompt.
+        wanted: bool [kv_len], tokens of the right answer in the prompt, with a space before them.
         right: share of the right answers in what the model says; None: nothing was asked.
     """
 

@@ -34,6 +34,7 @@ from perf.tables import (
     paper_lfps_tables,
     placement_tables,
     selection_tables,
+    shared_selection_tables,
     tables,
     tradeoff_tables,
 )
@@ -75,6 +76,24 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "lychee-cluster-pooling": (LYCHEE_CLUSTER, lychee_cluster_tables.pooling_table),
     "lychee-cluster-stability": (LYCHEE_CLUSTER, lychee_cluster_tables.stability_table),
     "niah": ("niah", selection_tables.niah_table),
+    "paper-lychee-decode-roles": (
+        "paper-lychee-decode-roles",
+        shared_selection_tables.roles_table,
+    ),
+    "paper-lychee-decode-rules": (
+        "paper-lychee-decode-rules",
+        shared_selection_tables.rules_table,
+    ),
+    "paper-tidal-decode": ("paper-tidal-decode", shared_selection_tables.layer_sweep_table),
+    "paper-tidal-decode-choice": (
+        "paper-tidal-decode",
+        shared_selection_tables.layer_choice_table,
+    ),
+    "paper-tidal-decode-lengths": (
+        "paper-tidal-decode",
+        shared_selection_tables.layer_lengths_table,
+    ),
+    "paper-tidal-decode-sets": ("paper-tidal-decode", shared_selection_tables.layer_sets_table),
     "ruler": ("ruler", long_context_tables.ruler_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),

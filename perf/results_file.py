@@ -83,17 +83,21 @@ class Run:
 
     Args:
         options: those of `script_options`.
+
+    Attributes:
+        machine: as `start_machine` found it.
+        started: on `time.monotonic()`.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self.machine = start_machine(options.commit)
 
     @property
     def seconds(self) -> float:
         """Since the start."""
-        return time.monotonic() - self._started
+        return time.monotonic() - self.started
 
     def named(self, *names: str) -> dict[str, Any]:
         """Options by name, for the settings of the results."""

@@ -226,6 +226,30 @@ class NativeAttention:
         """Tokens of each (row, unit) of the last `attend` that was sparse; [] where dense."""
         return self.native.last_selection()
 
+    def start_probe(self, share: float, *, seed: int) -> None:
+        """From the next step on, compare a random share of what is selected with exact attention.
+
+        Of each (row, layer, KV head) that attends to a selection, `share` are drawn, by a generator
+        of their own: outputs do not change. Their keys are scored on all threads when the layer has
+        attended, or with a `Coprocessor` at the end of the step, while the GPU goes on. An LFPS
+        bypass, which answers from the sinks, counts as a selection of the sinks.
+        """
+        self.native.start_probe(share, seed)
+
+    def probed(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """What was found so far, [num_layers, num_kv_heads] each: how many were compared, and the
+        sum of the attention mass that they kept, of each the mean over the head's query heads.
+        """
+        counts = np.zeros((self.num_layers, self.num_kv_heads), np.int64)
+        sums = np.zeros(counts.shape)
+        for index, (count, mass) in enumerate(self.native.probed()):
+            counts.flat[index], sums.flat[index] = count, mass
+        return counts, sums
+
+    def num_probed(self) -> int:
+        """The sum of the counts that `probed` returns."""
+        return self.native.num_probed()
+
     def start_profile(self) -> None:
         """Count times, bytes and tokens from now on."""
         self.native.start_profile()

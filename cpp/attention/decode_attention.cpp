@@ -401,7 +401,12 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     }
   }
   run_lanes(layer_idx, rows, prepares);
-  return failed_.load() ? failure_ : std::string();
+  if (failed_.load()) return failure_;
+  if (probe_.is_on() && options.is_decoded) {
+    draw_probes(layer_idx, rows);
+    if (!options.defers_updates) run_probes();
+  }
+  return {};
 }
 
 }  // namespace offload

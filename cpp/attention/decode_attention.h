@@ -10,6 +10,7 @@
 
 #include "kernels/kernels.h"
 #include "attention/policy.h"
+#include "attention/quality_probe.h"
 #include "pool/staged_lanes.h"
 #include "pool/trace.h"
 #include "pool/worker_pool.h"
@@ -94,6 +95,7 @@ struct AttendOptions {
   const uint8_t* elsewhere = nullptr;  // [num_kv_heads] of this layer, or null: 1 where somebody else attends to all
   bool float_output = false;           // output is float32 instead of the shape's dtype
   bool defers_updates = false;         // the policy's observe() and append() wait for update()
+  bool is_decoded = true;              // false: a row again, for the policy only, which is not probed
 };
 
 class DecodeAttention {
@@ -145,6 +147,13 @@ class DecodeAttention {
   // Which tokens each unit of each row of the last attend() attended; empty where it was all of them, or none because
   // the policy answered.
   std::vector<std::vector<int32_t>> last_selection() const;
+
+  // Which selections are compared with exact attention, and what was found. They are drawn in attend(), which compares
+  // them before it returns; where updates are deferred, run_probes() does so later in the step, or drop_probes() not.
+  QualityProbe& probe() { return probe_; }
+  const QualityProbe& probe() const { return probe_; }
+  void run_probes();
+  void drop_probes() { probes_.clear(); }
 
   // Counts from now on; off until the first call.
   void start_profile() { profiles_.assign(static_cast<size_t>(pool_.num_threads()), WorkerProfile{}); }
@@ -323,6 +332,10 @@ class DecodeAttention {
   bool plan_known(int64_t layer_idx, const std::vector<QueryRow>& rows);
   void run_known(int64_t layer_idx, const std::vector<QueryRow>& rows);
 
+  // decode_attention_probe.cpp
+  void draw_probes(int64_t layer_idx, const std::vector<QueryRow>& rows);
+  void scan_probe(const Probe& probe, int64_t first, int64_t last, int worker, PartialMass* masses);
+
   // decode_attention_warm.cpp
   Remembered& remembered_of(int64_t layer_idx, int row, int unit);
   Forecast forecast(int64_t layer_idx, const QueryRow& row, int row_of_step, int unit);
@@ -353,7 +366,9 @@ class DecodeAttention {
   int64_t known_splits_ = 0;  // in run_known(), of each lane
   std::vector<float> parts_;  // [parts, unit_group, head_dim + 2]: acc, then max, then sum
   ScanSlot slots_[3];
-  std::vector<std::vector<float>> dense_scores_;     // of each worker: [units, group, kScoreTile]
+  std::vector<std::vector<float>> dense_scores_;  // of each worker: [units, group, kScoreTile]
+  QualityProbe probe_;
+  std::vector<Probe> probes_;                        // drawn, and not yet compared
   std::vector<std::vector<Remembered>> remembered_;  // [layer][row of the step, unit]
   std::vector<Forecast> forecasts_;
   std::vector<WorkerProfile> profiles_;  // of each worker; empty while nobody asks

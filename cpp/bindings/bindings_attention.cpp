@@ -80,8 +80,16 @@ void learn(DecodeAttention& attention, int64_t layer_idx, int64_t query, const K
                               .sink_tokens = sink_tokens,
                               .recent_tokens = recent_tokens,
                               .elsewhere = elsewhere.empty() ? nullptr : elsewhere.data(),
-                              .float_output = true};
+                              .float_output = true,
+                              .is_decoded = false};
   check_numbers(attention.attend(layer_idx, rows, true, 0, true, options));
+}
+
+// (count, sum) of each compared [layer, KV head]; those after the last are missing.
+std::vector<std::pair<int64_t, double>> probed(DecodeAttention& attention) {
+  std::vector<std::pair<int64_t, double>> result;
+  for (const MassKept& found : attention.probe().found()) result.emplace_back(found.count, found.sum);
+  return result;
 }
 
 void prepare(DecodeAttention& attention, int64_t layer_idx, const KeptRows& step) {
@@ -191,6 +199,10 @@ void bind_attention(py::module_& m) {
       .def("prepare", &prepare, WithoutGil())
       .def("time_layers", &time_layers)
       .def("attend_csr", &attend_csr, WithoutGil())
+      .def("start_probe",
+           [](DecodeAttention& attention, double share, uint64_t seed) { attention.probe().start(share, seed); })
+      .def("probed", &probed)
+      .def("num_probed", [](DecodeAttention& attention) { return attention.probe().num_found(); })
       .def("start_profile", &DecodeAttention::start_profile)
       .def("profile", [](const DecodeAttention& attention) { return as_dict(attention.profile()); })
       .def("record", [](DecodeAttention& attention, bool on) { attention.trace().record(on); })

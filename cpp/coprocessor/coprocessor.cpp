@@ -18,11 +18,11 @@ constexpr auto kDrainPause = std::chrono::microseconds(20);
 bool is_up(int32_t* flag) { return std::atomic_ref<int32_t>(*flag).load(std::memory_order_acquire) != 0; }
 void set(int32_t* flag, int32_t value) { std::atomic_ref<int32_t>(*flag).store(value, std::memory_order_release); }
 
-enum class At : int { idle, preparing, waiting, storing, attending, updating, stalled };
+enum class At : int { idle, preparing, waiting, storing, attending, updating, stalled, probing };
 constexpr const char* kAtNames[] = {"between steps",       "preparing",
                                     "waiting for the GPU", "storing keys and values",
                                     "attending",           "updating policy, or preparing the next layer",
-                                    "stalled on purpose"};
+                                    "stalled on purpose",  "comparing with exact attention"};
 
 }  // namespace
 
@@ -204,6 +204,8 @@ bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
     fail(message);
     return false;
   }
+  progress(At::probing, num);
+  server.run_probes();
   if (!wait_for(num, self)) return false;
   progress(At::storing, num);
   if (const std::string message = server.end(); !message.empty()) {
@@ -271,7 +273,10 @@ std::string Coprocessor::serve(int request) {
   return failure;
 }
 
-std::string Coprocessor::end() { return state_->server.end(); }
+std::string Coprocessor::end() {
+  state_->server.run_probes();
+  return state_->server.end();
+}
 
 void Coprocessor::let_go() { state_->attention.forget_published(); }
 

@@ -31,6 +31,7 @@ void StepServer::begin(const ServedStep& step) {
   num_checked_ = 0;
   // The last step may have been of another mailbox, which is gone since.
   attention_.forget_published();
+  attention_.drop_probes();
 }
 
 const uint8_t* StepServer::elsewhere(int64_t layer_idx) const {

@@ -95,6 +95,8 @@ class StepServer {
   // numbers that are not finite, and not all show in what is attended: a key of -inf may have no weight. Optional, for
   // a time in which nobody waits: end() makes up for it.
   std::string check_asked();
+  // Compares what was drawn of the step's selections with exact attention; also for a time in which nobody waits.
+  void run_probes() { attention_.run_probes(); }
   // Stores the K/V of the layers that are left; returns what was wrong with any of them or with what the GPU published,
   // or an empty string.
   std::string end();

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,25 @@ from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
-from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy, check_roles
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy, check_roles
 from offload.policies.prefill_build import PrefillBuild
 from offload.policies.state import PolicyStates
 from offload.prefill.forward import OnQueries
+
+
+@dataclass
+class DecodedUnits:
+    """How many units, each a KV head of a layer for a token of a sequence, attended how.
+
+    Attributes:
+        exact: to all tokens.
+        selecting: to a selection, on the CPU, which can look at all keys.
+        gathered: to a selection whose rows a device fetched.
+    """
+
+    exact: int = 0
+    selecting: int = 0
+    gathered: int = 0
 
 
 class DecodeAttention(NativeAttention):
@@ -40,6 +56,7 @@ class DecodeAttention(NativeAttention):
             [num_layers, num_kv_heads]; None: nothing.
         roles: the policy's, of each [layer, unit]; see `Policy.roles`.
         has_state: whether the policy remembers anything of a sequence.
+        decoded: units of decode steps so far, as `count_rows` is told of them.
 
     Raises:
         ValueError: shapes the kernels do not take, a policy that does not fit the model.
@@ -114,8 +131,55 @@ class DecodeAttention(NativeAttention):
             layers=asking,
         )
         self.has_state = policy.selects and policy.has_state()
+        self.decoded = DecodedUnits()
+        self._selecting_heads = self._gathered_heads = 0
+        self._count_heads(None, None)
         self._builds_on_device = policy.selecting.builds_on_device
         self._observes_queries = policy.selects and policy.observed_queries > 0
+
+    def leave_to_device(
+        self,
+        window: tuple[int, int],
+        heads: npt.NDArray[np.bool_],
+        gathered: npt.NDArray[np.bool_],
+    ) -> None:
+        """A device attends to a window of sink and recent tokens, and to all of some heads.
+
+        Args:
+            heads, gathered: [num_layers, num_kv_heads]; those of which a device fetches a selection
+                are in both.
+        """
+        self.beside = (*window, heads)
+        self._count_heads(heads, gathered)
+
+    def count_rows(self, kv_lens: npt.NDArray[np.int64]) -> None:
+        """A step of rows with `kv_lens` tokens was decoded."""
+        num_units = len(kv_lens) * self.num_layers * self.num_kv_heads
+        rows = int(np.count_nonzero(kv_lens > self.budget_tokens))
+        selecting, gathered = rows * self._selecting_heads, rows * self._gathered_heads
+        self.decoded.selecting += selecting
+        self.decoded.gathered += gathered
+        self.decoded.exact += num_units - selecting - gathered
+
+    def _count_heads(
+        self, elsewhere: npt.NDArray[np.bool_] | None, gathered: npt.NDArray[np.bool_] | None
+    ) -> None:
+        selecting = self.selecting_heads
+        if elsewhere is not None:
+            selecting = selecting & ~elsewhere
+        self._selecting_heads = int(selecting.sum())
+        self._gathered_heads = 0 if gathered is None else int(gathered.sum())
+
+    @property
+    def selecting_heads(self) -> npt.NDArray[np.bool_]:
+        """[num_layers, num_kv_heads], where rows longer than the budget attend to a selection, if
+        the CPU attends."""
+        if self.roles is None:
+            return np.repeat(self.sparse_layers[:, None], self.num_kv_heads, axis=1)
+        selecting = (self.roles == SELECT) | (self.roles == REUSE)
+        heads: npt.NDArray[np.bool_]
+        heads = selecting.reshape(self.num_layers, self.num_kv_heads, -1).any(axis=2)
+        return heads
 
     def build_states(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> float:
         """Build what the policy keeps of sequences that will have `kv_lens` tokens.

@@ -69,6 +69,7 @@ class NativeDecoder:
                 [seq for seq, _ in rows[block]], [position + 1 for _, position in rows[block]]
             )
             self._run_layers(hidden[block], (cos[block], sin[block]), step)
+            self.attention.count_rows(step.kv_lens)
         return hidden
 
     def _blocks(self, rows: Sequence[tuple[int, int]]) -> Iterator[slice]:

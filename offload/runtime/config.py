@@ -46,6 +46,9 @@ class RuntimeConfig:
             (see `tensor_parallel`). max_memory["cpu"] is for all of them, and rank i's GPU is i.
         placement: which KV heads are attended where, of a GPU that decodes; None: chosen when the
             model is loaded (`placement_for`). `offload plan` makes one.
+        quality_probe: share of the selections of decode steps that are compared with exact
+            attention, for `OffloadedModel.quality`; 0.001 costs next to nothing.
+        quality_floor: warn once if the attention mass kept is surely below this; needs a probe.
     """
 
     policy: Policy = field(default_factory=Full)
@@ -59,6 +62,8 @@ class RuntimeConfig:
     deadline_seconds: float = 5.0
     tensor_parallel_size: int = 1
     placement: HeadPlacement | None = None
+    quality_probe: float = 0.0
+    quality_floor: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES.values():
@@ -83,6 +88,18 @@ class RuntimeConfig:
             )
         if not self.deadline_seconds > 0:
             raise ValueError(f"deadline_seconds must be positive, got {self.deadline_seconds!r}")
+        _check_share("quality_probe", self.quality_probe)
+        if self.quality_probe and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"quality_probe={self.quality_probe} with tensor_parallel_size="
+                f"{self.tensor_parallel_size}: a rank sees only its own heads; leave one out"
+            )
+        if self.quality_floor is not None:
+            _check_share("quality_floor", self.quality_floor)
+            if not self.quality_probe:
+                raise ValueError(
+                    f"quality_floor={self.quality_floor} needs quality_probe, such as 0.001"
+                )
 
     def _gpus(self, device: torch.device) -> range:
         """Indices of the GPUs that may have a limit."""
@@ -165,6 +182,12 @@ def _budget_example(device: torch.device) -> str:
     if device.type == "cpu":
         return "max_memory={'cpu': ...} only"
     return f"max_memory={{{device.index or 0}: ..., 'cpu': ...}}"
+
+
+def _check_share(name: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= value <= 1.0:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}")
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -35,6 +35,7 @@ from offload.runtime.inputs import (
     rows_shape,
 )
 from offload.runtime.opening import OpenedModel, open_model
+from offload.runtime.quality import Quality
 from offload.runtime.runtime import Runtime
 from offload.runtime.stats import OffloadStats
 from offload.runtime.token_loop import fast_options, generate_tokens
@@ -52,6 +53,8 @@ _RUNTIME_OPTIONS = (
     "deadline_seconds",
     "tensor_parallel_size",
     "placement",
+    "quality_probe",
+    "quality_floor",
 )
 
 
@@ -87,7 +90,8 @@ class OffloadedModel(FixedModel):
             num_threads: CPU threads; default: all this process may use.
             kwargs: the standard cache_dir, force_download, local_files_only, token, revision and
                 gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend`, `deadline_seconds`,
-                `tensor_parallel_size` and `placement` of `RuntimeConfig`.
+                `tensor_parallel_size`, `placement`, `quality_probe` and `quality_floor` of
+                `RuntimeConfig`.
 
         Raises:
             TypeError: an unknown keyword argument.
@@ -249,6 +253,14 @@ class OffloadedModel(FixedModel):
     def offload_stats(self) -> OffloadStats:
         """Tokens, times and KV bytes of the last `generate()`, and the forward passes since."""
         return self._offload.stats
+
+    def quality(self) -> Quality:
+        """How much of the exact attention mass decode steps kept, since the model was loaded.
+
+        Raises:
+            ValueError: it was loaded without `quality_probe`.
+        """
+        return self._offload.quality()
 
     @property
     def kv_store(self) -> KVStore:

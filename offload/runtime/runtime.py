@@ -21,11 +21,14 @@ from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.opening import OpenedModel
 from offload.runtime.phases import BatchPart, parts_of, prompt_columns_of
+from offload.runtime.quality import FloorWatch, Quality, quality_of
 from offload.runtime.sequences import Sequences
 from offload.runtime.stats import OffloadStats
 from offload.system.autocast import without_autocast
 from offload.system.interrupts import shielded
 from offload.system.torch_threads import torch_threads
+
+_PROBE_SEED = 13
 
 
 class Runtime:
@@ -59,6 +62,11 @@ class Runtime:
         self.generation_now: Generation | None = None
         self._last_pass_end: float | None = None
         self._prefill_threads = config.num_threads  # None: as torch has it
+        self._floor: FloorWatch | None = None
+        if config.quality_probe:
+            self.attention.start_probe(config.quality_probe, seed=_PROBE_SEED)
+            if config.quality_floor is not None:
+                self._floor = FloorWatch(self.attention, config.quality_floor)
         if self.device.type == "cuda":
             from offload.runtime.kernel_warmup import warm_up
 
@@ -195,6 +203,15 @@ class Runtime:
             with torch_threads(self._prefill_threads):
                 logits: torch.Tensor = self.lean.lm_head(self.lean.final_norm(hidden))
             return logits
+
+    def quality(self) -> Quality:
+        """As `OffloadedModel.quality`."""
+        if not self.config.quality_probe:
+            raise ValueError(
+                "quality_probe is 0: nothing is compared with exact attention; load the model with "
+                "quality_probe=0.001"
+            )
+        return quality_of(self.attention)
 
     def check_modules(self) -> None:
         """Refuse a model that was changed after it was loaded (`ModuleWatch`).
@@ -381,6 +398,8 @@ class Runtime:
         if phase == "decode":
             stats.decode_tokens += num_tokens
             stats.decode_seconds += end - (self._last_pass_end or start)
+            if self._floor is not None:
+                self._floor.look()
         else:
             stats.prefill_tokens += num_tokens
             stats.prefill_seconds += end - start

@@ -158,6 +158,8 @@ void steps_are_the_same(int num_threads, int num_steps, bool traced, bool propos
   DecodeAttention serial(kShape, *scalar_table(), one), parallel(kShape, *scalar_table(), pool);
   serial.set_policy(make_policy(proposes));
   parallel.set_policy(make_policy(proposes));
+  serial.probe().start(0.3, 7);
+  parallel.probe().start(0.3, 7);
   Coprocessor called(serial, alone.mailbox(), {make_requests(), {0, 1, 1}, 2, 6});
   Coprocessor threaded(parallel, driven.mailbox(), {make_requests(), {0, 1, 1}, 2, 6});
   threaded.set_deadline(60'000'000'000);
@@ -195,6 +197,7 @@ void steps_are_the_same(int num_threads, int num_steps, bool traced, bool propos
     launched.fetch_add(1);
     if (traced) threaded.trace().record(i % 3 != 0);
     if (traced) threaded.trace().drain();
+    CHECK(parallel.probe().num_found() >= 0, "asked while it serves");
     std::string message;
     while (i % 4 == 3 && threaded.wait(number, 1'000'000, &message) == Coprocessor::Outcome::waiting) {
       CHECK(!threaded.position().empty() && !threaded.is_silent(), "position");
@@ -206,6 +209,12 @@ void steps_are_the_same(int num_threads, int num_steps, bool traced, bool propos
   CHECK(threaded.wait(num_steps, 60'000'000'000, &message) == Coprocessor::Outcome::done, "%s", message.c_str());
   CHECK(threaded.close(10'000'000'000) == Coprocessor::Retirement::gone, "close");
   CHECK(relative_error(answers, expected) < 1e-5, "answers");
+  const std::vector<MassKept> kept = parallel.probe().found(), wanted = serial.probe().found();
+  CHECK(!wanted.empty() && kept.size() == wanted.size(), "probed heads");
+  for (size_t i = 0; i < kept.size(); ++i) {
+    CHECK(kept[i].count == wanted[i].count, "probes of head %zu", i);
+    CHECK(std::abs(kept[i].sum - wanted[i].sum) < 1e-4 * static_cast<double>(1 + kept[i].count), "head %zu", i);
+  }
   CHECK(alone.pages == driven.pages, "pages");
   for (int64_t row = 0; row < kMaxRows; ++row) {
     CHECK(alone.counts[row] == driven.counts[row], "prepared and appended");

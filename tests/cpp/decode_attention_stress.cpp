@@ -161,6 +161,7 @@ Results run(const Step& step, DecodeAttention& attention) {
     CHECK(failure.empty(), "%s", failure.c_str());
     if (step.sparse && step.options.defers_updates) attention.update(layer_idx, rows);
   }
+  attention.run_probes();  // those that were deferred, too
   for (size_t i = 0; i < n * row_elements; ++i) {
     float x = to_float(Bf16{out[i]});
     if (step.options.float_output) std::memcpy(&x, out.data() + i * item, sizeof x);
@@ -186,6 +187,19 @@ void compare(const Results& actual, const Results& expected) {
     CHECK(actual.selection[u].size() == expected.selection[u].size(), "unit %zu", u);
     CHECK(std::is_sorted(actual.selection[u].begin(), actual.selection[u].end()), "unit %zu", u);
   }
+}
+
+// The same were drawn, and kept as much, whatever the threads.
+void compare_probes(const DecodeAttention& actual, const DecodeAttention& expected) {
+  const std::vector<MassKept> found = actual.probe().found(), wanted = expected.probe().found();
+  CHECK(found.size() == wanted.size(), "heads");
+  int64_t num_found = 0;
+  for (size_t i = 0; i < found.size(); ++i) {
+    num_found += found[i].count;
+    CHECK(found[i].count == wanted[i].count, "head %zu: %lld", i, static_cast<long long>(found[i].count));
+    CHECK(std::abs(found[i].sum - wanted[i].sum) <= 1e-3 * static_cast<double>(found[i].count), "head %zu", i);
+  }
+  CHECK(num_found > 0 && num_found == actual.probe().num_found(), "%lld", static_cast<long long>(num_found));
 }
 
 // Units take turns at retrieving or selecting for the layers below.
@@ -223,6 +237,15 @@ void stress(const AttentionShape& shape, int rounds) {
   for (int num_threads = 2; num_threads <= 4; ++num_threads) {
     WorkerPool alone(1), pool(num_threads, 30);
     DecodeAttention serial(shape, *scalar_table(), alone), parallel(shape, *scalar_table(), pool);
+    serial.probe().start(0.5, 7);
+    parallel.probe().start(0.5, 7);
+    std::atomic<bool> over{false};
+    std::thread reader([&] {  // somebody asks while others decode
+      while (!over.load()) {
+        CHECK(parallel.probe().num_found() >= 0 && parallel.probe().found().size() < 64, "found");
+        std::this_thread::yield();
+      }
+    });
     for (int round = 0; round < rounds; ++round) {
       Step step{shape, make_policy(round % 2 == 0, round % 3 == 0), round % 5 != 0, {}, {}, {}, {}};
       if (round % 4 == 3) step.policy.propose = propose;  // chooses the heaviest itself
@@ -250,6 +273,9 @@ void stress(const AttentionShape& shape, int rounds) {
       const Results expected = run(step, serial);
       compare(run(step, parallel), expected);
     }
+    over.store(true);
+    reader.join();
+    compare_probes(parallel, serial);
   }
 }
 

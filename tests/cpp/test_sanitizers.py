@@ -15,6 +15,7 @@ ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 ATTENTION = [
     "decode_attention",
     "decode_attention_lanes",
+    "decode_attention_probe",
     "decode_attention_scan",
     "decode_attention_select",
     "decode_attention_warm",

@@ -125,7 +125,8 @@ class DeviceDecoder:
         self._layers = layer_heads(
             placement.places, roles, shares_selection=policy.shares_selection
         )
-        self.attention.beside = (*self._window, placement.places != Place.CPU)
+        places = placement.places
+        self.attention.leave_to_device(self._window, places != Place.CPU, places == Place.GATHER)
         self._drop_steps()
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
@@ -302,6 +303,7 @@ class DeviceDecoder:
                     self.store.renew_page_table(seq)
             raise
         steps.step.resident.advance(slots, kv_lens)
+        self.attention.count_rows(rows.kv_lens)
         if self._num_parts is None:
             steps.record(link, time.perf_counter() - start)
 

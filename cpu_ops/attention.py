@@ -281,12 +281,14 @@ def attend_csr_rows(
     query: torch.Tensor,
     out: torch.Tensor,
     indices: npt.NDArray[np.int32],
-) -> None:
-    """Attend the only row of `step` to `indices` int32 [num_kv_heads, tokens] of one layer."""
+) -> float:
+    """Attend the only row of `step` to `indices` int32 [num_kv_heads, tokens] of one layer; seconds
+    that it took, calls from Python not counted.
+    """
     num_kv_heads, tokens = indices.shape
     indptr = np.arange(num_kv_heads + 1, dtype=np.int64) * tokens
     pages = int(step.page_tables[0] + layer_idx * step.table_strides[0] * 8)
-    attention.native.attend_csr(
+    return attention.native.attend_csr(
         query.data_ptr(),
         out.data_ptr(),
         0,

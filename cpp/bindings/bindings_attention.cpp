@@ -98,8 +98,8 @@ void prepare(DecodeAttention& attention, int64_t layer_idx, const KeptRows& step
   attention.prepare(layer_idx, rows);
 }
 
-// One row, an explicit CSR selection. `weights`: address of f32 [nnz * group] or 0.
-void attend_csr(DecodeAttention& attention, int64_t query, int64_t output, int64_t lse, int64_t pages, int64_t kv_len,
+// One row, an explicit CSR selection. `weights`: address of f32 [nnz * group] or 0. Returns the seconds it took.
+double attend_csr(DecodeAttention& attention, int64_t query, int64_t output, int64_t lse, int64_t pages, int64_t kv_len,
                 const Int64s& indptr, const Int32s& indices, int64_t weights) {
   const AttentionShape& shape = attention.shape();
   QueryRow row{};
@@ -112,9 +112,13 @@ void attend_csr(DecodeAttention& attention, int64_t query, int64_t output, int64
   row.indices = indices.data();
   row.weights = pointer<float>(weights);
   attention.set_units_per_row(indptr.size() - 1 == shape.num_qo_heads && shape.group_size() > 1);
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point start = Clock::now();
   const std::string failure = attention.attend(0, {row}, true);
+  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
   attention.set_units_per_row(attention.policy().per_query_head);
   check_numbers(failure);
+  return seconds;
 }
 
 // (kind, layer, request, start_ns, end_ns, worker, row, unit) of each event, and how many were lost.

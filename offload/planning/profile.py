@@ -30,7 +30,7 @@ from offload.system.machine import cpu_model, nvidia_driver
 from offload.system.version import __version__
 
 _FORMATS = "offload-profile-"
-_FORMAT = _FORMATS + "2"
+_FORMAT = _FORMATS + "3"
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -65,7 +65,7 @@ class DeviceProfile:
         top_k_beside: by number of scores: what a layer takes longer if a top-k runs beside it.
         window_us, merge_us, sampling_us: of those kernels, per layer and step.
         round_trip_us: from a request to its reply when the CPU has nothing to attend to.
-        step_us: of a step beside its kernels: launch, state, the token to the host.
+        step_us: of a step beside its kernels: bookkeeping, launch, state, the token to the host.
     """
 
     name: str
@@ -107,6 +107,10 @@ class MachineProfile:
         attend_warm: the same of rows that the same threads have just read.
         scan_dense: microseconds of attending to all tokens, by the bytes of their keys and values.
         scan_retrieve: the same of heads that also choose their heaviest tokens.
+        layer_linear_us: without a GPU: of a layer without its attention, by `shape_key` and then
+            number of rows; of shapes that were measured.
+        lm_head_us: the last projection, alike.
+        step_us: without a GPU: of a step beside its layers and the last projection.
         select_scale: by `workload.policy_key`, what its units that select took, as a multiple
             of what `StepModel` says of the bytes they look at; 1 where it was not measured.
         device: the GPU, or None.
@@ -122,6 +126,9 @@ class MachineProfile:
     attend_warm: CostTable
     scan_dense: CostTable
     scan_retrieve: CostTable
+    layer_linear_us: dict[str, dict[int, float]]
+    lm_head_us: dict[str, dict[int, float]]
+    step_us: float
     select_scale: dict[str, float]
     device: DeviceProfile | None = None
 

@@ -13,7 +13,7 @@ so a layer takes linear + max(GPU's side, reply) + merge; a layer without heads 
 reply. What runs beside each other also slows each other down: how much longer a layer takes with
 rows on their way, or with a top-k beside it, was measured as a whole (`bench.machine.layers`). A
 step is its layers, the last projection, choosing the token, and what a step costs beside its
-kernels. Without a GPU it is reading the weights, and attention, layer after layer.
+kernels. Without a GPU it is the same without anything beside anything.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ class StepModel:
             if not self._device.gather_measured:
                 self._assume("fetching rows: a PCIe copy of as many bytes stands for it")
         else:
-            weights = layer_elements(work.shape) * work.item_bytes
-            self.linear_us = 1e6 * weights / profile.read_bandwidth
+            self.linear_us = self._host_us(
+                profile.layer_linear_us, layer_elements(work.shape), "linear layers"
+            )
         heads = (work.shape.num_qo_heads, work.shape.num_kv_heads, work.shape.head_dim)
         if heads != profile.attention_heads:
             self._assume(
@@ -140,8 +141,8 @@ class StepModel:
             waiting = self.top_k_us(layer_idx, places)
         if self._device is None:
             vocabulary = self.work.shape.vocab_size * self.work.shape.hidden_size
-            last = 1e6 * vocabulary * self.work.item_bytes / self.profile.read_bandwidth
-            fixed = 0.0
+            last = self._host_us(self.profile.lm_head_us, vocabulary, "the last projection")
+            fixed = self.profile.step_us
         else:
             last = self._lm_head_us(self._device) + self._device.sampling_us
             fixed = self._device.step_us
@@ -278,6 +279,16 @@ class StepModel:
         )
         warm = profile.attend_warm.us(num_bytes)
         return cold + (warm - cold) * ahead / num_bytes
+
+    def _host_us(
+        self, measured_us: dict[str, dict[int, float]], num_weights: int, what: str
+    ) -> float:
+        """Of products with so many weights on the host: as measured, or else reading them."""
+        measured = self._of_this_batch(measured_us)
+        if measured is None:
+            self._assume(f"{what} on the CPU: reading the weights from memory stands for it")
+            return 1e6 * num_weights * self.work.item_bytes / self.profile.read_bandwidth
+        return measured
 
     def _layer_linear_us(self, device: DeviceProfile) -> float:
         """Of one layer for this batch: as measured, or else by the bytes of its matrices."""

@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from offload.bench.decode.peers import all_on_gpu_graph
+from offload.bench.decode.engines import describe, seconds_row
+from offload.bench.decode.peers import all_on_gpu_graph, transformers_compiled
+from offload.bench.decode.peers.transformers_compiled import CannotCompileError, decode_compiled
 from offload.bench.decode.peers.transformers_decode import (
     cache_bytes,
     decode_seconds,
@@ -51,6 +53,45 @@ def test_decoding_appends(stock: Any) -> None:
     assert min(seconds) > 0
     assert cache.get_seq_length() == KV_LEN + 5  # two to warm up
     assert prefill_seconds(stock, num_tokens=40) > 0
+
+
+def tokens_one_by_one(model: Any, steps: int) -> list[int]:
+    """What the stock model chooses after `filled_cache`, uncompiled."""
+    cache, token, chosen = filled_cache(model, kv_len=KV_LEN), 0, []
+    for position in range(KV_LEN, KV_LEN + steps):
+        at = {"device": model.device}
+        logits = model(
+            input_ids=torch.tensor([[token]], **at),
+            past_key_values=cache,
+            position_ids=torch.tensor([[position]], **at),
+        ).logits
+        chosen.append(token := int(logits[0, -1].argmax()))
+    return chosen
+
+
+def test_the_compiled_step_is_one_graph_of_the_stock_model_s(
+    stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Inductor takes half a minute; what it is given is the same.
+    monkeypatch.setattr(transformers_compiled, "OPTIONS", {"backend": "eager", "fullgraph": True})
+    monkeypatch.setattr(transformers_compiled, "ATTENTION", "eager")
+    found = decode_compiled(stock, kv_len=KV_LEN, num_steps=3)
+    assert len(found.seconds) == 3
+    assert found.compile_seconds > sum(found.seconds)
+    assert [token for (token,) in found.tokens] == tokens_one_by_one(stock, 7)  # four to warm up
+    assert stock.config._attn_implementation == "sdpa"  # as it was
+
+    def breaks(*args: Any, **options: Any) -> None:
+        torch._dynamo.graph_break()
+
+    monkeypatch.setattr(stock, "forward", breaks)
+    with pytest.raises(CannotCompileError, match=r"torch\.compile failed: "):
+        decode_compiled(stock, kv_len=KV_LEN, num_steps=3)
+
+
+def test_what_compiling_took_is_told() -> None:
+    row = seconds_row("compiled", 300, 1, [0.004, 0.005, 0.006]) | {"compile_seconds": 41.3}
+    assert describe(row).endswith("5.000 ± 0.800 ms, after 41 s of compiling")
 
 
 @pytest.mark.parametrize("groups", [False, True])
@@ -112,6 +153,13 @@ def test_the_captured_step_is_the_stock_model_s() -> None:
     ).logits[:, -1]
     error = (logits - expected).double().norm() / expected.double().norm()
     assert float(error) < 2e-2
+
+
+@pytest.mark.cuda
+def test_the_compiled_step_is_captured() -> None:
+    model = random_model(MODEL_SHAPES["tiny"], device=torch.device("cuda"), dtype=torch.float32)
+    found = decode_compiled(model, kv_len=KV_LEN, num_steps=3)
+    assert [token for (token,) in found.tokens] == tokens_one_by_one(model, 7)
 
 
 @pytest.mark.cuda

@@ -15,6 +15,7 @@ from offload.bench.decode.engines import (
     describe,
 )
 from offload.bench.decode.models import TextModel
+from offload.bench.decode.peers.transformers_compiled import CannotCompileError
 from offload.bench.pipeline.measure import WARM_UP_STEPS, measure_pipeline
 from offload.cli import app
 from offload.cli.bench import decode as bench_decode
@@ -91,6 +92,16 @@ def test_a_gpu_that_is_full_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.bench.decode.engines.filled_cache", full)
     result = run("-d", "300", "--engines", "transformers")
     assert "300.00 KiB of KV do not fit the GPU" in result.stdout
+
+
+def test_a_step_that_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise CannotCompileError("torch.compile needs triton for this GPU")
+
+    monkeypatch.setattr("offload.bench.decode.engines.decode_compiled", fails)
+    monkeypatch.setattr(bench_decode, "CPU_ENGINE_NAMES", ("transformers-compiled",))
+    result = run("-d", "300", "--engines", "transformers-compiled")
+    assert "torch.compile needs triton for this GPU" in result.stdout
 
 
 def test_a_model_on_real_text(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
@@ -174,6 +185,7 @@ def test_names_that_the_command_offers() -> None:
     assert tuple(MODEL_SHAPES) == MODEL_SHAPE_NAMES
     assert tuple(ENGINES) == bench_decode.ENGINE_NAMES
     assert {*bench_decode.CPU_ENGINE_NAMES} < {*ENGINES}
+    assert {*ENGINES} - {*bench_decode.DEFAULT_ENGINE_NAMES} == {"transformers-compiled"}
     assert tuple(DTYPES) == DTYPE_NAMES
     assert {*BACKENDS} - {"inline"} == {*bench_decode.BACKEND_NAMES}
     assert bench_decode.WARM_UP_STEPS == WARM_UP_STEPS

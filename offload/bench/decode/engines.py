@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from offload.bench.decode.models import DecodeModel, OnDone, lean_model, release
+from offload.bench.decode.peers.transformers_compiled import CannotCompileError, decode_compiled
 from offload.bench.decode.peers.transformers_decode import (
     cache_bytes,
     decode_seconds,
@@ -30,12 +31,14 @@ from offload.system.torch_threads import torch_threads
 Row = dict[str, Any]
 OURS, GRAPH = "offload", "all on the GPU, one graph"
 STOCK, STOCK_OFFLOADED = "transformers, KV on the GPU", "transformers, KV offloaded"
+STOCK_COMPILED = "transformers, static cache, compiled"
 STOCK_ON_CPU = "transformers"
 # As `offload bench decode` calls them.
 ENGINES = {
     "offload": OURS,
     "graph": GRAPH,
     "transformers": STOCK,
+    "transformers-compiled": STOCK_COMPILED,
     "transformers-offloaded": STOCK_OFFLOADED,
 }
 
@@ -46,8 +49,8 @@ class DecodePlan:
 
     Attributes:
         engines: names of `ENGINES`; on a CPU "offload" and "transformers".
-        num_steps: of ours and the graph, `repeats` times of ours.
-        stock_steps: of transformers, which is slow.
+        num_steps: of ours, the graph and the compiled step, `repeats` times of ours.
+        stock_steps: of transformers as it comes, which is slow.
         num_threads: of torch on a CPU; None: as torch has it.
     """
 
@@ -137,6 +140,27 @@ def stock_row(
     return row | {"memory": {"kv_host" if on_host else "kv_device": num_bytes}}
 
 
+def compiled_row(model: DecodeModel, kv_len: int, *, num_steps: int, batch_size: int = 1) -> Row:
+    """transformers with a static cache and a compiled step.
+
+    Raises:
+        CannotCompileError: it cannot be compiled here.
+        torch.OutOfMemoryError: it does not fit.
+    """
+    num_bytes = cache_bytes(model.stock, kv_len=kv_len, batch_size=batch_size)
+    try:
+        found = decode_compiled(
+            model.stock, kv_len=kv_len, num_steps=num_steps, batch_size=batch_size
+        )
+    finally:
+        release(model.device)
+    row = seconds_row(STOCK_COMPILED, kv_len, batch_size, found.seconds)
+    return row | {
+        "compile_seconds": found.compile_seconds,
+        "memory": {"kv_device": num_bytes},
+    }
+
+
 def seconds_row(engine: str, kv_len: int, batch_size: int, seconds: Sequence[float]) -> Row:
     """Of steps that took so long."""
     p10, median, p90 = (float(t) * 1e3 for t in np.percentile(seconds, [10, 50, 90]))
@@ -160,7 +184,9 @@ def describe(row: Row) -> str:
     if row["milliseconds"] is None:
         return start + str(row["missing"])
     spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
-    return f"{start}{row['milliseconds']:10.3f} ± {spread:.3f} ms"
+    line = f"{start}{row['milliseconds']:10.3f} ± {spread:.3f} ms"
+    compiled = row.get("compile_seconds")
+    return line if compiled is None else f"{line}, after {compiled:.0f} s of compiling"
 
 
 def _peer_row(model: DecodeModel, plan: DecodePlan, engine: str, kv_len: int) -> Row:
@@ -181,11 +207,15 @@ def _peer_row(model: DecodeModel, plan: DecodePlan, engine: str, kv_len: int) ->
     try:
         if engine == "graph":
             return graph_row(model, kv_len, num_steps=plan.num_steps)
+        if engine == "transformers-compiled":
+            return compiled_row(model, kv_len, num_steps=plan.num_steps)
         is_offloaded = engine == "transformers-offloaded"
         with torch_threads(plan.num_threads):
             row = stock_row(model, kv_len, offloaded=is_offloaded, num_steps=plan.stock_steps)
         return row | {"engine": name}
     except torch.OutOfMemoryError:
         pass
+    except CannotCompileError as error:
+        return missing | {"missing": str(error)}
     release(model.device)  # now that no traceback keeps its tensors
     return missing | {"missing": f"{format_bytes(num_bytes)} of KV do not fit the GPU"}

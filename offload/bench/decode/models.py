@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from offload.bench.made.model_cache import ModelCache
+from offload.bench.pipeline.device_session import traced_steps
 from offload.bench.pipeline.measure import DecodeSession
 from offload.bench.pipeline.session import make_cache, make_model, open_session
 from offload.bench.pipeline.settings import PipelineSettings
+from offload.bench.pipeline.step_timeline import StepTimeline
 from offload.decode.sampling import SamplingOptions
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
@@ -76,6 +78,16 @@ class TextSession(DecodeSession):
     def decode(self, num_steps: int) -> list[float]:
         with torch_threads(1):  # as `Runtime.generation` does it, between forward passes too
             return super().decode(num_steps)
+
+    @property
+    def decoder(self) -> Any:
+        """The runtime's."""
+        return self._runtime._decoder
+
+    def trace(self, num_steps: int) -> list[StepTimeline]:
+        if self._runtime.device.type == "cpu":
+            return super().trace(num_steps)
+        return traced_steps(self.step, self.decoder, num_steps)
 
     def rewind(self) -> None:
         if self._cache is not None:

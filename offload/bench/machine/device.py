@@ -2,7 +2,7 @@
 
 Kernels are timed in CUDA graphs of many calls over operands that no cache holds, as they run in a
 step. What cannot be timed by itself, the round trip to the CPU and what a step costs beside its
-kernels, comes from whole steps of a small model.
+kernels, comes from whole steps (`steps`).
 
 On CPU tensors everything but these steps runs too, by the reference code: for tests.
 """
@@ -13,10 +13,8 @@ import functools
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from cpu_ops.decoder_layers import Norm
 from gpu_ops.rope_publish import rope_publish
 from offload.bench.machine.kernels import CALLS, COLD_BYTES, RECENT, SINKS, Operands, microseconds
 from offload.bench.machine.layers import LayerBench
+from offload.bench.machine.steps import device_step_us
 from offload.decode.gpu.linear import DeviceLayer, DeviceWeights, LinearPath, linear_path
 from offload.decode.sampling import SamplingOptions, TokenChooser
 from offload.planning.cost_table import CostTable
@@ -86,7 +85,7 @@ def measure_device(
     round_trip_us = step_us = 0.0
     properties: Any = None
     if is_cuda:
-        round_trip_us, step_us = _round_trip(dtype, num_threads, window_us)
+        round_trip_us, step_us = device_step_us(device, dtype, num_threads, window_us)
         properties = torch.cuda.get_device_properties(device)
     key = shape_key(shape, dtype.itemsize)
     return DeviceProfile(
@@ -245,39 +244,3 @@ class _LinearBench(Operands):
             for _ in range(count)
         )
         return DeviceWeights(shape, layers, norm(), matrix(shape.vocab_size, hidden))
-
-
-def _round_trip(dtype: torch.dtype, num_threads: int, window_us: float) -> tuple[float, float]:
-    """(round_trip_us, step_us) from steps of a small model with and without the CPU's side.
-
-    The CPU attends to nothing. What is left of a step without the CPU's side when its kernels are
-    taken away is what a step costs beside them; the kernels are timed on the GPU, in one more run.
-    """
-    from offload.bench.pipeline.gpu_marks import GpuMarks
-    from offload.bench.pipeline.measure import measure_pipeline
-    from offload.bench.pipeline.session import opened_session
-    from offload.bench.pipeline.settings import PipelineSettings
-    from offload.policies.registry import make_policy
-
-    settings = PipelineSettings(
-        shape="smollm2-135m",
-        kv_len=512,
-        policy=make_policy("streaming_llm", budget_tokens=68, sink_tokens=4, dense_layers=0),
-        backend="graph",
-        num_steps=48,
-        num_threads=num_threads,
-        dtype=dtype,
-        distinct_layers=1,
-    )
-    with opened_session(replace(settings, host_work="none")) as session:
-        without_cpu, _ = measure_pipeline(session, repeats=2, traced_steps=0)
-    with opened_session(settings) as session:
-        whole, timelines = measure_pipeline(session, repeats=2, traced_steps=8)
-    marks = GpuMarks(settings.device)
-    mark_us = microseconds([functools.partial(marks.mark, "mark")] * CALLS, settings.device)
-    num_layers = sum(1 for mark in timelines[0].gpu if mark.kind == "window")
-    busy_ns = [sum(m.end_ns - m.start_ns for m in t.gpu if m.kind != "wait") for t in timelines]
-    gpu_us = float(np.median(busy_ns)) / 1e3 - len(timelines[0].gpu) * mark_us
-    waited_us = 1e3 * (whole.milliseconds - without_cpu.milliseconds) / max(1, num_layers)
-    # What is waited for begins with the window's attention.
-    return max(0.0, waited_us) + window_us, max(0.0, 1e3 * without_cpu.milliseconds - gpu_us)

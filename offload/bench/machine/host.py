@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +92,9 @@ def _attend_seconds(
         indices = cache.random_selection(tokens, seed=repeat)
         measure_read_bandwidth(pool, query, repeats=2)  # workers spin, as inside a step
         for of_kind in times:
-            start = time.perf_counter()
-            attend_csr_rows(attention, layer_idx, step, query, out, indices)
+            seconds = attend_csr_rows(attention, layer_idx, step, query, out, indices)
             if repeat:  # the first one also loads code
-                of_kind.append(time.perf_counter() - start)
+                of_kind.append(seconds)
     cold, warm = (float(np.median(of_kind)) for of_kind in times)
     return cold, warm
 
@@ -112,13 +110,13 @@ def _scan_table(
     for share in _SCAN_SHARES:
         kv_len = cache.kv_len // share
         step = attention.begin_step([cache.seq], [kv_len])
-        times = []
-        for repeat in range(_REPEATS + 1):
+        times: list[float] = []
+        for repeat in range(1 + -(-_REPEATS // cache.num_layers)):
             measure_read_bandwidth(pool, query, repeats=2)
-            start = time.perf_counter()
-            attention.attend(repeat % cache.num_layers, step, query, out)
+            # In turns, as in a step: no layer is in a cache when its turn comes again.
+            layers = attention.time_layers(step, [query] * cache.num_layers, out)
             if repeat:
-                times.append(time.perf_counter() - start)
+                times += [seconds for seconds, _ in layers]
         num_bytes = 2 * cache.store.num_kv_heads * kv_len * cache.row_bytes
         points.append((num_bytes, 1e6 * float(np.median(times))))
     return CostTable.measured(points)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.bench.machine.host import measure_host
+from offload.bench.machine.steps import host_step_us
 from offload.models.shape import ModelShape
 from offload.planning.profile import MachineProfile, OnProgress, machine_key
 
@@ -26,6 +27,9 @@ def measure_profile(
     key = machine_key(device, num_threads)
     host = measure_host(num_threads, shape, dtype, on_progress)
     measured = None
+    linear, lm_head, step_us = {}, {}, 0.0
+    if device.type == "cpu":
+        linear, lm_head, step_us = host_step_us(shape, dtype, num_threads)
     if device.type == "cuda":
         from offload.bench.machine.device import measure_device
 
@@ -43,6 +47,9 @@ def measure_profile(
         isa=key["isa"],
         num_threads=num_threads,
         version=key["version"],
+        layer_linear_us=linear,
+        lm_head_us=lm_head,
+        step_us=step_us,
         device=measured,
         **host,
     )

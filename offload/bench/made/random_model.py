@@ -16,9 +16,11 @@ _STD = 0.02  # as transformers draws them
 
 
 def random_model(
-    shape: ModelShape, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+    shape: ModelShape, *, device: torch.device, dtype: torch.dtype, seed: int | None = 0
 ) -> Any:
     """A stock `LlamaForCausalLM` of transformers with random weights on `device`.
+
+    With seed=None all weights are one small number: as fast to run, and made sooner on a CPU.
 
     The positions that decode steps need beyond `shape.max_context` are there, too: a benchmark
     starts its steps after the longest prompt.
@@ -46,11 +48,13 @@ def random_model(
     stock.tie_weights()
     # Its frequencies are a buffer, and no checkpoint brings them.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config).to(device)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed or 0)
     with torch.no_grad():
         for name, weight in stock.named_parameters():
             if "norm" in name:
                 weight.fill_(1.0)
+            elif seed is None:
+                weight.fill_(1.0 / shape.hidden_size)
             else:
                 weight.normal_(0.0, _STD, generator=generator)
     return stock.requires_grad_(False)

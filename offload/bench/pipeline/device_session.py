@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -100,39 +100,48 @@ class DeviceSession(DecoderSession):
     def trace(self, num_steps: int) -> list[StepTimeline]:
         if self._without_host:
             raise ValueError("a step without the host has nothing to trace")
-        marks = GpuMarks(self._device)
-
-        def mark(kind: str, layer_idx: int) -> None:
-            if kind == START:
-                marks.clear()
-            marks.mark(kind, layer_idx)
-
-        self._decoder.on_mark = mark
-        timelines = []
-        try:
-            self.step()  # captures the step with its marks
-            attention, num_workers = self._decoder.attention, self._decoder.pool.num_threads
-            attention.trace(True)
-            for _ in range(num_steps):
-                start = time.monotonic_ns()
-                self.step()
-                end = time.monotonic_ns()
-                torch.cuda.synchronize(self._device)
-                events, num_lost = attention.trace_events()
-                timeline = timeline_of(start, end, marks.read(), events)
-                timelines.append(
-                    replace(timeline, num_workers=num_workers, num_lost_events=num_lost)
-                )
-            attention.trace(False)
-        finally:
-            self._decoder.on_mark = None
-        return timelines
+        return traced_steps(self.step, self._decoder, num_steps)
 
     def memory(self) -> dict[str, int]:
         peak = torch.cuda.max_memory_allocated(self._device) - self._before_bytes
         held = super().memory()
         of_policy = held.pop("policy_host")
         return {"weights": self._weight_bytes, **held, "device": peak, "policy_host": of_policy}
+
+
+def traced_steps(
+    step: Callable[[], None], decoder: DeviceDecoder, num_steps: int
+) -> list[StepTimeline]:
+    """Steps with marks, each on its own; one more is decoded before, to capture it.
+
+    Args:
+        step: decodes one token with `decoder`.
+    """
+    marks = GpuMarks(decoder.device)
+
+    def mark(kind: str, layer_idx: int) -> None:
+        if kind == START:
+            marks.clear()
+        marks.mark(kind, layer_idx)
+
+    decoder.on_mark = mark
+    timelines = []
+    try:
+        step()
+        attention, num_workers = decoder.attention, decoder.pool.num_threads
+        attention.trace(True)
+        for _ in range(num_steps):
+            start = time.monotonic_ns()
+            step()
+            end = time.monotonic_ns()
+            torch.cuda.synchronize(decoder.device)
+            events, num_lost = attention.trace_events()
+            timeline = timeline_of(start, end, marks.read(), events)
+            timelines.append(replace(timeline, num_workers=num_workers, num_lost_events=num_lost))
+        attention.trace(False)
+    finally:
+        decoder.on_mark = None
+    return timelines
 
 
 class WithoutHost:

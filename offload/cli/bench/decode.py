@@ -37,7 +37,14 @@ if TYPE_CHECKING:
     from offload.bench.decode.models import DecodeModel
 
 # offload.bench has these, but imports torch; tests compare the two.
-ENGINE_NAMES = ("offload", "graph", "transformers", "transformers-offloaded")
+ENGINE_NAMES = (
+    "offload",
+    "graph",
+    "transformers",
+    "transformers-compiled",
+    "transformers-offloaded",
+)
+DEFAULT_ENGINE_NAMES = tuple(name for name in ENGINE_NAMES if name != "transformers-compiled")
 CPU_ENGINE_NAMES = ("offload", "transformers")
 BACKEND_NAMES = ("graph", "stream")
 # What a machine can do in a few minutes.
@@ -88,7 +95,7 @@ def decode(
         typer.Option(
             metavar="NAMES",
             help=f"Any of {', '.join(ENGINE_NAMES)}; on a CPU of {', '.join(CPU_ENGINE_NAMES)}. "
-            r"\[default: all]",
+            r"\[default: all but transformers-compiled, which compiles for each context]",
             show_default=False,
         ),
     ] = None,
@@ -135,9 +142,11 @@ def decode(
 
     [bold]offload[/bold] keeps the KV cache in host memory. [bold]graph[/bold] runs the same layers
     with all of it on the GPU, as one CUDA graph: what the best engine could do with a GPU that
-    large. [bold]transformers[/bold] is the stock model, [bold]transformers-offloaded[/bold] the
-    same with the cache it can offload from a GPU. All share one process, one set of weights and
-    one batch of one sequence; an engine whose cache does not fit is listed as that.
+    large. [bold]transformers[/bold] is the stock model as it comes,
+    [bold]transformers-compiled[/bold] with a static cache and torch.compile, whose time to compile
+    is told beside, [bold]transformers-offloaded[/bold] with the cache it can offload from a GPU.
+    All share one process, one set of weights and one batch of one sequence; an engine whose cache
+    does not fit is listed as that.
 
     A step is timed from one token on the host to the next. [bold]--shape[/bold] needs no
     checkpoint: keys and queries have the structure of real attention. Peers attend to everything,
@@ -176,7 +185,7 @@ def decode(
         where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         on_cpu = where.type == "cpu"
         defaults = CPU_DEFAULTS if on_cpu else GPU_DEFAULTS
-        engine_names = chosen or list(CPU_ENGINE_NAMES if on_cpu else ENGINE_NAMES)
+        engine_names = chosen or list(CPU_ENGINE_NAMES if on_cpu else DEFAULT_ENGINE_NAMES)
         for engine in engine_names:
             if on_cpu and engine not in CPU_ENGINE_NAMES:
                 raise ValueError(
@@ -315,6 +324,8 @@ def _cells(row: dict[str, Any], base: float | None) -> list[str]:
     from offload.system.memory import format_bytes
 
     name = row["engine"] + (f", {row['label']}" if row["policy"] else "")
+    if row.get("compile_seconds") is not None:
+        name += f" in {row['compile_seconds']:.0f} s"
     if row["milliseconds"] is None:
         return [name, "", str(row["missing"]), "", "", ""]
     spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 WARM_UP_STEPS = 2
 
@@ -19,10 +19,16 @@ def filled_cache(
     stock: Any, *, kv_len: int, batch_size: int = 1, offloaded: bool = False
 ) -> DynamicCache:
     """A cache of `kv_len` random tokens in every layer."""
+    cache = DynamicCache(config=stock.config, offloading=offloaded)
+    fill(cache, stock, kv_len=kv_len, batch_size=batch_size)
+    return cache
+
+
+def fill(cache: Cache, stock: Any, *, kv_len: int, batch_size: int) -> None:
+    """Put `kv_len` random tokens into every layer of an empty cache."""
     config = stock.config
     shape = (batch_size, config.num_key_value_heads, kv_len, _head_dim(config))
     generator = torch.Generator(stock.device).manual_seed(0)
-    cache = DynamicCache(config=config, offloading=offloaded)
     for layer_idx in range(config.num_hidden_layers):
         keys, values = (
             torch.empty(shape, dtype=stock.dtype, device=stock.device).normal_(generator=generator)
@@ -30,7 +36,6 @@ def filled_cache(
         )
         cache.update(keys, values, layer_idx)
         del keys, values
-    return cache
 
 
 def cache_bytes(stock: Any, *, kv_len: int, batch_size: int = 1) -> int:

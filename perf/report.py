@@ -31,6 +31,7 @@ from perf.tables import (
     long_context_tables,
     placement_tables,
     selection_tables,
+    structured_tables,
     tables,
 )
 from perf.tables.gpu_tables import Results
@@ -61,6 +62,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ruler": ("ruler", long_context_tables.ruler_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
+    "structured": ("structured", structured_tables.structured_table),
 }
 # Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
 GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {

@@ -35,6 +35,7 @@ from perf.tables import (
     placement_tables,
     selection_tables,
     shared_selection_tables,
+    structured_tables,
     tables,
     tradeoff_tables,
 )
@@ -99,6 +100,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "startup": ("startup", tables.startup_table),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
     "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
+    "structured": ("structured", structured_tables.structured_table),
 }
 # Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
 GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {

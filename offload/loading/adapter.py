@@ -29,7 +29,14 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
     "layers_to_transform": (None, []),
+    # The others, such as pissa, change the stock weights before they train beside them.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
+# Those that say where it came from, or how it was trained; where it applies, its weights say.
+_HARMLESS = {"r", "lora_alpha", "task_type", "base_model_name_or_path", "lora_dropout"}
+_HARMLESS |= {"inference_mode", "target_modules", "exclude_modules", "layers_pattern", "revision"}
+_HARMLESS |= {"auto_mapping", "peft_version", "megatron_core", "qalora_group_size", "eva_config"}
+_HARMLESS |= {"runtime_config", "ensure_weight_tying"}
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,11 @@ def read_adapter(folder: Path) -> Adapter:
         if value not in known:
             raise ValueError(
                 f"{folder / _CONFIG}: {option}={value!r} is not supported; available: {known[0]!r}"
+            )
+    for option in sorted(described.keys() - _KNOWN.keys() - _HARMLESS):
+        if described[option]:  # such as lora_bias; what is unset is empty
+            raise ValueError(
+                f"{folder / _CONFIG}: {option}={described[option]!r} is not supported; leave it out"
             )
     rank: Any = described.get("r")
     alpha: Any = described.get("lora_alpha")

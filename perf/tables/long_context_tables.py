@@ -13,7 +13,6 @@ _TASKS = {
     "four_keys": "four keys, right",
     "nll": "nll of the last 512 tokens",
 }
-_SPREAD = " \N{PLUS-MINUS SIGN}: half of the 10th to 90th percentile."
 _MODELS = {"long": "smollm2-135m-instruct-32k", "stock": "smollm2-135m-instruct"}
 
 
@@ -37,14 +36,40 @@ def long_context_table(result: dict[str, Any]) -> str:
 
 def ruler_table(result: dict[str, Any]) -> str:
     """What `offload eval ruler --json` wrote, as the command shows it."""
-    settings = result["settings"]
+    settings, cells = result["settings"], result["cells"]
+    prose = settings["haystack"] and (settings["haystack"]["path"] or "Python's docstrings")
+    samples = sum(cell["samples"] for cell in cells)
+    truncated = sum(cell["truncated_samples"] for cell in cells)
     return "\n\n".join(
         [
-            f"RULER on {settings['model']}, {settings['samples']} prompts a task, per cent; where "
-            "full attention scores nothing (*) a task is not in the mean. Every policy on the same "
-            "prompts; the defaults but for the budget after its name.",
-            markdown(*cell_table(result["cells"])),
+            f"RULER on {settings['model']}, {settings['dtype']}, {settings['samples']} prompts of "
+            f"each task and length, {samples} in all, {truncated} of them truncated; seed "
+            f"{settings['seed']}, {'the' if settings['chat_template'] else 'no'} chat template, "
+            f"prose: {prose or 'none'}. In per cent; where full attention scores nothing (*) a "
+            "task is not in the mean. Every policy on the same prompts.",
+            f"Options: {_options(settings['policies'])}.",
+            markdown(*cell_table(cells)),
             markdown(*summary_table(result["summary"])),
-            machine_line(result["machine"]).replace(_SPREAD, ""),
+            machine_line(result["machine"], spreads=False),
         ]
     )
+
+
+def _options(policies: dict[str, dict[str, Any]]) -> str:
+    """Those that all selecting policies share, then the others of each."""
+    selecting = {
+        label: {key: value for key, value in options.items() if value is not None}
+        for label, options in policies.items()
+        if options
+    }
+    shared = set.intersection(*(set(options.items()) for options in selecting.values()))
+    of_all = {"all": dict(sorted(shared))}
+    of_each = {
+        label: dict(pair for pair in options.items() if pair not in shared)
+        for label, options in selecting.items()
+    }
+    said = {
+        name: ", ".join(f"{key}={value}" for key, value in options.items())
+        for name, options in (of_all | of_each).items()
+    }
+    return "; ".join(f"{name}: {options}" for name, options in said.items() if options)

@@ -149,8 +149,12 @@ def startup_table(result: dict[str, Any]) -> str:
     return "\n\n".join([title, table(columns, result["rows"]), machine_line(result["machine"])])
 
 
-def machine_line(machine: dict[str, Any]) -> str:
-    """Where and when it was measured."""
+def machine_line(machine: dict[str, Any], *, spreads: bool = True) -> str:
+    """Where and when it was measured.
+
+    Args:
+        spreads: say what the table's ± are.
+    """
     versions = machine["versions"]
     commit = machine["commit"][:12] + (" with changes" if machine["uncommitted_changes"] else "")
     return (
@@ -158,6 +162,6 @@ def machine_line(machine: dict[str, Any]) -> str:
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, ISA {machine['isa']}, "
         f"{', '.join(machine['gpus']) or 'no GPU'}; Python {versions['python']}, "
         f"torch {versions['torch']}, transformers {versions['transformers']}; commit {commit}, "
-        f"{machine['date']}, load {machine['load_average']:.1f} at the start. "
-        "±: half of the 10th to 90th percentile.*"
+        f"{machine['date']}, load {machine['load_average']:.1f} at the start."
+        f"{' ±: half of the 10th to 90th percentile.' * spreads}*"
     )

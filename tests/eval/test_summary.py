@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.tiny_models import byte_tokenizer
 
 from offload.bench.eval.labels import label_of
 from offload.bench.eval.needle import depth_samples
+from offload.bench.eval.prompt import prompt_counter, prompt_text, prompt_tokens
 from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS, ruler_samples
-from offload.bench.eval.sample import string_match_all
-from offload.bench.eval.structured import STRUCTURED_TASKS, structured_samples
-from offload.bench.eval.summary import bootstrap_interval, cell_rows, summaries
+from offload.bench.eval.sample import Sample, string_match_all
+from offload.bench.eval.structured import FIELDS, STRUCTURED_TASKS, structured_samples
+from offload.bench.eval.summary import cell_rows, summaries
 from offload.bench.eval.words import NeedleWords, word_list
 from offload.cli.eval.options import policies_of
 from offload.policies.registry import make_policy
@@ -22,6 +24,10 @@ PROSE = ("It was a dark night. The rain fell in torrents! Who was there? " * 300
 
 def count_words(text: str) -> int:
     return len(text.split())
+
+
+def count_prompt(sample: Sample) -> int:
+    return count_words(sample.text + sample.answer_prefix)
 
 
 def record(task: str, index: int, full: float, sparse: float) -> dict[str, Any]:
@@ -51,23 +57,31 @@ def test_only_cells_in_which_full_attention_scores_count() -> None:
     full, quest = summaries(records, ["full", "quest 64"])
     assert (full["score"], full["difference"], full["interval"]) == (1.0, 0.0, (0.0, 0.0))
     assert (quest["score"], quest["difference"]) == (0.75, -0.25)
-    # Differences of -0.5 and 0: of two the bootstrap spreads as half of the variance, not more.
-    assert quest["interval"] == pytest.approx((-0.25 - 0.25 * 2**0.5, -0.25 + 0.25 * 2**0.5))
+    # Differences of -0.5 and 0, and one of 1 and one of -1 that were not seen.
+    middle, spread = -0.5 / 4, np.std([-0.5, 0.0, 1.0, -1.0])
+    variance_of_two = (0.125 - 0.0625) * 2 / 4  # what n - 1 instead of n adds
+    reach = 1.959964 * ((spread**2 + variance_of_two) / 4) ** 0.5
+    assert quest["interval"] == pytest.approx((middle - reach, middle + reach))
     assert quest["decoded_tokens"] == 4 * 4
     easy, hard = cell_rows(records, ["full", "quest 64"])
     assert (easy["counts"], hard["counts"]) == (True, False)
     assert hard["scores"] == {"full": 0.0, "quest 64": 0.5}
 
 
-def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(1)
-    hits = 0
-    for _ in range(200):
-        low, high = bootstrap_interval([rng.normal(0.3, 1.0, 40), rng.normal(-0.1, 0.5, 40)])
-        hits += low <= 0.1 <= high
-    assert 0.88 < hits / 200 < 0.99
-    assert bootstrap_interval([]) is None
-    assert bootstrap_interval([np.array([0.5])]) is None  # one sample says nothing of its spread
+def test_samples_of_one_text_are_one_observation() -> None:
+    losses = {0: 1.0, 1: 0.0, 2: 0.5, 3: 0.0}  # by text, at every depth the same
+    records = [
+        record(f"depth {depth} %", index, 1.0, 1.0 - losses[index])
+        for depth in (0, 50, 100)
+        for index in (2, 0, 3, 1)
+    ]
+    labels = ["full", "quest 64"]
+    (_, alone) = summaries([r for r in records if r["task"] == "depth 0 %"], labels)
+    (_, shared) = summaries(records, labels, shared_texts=True)
+    (_, drawn_apart) = summaries(records, labels)
+    assert shared["difference"] == alone["difference"] == -0.375
+    assert shared["interval"] == pytest.approx(alone["interval"])  # depths add nothing
+    assert np.ptp(drawn_apart["interval"]) < 0.7 * np.ptp(shared["interval"])
 
 
 @pytest.mark.parametrize(
@@ -100,20 +114,45 @@ def test_ruler_samples(task: str) -> None:
 
 def test_a_needle_stands_where_it_shall() -> None:
     for depth, low, high in ((0, 0.0, 0.05), (50, 0.45, 0.6), (100, 0.9, 1.0)):
-        (sample,) = depth_samples(depth, 1000, 1, seed=0, count_tokens=count_words, prose=PROSE)
+        (sample,) = depth_samples(depth, 1000, 1, seed=0, count_prompt=count_prompt, prose=PROSE)
         assert low <= sample.text.index(sample.outputs[0]) / len(sample.text) <= high
         assert 800 < count_words(sample.text) <= 1000 - sample.max_new_tokens
 
 
+@pytest.mark.parametrize("num_fields", [1, 3, len(FIELDS)])
 @pytest.mark.parametrize("task", STRUCTURED_TASKS)
-def test_structured_samples(task: str) -> None:
-    samples = structured_samples(task, 800, 4, seed=0, count_tokens=count_words)
+def test_structured_samples(task: str, num_fields: int) -> None:
+    samples = structured_samples(
+        task, 900, 4, num_fields=num_fields, seed=0, count_prompt=count_prompt
+    )
     assert len({sample.outputs for sample in samples}) == 4
     for sample in samples:
-        start = sample.text.index(sample.answer_prefix)
-        assert all(0 < sample.text.index(x) - start < 100 for x in sample.outputs)
+        assert len(sample.outputs) == num_fields
+        # The answer goes on where its beginning stands in the text, and in no other place.
+        assert sample.text.count(sample.answer_prefix) == 1
+        answer = sample.text.split(sample.answer_prefix)[1].lstrip(" |")
+        assert answer.startswith(sample.outputs[0])
+        assert string_match_all(answer[: 40 * num_fields], sample.outputs) == 1
         assert all(sample.text.count(output) == 1 for output in sample.outputs)
-        assert 650 < count_words(sample.text) <= 800 - sample.max_new_tokens
+        assert 800 < count_prompt(sample) + sample.max_new_tokens <= 900
+
+
+@pytest.mark.parametrize("depth", [0, 100])
+def test_a_prompt_of_the_full_length_keeps_its_beginning(depth: int) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for turn in messages %}<|{{ turn.role }}, as it is called in this template|>"
+        "{{ turn.content }}{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
+    )
+    length, count = 1500, prompt_counter(tokenizer, chat=True)
+    samples = depth_samples(depth, length, 2, seed=0, count_prompt=count, prose=PROSE)
+    for task in STRUCTURED_TASKS:
+        samples += structured_samples(task, length, 2, seed=0, count_prompt=count)
+    for sample in samples:
+        text = prompt_text(sample, tokenizer, chat=True)
+        assert text.startswith("<|user, as")
+        kept, num_tokens = prompt_tokens(text, tokenizer, length - sample.max_new_tokens)
+        assert length - sample.max_new_tokens - 120 < num_tokens == len(kept)
 
 
 def test_windows_shrink_with_the_budget() -> None:

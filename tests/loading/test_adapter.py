@@ -153,6 +153,11 @@ def test_other_base_weights(installed: Path, models: Path) -> None:
         ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported; available: 'LORA'"),
         ({"use_dora": True}, "use_dora=True is not supported"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern=.* is not supported"),
+        ({"lora_bias": True}, "lora_bias=True is not supported"),
+        ({"target_parameters": ["mlp.experts"]}, "target_parameters=.* is not supported"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication=.* is not supported"),
+        ({"an_option_of_tomorrow": 3}, "an_option_of_tomorrow=3 is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
         ({"r": 0}, "r must be a positive integer, got 0"),
         ({"lora_alpha": "much"}, "lora_alpha must be positive, got 'much'"),
     ],
@@ -164,6 +169,22 @@ def test_options_that_merging_does_not_know(
     with pytest.raises(ValueError, match=message):
         resolve_folder(NAME)
     assert not models.exists()
+
+
+def test_a_config_as_peft_writes_it(installed: Path) -> None:
+    unset = ("alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config")
+    unset += ("eva_config", "exclude_modules", "layer_replication", "layers_pattern")
+    unset += ("layers_to_transform", "lora_ga_config", "megatron_config", "modules_to_save")
+    unset += ("monteclora_config", "revision", "target_parameters", "trainable_token_indices")
+    unset += ("use_bdlora", "velora_config")
+    of_peft = dict.fromkeys(unset) | {"alpha_pattern": {}, "rank_pattern": {}}
+    of_peft |= dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_qalora", "use_rslora"), False)
+    of_peft |= {"loftq_config": {}, "ensure_weight_tying": False, "init_lora_weights": True}
+    of_peft |= {"base_model_name_or_path": "base", "lora_dropout": 0.05, "inference_mode": True}
+    of_peft |= {"megatron_core": "megatron.core", "peft_version": "0.19.1", "qalora_group_size": 16}
+    of_peft |= {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "use_dora": False}
+    change(installed / "adapter_config.json", **of_peft)
+    assert read_adapter(installed).rank == RANK
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "settings.json"])

@@ -12,14 +12,13 @@ UNKNOWN = "\N{EN DASH}"
 LEGEND = (
     "Scores: the share of the right answers found, mean over samples. *: full attention scores "
     "nothing there; not in the mean. difference: to full attention, mean over tasks and lengths, "
-    "95 % interval by a paired bootstrap. attended: tokens per decode step, layer and KV "
-    "head, dense layers included. Recent window: min(64, budget / 4), sinks: min(4, budget / 16), "
-    "unless given."
+    "with its 95 % interval. attended: tokens per decode step, layer and KV head, dense layers "
+    "included. Recent window: min(64, budget / 4), sinks: min(4, budget / 16), unless given."
 )
 
 PERPLEXITY_LEGEND = (
-    "change: of the perplexity, relative to full attention's, 95 % interval by a paired bootstrap "
-    "over windows. attended: tokens per decode step, layer and KV head."
+    "change: of the perplexity, relative to full attention's, 95 % interval by Student's t of the "
+    "windows' differences. attended: tokens per decode step, layer and KV head."
 )
 PLOT_COLUMNS = 4
 

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from offload.bench.eval.answers import attended_tokens
+from offload.bench.eval.intervals import student_interval
 from offload.bench.eval.record_file import Record
-from offload.bench.eval.summary import FULL, bootstrap_interval, mean
+from offload.bench.eval.summary import FULL, mean
 from offload.models.batch import one_token_each
 from offload.runtime.shared_model import ReadPrompt, SharedModel
 
@@ -32,23 +33,43 @@ class Window:
     task: str = "text"
 
 
+def text_tokens(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before a text (a BOS, or nothing), and the text's tokens."""
+    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    begun: list[int] = tokenizer("")["input_ids"][:1]
+    return [token for token in begun if token == tokenizer.bos_token_id], tokens
+
+
 def windows_of(
-    tokens: Sequence[int], length: int, steps: int, stride: int, count: int
+    tokens: Sequence[int],
+    length: int,
+    steps: int,
+    stride: int,
+    count: int,
+    beginning: Sequence[int] = (),
 ) -> list[Window]:
     """`count` windows, each `stride` tokens after the one before.
+
+    Args:
+        beginning: of every window, and counted in `length`. Models that were trained with a BOS
+            need it as the sink of their attention: without it policies differ for its absence.
 
     Raises:
         ValueError: a text that is too short.
     """
-    needed = length + steps + (count - 1) * stride
+    beginning, span = list(beginning), length - len(beginning) + steps
+    needed = span + (count - 1) * stride
     if len(tokens) < needed:
         raise ValueError(
             f"the text has {len(tokens):,} tokens, but {count} windows of {length:,} + {steps} "
             f"tokens, one every {stride}, need {needed:,}; give a longer --text, or lower "
             "--lengths, --steps, --windows or --stride"
         )
-    ends = [length + steps + i * stride for i in range(count)]
-    return [Window(length, i, tokens[end - length - steps : end]) for i, end in enumerate(ends)]
+    starts = [i * stride for i in range(count)]
+    return [
+        Window(length, i, [*beginning, *tokens[start : start + span]])
+        for i, start in enumerate(starts)
+    ]
 
 
 def measure_window(model: SharedModel, labels: Sequence[str], window: Window) -> dict[str, Any]:
@@ -116,8 +137,8 @@ def _measure(
 def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str, Any]]:
     """One row per length and policy.
 
-    change is the perplexity's, relative to full attention's; interval 95 % of it, by a paired
-    bootstrap over windows.
+    change is the perplexity's, relative to full attention's; interval 95 % of it, by Student's t
+    of the windows' differences.
     """
     rows = []
     for length in dict.fromkeys(record["length"] for record in records):
@@ -129,7 +150,7 @@ def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[di
 
         for label in labels:
             difference = nll(label) - nll(FULL)
-            interval = bootstrap_interval([difference])
+            interval = student_interval(difference)
             answers = [record["answers"][label] for record in of_length]
             rows.append(
                 {

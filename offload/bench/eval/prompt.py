@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from offload.bench.eval.sample import Sample
+from offload.bench.eval.sample import CountPrompt, CountTokens, Sample
 
 
 def uses_chat_template(tokenizer: Any, wanted: bool | None) -> bool:
@@ -33,8 +34,24 @@ def prompt_text(sample: Sample, tokenizer: Any, *, chat: bool) -> str:
     return text
 
 
-def prompt_tokens(text: str, tokenizer: Any, max_tokens: int) -> tuple[list[int], int]:
+def prompt_tokens(
+    text: str, tokenizer: Any, max_tokens: int = sys.maxsize
+) -> tuple[list[int], int]:
     """The last `max_tokens` of a prompt's tokens, and how many it has."""
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    tokens: list[int] = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+    tokens: list[int] = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
     return tokens[-max_tokens:], len(tokens)
+
+
+def text_counter(tokenizer: Any) -> CountTokens:
+    """Counts a text's tokens, as lm-eval sizes its prompts: without a chat template's."""
+    return lambda text: len(tokenizer(text, verbose=False)["input_ids"])
+
+
+def prompt_counter(tokenizer: Any, *, chat: bool) -> CountPrompt:
+    """Counts what the model reads of a sample: the template and the answer's beginning, too."""
+
+    def count(sample: Sample) -> int:
+        return prompt_tokens(prompt_text(sample, tokenizer, chat=chat), tokenizer)[1]
+
+    return count

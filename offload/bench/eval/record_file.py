@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from offload.bench.eval.sample import Item, Key
 
@@ -16,6 +17,8 @@ _BEGINNING = b'{"options": '
 class RecordFile:
     """A JSON-lines file: the run's options first, then records, each written when it is known.
 
+    As a context manager: until it is left, no other run can use the file.
+
     Args:
         path: made if it is not there; None keeps the records in memory only.
         options: of the run; a file of a run with others is refused.
@@ -25,22 +28,41 @@ class RecordFile:
 
     Raises:
         ValueError: the file is of another run, or no such file.
+        BlockingIOError: another run uses the file.
     """
 
     def __init__(self, path: Path | None, options: Mapping[str, Any]) -> None:
         self.records: list[Record] = []
-        self._path, self._header = path, ""  # what is still to be written before a record
+        self._file: IO[bytes] | None = None
+        self._header = ""  # what is still to be written before a record
         if path is None:
             return
-        options = json.loads(json.dumps(options))
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        self._file = file = path.open("a+b")
+        try:
+            _lock(path, file)
+            self._read(path, file, json.loads(json.dumps(options)))
+        except BaseException:
+            file.close()
+            raise
+
+    def __enter__(self) -> RecordFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()  # and with it the lock
+
+    def _read(self, path: Path, file: IO[bytes], options: dict[str, Any]) -> None:
+        """Take the file's records, and cut it after its last whole line."""
+        file.seek(0)
+        lines = file.read().splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             half = lines.pop()  # what was being written when the run was killed
             if not lines and not half.startswith(_BEGINNING):
                 raise ValueError(f"{path} is no file of offload eval")
         if not lines:
-            path.write_bytes(b"")  # or not: there is no such folder; options come with a record
-            self._header = json.dumps({"options": options}) + "\n"
+            file.truncate(0)
+            self._header = json.dumps({"options": options}) + "\n"  # comes with a record
             return
         try:
             header, *self.records = [json.loads(line) for line in lines]
@@ -54,8 +76,7 @@ class RecordFile:
                 f"{path} was made with {name} = {then}, but this run has {now}; give another "
                 "--resume file, or the same options"
             )
-        with path.open("r+b") as file:  # whole lines stay where they are, whatever happens now
-            file.truncate(sum(map(len, lines)))
+        file.truncate(sum(map(len, lines)))  # whole lines stay where they are
 
     @property
     def keys(self) -> set[Key]:
@@ -66,10 +87,19 @@ class RecordFile:
         """Keep what was measured of an item, on disk before this returns."""
         record = {"task": item.task, "length": item.length, "index": item.index, **measured}
         self.records.append(record)
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(self._header + json.dumps(record) + "\n")
+        if self._file is not None:
+            self._file.write((self._header + json.dumps(record) + "\n").encode())
+            self._file.flush()
             self._header = ""
+
+
+def _lock(path: Path, file: IO[bytes]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(
+            f"another run writes to {path}; wait until it ends, or give another --resume file"
+        ) from None
 
 
 def _short(value: Any) -> str:

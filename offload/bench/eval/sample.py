@@ -53,6 +53,9 @@ class Sample:
     delimiter: str = " "
 
 
+CountPrompt = Callable[[Sample], int]  # of all that the model reads before it answers
+
+
 def string_match_all(answer: str, outputs: Sequence[str]) -> float:
     """The share of `outputs` that stand in `answer`, whatever their case: RULER's score."""
     said = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from offload.bench.eval.intervals import Values, score_interval
 from offload.bench.eval.record_file import Record
 
 FULL = "full"
-_RESAMPLES = 2000
 Cell = tuple[str, int]  # task, length
 
 
@@ -32,25 +31,32 @@ def counting_cells(records: Sequence[Record]) -> dict[Cell, list[Record]]:
     }
 
 
-def summaries(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str, Any]]:
+def summaries(
+    records: Sequence[Record], labels: Sequence[str], *, shared_texts: bool = False
+) -> list[dict[str, Any]]:
     """One line per policy: the mean over `counting_cells` of each cell's mean score, in [0, 1].
 
-    difference is that to full attention, interval the 95 % of it by a paired bootstrap, which draws
-    samples within cells and takes both policies' scores of each; None where no cell counts.
+    difference is that to full attention on the same samples, interval its `score_interval`; None
+    where no cell counts.
+
+    Args:
+        shared_texts: samples of one length and index are of one text, whatever their task: one
+            observation, not several.
     """
-    cells = list(counting_cells(records).values())
-    full = [_scores(cell, FULL) for cell in cells]
-    counting = [record for cell in cells for record in cell]
+    cells = counting_cells(records)
+    counting = [record for cell in cells.values() for record in cell]
     lines = []
     for label in labels:
-        scores = [_scores(cell, label) for cell in cells]
-        differences = [a - b for a, b in zip(scores, full, strict=True)]
+        groups, weights = _differences(cells, label, shared_texts=shared_texts)
+        sure = (0.0, 0.0) if label == FULL and groups else score_interval(groups, weights)
         lines.append(
             {
                 "policy": label,
-                "score": mean([x.mean() for x in scores]),
-                "difference": mean([x.mean() for x in differences]),
-                "interval": bootstrap_interval(differences),
+                "score": mean([_scores(cell, label).mean() for cell in cells.values()]),
+                "difference": mean(
+                    [(_scores(c, label) - _scores(c, FULL)).mean() for c in cells.values()]
+                ),
+                "interval": sure,
                 "attended_tokens": _mean_of(counting, label, "attended_tokens"),
                 "scored_tokens": _mean_of(counting, label, "scored_tokens"),
                 "decode_seconds": sum(r["answers"][label]["decode_seconds"] for r in records),
@@ -59,6 +65,22 @@ def summaries(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str
             }
         )
     return lines
+
+
+def _differences(
+    cells: Mapping[Cell, Sequence[Record]], label: str, *, shared_texts: bool
+) -> tuple[list[Values], list[float]]:
+    """To full attention, of what is drawn together: of each cell, or of each length's texts."""
+    by_cell = {
+        cell: _scores(of_cell, label) - _scores(of_cell, FULL) for cell, of_cell in cells.items()
+    }
+    if not shared_texts:
+        return list(by_cell.values()), [1.0] * len(by_cell)
+    lengths: dict[int, list[Values]] = {}
+    for (_, length), differences in by_cell.items():
+        lengths.setdefault(length, []).append(differences)
+    texts = [np.mean(of_length, axis=0) for of_length in lengths.values()]
+    return texts, [float(len(of_length)) for of_length in lengths.values()]
 
 
 def cell_rows(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str, Any]]:
@@ -82,25 +104,10 @@ def cell_rows(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str
     ]
 
 
-def bootstrap_interval(
-    groups: Sequence[npt.NDArray[np.float64]], level: float = 0.95
-) -> tuple[float, float] | None:
-    """Of the mean of the groups' means, each group resampled for itself; the seed is fixed."""
-    if not groups or min(map(len, groups)) < 2:
-        return None
-    rng = np.random.default_rng(0)
-    means = np.zeros(_RESAMPLES)
-    for group in groups:
-        n, middle = len(group), group.mean()
-        drawn = group[rng.integers(n, size=(_RESAMPLES, n))].mean(axis=1)
-        # Resampling n of n spreads as (n - 1) / n of the variance.
-        means += middle + (drawn - middle) * (n / (n - 1)) ** 0.5
-    low, high = np.quantile(means / len(groups), [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
-
-
-def _scores(records: Sequence[Record], label: str) -> npt.NDArray[np.float64]:
-    return np.array([record["answers"][label]["score"] for record in records], np.float64)
+def _scores(records: Sequence[Record], label: str) -> Values:
+    """In the order of the samples, so that those of one text stand at one place."""
+    ordered = sorted(records, key=lambda record: record["index"])
+    return np.array([record["answers"][label]["score"] for record in ordered], np.float64)
 
 
 def _mean_of(records: Sequence[Record], label: str, key: str) -> float | None:

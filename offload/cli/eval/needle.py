@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from offload.cli.eval.scored import Setup, answer_all, print_document
 from offload.cli.options import counts
 
 if TYPE_CHECKING:
-    from offload.bench.eval.sample import CountTokens, Sample
+    from offload.bench.eval.sample import Sample
 
 
 def register(app: typer.Typer) -> None:
@@ -69,17 +69,18 @@ def needle(
         model, opt.policies_of(policy, budget_tokens, option), dtype, device, threads, verbose
     )
 
-    def make_samples(count_tokens: CountTokens) -> list[Sample]:
+    def make_samples(tokenizer: Any, chat: bool) -> list[Sample]:
         from offload.bench.eval.haystack import prose_words
         from offload.bench.eval.needle import depth_samples
+        from offload.bench.eval.prompt import prompt_counter
 
-        prose = prose_words(haystack)
+        prose, count_prompt = prose_words(haystack), prompt_counter(tokenizer, chat=chat)
         return [
             sample
             for length in all_lengths
             for depth in places
             for sample in depth_samples(
-                depth, length, samples, seed=seed, count_tokens=count_tokens, prose=prose
+                depth, length, samples, seed=seed, count_prompt=count_prompt, prose=prose
             )
         ]
 
@@ -97,6 +98,7 @@ def needle(
             lengths=all_lengths,
             chat_template=chat_template,
             resume=resume,
+            shared_texts=True,
             settings={
                 "depths": places,
                 "lengths": all_lengths,

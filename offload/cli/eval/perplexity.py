@@ -51,7 +51,7 @@ def perplexity(
     ] = 256,
     windows: Annotated[
         int, typer.Option(min=1, help="Windows of each length.", rich_help_panel=opt.TASK_PANEL)
-    ] = 4,
+    ] = 8,
     stride: Annotated[
         int | None,
         typer.Option(
@@ -79,7 +79,7 @@ def perplexity(
 
         offload eval perplexity --policy exact_topk,quest --budget-tokens 256
 
-        offload eval perplexity --text book.txt --lengths 2048,4096,7168 --windows 8
+        offload eval perplexity --text book.txt --lengths 2048,4096,7168 --windows 16
 
         offload eval perplexity --steps 512 --stride 2048 --resume perplexity.jsonl --json
     """
@@ -91,13 +91,13 @@ def perplexity(
 
     def make_windows(tokenizer: Any) -> list[Window]:
         from offload.bench.eval.haystack import prose_text
-        from offload.bench.eval.perplexity import windows_of
+        from offload.bench.eval.perplexity import text_tokens, windows_of
 
-        tokens = tokenizer(prose_text(text, "--text"), verbose=False)["input_ids"]
+        beginning, tokens = text_tokens(prose_text(text, "--text"), tokenizer)
         return [
             window
             for length in all_lengths
-            for window in windows_of(tokens, length, steps + 1, distance, windows)
+            for window in windows_of(tokens, length, steps + 1, distance, windows, beginning)
         ]
 
     def measure(model: SharedModel, tokenizer: Any, window: Window) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from offload.cli.eval.scored import Setup, answer_all, print_document
 from offload.cli.options import comma_separated, counts
 
 if TYPE_CHECKING:
-    from offload.bench.eval.sample import CountTokens, Sample
+    from offload.bench.eval.sample import Sample
 
 # offload.bench.eval.ruler has these, but imports torch; tests compare the two.
 TASK_NAMES = (
@@ -91,11 +91,13 @@ def ruler(
         model, opt.policies_of(policy, budget_tokens, option), dtype, device, threads, verbose
     )
 
-    def make_samples(count_tokens: CountTokens) -> list[Sample]:
+    def make_samples(tokenizer: Any, chat: bool) -> list[Sample]:
         from offload.bench.eval.haystack import prose_words
+        from offload.bench.eval.prompt import text_counter
         from offload.bench.eval.ruler import ruler_samples
 
         prose = prose_words(haystack) if has_prose else []
+        count_tokens = text_counter(tokenizer)
         return [
             sample
             for length in all_lengths

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from offload.bench.eval.output import Table as EvalTable
     from offload.bench.eval.record_file import Record
-    from offload.bench.eval.sample import CountTokens, Item, Sample
+    from offload.bench.eval.sample import Item, Sample
     from offload.policies import Policy
     from offload.runtime.config import RuntimeConfig
     from offload.runtime.shared_model import SharedModel
@@ -48,10 +48,13 @@ class Setup:
     def described(self) -> dict[str, Any]:
         """For JSON, and to tell runs apart."""
         from offload.bench.selection.measure import policy_options
+        from offload.loading.checkpoint_digest import checkpoint_digest
+        from offload.loading.names import resolve_folder
 
         options = [policy_options(policy) for policy in self.policies]
         return {
             "model": self.model,
+            "checkpoint": checkpoint_digest(resolve_folder(self.model)),
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
@@ -100,9 +103,13 @@ def measure_all(
 
     config = setup.config()
     options = {"command": command, **setup.described(), **settings}
-    with quiet_transformers(verbose=setup.verbose), no_loading_bars(), _progress() as progress:
+    with (
+        quiet_transformers(verbose=setup.verbose),
+        no_loading_bars(),
+        RecordFile(resume, options) as file,
+        _progress() as progress,
+    ):
         bar = progress.add_task("making prompts", total=None)
-        file = RecordFile(resume, options)
         tokenizer = load_tokenizer(setup.model)
         items = list({key_of(item): item for item in make_items(tokenizer)}.values())
         done = file.keys
@@ -121,18 +128,20 @@ def measure_all(
 def answer_all(
     command: str,
     setup: Setup,
-    make_samples: Callable[[CountTokens], list[Sample]],
+    make_samples: Callable[[Any, bool], list[Sample]],
     *,
     lengths: Sequence[int],
     chat_template: bool | None,
     resume: Path | None,
     settings: Mapping[str, Any],
+    shared_texts: bool = False,
 ) -> dict[str, Any]:
     """Make the prompts, have them answered, and sum up: the command's JSON document.
 
     Args:
-        make_samples: gets what counts a text's tokens.
+        make_samples: gets the tokenizer, and whether prompts have its chat template.
         settings: of the prompts, by the names of the command's options.
+        shared_texts: as `summaries` has it.
     """
     from offload.bench.eval.answers import answer_sample
     from offload.bench.eval.prompt import uses_chat_template
@@ -144,7 +153,7 @@ def answer_all(
     chat = uses_chat_template(load_tokenizer(setup.model), chat_template)
 
     def make(tokenizer: Any) -> list[Sample]:
-        return make_samples(lambda text: len(tokenizer(text, verbose=False)["input_ids"]))
+        return make_samples(tokenizer, chat)
 
     def measure(model: SharedModel, tokenizer: Any, sample: Sample) -> dict[str, Any]:
         return answer_sample(model, setup.labels, tokenizer, sample, chat=chat)
@@ -160,7 +169,7 @@ def answer_all(
     return {
         "machine": describe_machine(),
         "settings": options,
-        "summary": summaries(records, setup.labels),
+        "summary": summaries(records, setup.labels, shared_texts=shared_texts),
         "cells": cell_rows(records, setup.labels),
     }
 
@@ -176,6 +185,12 @@ def print_document(document: Mapping[str, Any], shown: str) -> None:
     title = f"{settings['command']}: {settings['model']}, scores in per cent"
     tables = {title: cell_table(document["cells"]), "": summary_table(document["summary"])}
     print_tables(tables, LEGEND, shown)
+    truncated = sum(cell["truncated_samples"] for cell in document["cells"])
+    if truncated:
+        stderr().print(
+            f"{truncated} prompts were longer than the model's positions and lost their beginning; "
+            "lower --lengths"
+        )
 
 
 def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> None:

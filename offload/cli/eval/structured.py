@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from offload.cli.eval.scored import Setup, answer_all, print_document
 from offload.cli.options import comma_separated, counts
 
 if TYPE_CHECKING:
-    from offload.bench.eval.sample import CountTokens, Sample
+    from offload.bench.eval.sample import Sample
 
 # offload.bench.eval.structured has these, but is imported when it is needed; tests compare the two.
 TASK_NAMES = ("json", "code", "table")
@@ -37,6 +37,15 @@ def structured(
             rich_help_panel=opt.TASK_PANEL,
         ),
     ] = "all",
+    fields: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=8,
+            help="Values of each object, function or row, all asked for: more are harder.",
+            rich_help_panel=opt.TASK_PANEL,
+        ),
+    ] = 1,
     samples: opt.Samples = 20,
     seed: opt.Seed = 0,
     chat_template: opt.ChatTemplate = None,
@@ -48,10 +57,11 @@ def structured(
     as_json: opt.AsJson = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Ask for one object, function or row, among many alike, to be repeated.
+    """Ask for the values of one object, function or row, among many alike.
 
-    The text is JSON, Python code or a Markdown table, all generated. This is the question of
-    LycheeCluster's pilot study (its Figure 2): does it help to select along the text's structure?
+    The text is JSON, Python code or a Markdown table, all generated, and the answer begins with
+    what stands before the first value. This is the question of LycheeCluster's pilot study (its
+    Figure 2): does it help to select along the text's structure?
 
     [bold]Examples[/bold]
 
@@ -70,15 +80,22 @@ def structured(
         model, opt.policies_of(policy, budget_tokens, option), dtype, device, threads, verbose
     )
 
-    def make_samples(count_tokens: CountTokens) -> list[Sample]:
+    def make_samples(tokenizer: Any, chat: bool) -> list[Sample]:
+        from offload.bench.eval.prompt import prompt_counter
         from offload.bench.eval.structured import structured_samples
 
+        count_prompt = prompt_counter(tokenizer, chat=chat)
         return [
             sample
             for length in all_lengths
             for task in names
             for sample in structured_samples(
-                task, length, samples, seed=seed, count_tokens=count_tokens
+                task,
+                length,
+                samples,
+                num_fields=fields,
+                seed=seed,
+                count_prompt=count_prompt,
             )
         ]
 
@@ -93,6 +110,7 @@ def structured(
             settings={
                 "tasks": names,
                 "lengths": all_lengths,
+                "fields": fields,
                 "samples": samples,
                 "seed": seed,
             },

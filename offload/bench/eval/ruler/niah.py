@@ -12,7 +12,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from offload.bench.eval.sample import CountTokens, Sample, TooShort
 from offload.bench.eval.words import needle_words
@@ -176,7 +176,7 @@ def _among_sentences(needles: list[str], sentences: Sequence[str], rng: random.R
     return " ".join(parts)
 
 
-@cache
+@lru_cache(maxsize=64)  # sizes of one haystack: each is split once for all samples
 def sentences_of(text: str) -> list[str]:
     """Split where a mark ends a sentence and another begins."""
     return _SENTENCE_END.split(text.strip())

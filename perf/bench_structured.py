@@ -1,0 +1,102 @@
+"""Does it help to select along the text's structure? Quest over fixed pages and over chunks.
+
+LycheeCluster's pilot study (arXiv 2603.08453, section 3.1, Figure 2) asks that of StrucText-Eval.
+Here the questions are those of `offload eval structured`. A process of its own answers each kind
+of text and each seed, with its share of the CPUs; what is answered when the time is over counts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from offload.bench.eval.record_file import Record
+from offload.bench.eval.structured import STRUCTURED_TASKS
+from offload.loading.gguf import LONG_CONTEXT_MODEL
+from offload.system.memory import available_cpus
+from perf.results_file import ROOT, Run, script_options
+
+POLICIES = ("--policy", "exact_topk,quest,lychee_cluster", "--option", "quest.chunks=false,true")
+
+
+def read_records(path: Path) -> tuple[dict[str, Any], list[Record]]:
+    """Options and whole records of a --resume file, which may not be there."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    whole = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return (whole[0]["options"], whole[1:]) if whole else ({}, [])
+
+
+def score_rows(records: list[Record]) -> list[dict[str, Any]]:
+    """A row of each kind, length and policy; its scores are of the same samples as other rows'."""
+    cells: dict[tuple[int, str], list[Record]] = {}
+    for record in records:
+        cells.setdefault((record["length"], record["task"]), []).append(record)
+    return [
+        {
+            "task": task,
+            "length": length,
+            "policy": label,
+            "scores": [record["answers"][label]["score"] for record in cells[length, task]],
+        }
+        for length, task in sorted(cells)
+        for label in cells[length, task][0]["answers"]
+    ]
+
+
+def main() -> None:
+    parser = script_options(__doc__, "structured")
+    parser.add_argument("--model", default=LONG_CONTEXT_MODEL)
+    parser.add_argument("--lengths", default="2048,4096,8192")
+    parser.add_argument("--budget-tokens", default="128,256,512")
+    parser.add_argument("--fields", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=10, help="of each kind, length and seed")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--limit-seconds", type=float, default=3600.0)
+    options = parser.parse_args()
+    run = Run(options)
+    parts = [(task, seed) for seed in range(options.seeds) for task in STRUCTURED_TASKS]
+    threads = max(1, available_cpus() // len(parts))
+    asked = (f"--{name.replace('_', '-')}={value}" for name, value in run.named(
+        "lengths", "budget_tokens", "fields", "samples", "device").items())  # fmt: skip
+    command = [sys.executable, "-c", "from offload.cli import app; app()", "eval", "structured"]
+    command += [options.model, *POLICIES, *asked, f"--threads={threads}"]
+
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{task}-{seed}.jsonl" for task, seed in parts]
+        processes = []
+        for (task, seed), file in zip(parts, files, strict=True):
+            of_part = [f"--tasks={task}", f"--seed={seed}", f"--resume={file}"]
+            with file.with_suffix(".err").open("wb") as errors:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, *of_part], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors
+                    )
+                )
+        for (task, seed), file, process in zip(parts, files, processes, strict=True):
+            try:
+                process.wait(max(0.0, options.limit_seconds - run.seconds))
+            except subprocess.TimeoutExpired:
+                process.kill()  # it loses the answer that it was at
+                process.wait()
+                run.say(f"{task}, seed {seed}: the time is over")
+            if process.returncode > 0:
+                run.say(f"{task}, seed {seed}: {file.with_suffix('.err').read_text()[-400:]}")
+        found = [read_records(file) for file in files]
+
+    records = [record for _, of_part in found for record in of_part]
+    run.say(f"samples: {dict(Counter((r['task'], r['length']) for r in records))}")
+    if not records:
+        sys.exit("nothing was answered")
+    settings = next(settings for settings, of_part in found if of_part)
+    del settings["tasks"], settings["seed"]
+    run.write(settings | run.named("seeds"), score_rows(records))
+
+
+if __name__ == "__main__":
+    main()

@@ -76,7 +76,12 @@ class Unit:
         chosen: set[int] = set()
         for attempt in range(max(self.attempt - 1, 0), 5):
             share = 0.5**attempt if attempt < 3 else 0.0
-            initial = {sinks + i for i in above(vertical, theta_v, share)}
+            initial = {
+                sinks + i + d
+                for i in above(vertical, theta_v, share)
+                for d in range(policy.spread + 1)
+                if sinks + i <= last
+            }
             initial |= {t - j for j in above(slash, theta_s, share)}
             if attempt == 4:
                 initial |= set(range(max(sinks, last - (wanted - len(chosen))), last))

@@ -220,9 +220,10 @@ def policy_of(cls: type[LFPS] = Exact, **options) -> LFPS:
 
 @pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
 @pytest.mark.parametrize("bypass_threshold", [1.0, 0.85])
-@pytest.mark.parametrize("alpha", [0.1, 0.4])
-def test_against_the_simulation(granularity, bypass_threshold, alpha, pool):
-    policy = policy_of(granularity=granularity, bypass_threshold=bypass_threshold, alpha=alpha)
+@pytest.mark.parametrize(("alpha", "spread"), [(0.1, 0), (0.4, 8)])
+def test_against_the_simulation(granularity, bypass_threshold, alpha, spread, pool):
+    options = {"granularity": granularity, "bypass_threshold": bypass_threshold}
+    policy = policy_of(**options, alpha=alpha, spread=spread)
     run = Run(policy, pool, Text(600), 400)
     for _ in range(70):
         run.step()
@@ -350,6 +351,9 @@ def test_nan_in_the_query_is_an_error(pool):
         ({"gamma": 0.0}, "gamma must be between 0 and 1, both excluded, got 0.0"),
         ({"bypass_threshold": 0.0}, "bypass_threshold must be above 0 and at most 1"),
         ({"bypass_threshold": 1.1}, "bypass_threshold must be above 0 and at most 1"),
+        ({"spread": -1}, "spread must be between 0 and 62 tokens, got -1"),
+        ({"spread": 63}, "spread must be between 0 and 62 tokens, got 63"),
+        ({"spread": 2.0}, "spread must be an integer, got 2.0"),
         ({"granularity": "head"}, "granularity must be one of kv_head, query_head, got 'head'"),
         ({"budget_tokens": 60}, "budget_tokens=60 cannot hold sink_tokens=4"),
     ],

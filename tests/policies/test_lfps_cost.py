@@ -34,7 +34,7 @@ def predict(scores, values, indices, bits, state, tops, newest, alpha, prune, sc
             hits[count] = slot
             count += values[k, slot] >= theta
         newest_or_none = newest if k == 1 else -1
-        tables.mark_slots(hits[:count], indices[k], newest_or_none, 4, newest - 63, marks)
+        tables.mark_slots(hits[:count], indices[k], newest_or_none, 0, 4, newest - 63, marks)
     chosen = hits.view(np.uint64)
     n = tables.expand_marks(marks, bits[0], bits[1], tops[1] - newest, 4, newest - 63, chosen)
     return tables.list_tokens(chosen, n, 0, hits[2 * n :], candidates)

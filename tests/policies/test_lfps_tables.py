@@ -30,10 +30,12 @@ def test_expansion_and_listing(capacity, share):
         above_s = np.flatnonzero(rng.random(newest) < 0.3)  # distances
         indices = rng.permutation(newest).astype(np.int32)
         slots = np.flatnonzero(rng.random(newest) < share).astype(np.int32)
-        marked = {int(indices[s]) for s in slots[::2]} | {
-            newest - int(indices[s]) for s in slots[1::2]
+        spread = int(rng.choice([0, 1, 8, 62]))
+        by_position = {int(indices[s]) for s in slots[::2]}
+        marked = {newest - int(indices[s]) for s in slots[1::2]}
+        marked = {token for token in marked if first <= token <= last} | {
+            token + d for token in by_position if first <= token <= last for d in range(spread + 1)
         }
-        marked = {token for token in marked if first <= token <= last}
         expected = {
             token
             for i in marked
@@ -42,8 +44,8 @@ def test_expansion_and_listing(capacity, share):
             and (token == i or token in set(above_v) or newest - token in set(above_s))
         }
         marks = np.zeros(words, np.uint64)
-        tables.mark_slots(slots[::2], indices, -1, first, last, marks)
-        tables.mark_slots(slots[1::2], indices, newest, first, last, marks)
+        tables.mark_slots(slots[::2], indices, -1, spread, first, last, marks)
+        tables.mark_slots(slots[1::2], indices, newest, 0, first, last, marks)
         chosen = rng.integers(0, 1 << 63, words).astype(np.uint64)
         n = tables.expand_marks(
             marks,

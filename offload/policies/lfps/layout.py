@@ -40,6 +40,7 @@ NUMBERS = NumberLayout(
     "alpha",
     "gamma",
     "bypass_threshold",
+    "spread",
     "prune_every",
     "candidates_per_budget",
     "short_context_budgets",

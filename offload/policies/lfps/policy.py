@@ -59,6 +59,7 @@ from offload.policies.lfps.prompt import (
 )
 from offload.policies.lfps.step import observe, prepare, propose
 
+LARGEST_SPREAD = 62
 GRANULARITIES = ("kv_head", "query_head")
 _CANDIDATE_SHARE = 0.05  # of a context, for estimates
 
@@ -73,6 +74,9 @@ class LFPS(SparsePolicy):
         gamma: decay of the scores per step.
         bypass_threshold: heads that attend to the sinks this much are answered from them; 1.0:
             none.
+        spread: tokens after one that attention went to that are candidates, too: what a head
+            looks at moves on by one token a step, so that the next answer stands after the last.
+            0: the paper's rule.
         granularity: "kv_head": a KV head's group shares tables and selection; "query_head".
     """
 
@@ -97,6 +101,7 @@ class LFPS(SparsePolicy):
     alpha: float = 0.2
     gamma: float = 0.95
     bypass_threshold: float = 0.85
+    spread: int = 0
     granularity: str = "kv_head"
 
     def __post_init__(self) -> None:
@@ -113,6 +118,12 @@ class LFPS(SparsePolicy):
             raise ValueError(
                 "bypass_threshold must be above 0 and at most 1 (1: no head is bypassed),"
                 f" got {self.bypass_threshold}"
+            )
+        if isinstance(self.spread, bool) or not isinstance(self.spread, int):
+            raise ValueError(f"spread must be an integer, got {self.spread!r}")
+        if not 0 <= self.spread <= LARGEST_SPREAD:
+            raise ValueError(
+                f"spread must be between 0 and {LARGEST_SPREAD} tokens, got {self.spread}"
             )
         if self.granularity not in GRANULARITIES:
             raise ValueError(

@@ -121,7 +121,7 @@ def prepare(pointer: Any) -> None:
     wanted = min(np.int64(numbers.candidates_per_budget * ctx.budget_tokens), ctx.last - ctx.first)
     if ctx.kv_len > numbers.short_context_budgets * ctx.budget_tokens:
         wanted = 0
-    marked = count = 0
+    marked, count, spread = 0, 0, np.int64(numbers.spread)
     # Thresholds of the rule, lower ones, all that is listed, recent tokens: what sufficed in the
     # step before is near what suffices now.
     for attempt in range(max(np.int64(unit[ATTEMPT]) - 1, 0), 5):
@@ -129,10 +129,14 @@ def prepare(pointer: Any) -> None:
         share = 0.5**attempt if attempt < 3 else 0.0
         lowered = lowered_threshold(theta_v, mean_v, share)
         found = _slots_above(pointer, ctx, by_position, lowered, hits_at)
-        marked += mark_slots(hits[:found], by_position.indices, -1, ctx.first, ctx.last, marks)
+        marked += mark_slots(
+            hits[:found], by_position.indices, -1, spread, ctx.first, ctx.last, marks
+        )
         lowered = lowered_threshold(theta_s, mean_s, share)
         found = _slots_above(pointer, ctx, by_distance, lowered, hits_at)
-        marked += mark_slots(hits[:found], by_distance.indices, newest, ctx.first, ctx.last, marks)
+        marked += mark_slots(
+            hits[:found], by_distance.indices, newest, 0, ctx.first, ctx.last, marks
+        )
         if attempt == 4:
             mark_tokens(max(ctx.first, ctx.last - (wanted - count)), ctx.last, marks)
         shift = by_distance.top - newest

@@ -265,11 +265,14 @@ def float_above(theta: Any) -> Any:
 
 
 @numba.njit(cache=True)
-def mark_slots(slots: Any, indices: Any, newest: Any, first: Any, last: Any, marks: Any) -> Any:
-    """Mark the tokens of some slots of a list.
+def mark_slots(
+    slots: Any, indices: Any, newest: Any, spread: Any, first: Any, last: Any, marks: Any
+) -> Any:
+    """Mark the tokens of some slots of a list, and `spread` tokens after each.
 
     Args:
         newest: the newest token, from which the slash table's distances count; -1: vertical.
+        spread: 0 to 62.
         marks: uint64 bitmap over tokens. Those outside of [first, last] are left out: they are no
             candidates, and none of their neighbours that an expansion adds is.
 
@@ -277,12 +280,15 @@ def mark_slots(slots: Any, indices: Any, newest: Any, first: Any, last: Any, mar
         how many were marked.
     """
     marked = 0
+    run = (_TWO << np.uint64(spread)) - _ONE
     for i in range(len(slots)):
         index = np.int64(indices[slots[i]])
         token = newest - index if newest >= 0 else index
         if first <= token <= last:
             marked += 1
-            _set_bit(marks, token)
+            word, bit = token >> 6, np.uint64(token & 63)
+            marks[word] |= run << bit
+            marks[word + 1] |= (run >> _ONE) >> (_63 - bit)
     return marked
 
 

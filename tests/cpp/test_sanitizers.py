@@ -116,6 +116,20 @@ def test_kernels_stay_in_bounds_and_agree(address_folder):
     assert result.stdout.split("\n")[:-1] == [f"{isa}: ok" for isa in native.available_isas()]
 
 
+def test_causal_attention_stays_in_bounds_and_agrees(address_folder):
+    program = compile_program(
+        address_folder,
+        "causal_parity.cpp",
+        kernels=ALL_ISAS,
+        units=["dispatch"],
+        flags=ADDRESS,
+    )
+    result = run([program])
+    assert result.returncode == 0, result.stderr
+    isa = "avx512_bf16"
+    assert result.stdout == (f"{isa}: ok\n" if isa in native.available_isas() else "")
+
+
 def test_amx_agrees_on_modelled_tiles(address_folder):
     """No AMX needed; where the CPU has it, tests/cpu_ops runs the real instructions."""
     if "avx512_bf16" not in native.available_isas():

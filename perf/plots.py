@@ -14,7 +14,7 @@ from typing import Any
 from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED, STOCK_ON_CPU
 from offload.system.memory import format_bytes
 from perf.tables.gpu_tables import Results, decode_rows, engine_name
-from perf.tables.markdown import Row
+from perf.tables.markdown import DEFAULT_BUDGET_TOKENS, Row
 from perf.tables.tradeoff_tables import devices_of, speed_of
 
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
@@ -151,12 +151,14 @@ def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:
     """What the plot shows at its longest contexts, with machines and commits."""
     longest = max(decode_rows(gpu), key=lambda row: row["kv_len"])  # the first one is ours
     held = (
-        f" Of {format_bytes(longest['memory']['kv_host'])} of keys and values, "
+        f" Budget {gpu['decode']['settings']['budget_tokens']:,} tokens, other options at their "
+        f"defaults. Of {format_bytes(longest['memory']['kv_host'])} of keys and values, "
         f"{engine_name(longest)} holds {format_bytes(longest['memory']['kv_device'])} on the GPU."
     )
     parts = [_caption("With a GPU", _gpu_lines(gpu), gpu["decode"], held)]
     if cpu is not None:
-        parts.append(_caption("Without", _cpu_lines(cpu), cpu))
+        budget = f" Budget {DEFAULT_BUDGET_TOKENS:,} tokens, other options at their defaults."
+        parts.append(_caption("Without", _cpu_lines(cpu), cpu, budget))
     return "\n\n".join(parts)
 
 

@@ -28,6 +28,8 @@ _CPU_ENGINES = (
 
 _MARKERS = "osD^v"
 _PEER_LINES = {GRAPH: ":", STOCK: "--", STOCK_ON_CPU: "--"}
+_FARTHEST = 3.0  # of the slowest policy: peers beyond are named, not drawn
+_TICKS = [n * 10**e for e in range(-1, 4) for n in (1, 1.5, 2, 3, 4, 5, 7)]
 _WHERE = {"cuda": "with a GPU", "cpu": "CPU only"}
 
 # By engine: (context, median, 10th and 90th percentile of the milliseconds per token) each.
@@ -116,15 +118,32 @@ def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
                     linestyle="none",
                     label=label,
                 )
+            times = [line.get_xdata()[0] for line in axes.lines]
             for peer, line in _PEER_LINES.items():
                 speed = speed_of(rows, device, length, peer)
-                if speed is not None:
+                if speed is None:
+                    continue
+                milliseconds = speed["milliseconds"]
+                if milliseconds < _FARTHEST * max(times, default=milliseconds):
                     axes.axvline(
-                        speed["milliseconds"], color="0.6", linestyle=line, label=peer.split(",")[0]
+                        milliseconds, color="0.6", linestyle=line, label=peer.split(",")[0]
+                    )
+                else:
+                    text = f"{peer.split(',')[0]} {milliseconds:,.0f} ms \N{RIGHTWARDS ARROW}"
+                    place = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
+                    axes.text(
+                        0.98,
+                        0.02 + 0.08 * len(axes.texts),
+                        text,
+                        color="0.5",
+                        fontsize="small",
+                        **place,
                     )
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.xaxis.set_minor_formatter("{x:g}")
+            least, most = axes.get_xlim()
+            ticks = [tick for tick in _TICKS if least <= tick <= most]
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.set_xticks([], minor=True)
             axes.tick_params(axis="x", which="both", labelsize="small")
             axes.set_title(f"{length:,} tokens, {_WHERE[device]}", fontsize="medium")
             axes.grid(alpha=0.3)
@@ -141,10 +160,10 @@ def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
         fontsize="small",
         frameon=False,
         ncols=5,
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0.0),
+        loc="lower center",
     )
-    _save(figure, path, result)
+    # Below the panels is the legend.
+    _save(figure, path, result, bottom=0.3 / len(devices))
 
 
 def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:
@@ -263,10 +282,10 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: Path, results: Any) -> None:
+def _save(figure: Any, path: Path, results: Any, *, bottom: float = 0.0) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, metadata={"Date": None, "Identifier": _digest(results)})
     _pyplot().close(figure)
 

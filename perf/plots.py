@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +87,9 @@ def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
 
 
 def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
-    """A row of panels for each device, a colour for each policy and a marker for each budget."""
-    rows, policies = result["rows"], result["settings"]["policies"]
+    """Quality by milliseconds per token: a row of panels for each device, one for each length."""
+    rows = result["rows"]
     devices, lengths = devices_of(rows), sorted({row["length"] for row in rows})
-    quality = {
-        (row["length"], row["label"]): row["score"]
-        for row in rows
-        if row["part"] == "quality" and row["score"] is not None
-    }
-    names = list(dict.fromkeys(label.split(" ")[0] for label in policies))
-    budgets = sorted({options.get("budget_tokens", 0) for options in policies.values()} - {0})
     figure, all_axes = _pyplot().subplots(
         len(devices),
         len(lengths),
@@ -102,58 +97,24 @@ def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
         sharey="col",
         squeeze=False,
     )
+    entries: dict[str, Any] = {}
     for device, of_device in zip(devices, all_axes, strict=True):
         for length, axes in zip(lengths, of_device, strict=True):
-            for label, options in policies.items():
-                speed, score = speed_of(rows, device, length, label), quality.get((length, label))
-                if speed is None or score is None:
-                    continue
-                budget = options.get("budget_tokens")
-                axes.plot(
-                    speed["milliseconds"],
-                    100 * score,
-                    marker="*" if budget is None else _MARKERS[budgets.index(budget) % 5],
-                    markersize=11 if budget is None else 6,
-                    color=f"C{names.index(label.split(' ')[0])}",
-                    linestyle="none",
-                    label=label,
-                )
-            times = [line.get_xdata()[0] for line in axes.lines]
-            for peer, line in _PEER_LINES.items():
-                speed = speed_of(rows, device, length, peer)
-                if speed is None:
-                    continue
-                milliseconds = speed["milliseconds"]
-                if milliseconds < _FARTHEST * max(times, default=milliseconds):
-                    axes.axvline(
-                        milliseconds, color="0.6", linestyle=line, label=peer.split(",")[0]
-                    )
-                else:
-                    text = f"{peer.split(',')[0]} {milliseconds:,.0f} ms \N{RIGHTWARDS ARROW}"
-                    place = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
-                    axes.text(
-                        0.98,
-                        0.02 + 0.08 * len(axes.texts),
-                        text,
-                        color="0.5",
-                        fontsize="small",
-                        **place,
-                    )
+            _draw_policies(axes, result, device, length)
+            _draw_peers(axes, rows, device, length)
             axes.set_xscale("log")
             least, most = axes.get_xlim()
             ticks = [tick for tick in _TICKS if least <= tick <= most]
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize="small")
             axes.set_xticks([], minor=True)
-            axes.tick_params(axis="x", which="both", labelsize="small")
+            axes.set_xlim(least, most)
             axes.set_title(f"{length:,} tokens, {_WHERE[device]}", fontsize="medium")
             axes.grid(alpha=0.3)
+            handles, labels = axes.get_legend_handles_labels()
+            entries |= dict(zip(labels, handles, strict=True))
         of_device[0].set_ylabel("RULER, %")
     for axes in all_axes[-1]:
         axes.set_xlabel("ms per token")
-    entries: dict[str, Any] = {}
-    for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        entries |= dict(zip(labels, handles, strict=True))
     figure.legend(
         entries.values(),
         entries.keys(),
@@ -162,8 +123,50 @@ def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
         ncols=5,
         loc="lower center",
     )
-    # Below the panels is the legend.
-    _save(figure, path, result, bottom=0.3 / len(devices))
+    _save(figure, path, result, bottom=0.3 / len(devices))  # below the panels is the legend
+
+
+def _draw_policies(axes: Any, result: dict[str, Any], device: str, length: int) -> None:
+    """A colour for each policy and a marker for each budget."""
+    rows, policies = result["rows"], result["settings"]["policies"]
+    scores = {
+        row["label"]: row["score"]
+        for row in rows
+        if (row["part"], row["length"]) == ("quality", length)
+    }
+    names = list(dict.fromkeys(label.split(" ")[0] for label in policies))
+    budgets = sorted({options.get("budget_tokens", 0) for options in policies.values()} - {0})
+    for label, options in policies.items():
+        speed, score = speed_of(rows, device, length, label), scores.get(label)
+        if speed is None or score is None:
+            continue
+        budget = options.get("budget_tokens")
+        axes.plot(
+            speed["milliseconds"],
+            100 * score,
+            marker="*" if budget is None else _MARKERS[budgets.index(budget) % len(_MARKERS)],
+            markersize=11 if budget is None else 6,
+            color=f"C{names.index(label.split(' ')[0])}",
+            linestyle="none",
+            label=label,
+        )
+
+
+def _draw_peers(axes: Any, rows: Sequence[Row], device: str, length: int) -> None:
+    """Lines; what is far beyond all policies is only named."""
+    slowest = max((line.get_xdata()[0] for line in axes.lines), default=math.inf)
+    for peer, style in _PEER_LINES.items():
+        speed, name = speed_of(rows, device, length, peer), peer.split(",")[0]
+        if speed is None:
+            continue
+        milliseconds = speed["milliseconds"]
+        if milliseconds < _FARTHEST * slowest:
+            axes.axvline(milliseconds, color="0.6", linestyle=style, label=name)
+            continue
+        place = (0.98, 0.02 + 0.08 * len(axes.texts))
+        text = f"{name} {milliseconds:,.0f} ms \N{RIGHTWARDS ARROW}"
+        transform = axes.transAxes
+        axes.text(*place, text, transform=transform, ha="right", color="0.5", fontsize="small")
 
 
 def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:

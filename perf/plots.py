@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED, STOCK_ON_CPU
 from offload.system.memory import format_bytes
 from perf.tables.gpu_tables import Results, decode_rows, engine_name
-from perf.tables.markdown import Row
+from perf.tables.markdown import DEFAULT_BUDGET_TOKENS, Row
 from perf.tables.tradeoff_tables import devices_of, speed_of
 
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
@@ -28,6 +30,8 @@ _CPU_ENGINES = (
 
 _MARKERS = "osD^v"
 _PEER_LINES = {GRAPH: ":", STOCK: "--", STOCK_ON_CPU: "--"}
+_FARTHEST = 3.0  # of the slowest policy: peers beyond are named, not drawn
+_TICKS = [n * 10**e for e in range(-1, 4) for n in (1, 1.5, 2, 3, 4, 5, 7)]
 _WHERE = {"cuda": "with a GPU", "cpu": "CPU only"}
 
 # By engine: (context, median, 10th and 90th percentile of the milliseconds per token) each.
@@ -83,16 +87,9 @@ def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
 
 
 def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
-    """A row of panels for each device, a colour for each policy and a marker for each budget."""
-    rows, policies = result["rows"], result["settings"]["policies"]
+    """Quality by milliseconds per token: a row of panels for each device, one for each length."""
+    rows = result["rows"]
     devices, lengths = devices_of(rows), sorted({row["length"] for row in rows})
-    quality = {
-        (row["length"], row["label"]): row["score"]
-        for row in rows
-        if row["part"] == "quality" and row["score"] is not None
-    }
-    names = list(dict.fromkeys(label.split(" ")[0] for label in policies))
-    budgets = sorted({options.get("budget_tokens", 0) for options in policies.values()} - {0})
     figure, all_axes = _pyplot().subplots(
         len(devices),
         len(lengths),
@@ -100,63 +97,90 @@ def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
         sharey="col",
         squeeze=False,
     )
+    entries: dict[str, Any] = {}
     for device, of_device in zip(devices, all_axes, strict=True):
         for length, axes in zip(lengths, of_device, strict=True):
-            for label, options in policies.items():
-                speed, score = speed_of(rows, device, length, label), quality.get((length, label))
-                if speed is None or score is None:
-                    continue
-                budget = options.get("budget_tokens")
-                axes.plot(
-                    speed["milliseconds"],
-                    100 * score,
-                    marker="*" if budget is None else _MARKERS[budgets.index(budget) % 5],
-                    markersize=11 if budget is None else 6,
-                    color=f"C{names.index(label.split(' ')[0])}",
-                    linestyle="none",
-                    label=label,
-                )
-            for peer, line in _PEER_LINES.items():
-                speed = speed_of(rows, device, length, peer)
-                if speed is not None:
-                    axes.axvline(
-                        speed["milliseconds"], color="0.6", linestyle=line, label=peer.split(",")[0]
-                    )
+            _draw_policies(axes, result, device, length)
+            _draw_peers(axes, rows, device, length)
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.xaxis.set_minor_formatter("{x:g}")
-            axes.tick_params(axis="x", which="both", labelsize="small")
+            least, most = axes.get_xlim()
+            ticks = [tick for tick in _TICKS if least <= tick <= most]
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize="small")
+            axes.set_xticks([], minor=True)
+            axes.set_xlim(least, most)
             axes.set_title(f"{length:,} tokens, {_WHERE[device]}", fontsize="medium")
             axes.grid(alpha=0.3)
+            handles, labels = axes.get_legend_handles_labels()
+            entries |= dict(zip(labels, handles, strict=True))
         of_device[0].set_ylabel("RULER, %")
     for axes in all_axes[-1]:
         axes.set_xlabel("ms per token")
-    entries: dict[str, Any] = {}
-    for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        entries |= dict(zip(labels, handles, strict=True))
     figure.legend(
         entries.values(),
         entries.keys(),
         fontsize="small",
         frameon=False,
         ncols=5,
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0.0),
+        loc="lower center",
     )
-    _save(figure, path, result)
+    _save(figure, path, result, bottom=0.3 / len(devices))  # below the panels is the legend
+
+
+def _draw_policies(axes: Any, result: dict[str, Any], device: str, length: int) -> None:
+    """A colour for each policy and a marker for each budget."""
+    rows, policies = result["rows"], result["settings"]["policies"]
+    scores = {
+        row["label"]: row["score"]
+        for row in rows
+        if (row["part"], row["length"]) == ("quality", length)
+    }
+    names = list(dict.fromkeys(label.split(" ")[0] for label in policies))
+    budgets = sorted({options.get("budget_tokens", 0) for options in policies.values()} - {0})
+    for label, options in policies.items():
+        speed, score = speed_of(rows, device, length, label), scores.get(label)
+        if speed is None or score is None:
+            continue
+        budget = options.get("budget_tokens")
+        axes.plot(
+            speed["milliseconds"],
+            100 * score,
+            marker="*" if budget is None else _MARKERS[budgets.index(budget) % len(_MARKERS)],
+            markersize=11 if budget is None else 6,
+            color=f"C{names.index(label.split(' ')[0])}",
+            linestyle="none",
+            label=label,
+        )
+
+
+def _draw_peers(axes: Any, rows: Sequence[Row], device: str, length: int) -> None:
+    """Lines; what is far beyond all policies is only named."""
+    slowest = max((line.get_xdata()[0] for line in axes.lines), default=math.inf)
+    for peer, style in _PEER_LINES.items():
+        speed, name = speed_of(rows, device, length, peer), peer.split(",")[0]
+        if speed is None:
+            continue
+        milliseconds = speed["milliseconds"]
+        if milliseconds < _FARTHEST * slowest:
+            axes.axvline(milliseconds, color="0.6", linestyle=style, label=name)
+            continue
+        place = (0.98, 0.02 + 0.08 * len(axes.texts))
+        text = f"{name} {milliseconds:,.0f} ms \N{RIGHTWARDS ARROW}"
+        transform = axes.transAxes
+        axes.text(*place, text, transform=transform, ha="right", color="0.5", fontsize="small")
 
 
 def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:
     """What the plot shows at its longest contexts, with machines and commits."""
     longest = max(decode_rows(gpu), key=lambda row: row["kv_len"])  # the first one is ours
     held = (
-        f" Of {format_bytes(longest['memory']['kv_host'])} of keys and values, "
+        f" Budget {gpu['decode']['settings']['budget_tokens']:,} tokens, other options at their "
+        f"defaults. Of {format_bytes(longest['memory']['kv_host'])} of keys and values, "
         f"{engine_name(longest)} holds {format_bytes(longest['memory']['kv_device'])} on the GPU."
     )
     parts = [_caption("With a GPU", _gpu_lines(gpu), gpu["decode"], held)]
     if cpu is not None:
-        parts.append(_caption("Without", _cpu_lines(cpu), cpu))
+        budget = f" Budget {DEFAULT_BUDGET_TOKENS:,} tokens, other options at their defaults."
+        parts.append(_caption("Without", _cpu_lines(cpu), cpu, budget))
     return "\n\n".join(parts)
 
 
@@ -261,10 +285,10 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: Path, results: Any) -> None:
+def _save(figure: Any, path: Path, results: Any, *, bottom: float = 0.0) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, metadata={"Date": None, "Identifier": _digest(results)})
     _pyplot().close(figure)
 

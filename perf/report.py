@@ -116,6 +116,7 @@ GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
 }
 PLACEMENT_TARGETS = "gpu-placement-targets"  # of several files
 NOT_MEASURED = "*Not measured yet: run `make bench`.*"
+TRADEOFF_NOT_MEASURED = "*Not measured yet: run `python -m perf.bench_tradeoff`.*"
 DECODE_PLOT = ROOT / "docs" / "decode.svg"
 TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
 TRAINING_PLOT = ROOT / "docs" / "long-context-training.svg"
@@ -160,6 +161,8 @@ def _content(name: str) -> str:
     result = read_results(results_name)
     if result is not None:
         return make(result)
+    if results_name == "tradeoff":
+        return TRADEOFF_NOT_MEASURED
     return not_measured(results_name) if results_name in COMMANDS else NOT_MEASURED
 
 

@@ -143,6 +143,10 @@ class Policy:
         @property
         def dense_layers(self) -> int: ...
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its options: callbacks of a policy that this is made of cannot be pickled."""
+        return type(self), tuple(getattr(self, option.name) for option in fields(self))
+
     @classmethod
     def option_names(cls) -> list[str]:
         """Names of the options that `from_options` takes."""

@@ -10,6 +10,7 @@ from offload.bench.pipeline.step_timeline import SHARES
 from offload.system.memory import format_bytes
 from perf.gpu_steps import INDEXED, NO_HANDSHAKE, NO_OFFLOAD, NULL_WORK, STREAMED
 from perf.tables.markdown import (
+    DEFAULT_BUDGET_TOKENS,
     TIMES,
     Columns,
     Row,
@@ -17,6 +18,7 @@ from perf.tables.markdown import (
     by_context,
     context_columns,
     median,
+    policy_options_note,
     table,
     target,
     targets_table,
@@ -41,8 +43,8 @@ def gpu_decode_table(results: Results) -> str:
     title = (
         f"{settings['shape']} with random weights, {settings['dtype']}, batch 1: milliseconds per "
         "token by context. Keys, values and queries of our rows have the structure of real "
-        f"attention and differ in every step; budget {settings['budget_tokens']:,} tokens, LFPS "
-        f"alpha {settings['lfps_alpha']}. Medians; ±: half of the 10th to 90th percentile."
+        f"attention and differ in every step. Medians; ±: half of the 10th to 90th percentile. "
+        f"{_options_note(results['decode'])}"
     )
     columns = {"engine": "{name}", **context_columns(rows, milliseconds_cell)}
     return gpu_section(results["decode"], title, columns, by_context(rows, engine_name))
@@ -52,7 +54,8 @@ def gpu_overlap_table(results: Results) -> str:
     """What overlaps in a step of ours."""
     title = (
         "Shares of traced steps (`offload bench pipeline`): both sides work, the CPU waits for the "
-        "GPU, the GPU waits for the CPU, neither works. Marks make a traced step longer."
+        "GPU, the GPU waits for the CPU, neither works. Marks make a traced step longer. "
+        f"{_options_note(results['decode'])}"
     )
     columns = {
         "policy": "`{policy}`",
@@ -75,6 +78,7 @@ def gpu_prefill_table(results: Results) -> str:
     cap = prefill["settings"].get("memory_cap_bytes")
     if cap is not None:
         title += f" Ours ran with the GPU's memory capped at {format_bytes(cap)}."
+    title += f" {_options_note(prefill)}"
     columns: Columns = {
         "prefill": engine_name,
         "tokens": "{kv_len:,}",
@@ -99,7 +103,7 @@ def gpu_batch_table(results: Results) -> str:
     title = (
         f"Sequences of {batch['settings']['kv_len']:,} tokens with the GPU's memory capped at "
         f"{format_bytes(batch['settings']['memory_cap_bytes'])}; *{GRAPH}*: the largest batch that "
-        "fits."
+        f"fits. {_options_note(batch)}"
     )
     columns: Columns = {
         "engine": engine_name,
@@ -115,7 +119,16 @@ def gpu_targets_table(results: Results) -> str:
     lines: list[list[str]] = []
     for part, check in _CHECKS.items():
         lines += check(results) if part in results else [target(f"part {part}", None, "")]
-    return targets_table(lines)
+    notes = {_options_note(result) for result in results.values()}
+    return "\n\n".join([*sorted(notes), targets_table(lines)])
+
+
+def _options_note(result: dict[str, Any]) -> str:
+    """Options of the policies of a part of `perf.bench_gpu`."""
+    settings = result["settings"]
+    alpha = {"LFPS alpha": settings["lfps_alpha"]} if "lfps_alpha" in settings else {}
+    budget = settings.get("budget_tokens", DEFAULT_BUDGET_TOKENS)
+    return policy_options_note(budget, **alpha)
 
 
 def gpu_section(result: dict[str, Any], title: str, columns: Columns, rows: list[Row]) -> str:

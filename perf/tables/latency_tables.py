@@ -15,6 +15,7 @@ from perf.tables.markdown import (
     mark,
     markdown_table,
     median,
+    policy_options_note,
     table,
 )
 from perf.tables.tables import machine_line
@@ -38,11 +39,12 @@ def latency_table(result: dict[str, Any]) -> str:
     at = f"at {_tokens(contexts[-1])}"
     parts = [
         f"One decode step of one layer of {settings['shape']}, {settings['dtype']}, batch "
-        f"{settings['batch_size']}, a budget of {settings['budget_tokens']:,} tokens: µs per token "
+        f"{settings['batch_size']}: µs per token "
         "and layer by context, of the layers that select. All layers, those that a policy leaves "
         "dense included, are over `full` as “all layers” says. Keys and queries have the structure "
         "of real attention; policies take turns, caches are cleared between turns, medians of "
-        f"{settings['repeats']} steps, every output checked against a reference."
+        f"{settings['repeats']} steps, every output checked against a reference. "
+        f"{policy_options_note(settings['budget_tokens'])}"
     ]
     for num_threads in _threads(rows):
         of_block = [row for row in rows if row["num_threads"] == num_threads]

@@ -7,6 +7,7 @@ from typing import Any
 
 Row = dict[str, Any]
 Columns = Mapping[str, str | Callable[[Any], str]]
+DEFAULT_BUDGET_TOKENS = 1024  # of results that do not say it
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -62,6 +63,20 @@ def median(name: str, form: str) -> Callable[[Row], str]:
 def known(name: str, form: str) -> Callable[[Row], str]:
     """A cell that is empty where the value is None."""
     return lambda row: "" if row[name] is None else format(row[name], form)
+
+
+def policy_options_note(budget_tokens: int = DEFAULT_BUDGET_TOKENS, **changed: Any) -> str:
+    """Which options the policies of a table of speed had, and where the same are judged.
+
+    Args:
+        changed: options that were not the defaults.
+    """
+    options = [f"a budget of {budget_tokens:,} tokens"]
+    options += [f"{name} {value}" for name, value in changed.items()]
+    return (
+        f"Policies with {', '.join(options)} and otherwise default options; what they lose with "
+        "these: [results](results.md)."
+    )
 
 
 def mark(met: bool) -> str:

@@ -8,7 +8,16 @@ from offload.bench.decode.engines import OURS
 from offload.decode.gpu.placement import LETTERS, Place
 from offload.system.memory import format_bytes
 from perf.tables.gpu_tables import gpu_machine_line, gpu_section, milliseconds_cell
-from perf.tables.markdown import TIMES, Columns, Row, by_context, context_columns, median, table
+from perf.tables.markdown import (
+    TIMES,
+    Columns,
+    Row,
+    by_context,
+    context_columns,
+    median,
+    policy_options_note,
+    table,
+)
 
 # Results file -> what measures it.
 COMMANDS = {
@@ -49,7 +58,8 @@ def gpu_heads_table(result: dict[str, Any]) -> str:
         f"token by who attends to which KV heads; budgets: {budgets} tokens. Gathered: of each "
         "layer's heads that reuse a selection, at most so many have their rows fetched by the GPU; "
         "the CPU attends for the others. As planned: as `offload plan` places them. Medians; ±: "
-        "half of the 10th to 90th percentile."
+        "half of the 10th to 90th percentile. Other options are the defaults; "
+        "[results](results.md) judge them with a budget of 1,024."
     )
     columns: Columns = {
         "engine": "{name[0]}",
@@ -191,7 +201,9 @@ def gpu_plan_table(result: dict[str, Any]) -> str:
         f"Steps of {settings['shape']}, {settings['dtype']}, batch 1, predicted from the machine's "
         "profile, and measured; with the placement that `offload plan` chooses, and with dense "
         "layers only. KV heads: G on the GPU, g gathered, . on the CPU. Bytes: of KV on the GPU, "
-        "of all beside the weights there, and of KV on the host, the count that is off most."
+        "of all beside the weights there, and of KV on the host, the count that is off most. "
+        "Options but the budget are the defaults; [results](results.md) judge them with 1,024 "
+        "tokens."
     )
     columns: Columns = {
         "policy": "`{policy}`",
@@ -234,7 +246,7 @@ def gpu_tp_table(result: dict[str, Any]) -> str:
     title = (
         f"{settings['shape']} with random weights, {settings['batch_size']} {TIMES} "
         f"{settings['kv_len']:,} tokens, split over GPUs by heads; one GPU has half of the CPUs. "
-        "CPUs, weights and KV are of one rank."
+        f"CPUs, weights and KV are of one rank. {policy_options_note()}"
     )
     columns: Columns = {
         "policy": "`{policy}`",

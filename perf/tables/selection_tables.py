@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from offload.bench.selection.output import COLUMNS, LEGEND, cells
-from perf.tables.markdown import Columns, Row, known, mark, markdown_table, table
+from perf.tables.markdown import (
+    Columns,
+    Row,
+    known,
+    mark,
+    markdown_table,
+    policy_options_note,
+    table,
+)
 from perf.tables.tables import machine_line
 
 # What issue 3 asks for; shown beside what was measured.
@@ -121,7 +129,7 @@ def policy_speed_table(result: dict[str, Any]) -> str:
     contexts = ", ".join(f"{c:,}" for c in sorted({row["context"] for row in rows}))
     title = (
         f"{result['settings']['model']} at {contexts} tokens, all engines in turns on the same "
-        "text, default options; target: at least exact_topk's speed."
+        f"text; target: at least exact_topk's speed. {policy_options_note()}"
     )
     columns: Columns = {
         "policy": "`{policy}`",

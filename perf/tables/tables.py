@@ -15,6 +15,7 @@ from perf.tables.markdown import (
     mark,
     markdown_table,
     median,
+    policy_options_note,
     table,
 )
 
@@ -62,7 +63,8 @@ def decode_table(result: dict[str, Any]) -> str:
     title = (
         f"{settings['model']}, batch 1, {settings['threads']} threads, decode tokens/s by context "
         "length; all engines read the same real text and take turns, medians over "
-        f"{rows[0]['steps']} steps. llama.cpp runs the GGUF's Q4_1 weights, the others bf16."
+        f"{rows[0]['steps']} steps. llama.cpp runs the GGUF's Q4_1 weights, the others bf16. "
+        f"{policy_options_note()}"
     )
     speeds = context_columns(rows, known("decode_tokens_per_second", ".1f"), "context")
     by_engine = by_context(rows, lambda row: row["engine"], "context")

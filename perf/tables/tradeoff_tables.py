@@ -19,9 +19,10 @@ def tradeoff_table(result: dict[str, Any]) -> str:
     settings, rows = result["settings"], result["rows"]
     quality = [row for row in rows if row["part"] == "quality"]
     parts = [
+        "![RULER's score against milliseconds per token, a panel per length](tradeoff.svg)",
         f"{settings['model']}, {settings['dtype']}, batch 1. Quality: RULER, per cent, "
         f"{_how_judged(quality)}. Speed: {_how_timed(rows)}. Both of the very same policies: the "
-        "number is the budget, every other option is at its default ([below](#options))."
+        "number is the budget, every other option is at its default ([below](#options)).",
     ]
     for length in sorted({row["length"] for row in rows}):
         of_length = {row["label"]: row for row in quality if row["length"] == length}

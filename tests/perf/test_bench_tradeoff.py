@@ -15,6 +15,7 @@ from offload.bench.eval.record_file import RecordFile
 from offload.bench.eval.sample import Sample
 from offload.policies.state import PolicyStates
 from perf import bench_tradeoff
+from perf.plots import is_current, plot_tradeoff
 from perf.tables.tradeoff_tables import options_table, tradeoff_table
 from perf.tradeoff import quality, speed
 
@@ -200,3 +201,13 @@ def test_table_of_quality_and_speed() -> None:
 def test_table_of_options() -> None:
     text = options_table(result())
     assert "| `quest 320` | budget_tokens 320, page_tokens 16 | 84 select, 6 on gpu |" in text
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.svg"
+    plot_tradeoff(result(), path)
+    text = path.read_text("utf-8")
+    assert is_current(path, result())
+    assert all(f"<!-- {label} -->" in text for label in ("quest 320", "full", "transformers"))
+    assert "4,096 tokens, with a GPU" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -94,3 +95,12 @@ def test_full_never_loads_numba():
         "assert 'numba' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", available_policies())
+def test_a_policy_can_be_sent_to_another_process(name: str) -> None:
+    options = {} if name == "full" else {"budget_tokens": 96}
+    policy = make_policy(name, **options)
+    sent = pickle.loads(pickle.dumps(policy))
+    assert sent == policy
+    assert sent.select is policy.select  # callbacks are the process's own

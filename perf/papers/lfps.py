@@ -31,6 +31,7 @@ from offload.bench.eval.haystack import prose_words
 from offload.bench.eval.labels import windows_of
 from offload.bench.eval.prompt import prompt_text
 from offload.bench.eval.ruler import ruler_samples
+from offload.bench.eval.sample import Sample
 from offload.bench.latency.run import LatencyRun, run_latency
 from offload.bench.selection.measure import SelectionSettings, measure_selection
 from offload.loading.checkpoint import check_checkpoint
@@ -71,18 +72,23 @@ BATCH_SHAPE, BATCH_BUDGET = "llama-3.1-8b", 1024
 BATCH_POLICIES = ("full", "exact_topk", "quest", "lfps")
 
 
+def prompts_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[Sample]:
+    """RULER's first prompts of a task."""
+    return ruler_samples(
+        task,
+        length,
+        count,
+        seed=seed,
+        count_tokens=lambda text: len(tokenizer(text, verbose=False)["input_ids"]),
+        prose=prose_words(None),
+    )
+
+
 def text_tokens(kind: str, seed: int, num_tokens: int, tokenizer: Any) -> list[int]:
     """At most `num_tokens` of a kind of text; each seed another part of it, or another task."""
     if kind == "RULER prompts":
         task = RULER_OF_SEED[seed % len(RULER_OF_SEED)]
-        (sample,) = ruler_samples(
-            task,
-            num_tokens,
-            1,
-            seed=seed,
-            count_tokens=lambda text: len(tokenizer(text, verbose=False)["input_ids"]),
-            prose=prose_words(None),
-        )
+        (sample,) = prompts_of(task, num_tokens, 1, seed, tokenizer)
         text = prompt_text(sample, tokenizer, chat=False) + " " + ", ".join(sample.outputs)
         tokens: list[int] = tokenizer(text, verbose=False)["input_ids"]
         return tokens[-num_tokens:]
@@ -187,17 +193,7 @@ def ruler_rows(options: Any) -> Iterator[list[Row]]:
     policies = bypass_policies()
     config = runtime_config(dtype="bfloat16", device=options.device, num_threads=options.threads)
     model = SharedModel(LONG_CONTEXT_MODEL, list(policies.values()), config)
-    samples = [
-        ruler_samples(
-            task,
-            length,
-            options.samples,
-            seed=0,
-            count_tokens=lambda text: len(tokenizer(text, verbose=False)["input_ids"]),
-            prose=prose_words(None),
-        )
-        for task in RULER_TASKS
-    ]
+    samples = [prompts_of(task, length, options.samples, 0, tokenizer) for task in RULER_TASKS]
     for sample in chain.from_iterable(zip(*samples, strict=True)):
         answered = answer_sample(model, list(policies), tokenizer, sample, chat=True)
         where = {"part": "ruler", "task": sample.task, "length": length, "index": sample.index}

@@ -131,6 +131,22 @@ def generate(
             r"\[default: chosen for this machine]",
         ),
     ] = None,
+    quality_probe: Annotated[
+        float,
+        _runtime_option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Compare this share of what the policy selects with exact attention, such as "
+            "0.001, and tell how much of the attention mass was kept.",
+        ),
+    ] = 0.0,
+    quality_floor: Annotated[
+        float | None,
+        _runtime_option(
+            min=0.0, max=1.0, metavar="SHARE", help="Warn once if surely less of it is kept."
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, _sampling_option("--max-new-tokens", "-n", min=1)] = 128,
     temperature: Annotated[float, _sampling_option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, _sampling_option(min=0.0, max=1.0)] = 1.0,
@@ -223,6 +239,8 @@ def generate(
                     num_threads=num_threads,
                     tensor_parallel_size=tensor_parallel_size,
                     placement=placement,
+                    quality_probe=quality_probe,
+                    quality_floor=quality_floor,
                 )
                 shown = not as_json and not is_silent
                 with _Screen(made.name, input_ids.shape[1], shown=shown) as screen:
@@ -286,6 +304,7 @@ def _print_result(
         return
     from rich.table import Table
 
+    from offload.cli.generation import quality_line
     from offload.system.memory import format_bytes
 
     table = Table(title=model, title_justify="left")
@@ -307,3 +326,6 @@ def _print_result(
             *([f"{run['setup_seconds']:.2f} s"] if sets_up else []),
         )
     stdout().print(table)
+    for run in runs:
+        if run["quality"] is not None:
+            stdout().print(f"{run['policy']}: {quality_line(run['quality'])}", highlight=False)

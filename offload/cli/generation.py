@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from offload.policies import Policy
+from offload.runtime.quality import Quality
 from offload.system.stdlib_text import filler_prompt
 
 # Of a model's statistics. Sizes are of all ranks. What the policy keeps beside the KV cache took
@@ -112,4 +115,38 @@ def answer(
         "new_tokens": len(new_ids),
         **dict(zip(_SIZES, sizes, strict=True)),
         **{name: getattr(stats, name) for name in _TIMES},
+        "quality": quality_row(model.quality()) if model._offload.config.quality_probe else None,
     }
+
+
+def quality_row(quality: Quality) -> dict[str, Any]:
+    """As JSON can hold it: arrays as lists, null where nothing is known."""
+    row = asdict(quality)
+    for name, value in row.items():
+        if isinstance(value, np.ndarray):
+            known = value.astype(object)
+            known[np.isnan(value)] = None
+            row[name] = known.tolist()
+    return row
+
+
+def quality_line(row: dict[str, Any]) -> str:
+    """What a `quality_row` says, in words."""
+    if not row["selecting_units"]:
+        return "attended to all tokens" if row["exact_units"] else "decoded nothing by itself"
+    kept, worst = row["mass_kept"], row["worst_head"]
+    if worst is None:
+        return "none of its selections was probed; decode more tokens or raise --quality-probe"
+    words = (
+        f"{_percent(kept['mean'])} % of the attention mass kept ({row['confidence']:.0%} sure: "
+        f"{_percent(kept['low'])} to {_percent(kept['high'])}; {row['probes']:,} probes)"
+    )
+    of_worst = worst["mass_kept"]
+    return (
+        f"{words}; worst head: layer {worst['layer_idx']}, KV head {worst['kv_head']} with "
+        f"{_percent(of_worst['mean'])} (at most {_percent(of_worst['high'])})"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"

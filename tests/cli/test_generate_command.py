@@ -61,6 +61,33 @@ def test_json(generate: Any) -> None:
     assert first["decode_tokens_per_second"] > 0
 
 
+def test_quality(generate: Any) -> None:
+    """A line for each policy, and all of it as JSON."""
+    text = " ".join(f"word {i}" for i in range(40))
+    options = ["--policy", "exact_topk", "--policy-option", "budget_tokens=80", "--compare"]
+    arguments = ["-p", text, "-n", "12", "--quality-probe", "1", "--quality-floor", "0.5", *options]
+    result = generate(*arguments)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    (line,) = (line for line in lines if line.startswith("exact_topk: "))
+    assert "% of the attention mass kept (95% sure: " in line
+    assert "; worst head: layer 2, KV head " in line
+    assert "full: attended to all tokens" in lines
+    runs = json.loads(generate(*arguments, "--json").stdout)["runs"]
+    sparse, full = (run["quality"] for run in runs)
+    assert sparse["probes"] == sparse["selecting_units"] > 0
+    assert 0 < sparse["mass_kept"]["low"] < sparse["mass_kept"]["mean"] < 1
+    assert sparse["head_mass_kept"][:2] == [[None, None], [None, None]]  # dense layers
+    assert all(0 < mass < 1 for mass in sparse["head_mass_kept"][2])
+    assert full["mass_kept"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    result = generate("-p", text, "--quality-floor", "0.9")
+    assert result.exit_code == 1
+    assert "quality_floor=0.9 needs quality_probe" in result.stderr
+    result = generate("-p", text, "--quality-probe", "nan")
+    assert result.exit_code == 2
+    assert "'--quality-probe': nan" in result.stderr
+
+
 def test_prompt_from_a_file_and_from_stdin(generate: Any, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("one two three", encoding="utf-8")
     from_file = generate("-f", str(tmp_path / "prompt.txt"), "-n", "4", "--json")

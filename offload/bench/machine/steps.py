@@ -92,7 +92,7 @@ def host_step_us(
     num_bytes = layers * layer_bytes + 2 * item * shape.vocab_size * shape.hidden_size
     if 2 * num_bytes > host_memory_limit_bytes():  # once more while they move to huge pages
         return {}, {}, 0.0
-    part = replace(shape, num_layers=layers, max_context=max(shape.max_context, 4096))
+    part = replace(shape, num_layers=layers, rope_theta=10_000.0)  # a config's shape has none
     stock = random_model(part, device=torch.device("cpu"), dtype=dtype, seed=None)
     move_to_huge_pages(stock)
     options = {"device": "cpu", "num_threads": num_threads}

@@ -69,7 +69,11 @@ def device_step_us(
     mark_us = microseconds([functools.partial(marks.mark, "mark")] * CALLS, device)
     beside = []
     for policy, placement in ((Full(), everywhere), (idle, None)):
-        options = {"device": device, "num_threads": num_threads, "placement": placement}
+        options: dict[str, Any] = {
+            "device": device,
+            "num_threads": num_threads,
+            "placement": placement,
+        }
         with closing(opened_session(stock, policy, kv_len=_KV_LEN, **options)) as session:
             whole, timelines = measure_pipeline(session, repeats=2, traced_steps=_TRACED_STEPS)
         busy_ns = [sum(m.end_ns - m.start_ns for m in t.gpu if m.kind != "wait") for t in timelines]
@@ -95,7 +99,7 @@ def host_step_us(
     part = replace(shape, num_layers=layers, rope_theta=10_000.0)  # a config's shape has none
     stock = random_model(part, device=torch.device("cpu"), dtype=dtype, seed=None)
     move_to_huge_pages(stock)
-    options = {"device": "cpu", "num_threads": num_threads}
+    options: dict[str, Any] = {"device": "cpu", "num_threads": num_threads}
     with closing(opened_session(stock, Full(), kv_len=_SHORT_KV_LEN, **options)) as session:
         decoder: Any = session.decoder
         whole_us = 1e3 * measure_pipeline(session, repeats=2, traced_steps=0)[0].milliseconds

@@ -167,7 +167,7 @@ def test_a_scale_that_was_measured_counts_for_that_policy_only() -> None:
     for policy, grows in (("lychee_cluster", True), ("quest", False), ("lychee_decode", False)):
         work = workload(policy)
         plain = model_of(work).layer(5, row(*[C] * 8)).reply
-        scales = {policy_key(workload("lychee_cluster").policy): 2.0}
+        scales = {policy_key(workload("lychee_cluster").policy, LLAMA, work.kv_len): 2.0}
         scaled = model_of(work, select_scale=scales).layer(5, row(*[C] * 8)).reply
         assert (scaled > 1.5 * plain) == grows
 

@@ -260,7 +260,8 @@ class StepModel:
 
     def _select_scale(self) -> float:
         """Of the policy's own kernels."""
-        scale = self.profile.select_scale.get(policy_key(self.work.policy))
+        work = self.work
+        scale = self.profile.select_scale.get(policy_key(work.policy, work.shape, work.kv_len))
         if scale is None:
             self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
             return 1.0

@@ -23,7 +23,8 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     policy = make_policy(name, budget_tokens=256)
     profile = machine_profile(num_threads=1)
     found = with_policy(profile, policy, SHAPE, torch.float32, KV_LEN)
-    scale = found.select_scale[policy_key(policy)]
+    key = policy_key(policy, SHAPE, KV_LEN)
+    scale = found.select_scale[key]
     assert 1e-3 < scale < 1e4
     monkeypatch.setattr("offload.bench.machine.policy.measure_policy_us", None)  # not called again
     assert with_policy(found, policy, SHAPE, torch.float32, KV_LEN) is found
@@ -31,7 +32,7 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     # The model says of that layer what was measured, and no longer that it assumes something.
     work = Workload(SHAPE, policy, KV_LEN, dtype=torch.float32)
     roles = work.roles()[-1]
-    plain = StepModel(replace(found, select_scale={policy_key(policy): 1.0}), work, on_gpu=False)
+    plain = StepModel(replace(found, select_scale={key: 1.0}), work, on_gpu=False)
     scaled = StepModel(found, work, on_gpu=False)
     assert scaled.attend_us(roles) == pytest.approx(scale * plain.attend_us(roles))
     other = StepModel(profile, work, on_gpu=False)
@@ -42,7 +43,18 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_options_are_measured_by_themselves() -> None:
     small, large = (make_policy("quest", budget_tokens=n) for n in (256, 512))
-    assert policy_key(small) != policy_key(large)
+    assert policy_key(small, SHAPE, KV_LEN) != policy_key(large, SHAPE, KV_LEN)
+
+
+def test_other_heads_and_lengths_are_measured_by_themselves() -> None:
+    policy = make_policy("lychee_cluster", budget_tokens=1024)
+    llama = MODEL_SHAPES["llama-3.1-8b"]
+    key = policy_key(policy, SHAPE, 6144)
+    assert policy_key(policy, SHAPE, 8192) == key
+    assert policy_key(policy, SHAPE, 8193) != key
+    assert policy_key(policy, llama, 6144) != key
+    # Longer ones are not timed as a whole, so they are one.
+    assert policy_key(policy, llama, 40_000) == policy_key(policy, llama, 131_072)
 
 
 def test_more_attended_tokens_take_longer() -> None:

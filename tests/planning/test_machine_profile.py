@@ -12,6 +12,7 @@ from cases.profile_cases import LLAMA, machine_profile
 
 from offload.bench.machine.device import measure_device
 from offload.bench.machine.measure import measure_profile
+from offload.bench.machine.steps import host_step_us
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.cost_table import CostTable
 from offload.planning.profile import (
@@ -141,6 +142,7 @@ def test_shapes_with_equal_layers_have_equal_keys() -> None:
 def test_a_real_measurement_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.bench.machine.host._KV_LEN", 4096)
     monkeypatch.setattr("offload.bench.machine.host._MAX_CACHE_BYTES", 64 * 2**20)
+    monkeypatch.setattr("offload.bench.machine.steps._WEIGHT_BYTES", 0)  # two layers
     seen = []
     profile = measure_profile(
         CPU,
@@ -163,7 +165,17 @@ def test_a_real_measurement_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     for size in sizes:
         assert profile.attend_warm.us(size) <= profile.attend_cold.us(size)
     assert seen[-1][0] == seen[-1][1]
+    key = shape_key(MODEL_SHAPES["smollm2-135m"], 4)
+    layer_us, last_us = profile.layer_linear_us[key][1], profile.lm_head_us[key][1]
+    assert last_us > layer_us > 1.0  # 113 MB of weights, and 14
+    assert profile.step_us > 1.0
     assert MachineProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
+
+
+def test_layers_that_do_not_fit_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.bench.machine.steps.host_memory_limit_bytes", lambda: 2**20)
+    found = host_step_us(MODEL_SHAPES["smollm2-135m"], torch.bfloat16, 1)
+    assert found == ({}, {}, 0.0)
 
 
 def test_device_parts_run_on_cpu_tensors() -> None:

@@ -11,6 +11,7 @@ from cases.profile_cases import LLAMA, SMALL, device_profile, machine_profile, s
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.planning.choose import least_placement
 from offload.planning.cost_table import CostTable
+from offload.planning.profile import shape_key
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key
 
@@ -95,6 +96,28 @@ def test_a_step_is_its_layers_and_the_rest() -> None:
     assert step.assumed == ()
 
 
+def test_a_step_without_a_gpu() -> None:
+    work = workload("full", kv_len=1000, shape=SMALL)
+    places = HeadPlacement.filled(SMALL.num_layers, SMALL.num_kv_heads, C)
+    scan_us = 10.0 + 1000 * 2 * SMALL.num_kv_heads * 32 * 2 / 1.5e5
+    key = shape_key(SMALL, 2)
+    measured = machine_profile(
+        layer_linear_us={key: {1: 40.0}}, lm_head_us={key: {1: 25.0}}, step_us=90.0, device=None
+    )
+    step = StepModel(replace(measured, attention_heads=(8, 4, 32)), work, on_gpu=False).step(places)
+    assert 1e3 * step.milliseconds == pytest.approx(6 * (40.0 + scan_us) + 25.0 + 90.0)
+    assert step.assumed == ()
+    # Of a shape that was not measured: as long as reading its weights takes, and that is said.
+    other = StepModel(machine_profile(device=None), work, on_gpu=False).step(places)
+    read_us = 2 * 128 * (SMALL.qkv_width + 8 * 32 + 3 * 256 + 2) * 1e6 / 190e9
+    assert other.layers[0].linear == pytest.approx(read_us)
+    assert [what.split(":")[0] for what in other.assumed] == [
+        "linear layers on the CPU",
+        "CPU attention",
+        "the last projection on the CPU",
+    ]
+
+
 def test_retrieving_on_the_gpu_and_gathering_is_faster_here() -> None:
     work = workload("tidal_decode", budget_tokens=1024)
     model = model_of(work)
@@ -144,7 +167,7 @@ def test_a_scale_that_was_measured_counts_for_that_policy_only() -> None:
     for policy, grows in (("lychee_cluster", True), ("quest", False), ("lychee_decode", False)):
         work = workload(policy)
         plain = model_of(work).layer(5, row(*[C] * 8)).reply
-        scales = {policy_key(workload("lychee_cluster").policy): 2.0}
+        scales = {policy_key(workload("lychee_cluster").policy, LLAMA, work.kv_len): 2.0}
         scaled = model_of(work, select_scale=scales).layer(5, row(*[C] * 8)).reply
         assert (scaled > 1.5 * plain) == grows
 

@@ -27,10 +27,12 @@ def measure_profile(
     key = machine_key(device, num_threads)
     host = measure_host(num_threads, shape, dtype, on_progress)
     measured = None
-    linear, lm_head, step_us = {}, {}, 0.0
+    linear: dict[str, dict[int, float]] = {}
+    lm_head: dict[str, dict[int, float]] = {}
+    step_us = 0.0
     if device.type == "cpu":
         linear, lm_head, step_us = host_step_us(shape, dtype, num_threads)
-    if device.type == "cuda":
+    else:
         from offload.bench.machine.device import measure_device
 
         measured = measure_device(

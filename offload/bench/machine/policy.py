@@ -24,14 +24,12 @@ from offload.models.shape import ModelShape
 from offload.planning.placement_bytes import policy_state_bytes
 from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel
-from offload.planning.workload import Workload, policy_key
+from offload.planning.workload import Workload, policy_key, timed_tokens
 from offload.policies import Policy
 from offload.policies.base import SELECT
 from offload.system.machine import last_level_cache_bytes
 from offload.system.memory import host_memory_limit_bytes
 
-_LEAST_TOKENS, _MOST_TOKENS = 32768, 65536
-_BUDGETS = 17  # contexts of more budgets than lychee_cluster calls short
 _LAYERS = 2
 _REPEATS = 5
 _MAX_EVICTED_BYTES = 512 * 2**20
@@ -54,10 +52,12 @@ def with_policy(
     Returns:
         `profile` itself where there is nothing to measure, or no memory for it.
     """
-    key = policy_key(policy)
-    if key in profile.select_scale or not selects_on_host(policy, shape, kv_len):
+    if not selects_on_host(policy, shape, kv_len):
         return profile
-    tokens = min(kv_len, _MOST_TOKENS, max(_LEAST_TOKENS, _BUDGETS * policy.budget_tokens))
+    key = policy_key(policy, shape, kv_len)
+    if key in profile.select_scale:
+        return profile
+    tokens = timed_tokens(policy, kv_len)
     layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * tokens
     if 4 * _LAYERS * layer_bytes > host_memory_limit_bytes():
         return profile

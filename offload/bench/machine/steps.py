@@ -69,7 +69,11 @@ def device_step_us(
     mark_us = microseconds([functools.partial(marks.mark, "mark")] * CALLS, device)
     beside = []
     for policy, placement in ((Full(), everywhere), (idle, None)):
-        options = {"device": device, "num_threads": num_threads, "placement": placement}
+        options: dict[str, Any] = {
+            "device": device,
+            "num_threads": num_threads,
+            "placement": placement,
+        }
         with closing(opened_session(stock, policy, kv_len=_KV_LEN, **options)) as session:
             whole, timelines = measure_pipeline(session, repeats=2, traced_steps=_TRACED_STEPS)
         busy_ns = [sum(m.end_ns - m.start_ns for m in t.gpu if m.kind != "wait") for t in timelines]
@@ -92,10 +96,10 @@ def host_step_us(
     num_bytes = layers * layer_bytes + 2 * item * shape.vocab_size * shape.hidden_size
     if 2 * num_bytes > host_memory_limit_bytes():  # once more while they move to huge pages
         return {}, {}, 0.0
-    part = replace(shape, num_layers=layers, max_context=max(shape.max_context, 4096))
+    part = replace(shape, num_layers=layers, rope_theta=10_000.0)  # a config's shape has none
     stock = random_model(part, device=torch.device("cpu"), dtype=dtype, seed=None)
     move_to_huge_pages(stock)
-    options = {"device": "cpu", "num_threads": num_threads}
+    options: dict[str, Any] = {"device": "cpu", "num_threads": num_threads}
     with closing(opened_session(stock, Full(), kv_len=_SHORT_KV_LEN, **options)) as session:
         decoder: Any = session.decoder
         whole_us = 1e3 * measure_pipeline(session, repeats=2, traced_steps=0)[0].milliseconds

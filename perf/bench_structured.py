@@ -62,10 +62,10 @@ def main() -> None:
     run = Run(options)
     parts = [(task, seed) for seed in range(options.seeds) for task in STRUCTURED_TASKS]
     threads = max(1, available_cpus() // len(parts))
-    asked = (f"--{name.replace('_', '-')}={value}" for name, value in run.named(
-        "lengths", "budget_tokens", "fields", "samples", "device").items())  # fmt: skip
+    asked = run.named("lengths", "budget_tokens", "fields", "samples", "device")
     command = [sys.executable, "-c", "from offload.cli import app; app()", "eval", "structured"]
-    command += [options.model, *POLICIES, *asked, f"--threads={threads}"]
+    command += [options.model, *POLICIES, f"--threads={threads}"]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
 
     with TemporaryDirectory() as folder:
         files = [Path(folder) / f"{task}-{seed}.jsonl" for task, seed in parts]

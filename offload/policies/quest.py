@@ -31,33 +31,32 @@ from offload.policies.base import BuildContext, DeviceBuild, Policy, SparsePolic
 from offload.policies.callback import (
     Callback,
     callback,
-    load_keys,
     offset_floats,
     read_context,
-    score_rows,
-    store_rows,
     top_k,
     view_float32,
     view_int32,
 )
 from offload.policies.device_build import to_host
-from offload.policies.key_bounds import as_numpy, page_bounds, split_query
+from offload.policies.key_bounds import (
+    BOUNDS,
+    BOUNDS_SIZES,
+    bounds_arrays,
+    bounds_bytes,
+    bounds_of,
+    score_bounds,
+    store_bounds,
+    take_last,
+)
 from offload.policies.layouts import StateLayout, reader
 from offload.policies.quest_chunks import ChunkedQuest
 
-_MAX_ROW_WIDTH = 256  # of score_rows
 STATE = StateLayout(
-    # [num_kv_heads, parts, max_pages, width] in the cache's dtype: `parts` rows make [M | m].
-    bounds=None,
+    **BOUNDS,
     pages=np.int32,  # [num_kv_heads] that have bounds
     sizes=np.int32,  # SIZES
-    # Scratch of each KV head: [max(q, 0) | min(q, 0)], scores, chosen pages, a page's keys.
-    split=np.float32,  # [.., 2 * head_dim]
-    scores=np.float32,  # [.., 2, max_pages]
-    chosen=np.int32,  # [.., max_pages]
-    keys=np.float32,  # [.., page_tokens * head_dim]
 )
-SIZES = ("page_tokens", "max_pages", "parts", "width", "item_bytes")
+SIZES = ("page_tokens", *BOUNDS_SIZES)
 read_state, read_sizes = STATE.read, reader(SIZES, np.int32)
 
 
@@ -100,11 +99,7 @@ def select(pointer: Any) -> int:
     ctx = read_context(pointer)
     state = read_state(ctx.arrays)
     sizes = read_sizes(state.sizes)
-    page_tokens, max_pages, width = sizes.page_tokens, sizes.max_pages, sizes.width
-    head_dim = ctx.head_dim
-    split_at = offset_floats(state.split, ctx.kv_head * 2 * head_dim)
-    scores_at = offset_floats(state.scores, ctx.kv_head * 2 * max_pages)
-    pages_at = offset_floats(state.chosen, ctx.kv_head * max_pages)
+    page_tokens = sizes.page_tokens
 
     # Tokens that no complete page holds: a few, if the recent window is shorter than a page.
     with_bounds = view_int32(state.pages, ctx.kv_head + 1)[ctx.kv_head]
@@ -115,26 +110,8 @@ def select(pointer: Any) -> int:
     num_pages = (last_paged - ctx.first + page_tokens - 1) // page_tokens
     count: int = 0
     if budget > 0 and num_pages > 0:
-        split_query(
-            view_float32(ctx.query, ctx.group_size * head_dim),
-            ctx.group_size,
-            head_dim,
-            view_float32(split_at, 2 * head_dim),
-        )
-        part_bytes = max_pages * width * sizes.item_bytes
-        rows = state.bounds + ctx.kv_head * sizes.parts * part_bytes
-        group_size = ctx.group_size
-        ctx.group_size = 1  # score_rows shall take one query, the group's
-        score_rows(pointer, ctx.score_rows, split_at, rows, num_pages, width, scores_at)
-        scores = view_float32(scores_at, num_pages)
-        if sizes.parts == 2:
-            query_at, more_at = offset_floats(split_at, width), offset_floats(scores_at, max_pages)
-            minima = rows + part_bytes
-            score_rows(pointer, ctx.score_rows, query_at, minima, num_pages, width, more_at)
-            more = view_float32(more_at, num_pages)
-            for i in range(num_pages):
-                scores[i] += more[i]
-        ctx.group_size = group_size
+        scores_at = score_bounds(pointer, ctx, state, sizes, num_pages)
+        pages_at = offset_floats(state.chosen, ctx.kv_head * sizes.max_runs)
         wanted = min((budget + page_tokens - 1) // page_tokens, num_pages)
         chosen = top_k(pointer, ctx.top_k, scores_at, num_pages, wanted, pages_at)
         if chosen < 0:
@@ -147,11 +124,9 @@ def select(pointer: Any) -> int:
         if missing > 0 and chosen < num_pages and pages[chosen - 1] == num_pages - 1:
             chosen = top_k(pointer, ctx.top_k, scores_at, num_pages, wanted + 1, pages_at)
             pages = view_int32(pages_at, chosen)
+        scores = view_float32(scores_at, num_pages)
         count = expand_pages(pages, scores, ctx.first, last_paged, page_tokens, budget, indices)
-    indices = view_int32(ctx.indices, count + num_loose)
-    for i in range(num_loose):
-        indices[count + i] = ctx.last - num_loose + i
-    count += num_loose
+    count = take_last(ctx, count, num_loose)
     return count
 
 
@@ -161,25 +136,12 @@ def append(pointer: Any) -> None:
     ctx = read_context(pointer)
     state = read_state(ctx.arrays)
     sizes = read_sizes(state.sizes)
-    page_tokens, max_pages, width = sizes.page_tokens, sizes.max_pages, sizes.width
-    head_dim, item_bytes = ctx.head_dim, sizes.item_bytes
-    split_at = offset_floats(state.split, ctx.kv_head * 2 * head_dim)
-    keys_at = offset_floats(state.keys, ctx.kv_head * page_tokens * head_dim)
+    page_tokens = sizes.page_tokens
     pages = view_int32(state.pages, ctx.kv_head + 1)
     page = pages[ctx.kv_head]
-    while ctx.first + (page + 1) * page_tokens <= ctx.kv_len and page < max_pages:
-        load_keys(pointer, ctx.load_keys, ctx.first + page * page_tokens, page_tokens, keys_at)
-        page_bounds(
-            view_float32(keys_at, page_tokens * head_dim),
-            page_tokens,
-            head_dim,
-            view_float32(split_at, 2 * head_dim),
-        )
-        for part in range(sizes.parts):
-            row = (ctx.kv_head * sizes.parts + part) * max_pages + page
-            x, out = offset_floats(split_at, part * width), state.bounds + row * width * item_bytes
-            store_rows(pointer, ctx.store_rows, x, width, out)
-        ctx.bytes_touched += 2 * head_dim * item_bytes
+    while ctx.first + (page + 1) * page_tokens <= ctx.kv_len and page < sizes.max_runs:
+        first = ctx.first + page * page_tokens
+        store_bounds(pointer, ctx, state, sizes, page, first, page_tokens, page_tokens)
         page += 1
     pages[ctx.kv_head] = page
 
@@ -249,37 +211,22 @@ class Quest(SparsePolicy):
         return torch.cat(extremes, dim=-1)
 
     def _arrays(self, rows: Tensor, capacity_tokens: int) -> State:
-        num_kv_heads, num_pages, both = rows.shape
-        parts = 1 if both <= _MAX_ROW_WIDTH else 2
-        bounds = rows.view(num_kv_heads, num_pages, parts, both // parts).transpose(1, 2)
+        num_kv_heads, num_pages, _ = rows.shape
         pages = np.full(num_kv_heads, num_pages, np.int32)
-        return self._with_room(as_numpy(bounds), pages, capacity_tokens)
+        return self._with_room(bounds_of(rows), pages, capacity_tokens)
 
     def _with_room(
         self, bounds: npt.NDArray[Any], pages: npt.NDArray[np.int32], capacity_tokens: int
     ) -> State:
         """All arrays, for these bounds [num_kv_heads, parts, num_pages, width] and more."""
-        num_kv_heads, parts, num_pages, width = bounds.shape
-        max_pages = max(1, num_pages, self._pages_of(capacity_tokens))
-        room = np.zeros((num_kv_heads, parts, max_pages, width), bounds.dtype)
-        room[:, :, :num_pages] = bounds
-        sizes = [self.page_tokens, max_pages, parts, width, bounds.itemsize]
-        head_dim = parts * width // 2
-        return {
-            "bounds": room,
-            "pages": pages,
-            "sizes": np.array(sizes, np.int32),
-            "split": np.zeros((num_kv_heads, 2 * head_dim), np.float32),
-            "scores": np.zeros((num_kv_heads, 2, max_pages), np.float32),
-            "chosen": np.zeros((num_kv_heads, max_pages), np.int32),
-            "keys": np.zeros((num_kv_heads, self.page_tokens * head_dim), np.float32),
-        }
+        max_pages = max(1, bounds.shape[2], self._pages_of(capacity_tokens))
+        arrays = bounds_arrays(bounds, max_pages, self.page_tokens, [self.page_tokens])
+        return arrays | {"pages": pages}
 
     def state_bytes(self, shape: StateShape) -> int:
         max_pages = max(1, self._pages_of(shape.capacity_tokens))
-        of_page = 2 * shape.head_dim * shape.item_bytes + 12
-        of_head = of_page * max_pages + 4 * shape.head_dim * (2 + self.page_tokens) + 4
-        return shape.num_kv_heads * of_head + 4 * len(SIZES)
+        shared = bounds_bytes(shape, max_pages, self.page_tokens)
+        return shared + 4 * shape.num_kv_heads + 4 * len(SIZES)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""

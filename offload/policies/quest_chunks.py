@@ -20,32 +20,33 @@ from offload.policies.base import BuildContext, SparsePolicy, State, StateShape
 from offload.policies.callback import (
     Callback,
     callback,
-    load_keys,
     offset_floats,
     read_context,
-    score_rows,
-    store_rows,
     top_k,
     view_float32,
     view_int32,
     view_uint8,
 )
-from offload.policies.key_bounds import as_numpy, page_bounds, split_query
+from offload.policies.key_bounds import (
+    BOUNDS,
+    BOUNDS_SIZES,
+    bounds_arrays,
+    bounds_bytes,
+    bounds_of,
+    score_bounds,
+    store_bounds,
+    take_last,
+)
 from offload.policies.layouts import StateLayout, reader
 from offload.policies.lychee_cluster.chunks import chunk_length, cut_chunks
 
 STATE = StateLayout(
-    bounds=None,  # [num_kv_heads, 2, max_chunks, head_dim] in the cache's dtype: maxima, minima
-    starts=np.int32,  # [num_kv_heads, max_chunks + 1]: first tokens, then where the last one ends
+    **BOUNDS,
+    starts=np.int32,  # [num_kv_heads, max_runs + 1]: first tokens, then where the last one ends
     chunks=np.int32,  # [num_kv_heads] that have bounds
     sizes=np.int32,  # SIZES
-    # Scratch of each KV head: [max(q, 0) | min(q, 0)], scores, best chunks, a chunk's keys.
-    split=np.float32,  # [.., 2 * head_dim]
-    scores=np.float32,  # [.., 2, max_chunks]
-    chosen=np.int32,  # [.., max_chunks]
-    keys=np.float32,  # [.., max_tokens * head_dim]
 )
-SIZES = ("min_tokens", "max_tokens", "max_chunks", "item_bytes")
+SIZES = ("min_tokens", "max_tokens", *BOUNDS_SIZES)
 read_state, read_sizes = STATE.read, reader(SIZES, np.int32)
 
 
@@ -96,11 +97,7 @@ def select(pointer: Any) -> int:
     ctx = read_context(pointer)
     state = read_state(ctx.arrays)
     sizes = read_sizes(state.sizes)
-    max_chunks, head_dim = sizes.max_chunks, ctx.head_dim
-    split_at = offset_floats(state.split, ctx.kv_head * 2 * head_dim)
-    scores_at = offset_floats(state.scores, ctx.kv_head * 2 * max_chunks)
-    chosen_at = offset_floats(state.chosen, ctx.kv_head * max_chunks)
-    starts = view_int32(state.starts, max_chunks + 1, ctx.kv_head)
+    starts = view_int32(state.starts, sizes.max_runs + 1, ctx.kv_head)
 
     # Rows of one step see only what there was before them.
     whole = view_int32(state.chunks, ctx.kv_head + 1)[ctx.kv_head]
@@ -114,35 +111,17 @@ def select(pointer: Any) -> int:
         num_chunks -= 1
     count: int = 0
     if budget > 0 and num_chunks > 0:
-        split_query(
-            view_float32(ctx.query, ctx.group_size * head_dim),
-            ctx.group_size,
-            head_dim,
-            view_float32(split_at, 2 * head_dim),
-        )
-        part_bytes = max_chunks * head_dim * sizes.item_bytes
-        maxima = state.bounds + ctx.kv_head * 2 * part_bytes
-        minima = maxima + part_bytes
-        below_at, more_at = offset_floats(split_at, head_dim), offset_floats(scores_at, max_chunks)
-        group_size = ctx.group_size
-        ctx.group_size = 1  # score_rows shall take one query, the group's
-        score_rows(pointer, ctx.score_rows, split_at, maxima, num_chunks, head_dim, scores_at)
-        score_rows(pointer, ctx.score_rows, below_at, minima, num_chunks, head_dim, more_at)
-        ctx.group_size = group_size
-        scores, more = view_float32(scores_at, num_chunks), view_float32(more_at, num_chunks)
-        for i in range(num_chunks):
-            scores[i] += more[i]
+        scores_at = score_bounds(pointer, ctx, state, sizes, num_chunks)
+        chosen_at = offset_floats(state.chosen, ctx.kv_head * sizes.max_runs)
         # All but the last chunk have min_tokens.
         wanted = min(budget // sizes.min_tokens + 2, num_chunks)
         chosen = top_k(pointer, ctx.top_k, scores_at, num_chunks, wanted, chosen_at)
         if chosen < 0:
             return -1
+        chunks, scores = view_int32(chosen_at, chosen), view_float32(scores_at, num_chunks)
         indices = view_int32(ctx.indices, budget)
-        count = keep_budget(view_int32(chosen_at, chosen), scores, starts, last, budget, indices)
-    indices = view_int32(ctx.indices, count + num_loose)
-    for i in range(num_loose):
-        indices[count + i] = ctx.last - num_loose + i
-    count += num_loose
+        count = keep_budget(chunks, scores, starts, last, budget, indices)
+    count = take_last(ctx, count, num_loose)
     return count
 
 
@@ -152,35 +131,17 @@ def append(pointer: Any) -> None:
     ctx = read_context(pointer)
     state = read_state(ctx.arrays)
     sizes = read_sizes(state.sizes)
-    max_chunks, head_dim, item_bytes = sizes.max_chunks, ctx.head_dim, sizes.item_bytes
-    split_at = offset_floats(state.split, ctx.kv_head * 2 * head_dim)
-    keys_at = offset_floats(state.keys, ctx.kv_head * sizes.max_tokens * head_dim)
-    starts = view_int32(state.starts, max_chunks + 1, ctx.kv_head)
+    longest = sizes.max_tokens
+    starts = view_int32(state.starts, sizes.max_runs + 1, ctx.kv_head)
     chunks = view_int32(state.chunks, ctx.kv_head + 1)
     chunk = chunks[ctx.kv_head]
-    known = ctx.kv_len if ctx.text_marks != 0 else 0
-    while starts[chunk] + sizes.max_tokens <= ctx.kv_len and chunk < max_chunks:
-        length = chunk_length(
-            view_uint8(ctx.text_marks, known),
-            starts[chunk],
-            ctx.kv_len,
-            sizes.min_tokens,
-            sizes.max_tokens,
-        )
-        load_keys(pointer, ctx.load_keys, starts[chunk], length, keys_at)
-        page_bounds(
-            view_float32(keys_at, length * head_dim),
-            length,
-            head_dim,
-            view_float32(split_at, 2 * head_dim),
-        )
-        for part in range(2):
-            row = (ctx.kv_head * 2 + part) * max_chunks + chunk
-            x, out = offset_floats(split_at, part * head_dim), row * head_dim * item_bytes
-            store_rows(pointer, ctx.store_rows, x, head_dim, state.bounds + out)
-        ctx.bytes_touched += 2 * head_dim * item_bytes
-        starts[chunk + 1] = starts[chunk] + length
+    marks = view_uint8(ctx.text_marks, ctx.kv_len if ctx.text_marks != 0 else 0)
+    while starts[chunk] + longest <= ctx.kv_len and chunk < sizes.max_runs:
+        first = starts[chunk]
+        length = chunk_length(marks, first, ctx.kv_len, sizes.min_tokens, longest)
+        store_bounds(pointer, ctx, state, sizes, chunk, first, length, longest)
         chunk += 1
+        starts[chunk] = first + length
     chunks[ctx.kv_head] = chunk
 
 
@@ -212,16 +173,16 @@ class ChunkedQuest(SparsePolicy):
         starts = cut_chunks(
             context.text_marks, self.sink_tokens, keys.shape[1], self.min_tokens, self.max_tokens
         )
-        bounds = torch.empty(len(keys), 2, len(starts) - 1, keys.shape[2], dtype=keys.dtype)
+        bounds = torch.empty(len(keys), len(starts) - 1, 2 * keys.shape[2], dtype=keys.dtype)
         lengths = np.diff(starts)
         for length in np.unique(lengths).tolist():
             of_length = np.flatnonzero(lengths == length)
             tokens = torch.from_numpy(starts[of_length][:, None] + np.arange(length))
             rows = keys[:, tokens]  # [num_kv_heads, chunks, length, head_dim]
-            at = torch.from_numpy(of_length)
-            bounds[:, 0, at], bounds[:, 1, at] = rows.amax(2), rows.amin(2)
+            extremes = torch.cat([rows.amax(2), rows.amin(2)], dim=-1)
+            bounds[:, torch.from_numpy(of_length)] = extremes
         heads = np.tile(starts.astype(np.int32), (len(keys), 1))
-        return self._arrays(as_numpy(bounds), heads, context.capacity_tokens)
+        return self._arrays(bounds_of(bounds), heads, context.capacity_tokens)
 
     def _arrays(
         self,
@@ -229,30 +190,21 @@ class ChunkedQuest(SparsePolicy):
         starts: npt.NDArray[np.int32],
         capacity_tokens: int,
     ) -> State:
-        """All arrays, for these bounds [num_kv_heads, 2, chunks, head_dim] and more."""
-        num_kv_heads, _, num_chunks, head_dim = bounds.shape
+        """All arrays, for these bounds [num_kv_heads, parts, chunks, width] and more."""
+        num_kv_heads, _, num_chunks, _ = bounds.shape
         max_chunks = max(num_chunks, self._max_chunks(capacity_tokens))
-        room = np.zeros((num_kv_heads, 2, max_chunks, head_dim), bounds.dtype)
-        room[:, :, :num_chunks] = bounds
+        numbers = [self.min_tokens, self.max_tokens]
         all_starts = np.zeros((num_kv_heads, max_chunks + 1), np.int32)
         all_starts[:, : starts.shape[1]] = starts
-        sizes = [self.min_tokens, self.max_tokens, max_chunks, bounds.itemsize]
-        return {
-            "bounds": room,
+        return bounds_arrays(bounds, max_chunks, self.max_tokens, numbers) | {
             "starts": all_starts,
             "chunks": np.full(num_kv_heads, num_chunks, np.int32),
-            "sizes": np.array(sizes, np.int32),
-            "split": np.zeros((num_kv_heads, 2 * head_dim), np.float32),
-            "scores": np.zeros((num_kv_heads, 2, max_chunks), np.float32),
-            "chosen": np.zeros((num_kv_heads, max_chunks), np.int32),
-            "keys": np.zeros((num_kv_heads, self.max_tokens * head_dim), np.float32),
         }
 
     def state_bytes(self, shape: StateShape) -> int:
         max_chunks = self._max_chunks(shape.capacity_tokens)
-        of_chunk = 2 * shape.head_dim * shape.item_bytes + 16
-        of_head = of_chunk * max_chunks + 4 * shape.head_dim * (2 + self.max_tokens) + 8
-        return shape.num_kv_heads * of_head + 4 * len(SIZES)
+        shared = bounds_bytes(shape, max_chunks, self.max_tokens)
+        return shared + 4 * shape.num_kv_heads * (max_chunks + 2) + 4 * len(SIZES)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""

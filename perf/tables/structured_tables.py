@@ -24,8 +24,7 @@ def structured_table(result: dict[str, Any]) -> str:
         cells.setdefault((row["length"], row["task"]), {})[row["policy"]] = scores
     lengths, kinds = (sorted({row[key] for row in rows}) for key in ("length", "task"))
     budgets = sorted({int(row["policy"].split()[1]) for row in rows if row["policy"] != "full"})
-    groups = {f"{length:,} tokens": [cells[cell] for cell in cells if cell[0] == length]
-              for length in lengths}  # fmt: skip
+    groups = {f"{n:,} tokens": [cells[cell] for cell in cells if cell[0] == n] for n in lengths}
     groups |= {f"all, {kind}": [cells[cell] for cell in cells if cell[1] == kind] for kind in kinds}
     groups["all"] = list(cells.values())
     header = ["", "budget", "full", "exact_topk", "lychee_cluster", "Quest, pages"]
@@ -36,7 +35,7 @@ def structured_table(result: dict[str, Any]) -> str:
     counts = sorted({len(of_cell["full"]) for of_cell in cells.values()})
     title = (
         f"Right answers of {settings['model']}, per cent, mean over {', '.join(kinds)}; "
-        f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} samples of each kind and "
+        f"{' to '.join(dict.fromkeys((f'{counts[0]}', f'{counts[-1]}')))} samples of each kind and "
         f"length, {settings['fields']} field{'s' * (settings['fields'] > 1)}; every policy on the "
         "same samples."
     )

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from cases.tiny_models import byte_tokenizer, make_tiny_model
+from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
+from offload.bench.eval.perplexity import text_tokens, windows_of
+from offload.bench.eval.record_file import RecordFile
 from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS
-from offload.bench.eval.structured import STRUCTURED_TASKS
+from offload.bench.eval.structured import FIELDS, STRUCTURED_TASKS
 from offload.cli import app
 from offload.cli.eval import ruler as ruler_command
 from offload.cli.eval import structured as structured_command
@@ -109,6 +115,11 @@ def test_an_interrupted_run_goes_on(
         result = runner.invoke(app, [*resumed, *changed])
         assert result.exit_code == 1
         assert message in flat(result.stderr)
+    with RecordFile(file, json.loads(file.read_text().splitlines()[0])["options"]):
+        result = runner.invoke(app, resumed)
+        assert result.exit_code == 1
+        assert "another run writes to" in flat(result.stderr)
+    assert runner.invoke(app, resumed).exit_code == 0
     file.write_text("")
     runner.invoke(app, [*resumed, "--lengths", "100"])  # refused after the file was opened
     assert file.read_text() == ""
@@ -138,11 +149,58 @@ def test_needle(roomy_folder: Path, tmp_path: Path) -> None:
     assert by_depth[0][0] != by_depth[0][1]
 
 
-def test_structured(roomy_folder: Path) -> None:
+def test_structured(roomy_folder: Path, tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
     arguments = ["--lengths", "700", "--samples", "1", "--policy", "quest", "--json"]
+    arguments += ["--fields", "2", "--resume", str(answers)]
     result = runner.invoke(app, command("structured", roomy_folder, *arguments))
     assert result.exit_code == 0, result.output
     assert [cell["task"] for cell in json.loads(result.stdout)["cells"]] == [*STRUCTURED_TASKS]
+    records = [json.loads(line) for line in answers.read_text().splitlines()[1:]]
+    assert [len(record["outputs"]) for record in records] == [2] * len(STRUCTURED_TASKS)
+    result = runner.invoke(
+        app, command("structured", roomy_folder, "--fields", str(len(FIELDS) + 1))
+    )
+    assert result.exit_code == 2
+    assert f"less than or equal to {len(FIELDS)}" in result.stderr
+
+
+def test_truncated_prompts_are_counted_and_said(roomy_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "templated"
+    shutil.copytree(roomy_folder, folder)
+    template = "{{ 'A rather long system prompt. ' * 12 }}{% for m in messages %}{{ m.content }} "
+    (folder / "chat_template.jinja").write_text(template + "{% endfor %}")
+    arguments = ["--policy", "streaming_llm", "--budget-tokens", "64", "--samples", "1"]
+    arguments += ["--lengths", "2048"]
+    tasks = ["--tasks", "niah_single_1", "--json"]
+    result = runner.invoke(app, command("ruler", folder, *arguments, *tasks))
+    assert result.exit_code == 0, result.output
+    assert [cell["truncated_samples"] for cell in json.loads(result.stdout)["cells"]] == [1]
+    result = runner.invoke(app, command("ruler", folder, *arguments, *tasks[:-1]))
+    assert "1 prompt was longer than the model's positions" in flat(result.stderr)
+    # Those that are made here have room for the template, and keep their beginning.
+    needle = [*arguments, "--depths", "0", "--json"]
+    cells = json.loads(runner.invoke(app, command("needle", folder, *needle)).stdout)["cells"]
+    assert [cell["truncated_samples"] for cell in cells] == [0]
+    assert 2048 - 128 - 30 < cells[0]["prompt_tokens"] <= 2048 - 128
+
+
+def test_another_model_under_the_same_path_is_refused(roomy_folder: Path, tmp_path: Path) -> None:
+    folder, answers = tmp_path / "model", tmp_path / "answers.jsonl"
+    shutil.copytree(roomy_folder, folder)
+    arguments = ["--lengths", "1100", "--tasks", "niah_single_1", "--samples", "1"]
+    ruler = command("ruler", folder, *POLICIES, *arguments, "--resume", str(answers))
+    assert runner.invoke(app, ruler).exit_code == 0
+    other = make_tiny_model("llama", max_position_embeddings=2048)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[3, 5:] += 0.5
+    other.save_pretrained(folder)  # the same shapes, sizes and names
+    result = runner.invoke(app, ruler)
+    assert result.exit_code == 1
+    assert "was made with checkpoint = " in flat(result.stderr)
+    shutil.rmtree(folder)
+    shutil.copytree(roomy_folder, folder)  # a copy is the same model
+    assert runner.invoke(app, ruler).exit_code == 0
 
 
 def test_perplexity(roomy_folder: Path, tmp_path: Path) -> None:
@@ -164,6 +222,24 @@ def test_perplexity(roomy_folder: Path, tmp_path: Path) -> None:
     assert rows[1]["attended_tokens"] == pytest.approx((2 * rows[0]["attended_tokens"] + 40) / 3)
     result = runner.invoke(app, perplexity)
     assert "12 decode steps of 2 windows" in result.stdout
+
+
+def test_every_window_begins_as_the_tokenizer_has_texts_begin() -> None:
+    tokenizer = byte_tokenizer()
+    plain, tokens = text_tokens("Some text of several words.", tokenizer)
+    assert plain == []
+    bos = tokenizer.bos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, bos)]
+    )
+    beginning, same = text_tokens("Some text of several words.", tokenizer)
+    assert (beginning, same) == ([bos], tokens)
+    windows = windows_of(tokens, 10, 4, 5, 3, beginning)
+    assert [[*window.tokens] for window in windows] == [
+        [bos, *tokens[start : start + 13]] for start in (0, 5, 10)
+    ]
+    with pytest.raises(ValueError, match="need 23"):
+        windows_of(tokens[:22], 10, 4, 5, 3, beginning)
 
 
 def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:

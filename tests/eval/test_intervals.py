@@ -7,7 +7,7 @@ import pytest
 
 from offload.bench.eval.intervals import Values, score_interval, student_interval
 
-# Answers of a sample; shares that full attention finds, that a policy loses of them, gains of others.
+# Answers of a sample; shares that full attention finds, that a policy loses of them, that it gains.
 LOSES_LITTLE = (1, 0.95, 0.02, 0.0)
 LOSES_A_TENTH = (1, 0.95, 0.1, 0.02)
 LOSES_A_QUARTER = (1, 0.9, 0.25, 0.05)

@@ -12,7 +12,8 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import Quest
 from offload.policies.base import BuildContext, State
-from offload.policies.quest import expand_pages, page_bounds, split_query
+from offload.policies.key_bounds import page_bounds, split_query
+from offload.policies.quest import expand_pages
 from offload.policies.registry import make_policy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

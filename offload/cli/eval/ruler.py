@@ -71,7 +71,7 @@ def ruler(
     which is text of yours or of Python's library instead of a download.
 
     The mean is over tasks and lengths in which full attention scores at all; the interval is 95 %
-    of the difference to full attention, by a bootstrap over the same prompts.
+    of the difference to full attention on the same prompts.
 
     [bold]Examples[/bold]
 

@@ -188,8 +188,8 @@ def print_document(document: Mapping[str, Any], shown: str) -> None:
     truncated = sum(cell["truncated_samples"] for cell in document["cells"])
     if truncated:
         stderr().print(
-            f"{truncated} prompts were longer than the model's positions and lost their beginning; "
-            "lower --lengths"
+            f"{truncated} prompt{'s were' if truncated > 1 else ' was'} longer than the model's "
+            "positions and lost the beginning; lower --lengths"
         )
 
 

@@ -7,6 +7,7 @@ namespace offload {
 namespace {
 
 constexpr int64_t kTasksPerThread = 8;
+constexpr int64_t kFewestRows = 24;  // packing its keys is then a quarter of a task
 
 }  // namespace
 
@@ -17,8 +18,9 @@ bool has_causal_attention(const KernelTable& kernels, DType dtype, int64_t head_
 void causal_attention(const KernelTable& kernels, WorkerPool& pool, DType dtype, int64_t num_kv_heads,
                       const CausalArgs& args) {
   const auto attend = kernels.attend_causal[static_cast<int>(dtype)];
-  const int64_t at_least = args.num_queries * num_kv_heads / (pool.num_threads() * kTasksPerThread);
-  const int64_t tokens = std::max<int64_t>(1, std::min(kCausalRows / args.group_size, at_least));
+  const int64_t share = args.num_queries * num_kv_heads / (pool.num_threads() * kTasksPerThread);
+  const int64_t rows = std::clamp(share * args.group_size, kFewestRows, kCausalRows);
+  const int64_t tokens = std::max<int64_t>(1, rows / args.group_size);
   const int64_t num_blocks = (args.num_queries + tokens - 1) / tokens;
   // The last queries see most keys: they go first, so that the threads end together.
   pool.parallel_for(num_blocks * num_kv_heads, [&](int64_t task, int) {

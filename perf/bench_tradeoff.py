@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from offload.bench.decode.engines import ENGINES
-from offload.bench.eval.record_file import RecordFile
+from offload.bench.eval.record_file import Record, RecordFile
 from offload.bench.eval.ruler import RULER_TASKS
 from offload.bench.eval.summary import FULL, cell_rows, counting_cells, summaries
 from offload.bench.selection.measure import policy_label, policy_options
@@ -137,11 +137,10 @@ def measure_quality(
     document: Document, policies: list[Policy], options: argparse.Namespace
 ) -> None:
     """Rows of what the file of answers has, after as many more as there is time for."""
-    labels = list(document.settings["policies"])
     judged = Judged(
         model=options.model,
         policies=policies,
-        labels=labels,
+        labels=list(document.settings["policies"]),
         dtype=options.dtype,
         device=options.quality_device,
         reads_on=options.reads_on,
@@ -160,24 +159,31 @@ def measure_quality(
     try:
         answer_all(judged, file, say)
     finally:
-        for length in sorted({record["length"] for record in file.records}):
-            of_length = [r for r in file.records if r["length"] == length]
-            counting = counting_cells(of_length)
-            common = {"part": "quality", "length": length, **ways}
-            counts = {
-                "prompts": len(of_length),
-                "counting_tasks": len(counting),
-                "fewest_samples": min(map(len, counting.values()), default=0),
-            }
-            lines = [
-                common | counts | {"label": line.pop("policy"), **line}
-                for line in summaries(of_length, labels)
-            ]
-            cells = [common | {"part": "cells", **c} for c in cell_rows(of_length, labels)]
-            document.replace(lines, part="quality", length=length)
-            document.replace(cells, part="cells", length=length)
-            full, *others = [100 * (line["score"] or 0) for line in lines]
-            say(f"{length:,}, {counts}: full {full:.1f}, others {min(others, default=full):.1f} up")
+        write_quality(document, file.records, ways)
+
+
+def write_quality(document: Document, records: list[Record], ways: dict[str, Any]) -> None:
+    """Rows of the records of each length."""
+    labels = list(document.settings["policies"])
+    for length in sorted({record["length"] for record in records}):
+        of_length = [record for record in records if record["length"] == length]
+        counting = counting_cells(of_length)
+        counts = {
+            "prompts": len(of_length),
+            "counting_tasks": len(counting),
+            "fewest_samples": min(map(len, counting.values()), default=0),
+        }
+        common = {"length": length, **ways}
+        lines = [
+            {"part": "quality", **common, **counts, "label": line.pop("policy"), **line}
+            for line in summaries(of_length, labels)
+        ]
+        cells = [{"part": "cells", **common, **cell} for cell in cell_rows(of_length, labels)]
+        document.replace(lines, part="quality", length=length)
+        document.replace(cells, part="cells", length=length)
+        full, *others = [100 * (line["score"] or 0) for line in lines]
+        worst = min(others, default=full)
+        say(f"{length:,} tokens, {counts}: full {full:.1f}, others {worst:.1f} and more")
 
 
 def policies_of(options: argparse.Namespace) -> list[Policy]:

@@ -121,8 +121,8 @@ def paper_lfps_bypass_table(result: dict[str, Any]) -> str:
     settings, heads = result["settings"], _part(result, "overlap")
     length = settings["bypass_length"]
     prompts = _part(result, "ruler")
-    labels = list(prompts[0]["answers"]) if prompts else []
-    ruler = {row["policy"]: row for row in summaries(prompts, labels)}
+    answered = summaries(prompts, list(prompts[0]["answers"]))
+    ruler = {row["policy"]: row for row in answered}
     speed = {row["policy"]: row for row in _part(result, "speed")}
     texts: dict[str, list[Row]] = {}
     for row in _part(result, "bypass"):
@@ -237,7 +237,13 @@ def paper_lfps_context_table(result: dict[str, Any]) -> str:
 
 
 def _part(result: dict[str, Any], part: str) -> list[Row]:
-    return [row for row in result["rows"] if row["part"] == part]
+    rows = [row for row in result["rows"] if row["part"] == part]
+    if not rows:
+        raise ValueError(
+            f"paper-lfps.json has no part {part!r}; run: python -m perf.papers.lfps --parts {part} "
+            "--add perf/results/paper-lfps.json"
+        )
+    return rows
 
 
 def _mean(rows: Sequence[Row], rule: str | None, length: int, name: str) -> float:

@@ -256,3 +256,9 @@ def test_batches() -> None:
     lines = lines_of(paper_lfps_batch_table(RESULT))
     assert lines["`lfps`"] == ["31", "62", f"1.0{TIMES}", f"1.0{TIMES}", "45"]
     assert lines["`quest`"] == ["31", "31", f"1.0{TIMES}", f"2.0{TIMES}", "30"]
+
+
+def test_a_part_that_is_missing() -> None:
+    rows = [row for row in RESULT["rows"] if row["part"] != "batch"]
+    with pytest.raises(ValueError, match="--parts batch"):
+        paper_lfps_batch_table(RESULT | {"rows": rows})

@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from offload.bench.eval.labels import windows_of
 from offload.policies import Policy
 from offload.policies.registry import make_policy
-from offload.policies.tidal_decode import default_select_layers
+from offload.policies.tidal_decode import default_select_layers, parse_layers
 from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.shared_model import SharedModel
 from perf.papers.judge import judge
@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--record-until", type=float, default=600, help="seconds after the start")
     parser.add_argument("--judge-until", type=float, default=1500, help="seconds after the start")
     parser.add_argument("--reselections", type=int, nargs="*", default=[*range(3, 30)])
+    parser.add_argument("--sets", nargs="*", default=["2,17", "2,6,17,21"], metavar="LAYERS")
     options = parser.parse_args()
 
     disable_progress_bar()
@@ -239,6 +240,7 @@ def main() -> None:
     if not found.kinds:
         parser.error(f"nothing was recorded: raise --record-until {options.record_until:g}")
     sets = chosen_sets(found, num_layers=30, num_kv_heads=3)
+    sets = {parse_layers(layers) or (): "given" for layers in options.sets} | sets
     rows = [
         *found.similarity_rows(),
         *found.sweep_rows(),

@@ -58,6 +58,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "lfps-candidates": ("selection", selection_tables.lfps_candidates_table),
     "long-context": ("long-context", long_context_tables.long_context_table),
     "niah": ("niah", selection_tables.niah_table),
+    "quality-probe": ("quality-probe", selection_tables.quality_probe_table),
     "ruler": ("ruler", long_context_tables.ruler_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),

@@ -95,6 +95,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         shared_selection_tables.layer_lengths_table,
     ),
     "paper-tidal-decode-sets": ("paper-tidal-decode", shared_selection_tables.layer_sets_table),
+    "quality-probe": ("quality-probe", selection_tables.quality_probe_table),
     "ruler": ("ruler", long_context_tables.ruler_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),

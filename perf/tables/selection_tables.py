@@ -137,3 +137,22 @@ def policy_speed_table(result: dict[str, Any]) -> str:
         "of exact_topk": of_exact,
     }
     return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])
+
+
+def quality_probe_table(result: dict[str, Any]) -> str:
+    """What shares of probed selections cost, and what is noise."""
+    settings = result["settings"]
+    columns: Columns = {
+        "policy": "`{policy}`",
+        "share": "{share}",
+        "ms a step": "{milliseconds:.3f}",
+        "probes a step": "{probes_per_step:.2f}",
+        "longer by": "{extra:+.2%}",
+        "25th to 75th percentile": "{extra_p25:+.2%} to {extra_p75:+.2%}",
+    }
+    return (
+        f"{settings['model'] or settings['shape']}, {settings['kv_len']:,} tokens: the mean of "
+        f"{settings['steps']} steps against that of as many without a probe, in turns, median of "
+        f"{settings['turns']}; `0 again` is what noise makes of it.\n\n"
+        f"{table(columns, result['rows'])}\n\n{machine_line(result['machine'])}"
+    )

@@ -75,6 +75,7 @@ bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and wr
 # Its own target: it needs a GPU, whose memory must hold the peers' KV caches, too.
 bench-gpu: venv $(PERF_STAMP)  ## Run the benchmarks that need a GPU, and write their reports.
 	$(BIN)/python -m perf.bench_gpu $(BENCH_GPU_ARGS)
+	$(BIN)/python -m perf.bench_structured --device cuda
 	$(BIN)/python -m perf.report
 
 bench-placement: venv $(PERF_STAMP)  ## Run those of placements, plans and the kernels of GPU heads.

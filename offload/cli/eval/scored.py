@@ -178,6 +178,12 @@ def print_document(document: Mapping[str, Any], shown: str) -> None:
     """As a table, Markdown or JSON."""
     from offload.bench.eval.output import LEGEND, cell_table, summary_table
 
+    truncated = sum(cell["truncated_samples"] for cell in document["cells"])
+    if truncated:
+        stderr().print(
+            f"{truncated} prompt{'s were' if truncated > 1 else ' was'} longer than the model's "
+            "positions and lost the beginning; lower --lengths"
+        )
     if shown == "json":
         print_json(document)
         return
@@ -185,12 +191,6 @@ def print_document(document: Mapping[str, Any], shown: str) -> None:
     title = f"{settings['command']}: {settings['model']}, scores in per cent"
     tables = {title: cell_table(document["cells"]), "": summary_table(document["summary"])}
     print_tables(tables, LEGEND, shown)
-    truncated = sum(cell["truncated_samples"] for cell in document["cells"])
-    if truncated:
-        stderr().print(
-            f"{truncated} prompt{'s were' if truncated > 1 else ' was'} longer than the model's "
-            "positions and lost the beginning; lower --lengths"
-        )
 
 
 def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> None:

@@ -158,7 +158,6 @@ void bind_coprocessor(py::module_& m) {
                     const std::vector<std::vector<int64_t>>&, const std::vector<uint8_t>&, int64_t, int64_t,
                     const std::vector<uint8_t>&, const std::vector<uint8_t>&, py::object>())
       .def("set_deadline", &PyCoprocessor::set_deadline)
-      .def("set_wait_spin", &PyCoprocessor::set_wait_spin)
       .def("begin", &PyCoprocessor::begin_step)
       .def(
           "serve", [](PyCoprocessor& core, int request) { check_numbers(core.serve(request)); }, WithoutGil())

@@ -98,7 +98,6 @@ struct Coprocessor::State {
   ServedStep open;  // on the calling thread
   const pid_t owner = getpid();
   std::atomic<int64_t> deadline_ns{5'000'000'000};
-  std::atomic<int64_t> wait_spin_ns{0};
 
   std::mutex mutex;
   std::condition_variable queued_or_retired;
@@ -256,7 +255,6 @@ Coprocessor::~Coprocessor() {
 }
 
 void Coprocessor::set_deadline(int64_t ns) { state_->deadline_ns.store(ns); }
-void Coprocessor::set_wait_spin(int64_t ns) { state_->wait_spin_ns.store(ns); }
 Trace& Coprocessor::trace() { return state_->server.trace(); }
 bool Coprocessor::forked() const { return state_->owner != getpid(); }
 int64_t Coprocessor::num_done() const { return state_->num_done.load(); }
@@ -299,12 +297,6 @@ int64_t Coprocessor::queue(ServedStep step) {
 }
 
 Coprocessor::Outcome Coprocessor::wait(int64_t number, int64_t ns, std::string* message) {
-  // A thread that slept meanwhile goes on late, and on a core that has to wake up.
-  const int64_t awake_until = now_ns() + std::min(ns, state_->wait_spin_ns.load(std::memory_order_relaxed));
-  for (int spins = 1; state_->num_done.load(std::memory_order_acquire) < number && now_ns() < awake_until; ++spins) {
-    cpu_relax();
-    if (spins % 16 == 0) std::this_thread::yield();  // there may be fewer CPUs than threads
-  }
   std::unique_lock<std::mutex> lock(state_->mutex);
   const auto is_over = [&] { return state_->num_done.load() >= number || !state_->failure.empty(); };
   if (!state_->done.wait_for(lock, std::chrono::nanoseconds(ns), is_over)) return Outcome::waiting;

@@ -35,7 +35,6 @@ class Coprocessor {
   Coprocessor& operator=(const Coprocessor&) = delete;
 
   void set_deadline(int64_t ns);
-  void set_wait_spin(int64_t ns);
 
   // On the calling thread.
   void begin(ServedStep step);

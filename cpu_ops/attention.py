@@ -38,6 +38,7 @@ class NativeAttention:
         native: the C++ object, for native code that attends by itself.
         sparse_layers: bool [num_layers], where rows of more than `budget_tokens` select.
         window: sink tokens and recent tokens of every selection; None without a policy.
+        is_probed: whether selections are compared with exact attention (`start_probe`).
 
     Raises:
         ValueError: shapes the kernels do not take.
@@ -76,6 +77,7 @@ class NativeAttention:
         self.sparse_layers = np.zeros(num_layers, bool)
         self.window: tuple[int, int] | None = None
         self.budget_tokens = 0
+        self.is_probed = False
         self._prepares = False  # whether the policy has a `prepare`
         self._row_elements, self._kv_elements = num_qo_heads * head_dim, num_kv_heads * head_dim
         self.native = _native.DecodeAttention(
@@ -235,6 +237,7 @@ class NativeAttention:
         bypass, which answers from the sinks, counts as a selection of the sinks.
         """
         self.native.start_probe(share, seed)
+        self.is_probed = share > 0.0
 
     def probed(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """What was found so far, [num_layers, num_kv_heads] each: how many were compared, and the

@@ -153,7 +153,9 @@ class DecodeAttention(NativeAttention):
         self._count_heads(heads, gathered)
 
     def count_rows(self, kv_lens: npt.NDArray[np.int64]) -> None:
-        """A step of rows with `kv_lens` tokens was decoded."""
+        """A step of rows with `kv_lens` tokens was decoded; counts while `is_probed`."""
+        if not self.is_probed:
+            return
         num_units = len(kv_lens) * self.num_layers * self.num_kv_heads
         rows = int(np.count_nonzero(kv_lens > self.budget_tokens))
         selecting, gathered = rows * self._selecting_heads, rows * self._gathered_heads

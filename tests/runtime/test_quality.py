@@ -82,7 +82,7 @@ def test_with_all_probed_it_is_the_observers_mass(name, tiny_folders):
     assert quality.mass_kept.mean == pytest.approx(1 - share * (1 - np.mean(kept)), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["exact_topk", "lfps", "quest"])
+@pytest.mark.parametrize("name", ["exact_topk", "lfps"])
 @pytest.mark.parametrize("backend", [INLINE, FLAGS, STREAM, GRAPH])
 def test_tokens_are_the_same_and_backends_agree(backend, name, tiny_folders):
     """In a batch whose rows are partly within the budget, with a window on the GPU."""

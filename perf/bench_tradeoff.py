@@ -154,12 +154,12 @@ def measure_quality(
     )
     ways = {"device": judged.device, "reads_on": judged.reads_on, "seed": judged.seed}
     answers = options.out.with_suffix(".jsonl")
-    file = RecordFile(answers, {"command": "tradeoff", **document.settings, **ways})
-    say(f"quality on {judged.device}: {judged.num_processes} processes")
-    try:
-        answer_all(judged, file, say)
-    finally:
-        write_quality(document, file.records, ways)
+    with RecordFile(answers, {"command": "tradeoff", **document.settings, **ways}) as file:
+        say(f"quality on {judged.device}: {judged.num_processes} processes")
+        try:
+            answer_all(judged, file, say)
+        finally:
+            write_quality(document, file.records, ways)
 
 
 def write_quality(document: Document, records: list[Record], ways: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ shares the prompt's pages.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from offload.models.batch import pack
 from offload.policies import Policy
 from offload.policies.full import Full
 from offload.policies.prefill_build import PrefillBuild
-from offload.prefill.forward import OnLayer, prefill
+from offload.prefill.forward import OnQueries, prefill
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.opening import (
@@ -123,8 +124,13 @@ class SharedModel:
         return set(eos) if isinstance(eos, list) else {eos} - {None}
 
     @contextmanager
-    def read(self, tokens: Sequence[int]) -> Iterator[ReadPrompt]:
+    def read(
+        self, tokens: Sequence[int], *, on_queries: OnQueries | None = None
+    ) -> Iterator[ReadPrompt]:
         """Prefill a prompt; afterwards its memory is free.
+
+        Args:
+            on_queries: sees the queries of the prompt, as `prefill` shows them.
 
         Raises:
             ValueError, HostBudgetError, DeviceMemoryError: it is too long.
@@ -133,6 +139,9 @@ class SharedModel:
         reader.check_context(len(ids))
         cache = OffloadedCache(reader.sequences)
         batch = pack((1, len(ids)), None, torch.arange(len(ids))[None])
+        seeing = [runtime.attention.record_queries for runtime in self.runtimes]
+        if on_queries is not None:
+            seeing.append(on_queries)
         start = time.perf_counter()
         try:
             with (
@@ -154,8 +163,8 @@ class SharedModel:
                     seqs=[seq],
                     slice_tokens=reader.config.prefill_slice_tokens,
                     pool=reader._decoder.pool,
-                    on_queries=self._record_queries,
-                    on_layer=_in_turn(builds) if builds else None,
+                    on_queries=_in_turn(seeing),
+                    on_layer=_in_turn([b.on_layer for b in builds]) if builds else None,
                     device_budget_bytes=reader.config.max_memory.get(reader.device.index or 0),
                 )
                 cache.commit(batch)
@@ -193,14 +202,10 @@ class SharedModel:
         ]
         return [build for build in builds if build is not None]
 
-    def _record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
-        for runtime in self.runtimes:
-            runtime.attention.record_queries(seq, layer_idx, queries, kv_len)
 
+def _in_turn(called: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def call(*arguments: Any) -> None:
+        for function in called:
+            function(*arguments)
 
-def _in_turn(builds: Sequence[PrefillBuild]) -> OnLayer:
-    def on_layer(layer_idx: int, seq: int, keys: Tensor, values: Tensor) -> None:
-        for build in builds:
-            build.on_layer(layer_idx, seq, keys, values)
-
-    return on_layer
+    return call

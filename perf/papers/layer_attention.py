@@ -98,11 +98,17 @@ def attention_to(model: SharedModel, item: Item, tokenizer: Any, device: str) ->
     kv_lens = torch.arange(len(tokens) - num_queries + 1, len(tokens) + 1, device=device)
     future = torch.arange(len(tokens), device=device) >= kv_lens[:, None]
     of_units, comparisons, before = [], [], None
-    with model.read(tokens) as prompt:
+    last: dict[int, Tensor] = {}
+
+    def keep(seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
+        both = torch.cat([last.get(layer_idx, queries[:, :0]), queries[:, -num_queries:]], 1)
+        last[layer_idx] = both[:, -num_queries:].clone()
+
+    with model.read(tokens, on_queries=keep) as prompt:
         (seq,) = prompt.cache.seqs
         for layer_idx in range(len(lean.layers)):
             keys = store.gather(seq, layer_idx)[0].to(device).float()
-            queries = prompt.queries[layer_idx][:, -num_queries:].to(device).float()
+            queries = last[layer_idx].to(device).float()
             grouped = queries.view(num_kv_heads, -1, num_queries, keys.shape[-1])
             scores = lean.sm_scale * grouped @ keys[:, None].transpose(-1, -2)
             weights = scores.masked_fill_(future, -torch.inf).softmax(-1)

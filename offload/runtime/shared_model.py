@@ -139,7 +139,7 @@ class SharedModel:
         reader.check_context(len(ids))
         cache = OffloadedCache(reader.sequences)
         batch = pack((1, len(ids)), None, torch.arange(len(ids))[None])
-        seeing = [runtime.attention.record_queries for runtime in self.runtimes]
+        seeing: list[OnQueries] = [runtime.attention.record_queries for runtime in self.runtimes]
         if on_queries is not None:
             seeing.append(on_queries)
         start = time.perf_counter()

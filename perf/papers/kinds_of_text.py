@@ -22,6 +22,7 @@ from offload import load_tokenizer
 from offload.bench.eval.haystack import prose_words
 from offload.bench.eval.needle import depth_samples
 from offload.bench.eval.perplexity import Window
+from offload.bench.eval.prompt import prompt_counter
 from offload.bench.eval.ruler import ruler_samples
 from offload.bench.eval.sample import Sample
 from offload.bench.eval.structured import structured_samples
@@ -66,14 +67,20 @@ def make_item(kind: str, length: int, seed: int) -> Item:
             raise ValueError(f"{kind} has {len(tokens):,} tokens, too few for {length:,}")
         first = rng.randrange(len(tokens) - length + 1)
         return Window(length - DECODED_TOKENS, seed, tokens[first : first + length], kind)
-    common: dict[str, Any] = {"seed": seed, "count_tokens": count_tokens}
-    if kind == "needle":
-        depth = rng.randrange(101)
-        (sample,) = depth_samples(depth, length, 1, prose=prose_words(None), **common)
-    elif kind == "json":
-        (sample,) = structured_samples(kind, length, 1, **common)
+    if kind in _RULER:
+        (sample,) = ruler_samples(
+            _RULER[kind], length, 1, prose=[], seed=seed, count_tokens=count_tokens
+        )
     else:
-        (sample,) = ruler_samples(_RULER[kind], length, 1, prose=[], **common)
+        common: dict[str, Any] = {
+            "seed": seed,
+            "count_prompt": prompt_counter(tokenizer, chat=True),
+        }
+        if kind == "needle":
+            words = prose_words(None)
+            (sample,) = depth_samples(rng.randrange(101), length, 1, prose=words, **common)
+        else:
+            (sample,) = structured_samples(kind, length, 1, **common)
     return replace(sample, task=kind, length=length, index=seed, max_new_tokens=ANSWER_TOKENS[kind])
 
 

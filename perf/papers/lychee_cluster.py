@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from offload.bench.eval.answers import answer_sample
 from offload.bench.eval.perplexity import teacher_forced
+from offload.bench.eval.prompt import prompt_counter
 from offload.bench.eval.ruler import RULER_TASKS, ruler_samples
 from offload.bench.eval.sample import Sample
 from offload.bench.eval.structured import STRUCTURED_TASKS, structured_samples
@@ -96,8 +97,9 @@ def text_window(kind: str, length: int, index: int) -> list[int]:
         tokens = _tokens_of(kind)
         first = (len(tokens) - length) // (WINDOWS - 1) * index
         return tokens[first : first + length]
-    # The question behind the text is longer than what is added here, and so is left out.
-    samples = structured_samples(kind, length + 128, 1, seed=index, count_tokens=_count)
+    # Longer by more than the question behind the text, which so is left out.
+    count_prompt = prompt_counter(_tokenizer(), chat=True)
+    samples = structured_samples(kind, length + 512, 1, seed=index, count_prompt=count_prompt)
     tokens = _tokenizer()(samples[0].text, verbose=False)["input_ids"][:length]
     return list(tokens)
 
@@ -110,7 +112,10 @@ def sample_of(job: Job) -> Sample:
             job.kind, job.length, 1, seed=job.index, count_tokens=_count, prose=prose
         )
     else:
-        (sample,) = structured_samples(job.kind, job.length, 1, seed=job.index, count_tokens=_count)
+        count_prompt = prompt_counter(_tokenizer(), chat=True)
+        (sample,) = structured_samples(
+            job.kind, job.length, 1, seed=job.index, count_prompt=count_prompt
+        )
     return sample
 
 

@@ -155,6 +155,7 @@ def test_rules_are_compared_at_the_same_number_of_tokens() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tracking"])
 def test_prompts_of_every_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(kinds_of_text, "load_cached_tokenizer", lambda: tokenizer)
     monkeypatch.setattr(kinds_of_text, "_prose_tokens", lambda: [*range(3000)])
     prose = " ".join(f"This is sentence {i}." for i in range(900)).split()

@@ -47,7 +47,8 @@ def causal_attention(
     if not has_causal_attention(q.dtype, head_dim, isa=isa):
         raise ValueError(f"no kernel for {q.dtype} and head_dim {head_dim} on {isa or isa_name()}")
     same = keys.shape == values.shape and keys.stride() == values.stride()
-    fits = keys.shape[2] == head_dim and num_qo_heads % num_kv_heads == 0 and 1 <= n <= kv_len
+    fits = keys.shape[2] == head_dim and 1 <= n <= kv_len
+    fits = fits and 1 <= num_kv_heads <= num_qo_heads and num_qo_heads % num_kv_heads == 0
     is_row = q.stride(2) == keys.stride(2) == 1
     given = (q, keys, values)
     is_alike = all(x.is_cpu and x.dtype is q.dtype for x in given)

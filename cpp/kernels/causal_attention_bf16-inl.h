@@ -154,7 +154,8 @@ static void attend_causal(const CausalArgs& args, int64_t kv_head, int64_t first
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t query_head = kv_head * group_size + row % group_size;
     Bf16* out = static_cast<Bf16*>(args.out) + (first + row / group_size) * args.out_row + query_head * head_dim;
-    const F inverse = f_set1(1.0f / sums[row]);
+    // Where nothing is above what hides a key, what is hidden counted, too.
+    const F inverse = f_set1(maxima[row] > kHidden ? 1.0f / sums[row] : NAN);
     for (int64_t d = 0; d < head_dim; d += W) f_store_as(out + d, f_mul(f_load(acc + row * head_dim + d), inverse));
   }
 }

@@ -13,8 +13,8 @@ from offload.decode.gpu.resident_kv import window_of
 from offload.models.shape import ModelShape
 from offload.policies.base import DENSE, Policy
 
-_LEAST_TOKENS, _MOST_TOKENS = 32768, 65536
-_BUDGETS = 17  # contexts of more budgets than lychee_cluster calls short
+_LEAST_TOKENS = 32768
+_SHORT_BUDGETS = 16  # lychee_cluster and lfps call contexts of so many budgets short
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,14 @@ class Workload:
 
 def timed_tokens(policy: Policy, kv_len: int) -> int:
     """Of the context in which a policy's choosing is timed, for one of `kv_len` tokens."""
-    return min(kv_len, _MOST_TOKENS, max(_LEAST_TOKENS, _BUDGETS * policy.budget_tokens))
+    return min(kv_len, max(_LEAST_TOKENS, (_SHORT_BUDGETS + 1) * policy.budget_tokens))
 
 
 def policy_key(policy: Policy, shape: ModelShape, kv_len: int) -> str:
     """Names what a policy does in a layer in which it selects: its name and options, the layer's
-    heads, and the length as far as it is timed, to the next power of two.
+    heads, and the length as far as it is timed, to the next power of two, and whether it is short.
     """
     tokens = 1 << (timed_tokens(policy, kv_len) - 1).bit_length()
+    length = "short" if kv_len <= _SHORT_BUDGETS * policy.budget_tokens else "long"
     heads = f"{shape.num_qo_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
-    return f"{policy.selecting!r}, {heads}, up to {tokens} tokens"
+    return f"{policy.selecting!r}, {heads}, {length}, up to {tokens} tokens"

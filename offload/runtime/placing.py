@@ -1,8 +1,8 @@
 """The placement that a model gets when it is loaded and nobody gave one.
 
 Loading must not wait for a measurement. Where `offload plan` has measured this machine before, its
-profile decides; else heads that look at everything go to the GPU while they fit, of `full` all of
-them, and everything else stays where it was.
+profile decides; else retrieving heads go to the GPU while they fit, and everything else stays where
+it was.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def placement_for(
             placement = placement.of_heads(ranges[lean.ranks.rank])
         return placement
     device = torch.device(config.device)
-    if device.type != "cuda":
+    if device.type != "cuda" or not config.policy.selects:
         return None
     room_bytes = int(torch.cuda.mem_get_info(device)[0])
     if device_kv_bytes is not None:

@@ -93,7 +93,10 @@ class SharedModel:
         move_to_device(self.stock, config)
         reader = None
         if reads_on is not None:
-            reading = replace(config, policy=Full(), device=reads_on, max_memory={})
+            host: dict[int | str, int] = {
+                key: size for key, size in config.max_memory.items() if key == "cpu"
+            }
+            reading = replace(config, policy=Full(), device=reads_on, max_memory=host)
             stock = load_stock_model(checkpoint, config.dtype).eval()
             move_to_device(stock, reading)
             reader = Runtime(open_loaded(stock, reading, folder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from cases.flag_handshake import make_flag_handshake
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
-from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.models.shape import ModelShape
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 
@@ -45,10 +42,7 @@ def load(
     device_and_backend: tuple[str, str | None],
     **options: Any,
 ) -> Any:
-    """With a GPU `full` is attended by the CPU, not where it fits: for what passes between them."""
     device, backend = device_and_backend
-    if device == "cuda" and policy == "full":
-        options = {"placement": _on_cpu(folder), **options}
     model = OffloadedModel.from_pretrained(
         folder,
         policy=policy,
@@ -60,12 +54,6 @@ def load(
     if backend == "flags":
         model._offload._decoder._make_handshake = make_flag_handshake
     return model
-
-
-def _on_cpu(folder: Path) -> HeadPlacement:
-    config = json.loads((folder / "config.json").read_text())
-    shape = ModelShape.of_config(config, max_context=1)
-    return HeadPlacement.filled(shape.num_layers, shape.num_kv_heads, Place.CPU)
 
 
 def greedy(model: Any, tokens: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:

@@ -95,17 +95,6 @@ def test_the_automatic_choice_without_a_profile(caplog: pytest.LogCaptureFixture
     assert chosen_for(quest, 4 * GIB, None) is None
 
 
-def test_full_attention_is_on_the_gpu_as_far_as_it_fits() -> None:
-    config = RuntimeConfig(policy=make_policy("full"))
-    all_heads = HeadPlacement.filled(SMALL.num_layers, SMALL.num_kv_heads, Place.GPU)
-    for profile in (None, machine_profile()):
-        assert chosen_for(config, 4 * GIB, profile) == all_heads
-        some = chosen_for(config, 2**29, profile, host_kv_bytes=2**28)
-        assert some is not None
-        assert 0 < sum(some.counts(Place.GPU)) < SMALL.num_layers * SMALL.num_kv_heads
-        assert chosen_for(config, 2**20, profile) is None
-
-
 def test_the_automatic_choice_by_a_profile(caplog: pytest.LogCaptureFixture) -> None:
     config = RuntimeConfig(policy=make_policy("lychee_decode", retrieval_heads=4))
     slow_cpu = machine_profile(read_bandwidth=1e9, device=device_profile())

@@ -127,7 +127,7 @@ class LycheeCluster(SparsePolicy):
     ) -> tuple[float, bool]:
         """All coarse units' centroids, the clusters of a few of them, and candidates' keys."""
         ratio = self.candidate_ratio
-        if kv_len <= SHORT_CONTEXT_BUDGETS * self.budget_tokens:
+        if kv_len <= SHORT_CONTEXT_BUDGETS * chosen_tokens:
             ratio = max(ratio, self.short_context_ratio)
         chunk = (self.min_chunk_tokens + self.max_chunk_tokens) / 2
         clusters = max(1.0, kv_len / (chunk * self.chunks_per_cluster))

@@ -177,7 +177,7 @@ def paper_lfps_bypass_table(result: dict[str, Any]) -> str:
             },
         }
 
-    columns: Columns = {
+    columns: dict[str, Any] = {
         "": "{name}",
         "heads bypassed, paper": known("paper", ".1%"),
         "ours": known("bypassed", ".1%"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -232,6 +232,25 @@ PARTS: dict[str, Callable[[Any], Iterator[list[Row]]]] = {
 }
 
 
+def added_rows(paths: Sequence[Path], machine: dict[str, Any]) -> list[Row]:
+    """Rows of other runs: the file that they go to names one machine.
+
+    Raises:
+        ValueError: a run of another machine.
+    """
+    rows: list[Row] = []
+    for path in paths:
+        found = json.loads(path.read_text("utf-8"))
+        for name in ("cpu", "gpus"):
+            if found["machine"][name] != machine[name]:
+                raise ValueError(
+                    f"--add {path}: it is of {name} {found['machine'][name]!r}, this machine has "
+                    f"{machine[name]!r}; run there, or write to another file without --add"
+                )
+        rows += found["rows"]
+    return rows
+
+
 def main() -> None:
     parser = script_options(__doc__, "paper-lfps")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=[*PARTS])
@@ -252,7 +271,10 @@ def main() -> None:
     names = ("lengths", "steps", "seeds", "bypass_length", "batch_depth", "repeats")
     settings = {"model": LONG_CONTEXT_MODEL, "bypass_budget": BYPASS_BUDGET}
     settings |= {"batch_shape": BATCH_SHAPE, "batch_budget": BATCH_BUDGET} | run.named(*names)
-    rows = [row for path in options.add for row in json.loads(path.read_text("utf-8"))["rows"]]
+    try:
+        rows = added_rows(options.add, run.machine)
+    except ValueError as error:
+        parser.error(str(error))
     run.write(settings, rows)
     for part in options.parts:
         for found in PARTS[part](options):

@@ -12,7 +12,6 @@ from perf.tables.tables import machine_line
 
 RULES = ("published", "ours")
 BUDGETS = (256, 512, 1024, 2048)
-_SPREAD = " \N{PLUS-MINUS SIGN}: half of the 10th to 90th percentile."
 # Chunks in a fine cluster: recall in the text of the paper's Appendix E, which has no others.
 PAPER_RECALL = {1: "~50%", 2: "~47%", 4: "", 8: "< 40%"}
 
@@ -119,7 +118,7 @@ def answers_table(result: dict[str, Any]) -> str:
     labels = list(records[0]["answers"])
     cells = sorted(cell_rows(records, labels), key=lambda cell: str(cell["task"]))
     parts = [markdown(*cell_table(cells)), markdown(*summary_table(summaries(records, labels)))]
-    return "\n\n".join([*parts, _machine(result)])
+    return "\n\n".join([*parts, machine_line(result["machine"], spreads=False)])
 
 
 def _by_text(result: dict[str, Any]) -> dict[tuple[int, str], dict[str, list[Row]]]:
@@ -155,8 +154,6 @@ def _recall_and_kl(rows: list[Row]) -> str:
 
 
 def _document(result: dict[str, Any], title: str, header: list[str], lines: list[list[str]]) -> str:
-    return "\n\n".join([title, markdown_table(header, lines), _machine(result)])
-
-
-def _machine(result: dict[str, Any]) -> str:
-    return machine_line(result["machine"]).replace(_SPREAD, "")
+    return "\n\n".join(
+        [title, markdown_table(header, lines), machine_line(result["machine"], spreads=False)]
+    )

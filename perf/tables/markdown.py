@@ -75,7 +75,7 @@ def policy_options_note(budget_tokens: int = DEFAULT_BUDGET_TOKENS, **changed: A
     options += [f"{name} {value}" for name, value in changed.items()]
     return (
         f"Policies with {', '.join(options)} and otherwise default options; what they lose with "
-        "these: [results](results.md)."
+        "these: [results](results.md), of a model of 135M parameters at 32K tokens and less."
     )
 
 

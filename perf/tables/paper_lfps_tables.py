@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from statistics import fmean
 from typing import Any
 
 from offload.bench.attention.measure import SHAPES
 from offload.bench.eval.summary import mean, summaries
 from perf.tables.markdown import TIMES, Columns, Row, known, table
+from perf.tables.selection_tables import PAPER_CANDIDATES, PAPER_LENGTHS
 from perf.tables.tables import machine_line
 
 # "Learn from the Past: Fast Sparse Indexing for Large Language Model Decoding"; Llama-3.1-8B.
 PAPER_OVERLAP, PAPER_GAIN, PAPER_QUEST, PAPER_CLUSTERED = "85%", "+3", "< 50%", "50 to 80%"
-PAPER_CANDIDATES = {4096: 0.060, 8192: 0.046, 16384: 0.041, 32768: 0.034}  # Table 4, alpha 0.2
+PAPER_SCORED = dict(zip(PAPER_LENGTHS, PAPER_CANDIDATES[0.2], strict=True))  # Table 4
 # Table 3: share of the heads that are bypassed, and the score of Qasper.
 PAPER_BYPASS = {1.0: (0.0, 38.94), 0.95: (0.025, 39.34), 0.9: (0.061, 39.21), 0.85: (0.12, 38.95)}
 PAPER_BYPASS |= {0.8: (0.16, 36.65), 0.75: (0.23, 36.13), 0.7: (0.32, 36.29)}
 PAPER_BATCH = {("lfps", 8): 45.0, ("quest", 8): 30.0}  # Figure 5b: tokens/s; 50 % over Quest
 PAPER_OVER_FULL = {4096: 4.3, 16384: 8.1, 65536: 14.7, 131072: 22.8}  # Figure 5a, one core
 
+Table = Callable[[dict[str, Any]], str]
 
+
+def _of_parts(*parts: str) -> Callable[[Table], Table]:
+    """A table of these parts of the results; what measures those that are missing, if any is."""
+
+    def wrapped(make: Table) -> Table:
+        @wraps(make)
+        def made(result: dict[str, Any]) -> str:
+            missing = [part for part in parts if not _part(result, part)]
+            return _not_measured(missing) if missing else make(result)
+
+        return made
+
+    return wrapped
+
+
+@_of_parts("overlap")
 def paper_lfps_overlap_table(result: dict[str, Any]) -> str:
     """Figure 2 and Table 4: the paper's numbers beside ours."""
     rows, settings = _part(result, "overlap"), result["settings"]
@@ -36,11 +55,11 @@ def paper_lfps_overlap_table(result: dict[str, Any]) -> str:
         points = _mean(rows, "LFPS", n, "overlap") - _mean(rows, "no expansion", n, "overlap")
         return f"{100 * points:+.1f}"
 
-    scored = [f"{PAPER_CANDIDATES[n]:.1%}" for n in lengths if n in PAPER_CANDIDATES]
+    scored = [f"{PAPER_SCORED[n]:.1%}" for n in lengths if n in PAPER_SCORED]
     lines = [
         line("overlap, no expansion", PAPER_OVERLAP, share("no expansion", "overlap")),
         line("what expansion adds, points", PAPER_GAIN, gain),
-        line("overlap of Quest's pages of 16", PAPER_QUEST, share(None, "quest")),
+        line("overlap of Quest's pages of 16, all heads", PAPER_QUEST, share(None, "quest")),
         line("chosen, next one at most 2 further", PAPER_CLUSTERED, share(None, "clustered")),
         line(
             "keys scored (Table 4)",
@@ -57,9 +76,12 @@ def paper_lfps_overlap_table(result: dict[str, Any]) -> str:
         f"decode steps of {len(texts)} texts at each length "
         f"({', '.join(dict.fromkeys(kind for kind, _ in texts))}); means."
     )
-    return "\n\n".join([title, table(columns, lines), machine_line(result["machine"])])
+    return "\n\n".join(
+        [title, table(columns, lines), machine_line(result["machine"], spreads=False)]
+    )
 
 
+@_of_parts("overlap")
 def paper_lfps_ablation_table(result: dict[str, Any]) -> str:
     """Overlap of every rule at every length, and what it scores for it."""
     rows = _part(result, "overlap")
@@ -92,11 +114,14 @@ def paper_lfps_ablation_table(result: dict[str, Any]) -> str:
         "Overlap with exact top-k, per cent: mean over texts (lowest to highest). LFPS: alpha 0.2, "
         "both tables, neighbours -1, 1 and 2 above the mean, bypass at 0.85, the best 2 %; other "
         f"rows change what they say. At {longest:,} tokens: scored, the candidates; far, overlap "
-        "without the last 64 tokens; mass, attention of what was chosen over exact top-k's."
+        "without the last 64 tokens; mass, attention of what was chosen over exact top-k's. Means "
+        "leave out heads that are bypassed; `no bypass` and Quest's have all of them, so compare "
+        "these two."
     )
     return "\n\n".join([title, table(columns, lines)])
 
 
+@_of_parts("overlap")
 def paper_lfps_steps_table(result: dict[str, Any]) -> str:
     """LFPS's overlap over the decode steps, and by text."""
     rows, steps = _part(result, "overlap"), result["settings"]["steps"]
@@ -116,8 +141,9 @@ def paper_lfps_steps_table(result: dict[str, Any]) -> str:
     return table(columns, [*quarters, *texts])
 
 
+@_of_parts("overlap", "ruler")
 def paper_lfps_bypass_table(result: dict[str, Any]) -> str:
-    """Table 3: quality and speed by the threshold of the bypass."""
+    """Table 3: quality and speed by the threshold of the bypass; of what was measured of it."""
     settings, heads = result["settings"], _part(result, "overlap")
     length = settings["bypass_length"]
     prompts = _part(result, "ruler")
@@ -130,8 +156,8 @@ def paper_lfps_bypass_table(result: dict[str, Any]) -> str:
         name = row["policy"] if limit is None else f"{row['policy']} {limit}"
         texts.setdefault(name, []).append(row)
 
-    def line(name: str, of_texts: Sequence[Row]) -> Row:
-        limit = of_texts[0]["options"].get("bypass_threshold")
+    def line(name: str) -> Row:
+        limit = float(name.split()[1]) if " " in name else None
         asked, timed = ruler.get(name), speed.get(name)
         bypassed, qasper = PAPER_BYPASS.get(limit, (None, None))
         ours = None
@@ -146,34 +172,48 @@ def paper_lfps_bypass_table(result: dict[str, Any]) -> str:
             "interval": "" if asked is None else _interval(asked),
             "microseconds": None if timed is None else timed["microseconds"],
             **{
-                key: mean([row[key] for row in of_texts])
+                key: mean([row[key] for row in texts.get(name, [])])
                 for key in ("mass_of_topk", "output_error", "kl", "perplexity_change")
             },
         }
 
-    lines = [line(*item) for item in texts.items()]
-    columns: Columns = {
+    columns: dict[str, Any] = {
         "": "{name}",
         "heads bypassed, paper": known("paper", ".1%"),
         "ours": known("bypassed", ".1%"),
         "Qasper, paper": known("qasper", ".2f"),
         f"RULER, ours, {len(prompts)} prompts": known("ruler", ".1f"),
         "to full, 95 %": "{interval}",
-        "KL": known("kl", ".4f"),
-        "perplexity": known("perplexity_change", "+.2%"),
-        "error": known("output_error", ".3f"),
-        "mass of top-k": known("mass_of_topk", ".1%"),
-        "µs": known("microseconds", ".1f"),
     }
-    title = (
-        f"{settings['model']} at {length:,} tokens, a budget of {settings['bypass_budget']}. KL, "
-        "perplexity (against full attention), error of a layer's output and mass: means over "
-        f"{len(next(iter(texts.values()), []))} texts, {settings['steps']} steps each. µs: decode "
-        "attention per layer on one thread, docstrings. Heads bypassed: as in the table of overlap."
-    )
-    return "\n\n".join([title, table(columns, lines)])
+    titles = [
+        f"{settings['model']} at {length:,} tokens, a budget of {settings['bypass_budget']}. "
+        "Heads bypassed: as in the table of overlap."
+    ]
+    if texts:
+        columns |= {
+            "KL": known("kl", ".4f"),
+            "perplexity": known("perplexity_change", "+.2%"),
+            "error": known("output_error", ".3f"),
+            "mass of top-k": known("mass_of_topk", ".1%"),
+        }
+        titles.append(
+            "KL, perplexity (against full attention), error of a layer's output and mass: means "
+            f"over {len(next(iter(texts.values())))} texts, {settings['steps']} steps each."
+        )
+    if speed:
+        columns["\N{MICRO SIGN}s"] = known("microseconds", ".1f")
+        titles.append("\N{MICRO SIGN}s: decode attention per layer on one thread, docstrings.")
+    lines = [line(name) for name in dict.fromkeys([*texts, *ruler])]
+    missing = [part for part in ("bypass", "speed") if not _part(result, part)]
+    parts = [
+        " ".join(titles),
+        table(columns, lines),
+        machine_line(result["machine"], spreads=False),
+    ]
+    return "\n\n".join([*parts, *([_not_measured(missing)] if missing else [])])
 
 
+@_of_parts("batch")
 def paper_lfps_batch_table(result: dict[str, Any]) -> str:
     """Figure 5b: tokens/s by batch size."""
     rows, settings = _part(result, "batch"), result["settings"]
@@ -205,7 +245,9 @@ def paper_lfps_batch_table(result: dict[str, Any]) -> str:
         "policies are dense, as in the whole model. The paper's include the rest of the model, on "
         "another machine, at a length that it does not say."
     )
-    return "\n\n".join([title, table(columns, lines), machine_line(result["machine"])])
+    return "\n\n".join(
+        [title, table(columns, lines), machine_line(result["machine"], spreads=False)]
+    )
 
 
 def paper_lfps_context_table(result: dict[str, Any]) -> str:
@@ -233,17 +275,18 @@ def paper_lfps_context_table(result: dict[str, Any]) -> str:
         "over exact top-k": f"{{speedup_over_exact_topk:.1f}}{TIMES}",
         "keys scored": "{candidate_share:.1%}",
     }
-    return "\n\n".join([table(columns, lines), machine_line(result["machine"])])
+    return "\n\n".join([table(columns, lines), machine_line(result["machine"], spreads=False)])
+
+
+def _not_measured(parts: Sequence[str]) -> str:
+    return (
+        f"*Not measured yet: run `python -m perf.papers.lfps --parts {' '.join(parts)} --add "
+        "perf/results/paper-lfps.json`.*"
+    )
 
 
 def _part(result: dict[str, Any], part: str) -> list[Row]:
-    rows = [row for row in result["rows"] if row["part"] == part]
-    if not rows:
-        raise ValueError(
-            f"paper-lfps.json has no part {part!r}; run: python -m perf.papers.lfps --parts {part} "
-            "--add perf/results/paper-lfps.json"
-        )
-    return rows
+    return [row for row in result["rows"] if row["part"] == part]
 
 
 def _mean(rows: Sequence[Row], rule: str | None, length: int, name: str) -> float:

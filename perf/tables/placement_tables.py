@@ -59,7 +59,7 @@ def gpu_heads_table(result: dict[str, Any]) -> str:
         "layer's heads that reuse a selection, at most so many have their rows fetched by the GPU; "
         "the CPU attends for the others. As planned: as `offload plan` places them. Medians; ±: "
         "half of the 10th to 90th percentile. Other options are the defaults; "
-        "[results](results.md) judge them with a budget of 1,024."
+        "[results](results.md) judge them with a budget of 1,024 and a model of 135M parameters."
     )
     columns: Columns = {
         "engine": "{name[0]}",
@@ -203,7 +203,7 @@ def gpu_plan_table(result: dict[str, Any]) -> str:
         "layers only. KV heads: G on the GPU, g gathered, . on the CPU. Bytes: of KV on the GPU, "
         "of all beside the weights there, and of KV on the host, the count that is off most. "
         "Options but the budget are the defaults; [results](results.md) judge them with 1,024 "
-        "tokens."
+        "tokens and a model of 135M parameters."
     )
     columns: Columns = {
         "policy": "`{policy}`",

@@ -154,5 +154,5 @@ def quality_probe_table(result: dict[str, Any]) -> str:
         f"{settings['model'] or settings['shape']}, {settings['kv_len']:,} tokens: the mean of "
         f"{settings['steps']} steps against that of as many without a probe, in turns, median of "
         f"{settings['turns']}; `0 again` is what noise makes of it.\n\n"
-        f"{table(columns, result['rows'])}\n\n{machine_line(result['machine'])}"
+        f"{table(columns, result['rows'])}\n\n{machine_line(result['machine'], spreads=False)}"
     )

@@ -10,10 +10,10 @@ import numpy as np
 from perf.tables.markdown import Row, markdown_table
 from perf.tables.tables import machine_line
 
-_SPREAD = " \N{PLUS-MINUS SIGN}: half of the 10th to 90th percentile."
 _NONE = "\N{EN DASH}"
 _FIRST_RESELECTION = 3  # after two dense layers and the first that selects
 _FULL = "full"
+_FEWEST_WINDOWS = 3  # of which a perplexity has an interval that says anything
 
 
 def layer_sweep_table(result: dict[str, Any]) -> str:
@@ -51,7 +51,7 @@ def layer_sweep_table(result: dict[str, Any]) -> str:
         "interval of the difference to full attention."
     )
     table = markdown_table([*header, "answers"], lines)
-    return "\n\n".join([title, table, _machine(result)])
+    return "\n\n".join([title, table, machine_line(result["machine"], spreads=False)])
 
 
 def layer_choice_table(result: dict[str, Any]) -> str:
@@ -137,7 +137,13 @@ def rules_table(result: dict[str, Any]) -> str:
         "lengths, 2,048 at most; by length: what it then hands down. Mass: attention mass that "
         f"the heads keep which reuse. {_asked(result)}"
     )
-    return "\n\n".join([title, markdown_table([*header, *_JUDGED], lines), _machine(result)])
+    return "\n\n".join(
+        [
+            title,
+            markdown_table([*header, *_judged_names(result)], lines),
+            machine_line(result["machine"], spreads=False),
+        ]
+    )
 
 
 def roles_table(result: dict[str, Any]) -> str:
@@ -155,35 +161,56 @@ def roles_table(result: dict[str, Any]) -> str:
     named = [row["policy"] for row in rows]
     others = [label for label in _answers(result, "all") if label not in (*named, _FULL)]
     lines += [[label, "", "", *_judged(result, label)] for label in others]
+    recorded = _counted(rows[0]["prompts"] if rows else 0, "prompt")
     title = (
         f"{_setting(result)}, budget {result['settings']['roles_budget']}, rule top_k. After the "
         "name: retrieval heads after layer 0, in which all heads retrieve. Mass: of the heads "
-        f"that reuse. {_asked(result)}"
+        f"that reuse, over {recorded}. {_asked(result)}"
     )
-    header = ["roles", "retrieving", "mass", *_JUDGED]
-    return "\n\n".join([title, markdown_table(header, lines), _machine(result)])
+    header = ["roles", "retrieving", "mass", *_judged_names(result)]
+    return "\n\n".join(
+        [title, markdown_table(header, lines), machine_line(result["machine"], spreads=False)]
+    )
 
 
-_JUDGED = ["answers", "perplexity"]
+def _judged_names(result: dict[str, Any]) -> list[str]:
+    return ["answers", *(["perplexity"] if _texts(result) else [])]
 
 
 def _judged(result: dict[str, Any], label: str) -> list[str]:
-    """Cells of `_JUDGED`."""
-    texts = [row for row in _of(result, "text") if row["policy"] == label and row["length"] == 0]
-    perplexity = _NONE
-    if texts:
-        perplexity = f"{texts[0]['change']:+.1%}{_interval(texts[0])}"
-    return [_scored(_answers(result, "all").get(label)), perplexity]
+    """Cells of `_judged_names`."""
+    cells, texts = [_scored(_answers(result, "all").get(label))], _texts(result)
+    if label in texts:
+        row = texts[label]
+        sure = _interval(row) if row["windows"] >= _FEWEST_WINDOWS else ""
+        cells.append(f"{row['change']:+.1%}{sure}")
+    elif texts:
+        cells.append(_NONE)
+    return cells
+
+
+def _texts(result: dict[str, Any]) -> dict[str, Row]:
+    """Perplexities over all lengths, by policy."""
+    return {row["policy"]: row for row in _of(result, "text") if row["length"] == 0}
 
 
 def _asked(result: dict[str, Any]) -> str:
-    windows = {row["windows"] for row in _of(result, "text") if row["length"] == 0}
-    full = _answers(result, "all").get(_FULL)
-    return (
-        f"Answers: of {_prompts(_answers(result, 'all'))} other prompts (needle, keys, JSON; full "
-        f"attention {_score(full)}). Perplexity: of {max(windows, default=0)} texts' last tokens, "
-        "against full attention. In brackets the 95 % interval of the difference."
+    answers, texts = _answers(result, "all"), list(_texts(result).values())
+    said = (
+        f"Answers: of {_counted(_prompts(answers), 'other prompt')} (needle, keys, JSON; full "
+        f"attention {_score(answers.get(_FULL))})."
     )
+    windows = max((row["windows"] for row in texts), default=0)
+    if texts:
+        said += f" Perplexity: of {_counted(windows, 'text')}, their last tokens, against full "
+        said += "attention."
+    if windows >= _FEWEST_WINDOWS or any(_interval(row) for row in answers.values()):
+        said += " In brackets the 95 % interval of the difference."
+    return said
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _of(result: dict[str, Any], part: str) -> list[Row]:
@@ -230,7 +257,3 @@ def _setting(result: dict[str, Any]) -> str:
 
 def _lengths(result: dict[str, Any]) -> str:
     return ", ".join(f"{n:,}" for n in result["settings"]["lengths"])
-
-
-def _machine(result: dict[str, Any]) -> str:
-    return machine_line(result["machine"]).replace(_SPREAD, "")

@@ -16,17 +16,25 @@ _OTHERS = ("exact_topk {}", "lychee_cluster {}")
 
 
 def structured_table(result: dict[str, Any]) -> str:
-    """Quest over pages and chunks by length and budget, mean over kinds of text."""
+    """Quest over pages and chunks by length and budget, mean over kinds of text.
+
+    Samples of which full attention answers none count nowhere, as in `offload eval`.
+    """
     settings, rows = result["settings"], result["rows"]
     cells: dict[tuple[int, str], dict[str, Values]] = {}
     for row in rows:
         scores = np.array(row["scores"], np.float64)
         cells.setdefault((row["length"], row["task"]), {})[row["policy"]] = scores
-    lengths, kinds = (sorted({row[key] for row in rows}) for key in ("length", "task"))
+    cells = {cell: of_cell for cell, of_cell in cells.items() if of_cell["full"].any()}
     budgets = sorted({int(row["policy"].split()[1]) for row in rows if row["policy"] != "full"})
+    if not cells:
+        return "*Full attention answered nothing, so no policy could lose anything.*"
+    lengths, kinds = (sorted(set(names)) for names in zip(*cells, strict=True))
     groups = {f"{n:,} tokens": [cells[cell] for cell in cells if cell[0] == n] for n in lengths}
-    groups |= {f"all, {kind}": [cells[cell] for cell in cells if cell[1] == kind] for kind in kinds}
-    groups["all"] = list(cells.values())
+    if len(lengths) > 1:
+        for kind in kinds:
+            groups[f"all, {kind}"] = [cells[cell] for cell in cells if cell[1] == kind]
+        groups["all"] = list(cells.values())
     header = ["", "budget", "full", "exact_topk", "lychee_cluster", "Quest, pages"]
     header += ["Quest, chunks", "chunks - pages", "95 % interval"]
     lines = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from cases.lfps_reference import Unit
 
 from offload.policies.lfps.policy import LFPS
-from perf.papers.lfps import TEXTS, text_tokens
+from perf.papers.lfps import TEXTS, added_rows, text_tokens
 from perf.papers.lfps_replay import (
     PROMPT_QUERIES,
     SINKS,
@@ -259,6 +261,25 @@ def test_batches() -> None:
 
 
 def test_a_part_that_is_missing() -> None:
-    rows = [row for row in RESULT["rows"] if row["part"] != "batch"]
-    with pytest.raises(ValueError, match="--parts batch"):
-        paper_lfps_batch_table(RESULT | {"rows": rows})
+    rows = [row for row in RESULT["rows"] if row["part"] not in ("batch", "speed")]
+    of_others = RESULT | {"rows": rows}
+    command = "*Not measured yet: run `python -m perf.papers.lfps --parts {} --add "
+    assert paper_lfps_batch_table(of_others).startswith(command.format("batch"))
+    assert command.format("speed") in paper_lfps_bypass_table(of_others)
+    assert paper_lfps_overlap_table(of_others) == paper_lfps_overlap_table(RESULT)
+    answers = RESULT | {"rows": [row for row in rows if row["part"] != "bypass"]}
+    assert command.format("bypass speed") in paper_lfps_bypass_table(answers)
+    assert lines_of(paper_lfps_bypass_table(answers))["lfps 0.85"][:4] == [
+        "12.0%",
+        "15.0%",
+        "38.95",
+        "75.0",
+    ]
+
+
+def test_rows_of_another_machine_are_not_added(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(RESULT))
+    assert added_rows([file, file], MACHINE) == RESULT["rows"] * 2
+    with pytest.raises(ValueError, match=r"a\.json: it is of gpus \[\], this machine has \['H100'"):
+        added_rows([file], MACHINE | {"gpus": ["H100"]})

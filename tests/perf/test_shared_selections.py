@@ -243,3 +243,21 @@ def test_tables_of_rules_and_roles() -> None:
     table = tables.roles_table(result)
     assert "| calibrated, 16 | 19 of 90 | 70.0% |  | +2.1% (+1% … +3%) |" in table
     assert "| exact_topk |  |  | 90.0% (-20% … +0%) | \N{EN DASH} |" in table
+    assert "of the heads that reuse, over 12 prompts. Answers: of 8 other prompts" in table
+    assert "In brackets the 95 % interval" in table
+
+
+def test_few_texts_have_no_interval_and_none_no_column() -> None:
+    roles = {"part": "roles", "policy": "calibrated, 16", "retrieving": 19, "heads": 90}
+    text = {"part": "text", "length": 0, "windows": 2, "change": 0.021, "interval": [0.01, 0.03]}
+    answers = [summary("all", name, 1.0, None) for name in ("full", "calibrated, 16")]
+    rows = [roles | {"mass": 0.7, "kind": "all", "prompts": 1}, *answers]
+    settings = {"model": "a model", "roles_budget": 256, "lengths": [4096]}
+    result = {"machine": machine(), "settings": settings, "rows": rows}
+    without = tables.roles_table(result)
+    assert "| calibrated, 16 | 19 of 90 | 70.0% | 100.0% |\n" in without
+    assert "perplexity" not in without.lower()
+    assert "over 1 prompt. " in without
+    table = tables.roles_table(result | {"rows": [*rows, text | {"policy": "calibrated, 16"}]})
+    assert "| calibrated, 16 | 19 of 90 | 70.0% | 100.0% | +2.1% |\n" in table
+    assert "In brackets" not in table

@@ -25,9 +25,9 @@ MACHINE: dict[str, Any] = {
 }
 
 
-def record(task: str, index: int, *scores: float) -> dict[str, Any]:
+def record(task: str, index: int, *scores: float, length: int = 2048) -> dict[str, Any]:
     answers = {label: {"score": score} for label, score in zip(LABELS, scores, strict=True)}
-    return {"task": task, "length": 2048, "index": index, "answers": answers}
+    return {"task": task, "length": length, "index": index, "answers": answers}
 
 
 def test_what_was_written_when_the_time_was_over_counts(tmp_path: Path) -> None:
@@ -50,7 +50,13 @@ def test_table() -> None:
     assert lines["2,048 tokens"].startswith(
         "| 2,048 tokens | 128 | 100.0 | 50.0 | 50.0 | 25.0 | 50.0 | +25.0 | -"
     )
-    assert lines["all, json"].startswith(
-        "| all, json | 128 | 100.0 | 100.0 | 0.0 | 50.0 | 100.0 | +50.0 | "
-    )
     assert "±" not in text
+    assert not [name for name in lines if name.startswith("all")]  # of one length
+
+    records += [record("json", i, 1, 1, 1, 1, 1, length=4096) for i in range(4)]
+    records += [record("code", i, 0, 1, 1, 1, 1, length=4096) for i in range(4)]  # does not count
+    result = {"rows": score_rows(records), "settings": settings, "machine": MACHINE}
+    text = structured_table(result)
+    assert "| 4,096 tokens | 128 | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 | +0.0 | " in text
+    assert "| all, json | 128 | 100.0 | 100.0 | 50.0 | 75.0 | 100.0 | +25.0 | " in text
+    assert "| all, code | 128 | 100.0 | 0.0 | 100.0 | 0.0 | 0.0 | +0.0 | " in text

@@ -180,7 +180,7 @@ class DecodeAttention(NativeAttention):
             return np.repeat(self.sparse_layers[:, None], self.num_kv_heads, axis=1)
         selecting = (self.roles == SELECT) | (self.roles == REUSE)
         heads: npt.NDArray[np.bool_]
-        heads = selecting.reshape(self.num_layers, self.num_kv_heads, -1).any(axis=2)
+        heads = selecting.reshape(len(selecting), self.num_kv_heads, -1).any(axis=2)
         return heads
 
     def build_states(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> float:

@@ -22,7 +22,7 @@ def bitmap(words: int, positions: np.ndarray) -> np.ndarray:
 def test_expansion_and_listing(capacity, share):
     rng = new_rng()
     words, top = int(num_words(capacity)), int(top_bit(capacity))
-    for _ in range(20):
+    for _ in range(12):
         newest = int(rng.integers(capacity // 2, capacity))
         first = int(rng.integers(0, newest // 2))
         last = int(rng.integers(first, newest + 1))

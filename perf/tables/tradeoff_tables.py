@@ -8,6 +8,7 @@ from typing import Any
 from offload.bench.decode.engines import GRAPH, STOCK, STOCK_ON_CPU
 from perf.tables.markdown import TIMES, Columns, Row, table
 from perf.tables.tables import machine_line
+from perf.tradeoff.speed import ROOM
 
 _WHERE = {"cuda": "GPU", "cpu": "CPU"}
 _STOCK = {"cuda": STOCK, "cpu": STOCK_ON_CPU}
@@ -133,9 +134,11 @@ def _counted(quality: Sequence[Row]) -> str:
     if not quality:
         return ": no quality measured"
     row = quality[0]
+    few = "" if any(row["interval"] for row in quality[1:]) else ", too few for an interval"
+    reads = ", read by a GPU" if row["reads_on"] else ""
     return (
-        f": {row['prompts']} prompts, the mean of {row['counting_tasks']} tasks in which full "
-        f"attention scores, of at least {row['fewest_samples']} prompts each"
+        f": {row['prompts']} prompts{reads}, the mean of {row['counting_tasks']} tasks in which "
+        f"full attention scores, of at least {row['fewest_samples']} prompts each{few}"
     )
 
 
@@ -143,11 +146,10 @@ def _how_judged(quality: Sequence[Row]) -> str:
     if not quality:
         return "not measured"
     row = quality[0]
-    reads = f", prompts read by a GPU ({row['reads_on']})" if row["reads_on"] else ""
     return (
-        f"seed {row['seed']}, greedy answers decoded on {row['device']}{reads}; the difference is "
-        "to full attention on the same prompts, with a paired bootstrap's interval; attended, "
-        "scored: tokens per step, layer and KV head"
+        f"seed {row['seed']}, greedy answers decoded on {row['device']}; the difference is to full "
+        "attention on the same prompts, with the interval of `offload eval`; attended, scored: "
+        "tokens per step, layer and KV head"
     )
 
 
@@ -155,10 +157,13 @@ def _how_timed(rows: Sequence[Row]) -> str:
     said = []
     for device in devices_of(rows):
         first = next(row for row in rows if row["part"] == "speed" and row["device"] == device)
-        with_gpu = "with a GPU, the KV cache on the host" if device == "cuda" else "CPU only"
+        with_gpu = "CPU only"
+        if device == "cuda":
+            with_gpu = "with a GPU, which holds the KV of the heads said below"
         said.append(f"{with_gpu}, {first['threads']} threads")
     steps = max((row["steps"] or 0 for row in rows if row["part"] == "speed"), default=0)
     return (
         f"{'; '.join(said) or 'not measured'}: medians of {steps} decode steps (of peers fewer) "
-        "that end at that length of real text; ±: half of the 10th to 90th percentile"
+        f"that end {ROOM} tokens before that length of real text, where RULER's prompts end; "
+        "±: half of the 10th to 90th percentile"
     )

@@ -22,6 +22,9 @@ from offload.system.stdlib_text import stdlib_paragraphs
 
 Row = dict[str, Any]
 _ROLES = {"dense": DENSE, "retrieve": RETRIEVE, "select": SELECT, "reuse": REUSE}
+# RULER's prompts are so much shorter than their length: where a rule follows the context, what is
+# timed and what is judged are on the same side of it.
+ROOM = 300
 _KEPT = ("engine", "kv_len", "steps", "milliseconds", "milliseconds_p10", "milliseconds_p90")
 
 
@@ -34,7 +37,8 @@ class Timed:
         device, reads_on: as `RuntimeConfig` and `SharedModel` take them.
         num_threads: None: as `RuntimeConfig` has it.
         peers: engines of `offload bench decode`.
-        num_steps: `repeats` times; the first of each are left out. A context ends with its length.
+        num_steps: `repeats` times; the first of each are left out. A context ends `ROOM` tokens
+            before its length.
         peer_steps: of transformers, which is slow.
     """
 
@@ -65,7 +69,7 @@ def speed_rows(timed: Timed, lengths: Sequence[int]) -> Iterator[list[Row]]:
     for length in lengths:
         plan = DecodePlan(
             policies=timed.policies,
-            kv_lens=[length - timed.num_steps],
+            kv_lens=[length - ROOM - timed.num_steps],
             engines=["offload", *timed.peers],
             num_steps=timed.num_steps,
             repeats=timed.repeats,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,7 +122,7 @@ def test_a_context_beyond_the_room_for_scores_gets_more(
 
 
 def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(
-    backend, tiny_folders, expected, caplog
+    backend, tiny_folders, expected, caplog, monkeypatch
 ):
     """A placement that was chosen for one sequence: its heads go back to the CPU, with a warning.
     One that somebody asked for is an error, and one sequence goes on."""
@@ -140,8 +142,25 @@ def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(
         greedy(model, batch, 50)
     assert torch.equal(greedy(model, tokens, 50), expected("lychee_decode", 200))
     decoder._keeps_placement = False
+    bind_lens, place, full_pages, are_gone = decoder._bind_lens, decoder.place, [], []
+
+    def bind_and_remember(seqs, kv_lens):
+        try:
+            return bind_lens(seqs, kv_lens)
+        except DeviceMemoryError:
+            full_pages.append(weakref.ref(decoder._prepared.step.resident))
+            raise
+
+    def place_and_look(placement):
+        place(placement)
+        gc.collect()
+        are_gone.extend(pages() is None for pages in full_pages)
+
+    monkeypatch.setattr(decoder, "_bind_lens", bind_and_remember)
+    monkeypatch.setattr(decoder, "place", place_and_look)
     with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
         out = greedy(model, batch, 50)
+    assert are_gone == [True]  # before the new steps need room
     for row in out:
         assert torch.equal(row, expected("lychee_decode", 200)[0])
     assert decoder.placement == least

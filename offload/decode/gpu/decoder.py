@@ -205,7 +205,7 @@ class DeviceDecoder:
         try:
             slots = self._bind_lens(seqs, kv_lens)
         except DeviceMemoryError as error:
-            failure = error
+            failure = DeviceMemoryError(str(error))  # its traceback would hold the pages
         if self._fails_anywhere(failure, seqs, kv_lens):
             least = self._least_placement()
             if failure is not None and self.model.ranks is None and self.placement == least:

@@ -168,7 +168,7 @@ def test_a_real_measurement_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     key = shape_key(MODEL_SHAPES["smollm2-135m"], 4)
     layer_us, last_us = profile.layer_linear_us[key][1], profile.lm_head_us[key][1]
     assert last_us > layer_us > 1.0  # 113 MB of weights, and 14
-    assert profile.step_us > 1.0
+    assert 0.0 <= profile.step_us < 20_000.0  # a difference; 0 if busy
     assert MachineProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
 
 

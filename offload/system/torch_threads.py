@@ -40,13 +40,22 @@ def torch_threads(num_threads: int | None) -> Iterator[None]:
     set_openmp, set_mkl = setters
     mkl_before = before
     try:
-        set_openmp(num_threads)
-        mkl_before = set_mkl(num_threads)  # 0: it followed the process's number
-        yield
-    finally:
-        if not _forked:
-            set_openmp(before)
-            set_mkl(mkl_before)
+        try:
+            set_openmp(num_threads)
+            mkl_before = set_mkl(num_threads)  # 0: it followed the process's number
+            yield
+        finally:
+            _restore(set_openmp, before, set_mkl, mkl_before)
+    finally:  # again, where Ctrl-C came in between
+        _restore(set_openmp, before, set_mkl, mkl_before)
+
+
+def _restore(
+    set_openmp: Callable[[int], Any], before: int, set_mkl: Callable[[int], int], mkl_before: int
+) -> None:
+    if not _forked:
+        set_openmp(before)
+        set_mkl(mkl_before)
 
 
 @functools.cache

@@ -152,6 +152,13 @@ def test_several_sessions_over_one_cache() -> None:
     cache.close()
 
 
+def test_made_keys_reach_beyond_the_shape() -> None:
+    """A GPU's tables have room for as many tokens as the model has positions."""
+    beyond = settings(kv_len=13_000)
+    positions = make_model(beyond).config.max_position_embeddings
+    assert positions >= beyond.kv_len + beyond.num_steps
+
+
 def test_measurement() -> None:
     done: list[tuple[int, int]] = []
     with opened_session(settings(policy=make_policy("full"))) as session:

@@ -240,6 +240,42 @@ def test_threads_that_run(operator: Callable[[], torch.Tensor]) -> None:
     assert in_a_thread(lambda: (started(1), started(2), started(1), started(3))) == (0, 1, 0, 1)
 
 
+def test_ctrl_c_leaves_as_many_threads_as_before() -> None:
+    """At whatever line it comes."""
+    code = torch_threads.__wrapped__.__code__  # type: ignore[attr-defined]
+
+    def interrupted(at: int) -> bool:
+        """Whether there was such a line."""
+        lines = 0
+
+        def trace(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal lines
+            if frame.f_code is not code:
+                return None
+            lines += event == "line"
+            if event == "line" and lines == at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            with torch_threads(torch.get_num_threads() + 1):
+                pass
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    before = torch.get_num_threads()
+    at = 1
+    while interrupted(at):
+        assert torch.get_num_threads() == before, at
+        at += 1
+    assert at > 8
+
+
 @pytest.mark.parametrize("backend", [NATIVE, INLINE])
 def test_default_dtype(backend: Any, tiny_folders: dict[str, Path]) -> None:
     """Of the process; transformers changes it while another thread loads a model."""

@@ -288,7 +288,7 @@ def _model(
         raise ValueError(f"--device {device}: made keys are for the first GPU; use --device cuda")
     settings = PipelineSettings(
         shape=shape,
-        kv_len=plan.kv_lens[0],
+        kv_len=max(plan.kv_lens),
         policy=plan.policies[0],
         backend=backend or "inline",
         num_threads=options["threads"],

@@ -292,7 +292,7 @@ def test_roles_of_some_heads():
 def test_select_layers_of_tidal_decode_are_the_whole_models():
     policy = make_policy("tidal_decode", inner="quest")
     part = policy.of_heads(range(1), num_layers=30, num_kv_heads=3, head_dim=64)
-    assert part.select_layers == (2, 7, 14, 21)
+    assert part.select_layers == (2, 6, 17, 21)
 
 
 def test_parts_are_agreed_on():

@@ -32,8 +32,8 @@ from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, DeviceTopK, Po
 from offload.policies.exact_topk import ExactTopK
 
 # (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
-# SmolLM2-135M: layers of heads that copy (`head_calibration`), by right answers. Mass alone misleads:
-# (2, 7, 14, 21) keeps as much and loses one of many keys; see docs/papers/tidal-and-lychee-decode.md.
+# SmolLM2-135M: layers of heads that copy (`head_calibration`), by right answers; mass misleads:
+# (2, 7, 14, 21) keeps as much and loses one of many keys (docs/papers/tidal-and-lychee-decode.md).
 _SELECT_LAYERS = {(32, 8): (2, 13), (32, 32): (2, 7), (30, 3): (2, 6, 17, 21)}
 # What the runtime asks of a policy object, and is the inner policy's.
 _OF_INNER = (

@@ -111,6 +111,8 @@ def test_an_interrupted_run_goes_on(
         (["--seed", "1"], "was made with seed = 0, but this run has 1"),
         (["--budget-tokens", "80"], "full, exact_topk 64, streaming_llm 64, but this run has full"),
         (["--option", "dense_layers=1"], "but this run has full, exact_topk 64 dense_layers=1"),
+        (["--decode-last", "8"], "was made with decode_last = 0, but this run has 8"),
+        (["--decode-last", "5000"], "--decode-last 5000 leaves nothing to read"),
     ):
         result = runner.invoke(app, [*resumed, *changed])
         assert result.exit_code == 1

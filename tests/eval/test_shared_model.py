@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import EOS_TOKEN, random_tokens
+from cases.tiny_models import EOS_TOKEN, VOCAB_SIZE, random_tokens
 
 from offload import OffloadedModel
 from offload.bench.eval.answers import greedy_answer
@@ -69,6 +69,34 @@ def test_each_says_what_it_says_alone(
     store = shared.runtimes[0].store
     assert store.num_sequences == 0
     assert store.host_bytes_used == 0
+
+
+def test_the_end_of_a_prompt_can_be_decoded(
+    shared: SharedModel, tiny_folders: dict[str, Path], stock_models: dict[str, Any]
+) -> None:
+    """Under the policy: full attention says the same, exact top-k what it says to such a chat."""
+    prompt = random_tokens(PROMPT, seed=3).tolist()
+    index = [runtime.attention.policy.name for runtime in shared.runtimes].index("exact_topk")
+    said, stop = [], lambda tokens: tokens[-1] == EOS_TOKEN
+    with shared.read(prompt[:-30]) as read:
+        for i in (0, index):
+            answer = greedy_answer(shared, i, read, stop, NEW_TOKENS, unread=prompt[-30:])
+            said.append(answer.tokens)
+    assert said[0] == greedy(stock_models["llama"], prompt)
+    alone = OffloadedModel.from_pretrained(
+        tiny_folders["llama"], policy=policies()[index], num_threads=1
+    )
+    ids = torch.tensor([prompt[:-30]])
+    forced = alone.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=30 + NEW_TOKENS,
+        do_sample=False,
+        # Until the prompt has ended.
+        prefix_allowed_tokens_fn=lambda _, ids: prompt[len(ids) :][:1] or list(range(VOCAB_SIZE)),
+    )
+    assert said[1] == forced[0, PROMPT:].tolist()
+    assert said[1] != answers(shared, prompt)[index].tokens
 
 
 def test_attended_tokens_are_counted(shared: SharedModel) -> None:

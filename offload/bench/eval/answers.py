@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from offload.bench.eval.prompt import prompt_text, prompt_tokens
 from offload.bench.eval.sample import Sample, string_match_all
@@ -37,13 +38,21 @@ class Answer:
 
 
 def answer_sample(
-    model: SharedModel, labels: Sequence[str], tokenizer: Any, sample: Sample, *, chat: bool
+    model: SharedModel,
+    labels: Sequence[str],
+    tokenizer: Any,
+    sample: Sample,
+    *,
+    chat: bool,
+    decode_last: int = 0,
 ) -> dict[str, Any]:
     """What each policy answers to a sample, and the scores.
 
     Args:
         labels: of the runtimes of `model`, as the record shall name them.
         chat: use the tokenizer's chat template.
+        decode_last: tokens at the prompt's end, fewer than it has, that are decoded one by one
+            under each policy.
     """
     text = prompt_text(sample, tokenizer, chat=chat)
     room = model.max_context - sample.max_new_tokens
@@ -62,7 +71,13 @@ def answer_sample(
     def score_of(tokens: list[int]) -> float:
         return string_match_all(said_by(tokens), sample.outputs)
 
-    with model.read(tokens) as prompt:
+    num_read = len(tokens) - decode_last
+    if num_read < 1:
+        raise ValueError(
+            f"cannot decode the last {decode_last} of the {len(tokens)} tokens of a prompt; "
+            "lower --decode-last or raise --lengths"
+        )
+    with model.read(tokens[:num_read]) as prompt:
         record["prefill_seconds"] = round(prompt.seconds, 4)
         answers = {}
         for index, label in enumerate(labels):
@@ -73,6 +88,7 @@ def answer_sample(
                 # What comes after all right answers can take none of them back.
                 lambda tokens: tokens[-1] in stop or score_of(tokens) == 1,
                 sample.max_new_tokens,
+                unread=tokens[num_read:],
             )
             answers[label] = {
                 "answer": said_by(answer.tokens),
@@ -92,22 +108,33 @@ def greedy_answer(
     prompt: ReadPrompt,
     is_done: Callable[[list[int]], bool],
     max_new_tokens: int,
+    *,
+    unread: Sequence[int] = (),
 ) -> Answer:
     """Decode a prompt's continuation under a policy: the tokens of the stock greedy loop.
 
     Args:
         is_done: gets the answer's tokens so far.
+        unread: tokens of the prompt after those that were read; decode steps take them.
     """
     runtime = model.runtimes[index]
-    position, steps = len(prompt.tokens), 0
+    position = len(prompt.tokens)
     with runtime.generation(has_assistant=False), model.continued(index, prompt) as cache:
-        token = runtime.first_tokens(prompt.logits, _GREEDY)
-        tokens = [int(token)]
+
+        def step(token: Tensor) -> Tensor:
+            nonlocal position
+            position += 1
+            return runtime.choose_tokens(cache, token, torch.tensor([position - 1]), _GREEDY)
+
         runtime.attention.start_profile()
+        token = runtime.first_tokens(prompt.logits, _GREEDY)
+        for given in unread:
+            token = step(torch.tensor([given]))
+        tokens = [int(token)]
         while len(tokens) < max_new_tokens and not is_done(tokens):
-            token = runtime.choose_tokens(cache, token, torch.tensor([position]), _GREEDY)
+            token = step(token)
             tokens.append(int(token))
-            position, steps = position + 1, steps + 1
+        steps = position - len(prompt.tokens)
         stats = runtime.stats
         attended = attended_tokens(runtime, steps)
         scored = attended_tokens(runtime, steps, "scored_tokens")

@@ -38,6 +38,7 @@ def needle(
     haystack: opt.Haystack = None,
     seed: opt.Seed = 0,
     chat_template: opt.ChatTemplate = None,
+    decode_last: opt.DecodeLast = 0,
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = "cpu",
     threads: opt.Threads = None,
@@ -97,6 +98,7 @@ def needle(
             make_samples,
             lengths=all_lengths,
             chat_template=chat_template,
+            decode_last=decode_last,
             resume=resume,
             shared_texts=True,
             settings={

@@ -76,6 +76,16 @@ ChatTemplate = Annotated[
         rich_help_panel=TASK_PANEL,
     ),
 ]
+DecodeLast = Annotated[
+    int,
+    typer.Option(
+        metavar="COUNT",
+        min=0,
+        help="Decode so many tokens at the end of each prompt one by one, instead of reading them "
+        "with the rest: what they ask for, nothing has looked at before. 64 has the question.",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
 Haystack = Annotated[
     Path | None,
     typer.Option(

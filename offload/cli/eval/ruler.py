@@ -54,6 +54,7 @@ def ruler(
     haystack: opt.Haystack = None,
     seed: opt.Seed = 0,
     chat_template: opt.ChatTemplate = None,
+    decode_last: opt.DecodeLast = 0,
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = "cpu",
     threads: opt.Threads = None,
@@ -116,6 +117,7 @@ def ruler(
             make_samples,
             lengths=all_lengths,
             chat_template=chat_template,
+            decode_last=decode_last,
             resume=resume,
             settings={
                 "tasks": names,

@@ -135,6 +135,7 @@ def answer_all(
     resume: Path | None,
     settings: Mapping[str, Any],
     shared_texts: bool = False,
+    decode_last: int = 0,
 ) -> dict[str, Any]:
     """Make the prompts, have them answered, and sum up: the command's JSON document.
 
@@ -142,6 +143,7 @@ def answer_all(
         make_samples: gets the tokenizer, and whether prompts have its chat template.
         settings: of the prompts, by the names of the command's options.
         shared_texts: as `summaries` has it.
+        decode_last: as `answer_sample` has it.
     """
     from offload.bench.eval.answers import answer_sample
     from offload.bench.eval.prompt import uses_chat_template
@@ -150,13 +152,20 @@ def answer_all(
     from offload.system.machine import describe_machine
 
     check_lengths(setup.model, lengths)
+    if decode_last >= min(lengths):
+        raise ValueError(
+            f"--decode-last {decode_last} leaves nothing to read of prompts of {min(lengths)} "
+            "tokens; lower it or raise --lengths"
+        )
     chat = uses_chat_template(load_tokenizer(setup.model), chat_template)
 
     def make(tokenizer: Any) -> list[Sample]:
         return make_samples(tokenizer, chat)
 
     def measure(model: SharedModel, tokenizer: Any, sample: Sample) -> dict[str, Any]:
-        return answer_sample(model, setup.labels, tokenizer, sample, chat=chat)
+        return answer_sample(
+            model, setup.labels, tokenizer, sample, chat=chat, decode_last=decode_last
+        )
 
     options, records = measure_all(
         command,
@@ -164,7 +173,7 @@ def answer_all(
         make,
         measure,
         resume=resume,
-        settings={**settings, "chat_template": chat},
+        settings={**settings, "chat_template": chat, "decode_last": decode_last},
     )
     return {
         "machine": describe_machine(),

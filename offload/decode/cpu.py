@@ -128,6 +128,9 @@ class NativeDecoder:
     def forget(self, seq: int) -> None:
         """Nothing: there is no copy of `seq` here that could be out of date."""
 
+    def trim(self) -> None:
+        """Nothing: there is no device."""
+
     def check_usable(self) -> None:
         """Nothing: an error leaves no step behind."""
 

@@ -80,6 +80,9 @@ class Decoder(Protocol):
     def forget(self, seq: int) -> None:
         """`seq` was changed or freed outside of a decode step."""
 
+    def trim(self) -> None:
+        """Give back device memory that no sequence uses: a prefill comes, which needs some."""
+
     def check_usable(self) -> None:
         """Raise CoprocessorError where an earlier fault was for good, or after a fork."""
 

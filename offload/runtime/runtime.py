@@ -365,6 +365,7 @@ class Runtime:
     ) -> torch.Tensor:
         states = self.attention.states
         with torch_threads(self._prefill_threads):
+            self._decoder.trim()
             for seq in seqs:
                 self._decoder.forget(seq)
             build = None

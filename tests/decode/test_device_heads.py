@@ -121,6 +121,17 @@ def test_a_context_beyond_the_room_for_scores_gets_more(
     assert decoder._steps.max_tokens == 128
 
 
+def test_a_prefill_gets_the_memory_of_finished_sequences(backend, tiny_folders):
+    model = load(tiny_folders["llama"], "full", backend)
+    decoder = model._offload._decoder
+    decoder.place(placement_of(model, "retrieval"))
+    held = []
+    for num_tokens in (480, 30, 480, 30):  # the second has slots and tables that the first made
+        greedy(model, random_tokens(2, num_tokens), 4)
+        held.append(decoder._steps.step.resident.num_bytes)
+    assert held[0] == held[2] > held[1] == held[3]
+
+
 def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(
     backend, tiny_folders, expected, caplog, monkeypatch
 ):

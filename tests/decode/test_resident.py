@@ -62,9 +62,8 @@ def resident_of(
         sink_tokens=SINKS,
         recent_tokens=RECENT,
         num_slots=num_slots,
-        max_context=64,
+        **({"max_context": 64} | options),
         device=torch.device("cpu"),
-        **options,
     )
 
 
@@ -165,6 +164,28 @@ def test_device_pages_are_distinct():
     assert len({*first, *second}) == 43
     pages.release(first)
     assert set(pages.allocate(3)) == set(first)
+
+
+def test_memory_of_finished_sequences_goes_back(store):
+    resident = resident_of(store, max_context=200)
+    empty = resident.num_bytes
+    short, long = sequence_of(store, 5), sequence_of(store, 40 * PAGE_TOKENS)
+    resident.bind([short])
+    of_short = resident.num_bytes
+    resident.bind([short, long])
+    of_both = resident.num_bytes
+    resident.forget(long)
+    assert resident.num_bytes == of_both  # as long as nobody else needs it
+    resident.trim()
+    assert empty < of_short <= resident.num_bytes < of_both
+    (slot,) = resident.bind([short])
+    check_slot(resident, store, slot, short)
+    for slot, seq in zip(resident.bind([short, long]), (short, long), strict=True):
+        check_slot(resident, store, slot, seq)
+    for seq in (short, long):
+        resident.forget(seq)
+    resident.trim()
+    assert resident.num_bytes == empty
 
 
 def test_pages_of_some_heads_hold_those_heads(store):

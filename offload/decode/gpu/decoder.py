@@ -177,6 +177,10 @@ class DeviceDecoder:
         if self._steps is not None:
             self._steps.step.resident.forget(seq)
 
+    def trim(self) -> None:
+        if self._steps is not None:
+            self._steps.step.resident.trim()
+
     def check_room(self, num_sequences: int, kv_len: int) -> None:
         placement = self.placement if self._keeps_placement else self._least_placement()
         heads = int((placement.places == Place.GPU).sum())

@@ -42,6 +42,7 @@ class DevicePages:
         self._page_shape, self._dtype, self._device = page_shape, dtype, device
         self._budget = budget
         self._pages: dict[int, Tensor] = {}  # by address
+        self._slabs: list[list[int]] = []  # addresses of what was allocated at once
         self._free: list[int] = []
 
     def page(self, address: int) -> Tensor:
@@ -62,6 +63,17 @@ class DevicePages:
 
     def release(self, addresses: Sequence[int]) -> None:
         self._free += reversed(addresses)
+
+    def trim(self) -> None:
+        """Give back the memory of slabs of which no page is in use."""
+        free = set(self._free)
+        unused = [slab for slab in self._slabs if free.issuperset(slab)]
+        gone = {address for slab in unused for address in slab}
+        self._slabs = [slab for slab in self._slabs if gone.isdisjoint(slab)]
+        self._free = [address for address in self._free if address not in gone]
+        for address in gone:
+            del self._pages[address]
+        self._budget.reserved_bytes -= len(gone) * self.page_bytes
 
     def _grow(self, missing: int) -> None:
         """Whole slabs; near the budget's end what is missing, because pages of other shapes need
@@ -89,9 +101,10 @@ class DevicePages:
                 "the context"
             ) from error
         budget.reserved_bytes += num_bytes
-        for page in slab:
-            self._pages[page.data_ptr()] = page
-            self._free.append(page.data_ptr())
+        pages = {page.data_ptr(): page for page in slab}
+        self._pages |= pages
+        self._slabs.append([*pages])
+        self._free += pages
 
 
 DEVICE_SLAB_PAGES = 32

@@ -225,6 +225,12 @@ class ResidentKV:
             if slot.seq == seq:
                 self._clear(index)
 
+    def trim(self) -> None:
+        """Give back the memory of pages that no sequence uses."""
+        with shielded():
+            for pages in self._pages.values():
+                pages.trim()
+
     def _check_budget(self) -> None:
         """A page of each resident head, before anything is allocated."""
         limit = self._budget.limit_bytes

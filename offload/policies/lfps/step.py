@@ -58,8 +58,8 @@ from offload.policies.lfps.votes import group_weights
 # 1 / gamma^steps of a unit, before its tables are rescaled. By a power of two nothing is
 # rounded: it does not matter when that is done.
 _LARGEST_SCALE = 2.0**50
-# Of a threshold's height above the mean, before all that is listed: what is listed at 128K tokens is
-# many times what is wanted.
+# Of a threshold's height above the mean, before all that is listed, which is many times what is
+# wanted at 128K tokens.
 _HALVINGS = 6
 
 

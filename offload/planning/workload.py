@@ -14,7 +14,7 @@ from offload.models.shape import ModelShape
 from offload.policies.base import DENSE, Policy
 
 _LEAST_TOKENS = 32768
-_SHORT_BUDGETS = 16  # lychee_cluster and lfps call contexts of so many budgets short
+_SHORT_BUDGETS = 16  # lychee_cluster calls contexts of so many budgets short
 
 
 @dataclass(frozen=True)

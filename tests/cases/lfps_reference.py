@@ -7,6 +7,7 @@ import numpy as np
 from offload.policies.lfps.policy import LFPS
 
 OFFSETS = (-1, 0, 1, 2)
+HALVINGS = 6  # of a threshold's height, before all above the mean
 
 
 def threshold(table: np.ndarray, alpha: float) -> float:
@@ -71,11 +72,9 @@ class Unit:
         vertical, slash = self.vertical[sinks:t], self.slash[: t - sinks]
         theta_v, theta_s = threshold(vertical, policy.alpha), threshold(slash, policy.alpha)
         wanted = min(int(policy.candidates_per_budget * self.budget), last - sinks)
-        if kv_len > policy.short_context_budgets * self.budget:
-            wanted = 0
         chosen: set[int] = set()
-        for attempt in range(max(self.attempt - 1, 0), 5):
-            share = 0.5**attempt if attempt < 3 else 0.0
+        for attempt in range(max(self.attempt - 1, 0), HALVINGS + 2):
+            share = 0.5**attempt if attempt < HALVINGS else 0.0
             initial = {
                 sinks + i + d
                 for i in above(vertical, theta_v, share)
@@ -83,7 +82,7 @@ class Unit:
                 if sinks + i <= last
             }
             initial |= {t - j for j in above(slash, theta_s, share)}
-            if attempt == 4:
+            if attempt == HALVINGS + 1:
                 initial |= set(range(max(sinks, last - (wanted - len(chosen))), last))
             chosen = set()
             for i in initial:

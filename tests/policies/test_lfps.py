@@ -251,15 +251,47 @@ def test_a_prompt_as_short_as_the_budget(pool):
 
 
 def test_bypassed_units_answer_and_leave_their_tables_alone(pool):
-    run = Run(policy_of(), pool, Text(500, sink_strength=9.0), 400)
+    policy = policy_of(bypass_threshold=0.85)
+    run = Run(policy, pool, Text(500, sink_strength=9.0), 400)
     for _ in range(40):
         run.step()
     assert run.answered > 10
     run.check_tables()
-    off = Run(policy_of(bypass_threshold=1.0), pool, Text(500, sink_strength=9.0), 400)
+    off = Run(policy_of(), pool, Text(500, sink_strength=9.0), 400)
     for _ in range(10):
         off.step()
     assert off.answered == 0
+
+
+def test_the_budget_is_full_at_any_length(pool):
+    """Where the thresholds of the rule name next to nothing, in 67 budgets of context."""
+    run = Run(policy_of(LFPS, budget_tokens=36, alpha=20.0), pool, Text(1110), 1090)
+    for _ in range(20):
+        run.step()
+        assert [len(attended) for attended in run.attention.last_selection()] == [36, 36]
+
+
+def test_what_is_copied_is_found_although_nobody_looked_at_it(pool):
+    """The question looked at a number's first token; each other token of it is asked for later."""
+    begin, asked = 100, {1402: 101, 1406: 102, 1407: 103, 1411: 105}
+
+    def found(spread: int) -> list[bool]:
+        text = Text(1420)
+        text.keys[:, :, 8:16], text.queries[:, :, 8:16] = 0.0, 0.0
+        for query, token in {1390: begin, **asked}.items():
+            text.keys[token, :, 8 + token - begin] = 10.0
+            text.queries[query, :, 8 + token - begin] = 10.0
+        run = Run(policy_of(LFPS, spread=spread, budget_tokens=36), pool, text, 1400)
+        attended = []
+        while run.kv_len <= max(asked):
+            run.step()
+            if run.kv_len - 1 in asked:
+                selection = run.attention.last_selection()
+                attended += [asked[run.kv_len - 1] in of_unit for of_unit in selection]
+        return attended
+
+    assert all(found(LFPS().spread))
+    assert not all(found(0)[:KV_HEADS])
 
 
 def test_lazy_decay_rescales(pool):

@@ -43,7 +43,6 @@ NUMBERS = NumberLayout(
     "spread",
     "prune_every",
     "candidates_per_budget",
-    "short_context_budgets",
 )
 SIZES = ("capacity", "listed", "longest", "added")
 read_state, read_numbers, read_sizes = STATE.read, NUMBERS.read, reader(SIZES, np.int32)

@@ -17,7 +17,7 @@ Int32Array = npt.NDArray[np.int32]
 
 def chunk_means(
     pool: WorkerPool, keys: Tensor, starts: npt.NDArray[np.int64], *, isa: str | None = None
-) -> tuple[Float32Array, Float32Array, Float32Array]:
+) -> tuple[Float32Array, Float32Array, npt.NDArray[np.int64]]:
     """What chunks of consecutive key rows are like.
 
     Args:
@@ -25,9 +25,10 @@ def chunk_means(
         starts: int64 [num_chunks + 1], increasing: chunk i holds rows starts[i] to starts[i + 1].
 
     Returns:
-        float32, for each head and chunk: the unit-length mean of its rows
-        [num_kv_heads, num_chunks, head_dim], the norm of that mean before it was scaled, and the
-        largest distance of a row from it [num_kv_heads, num_chunks].
+        For each head and chunk: the unit-length mean of its rows, float32
+        [num_kv_heads, num_chunks, head_dim], the norm of that mean before it was scaled, float32
+        [num_kv_heads, num_chunks], and which row is the furthest from it, the first of equals,
+        int64 [num_kv_heads, num_chunks].
     """
     code = dtype_code(keys.dtype)
     if keys.dim() != 3 or keys.stride(2) != 1 or keys.device.type != "cpu":
@@ -40,7 +41,7 @@ def chunk_means(
     if len(starts) < 1 or starts[0] < 0 or starts[-1] > kv_len or bool((np.diff(starts) < 1).any()):
         raise ValueError(f"starts must increase within [0, {kv_len}]")
     means = np.empty((num_heads, len(starts) - 1, head_dim), np.float32)
-    norms, spreads = (np.empty(means.shape[:2], np.float32) for _ in range(2))
+    norms, furthest = (np.empty(means.shape[:2], dtype) for dtype in (np.float32, np.int64))
     item = keys.element_size()
     _native.chunk_means(
         pool.native,
@@ -54,9 +55,9 @@ def chunk_means(
         np.ascontiguousarray(starts, np.int64),
         means.ctypes.data,
         norms.ctypes.data,
-        spreads.ctypes.data,
+        furthest.ctypes.data,
     )
-    return means, norms, spreads
+    return means, norms, furthest
 
 
 def spherical_kmeans(

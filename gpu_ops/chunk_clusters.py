@@ -27,7 +27,7 @@ def chunk_means_kernel(
     starts: tl.tensor,
     points: tl.tensor,
     norms: tl.tensor,
-    spreads: tl.tensor,
+    furthest: tl.tensor,
     num_chunks: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -45,30 +45,34 @@ def chunk_means_kernel(
         x = tl.load(rows + (token + t)[:, None] * token_stride, mask=mask, other=0.0)
         total += tl.sum(x.to(tl.float32), 0)
     mean = total / (last - first).to(tl.float32)
-    furthest = tl.zeros([BLOCK_T], tl.float32)
+    largest, at = tl.zeros([BLOCK_T], tl.float32), first + tl.zeros([BLOCK_T], tl.int64)
     for token in range(first, last, BLOCK_T):
         mask = (token + t < last)[:, None] & inside[None, :]
         x = tl.load(rows + (token + t)[:, None] * token_stride, mask=mask, other=0.0)
         off = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
-        furthest = tl.maximum(furthest, tl.sum(off * off, 1))
+        distance = tl.sum(off * off, 1)
+        at = tl.where(distance > largest, token + t, at)
+        largest = tl.maximum(largest, distance)
     squares = tl.sum(mean * mean, 0)
     norm = tl.sqrt(squares)
     point = mean / tl.where(squares > 0, norm, 1.0)
     out = head * num_chunks + chunk
     tl.store(points + out * HEAD_DIM + d, point, mask=inside)
     tl.store(norms + out, norm)
-    tl.store(spreads + out, tl.sqrt(tl.max(furthest, 0)))
+    # The first of equals; a chunk that is not finite has some row of its own.
+    tl.store(furthest + out, tl.min(tl.where(largest == tl.max(largest, 0), at, last - 1), 0))
 
 
 def chunk_means(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit-length means, their norms before, and the largest distances from the mean.
+    """Unit-length means, their norms before, and the rows that are the furthest from the mean.
 
     Args:
         keys: [num_kv_heads, kv_len, head_dim]; any strides but a unit stride in the last dimension.
         starts: int64 [num_chunks + 1], on the device: first token of each chunk, then the end.
 
     Returns:
-        float32 [num_kv_heads, num_chunks, head_dim], and twice [num_kv_heads, num_chunks].
+        float32 [num_kv_heads, num_chunks, head_dim], and [num_kv_heads, num_chunks] in float32 and
+        in int64: a token, the first of equals.
     """
     check_dtype("keys", keys)
     num_heads, _, head_dim = keys.shape
@@ -79,21 +83,22 @@ def chunk_means(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not runs_kernel(keys):
         return chunk_means_reference(keys, starts)
     points = keys.new_empty(num_heads, num_chunks, head_dim, dtype=torch.float32)
-    norms, spreads = (points.new_empty(num_heads, num_chunks) for _ in range(2))
+    norms = points.new_empty(num_heads, num_chunks)
+    furthest = starts.new_empty(num_heads, num_chunks)
     chunk_means_kernel[(num_chunks, num_heads)](
         keys,
         *keys.stride()[:2],
         starts,
         points,
         norms,
-        spreads,
+        furthest,
         num_chunks,
         head_dim,
         next_power_of_2(head_dim),
         16,
         num_warps=2,
     )
-    return points, norms, spreads
+    return points, norms, furthest
 
 
 def chunk_means_reference(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,12 +110,14 @@ def chunk_means_reference(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor,
     shape = (len(keys), len(lengths), keys.shape[2])
     means = rows.new_zeros(shape).index_add_(1, chunk_of, rows) / lengths[:, None]
     squares = (rows - means[:, chunk_of]).square().sum(-1)
-    furthest = squares.new_zeros(shape[:2]).scatter_reduce_(
-        1, chunk_of.expand_as(squares), squares, "amax"
-    )
+    of_row = chunk_of.expand_as(squares)
+    largest = squares.new_zeros(shape[:2]).scatter_reduce_(1, of_row, squares, "amax")
+    tokens = torch.arange(first, last, device=keys.device).expand_as(squares)
+    tokens = torch.where(squares == largest.gather(1, of_row), tokens, last)
+    furthest = (starts[1:] - 1).repeat(len(keys), 1).scatter_reduce_(1, of_row, tokens, "amin")
     norms = means.square().sum(-1).sqrt()
     points = means / torch.where(norms > 0, norms, 1.0)[..., None]
-    return points.float(), norms.float(), furthest.sqrt().float()
+    return points.float(), norms.float(), furthest
 
 
 @jit_for_any("n", "num_clusters")

@@ -92,14 +92,15 @@ void chunk_means(const KernelTable& kernels, WorkerPool& pool, const ChunkMeanAr
       }
       args.norms[at] = static_cast<float>(std::sqrt(squares));
       float furthest = 0.0f;
+      args.furthest[at] = begin;
       float row[kMaxHeadDim];
       for (int64_t r = 0; r < n; ++r) {
         kernels.to_float[static_cast<int>(args.dtype)](rows + r * args.row_bytes, args.width, row);
         float distance = 0.0f;
         for (int64_t d = 0; d < args.width; ++d) distance += (row[d] - mean[d]) * (row[d] - mean[d]);
+        if (distance > furthest) args.furthest[at] = begin + r;
         furthest = std::max(furthest, distance);
       }
-      args.spreads[at] = std::sqrt(furthest);
       normalize(mean, args.width);
     }
   });

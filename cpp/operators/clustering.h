@@ -8,8 +8,8 @@
 
 namespace offload {
 
-// The normalised mean of each chunk's rows, its length before that, and how far from it the furthest row is. Chunk i
-// holds rows [starts[i], starts[i + 1]) of a head; a mean of zero stays zero.
+// The normalised mean of each chunk's rows, its length before that, and which row is the furthest from it, the first of
+// equals. Chunk i holds rows [starts[i], starts[i + 1]) of a head; a mean of zero stays zero.
 struct ChunkMeanArgs {
   const void* keys;
   DType dtype;
@@ -19,9 +19,9 @@ struct ChunkMeanArgs {
   int64_t width;
   const int64_t* starts;  // [num_chunks + 1]
   int64_t num_chunks;
-  float* means;    // out [num_heads, num_chunks, width]
-  float* norms;    // out [num_heads, num_chunks]
-  float* spreads;  // out [num_heads, num_chunks]
+  float* means;       // out [num_heads, num_chunks, width]
+  float* norms;       // out [num_heads, num_chunks]
+  int64_t* furthest;  // out [num_heads, num_chunks]
 };
 void chunk_means(const KernelTable& kernels, WorkerPool& pool, const ChunkMeanArgs& args);
 

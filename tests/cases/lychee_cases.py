@@ -13,7 +13,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
 from offload.policies.base import State
-from offload.policies.lychee_cluster.index import FIXED, bfloat16_value, links_of, starts_of
+from offload.policies.lychee_cluster.index import links_of, starts_of
 from offload.policies.lychee_cluster.layout import starts_bytes
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.text_marks import text_mark
@@ -29,15 +29,18 @@ class LycheeIndex:
     arrays: State
 
     def __getattr__(self, column: str) -> int:
-        """num_chunks, num_clusters, num_units, capacity_chunks, indexed_end …"""
+        """num_chunks, num_groups, num_units, capacity_chunks, indexed_end …"""
         return int(self.arrays["header"][column][0])
 
     @property
     def index_bytes(self) -> int:
         """Bytes of the index proper: without room for chunks to come, and without scratch."""
         links = self.links().size * (3 if self.has_high_links else 2)
-        fixed = sum(self.arrays[name].nbytes for name in FIXED)
-        return fixed + links + starts_bytes(self.num_chunks)
+        heads, _, head_dim = self.arrays["rows"].shape
+        rows = (self.num_units + self.num_groups) * (head_dim + 4)
+        peaks = 0 if self.paper else self.num_groups * head_dim
+        sizes = self.arrays["header"].nbytes + self.arrays["ranges"].nbytes
+        return sizes + heads * (rows + peaks) + links + starts_bytes(self.num_chunks)
 
     def starts(self) -> np.ndarray:
         return starts_of(self.arrays)
@@ -46,32 +49,40 @@ class LycheeIndex:
         return links_of(self.arrays)
 
     def members(self, head: int) -> list[list[int]]:
-        """Chunks of each cluster of a KV head, the newest first."""
+        """Chunks of each group of a KV head, the newest first."""
         links = self.links()[head]
         result = []
-        for cluster in range(self.num_clusters):
+        for group in range(self.num_groups):
             chunks = []
-            link = int(links[cluster])
+            link = int(links[group])
             while link:
                 chunks.append(link - 1)
-                link = int(links[self.num_clusters + link - 1])
+                link = int(links[self.num_groups + link - 1])
             result.append(chunks)
         return result
 
-    def centroids(self) -> tuple[np.ndarray, np.ndarray]:
-        """Dequantised centroids [heads, num_units + num_clusters, head_dim] and their radii."""
-        scales, radii = (
-            bfloat16_value(self.arrays["scales"][:, i]).astype(np.float64) for i in (0, 1)
-        )
-        return self.arrays["rows"] * scales[..., None], radii
+    def _scales(self, kind: int) -> np.ndarray:
+        num_rows = self.num_units + self.num_groups
+        bits = self.arrays["scales"][:, kind, :num_rows].astype(np.uint32) << 16
+        return bits.view(np.float32).astype(np.float64)
 
-    def norms_and_spreads(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean norm and largest spread of the chunks below each row of `centroids`."""
-        codes = self.arrays["scales"][:, 2].astype(np.int64)
-        norm_steps, spread_steps = (
-            self.arrays["header"][name].astype(np.float64) for name in ("norm_step", "spread_step")
-        )
-        return (codes & 0xFF) * norm_steps[:, None], (codes >> 8) * spread_steps[:, None]
+    def steps(self) -> tuple[np.ndarray, np.ndarray]:
+        """What rows and peaks count in: [heads, num_units + num_groups], [heads, num_groups]."""
+        return self._scales(0), self._scales(1)[:, self.num_units :]
+
+    def rows(self) -> np.ndarray:
+        """Dequantised rows [heads, num_units + num_groups, head_dim]."""
+        steps = self._scales(0)
+        return self.arrays["rows"][:, : steps.shape[1]] * steps[..., None]
+
+    def peaks(self) -> np.ndarray:
+        """Dequantised peaks [heads, num_groups, head_dim]."""
+        steps = self.steps()[1]
+        return self.arrays["peaks"][:, : steps.shape[1]] * steps[..., None]
+
+    def radii(self) -> np.ndarray:
+        """Radii of units and clusters, of the paper's index."""
+        return self._scales(1)
 
     def unit_of_cluster(self, head: int) -> np.ndarray:
         """Coarse unit of each cluster of a KV head."""
@@ -153,7 +164,7 @@ class Stream:
 
 
 def check_index(stream: Stream) -> None:
-    """Chunks are whole and in one cluster of each head; every bound of eq. 2 holds."""
+    """Chunks are whole and in one group of each head, and groups are what their chunks are."""
     index, policy = stream.index, stream.policy
     starts = index.starts()
     lengths = np.diff(starts)
@@ -168,33 +179,46 @@ def check_index(stream: Stream) -> None:
         )
     if index.num_chunks == 0:
         return
-    keys = stream.keys()
-    points = reference.chunk_means(keys, starts)
-    chunk_norms, spreads = index.norms_and_spreads()
-    centroids, radii = index.centroids()
     for head in range(KV_HEADS):
         members = index.members(head)
         assert sorted(c for chunks in members for c in chunks) == list(range(index.num_chunks))
         assert all(chunks == sorted(chunks, reverse=True) for chunks in members)
-        unit_of = index.unit_of_cluster(head)
-        queries = np.concatenate(
-            [stream.rng.standard_normal((20, HEAD_DIM)), centroids[head, :20], -points[head, :20]]
+        if policy.paper:
+            _check_bounds(stream, head, members)
+        else:
+            _check_rows(stream, head, members)
+
+
+def _check_rows(stream: Stream, head: int, members: list[list[int]]) -> None:
+    """Every group is one chunk, of this mean key and this furthest one."""
+    index, keys = stream.index, stream.keys()[head]
+    rows, peaks = index.rows()[head, index.num_units :], index.peaks()[head]
+    steps, peak_steps = (steps[head] for steps in index.steps())
+    assert all(len(chunks) == 1 for chunks in members)
+    starts = index.starts()
+    for group, (chunk,) in enumerate(members):
+        tokens = keys[starts[chunk] : starts[chunk + 1]]
+        away = tokens - tokens.mean(axis=0)
+        assert (
+            np.abs(rows[group] - tokens.mean(axis=0)).max() < 0.51 * steps[index.num_units :][group]
         )
-        norms = np.linalg.norm(queries, axis=1)
-        for cluster, chunks in enumerate(members):
-            for row in (index.num_units + cluster, unit_of[cluster]):
-                away = np.linalg.norm(points[head, chunks] - centroids[head, row], axis=1)
-                assert (away <= radii[head, row]).all()
-                bounds = queries @ centroids[head, row] + norms * radii[head, row]
-                assert (queries @ points[head, chunks].T <= bounds[:, None] + 1e-12).all()
-            row = index.num_units + cluster
-            tokens = [keys[head, starts[c] : starts[c + 1]] for c in chunks]
-            means = [chunk.mean(axis=0) for chunk in tokens]
-            away = [
-                np.linalg.norm(chunk - mean, axis=1).max()
-                for chunk, mean in zip(tokens, means, strict=True)
-            ]
-            steps = spreads[head].max() / 255
-            assert max(away) <= spreads[head, row] + 1e-5 or spreads[head, row] >= 254 * steps
-            mean_norm = np.mean([np.linalg.norm(mean) for mean in means])
-            assert abs(chunk_norms[head, row] / mean_norm - 1) < 0.15  # a moving average of bytes
+        furthest = away[np.linalg.norm(away, axis=1).argmax()]
+        assert np.abs(peaks[group] - furthest).max() < 0.51 * peak_steps[group]
+
+
+def _check_bounds(stream: Stream, head: int, members: list[list[int]]) -> None:
+    """Every bound of eq. 2 holds."""
+    index = stream.index
+    points = reference.chunk_means(stream.keys(), index.starts())[head]
+    centroids, radii = index.rows()[head], index.radii()[head]
+    unit_of = index.unit_of_cluster(head)
+    queries = np.concatenate(
+        [stream.rng.standard_normal((20, HEAD_DIM)), centroids[:20], -points[:20]]
+    )
+    norms = np.linalg.norm(queries, axis=1)
+    for cluster, chunks in enumerate(members):
+        for row in (index.num_units + cluster, unit_of[cluster]):
+            away = np.linalg.norm(points[chunks] - centroids[row], axis=1)
+            assert (away <= radii[row]).all()
+            bounds = queries @ centroids[row] + norms * radii[row]
+            assert (queries @ points[chunks].T <= bounds[:, None] + 1e-12).all()

@@ -26,14 +26,15 @@ def test_chunk_means(device: str, dtype: torch.dtype, head_dim: int) -> None:
     keys = rows[:, 5:85]
     keys[1, 20:30] = 0
     starts = [4, 20, 30, 31, 47, 79]
-    points, norms, spreads = chunk_means(keys, torch.tensor(starts, device=device))
+    points, norms, furthest = chunk_means(keys, torch.tensor(starts, device=device))
     for i, (first, last) in enumerate(itertools.pairwise(starts)):
         chunk = keys[:, first:last].double()
         mean = chunk.mean(1)
         norm = mean.norm(dim=-1)
         assert_close(norms[:, i], norm, 1e-6)
         assert_close(points[:, i], mean / torch.where(norm > 0, norm, 1.0)[:, None], 1e-6)
-        assert_close(spreads[:, i], (chunk - mean[:, None]).norm(dim=-1).amax(1), 1e-6)
+        away = (chunk - mean[:, None]).norm(dim=-1)
+        assert torch.equal(furthest[:, i], first + away.argmax(1))
     assert (points[1, 1] == 0).all()
 
 

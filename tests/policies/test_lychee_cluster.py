@@ -14,12 +14,14 @@ from offload.policies.base import State
 from offload.policies.lychee_cluster.index import grow_index
 from offload.policies.lychee_cluster.layout import STATE
 from offload.policies.lychee_cluster.policy import LycheeCluster
-from offload.policies.lychee_cluster.search import SIZE_OF_BEST
+from offload.policies.lychee_cluster.views import ENDS, FOUND, GROUP_ENDS, OPENED
 from offload.policies.registry import make_policy
 
 SMALL = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0
 )
+PAPER = replace(SMALL, paper=True)
+FEW_RANKED = replace(SMALL, ranked_chunks=30)
 
 
 @pytest.fixture(scope="module")
@@ -30,34 +32,38 @@ def pool():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kv_len", [160, 200, 1000, 4000])
-def test_bounds_of_a_built_index(dtype, kv_len, pool):
-    stream = Stream(SMALL, pool, dtype=dtype)
+@pytest.mark.parametrize("kv_len", [160, 1000, 3000])
+@pytest.mark.parametrize("policy", [SMALL, FEW_RANKED, PAPER], ids=["all", "few", "paper"])
+def test_a_built_index(policy, dtype, kv_len, pool):
+    stream = Stream(policy, pool, dtype=dtype)
     stream.prefill(kv_len)
     stream.step()
     check_index(stream)
     index = stream.index
-    assert index.num_clusters == max(1, index.num_chunks // 2)
-    assert index.num_units == min(64, round(index.num_clusters**0.5))
+    assert index.num_groups == (max(1, index.num_chunks // 2) if policy.paper else index.num_chunks)
+    ranks_units = policy.paper or index.num_chunks > policy.ranked_chunks
+    assert index.num_units == (min(64, round(index.num_groups**0.5)) if ranks_units else 1)
 
 
 @pytest.mark.parametrize("text", [True, False])
-def test_thousands_of_grafts(text, pool):
-    """Unbounded generation: the index grows, its bounds hold, the buffer stays short."""
-    stream = Stream(SMALL, pool, text=text)
+@pytest.mark.parametrize("policy", [FEW_RANKED, PAPER], ids=["chunks", "paper"])
+def test_thousands_of_grafts(policy, text, pool):
+    """Unbounded generation: the index grows and holds, the buffer stays short."""
+    stream = Stream(policy, pool, text=text)
     stream.prefill(300)
-    for i in range(6000):
+    for i in range(3000):
         stream.step()
-        assert stream.kv_len - stream.index.indexed_end <= SMALL.unindexed_limit
-        if i in (0, 40, 300, 1500, 4100, 5999):
+        assert stream.kv_len - stream.index.indexed_end <= policy.unindexed_limit
+        if i in (0, 40, 300, 1500, 2999):
             check_index(stream)
-    assert stream.index.num_chunks > 6000 / 16
+    assert stream.index.num_chunks > 3000 / 16
     assert stream.index.indexed_end <= stream.kv_len - SMALL.recent_tokens
 
 
-def test_an_empty_index_fills_up(pool):
-    """A budget just below the length, all of it recent: the first chunk makes the first cluster."""
-    policy = replace(SMALL, budget_tokens=40, recent_tokens=30, sink_tokens=4)
+@pytest.mark.parametrize("policy", [SMALL, PAPER], ids=["chunks", "paper"])
+def test_an_empty_index_fills_up(policy, pool):
+    """A budget just below the length, all of it recent: the first chunk makes the first group."""
+    policy = replace(policy, budget_tokens=40, recent_tokens=30, sink_tokens=4)
     stream = Stream(policy, pool)
     stream.prefill(41)
     stream.step()
@@ -77,61 +83,81 @@ def snapshot(stream: Stream) -> LycheeIndex:
     return LycheeIndex(copied(stream.index.arrays))
 
 
-def upper_bounds(stream: Stream, index: LycheeIndex, query: torch.Tensor, head: int) -> np.ndarray:
-    """Rank of each cluster for a step's query, float64."""
-    centroids, radii = index.centroids()
-    heads = query.double().numpy().reshape(KV_HEADS, GROUP, HEAD_DIM)
-    total = heads[head].sum(axis=0)
-    norms, spreads = index.norms_and_spreads()
-    slack = stream.policy.radius_weight * np.linalg.norm(total)
-    ranks = norms[head] * (centroids[head] @ total + slack * radii[head]) + slack * spreads[head]
-    return ranks[index.num_units :]
+def selected_chunks(stream: Stream, index: LycheeIndex) -> list[set[int]]:
+    """Chunks of the last step's tokens, of each KV head."""
+    found = []
+    for tokens in stream.selection():
+        chosen = tokens[(tokens >= 4) & (tokens < min(index.indexed_end, stream.kv_len - 16))]
+        found.append(set(np.searchsorted(index.starts(), chosen, side="right") - 1))
+    return found
 
 
-@pytest.mark.parametrize("radius_weight", [0.0, 0.35, 1.0])
-def test_search_takes_the_clusters_of_largest_bound(radius_weight, pool):
-    """With all units kept, nothing outside the best clusters is attended."""
-    policy = replace(
-        SMALL,
-        kept_units=64,
-        candidate_ratio=1.0,
-        short_context_ratio=1.0,
-        radius_weight=radius_weight,
-    )
+def ranks(stream: Stream, index: LycheeIndex, query: torch.Tensor, head: int) -> np.ndarray:
+    """Of each group for a step's query, float64."""
+    heads = query.double().numpy().reshape(KV_HEADS, GROUP, HEAD_DIM)[head]
+    rows = index.rows()[head, index.num_units :]
+    if stream.policy.paper:
+        total = heads.sum(axis=0)
+        return rows @ total + np.linalg.norm(total) * index.radii()[head, index.num_units :]
+    peaks = np.maximum(0, heads @ index.peaks()[head].T)
+    return (heads @ rows.T + stream.policy.peak_weight * peaks).max(axis=0)
+
+
+@pytest.mark.parametrize("peak_weight", [0.0, 0.4])
+def test_search_takes_the_chunks_of_largest_rank(peak_weight, pool):
+    """Nothing outside the best chunks is attended."""
+    policy = replace(SMALL, carried_share=0.0, candidate_ratio=1.0, peak_weight=peak_weight)
     stream = Stream(policy, pool)
     stream.prefill(3000)
     stream.step()
     for _ in range(30):
         index = snapshot(stream)
         query = stream.step()
-        starts = index.starts()
-        for head, tokens in enumerate(stream.selection()):
-            chosen = tokens[(tokens >= 4) & (tokens < index.indexed_end)]
-            chosen = chosen[chosen < stream.kv_len - 16]
-            chunks = np.unique(np.searchsorted(starts, chosen, side="right") - 1)
-            members = index.members(head)
-            order = np.argsort(-upper_bounds(stream, index, query, head))
-            sizes = [sum(starts[c + 1] - starts[c] for c in members[i]) for i in order]
-            # As many of the best as hold the budget, guessed from the size of clusters.
+        lengths = np.diff(index.starts())
+        for head, chunks in enumerate(selected_chunks(stream, index)):
+            chunk_of = np.array([c for (c,) in index.members(head)])
+            order = chunk_of[np.argsort(-ranks(stream, index, query, head))]
+            sizes = lengths[order]
+            # As many of the best as hold the budget, guessed from the size of chunks.
             wanted = policy.budget_tokens - 20 - max(0, stream.kv_len - 16 - index.indexed_end)
             k = taken = 0
-            size = SIZE_OF_BEST * (index.indexed_end - 4) / index.num_clusters
+            size = lengths.sum() / len(lengths)
             while taken < wanted:
                 k += 1 + int((wanted - taken) / size)
                 taken = sum(sizes[:k])
                 size = taken / k
             # One more: float32 may see two neighbours in the other order.
-            allowed = {c for i in order[: k + 1] for c in members[i]}
-            assert set(chunks) <= allowed
-            if taken <= wanted:
-                assert {c for i in order[: k - 1] for c in members[i]} <= set(chunks)
+            assert chunks <= set(order[: k + 1])
 
 
-def test_pruned_units_lose_little(pool):
-    """Fewer units make a cheaper search; the best cluster is nearly always still found."""
-    stream = Stream(
-        replace(SMALL, kept_units=2, candidate_ratio=1.0, short_context_ratio=1.0), pool
-    )
+def test_the_papers_search_attends_the_best_clusters_whole(pool):
+    """In the order of eq. 2, until the budget is full."""
+    stream = Stream(PAPER, pool)
+    stream.prefill(900)
+    stream.step()
+    assert stream.index.num_units <= 6  # so many are opened
+    for _ in range(30):
+        index = snapshot(stream)
+        query = stream.step()
+        lengths = np.diff(index.starts())
+        for head, chunks in enumerate(selected_chunks(stream, index)):
+            members = index.members(head)
+            order = np.argsort(-ranks(stream, index, query, head))
+            wanted = PAPER.budget_tokens - 20 - max(0, stream.kv_len - 16 - index.indexed_end)
+            sizes = np.cumsum([lengths[members[i]].sum() for i in order])
+            full = int(np.searchsorted(sizes, wanted))  # the budget ends in this one
+            # Float32 may see two neighbours in the other order.
+            assert {c for i in order[: full - 1] for c in members[i]} <= chunks
+            assert chunks <= {c for i in order[: full + 2] for c in members[i]}
+
+
+@pytest.mark.parametrize(
+    "policy", [replace(SMALL, ranked_chunks=80), PAPER], ids=["chunks", "paper"]
+)
+def test_pruned_units_lose_little(policy, pool):
+    """Fewer units make a cheaper search; the best group is nearly always still found."""
+    options = {} if policy.paper else {"candidate_ratio": 1.0, "carried_share": 0.0}
+    stream = Stream(replace(policy, **options), pool)
     stream.prefill(3000)
     stream.step()
     found = 0
@@ -140,11 +166,58 @@ def test_pruned_units_lose_little(pool):
         query = stream.step()
         starts = index.starts()
         for head, tokens in enumerate(stream.selection()):
-            best = int(np.argmax(upper_bounds(stream, index, query, head)))
+            best = int(np.argmax(ranks(stream, index, query, head)))
             newest = index.members(head)[best][0]
             inside = (tokens >= starts[newest]) & (tokens < starts[newest + 1])
             found += bool(inside.any())
     assert found > 0.7 * 40 * KV_HEADS
+
+
+def test_grafted_chunks_are_ranked_whatever_the_units(pool):
+    stream = Stream(FEW_RANKED, pool)
+    stream.prefill(3000)
+    stream.step()
+    built = stream.index.num_chunks
+    while stream.index.num_chunks < built + 3:
+        stream.step()
+    index = snapshot(stream)
+    stream.step()
+    for units in stream.index.arrays["units"]:
+        opened = units[OPENED]
+        assert units[opened - 1] == index.num_units
+        assert units[GROUP_ENDS + opened - 1] == index.num_groups == built + 3
+        ranked = units[ENDS + opened - 1]
+        assert FEW_RANKED.ranked_chunks + 3 <= ranked < index.num_groups
+
+
+def test_what_had_the_most_attention_is_looked_at_again(pool):
+    stream = Stream(SMALL, pool)
+    stream.prefill(2000)
+    stream.step()
+    for _ in range(20):
+        index = snapshot(stream)
+        query = stream.step().double().numpy().reshape(KV_HEADS, GROUP, HEAD_DIM)
+        arrays, keys = stream.index.arrays, stream.keys()
+        carried = []
+        for head, tokens in enumerate(stream.selection()):
+            tag, count, *noted = arrays["carried"][head, stream.kv_len & 1]
+            assert (tag, count) == (stream.kv_len, SMALL.carried_share * 140)
+            indexed = tokens[(tokens >= 4) & (tokens < index.indexed_end)]
+            indexed = indexed[indexed < stream.kv_len - 16]
+            scores = query[head] @ keys[head].T * HEAD_DIM**-0.5
+            weights = np.exp(scores)[:, indexed]
+            considered = arrays["candidates"][head, : arrays["units"][head, FOUND]]
+            sums = np.exp(scores)[
+                :, [*range(4), *considered, *range(index.indexed_end, stream.kv_len)]
+            ]
+            order = np.argsort(-(weights / sums.sum(axis=1, keepdims=True)).sum(axis=0))
+            assert len(set(noted) - set(indexed[order[: count + 1]])) == 0  # one near-tie
+            carried.append(noted)
+        stream.step()
+        for head, noted in enumerate(carried):
+            candidates = arrays["candidates"][head, : arrays["units"][head, FOUND]]
+            assert (np.diff(candidates) > 0).all()
+            assert set(noted) <= set(candidates)
 
 
 def test_the_buffer_is_attended_in_full(pool):
@@ -210,6 +283,7 @@ def test_truncation(pool):
         stream.attention.states.truncate(stream.seq, kv_len)
         stream.kv_len = kv_len
         assert stream.index.num_chunks == chunks
+        assert (stream.index.arrays["carried"][..., 0] <= kv_len).all()
         for _ in range(3):
             stream.step()
             for tokens in stream.selection():
@@ -225,8 +299,9 @@ def test_truncation(pool):
     check_index(stream)
 
 
-def test_growing_keeps_the_index_and_widens_links(pool):
-    stream = Stream(SMALL, pool)
+@pytest.mark.parametrize("policy", [SMALL, PAPER], ids=["chunks", "paper"])
+def test_growing_keeps_the_index_and_widens_links(policy, pool):
+    stream = Stream(policy, pool)
     stream.prefill(700)
     stream.step()
     before = stream.index
@@ -248,8 +323,9 @@ def test_growing_keeps_the_index_and_widens_links(pool):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_index_bytes(head_dim, pool):
-    """At most 1.3 % of the keys and values, at the chunk length of real text (13 tokens)."""
+@pytest.mark.parametrize(("paper", "share"), [(True, 0.013), (False, 0.043)])
+def test_index_bytes(paper, share, head_dim, pool):
+    """Of the keys and values, at the chunk length of real text (13 tokens)."""
     from offload.policies.base import BuildContext
 
     kv_len, heads = 8192, 3
@@ -257,7 +333,7 @@ def test_index_bytes(head_dim, pool):
     marks = np.full(kv_len, 0x40, np.uint8)
     marks[12::13] = 2
     marks[13::13] = 0
-    policy = make_policy("lychee_cluster")
+    policy = make_policy("lychee_cluster", paper=paper)
     context = BuildContext(
         layer_idx=2,
         keys=keys,
@@ -270,7 +346,7 @@ def test_index_bytes(head_dim, pool):
     )
     index = LycheeIndex(policy.build(context))
     assert 12 < index.indexed_end / index.num_chunks < 14
-    assert index.index_bytes <= 0.013 * 2 * keys.numel() * 2
+    assert index.index_bytes <= share * 2 * keys.numel() * 2
 
 
 @pytest.mark.parametrize(
@@ -279,13 +355,15 @@ def test_index_bytes(head_dim, pool):
         ({"buffer_tokens": -1}, "buffer_tokens must be an int in"),
         ({"min_chunk_tokens": 17}, r"min_chunk_tokens must be an int in \[1, 16\], got 17"),
         ({"max_chunk_tokens": 17}, r"max_chunk_tokens must be an int in \[1, 16\], got 17"),
-        ({"chunks_per_cluster": 0}, "chunks_per_cluster must be an int in"),
+        ({"paper": True, "chunks_per_cluster": 0}, "chunks_per_cluster must be an int in"),
+        ({"chunks_per_cluster": 4}, "chunks_per_cluster=4 means nothing with paper=False"),
+        ({"paper": True, "peak_weight": 0.2}, "peak_weight=0.2 means nothing with paper=True"),
         ({"max_units": 65}, r"max_units must be an int in \[1, 64\], got 65"),
-        ({"kept_units": 0}, "kept_units must be an int in"),
+        ({"ranked_chunks": 0}, "ranked_chunks must be an int in"),
         ({"iterations": True}, "iterations must be an int in"),
-        ({"short_context_ratio": 65}, r"short_context_ratio must be in \[1, 64\], got 65"),
+        ({"carried_share": 1.5}, r"carried_share must be in \[0, 1\], got 1.5"),
         ({"candidate_ratio": 0.5}, r"candidate_ratio must be in \[1, 64\], got 0.5"),
-        ({"radius_weight": 1.5}, r"radius_weight must be in \[0, 1\], got 1.5"),
+        ({"peak_weight": -1}, r"peak_weight must be in \[0, 1\], got -1"),
         ({"budget_tokens": 79}, "budget_tokens=79 cannot hold"),
     ],
 )

@@ -63,9 +63,9 @@ def run(pool: WorkerPool, policy: LycheeCluster, *, prepares: bool, steps: int) 
     return results
 
 
-@pytest.mark.parametrize("kept_units", [1, 6, 64])
-def test_preparing_changes_nothing(kept_units, pool):
-    policy = replace(POLICY, kept_units=kept_units)
+@pytest.mark.parametrize("options", [{"ranked_chunks": 10}, {}, {"paper": True}], ids=str)
+def test_preparing_changes_nothing(options, pool):
+    policy = replace(POLICY, **options)
     expected = run(pool, policy, prepares=False, steps=60)
     actual = run(pool, policy, prepares=True, steps=60)
     for ours, theirs in zip(actual, expected, strict=True):
@@ -75,7 +75,7 @@ def test_preparing_changes_nothing(kept_units, pool):
 
 def test_what_was_opened_is_known_in_the_next_step(pool):
     """Grafts, which look for the nearest units, leave the search's units alone."""
-    stream = Stream(replace(POLICY, kept_units=5), pool)
+    stream = Stream(replace(POLICY, paper=True), pool)
     stream.prefill(3000)
     for _ in range(80):
         stream.step()
@@ -83,7 +83,7 @@ def test_what_was_opened_is_known_in_the_next_step(pool):
         for head in range(KV_HEADS):
             units = arrays["units"][head]
             opened, found = units[OPENED], units[FOUND]
-            assert 5 <= opened <= index.num_units
+            assert 6 <= opened <= index.num_units
             assert len(set(units[:opened])) == opened
             assert units[:opened].max() < index.num_units
             assert 0 < found <= index.candidate_capacity

@@ -24,7 +24,8 @@ from offload.decode.sampling import SamplingOptions, TokenChooser
 from offload.models.batch import pack
 from offload.policies import Policy
 from offload.policies.base import RETRIEVE, REUSE
-from offload.policies.lychee_cluster.index_on_device import cluster_on_device
+from offload.policies.lychee_cluster.index import IndexShape
+from offload.policies.lychee_cluster.index_on_device import group_on_device
 from offload.policies.registry import make_policy
 from offload.prefill import layer
 from offload.prefill.forward import prefill
@@ -114,15 +115,14 @@ def test_the_rehearsal_launches_every_kernel(
         if name == "lychee_cluster":
             keys = torch.zeros(700, runtime.store.num_kv_heads, runtime.store.head_dim)
             starts = np.arange(0, 701, 7)
-            cluster_on_device(
-                keys.transpose(0, 1), starts, num_clusters=16, num_units=1, iterations=2
-            )
+            shape = IndexShape(starts, 100, 1, 100, 64, 8, paper=False)
+            group_on_device(keys.transpose(0, 1), shape, 2)
         wanted = launches.take()
     kernels = {kernel for kernel, _ in wanted}
     assert {"gemv_kernel", "silu_mul_kernel", "rotate_kernel", "pick_kernel"} <= kernels
     assert ("await_flag_kernel" in kernels) == (backend == "flags")
     assert ("gather_rows_kernel" in kernels) == (name == "lychee_decode")
-    assert ("cover_kernel" in kernels) == (name == "lychee_cluster")
+    assert ("chunk_means_kernel" in kernels) == (name == "lychee_cluster")
     assert wanted - rehearsed == set()
 
 

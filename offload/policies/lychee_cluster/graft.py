@@ -1,8 +1,10 @@
 """Grafting: LycheeCluster takes the oldest tokens of its buffer into the index, chunk by chunk.
 
-Source: arXiv 2603.08453, section 4.4 (lazy update). A chunk goes to the nearest fine cluster, found
-through the coarse units; centroids are moving averages, radii only grow, by what the new chunk and
-the move of the centroid ask for.
+A chunk becomes a group of its own, behind those that were built.
+
+In the paper's index (arXiv 2603.08453, section 4.4, lazy update) it goes to the nearest fine
+cluster, found through the coarse units; centroids are moving averages, radii only grow, by what the
+new chunk and the move of the centroid ask for.
 """
 
 from __future__ import annotations
@@ -115,80 +117,119 @@ def _scale_rows(scores: Any, scales: Any, first: int, n: int) -> None:
 
 
 @numba.njit(cache=True)
-def _note_norm_and_spread(header: Any, scale: Any, count: int, norm: float, spread: float) -> None:
-    """Mean norm of `count` chunks and one more, and the largest spread, in whole steps."""
-    if header.norm_step == 0:  # the first chunk of an index that was built empty
-        header.norm_step = np.float32(1.5 / 255 * norm)
-        header.spread_step = np.float32(1.5 / 255 * spread)
-    norm_step, spread_step = header.norm_step, header.spread_step
-    code = np.int64(scale[2])
-    mean = np.float64(code & 0xFF)
-    if norm_step > 0:
-        mean += (norm / norm_step - mean) / (count + 1)
-    largest = code >> 8
-    if spread_step > 0:
-        largest = max(largest, np.int64(np.ceil(spread / spread_step)))
-    scale[2] = min(255, np.int64(np.rint(mean))) | min(255, largest) << 8
+def _mean_key(keys: Any, length: int, out: Any) -> float:
+    """Writes the mean of `length` keys; its norm."""
+    width = len(out)
+    squares = 0.0
+    for d in range(width):
+        total = np.float32(0)
+        for i in range(length):
+            total += keys[i * width + d]
+        out[d] = total / np.float32(length)
+        squares += out[d] * out[d]
+    return float(np.sqrt(squares))
 
 
 @numba.njit(cache=True)
-def _chunk_key(ctx: Any, keys: Any, length: int, out: Any) -> Any:
-    """Writes the unit-length mean of `length` keys; its norm before, and their spread around it."""
-    squares = 0.0
-    for d in range(ctx.head_dim):
-        total = np.float32(0)
-        for i in range(length):
-            total += keys[i * ctx.head_dim + d]
-        out[d] = total / np.float32(length)
-        squares += out[d] * out[d]
-    furthest = 0.0
+def _write_peak(keys: Any, length: int, mean: Any, out: Any) -> None:
+    """The way from the mean to the furthest key, the first of equals."""
+    width = len(out)
+    furthest, largest = 0, np.float32(0)
     for i in range(length):
-        distance = 0.0
-        for d in range(ctx.head_dim):
-            off = keys[i * ctx.head_dim + d] - out[d]
+        distance = np.float32(0)
+        for d in range(width):
+            off = keys[i * width + d] - mean[d]
             distance += off * off
-        furthest = max(furthest, distance)
-    if squares > 0:
-        inverse = np.float32(1 / np.sqrt(squares))
-        for d in range(ctx.head_dim):
-            out[d] *= inverse
-    return np.sqrt(squares), np.sqrt(furthest)
+        if distance > largest:
+            furthest, largest = i, distance
+    for d in range(width):
+        out[d] = keys[furthest * width + d] - mean[d]
+
+
+@numba.njit(cache=True)
+def _quantize(x: Any, row: Any) -> Any:
+    """Writes x in whole steps; the bits of the step."""
+    largest = np.float32(0)
+    for d in range(len(x)):
+        largest = max(largest, abs(x[d]))
+    bits = bfloat16_bits_up(largest / np.float32(127))
+    step = from_bfloat16(bits)
+    for d in range(len(x)):
+        row[d] = np.int8(np.rint(x[d] / step)) if step > 0 else np.int8(0)
+    return bits
+
+
+@numba.njit(inline="always")
+def _note_header(ctx: Any, cluster: Any) -> Any:
+    """Note the header as it is before a graft, of one that joins `cluster` or none; the note."""
+    state = read_state(ctx.arrays)
+    last = read_last_graft(state.last_graft + LAST_GRAFT_BYTES * ctx.unit)
+    last.kv_len, last.cluster = ctx.kv_len, cluster
+    words = HEADER_BYTES // 8
+    view_uint64(state.old_header, words, ctx.unit)[:] = view_uint64(state.header, words, ctx.unit)
+    return last
 
 
 @numba.njit(cache=True)
 def _note_before(ctx: Any, index: Any, unit: Any, cluster: Any) -> None:
     """Note what grafting onto a cluster will change (`take_back_graft`)."""
     state, header = read_state(ctx.arrays), index.header
-    last = read_last_graft(state.last_graft + LAST_GRAFT_BYTES * ctx.unit)
-    last.kv_len, last.unit, last.cluster = ctx.kv_len, unit, cluster
-    last.link = link_of(index.links, index.high, cluster)
-    words = HEADER_BYTES // 8
-    view_uint64(state.old_header, words, ctx.unit)[:] = view_uint64(state.header, words, ctx.unit)
-    old_scales = view_uint16(state.old_scales, 6, ctx.unit)
+    last = _note_header(ctx, cluster)
+    last.unit, last.link = unit, link_of(index.links, index.high, cluster)
+    old_scales = view_uint16(state.old_scales, 4, ctx.unit)
     old_rows = view_uint8(state.old_rows, 2 * ctx.head_dim, ctx.unit)
     for i in range(2):
         row = unit if i == 0 else header.num_units + cluster
         for d in range(ctx.head_dim):
             old_rows[i * ctx.head_dim + d] = np.uint8(index.rows[row, d])
-        for kind in range(3):
-            old_scales[3 * i + kind] = index.scales[kind, row]
+        for kind in range(2):
+            old_scales[2 * i + kind] = index.scales[kind, row]
 
 
 @numba.njit
 def _graft(pointer: Any, ctx: Any, length: int) -> None:
-    """Put the next `length` tokens into the index: a chunk of the nearest cluster."""
+    """Put the next `length` tokens into the index: a chunk of the nearest cluster, or a group."""
     index = index_of(ctx)
-    header, rows, scales, ranges, _, _, links, high = index
+    header = index.header
     scratch = scratch_of(ctx, header)
-    point_address, key_address, score_address = scratch.query, scratch.keys, scratch.scores
+    load_keys(pointer, ctx.load_keys, header.indexed_end, length, scratch.keys)
+    mean = view_float32(scratch.query, ctx.head_dim)
+    keys = view_float32(scratch.keys, length * ctx.head_dim)
+    norm = _mean_key(keys, length, mean)
+    chunk = header.num_chunks
+    if header.paper:
+        if norm > 0:
+            mean *= np.float32(1 / norm)
+        group = _join_nearest(pointer, ctx, index, scratch)
+    else:
+        _note_header(ctx, -1)
+        group = header.num_groups
+        row = header.num_units + group
+        header.num_groups += 1
+        index.scales[0, row] = _quantize(mean, index.rows[row])
+        peak = view_float32(scratch.centroids, ctx.head_dim)
+        _write_peak(keys, length, mean, peak)
+        index.scales[1, row] = _quantize(peak, index.peaks[group])
+        set_link(index.links, index.high, group, 0)
+    newest = link_of(index.links, index.high, group)
+    set_link(index.links, index.high, header.capacity_groups + chunk, newest)
+    set_link(index.links, index.high, group, chunk + 1)
+    header.num_chunks += 1
+    header.indexed_end += length
+    if ctx.unit == 0:  # the heads share the starts, and nobody reads them while tokens are appended
+        set_chunk_start(index.blocks, index.offsets, chunk + 1, header.indexed_end)
+    ctx.bytes_touched += length * ctx.head_dim * 2 + 8 * ctx.head_dim
+
+
+@numba.njit
+def _join_nearest(pointer: Any, ctx: Any, index: Any, scratch: Any) -> int:
+    """Move the cluster nearest to the chunk key in `scratch.query`, and its unit; the cluster."""
+    header, rows, scales, ranges = index.header, index.rows, index.scales, index.ranges
     num_units = header.num_units
     base = read_state(ctx.arrays).rows + ctx.unit * len(rows) * ctx.head_dim
-    scores = view_float32(score_address, max(header.num_clusters, num_units))
-    load_keys(pointer, ctx.load_keys, header.indexed_end, length, key_address)
-    point = view_float32(point_address, ctx.head_dim)
-    keys = view_float32(key_address, length * ctx.head_dim)
-    norm, spread = _chunk_key(ctx, keys, length, point)
-    score_int8(pointer, ctx.score_int8, point_address, 1, base, num_units, score_address)
+    scores = view_float32(scratch.scores, max(header.num_groups, num_units))
+    point = view_float32(scratch.query, ctx.head_dim)
+    score_int8(pointer, ctx.score_int8, scratch.query, 1, base, num_units, scratch.scores)
     _scale_rows(scores, scales, 0, num_units)
     near = view_int32(scratch.units + 4 * NEAR, _GRAFT_UNITS)
     kept = min(_GRAFT_UNITS, num_units)
@@ -201,11 +242,11 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
         score_int8(
             pointer,
             ctx.score_int8,
-            point_address,
+            scratch.query,
             1,
             base + (num_units + first) * ctx.head_dim,
             n,
-            score_address,
+            scratch.scores,
         )
         _scale_rows(scores, scales, num_units + first, n)
         for j in range(n):
@@ -213,27 +254,17 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
                 unit, cluster, largest = near[i], first + j, scores[j]
     _note_before(ctx, index, unit, cluster)
     count = 0
-    link = link_of(links, high, cluster)
+    link = link_of(index.links, index.high, cluster)
     while link > 0 and count < _MAX_COUNT:
         count += 1
-        link = link_of(links, high, header.num_clusters + link - 1)
+        link = link_of(index.links, index.high, header.capacity_groups + link - 1)
     old = view_float32(scratch.centroids, ctx.head_dim)
     new = view_float32(scratch.centroids, ctx.head_dim, 1)
     row = num_units + cluster
-    below_unit = ranges[num_units + 1 + unit]
     _move_centroid(rows[row], scales[:, row], count, point, old, new)
-    _note_norm_and_spread(header, scales[:, row], count, norm, spread)
-    _move_centroid(rows[unit], scales[:, unit], below_unit, point, old, new)
-    _note_norm_and_spread(header, scales[:, unit], below_unit, norm, spread)
-    chunk = header.num_chunks
-    set_link(links, high, header.num_clusters + chunk, link_of(links, high, cluster))
-    set_link(links, high, cluster, chunk + 1)
+    _move_centroid(rows[unit], scales[:, unit], ranges[num_units + 1 + unit], point, old, new)
     ranges[num_units + 1 + unit] += 1
-    header.num_chunks += 1
-    header.indexed_end += length
-    if ctx.unit == 0:  # the heads share the starts, and nobody reads them while tokens are appended
-        set_chunk_start(index.blocks, index.offsets, chunk + 1, header.indexed_end)
-    ctx.bytes_touched += length * ctx.head_dim * 2 + 8 * ctx.head_dim
+    return int(cluster)
 
 
 def forget_graft(arrays: State) -> None:
@@ -244,17 +275,19 @@ def forget_graft(arrays: State) -> None:
 def take_back_graft(arrays: State, kv_len: int) -> None:
     """The index as before the last graft, where that came after `kv_len` tokens.
 
-    What is behind the last chunk, in starts and links, is written again with the next one.
+    What is behind the last chunk, in starts, links and rows, is written again with the next one.
     """
     header, last_graft = arrays["header"], arrays["last_graft"][:, 0]
     num_units = int(header["num_units"][0])
     for h in np.flatnonzero(last_graft["kv_len"] > kv_len):
         unit, cluster, link = (int(last_graft[name][h]) for name in ("unit", "cluster", "link"))
+        header[h] = arrays["old_header"][h, 0]
+        if cluster < 0:
+            continue
         changed = [unit, num_units + cluster]
         arrays["rows"][h, changed] = arrays["old_rows"][h].reshape(2, -1)
-        arrays["scales"][h][:, changed] = arrays["old_scales"][h].reshape(2, 3).T
+        arrays["scales"][h][:, changed] = arrays["old_scales"][h].reshape(2, 2).T
         arrays["ranges"][h, num_units + 1 + unit] -= 1
-        header[h] = arrays["old_header"][h, 0]
         arrays["links"][h, cluster] = link & 0xFFFF
         if header["has_high_links"][h]:
             arrays["links_high"][h, cluster] = link >> 16

@@ -1,22 +1,28 @@
-"""LycheeCluster's index of one layer: coarse units -> fine clusters -> chunks, for every KV head.
+"""LycheeCluster's index of one layer: coarse units -> groups -> chunks, for every KV head.
 
-Centroids are int8 rows with a bfloat16 scale, each with a bfloat16 covering radius, rounded up.
-Radii are measured from the *dequantised* centroid, so that for every chunk key v (the unit-length
-mean of a chunk's keys) below a centroid mu and every query q
+Coarse units are clusters of chunks, found by the directions of their mean keys. Below them every
+chunk is ranked by itself: by its mean key and its peak, the way from there to its furthest key.
+
+In the paper's index there are clusters of chunks below the units. Centroids have covering radii
+there, measured from the *dequantised* centroid and rounded up, so that for every chunk key v (the
+unit-length mean of a chunk's keys) below a centroid mu and every query q
 
     q·v <= q·mu + |q| radius                                   (arXiv 2603.08453, eq. 2)
 
-holds for the numbers stored. The arrays: `layout`.
+holds for the numbers stored. Rows are int8 with a bfloat16 scale. The arrays: `layout`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from cpu_ops.clustering import chunk_means, spherical_kmeans
 from offload.policies.base import BuildContext, State
@@ -26,38 +32,31 @@ from offload.policies.lychee_cluster.layout import (
     scratch_rows,
 )
 
-Array = npt.NDArray[Any]
-Float32Array = npt.NDArray[np.float32]
 _LOW_LINKS = 1 << 16
-FIXED = ("header", "rows", "scales", "ranges")  # whatever the capacity
+FIXED = ("header", "ranges", "carried")  # whatever the capacity
 
 
-def bfloat16_up(x: Float32Array) -> npt.NDArray[np.uint16]:
-    """Bits of the smallest bfloat16 >= x, for x >= 0."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    up: npt.NDArray[np.uint16] = ((bits + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
-    return up
+def bfloat16_up(x: Tensor) -> Tensor:
+    """Bits, int32, of the smallest bfloat16 >= x, for x >= 0."""
+    return (x.contiguous().view(torch.int32) + 0xFFFF) >> 16
 
 
-def bfloat16_value(bits: npt.NDArray[np.uint16]) -> Float32Array:
-    """float32 of bfloat16 bits."""
-    value: Float32Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return value
+def bfloat16_of(bits: Tensor) -> Tensor:
+    """float32 of bfloat16 bits in int32."""
+    return (bits << 16).view(torch.float32)
 
 
-def quantize_rows(x: Float32Array) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint16]]:
-    """int8 rows and the bfloat16 bits of their scales: x ~ rows * scale."""
-    scales = bfloat16_up(np.abs(x).max(axis=-1) / 127)
-    steps = bfloat16_value(scales)[..., None]
-    rows = np.rint(np.divide(x, steps, out=np.zeros_like(x), where=steps > 0))
-    return rows.astype(np.int8), scales
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 rows and the bits, int32, of their bfloat16 scales: x ~ rows * scale."""
+    scales = bfloat16_up(x.abs().amax(-1) / 127)
+    steps = bfloat16_of(scales)[..., None]
+    rows = torch.where(steps > 0, x / steps, 0.0).round()
+    return rows.to(torch.int8), scales
 
 
-def encode_bytes(x: Float32Array, steps: Float32Array) -> npt.NDArray[np.uint16]:
-    """x [heads, n] in whole steps [heads] of at most 255, rounded up."""
-    steps = np.where(steps > 0, steps, 1)[:, None]
-    codes: npt.NDArray[np.uint16] = np.clip(np.ceil(x / steps), 0, 255).astype(np.uint16)
-    return codes
+def padded_radius(radius: Tensor) -> Tensor:
+    """bfloat16 bits of a radius that holds in spite of float32 rounding."""
+    return bfloat16_up(radius * (1 + 1e-5) + 1e-6)
 
 
 @numba.njit(cache=True)
@@ -91,89 +90,136 @@ def _write_starts(blocks: Any, offsets: Any, starts: Any) -> None:
         set_chunk_start(blocks, offsets, i, starts[i])
 
 
-def padded_radius(radius: Float32Array) -> npt.NDArray[np.uint16]:
-    """bfloat16 bits of a radius that holds in spite of float32 rounding."""
-    return bfloat16_up(radius * np.float32(1 + 1e-5) + np.float32(1e-6))
-
-
 @dataclass(frozen=True)
-class Clusters:
-    """What clustering a layer's chunks has found; units and clusters of a head share `rows`.
+class Groups:
+    """What is ranked in a layer: units, and below them groups of chunks. Tensors of one device.
 
     Attributes:
-        rows, scales: quantised centroids [heads, num_units + num_clusters, head_dim], their scales'
-            bits.
-        radii: float32 [heads, num_units + num_clusters].
-        labels: int32 [heads, num_chunks], the cluster of each chunk.
-        units: int32 [heads, num_clusters], ascending: the unit of each cluster.
-        norms, spreads: float32 [heads, num_chunks], of `chunk_means`.
+        rows: int8 [heads, num_units + num_groups, head_dim].
+        scales: int16 [heads, 2, num_units + num_groups], bits as `layout` has them.
+        peaks: int8 [heads, num_groups, head_dim], or of no heads where groups are clusters.
+        labels: int32 [heads, num_chunks], the group of each chunk.
+        units: int32 [heads, num_groups], ascending: the unit of each group.
     """
 
-    rows: npt.NDArray[np.int8]
-    scales: npt.NDArray[np.uint16]
-    radii: Float32Array
-    labels: Array
-    units: Array
-    norms: Float32Array
-    spreads: Float32Array
+    rows: Tensor
+    scales: Tensor
+    peaks: Tensor
+    labels: Tensor
+    units: Tensor
 
 
 @dataclass(frozen=True)
 class IndexShape:
-    """How many chunks, clusters and units a layer's index has, and what it leaves room for."""
+    """How many chunks, groups and units a layer's index has, and what it leaves room for."""
 
     starts: npt.NDArray[np.int64]  # first token of each chunk, then the end
-    num_clusters: int
+    num_groups: int
     num_units: int
     capacity_chunks: int
     candidate_capacity: int
+    carried_tokens: int
+    paper: bool
 
     @property
     def num_chunks(self) -> int:
         return len(self.starts) - 1
 
 
-def cluster_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> Clusters:
-    """Cluster the chunks of a layer's keys on the CPU, and the clusters into units."""
+def group_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> Groups:
+    """Group the chunks of a layer's keys on the CPU."""
     if not shape.num_chunks:
-        return no_clusters(context.keys.shape[0], context.keys.shape[2])
-    points, norms, spreads = chunk_means(context.pool, context.keys, shape.starts)
-    labels, fine = spherical_kmeans(context.pool, points, shape.num_clusters, iterations)
+        return no_groups(context.keys.shape[0], context.keys.shape[2], shape)
+    points, norms, furthest = chunk_means(context.pool, context.keys, shape.starts)
+    if not shape.paper:
+        units, coarse = spherical_kmeans(context.pool, points, shape.num_units, iterations)
+        found = (points, norms, furthest, units, coarse)
+        return chunks_of_units(context.keys, *map(torch.from_numpy, found))
+    labels, fine = spherical_kmeans(context.pool, points, shape.num_groups, iterations)
     units, coarse = spherical_kmeans(context.pool, fine, shape.num_units, iterations)
-    # Clusters in the order of their units.
-    order = np.argsort(units, axis=1, kind="stable")
-    position = np.empty_like(labels, shape=order.shape)
-    np.put_along_axis(position, order, np.arange(shape.num_clusters)[None], axis=1)
-    labels = np.take_along_axis(position, labels, axis=1)
-    units = np.take_along_axis(units, order, axis=1)
-    fine = np.take_along_axis(fine, order[..., None], axis=1)
 
-    rows, scales = quantize_rows(np.concatenate([coarse, fine], axis=1))
-    steps = bfloat16_value(scales)
-    of_unit = np.take_along_axis(units, labels, axis=1)
-    radii = np.maximum(
-        _radii(points, labels + shape.num_units, rows, steps), _radii(points, of_unit, rows, steps)
+    def cover(labels: Tensor, units: Tensor, rows: Tensor, steps: Tensor) -> Tensor:
+        groups, coarser = labels.numpy(), units.gather(1, labels).numpy()
+        given = rows.numpy(), steps.numpy()
+        of_groups = _radii(points, groups + shape.num_units, *given)
+        return torch.from_numpy(np.maximum(of_groups, _radii(points, coarser, *given)))
+
+    found = (labels, fine, units, coarse)
+    return clusters_of_units(cover, *map(torch.from_numpy, found))
+
+
+def chunks_of_units(
+    keys: Tensor, points: Tensor, norms: Tensor, furthest: Tensor, units: Tensor, coarse: Tensor
+) -> Groups:
+    """Every chunk a group.
+
+    Args:
+        keys: [heads, kv_len, head_dim].
+        points, norms, furthest: of `chunk_means`.
+        units: [heads, num_chunks], the unit of each chunk.
+        coarse: float32 [heads, num_units, head_dim].
+    """
+    units, order, position = _by_unit(units)
+    in_order = order[..., None].expand_as(points)
+    means = (points * norms[..., None]).gather(1, in_order)
+    tokens = furthest.gather(1, order)[..., None].expand_as(points)
+    rows, scales = quantize_rows(torch.cat([coarse, means], dim=1))
+    peaks, of_peaks = quantize_rows(keys.gather(1, tokens).float() - means)
+    none = torch.zeros_like(scales[:, : coarse.shape[1]])
+    scales = torch.stack([scales, torch.cat([none, of_peaks], dim=1)], dim=1)
+    return Groups(rows, scales.to(torch.int16), peaks, position.int(), units.int())
+
+
+def clusters_of_units(
+    cover: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    labels: Tensor,
+    fine: Tensor,
+    units: Tensor,
+    coarse: Tensor,
+) -> Groups:
+    """Clusters of chunks.
+
+    Args:
+        cover: radii of rows in order, of labels, units, rows and their scales.
+        labels: [heads, num_chunks], the cluster of each chunk.
+        fine: float32 [heads, num_clusters, head_dim].
+        units: [heads, num_clusters], the unit of each cluster.
+        coarse: float32 [heads, num_units, head_dim].
+    """
+    units, order, position = _by_unit(units)
+    labels = position.gather(1, labels.long())
+    fine = fine.gather(1, order[..., None].expand_as(fine))
+    rows, scales = quantize_rows(torch.cat([coarse, fine], dim=1))
+    radii = padded_radius(cover(labels, units, rows, bfloat16_of(scales)))
+    scales = torch.stack([scales, radii], dim=1).to(torch.int16)
+    return Groups(rows, scales, rows[:0], labels.int(), units.int())
+
+
+def _by_unit(units: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Units ascending, int64; where each was before; and where it is now."""
+    units = units.long()
+    order = torch.argsort(units, dim=1, stable=True)
+    position = torch.empty_like(order)
+    numbers = torch.arange(order.shape[1], device=order.device)
+    position.scatter_(1, order, numbers.expand_as(order))
+    return units.gather(1, order), order, position
+
+
+def no_groups(num_heads: int, head_dim: int, shape: IndexShape) -> Groups:
+    """One unit; in the paper's index below it a cluster, which the first chunk will fill."""
+    rows = torch.zeros(num_heads, 1 + shape.num_groups, head_dim, dtype=torch.int8)
+    return Groups(
+        rows=rows,
+        scales=torch.zeros(num_heads, 2, rows.shape[1], dtype=torch.int16),
+        peaks=rows[:0] if shape.paper else rows[:, 1:],
+        labels=torch.zeros(num_heads, 0, dtype=torch.int32),
+        units=torch.zeros(num_heads, shape.num_groups, dtype=torch.int32),
     )
-    return Clusters(rows, scales, radii, labels, units, norms, spreads)
 
 
-def no_clusters(num_heads: int, head_dim: int) -> Clusters:
-    """One empty cluster, which the first chunk will fill, in one unit."""
-    of_chunks = np.zeros((num_heads, 0), np.float32)
-    return Clusters(
-        rows=np.zeros((num_heads, 2, head_dim), np.int8),
-        scales=np.zeros((num_heads, 2), np.uint16),
-        radii=np.zeros((num_heads, 2), np.float32),
-        labels=np.zeros((num_heads, 0), np.int32),
-        units=np.zeros((num_heads, 1), np.int32),
-        norms=of_chunks,
-        spreads=of_chunks,
-    )
-
-
-def index_arrays(clusters: Clusters, shape: IndexShape) -> State:
-    """The arrays of a layer's index."""
-    labels, units, rows = clusters.labels, clusters.units, clusters.rows
+def index_arrays(groups: Groups, shape: IndexShape) -> State:
+    """The arrays of a layer's index, of groups on the CPU."""
+    labels, units, rows = (x.numpy() for x in (groups.labels, groups.units, groups.rows))
     heads, num_units = len(rows), shape.num_units
     of_unit = np.take_along_axis(units, labels, axis=1)
     ranges = np.zeros((heads, 2 * num_units + 1), np.int32)
@@ -182,44 +228,20 @@ def index_arrays(clusters: Clusters, shape: IndexShape) -> State:
         ranges[h, num_units + 1 :] = np.bincount(of_unit[h], minlength=num_units)
 
     header = np.zeros(heads, HEADER)
-    mean_norms, max_spreads = _norms_and_spreads(
-        clusters.norms, clusters.spreads, labels, of_unit, rows.shape[:2]
-    )
-    # Half as much again as the largest there is, for what is to come.
-    norm_steps, spread_steps = (
-        1.5 / 255 * x.max(axis=1, initial=0).astype(np.float32)
-        for x in (clusters.norms, clusters.spreads)
-    )
-    header["norm_step"], header["spread_step"] = norm_steps, spread_steps
-    codes = encode_bytes(mean_norms, norm_steps) | encode_bytes(max_spreads, spread_steps) << 8
     header["num_chunks"] = shape.num_chunks
     header["indexed_end"] = shape.starts[-1]
     header["num_units"] = num_units
-    header["num_clusters"] = shape.num_clusters
+    header["num_groups"] = shape.num_groups
     header["candidate_capacity"] = shape.candidate_capacity
-    links = np.zeros((heads, shape.num_clusters + shape.capacity_chunks), np.int32)
-    _link(labels, shape.num_clusters, links)
-    scales = np.stack([clusters.scales, padded_radius(clusters.radii), codes], axis=1)
-    arrays: State = {"header": header, "rows": rows, "scales": scales, "ranges": ranges}
+    header["carried_tokens"] = shape.carried_tokens
+    header["paper"] = shape.paper
+    links = np.zeros((heads, shape.num_groups + shape.num_chunks), np.int32)
+    _link(labels, shape.num_groups, links)
+    scales = groups.scales.numpy().view(np.uint16)
+    carried = np.zeros((heads, 2, 2 + shape.carried_tokens), np.int32)
+    arrays: State = {"header": header, "ranges": ranges, "carried": carried}
+    arrays |= {"rows": rows, "peaks": groups.peaks.numpy(), "scales": scales}
     return _with_room(arrays, shape.starts, links, shape.capacity_chunks)
-
-
-def _norms_and_spreads(
-    norms: Float32Array,
-    spreads: Float32Array,
-    labels: Array,
-    of_unit: Array,
-    shape: tuple[int, ...],
-) -> tuple[Float32Array, Float32Array]:
-    """Mean norm and largest spread of the chunks below each row, [heads, units + clusters]."""
-    means, largest = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    num_units = shape[1] - max(1, int(labels.max(initial=0)) + 1)
-    for h in range(shape[0]):
-        for rows in (of_unit[h], labels[h] + num_units):
-            counts = np.bincount(rows, minlength=shape[1])
-            means[h] += np.bincount(rows, norms[h], shape[1]) / np.maximum(counts, 1)
-            np.maximum.at(largest[h], rows, spreads[h])
-    return means, largest
 
 
 def room_for(indexed_end: int, capacity_tokens: int, min_chunk_tokens: int) -> int:
@@ -233,24 +255,38 @@ def _with_room(
     links: npt.NDArray[np.int32],
     capacity_chunks: int,
 ) -> State:
-    """`arrays` with these chunks, and with everything whose size depends on their capacity."""
-    header, rows = arrays["header"], arrays["rows"]
+    """`arrays` with these chunks, and with everything whose size depends on their capacity.
+
+    Args:
+        arrays: FIXED, and what groups there are.
+        links: int32 [heads, num_groups + num_chunks].
+    """
+    header, heads = arrays["header"], len(arrays["header"])
+    num_groups, num_units = int(header["num_groups"][0]), int(header["num_units"][0])
+    head_dim = arrays["rows"].shape[2]
+    grows = not header["paper"][0]  # a grafted chunk is a group of its own
+    groups = capacity_chunks if grows else num_groups
     high = capacity_chunks + 1 >= _LOW_LINKS
-    header["capacity_chunks"] = capacity_chunks
+    header["capacity_groups"], header["capacity_chunks"] = groups, capacity_chunks
     header["has_high_links"] = high
-    scratch = scratch_rows(
-        int(header["num_clusters"][0]),
-        capacity_chunks,
-        int(header["candidate_capacity"][0]),
-        rows.shape[2],
-    )
+    scratch = scratch_rows(groups, capacity_chunks, int(header["candidate_capacity"][0]), head_dim)
+    with_room = np.zeros((heads, groups + capacity_chunks), np.int32)
+    with_room[:, :num_groups] = links[:, :num_groups]
+    with_room[:, groups : groups + links.shape[1] - num_groups] = links[:, num_groups:]
     made: State = {
+        "rows": np.zeros((heads, num_units + groups, head_dim), np.int8),
+        "peaks": np.zeros((heads, groups, head_dim) if grows else (1, 1, head_dim), np.int8),
+        "scales": np.zeros((heads, 2, num_units + groups), np.uint16),
         "blocks": np.zeros(capacity_chunks // BLOCK + 1, np.int32),
         "offsets": np.zeros(capacity_chunks + 1, np.uint8),
-        "links": (links & 0xFFFF).astype(np.uint16),
-        "links_high": (links >> 16).astype(np.uint8) if high else np.zeros((1, 1), np.uint8),
-        **{name: np.zeros((len(header), n), dtype) for name, (dtype, n) in scratch.items()},
+        "links": (with_room & 0xFFFF).astype(np.uint16),
+        "links_high": ((with_room >> 16).astype(np.uint8) if high else np.zeros((1, 1), np.uint8)),
+        **{name: np.zeros((heads, n), dtype) for name, (dtype, n) in scratch.items()},
     }
+    made["rows"][:, : num_units + num_groups] = arrays["rows"]
+    made["scales"][..., : num_units + num_groups] = arrays["scales"]
+    if grows:
+        made["peaks"][:, :num_groups] = arrays["peaks"]
     _write_starts(made["blocks"], made["offsets"], starts)
     return {**arrays, **made}
 
@@ -258,11 +294,13 @@ def _with_room(
 def grow_index(arrays: State, capacity_tokens: int, min_chunk_tokens: int) -> State:
     """The same index with room for the chunks of `capacity_tokens` tokens."""
     grown = {name: arrays[name].copy() for name in FIXED}
-    num_chunks, indexed_end, _, num_clusters, capacity, *_ = arrays["header"][0].tolist()
-    capacity = max(capacity, num_chunks + room_for(indexed_end, capacity_tokens, min_chunk_tokens))
-    links = np.zeros((len(grown["header"]), num_clusters + capacity), np.int32)
-    links[:, : num_clusters + num_chunks] = links_of(arrays)
-    return _with_room(grown, starts_of(arrays), links, capacity)
+    header = arrays["header"][0]
+    num_chunks, capacity = int(header["num_chunks"]), int(header["capacity_chunks"])
+    num_rows = int(header["num_units"] + header["num_groups"])
+    room = room_for(int(header["indexed_end"]), capacity_tokens, min_chunk_tokens)
+    grown["rows"], grown["scales"] = arrays["rows"][:, :num_rows], arrays["scales"][..., :num_rows]
+    grown["peaks"] = arrays["peaks"][:, : header["num_groups"]]
+    return _with_room(grown, starts_of(arrays), links_of(arrays), max(capacity, num_chunks + room))
 
 
 def starts_of(arrays: State) -> npt.NDArray[np.int64]:
@@ -272,10 +310,13 @@ def starts_of(arrays: State) -> npt.NDArray[np.int64]:
 
 
 def links_of(arrays: State) -> npt.NDArray[np.int32]:
-    """Links of all clusters and present chunks: int32 [heads, num_clusters + num_chunks]."""
+    """Links of all present groups and chunks: int32 [heads, num_groups + num_chunks]."""
     header = arrays["header"][0]
-    used = header["num_clusters"] + header["num_chunks"]
-    links = arrays["links"][:, :used].astype(np.int32)
+    links = arrays["links"].astype(np.int32)
     if header["has_high_links"]:
-        links += arrays["links_high"][:, :used].astype(np.int32) << 16
-    return links
+        links += arrays["links_high"].astype(np.int32) << 16
+    first = header["capacity_groups"]
+    of_groups, of_chunks = links[:, :first], links[:, first:]
+    return np.concatenate(
+        [of_groups[:, : header["num_groups"]], of_chunks[:, : header["num_chunks"]]], axis=1
+    )

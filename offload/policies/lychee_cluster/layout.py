@@ -1,18 +1,24 @@
 """What LycheeCluster keeps of a layer, by the names of its arrays.
 
+A *group* is what is ranked below a coarse unit: one chunk, or a cluster of them as in the paper.
+
     header   HEADER [num_kv_heads]: sizes
-    rows     int8 [num_kv_heads, num_units + num_clusters, head_dim]: units first, then the
-             clusters, those of a unit one after the other
-    scales   uint16 [num_kv_heads, 3, num_units + num_clusters]: bits of scales, of radii, and in
-             two bytes the mean norm of the chunks' mean keys before they were scaled to unit
-             length (low) and their largest spread (high), in steps of the KV head; one kind after
-             the other, so that ranking runs over vectors
-    ranges   int32 [num_kv_heads, 2 num_units + 1]: first cluster of each unit, then the end; and
+    rows     int8 [num_kv_heads, num_units + capacity_groups, head_dim]: centroids of the units
+             first, then the groups, those of a unit one after the other, then those that were
+             grafted: mean keys of chunks, or centroids of clusters
+    peaks    int8 [num_kv_heads, capacity_groups, head_dim]: how far the key that is the furthest
+             from its chunk's mean is from it; a row of nothing where groups are clusters
+    scales   uint16 [num_kv_heads, 2, num_units + capacity_groups]: bits of the rows' scales; and of
+             the peaks' scales, or the radii of units and clusters
+    ranges   int32 [num_kv_heads, 2 num_units + 1]: first group of each unit, then the end; and
              the number of chunks below each unit
     blocks, offsets  int32 and uint8: where the layer's chunks start, shared by its heads (`chunks`)
-    links    uint16 [num_kv_heads, num_clusters + capacity_chunks]: each cluster's newest chunk,
-             then each chunk's next older one in its cluster; chunk + 1, 0 ends the list
+    links    uint16 [num_kv_heads, capacity_groups + capacity_chunks]: each group's newest chunk,
+             then each chunk's next older one in its group; chunk + 1, 0 ends the list
     links_high  uint8, the same shape: bits 16 to 23, only where the capacity needs them
+    carried  int32 [num_kv_heads, 2, 2 + carried_tokens]: kv_len of a step (every other one has a
+             row of its own, so that one that fails leaves what the next has to read), how many
+             tokens it carried, and these, ascending
 
 The others are room for the callbacks to work in and no part of the index: a row for each KV head
 (`scratch_rows`).
@@ -31,29 +37,34 @@ HEADER = np.dtype(
         ("num_chunks", np.int64),
         ("indexed_end", np.int64),  # tokens from here on are in no chunk yet
         ("num_units", np.int64),
-        ("num_clusters", np.int64),
+        ("num_groups", np.int64),
+        ("capacity_groups", np.int64),
         ("capacity_chunks", np.int64),
         ("has_high_links", np.int64),
         ("candidate_capacity", np.int64),
-        ("norm_step", np.float32),  # what a norm byte counts
-        ("spread_step", np.float32),
+        ("carried_tokens", np.int64),
+        ("paper", np.int64),  # groups are clusters
     ]
 )
-# What the last graft changed: the kv_len of its step, or 0, and where; and what was there before:
-# here the cluster's first link, in old_header, old_scales and old_rows the rest.
+# What the last graft changed: the kv_len of its step, or 0, and of a cluster that it joined (or -1)
+# where; and what was there before: here its first link, in old_header, old_scales and old_rows the
+# rest.
 LAST_GRAFT = np.dtype([(name, np.int64) for name in ("kv_len", "unit", "cluster", "link")])
 read_header, read_last_graft = record_reader(HEADER), record_reader(LAST_GRAFT)
 STATE = StateLayout(
     header=HEADER,
     rows=np.int8,
+    peaks=np.int8,
     scales=np.uint16,
     ranges=np.int32,
     blocks=np.int32,
     offsets=np.uint8,
     links=np.uint16,
     links_high=np.uint8,
+    carried=np.int32,
     flags=np.uint64,
     query=np.float32,
+    tile=np.float32,
     keys=np.float32,
     centroids=np.float32,
     scores=np.float32,
@@ -67,6 +78,7 @@ STATE = StateLayout(
 )
 read_state = STATE.read
 MAX_UNITS = 64
+TILE = 2048  # scores of a tile of rows and query heads
 UNITS_LENGTH = 256  # of `units`, which `views` names
 
 
@@ -76,28 +88,29 @@ def starts_bytes(capacity_chunks: int) -> int:
 
 
 def scratch_rows(
-    num_clusters: int, capacity_chunks: int, candidate_capacity: int, head_dim: int
+    capacity_groups: int, capacity_chunks: int, candidate_capacity: int, head_dim: int
 ) -> dict[str, tuple[npt.DTypeLike, int]]:
     """dtype and length of a KV head's row of each array that is no part of the index."""
     return {
         "flags": (np.uint64, capacity_chunks // 64 + 1),  # chunks that a search has found
         "query": (np.float32, head_dim),  # the group's sum; a new chunk's key
+        "tile": (np.float32, 2 * TILE),  # of rows and of peaks
         "keys": (np.float32, head_dim * MAX_CHUNK_TOKENS),  # of a new chunk
         "centroids": (np.float32, 2 * head_dim),  # before and after it
-        "scores": (np.float32, max(num_clusters, MAX_UNITS)),
+        "scores": (np.float32, max(capacity_groups, MAX_UNITS)),
         "candidates": (np.int32, candidate_capacity + MAX_CHUNK_TOKENS),  # chunks whole
-        "picked": (np.int32, num_clusters),
+        "picked": (np.int32, max(capacity_groups, candidate_capacity)),
         "units": (np.int32, UNITS_LENGTH),
         "last_graft": (LAST_GRAFT, 1),
         "old_header": (HEADER, 1),
-        "old_scales": (np.uint16, 2 * 3),  # of the unit and of the cluster, three kinds
+        "old_scales": (np.uint16, 2 * 2),  # of the unit and of the cluster, two kinds
         "old_rows": (np.int8, 2 * head_dim),  # theirs
     }
 
 
 def scratch_bytes(
-    num_clusters: int, capacity_chunks: int, candidate_capacity: int, head_dim: int
+    capacity_groups: int, capacity_chunks: int, candidate_capacity: int, head_dim: int
 ) -> int:
     """Of one KV head."""
-    rows = scratch_rows(num_clusters, capacity_chunks, candidate_capacity, head_dim)
+    rows = scratch_rows(capacity_groups, capacity_chunks, candidate_capacity, head_dim)
     return sum(np.dtype(dtype).itemsize * length for dtype, length in rows.values())

@@ -1,21 +1,22 @@
-"""LycheeCluster: structure-aware chunks under a two-level index of clusters.
+"""LycheeCluster: structure-aware chunks below an index of clusters.
 
 Source: Li et al., LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and
 Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `chunks`; index: `index`; search: `search`;
 updates: `graft`; the arrays: `layout`, and as callbacks see them: `views`.
 
-Two things differ from the paper, both for the attention mass they keep on real text. The clusters
-found hold `candidate_ratio` times the tokens that are attended, and exact attention weights choose
-among them: a chunk's mean key tells where the attention is, not which tokens have it. And clusters
-are ranked by an upper bound for their tokens' keys, not for their chunks' means (`search`),
-in which radius and spread count with `radius_weight`: at 1 wide clusters win whatever their
-centroids.
+Four things differ from the paper, all for what they keep of the attention (docs/policies.md has the
+ablation); `paper=True` takes them back. Chunks are ranked by themselves, not in clusters of two,
+and in coarse units only where there are more of them than a search ranks: what is in a unit that is
+not opened cannot be found. They are ranked for each query head, the best of which counts, by mean
+key and by the key that is furthest from it, instead of for the sum of the heads by a bound in which
+the widest cluster wins. What had the most attention in one step is looked at again in the next. And
+more candidates are found than are attended, among which exact attention weights choose.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -26,15 +27,15 @@ from offload.policies.layouts import NumberLayout, StateLayout
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, cut_chunks
 from offload.policies.lychee_cluster.graft import append, forget_graft, take_back_graft
 from offload.policies.lychee_cluster.index import (
-    Clusters,
+    Groups,
     IndexShape,
-    cluster_chunks,
+    group_chunks,
     grow_index,
     index_arrays,
-    no_clusters,
+    no_groups,
     room_for,
 )
-from offload.policies.lychee_cluster.index_on_device import cluster_on_device
+from offload.policies.lychee_cluster.index_on_device import group_on_device
 from offload.policies.lychee_cluster.layout import (
     HEADER,
     MAX_UNITS,
@@ -43,7 +44,7 @@ from offload.policies.lychee_cluster.layout import (
     starts_bytes,
 )
 from offload.policies.lychee_cluster.prefetch import prepare
-from offload.policies.lychee_cluster.search import NUMBERS, SHORT_CONTEXT_BUDGETS, propose, select
+from offload.policies.lychee_cluster.search import NUMBERS, PAPER_UNITS, propose, select
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,21 +52,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LycheeCluster(SparsePolicy):
-    """The chunks of the best clusters, a buffer of the newest tokens, sinks.
+    """The best chunks, what the last step looked at, a buffer of the newest tokens, sinks.
 
     Args:
         buffer_tokens: newest tokens kept out of the index, the recent window included; attended in
             full. At small budgets less, so that the buffer takes at most a quarter.
         min_chunk_tokens, max_chunk_tokens: a chunk ends at the best delimiter in between.
-        chunks_per_cluster: mean size of a fine cluster when the index is built.
-        max_units: coarse units, at most 64; about the square root of the number of clusters.
-        kept_units: coarse units whose clusters a search looks at (more where they are small).
-        candidate_ratio: tokens whose keys are scored exactly, for each one attended.
-        short_context_ratio: the same, if it is more, in contexts of up to 16 budgets, where it
-            costs little: with about 2.4 SmolLM2 misses the end of one needle in eight, with 4 none.
-        radius_weight: of a cluster's radius and spread in its rank: 1 is the upper bound, 0 ranks
-            by centroids alone.
+        ranked_chunks: of so many a search looks at the keys: of all chunks where there are no more,
+            and else of those of the best coarse units.
+        max_units: coarse units, at most 64.
+        candidate_ratio: tokens of chunks whose keys are scored exactly, for each one attended.
+        carried_share: of the attended tokens, those that are candidates of the next step, too.
+        peak_weight: of the key that is the furthest from its chunk's mean, in the chunk's rank: 0
+            ranks by means alone.
         iterations: of spherical k-means.
+        paper: search as the paper does: clusters of chunks, ranked by its upper bound for the sum
+            of the group's queries, and attended whole. It has none of the four options before
+            `iterations`.
+        chunks_per_cluster: of the paper's index: mean size of a fine cluster when it is built.
+
+    Raises:
+        ValueError: an option out of range, or one that `paper` does not have.
     """
 
     name: ClassVar[str] = "lychee_cluster"
@@ -82,13 +89,14 @@ class LycheeCluster(SparsePolicy):
     buffer_tokens: int = 128
     min_chunk_tokens: int = 8
     max_chunk_tokens: int = 16
-    chunks_per_cluster: int = 2
     max_units: int = MAX_UNITS
-    kept_units: int = 6
+    ranked_chunks: int = 4096
     candidate_ratio: float = 1.75
-    short_context_ratio: float = 4.0
-    radius_weight: float = 0.35
+    carried_share: float = 0.25
+    peak_weight: float = 0.4
     iterations: int = 10
+    paper: bool = False
+    chunks_per_cluster: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,18 +106,29 @@ class LycheeCluster(SparsePolicy):
             "max_chunk_tokens": (1, MAX_CHUNK_TOKENS),
             "chunks_per_cluster": (1, 1 << 20),
             "max_units": (1, MAX_UNITS),
-            "kept_units": (1, MAX_UNITS),
+            "ranked_chunks": (1, 1 << 24),
             "iterations": (1, 1000),
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
-        for name in ("candidate_ratio", "short_context_ratio"):
-            if not 1 <= getattr(self, name) <= 64:
-                raise ValueError(f"{name} must be in [1, 64], got {getattr(self, name)}")
-        if not 0 <= self.radius_weight <= 1:
-            raise ValueError(f"radius_weight must be in [0, 1], got {self.radius_weight}")
+        for name, (least, most) in {
+            "candidate_ratio": (1, 64),
+            "carried_share": (0, 1),
+            "peak_weight": (0, 1),
+        }.items():
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be in [{least}, {most}], got {getattr(self, name)}")
+        without = ["chunks_per_cluster"]
+        if self.paper:
+            without = ["ranked_chunks", "candidate_ratio", "carried_share", "peak_weight"]
+        for name in without:
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} means nothing with paper={self.paper}; leave it "
+                    f"out or set paper={not self.paper}"
+                )
 
     @property
     def _chosen_tokens(self) -> int:
@@ -125,46 +144,36 @@ class LycheeCluster(SparsePolicy):
     def looked_at_bytes(
         self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
     ) -> tuple[float, bool]:
-        """All coarse units' centroids, the clusters of a few of them, and candidates' keys."""
-        ratio = self.candidate_ratio
-        if kv_len <= SHORT_CONTEXT_BUDGETS * chosen_tokens:
-            ratio = max(ratio, self.short_context_ratio)
-        chunk = (self.min_chunk_tokens + self.max_chunk_tokens) / 2
-        clusters = max(1.0, kv_len / (chunk * self.chunks_per_cluster))
-        units = min(self.max_units, clusters**0.5)
-        kept = state_bytes * min(1.0, self.kept_units / units)
+        """Rows of coarse units and of the ranked groups, and candidates' keys."""
+        chunks = max(1.0, 2 * kv_len / (self.min_chunk_tokens + self.max_chunk_tokens))
+        if self.paper:
+            units = min(self.max_units, (chunks / self.chunks_per_cluster) ** 0.5)
+            return state_bytes * min(1.0, PAPER_UNITS / units) + chosen_tokens * row_bytes, False
+        ratio = self.candidate_ratio + self.carried_share
+        kept = state_bytes * min(1.0, self.ranked_chunks / chunks)
         return kept + ratio * chosen_tokens * row_bytes, False
 
     def build(self, context: BuildContext) -> State:
         """Cut the text before the recent window into chunks and cluster their keys."""
         shape = self._index_shape(context)
-        return index_arrays(cluster_chunks(context, shape, self.iterations), shape)
+        return index_arrays(group_chunks(context, shape, self.iterations), shape)
 
     def build_on_device(self, context: BuildContext) -> DeviceBuild:
         """The same, clustered on the device."""
         shape = self._index_shape(context)
         num_heads, _, head_dim = context.keys.shape
         if not shape.num_chunks:
-            return lambda: index_arrays(no_clusters(num_heads, head_dim), shape)
-        found = cluster_on_device(
-            context.keys,
-            shape.starts,
-            num_clusters=shape.num_clusters,
-            num_units=shape.num_units,
-            iterations=self.iterations,
-        )
+            return lambda: index_arrays(no_groups(num_heads, head_dim, shape), shape)
+        found = vars(group_on_device(context.keys, shape, self.iterations))
         on_host = {name: to_host(x) for name, x in found.items()}
-
-        def finish() -> State:
-            arrays: dict[str, Any] = {name: x.numpy().copy() for name, x in on_host.items()}
-            arrays["scales"] = arrays["scales"].view(np.uint16)
-            return index_arrays(Clusters(**arrays), shape)
-
-        return finish
+        return lambda: index_arrays(Groups(**{k: x.clone() for k, x in on_host.items()}), shape)
 
     def rehearse_on_device(self, keys: Tensor) -> None:
         starts = np.arange(0, keys.shape[1] + 1, 8)
-        cluster_on_device(keys, starts, num_clusters=4, num_units=2, iterations=1)
+        shape = IndexShape(
+            starts, 4, 2, len(starts), self._candidate_capacity, self._carried_tokens, self.paper
+        )
+        group_on_device(keys, shape, 1)
 
     def _index_shape(self, context: BuildContext) -> IndexShape:
         last = context.keys.shape[1] - self.recent_tokens
@@ -176,30 +185,41 @@ class LycheeCluster(SparsePolicy):
             self.max_chunk_tokens,
         )
         num_chunks = len(starts) - 1
-        num_clusters = max(1, num_chunks // self.chunks_per_cluster)
+        num_groups = num_chunks
+        if self.paper:
+            num_groups = max(1, num_chunks // self.chunks_per_cluster)
         room = room_for(int(starts[-1]), context.capacity_tokens, self.min_chunk_tokens)
         return IndexShape(
             starts=starts,
-            num_clusters=num_clusters,
-            num_units=min(self.max_units, max(1, round(num_clusters**0.5))),
+            num_groups=num_groups,
+            # Nothing ranks units where all chunks are ranked.
+            num_units=min(self.max_units, max(1, round(num_groups**0.5)))
+            if self.paper or num_chunks > self.ranked_chunks
+            else 1,
             capacity_chunks=num_chunks + room,
             candidate_capacity=self._candidate_capacity,
+            carried_tokens=self._carried_tokens,
+            paper=self.paper,
         )
 
     @property
+    def _carried_tokens(self) -> int:
+        return 0 if self.paper else int(self.carried_share * self._chosen_tokens)
+
+    @property
     def _candidate_capacity(self) -> int:
-        most = max(self.candidate_ratio, self.short_context_ratio)
-        return int(1.25 * most * self._chosen_tokens) + 256
+        ratio = 1.0 if self.paper else self.candidate_ratio
+        return int(1.25 * ratio * self._chosen_tokens) + 256 + self._carried_tokens
 
     def state_bytes(self, shape: StateShape) -> int:
         """Of chunks as short as they may be."""
         chunks = shape.capacity_tokens // self.min_chunk_tokens + 2
-        clusters = max(1, chunks // self.chunks_per_cluster)
-        rows = self.max_units + clusters
-        of_head = HEADER.itemsize + rows * (shape.head_dim + 6) + 4 * (2 * self.max_units + 1)
-        of_head += 3 * (clusters + chunks) + scratch_bytes(
-            clusters, chunks, self._candidate_capacity, shape.head_dim
-        )
+        groups = chunks if not self.paper else max(1, chunks // self.chunks_per_cluster)
+        rows = self.max_units + groups
+        of_head = HEADER.itemsize + rows * (shape.head_dim + 4) + 4 * (2 * self.max_units + 1)
+        of_head += (1 if self.paper else groups) * shape.head_dim
+        of_head += 3 * (groups + chunks) + 4 * 2 * (2 + self._carried_tokens)
+        of_head += scratch_bytes(groups, chunks, self._candidate_capacity, shape.head_dim)
         return shape.num_kv_heads * of_head + starts_bytes(chunks)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
@@ -209,6 +229,8 @@ class LycheeCluster(SparsePolicy):
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """True while only tokens go that are in no chunk."""
         forget_graft(arrays)
+        carried = arrays["carried"]
+        carried[carried[..., 0] > kv_len, 0] = 0
         return bool(kv_len >= arrays["header"]["indexed_end"][0])
 
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:

@@ -1,8 +1,8 @@
 """LycheeCluster's `prepare`: brings into the cache what the next search is likely to read.
 
 A layer's index was last read a whole step ago, so that it comes from memory. While others compute
-the query there is time to ask for the coarse units, for the fine clusters of those units that the
-last search opened (neighbouring queries open about the same), and for the lists of chunks.
+the query there is time to ask for the coarse units, for the groups of those units that the last
+search opened (neighbouring queries open about the same), and for the lists of chunks.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def prepare(pointer: Any) -> None:
     header = index.header
     scratch = scratch_of(ctx, header)
     prefetch(scratch.units, 4 * UNITS_LENGTH)
-    num_units, num_clusters = header.num_units, header.num_clusters
-    num_chunks, num_rows = header.num_chunks, num_units + num_clusters
+    num_units, num_groups = header.num_units, header.capacity_groups
+    num_chunks, num_rows = header.num_chunks, num_units + num_groups
     prefetch(state.rows + ctx.unit * num_rows * ctx.head_dim, num_units * ctx.head_dim)
-    for kind in range(3):
-        prefetch(state.scales + 2 * (3 * ctx.unit + kind) * num_rows, 2 * num_units)
+    for kind in range(2):
+        prefetch(state.scales + 2 * (2 * ctx.unit + kind) * num_rows, 2 * num_units)
     prefetch(state.ranges + 4 * ctx.unit * (2 * num_units + 1), 4 * num_units)
     prefetch(scratch.query, 4 * ctx.head_dim)
     units = view_int32(scratch.units, UNITS_LENGTH)
@@ -52,18 +52,18 @@ def prepare(pointer: Any) -> None:
     prefetch(scratch.picked, 4 * (ranked >> 2))
     prefetch(scratch.candidates, 4 * found)
     prefetch(scratch.flags.ctypes.data, 8 * len(scratch.flags))
-    asked = num_units * (ctx.head_dim + 10) + 5 * ranked + 4 * found
+    asked = num_units * (ctx.head_dim + 8) + 5 * ranked + 4 * found
     for i in range(opened):
         if asked > _MOST_BYTES:
             return
         asked += prefetch_unit(ctx, index, units[i])
     # Which chunks there will be is not known: all lists and starts, where they are small.
     capacity = header.capacity_chunks
-    num_links = num_clusters + num_chunks
+    num_links = num_groups + num_chunks
     lists = (2 + header.has_high_links) * num_links + num_chunks + (num_chunks >> 2)
     if asked + lists > _MOST_BYTES:
         return
-    at = ctx.unit * (num_clusters + capacity)
+    at = ctx.unit * (num_groups + capacity)
     prefetch(state.links + 2 * at, 2 * num_links)
     if header.has_high_links > 0:
         prefetch(state.links_high + at, num_links)

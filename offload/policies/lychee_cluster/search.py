@@ -1,14 +1,16 @@
 """Search of LycheeCluster's index: which tokens may have the attention of a query.
 
-Centroids are ranked (arXiv 2603.08453, section 4.4) by an upper bound, where q is the sum of the
-group's query heads: the sum of their scores is the score of their sum, so one vector bounds the
-group's total as well as eq. 2 bounds each head's. Eq. 2 bounds what a chunk's unit-length mean
-scores, q·mu + |q| r; a token's key k is within the spread s of its chunk's mean, which is n long:
+A chunk's rank is the largest score that one of the group's query heads q gives it: q·m of its mean
+key m, and, of the way p from there to its furthest key, `peak_weight` max(0, q·p). A mean tells
+where most of a chunk's keys are; heads that look for single tokens look for those that are unlike
+their neighbours. Where there are more chunks than a search ranks, those of the coarse units whose
+centroids score best are.
 
-    q·k <= n (q·mu + |q| r) + |q| s
+Candidates are the tokens of the best chunks, and those that had the most attention in the step
+before: a head that looks at a token tends to look at it again.
 
-Clusters are ranked by this with |q| weighed by `radius_weight`, n the mean of the cluster's chunks
-and s the largest: without n and s, chunks of one heavy token among light ones are missed.
+In the paper's search (arXiv 2603.08453, section 4.4) the sum of the group's queries ranks units and
+then clusters by the upper bound of eq. 2, q·mu + |q| r, and nothing is carried.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, chunk_start
 from offload.policies.lychee_cluster.layout import (
     MAX_UNITS,
+    TILE,
     UNITS_LENGTH,
     read_state,
 )
 from offload.policies.lychee_cluster.views import (
     ENDS,
     FOUND,
+    GROUP_ENDS,
     OPENED,
     PARTIAL,
     bits_of_float,
@@ -51,32 +55,88 @@ from offload.policies.lychee_cluster.views import (
 
 NUMBERS = NumberLayout(
     "candidate_ratio",
-    "kept_units",
-    "radius_weight",
+    "ranked_chunks",
+    "peak_weight",
+    "carried_share",
     "unindexed_limit",
     "min_chunk_tokens",
     "max_chunk_tokens",
-    "short_context_ratio",
 )
 read_numbers = NUMBERS.read
-SHORT_CONTEXT_BUDGETS = 16  # a context is short up to so many of the policy's budgets
-_CHOICE = 2.5  # clusters to rank, for each that will be taken
-SIZE_OF_BEST = 1.45  # of the mean: large clusters have high bounds
+PAPER_UNITS = 6  # coarse units that its search opens (more where they are small)
+_CHOICE = 2.5  # groups to rank, for each that will be taken
 _NO_KEY = np.int32(-(1 << 31))
 
 
 @numba.njit(cache=True)
-def _rank_rows(header: Any, scores: Any, scales: Any, first: int, n: int, slack: float) -> None:
-    """Raw sums of rows `first` on -> norm (q·mu + slack radius) + slack spread, in place."""
-    norm_step, spread_step = header.norm_step, header.spread_step
-    weight = np.float32(slack)
+def _add_radii(scores: Any, scales: Any, first: int, n: int, norm: float) -> None:
+    """Raw sums of rows `first` on -> the bound of eq. 2, in place."""
+    weight = np.float32(norm)
     steps, radii = scales[0, first : first + n], scales[1, first : first + n]
-    codes = scales[2, first : first + n]
     for i in range(n):
-        scale, radius, code = from_bfloat16(steps[i]), from_bfloat16(radii[i]), codes[i]
-        norm = np.float32(code & 0xFF) * norm_step
-        spread = np.float32(code >> 8) * spread_step
-        scores[i] = norm * (scores[i] * scale + weight * radius) + weight * spread
+        scores[i] = scores[i] * from_bfloat16(steps[i]) + weight * from_bfloat16(radii[i])
+
+
+@numba.njit(cache=True)
+def _largest_of_heads(
+    tile: Any, n: int, group_size: int, steps: Any, peak_steps: Any, weight: float, scores: Any
+) -> None:
+    """Of raw sums [group_size, n] with n rows, and behind TILE those with their peaks."""
+    for g in range(group_size):
+        sums, peaks = tile[g * n : g * n + n], tile[TILE + g * n : TILE + g * n + n]
+        for i in range(n):
+            beyond = max(np.float32(0), peaks[i]) * from_bfloat16(peak_steps[i])
+            score = sums[i] * from_bfloat16(steps[i]) + np.float32(weight) * beyond
+            scores[i] = score if g == 0 else max(scores[i], score)
+
+
+@numba.njit
+def _rank_rows(
+    pointer: Any, ctx: Any, index: Any, scratch: Any, first: int, n: int, norm: float, at: int
+) -> None:
+    """Ranks of rows `first` on, to the scores from `at` on.
+
+    Args:
+        norm: of the group's summed query, in the paper's search.
+    """
+    header, scales, width = index.header, index.scales, ctx.head_dim
+    state = read_state(ctx.arrays)
+    rows = state.rows + (ctx.unit * (header.num_units + header.capacity_groups) + first) * width
+    out = scratch.scores + 4 * at
+    if header.paper:
+        score_int8(pointer, ctx.score_int8, scratch.query, 1, rows, n, out)
+        _add_radii(view_float32(out, n), scales, first, n, norm)
+        return
+    weight = read_numbers(ctx.parameters).peak_weight
+    tile = view_float32(scratch.tile, 2 * TILE)
+    group = first - header.num_units  # of the first row
+    peaks = state.peaks + (ctx.unit * header.capacity_groups + group) * width
+    longest = TILE // ctx.group_size
+    for begin in range(0, n, longest):
+        length = min(longest, n - begin)
+        row, offset = first + begin, begin * width
+        score_int8(
+            pointer, ctx.score_int8, ctx.query, ctx.group_size, rows + offset, length, scratch.tile
+        )
+        if group >= 0:
+            score_int8(
+                pointer,
+                ctx.score_int8,
+                ctx.query,
+                ctx.group_size,
+                peaks + offset,
+                length,
+                scratch.tile + 4 * TILE,
+            )
+        _largest_of_heads(
+            tile,
+            length,
+            ctx.group_size,
+            scales[0, row : row + length],
+            scales[1, row : row + length],
+            weight if group >= 0 else 0.0,
+            view_float32(out + 4 * begin, length),
+        )
 
 
 @numba.njit(cache=True)
@@ -115,28 +175,28 @@ def _take_best_key(keys: Any) -> int:
 
 
 @numba.njit(cache=True)
-def _flag_clusters(index: Any, clusters: Any, flags: Any, room: int, bounds: Any) -> int:
-    """Flag the chunks of clusters, the newest first, while `room` tokens last; tokens flagged.
+def _flag_groups(index: Any, groups: Any, flags: Any, room: int, bounds: Any) -> int:
+    """Flag the chunks of groups, the newest first, while `room` tokens last; tokens flagged.
 
     A chunk that fits in part only is noted in `bounds` (chunk, first token).
     """
     blocks, offsets, links, high = index.blocks, index.offsets, index.links, index.high
-    num_clusters = index.header.num_clusters
+    of_chunks = index.header.capacity_groups
     taken = 0
-    for cluster in clusters:
-        link = link_of(links, high, cluster)
+    for group in groups:
+        link = link_of(links, high, group)
         while link > 0 and taken < room:
             chunk = link - 1
             word, bit = chunk >> 6, np.uint64(1) << np.uint64(chunk & 63)
             if flags[word] & bit:
-                break  # the cluster was taken in an earlier round
+                break  # the group was taken in an earlier round
             start, end = chunk_start(blocks, offsets, chunk), chunk_start(blocks, offsets, link)
             if taken + end - start > room:
                 bounds[0], bounds[1] = chunk, end - (room - taken)
                 start = bounds[1]
             flags[word] |= bit
             taken += end - start
-            link = link_of(links, high, num_clusters + chunk)
+            link = link_of(links, high, of_chunks + chunk)
     return taken
 
 
@@ -167,7 +227,7 @@ def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, address: int)
 
 @numba.njit(cache=True)
 def _sum_queries(ctx: Any, address: int) -> float:
-    """Write the sum of the group's queries; its norm."""
+    """Write the sum of the group's queries; its norm, not finite where one of them is not."""
     width = ctx.head_dim
     query = view_float32(ctx.query, ctx.group_size * width)
     total = view_float32(address, width)
@@ -176,19 +236,25 @@ def _sum_queries(ctx: Any, address: int) -> float:
         head = query[g * width : (g + 1) * width]
         for d in range(width):
             total[d] += head[d]
-    a = b = c = e = 0.0  # side by side: each waits for its last addition
-    for d in range(0, width, 4):
-        a += total[d] * total[d]
-        b += total[d + 1] * total[d + 1]
-        c += total[d + 2] * total[d + 2]
-        e += total[d + 3] * total[d + 3]
-    return float(np.sqrt((a + b) + (c + e)))
+    squares = 0.0
+    for d in range(width):
+        squares += total[d] * total[d]
+    return float(np.sqrt(squares))
 
 
 @numba.njit(inline="always")
-def cluster_tokens(ctx: Any, header: Any) -> Any:
-    """Mean tokens of a fine cluster."""
-    return max(1, header.indexed_end - ctx.first) / header.num_clusters
+def group_tokens(ctx: Any, header: Any) -> Any:
+    """Mean tokens of a group."""
+    return max(1, header.indexed_end - ctx.first) / max(1, header.num_groups)
+
+
+@numba.njit(inline="always")
+def group_range(index: Any, unit: Any) -> Any:
+    """First group of a unit, and how many it has; one past the units: those grafted."""
+    header = index.header
+    first = np.int64(index.ranges[unit])
+    end = header.num_groups if unit == header.num_units else np.int64(index.ranges[unit + 1])
+    return first, end - first
 
 
 @numba.njit(inline="always")
@@ -199,94 +265,131 @@ def _buffered(ctx: Any, header: Any) -> Any:
 
 @numba.njit(inline="always")
 def prefetch_unit(ctx: Any, index: Any, unit: Any) -> Any:
-    """Ask for the clusters of a coarse unit: what ranking them reads; their bytes."""
-    header, ranges = index.header, index.ranges
-    num_rows = header.num_units + header.num_clusters
-    first = np.int64(ranges[unit])
-    n = ranges[unit + 1] - first
+    """Ask for the groups of a coarse unit: what ranking them reads; their bytes."""
+    header, width = index.header, ctx.head_dim
+    num_rows = header.num_units + header.capacity_groups
+    first, n = group_range(index, unit)
     row = header.num_units + first
     state = read_state(ctx.arrays)
-    prefetch(state.rows + (ctx.unit * num_rows + row) * ctx.head_dim, n * ctx.head_dim)
-    for kind in range(3):
-        prefetch(state.scales + 2 * ((3 * ctx.unit + kind) * num_rows + row), 2 * n)
-    return n * (ctx.head_dim + 6)
+    prefetch(state.rows + (ctx.unit * num_rows + row) * width, n * width)
+    for kind in range(2):
+        prefetch(state.scales + 2 * ((2 * ctx.unit + kind) * num_rows + row), 2 * n)
+    if header.paper:
+        return n * (width + 4)
+    prefetch(state.peaks + (ctx.unit * header.capacity_groups + first) * width, n * width)
+    return n * (2 * width + 4)
 
 
 @numba.njit
-def _visit_units(
-    pointer: Any, ctx: Any, index: Any, scratch: Any, slack: float, wanted: int
-) -> int:
-    """Rank the fine clusters of the best coarse units; how many clusters that are, -1 for NaN.
+def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, norm: float, wanted: int) -> int:
+    """The coarse units to look into, to `units`: the best, and what was grafted; -1 for NaN."""
+    header = index.header
+    num_units = header.num_units
+    scores = view_float32(scratch.scores, MAX_UNITS)
+    units = view_int32(scratch.units, UNITS_LENGTH)
+    ranked_chunks = read_numbers(ctx.parameters).ranked_chunks
+    built = np.int64(index.ranges[num_units])
+    kept = 0
+    if not header.paper and built <= ranked_chunks:
+        for unit in range(num_units):
+            units[unit] = unit
+        kept = num_units
+    else:
+        _rank_rows(pointer, ctx, index, scratch, 0, num_units, norm, 0)
+        ctx.bytes_touched += num_units * 4
+        prepared = np.uint64(0)
+        for i in range(min(units[OPENED], num_units)):
+            prepared |= np.uint64(1) << np.uint64(units[i] & 63)
+        keys = view_int32(scratch.scores, num_units)
+        _order_scores(scores, keys)
+        enough = _CHOICE * wanted / group_tokens(ctx, header)
+        fewest = 1
+        if header.paper:
+            fewest = PAPER_UNITS
+        else:
+            enough = max(enough, ranked_chunks)
+        visited = 0
+        while kept < num_units and (kept < fewest or visited < enough):
+            unit = _take_best_key(keys)
+            if unit < 0:
+                return -1
+            units[kept] = unit
+            kept += 1
+            visited += group_range(index, unit)[1]
+            if (prepared >> np.uint64(unit)) & np.uint64(1) == 0:
+                prefetch_unit(ctx, index, unit)
+    if header.num_groups > built:
+        units[kept] = num_units
+        kept += 1
+    units[OPENED] = kept
+    return kept
+
+
+@numba.njit
+def _visit_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) -> int:
+    """Rank the groups of the best coarse units; how many groups that are, -1 for NaN.
 
     Their ranks are in the scores, unit by unit; `units` holds the units and, from ENDS on, where
-    the clusters of each end. Units: so many as asked for, and enough to choose from.
+    the groups of each end.
     """
-    header, scales, ranges, query = index.header, index.scales, index.ranges, scratch.query
-    num_units, num_clusters = header.num_units, header.num_clusters
-    scores = view_float32(scratch.scores, max(num_clusters, MAX_UNITS))
+    norm = _sum_queries(ctx, scratch.query)
+    if not np.isfinite(norm):
+        return -1
     units = view_int32(scratch.units, UNITS_LENGTH)
-    base = read_state(ctx.arrays).rows + ctx.unit * (num_units + num_clusters) * ctx.head_dim
-    kept_units = read_numbers(ctx.parameters).kept_units
-    enough = _CHOICE * wanted / cluster_tokens(ctx, header)
-    score_int8(pointer, ctx.score_int8, query, 1, base, num_units, scratch.scores)
-    _rank_rows(header, scores, scales, 0, num_units, slack)
-    prepared = np.uint64(0)
-    for i in range(units[OPENED]):
-        prepared |= np.uint64(1) << np.uint64(units[i])
-    keys = view_int32(scratch.scores, num_units)
-    _order_scores(scores, keys)
-    kept = 0
-    visited = 0
-    while kept < num_units and (kept < kept_units or visited < enough):
-        unit = _take_best_key(keys)
-        if unit < 0:
-            return -1
-        units[kept] = unit
-        kept += 1
-        visited += ranges[unit + 1] - ranges[unit]
-        if (prepared >> np.uint64(unit)) & np.uint64(1) == 0:
-            prefetch_unit(ctx, index, unit)
-    units[OPENED] = kept
+    kept = _open_units(pointer, ctx, index, scratch, norm, wanted)
     visited = 0
     for i in range(kept):
-        first = ranges[units[i]]
-        n = ranges[units[i] + 1] - first
-        score_int8(
-            pointer,
-            ctx.score_int8,
-            query,
-            1,
-            base + (num_units + first) * ctx.head_dim,
-            n,
-            scratch.scores + 4 * visited,
-        )
-        _rank_rows(header, scores[visited:], scales, num_units + first, n, slack)
+        first, n = group_range(index, units[i])
+        _rank_rows(pointer, ctx, index, scratch, index.header.num_units + first, n, norm, visited)
         visited += n
-        units[ENDS + i] = visited
-    ctx.bytes_touched += 4 * (num_units + visited)
-    return visited
+        units[ENDS + i], units[GROUP_ENDS + i] = visited, first + n
+    ctx.bytes_touched += 4 * visited
+    return visited if kept >= 0 else -1
+
+
+@numba.njit(inline="always")
+def _group_at(units: Any, i: Any, position: Any) -> Any:
+    """Group of a position in the scores, those of the i-th opened unit."""
+    return units[GROUP_ENDS + i] - (units[ENDS + i] - position)
+
+
+@numba.njit(cache=True)
+def _take_whole_clusters(index: Any, scratch: Any, visited: int, needed: int) -> None:
+    """Flag the chunks of the best clusters, best first, until `needed` tokens are there."""
+    scores = view_float32(scratch.scores, visited)
+    units = view_int32(scratch.units, UNITS_LENGTH)
+    partial = view_int32(scratch.units + 4 * PARTIAL, 2)
+    picked = view_int32(scratch.picked, 1)
+    taken = 0
+    for _ in range(visited):
+        position = take_best(scores, visited)
+        i = 0
+        while position >= units[ENDS + i]:
+            i += 1
+        picked[0] = _group_at(units, i, position)
+        taken += _flag_groups(index, picked, scratch.flags, needed - taken, partial)
+        if taken == needed:
+            return
 
 
 @numba.njit
-def _take_clusters(
+def _take_chunks(
     pointer: Any, ctx: Any, index: Any, scratch: Any, visited: int, needed: int, wanted: int
 ) -> bool:
-    """Flag the chunks of the best of the visited clusters, about `wanted` tokens; False for NaN.
+    """Flag the best of the visited chunks, about `wanted` tokens; False for NaN.
 
-    The sizes of clusters are not known before they are walked: as many as should hold `wanted`
-    tokens are taken, and more while that was too few.
+    Their sizes are not known before they are walked: as many as should hold `wanted` tokens are
+    taken, and more while that was too few.
     """
     header, links = index.header, index.links
-    picked = view_int32(scratch.picked, header.num_clusters)
+    picked = view_int32(scratch.picked, header.num_groups)
     units = view_int32(scratch.units, UNITS_LENGTH)
     partial = view_int32(scratch.units + 4 * PARTIAL, 2)
-    partial[0] = -1
-    room = header.candidate_capacity - (ctx.budget_tokens - needed)  # beside the buffer
-    chunk_links = links.ctypes.data + 2 * header.num_clusters
+    room = header.candidate_capacity - header.carried_tokens - (ctx.budget_tokens - needed)
     first_offset = index.offsets.ctypes.data
     taken = 0
     k = 0
-    size = SIZE_OF_BEST * cluster_tokens(ctx, header)
+    size = group_tokens(ctx, header)
     while (taken < needed or taken < 0.9 * wanted) and k < visited and taken < room:
         k = min(visited, k + 1 + int((wanted - taken) / size))
         count: int = top_k(pointer, ctx.top_k, scratch.scores, visited, k, scratch.picked)
@@ -297,20 +400,47 @@ def _take_clusters(
         for p in range(count):
             while picked[p] >= units[ENDS + i]:
                 i += 1
-            cluster = index.ranges[units[i] + 1] - (units[ENDS + i] - picked[p])
-            picked[p] = cluster
-            # Chunks are anywhere: walking the lists one by one would wait for each of them.
-            chunk = max(link_of(links, index.high, cluster) - 1, 0)
-            prefetch_line(chunk_links + 2 * chunk)
-            prefetch_line(first_offset + chunk)
-        taken += _flag_clusters(index, picked[:count], scratch.flags, room - taken, partial)
+            picked[p] = _group_at(units, i, picked[p])
+            # Chunks are anywhere: each would be waited for.
+            prefetch_line(first_offset + max(link_of(links, index.high, picked[p]) - 1, 0))
+        taken += _flag_groups(index, picked[:count], scratch.flags, room - taken, partial)
         size = max(1.0, taken / k)
     return True
 
 
+@numba.njit(cache=True)
+def _add_carried(ctx: Any, header: Any, scratch: Any, count: int) -> int:
+    """Put what the step before carried among the `count` candidates; how many there are then."""
+    length = 2 + header.carried_tokens
+    at = read_state(ctx.arrays).carried + 4 * 2 * length * ctx.unit
+    before = view_int32(at, length, (ctx.kv_len - 1) & 1)
+    if before[0] != ctx.kv_len - 1:
+        return count
+    # Those that are no candidates yet; then both lists from behind, into one.
+    tokens = view_int32(scratch.candidates, count + before[1])
+    new = view_int32(scratch.picked, before[1])
+    added, i = 0, 0
+    for k in range(before[1]):
+        token = before[2 + k]
+        while i < count and tokens[i] < token:
+            i += 1
+        if i == count or tokens[i] != token:
+            new[added] = token
+            added += 1
+    i, k = count - 1, added - 1
+    while k >= 0:
+        if i >= 0 and tokens[i] > new[k]:
+            tokens[i + k + 1] = tokens[i]
+            i -= 1
+        else:
+            tokens[i + k + 1] = new[k]
+            k -= 1
+    return count + added
+
+
 @callback
 def propose(pointer: Any) -> int:
-    """The tokens of the best clusters, and those of the buffer."""
+    """The tokens of the best chunks, what was carried, and the tokens of the buffer."""
     ctx = read_context(pointer)
     index = index_of(ctx)
     header = index.header
@@ -321,25 +451,43 @@ def propose(pointer: Any) -> int:
     needed = ctx.budget_tokens - buffered
     count = 0
     if needed > 0 and header.num_chunks > 0:
-        numbers = read_numbers(ctx.parameters)
-        slack = numbers.radius_weight * _sum_queries(ctx, scratch.query)
-        ratio = numbers.candidate_ratio
-        if ctx.kv_len <= SHORT_CONTEXT_BUDGETS * ctx.budget_tokens:
-            ratio = max(ratio, numbers.short_context_ratio)
-        wanted = int(needed * ratio)
-        visited = _visit_units(pointer, ctx, index, scratch, slack, wanted)
+        wanted = needed
+        if not header.paper:
+            wanted = int(needed * read_numbers(ctx.parameters).candidate_ratio)
+        visited = _visit_units(pointer, ctx, index, scratch, wanted)
         if visited < 0:
             return -1
-        if not _take_clusters(pointer, ctx, index, scratch, visited, needed, wanted):
-            return -1
         partial = view_int32(scratch.units + 4 * PARTIAL, 2)
+        partial[0] = -1
+        if header.paper:
+            _take_whole_clusters(index, scratch, visited, needed)
+        elif not _take_chunks(pointer, ctx, index, scratch, visited, needed, wanted):
+            return -1
         count = _write_flagged(index, scratch.flags, partial, ctx.last, ctx.candidates)
+        if header.carried_tokens > 0:
+            count = _add_carried(ctx, header, scratch, count)
         view_int32(scratch.units, UNITS_LENGTH)[FOUND] = count
         ctx.bytes_touched += 4 * count
     for token in range(ctx.last - buffered, ctx.last):
         tokens[count] = token
         count += 1
     return count
+
+
+@numba.njit
+def _carry(pointer: Any, ctx: Any, header: Any, indexed: int) -> None:
+    """Note the heaviest candidates for the next step."""
+    length = 2 + header.carried_tokens
+    state = read_state(ctx.arrays)
+    notes = view_int32(state.carried + 4 * 2 * length * ctx.unit, length, ctx.kv_len & 1)
+    longest = header.candidate_capacity + MAX_CHUNK_TOKENS
+    candidates = view_int32(state.candidates, longest, ctx.unit)
+    address = notes.ctypes.data + 8
+    count = top_k(pointer, ctx.top_k, ctx.importance, indexed, header.carried_tokens, address)
+    for i in range(count):
+        notes[2 + i] = candidates[notes[2 + i]]
+    notes[0], notes[1] = ctx.kv_len, max(0, count)
+    ctx.bytes_touched += 8 * count
 
 
 @callback
@@ -356,6 +504,8 @@ def select(pointer: Any) -> int:
         )
         if count < 0:
             return -1
+        if header.carried_tokens > 0:
+            _carry(pointer, ctx, header, indexed)
     positions = view_int32(ctx.indices, ctx.budget_tokens)
     for i in range(indexed, ctx.num_candidates):
         positions[count] = i

@@ -16,15 +16,16 @@ from offload.policies.lychee_cluster.chunks import BLOCK, MAX_CHUNK_TOKENS
 from offload.policies.lychee_cluster.layout import (
     HEADER,
     MAX_UNITS,
+    TILE,
     UNITS_LENGTH,
     read_header,
     read_state,
 )
 
-# Of `units`: the units that the last search opened, where the clusters of each
-# end in its scores, then these. What was opened and how many candidates that gave stays until the
-# next search: `prepare` reads it.
-ENDS, PARTIAL = MAX_UNITS, 2 * MAX_UNITS
+# Of `units`: the units that the last search opened (one past them: what was grafted), where the
+# groups of each end in its scores, and where among all groups; then these. What was opened and how
+# many candidates that gave stays until the next search: `prepare` reads it.
+ENDS, GROUP_ENDS, PARTIAL = MAX_UNITS + 1, 2 * MAX_UNITS + 2, 3 * MAX_UNITS + 3
 OPENED, FOUND, NEAR = PARTIAL + 2, PARTIAL + 3, PARTIAL + 4
 
 HEADER_BYTES = HEADER.itemsize
@@ -69,6 +70,7 @@ class Index(NamedTuple):
 
     header: Any
     rows: Any
+    peaks: Any
     scales: Any
     ranges: Any
     blocks: Any
@@ -82,6 +84,7 @@ class Scratch(NamedTuple):
 
     flags: Any
     query: Any
+    tile: Any
     keys: Any
     centroids: Any
     scores: Any
@@ -94,14 +97,19 @@ class Scratch(NamedTuple):
 def index_of(ctx: Any) -> Any:
     """The `Index` of ctx.unit."""
     state, header = read_state(ctx.arrays), header_of(ctx)
-    num_rows = header.num_units + header.num_clusters
+    num_rows = header.num_units + header.capacity_groups
     capacity = header.capacity_chunks
-    num_links = header.num_clusters + capacity
+    num_links = header.capacity_groups + capacity
     rows = state.rows + ctx.unit * num_rows * ctx.head_dim
+    num_peaks = 1 if header.paper else header.capacity_groups
+    peaks = state.peaks
+    if not header.paper:
+        peaks += ctx.unit * num_peaks * ctx.head_dim
     return Index(
         header,
         carray(_as_int8(rows), (num_rows, ctx.head_dim)),
-        carray(_as_uint16(state.scales + ctx.unit * num_rows * 6), (3, num_rows)),
+        carray(_as_int8(peaks), (num_peaks, ctx.head_dim)),
+        carray(_as_uint16(state.scales + ctx.unit * num_rows * 4), (2, num_rows)),
         view_int32(state.ranges, 2 * header.num_units + 1, ctx.unit),
         view_int32(state.blocks, capacity // BLOCK + 1),
         view_uint8(state.offsets, capacity + 1),
@@ -118,11 +126,12 @@ def scratch_of(ctx: Any, header: Any) -> Any:
     return Scratch(
         view_uint64(state.flags, header.capacity_chunks // 64 + 1, unit),
         state.query + unit * row_bytes,
+        state.tile + unit * 8 * TILE,
         state.keys + unit * row_bytes * MAX_CHUNK_TOKENS,
         state.centroids + unit * row_bytes * 2,
-        state.scores + unit * 4 * max(header.num_clusters, MAX_UNITS),
+        state.scores + unit * 4 * max(header.capacity_groups, MAX_UNITS),
         state.candidates + unit * 4 * longest,
-        state.picked + unit * 4 * header.num_clusters,
+        state.picked + unit * 4 * max(header.capacity_groups, header.candidate_capacity),
         state.units + unit * 4 * UNITS_LENGTH,
     )
 

@@ -8,7 +8,6 @@ tokens than fit the budget are looked up and scored exactly, and the heaviest ar
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,7 +23,6 @@ from offload.policies.callback import (
     load_keys,
     offset_floats,
     read_context,
-    score_tokens,
     top_codes,
     view_float32,
     view_int32,
@@ -40,14 +38,13 @@ STATE = StateLayout(
     levels=np.float32,  # [1 << bits]
     encoded=np.int32,  # [num_kv_heads] tokens that have codes
     sizes=np.int32,  # SIZES
-    # Scratch of each KV head: a key, rotated queries, offsets, weights of a sample; tokens.
-    floats=np.float32,  # [.., floats]
-    tokens=np.int32,  # [.., tokens]
+    # Scratch of each KV head: a key, the group's rotated queries and what their scores start from.
+    floats=np.float32,  # [.., head_dim + group_size * (head_dim + 1)]
+    candidates=np.int32,  # [.., candidates]
 )
-SIZES = ("max_tokens", "floats", "tokens")
-NUMBERS = NumberLayout("bits", "candidate_ratio", "normalise")
+SIZES = ("max_tokens", "floats", "candidates")
+NUMBERS = NumberLayout("bits", "candidate_ratio")
 read_state, read_sizes, read_numbers = STATE.read, reader(SIZES, np.int32), NUMBERS.read
-_SAMPLE = 128
 _BUILD_TOKENS = 4096  # of one piece of a build
 
 
@@ -74,33 +71,6 @@ def encode_new(pointer: Any, ctx: Any, state: Any, sizes: Any, bits: Any, end: A
     ctx.bytes_touched += (end - first) * (code_bytes + 4)
 
 
-@numba.njit(cache=True)
-def log_sums(pointer: Any, ctx: Any, scores_at: Any, tokens_at: Any, offsets: Any) -> None:
-    """offsets [group_size] -= log of the sum of all exponentials, from a sample of the tokens."""
-    num_own = ctx.first + ctx.kv_len - ctx.last
-    stride = max(1, (ctx.last - ctx.first) // _SAMPLE)
-    num_sampled = (ctx.last - ctx.first) // stride
-    n = num_own + num_sampled
-    tokens = view_int32(tokens_at, n)
-    for i in range(ctx.first):
-        tokens[i] = i
-    for i in range(num_sampled):
-        tokens[ctx.first + i] = ctx.first + i * stride
-    for i in range(ctx.kv_len - ctx.last):
-        tokens[ctx.first + num_sampled + i] = ctx.last + i
-    score_tokens(pointer, ctx.score_tokens, tokens_at, n, scores_at)
-    for g in range(ctx.group_size):
-        scores = view_float32(scores_at, n, g)
-        largest = scores[0]
-        for i in range(n):
-            largest = max(largest, scores[i])
-        total = np.float32(0.0)
-        for i in range(n):
-            weight = stride if ctx.first <= i < ctx.first + num_sampled else 1
-            total += weight * math.exp(scores[i] - largest)
-        offsets[g] -= largest + math.log(total)
-
-
 @callback
 def propose(pointer: Any) -> int:
     ctx = read_context(pointer)
@@ -111,8 +81,7 @@ def propose(pointer: Any) -> int:
     floats_at = offset_floats(state.floats, ctx.kv_head * sizes.floats)
     query_at = offset_floats(floats_at, head_dim)
     offsets_at = offset_floats(query_at, group_size * head_dim)
-    scores_at = offset_floats(offsets_at, group_size)
-    tokens_at = offset_floats(state.tokens, ctx.kv_head * sizes.tokens)
+    tokens_at = offset_floats(state.candidates, ctx.kv_head * sizes.candidates)
     offsets = view_float32(offsets_at, group_size)
     mean = view_float32(state.mean, head_dim, ctx.kv_head)
     scale = np.float32(ctx.sm_scale)
@@ -124,8 +93,6 @@ def propose(pointer: Any) -> int:
             offset += rotated[d] * mean[d]
         offsets[g] = offset
         rotate(rotated)
-    if numbers.normalise > 0:
-        log_sums(pointer, ctx, scores_at, tokens_at, offsets)
     wanted = min(int(numbers.candidate_ratio * ctx.budget_tokens), ctx.last - ctx.first)
     code_bytes = sizes.max_tokens * (head_dim * bits // 8)
     ctx.candidates = tokens_at
@@ -169,9 +136,7 @@ class Sketch(SparsePolicy):
     number_layout: ClassVar[NumberLayout | None] = NUMBERS
 
     bits: int = 1
-    candidate_ratio: float = 1.5
-    normalise: int = 1
-    centre: int = 1
+    candidate_ratio: float = 3.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,27 +154,25 @@ class Sketch(SparsePolicy):
     def build(self, context: BuildContext) -> State:
         """Codes of all keys."""
         num_kv_heads, kv_len, head_dim = context.keys.shape
-        group_size = max(1, len(context.queries) // num_kv_heads)
         max_tokens = _whole_blocks(max(kv_len, context.capacity_tokens))
-        sizes = [max_tokens, *self._scratch(group_size, head_dim)]
-        code_bytes = head_dim * self.bits // 8
-        blocks = max_tokens // CODE_BLOCK
+        floats = _scratch_floats(max(1, len(context.queries) // num_kv_heads), head_dim)
+        blocks, code_bytes = max_tokens // CODE_BLOCK, head_dim * self.bits // 8
         arrays: State = {
             "codes": np.zeros((num_kv_heads, blocks, code_bytes, CODE_BLOCK), np.uint8),
             "scales": np.zeros((num_kv_heads, max_tokens), np.float32),
             "mean": np.zeros((num_kv_heads, head_dim), np.float32),
             "levels": LEVELS[self.bits].copy(),
             "encoded": np.full(num_kv_heads, kv_len, np.int32),
-            "sizes": np.array(sizes, np.int32),
-            "floats": np.zeros((num_kv_heads, sizes[1]), np.float32),
-            "tokens": np.zeros((num_kv_heads, sizes[2]), np.int32),
+            "sizes": np.array([max_tokens, floats, self._max_candidates], np.int32),
+            "floats": np.zeros((num_kv_heads, floats), np.float32),
+            "candidates": np.zeros((num_kv_heads, self._max_candidates), np.int32),
         }
 
         def build_head(head: int) -> None:
             keys, mean = context.keys[head], arrays["mean"][head]
             codes, scales = arrays["codes"][head].reshape(-1), arrays["scales"][head]
-            if self.centre:
-                mean[:] = keys.mean(0, dtype=torch.float32).numpy()
+            means = keys.mean(0, dtype=torch.float32)
+            mean[:] = means.nan_to_num(0.0, 0.0, 0.0).numpy()
             for first in range(0, kv_len, _BUILD_TOKENS):
                 rows = keys[first : first + _BUILD_TOKENS].float().clone().numpy()
                 encode_rows(rows, mean, self.bits, arrays["levels"], codes, scales, first)
@@ -219,18 +182,16 @@ class Sketch(SparsePolicy):
             list(threads.map(build_head, range(num_kv_heads)))
         return arrays
 
-    def _scratch(self, group_size: int, head_dim: int) -> tuple[int, int]:
-        """Floats and tokens of a KV head's scratch."""
-        sampled = self.sink_tokens + self.recent_tokens + 2 * _SAMPLE
-        floats = head_dim + group_size * (head_dim + 1 + sampled)
+    @property
+    def _max_candidates(self) -> int:
         chosen = self.budget_tokens - self.sink_tokens - self.recent_tokens
-        return floats, max(sampled, int(self.candidate_ratio * chosen))
+        return int(self.candidate_ratio * chosen)
 
     def state_bytes(self, shape: StateShape) -> int:
-        group_size = shape.num_qo_heads // shape.num_kv_heads
         of_token = shape.head_dim * self.bits // 8 + 4
+        floats = _scratch_floats(shape.num_qo_heads // shape.num_kv_heads, shape.head_dim)
         of_head = _whole_blocks(shape.capacity_tokens) * of_token + 4 * shape.head_dim + 4
-        of_head += 4 * sum(self._scratch(group_size, shape.head_dim))
+        of_head += 4 * (floats + self._max_candidates)
         return shape.num_kv_heads * of_head + LEVELS[self.bits].nbytes + 4 * len(SIZES)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
@@ -258,3 +219,8 @@ class Sketch(SparsePolicy):
 
 def _whole_blocks(num_tokens: int) -> int:
     return -(-max(1, num_tokens) // CODE_BLOCK) * CODE_BLOCK
+
+
+def _scratch_floats(group_size: int, head_dim: int) -> int:
+    """A key, queries, and what their scores start from."""
+    return head_dim + group_size * (head_dim + 1)

@@ -33,7 +33,8 @@ static inline void b_store_sums(const ByteSums& sums, uint16_t* out) {
   const __m512i even = _mm512_sub_epi16(sums.all, _mm512_slli_epi16(sums.odd, 8));
   const __m512i low = _mm512_unpacklo_epi16(even, sums.odd);  // of each 128-bit lane the first 8 tokens
   const __m512i high = _mm512_unpackhi_epi16(even, sums.odd);
-  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_add_epi64(first, _mm512_set1_epi64(4));
+  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
+                second = _mm512_add_epi64(first, _mm512_set1_epi64(4));
   _mm512_storeu_si512(out, _mm512_permutex2var_epi64(low, first, high));
   _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi64(low, second, high));
 }

@@ -56,6 +56,20 @@ void score_int8(const PolicyContext* context, const float* query, int64_t num_qu
                                  scores);
 }
 
+int64_t top_codes(const PolicyContext* context, const float* query, const float* offsets, const uint8_t* codes,
+                  const float* scales, const float* levels, int64_t bits, int64_t k, int32_t* tokens) {
+  static thread_local std::vector<float> scores;
+  const int64_t n = context->last;
+  scores.resize(std::max(scores.size(), static_cast<size_t>(n)));
+  if (context->profile != nullptr) context->profile->bytes += n * (context->head_dim * bits / 8 + 4);
+  kernels_of(context).score_codes({query, static_cast<int>(context->group_size), static_cast<int>(context->head_dim),
+                                   static_cast<int>(bits), levels, offsets, codes, scales, n, scores.data()});
+  const int64_t first = context->first;
+  const int64_t count = top_k(kernels_of(context), scores.data() + first, n - first, k, tokens);
+  for (int64_t i = 0; i < count; ++i) tokens[i] += static_cast<int32_t>(first);
+  return count;
+}
+
 void load_keys(const PolicyContext* context, int64_t first, int64_t n, float* out) {
   for (int64_t t = first; t < first + n; ++t, out += context->head_dim) {
     kernels_of(context).to_float[context->dtype](context->keys.row(t), context->head_dim, out);
@@ -95,6 +109,7 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.top_k = top_k_for_policy;
   context.score_rows = score_rows;
   context.score_int8 = score_int8;
+  context.top_codes = top_codes;
   context.load_keys = load_keys;
   context.store_rows = store_rows;
   context.filter_at_least = filter_at_least;

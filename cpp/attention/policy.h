@@ -47,6 +47,8 @@ struct PolicyContext {
                      float* scores);
   void (*score_int8)(const PolicyContext*, const float* query, int64_t num_queries, const int8_t* rows, int64_t n,
                      float* scores);
+  int64_t (*top_codes)(const PolicyContext*, const float* query, const float* offsets, const uint8_t* codes,
+                       const float* scales, const float* levels, int64_t bits, int64_t k, int32_t* tokens);
   void (*load_keys)(const PolicyContext*, int64_t first, int64_t n, float* out);
   void (*store_rows)(const PolicyContext*, const float* x, int64_t n, void* out);
   int64_t (*filter_at_least)(const PolicyContext*, const float* x, int64_t n, float threshold, int32_t* positions);

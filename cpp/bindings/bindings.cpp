@@ -32,6 +32,13 @@ PYBIND11_MODULE(_native, m) {
     kernels_for(isa).score_int8(pointer<const float>(query), group_size, head_dim, pointer<const int8_t>(rows), n,
                                 pointer<float>(scores));
   });
+  m.attr("CODE_BLOCK") = kCodeBlock;
+  m.def("score_codes", [](const std::string& isa, int64_t query, int group_size, int head_dim, int bits, int64_t levels,
+                          int64_t offsets, int64_t codes, int64_t scales, int64_t n, int64_t scores) {
+    kernels_for(isa).score_codes({pointer<const float>(query), group_size, head_dim, bits, pointer<const float>(levels),
+                                  pointer<const float>(offsets), pointer<const uint8_t>(codes),
+                                  pointer<const float>(scales), n, pointer<float>(scores)});
+  });
   m.def(
       "chunk_means",
       [](WorkerPool& pool, const std::string& isa, int dtype, int64_t keys, int64_t num_heads, int64_t head_bytes,

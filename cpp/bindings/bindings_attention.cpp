@@ -100,7 +100,7 @@ void prepare(DecodeAttention& attention, int64_t layer_idx, const KeptRows& step
 
 // One row, an explicit CSR selection. `weights`: address of f32 [nnz * group] or 0. Returns the seconds it took.
 double attend_csr(DecodeAttention& attention, int64_t query, int64_t output, int64_t lse, int64_t pages, int64_t kv_len,
-                const Int64s& indptr, const Int32s& indices, int64_t weights) {
+                  const Int64s& indptr, const Int32s& indices, int64_t weights) {
   const AttentionShape& shape = attention.shape();
   QueryRow row{};
   row.pages = pointer<const int64_t>(pages);
@@ -177,12 +177,13 @@ py::dict policy_context_offsets() {
     #name, offsetof(PolicyContext, name) \
   }
   const std::pair<const char*, size_t> offsets[] = {
-      FIELD(layer_idx),   FIELD(unit),          FIELD(kv_head),    FIELD(group_size),    FIELD(head_dim),
-      FIELD(kv_len),      FIELD(first),         FIELD(last),       FIELD(budget_tokens), FIELD(num_candidates),
-      FIELD(sm_scale),    FIELD(parameters),    FIELD(query),      FIELD(importance),    FIELD(indices),
-      FIELD(num_indices), FIELD(weights),       FIELD(candidates), FIELD(output),        FIELD(lse),
-      FIELD(text_marks),  FIELD(bytes_touched), FIELD(arrays),     FIELD(score_tokens),  FIELD(top_k),
-      FIELD(score_rows),  FIELD(score_int8),    FIELD(load_keys),  FIELD(store_rows),    FIELD(filter_at_least)};
+      FIELD(layer_idx),      FIELD(unit),          FIELD(kv_head),    FIELD(group_size),    FIELD(head_dim),
+      FIELD(kv_len),         FIELD(first),         FIELD(last),       FIELD(budget_tokens), FIELD(num_candidates),
+      FIELD(sm_scale),       FIELD(parameters),    FIELD(query),      FIELD(importance),    FIELD(indices),
+      FIELD(num_indices),    FIELD(weights),       FIELD(candidates), FIELD(output),        FIELD(lse),
+      FIELD(text_marks),     FIELD(bytes_touched), FIELD(arrays),     FIELD(score_tokens),  FIELD(top_k),
+      FIELD(score_rows),     FIELD(score_int8),    FIELD(top_codes),  FIELD(load_keys),     FIELD(store_rows),
+      FIELD(filter_at_least)};
 #undef FIELD
   py::dict result;
   for (const auto& [name, offset] : offsets) result[name] = offset;

@@ -232,6 +232,7 @@ static inline KernelTable make_table(const char* name) {
   table.filter_at_least = filter_at_least;
   table.count_at_least = count_at_least;
   table.score_int8 = score_int8;
+  table.score_codes = score_codes;
   table.centroid_block = kCentroidBlock;
   table.pack_centroids = pack_centroids;
   table.nearest_centroids = nearest_centroids;

@@ -118,6 +118,25 @@ struct CausalArgs {
   int64_t scratch_items(int64_t num_rows) const { return num_rows * (head_dim + 2) + kCausalKeys * head_dim; }
 };
 
+inline constexpr int64_t kCodeBlock = 64;  // tokens whose codes lie together
+
+// scores[i] = max over g of scales[i] * <query[g], levels[code i]> + offsets[g]; infinite where that is no number. What
+// a few dimensions add is rounded to 1/127 of the widest range that any of them has.
+struct CodeArgs {
+  const float* query;  // [group_size, head_dim]
+  int group_size;
+  int head_dim;
+  int bits;              // of a dimension: 1 or 2
+  const float* levels;   // [1 << bits] what a dimension's code stands for
+  const float* offsets;  // [group_size]
+  // [blocks of kCodeBlock tokens, head_dim * bits / 8, kCodeBlock]: a byte has neighbouring dimensions, the first one
+  // in its lowest bits. The last block is whole, and so are its scales.
+  const uint8_t* codes;
+  const float* scales;  // [n]
+  int64_t n;
+  float* scores;
+};
+
 // One instruction set's kernels. Arrays are indexed by DType.
 struct KernelTable {
   const char* name;
@@ -160,6 +179,7 @@ struct KernelTable {
   // scores[g * n + i] = <query[g], rows[i]> with int8 rows [n, head_dim]; raw sums. Queries are rounded to 1/32767 of
   // their largest value; one that is not finite scores NaN.
   void (*score_int8)(const float* query, int group_size, int head_dim, const int8_t* rows, int64_t n, float* scores);
+  void (*score_codes)(const CodeArgs&);
   // out[d] = Σ_i rows[i][d]; width a multiple of kHeadDimMultiple
   void (*sum_rows[kNumDTypes])(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t width, float* out);
   // The centroid of largest dot product of each point, the first of equals; centroids packed by pack_centroids into

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from offload.policies.lychee_cluster.policy import LycheeCluster
     from offload.policies.lychee_decode.policy import LycheeDecode
     from offload.policies.quest import Quest
+    from offload.policies.sketch.policy import Sketch
     from offload.policies.streaming_llm import StreamingLLM
     from offload.policies.tidal_decode import TidalDecode
 
@@ -29,6 +30,7 @@ __all__ = [
     "LycheeDecode",
     "Policy",
     "Quest",
+    "Sketch",
     "StreamingLLM",
     "TidalDecode",
     "available_policies",

@@ -53,6 +53,7 @@ CONTEXT_DTYPE = np.dtype(
         ("top_k", np.int64),
         ("score_rows", np.int64),
         ("score_int8", np.int64),
+        ("top_codes", np.int64),
         ("load_keys", np.int64),
         ("store_rows", np.int64),
         ("filter_at_least", np.int64),
@@ -250,6 +251,20 @@ def score_int8(
     Queries are rounded to 1/32767 of their largest value; one that is not finite scores NaN.
     """
     _run(pointer, function, (query, num_queries, rows, n, scores))
+
+
+@numba.njit(inline="always")
+def top_codes(pointer: Any, function: Any, arguments: Any) -> Any:
+    """top_codes(pointer, ctx.top_codes, (query, offsets, codes, scales, levels, bits, k, tokens)):
+    the k tokens of [ctx.first, ctx.last) whose codes score most, ascending -> count.
+
+    A token's score is the largest over the group of scale * query · levels[code] + offset.
+    Addresses: `query` of float32 [group_size, head_dim], `offsets` of [group_size], `codes` of
+    uint8 [blocks of CODE_BLOCK tokens, head_dim * bits / 8, CODE_BLOCK], `scales` of float32 [whole
+    blocks], `levels` of [1 << bits], `tokens` of int32 [k]. The least a query's few dimensions may
+    add is rounded to 1/127 of their range; what scores no number comes first.
+    """
+    return _count(pointer, function, arguments)
 
 
 @numba.njit(inline="always")

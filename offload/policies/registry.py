@@ -14,6 +14,7 @@ _CLASSES = {
     "lfps": "LFPS",
     "lychee_decode": "LycheeDecode",
     "quest": "Quest",
+    "sketch": "Sketch",
     "streaming_llm": "StreamingLLM",
     "tidal_decode": "TidalDecode",
 }

@@ -52,6 +52,8 @@ def random_policy(name: str, rng: np.random.Generator, shape: dict[str, int]) ->
         options["budget_tokens"] = max(options["budget_tokens"], options["sink_tokens"] + 1)
     if name == "quest":
         options["page_tokens"] = int(rng.integers(1, 24))
+    if name == "sketch":
+        options["bits"] = int(rng.choice([1, 2]))
     if name == "lfps":
         options["granularity"] = str(rng.choice(["kv_head", "query_head"]))
         options["alpha"] = float(rng.choice([0.1, 0.2, 0.4]))

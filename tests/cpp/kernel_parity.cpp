@@ -378,6 +378,27 @@ void check_int8(const KernelTable& table, int group, int head_dim, int64_t n) {
   }
 }
 
+void check_codes(const KernelTable& table, int group, int head_dim, int bits, int64_t n) {
+  const int64_t blocks = (n + kCodeBlock - 1) / kCodeBlock;
+  Exact<float> query(group * head_dim, 1), offsets(group, 1), scales(blocks * kCodeBlock, 1);
+  for (Exact<float>* given : {&query, &offsets, &scales}) given->fill(normal);
+  Exact<uint8_t> codes(blocks * kCodeBlock * head_dim * bits / 8, 1);
+  codes.fill([] { return static_cast<uint8_t>(uniform(0, 255)); });
+  const float levels[] = {-1.5f, bits == 1 ? 1.0f : -0.5f, 0.5f, 1.5f};
+  Exact<float> actual(n, 1), expected(n, 1);
+  const auto run = [&](const KernelTable& kernels, Exact<float>& scores) {
+    kernels.score_codes(
+        {query.data(), group, head_dim, bits, levels, offsets.data(), codes.data(), scales.data(), n, scores.data()});
+  };
+  run(table, actual);
+  run(*scalar_table(), expected);
+  for (int64_t i = 0; i < n; ++i) {  // the same tables and whole numbers, but for fused multiplications
+    CHECK(std::fabs(actual[i] - expected[i]) < 1e-4 * head_dim,
+          "%s, head_dim %d, %d bits, score %lld: %g instead of %g", table.name, head_dim, bits,
+          static_cast<long long>(i), static_cast<double>(actual[i]), static_cast<double>(expected[i]));
+  }
+}
+
 // Small whole numbers: products are exact in every order of summation, and there are ties.
 void check_nearest(const KernelTable& table, int64_t num_points, int64_t num_centroids, int64_t width) {
   Exact<float> points(num_points * width, 1), centroids(num_centroids * width, 1);
@@ -432,6 +453,8 @@ void check_isa(const KernelTable& table) {
   check_reads(table);
   for (const int head_dim : {16, 48, 64, 128}) {
     for (const int64_t n : {1, 3, 4, 5, 33}) check_int8(table, static_cast<int>(uniform(1, 8)), head_dim, n);
+    for (const int64_t n : {1, 63, 64, 65, 200}) check_codes(table, static_cast<int>(uniform(1, 9)), head_dim, 1, n);
+    check_codes(table, kMaxGroupSize, 2 * head_dim, 2, 100);
   }
   for (const int64_t n : {1, 5, 6, 7, 100}) {
     for (const int64_t k : {1, 3, 4, 15, 16, 17, 63, 64, 65, 130}) check_nearest(table, n, k, uniform(1, 3) * 16);

@@ -35,7 +35,7 @@ def state_of(model: Any) -> int:
     return model._offload.attention.states.bytes.at(LONG + 1)
 
 
-@pytest.mark.parametrize("name", ["lfps", "quest", "lychee_cluster"])
+@pytest.mark.parametrize("name", ["lfps", "quest", "lychee_cluster", "sketch"])
 @pytest.mark.parametrize("num_tokens", [100, 9000])
 def test_the_bytes_counted_beforehand_are_the_most_there_are(name, num_tokens):
     policy, generator, pool = small(name), torch.Generator().manual_seed(0), WorkerPool(1)

@@ -109,6 +109,34 @@ static inline int64_t count_at_least(const float* x, int64_t n, float threshold)
   return count;
 }
 
+// Codes of kByteLanes tokens, entries looked up by their nibbles, and 16-bit sums of those: `odd` of the odd tokens,
+// `all` of the even ones and, 256 times, of the odd ones.
+inline constexpr int kByteLanes = 32;
+using B = __m256i;
+struct ByteSums {
+  __m256i all, odd;
+};
+static inline B b_load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+static inline B b_low_nibbles(B x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+static inline B b_high_nibbles(B x) { return b_low_nibbles(_mm256_srli_epi16(x, 4)); }
+static inline B b_look_up(const uint8_t* entries, B at) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(entries))),
+                             at);
+}
+static inline B b_add(B a, B b) { return _mm256_add_epi8(a, b); }
+static inline ByteSums b_no_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline void b_add_to(ByteSums* sums, B x) {
+  sums->all = _mm256_add_epi16(sums->all, x);
+  sums->odd = _mm256_add_epi16(sums->odd, _mm256_srli_epi16(x, 8));
+}
+static inline void b_store_sums(const ByteSums& sums, uint16_t* out) {
+  const __m256i even = _mm256_sub_epi16(sums.all, _mm256_slli_epi16(sums.odd, 8));
+  const __m256i low = _mm256_unpacklo_epi16(even, sums.odd);  // of each 128-bit lane the first 8 tokens
+  const __m256i high = _mm256_unpackhi_epi16(even, sums.odd);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute2x128_si256(low, high, 0x20));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), _mm256_permute2x128_si256(low, high, 0x31));
+}
+
 #include "kernels/bodies-inl.h"
 
 }  // namespace offload::avx2

@@ -95,6 +95,27 @@ static inline int64_t count_at_least(const float* x, int64_t n, float threshold)
   return count;
 }
 
+// Codes of kByteLanes tokens, entries looked up by their nibbles, and 16-bit sums of those.
+inline constexpr int kByteLanes = 16;
+using B = uint8x16_t;
+struct ByteSums {
+  uint16x8_t first, second;
+};
+static inline B b_load(const uint8_t* p) { return vld1q_u8(p); }
+static inline B b_low_nibbles(B x) { return vandq_u8(x, vdupq_n_u8(15)); }
+static inline B b_high_nibbles(B x) { return vshrq_n_u8(x, 4); }
+static inline B b_look_up(const uint8_t* entries, B at) { return vqtbl1q_u8(vld1q_u8(entries), at); }
+static inline B b_add(B a, B b) { return vaddq_u8(a, b); }
+static inline ByteSums b_no_sums() { return {vdupq_n_u16(0), vdupq_n_u16(0)}; }
+static inline void b_add_to(ByteSums* sums, B x) {
+  sums->first = vaddw_u8(sums->first, vget_low_u8(x));
+  sums->second = vaddw_high_u8(sums->second, x);
+}
+static inline void b_store_sums(const ByteSums& sums, uint16_t* out) {
+  vst1q_u16(out, sums.first);
+  vst1q_u16(out + 8, sums.second);
+}
+
 #include "kernels/bodies-inl.h"
 
 }  // namespace offload::neon

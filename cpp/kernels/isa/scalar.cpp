@@ -60,6 +60,19 @@ static inline int64_t count_at_least(const float* x, int64_t n, float threshold)
   return count;
 }
 
+// Codes of kByteLanes tokens, entries looked up by their nibbles, and 16-bit sums of those.
+inline constexpr int kByteLanes = 1;
+using B = uint8_t;
+using ByteSums = uint16_t;
+static inline B b_load(const uint8_t* p) { return *p; }
+static inline B b_low_nibbles(B x) { return x & 15; }
+static inline B b_high_nibbles(B x) { return x >> 4; }
+static inline B b_look_up(const uint8_t* entries, B at) { return entries[at]; }
+static inline B b_add(B a, B b) { return static_cast<B>(a + b); }
+static inline ByteSums b_no_sums() { return 0; }
+static inline void b_add_to(ByteSums* sums, B x) { *sums = static_cast<ByteSums>(*sums + x); }
+static inline void b_store_sums(ByteSums sums, uint16_t* out) { *out = sums; }
+
 #include "kernels/bodies-inl.h"
 
 }  // namespace offload::scalar

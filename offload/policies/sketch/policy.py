@@ -1,0 +1,226 @@
+"""Sketch: a code of 1 or 2 bits a dimension beside every key, all of them scored in each step.
+
+One bit is enough to find a key: that of a rotated key is wrong by much in every dimension, but not
+in the same direction in all. Codes and queries: `codes`. A nibble of a code has 16 values, so what
+it adds to a score is looked up, for a register of tokens at a time; queries stay precise. Some more
+tokens than fit the budget are looked up and scored exactly, and the heaviest are kept.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numba
+import numpy as np
+import torch
+
+from offload.policies.base import BuildContext, SparsePolicy, State, StateShape
+from offload.policies.callback import (
+    Callback,
+    callback,
+    load_keys,
+    offset_floats,
+    read_context,
+    top_codes,
+    view_float32,
+    view_int32,
+    view_uint8,
+)
+from offload.policies.layouts import NumberLayout, StateLayout, reader
+from offload.policies.sketch.codes import CODE_BLOCK, LEVELS, encode_rows, rotate
+
+STATE = StateLayout(
+    codes=np.uint8,  # [num_kv_heads, blocks, head_dim * bits / 8, CODE_BLOCK]
+    scales=np.float32,  # [num_kv_heads, blocks * CODE_BLOCK]
+    mean=np.float32,  # [num_kv_heads, head_dim] of the prompt's keys
+    levels=np.float32,  # [1 << bits]
+    encoded=np.int32,  # [num_kv_heads] tokens that have codes
+    sizes=np.int32,  # SIZES
+    # Scratch of each KV head: a key, the group's rotated queries and what their scores start from.
+    floats=np.float32,  # [.., head_dim + group_size * (head_dim + 1)]
+    candidates=np.int32,  # [.., candidates]
+)
+SIZES = ("max_tokens", "floats", "candidates")
+NUMBERS = NumberLayout("bits", "candidate_ratio")
+read_state, read_sizes, read_numbers = STATE.read, reader(SIZES, np.int32), NUMBERS.read
+_BUILD_TOKENS = 4096  # of one piece of a build
+
+
+@numba.njit(cache=True)
+def encode_new(pointer: Any, ctx: Any, state: Any, sizes: Any, bits: Any, end: Any) -> None:
+    """Codes of the tokens before `end` that have none yet."""
+    head_dim = ctx.head_dim
+    encoded = view_int32(state.encoded, ctx.kv_head + 1)
+    first = encoded[ctx.kv_head]
+    end = min(end, sizes.max_tokens)
+    if first >= end:
+        return
+    code_bytes = head_dim * bits // 8
+    key_at = offset_floats(state.floats, ctx.kv_head * sizes.floats)
+    key = view_float32(key_at, head_dim)
+    mean = view_float32(state.mean, head_dim, ctx.kv_head)
+    levels = view_float32(state.levels, 1 << bits)
+    codes = view_uint8(state.codes, sizes.max_tokens * code_bytes, ctx.kv_head)
+    scales = view_float32(state.scales, sizes.max_tokens, ctx.kv_head)
+    for token in range(first, end):
+        load_keys(pointer, ctx.load_keys, token, 1, key_at)
+        encode_rows(key.reshape(1, head_dim), mean, bits, levels, codes, scales, token)
+    encoded[ctx.kv_head] = end
+    ctx.bytes_touched += (end - first) * (code_bytes + 4)
+
+
+@callback
+def propose(pointer: Any) -> int:
+    ctx = read_context(pointer)
+    state = read_state(ctx.arrays)
+    sizes, numbers = read_sizes(state.sizes), read_numbers(ctx.parameters)
+    bits, head_dim, group_size = int(numbers.bits), ctx.head_dim, ctx.group_size
+    encode_new(pointer, ctx, state, sizes, bits, ctx.last)
+    floats_at = offset_floats(state.floats, ctx.kv_head * sizes.floats)
+    query_at = offset_floats(floats_at, head_dim)
+    offsets_at = offset_floats(query_at, group_size * head_dim)
+    tokens_at = offset_floats(state.candidates, ctx.kv_head * sizes.candidates)
+    offsets = view_float32(offsets_at, group_size)
+    mean = view_float32(state.mean, head_dim, ctx.kv_head)
+    scale = np.float32(ctx.sm_scale)
+    for g in range(group_size):
+        query, rotated = view_float32(ctx.query, head_dim, g), view_float32(query_at, head_dim, g)
+        offset = np.float32(0.0)
+        for d in range(head_dim):
+            rotated[d] = scale * query[d]
+            offset += rotated[d] * mean[d]
+        offsets[g] = offset
+        rotate(rotated)
+    wanted = min(int(numbers.candidate_ratio * ctx.budget_tokens), ctx.last - ctx.first)
+    code_bytes = sizes.max_tokens * (head_dim * bits // 8)
+    ctx.candidates = tokens_at
+    return top_codes(
+        pointer,
+        ctx.top_codes,
+        (
+            query_at,
+            offsets_at,
+            state.codes + ctx.kv_head * code_bytes,
+            offset_floats(state.scales, ctx.kv_head * sizes.max_tokens),
+            state.levels,
+            bits,
+            wanted,
+            tokens_at,
+        ),
+    )
+
+
+@callback
+def append(pointer: Any) -> None:
+    ctx = read_context(pointer)
+    state = read_state(ctx.arrays)
+    bits = int(read_numbers(ctx.parameters).bits)
+    encode_new(pointer, ctx, state, read_sizes(state.sizes), bits, ctx.kv_len)
+
+
+@dataclass(frozen=True)
+class Sketch(SparsePolicy):
+    """The tokens whose keys' codes score most, chosen among by their exact weights.
+
+    Args:
+        bits: of a dimension's code, 1 or 2.
+        candidate_ratio: tokens whose keys are scored exactly, for each one attended.
+    """
+
+    name: ClassVar[str] = "sketch"
+    propose: ClassVar[Callback | None] = propose
+    append: ClassVar[Callback | None] = append
+    state_layout: ClassVar[StateLayout | None] = STATE
+    number_layout: ClassVar[NumberLayout | None] = NUMBERS
+
+    bits: int = 1
+    candidate_ratio: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in LEVELS or not isinstance(self.bits, int) or isinstance(self.bits, bool):
+            raise ValueError(f"bits must be 1 or 2, got {self.bits!r}")
+        if not 1 <= self.candidate_ratio <= 64:
+            raise ValueError(f"candidate_ratio must be in [1, 64], got {self.candidate_ratio}")
+
+    def looked_at_bytes(
+        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
+    ) -> tuple[float, bool]:
+        """All codes, and candidates' keys."""
+        return state_bytes + self.candidate_ratio * chosen_tokens * row_bytes, False
+
+    def build(self, context: BuildContext) -> State:
+        """Codes of all keys."""
+        num_kv_heads, kv_len, head_dim = context.keys.shape
+        max_tokens = _whole_blocks(max(kv_len, context.capacity_tokens))
+        floats = _scratch_floats(max(1, len(context.queries) // num_kv_heads), head_dim)
+        blocks, code_bytes = max_tokens // CODE_BLOCK, head_dim * self.bits // 8
+        arrays: State = {
+            "codes": np.zeros((num_kv_heads, blocks, code_bytes, CODE_BLOCK), np.uint8),
+            "scales": np.zeros((num_kv_heads, max_tokens), np.float32),
+            "mean": np.zeros((num_kv_heads, head_dim), np.float32),
+            "levels": LEVELS[self.bits].copy(),
+            "encoded": np.full(num_kv_heads, kv_len, np.int32),
+            "sizes": np.array([max_tokens, floats, self._max_candidates], np.int32),
+            "floats": np.zeros((num_kv_heads, floats), np.float32),
+            "candidates": np.zeros((num_kv_heads, self._max_candidates), np.int32),
+        }
+
+        def build_head(head: int) -> None:
+            keys, mean = context.keys[head], arrays["mean"][head]
+            codes, scales = arrays["codes"][head].reshape(-1), arrays["scales"][head]
+            means = keys.mean(0, dtype=torch.float32)
+            mean[:] = means.nan_to_num(0.0, 0.0, 0.0).numpy()
+            for first in range(0, kv_len, _BUILD_TOKENS):
+                rows = keys[first : first + _BUILD_TOKENS].float().clone().numpy()
+                encode_rows(rows, mean, self.bits, arrays["levels"], codes, scales, first)
+
+        num_threads = context.pool.num_threads if context.pool is not None else 1
+        with ThreadPoolExecutor(num_threads) as threads:
+            list(threads.map(build_head, range(num_kv_heads)))
+        return arrays
+
+    @property
+    def _max_candidates(self) -> int:
+        chosen = self.budget_tokens - self.sink_tokens - self.recent_tokens
+        return int(self.candidate_ratio * chosen)
+
+    def state_bytes(self, shape: StateShape) -> int:
+        of_token = shape.head_dim * self.bits // 8 + 4
+        floats = _scratch_floats(shape.num_qo_heads // shape.num_kv_heads, shape.head_dim)
+        of_head = _whole_blocks(shape.capacity_tokens) * of_token + 4 * shape.head_dim + 4
+        of_head += 4 * (floats + self._max_candidates)
+        return shape.num_kv_heads * of_head + LEVELS[self.bits].nbytes + 4 * len(SIZES)
+
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+        """The same codes with room for `capacity_tokens` tokens."""
+        codes, scales = arrays["codes"], arrays["scales"]
+        more = max(0, _whole_blocks(capacity_tokens) - scales.shape[1])
+        sizes = arrays["sizes"].copy()
+        sizes[0] += more
+        return {name: array.copy() for name, array in arrays.items()} | {
+            "codes": np.pad(codes, [(0, 0), (0, more // CODE_BLOCK), (0, 0), (0, 0)]),
+            "scales": np.pad(scales, [(0, 0), (0, more)]),
+            "sizes": sizes,
+        }
+
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        """Tokens that come instead of others get codes of their own."""
+        encoded = arrays["encoded"]
+        np.minimum(encoded, kv_len, out=encoded)
+        return True
+
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        """As `truncate`: codes say nothing of steps."""
+        return self.truncate(layer_idx, arrays, kv_len)
+
+
+def _whole_blocks(num_tokens: int) -> int:
+    return -(-max(1, num_tokens) // CODE_BLOCK) * CODE_BLOCK
+
+
+def _scratch_floats(group_size: int, head_dim: int) -> int:
+    """A key, queries, and what their scores start from."""
+    return head_dim + group_size * (head_dim + 1)

@@ -1,9 +1,9 @@
 """Chooses where KV heads are attended, by the predicted time of a step and the GPU's budget.
 
 What stays on the GPU as a whole is chosen first: dense layers, which must, then retrieving heads
-and dense heads of other layers, most saved time per byte first. Then each layer's reusing heads are shared out between the CPU and
-rows that the GPU fetches, so that the slower of the two takes least. The result depends on nothing
-but the arguments.
+and dense heads of other layers, most saved time per byte first. Then each layer's reusing heads are
+shared out between the CPU and rows that the GPU fetches, so that the slower of the two takes least.
+The result depends on nothing but the arguments.
 """
 
 from __future__ import annotations

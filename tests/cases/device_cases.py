@@ -31,7 +31,9 @@ def small(name: str, budget_tokens: int = 64) -> Policy:
         options["recent_tokens"] = 16
     if name == "tidal_decode":
         options["select_layers"] = (1,)
-    if name in ("tidal_decode", "exact_topk", "quest", "lfps", "lychee_cluster"):
+    if name == "per_head":
+        options |= {"rest": "lfps", "retrieval": "exact_topk", "retrieval_heads": 1}
+    if name in ("tidal_decode", "exact_topk", "quest", "lfps", "lychee_cluster", "per_head"):
         options["dense_layers"] = 1
     return make_policy(name, **options)
 

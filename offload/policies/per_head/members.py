@@ -57,7 +57,8 @@ def context_of(context: BuildContext, heads: npt.NDArray[np.int64], member: Poli
     else:
         kept = heads.tolist()
     num_queries = context.queries.shape[1]
-    groups = context.queries.unflatten(0, (num_heads, len(context.queries) // num_heads))[kept]
+    group_size = len(context.queries) // num_heads
+    groups = context.queries.view(num_heads, group_size, *context.queries.shape[1:])[kept]
     first = max(0, num_queries - member.observed_queries)
     return replace(
         context,

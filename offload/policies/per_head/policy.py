@@ -1,9 +1,9 @@
 """PerHead: a few retrieval heads look at everything, another policy selects for all others.
 
-What LFPS and LycheeCluster lose sits in a handful of heads: those that fetch a fact from afar. Given
-all tokens (`retrieval=Full()`), or the best of all (`ExactTopK()`), these cost little, since they
-are few, and on a GPU that has room for their KV nothing of the CPU's time. The others go on with
-`rest`, which does not know of it: its arrays and callbacks see a model without the retrieval heads.
+What LFPS and LycheeCluster lose sits in a handful of heads, those that fetch a fact from afar.
+Given all tokens (`retrieval=Full()`), or the best of all (`ExactTopK()`), these cost little, since
+they are few, and on a GPU that has room for their KV nothing of the CPU's time. The others go on
+with `rest`, which does not know of it: its arrays and callbacks see a model without those heads.
 
 The heads are those of a roles file (LycheeDecode's format, arXiv 2602.04541), or calibrated.
 """
@@ -31,9 +31,8 @@ from offload.policies.base import (
 )
 from offload.policies.full import Full
 from offload.policies.lychee_cluster.policy import LycheeCluster
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.lychee_decode.roles import BoolArray, HeadRoles
 from offload.policies.per_head.heads import (
-    BoolArray,
     check_retrieval_heads,
     default_retrieval_heads,
     spaced_heads,
@@ -174,12 +173,16 @@ class PerHead(Policy):
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
         """Refuse roles of another model, and more retrieval heads than a sixth."""
-        heads = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for member in self.members:
-            member.check_model(num_layers=num_layers, num_qo_heads=num_qo_heads, **heads)
+            member.check_model(
+                num_layers=num_layers,
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+            )
         roles, count = self.head_roles, self.retrieval_heads
         if isinstance(roles, HeadRoles):
-            roles.check(num_layers=num_layers, **heads)
+            roles.check(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
             count = int(roles.array[max(1, self.dense_layers) :].sum())
         if count is not None and not self.is_part:
             check_retrieval_heads(count, num_layers, num_kv_heads, self.dense_layers)
@@ -257,11 +260,11 @@ class PerHead(Policy):
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         states = self._states(arrays)
-        return all([self.members[i].truncate(layer_idx, x, kv_len) for i, x in states.items()])
+        return all(self.members[i].truncate(layer_idx, x, kv_len) for i, x in states.items())
 
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         states = self._states(arrays)
-        return all([self.members[i].rewind(layer_idx, x, kv_len) for i, x in states.items()])
+        return all(self.members[i].rewind(layer_idx, x, kv_len) for i, x in states.items())
 
     def _parts(self, context: BuildContext) -> dict[int, BuildContext]:
         """What each member with arrays builds from in this layer."""

@@ -123,12 +123,11 @@ class DecodeAttention:
         sink_tokens: int,
         recent_tokens: int,
         per_query_head: bool,
-        scans_keys: bool,
-        functions: Sequence[int],
-        parameters: Sequence[float],
-        num_arrays: int,
+        members: Sequence[tuple[bool, Sequence[int], Sequence[float], int]],
         roles: Sequence[int],
         shares_selection: bool,
+        member_of: Sequence[int],
+        number_of: Sequence[int],
     ) -> None: ...
     def attend(
         self,

@@ -272,16 +272,17 @@ float* DecodeAttention::attended_weights(const QueryRow& row, int row_idx, int u
 // Tells the policy what a unit attended to, and that its newest token is there.
 void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
   const Unit& unit = unit_of(row_idx, unit_idx);
-  if (!asks_policy(unit.role) || !policy_.learns()) return;
+  const PolicyMember& member = member_of(layer_idx, unit_idx);
+  if (!asks_policy(unit.role) || !member.learns()) return;
   const PhaseTimer timer(profile_of(worker), Phase::update);
   PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
-  if (policy_.observe != nullptr && unit.indices != nullptr && !unit.answered) {
+  if (member.observe != nullptr && unit.indices != nullptr && !unit.answered) {
     ctx.indices = const_cast<int32_t*>(unit.indices);
     ctx.num_indices = unit.n;
     ctx.weights = attended_weights(row, row_idx, unit_idx);
-    policy_.observe(&ctx);
+    member.observe(&ctx);
   }
-  if (policy_.append != nullptr) policy_.append(&ctx);
+  if (member.append != nullptr) member.append(&ctx);
   finish_context(ctx);
 }
 
@@ -300,14 +301,14 @@ void DecodeAttention::update_task(int64_t layer_idx, const std::vector<QueryRow>
 }
 
 int64_t DecodeAttention::num_updates() const {
-  return policy_.learns() ? static_cast<int64_t>(sparse_rows_.size()) * units() : 0;
+  return policy_.any_learns() ? static_cast<int64_t>(sparse_rows_.size()) * units() : 0;
 }
 
 // Where workers share a unit, one of them prepares it, which is the one that will ask for it, and the other updates.
 void DecodeAttention::update_and_prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t next_layer_idx,
                                          const std::vector<QueryRow>& next_rows) {
   const int64_t updates = num_updates();
-  const int64_t prepares = policy_.prepare != nullptr ? static_cast<int64_t>(next_rows.size()) * units() : 0;
+  const int64_t prepares = policy_.any_prepares() ? static_cast<int64_t>(next_rows.size()) * units() : 0;
   if (updates == 0 && prepares == 0) return;
   task_rings_ = trace_.workers();
   pool_.parallel_for_near(2 * std::max(updates, prepares), [&](int64_t task, int worker) {
@@ -343,6 +344,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
   first_row_ = first_row;
   make_room_for_published(static_cast<size_t>(first_row) + rows.size());
   sparse_rows_.clear();
+  bool scans = false;
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
     const QueryRow& row = rows[static_cast<size_t>(r)];
     const bool chosen = sparse && row.indptr == nullptr && row.kv_len > policy_.budget_tokens;
@@ -355,6 +357,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
                   : row.indptr != nullptr ? Role::select
                                           : Role::dense;
       unit.sparse = chosen && unit.role != Role::dense && !elsewhere;
+      scans = scans || (unit.sparse && asks_policy(unit.role) && member_of(layer_idx, u).scans_keys);
       // What select_unit() or finish_proposal() overwrites keeps its size, so that nothing is zeroed.
       if (!unit.sparse || unit.role != Role::select) selection_[static_cast<size_t>(r * units() + u)].clear();
       unit.asks = false;
@@ -382,22 +385,23 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
         return non_finite(layer_idx, r, h * (units() / shape_.num_kv_heads));
     }
   }
-  if (!sparse_rows_.empty() && policy_.asks_queries()) load_queries(rows);
-  const bool has_callbacks = policy_.propose != nullptr || policy_.select != nullptr || policy_.prepare != nullptr;
-  if (!sparse_rows_.empty() && policy_.scans_keys) {
+  if (!sparse_rows_.empty() && policy_.any_asks_queries()) load_queries(rows);
+  if (scans) {
     if (prepares) prepare(layer_idx, rows);
+    prepares = false;
     scan_and_select(layer_idx, rows);
     if (failed_.load()) return failure_;
-  } else {
-    for (const int r : sparse_rows_) {
-      for (int u = 0; u < units(); ++u) {
-        Unit& unit = unit_of(r, u);
-        unit.asks = has_callbacks && asks_policy(unit.role);
-        // A list of sinks and recent tokens is written sooner than the pool starts.
-        if (unit.asks || !asks_policy(unit.role)) continue;
-        const TraceSpan span = task_span(TraceKind::ask, layer_idx, r, u, 0);
-        ask_unit(layer_idx, rows[static_cast<size_t>(r)], r, u, 0);
-      }
+  }
+  for (const int r : sparse_rows_) {
+    for (int u = 0; u < units(); ++u) {
+      Unit& unit = unit_of(r, u);
+      const PolicyMember& member = member_of(layer_idx, u);
+      if (member.scans_keys || !asks_policy(unit.role)) continue;
+      unit.asks = member.has_lane();
+      if (unit.asks) continue;
+      // A list of sinks and recent tokens is written sooner than the pool starts.
+      const TraceSpan span = task_span(TraceKind::ask, layer_idx, r, u, 0);
+      ask_unit(layer_idx, rows[static_cast<size_t>(r)], r, u, 0);
     }
   }
   run_lanes(layer_idx, rows, prepares);

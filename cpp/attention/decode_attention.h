@@ -270,6 +270,9 @@ class DecodeAttention {
     if (policy_.roles.empty()) return Role::select;
     return static_cast<Role>(policy_.roles[static_cast<size_t>(layer_idx * units() + unit)]);
   }
+  const PolicyMember& member_of(int64_t layer_idx, int unit) const {
+    return policy_.member(static_cast<size_t>(layer_idx * units() + unit));
+  }
   bool asks_policy(Role role) const { return role == Role::retrieve || role == Role::select; }
   void write_output(const QueryRow& row, int first_head, int64_t num_heads, const float* x) const;
   WorkerProfile* profile_of(int worker) {

@@ -33,7 +33,7 @@ void DecodeAttention::set_range(Unit& unit) const {
 
 // Answered at once: there is nothing to attend, to report or to learn from it.
 bool DecodeAttention::is_null(const QueryRow& row, const Unit& unit) const {
-  const bool learns = unit.sparse && !options_.defers_updates && policy_.learns();
+  const bool learns = unit.sparse && !options_.defers_updates && policy_.any_learns();
   return !unit.asks && unit.begin == unit.end && !learns && (row.weights == nullptr || unit.n == 0);
 }
 
@@ -223,7 +223,7 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
       const int u = lane.first_unit + (stage == kMerge ? static_cast<int>(i) : 0);
       const TraceSpan span = self.task_span(kStageKinds[stage], layer_idx, lane.row, u, worker);
       if (stage == kAsk) {
-        if (prepares && self.policy_.prepare != nullptr) self.prepare_unit(layer_idx, row, lane.row, u, worker);
+        if (prepares) self.prepare_unit(layer_idx, row, lane.row, u, worker);
         self.ask_unit(layer_idx, row, lane.row, u, worker);
       } else if (stage == kScore) {
         self.score_range(row, lane.row, u, i, worker);
@@ -247,7 +247,7 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
         return {};
       }
       if (stage == kMerge || unit.answered) return {};
-      if (stage == kAsk && self.policy_.propose != nullptr) {
+      if (stage == kAsk && self.member_of(layer_idx, lane.first_unit).propose != nullptr) {
         const auto n = static_cast<int64_t>(unit.considered.size());
         unit.num_ranges = std::clamp<int64_t>(divide_rounded(n, kMinScoreTokens), 1, self.max_ranges_);
         const auto maxima = static_cast<size_t>(self.unit_group() * unit.num_ranges);

@@ -34,7 +34,7 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
   int64_t all_chunks = 0;
   const auto scans = [&](int r, int kv_head) {
     for (int u = kv_head * per_head; u < (kv_head + 1) * per_head; ++u) {
-      if (asks_policy(unit_of(r, u).role)) return true;
+      if (asks_policy(unit_of(r, u).role) && member_of(layer_idx, u).scans_keys) return true;
     }
     return false;
   };
@@ -181,7 +181,7 @@ void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const 
   for (int g0 = 0; g0 < group; g0 += per_unit) {
     const int unit = (first_qo_head + g0) / per_unit;
     Unit& state = unit_of(wave.row, unit);
-    if (!asks_policy(state.role)) continue;
+    if (!asks_policy(state.role) || !member_of(layer_idx, unit).scans_keys) continue;
     for (int64_t c = 0; c < chunks; ++c) {
       const int64_t first = c * kChunkTokens;
       const int64_t n = std::min(kChunkTokens, row.kv_len - first);

@@ -88,10 +88,11 @@ int64_t filter_at_least(const PolicyContext* context, const float* x, int64_t n,
 
 PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker) {
   PolicyContext context{};
-  const int kv_head = kv_head_of(unit);
+  const PolicyMember& member = member_of(layer_idx, unit);
   context.layer_idx = layer_idx;
   context.unit = unit;
-  context.kv_head = kv_head;
+  if (!policy_.number_of.empty()) context.unit = policy_.number_of[static_cast<size_t>(layer_idx * units() + unit)];
+  context.kv_head = context.unit * unit_group() / shape_.group_size();
   context.group_size = unit_group();
   context.head_dim = shape_.head_dim;
   context.kv_len = row.kv_len;
@@ -99,12 +100,12 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.last = row.kv_len - policy_.recent_tokens;
   context.budget_tokens = policy_.budget_tokens - policy_.sink_tokens - policy_.recent_tokens;
   context.sm_scale = shape_.sm_scale;
-  context.parameters = policy_.parameters.data();
+  context.parameters = member.parameters.data();
   if (static_cast<size_t>(row_idx) < queries_.size() / (static_cast<size_t>(shape_.num_qo_heads) * shape_.head_dim)) {
     context.query = queries_of(row_idx, unit * unit_group());
   }
   context.text_marks = row.text_marks;
-  if (row.arrays != nullptr) context.arrays = row.arrays + layer_idx * policy_.num_arrays;
+  if (row.arrays != nullptr) context.arrays = row.arrays + layer_idx * policy_.num_arrays + member.first_array;
   context.score_tokens = score_tokens;
   context.top_k = top_k_for_policy;
   context.score_rows = score_rows;
@@ -115,7 +116,7 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.filter_at_least = filter_at_least;
   context.kernels = &kernels_;
   context.dtype = static_cast<int64_t>(shape_.dtype);
-  context.keys = shape_.keys(row.pages, kv_head);
+  context.keys = shape_.keys(row.pages, kv_head_of(unit));
   context.profile = profile_of(worker);
   return context;
 }
@@ -125,7 +126,7 @@ void DecodeAttention::finish_context(const PolicyContext& context) {
 }
 
 void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
-  if (policy_.prepare == nullptr) return;
+  if (!policy_.any_prepares()) return;
   task_rings_ = trace_.workers();
   pool_.parallel_for_near(static_cast<int64_t>(rows.size()) * units(),
                           [&](int64_t task, int worker) { prepare_task(layer_idx, rows, task, worker); });
@@ -141,19 +142,22 @@ void DecodeAttention::prepare_task(int64_t layer_idx, const std::vector<QueryRow
 }
 
 void DecodeAttention::prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker) {
+  const PolicyMember& member = member_of(layer_idx, unit);
+  if (member.prepare == nullptr) return;
   const PhaseTimer timer(profile_of(worker), Phase::predict);
   PolicyContext ctx = context(layer_idx, row, row_idx, unit, worker);
   ctx.query = nullptr;  // whether it is known or not: predictions come before the query
-  policy_.prepare(&ctx);
+  member.prepare(&ctx);
   finish_context(ctx);
 }
 
 // For policies that do not scan all keys: select() alone, or propose(), after which the candidates are scored.
 void DecodeAttention::ask_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
-  if (policy_.propose != nullptr) return propose_unit(layer_idx, row, row_idx, unit_idx, worker);
+  const PolicyMember& member = member_of(layer_idx, unit_idx);
+  if (member.propose != nullptr) return propose_unit(layer_idx, row, row_idx, unit_idx, worker);
   select_unit(layer_idx, row, row_idx, unit_idx, nullptr, worker);
   Unit& unit = unit_of(row_idx, unit_idx);
-  if (policy_.observe != nullptr) unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
+  if (member.observe != nullptr) unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
 }
 
 void DecodeAttention::score_range(const QueryRow& row, int row_idx, int unit_idx, int64_t range, int worker) {
@@ -184,7 +188,7 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
   PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
   ctx.output = output;
   ctx.lse = lse;
-  const int64_t count = policy_.propose(&ctx);
+  const int64_t count = member_of(layer_idx, unit_idx).propose(&ctx);
   finish_context(ctx);
   const auto add_own = [&](std::vector<int32_t>& tokens, const int32_t* chosen, int64_t n) {
     tokens.clear();
@@ -247,8 +251,9 @@ void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, in
   unit.positions.resize(static_cast<size_t>(ctx.first + ctx.budget_tokens + recent));
   int32_t* positions = unit.positions.data();
   ctx.indices = positions + ctx.first;
-  const int64_t count = policy_.select != nullptr
-                            ? policy_.select(&ctx)
+  const PolicyMember& member = member_of(layer_idx, unit_idx);
+  const int64_t count = member.select != nullptr
+                            ? member.select(&ctx)
                             : top_k(kernels_, ctx.importance, ctx.num_candidates, ctx.budget_tokens, ctx.indices);
   finish_context(ctx);
   if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
@@ -297,7 +302,8 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   for (int64_t i = 0; i < policy_.sink_tokens; ++i) chosen[static_cast<size_t>(i)] = static_cast<int32_t>(i);
   ctx.importance = importance;
   ctx.indices = chosen.data() + policy_.sink_tokens;
-  const int64_t count = policy_.select != nullptr ? policy_.select(&ctx) : 0;
+  const PolicyMember& member = member_of(layer_idx, unit_idx);
+  const int64_t count = member.select != nullptr ? member.select(&ctx) : 0;
   finish_context(ctx);
   if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
   int64_t end = policy_.sink_tokens + count;

@@ -62,7 +62,7 @@ DecodeAttention::Remembered& DecodeAttention::remembered_of(int64_t layer_idx, i
 }
 
 void DecodeAttention::remember(int64_t layer_idx, const std::vector<QueryRow>& rows) {
-  if (sparse_rows_.empty() || !policy_.asks_queries()) return;
+  if (sparse_rows_.empty() || !policy_.any_asks_queries()) return;
   bool chose = false;  // what reuses is known before: by what was published
   for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()) && !chose; ++i) {
     chose = units_[i].sparse && units_[i].role != Role::reuse;
@@ -85,7 +85,7 @@ void DecodeAttention::remember(int64_t layer_idx, const std::vector<QueryRow>& r
     remembered.attended.assign(unit.indices + unit.begin, unit.indices + unit.end);
     // Where the weights were known before, keys are not read again.
     remembered.reads_keys = unit.weights.empty();
-    if (policy_.propose != nullptr && !remembered.reads_keys) {
+    if (member_of(layer_idx, u).propose != nullptr && !remembered.reads_keys) {
       remembered.scored.assign(unit.considered.begin(), unit.considered.end());
     }
   });

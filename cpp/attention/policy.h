@@ -3,6 +3,7 @@
 // group of query heads, or one query head where the policy selects per query head.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <vector>
@@ -18,8 +19,8 @@ struct WorkerProfile;
 // Mirrored field for field by offload/policies/callback.py; all fields are 8 bytes wide.
 struct PolicyContext {
   int64_t layer_idx;
-  int64_t unit;  // KV head, or query head
-  int64_t kv_head;
+  int64_t unit;  // KV head, or query head, as the policy's arrays count them: those of the member that is asked
+  int64_t kv_head;  // of them
   int64_t group_size;  // query heads of this unit
   int64_t head_dim;
   int64_t kv_len;  // tokens in the cache, the newest included
@@ -68,16 +69,11 @@ enum class Role : uint8_t {
   elsewhere = 4,  // somebody else attends to all of it (a GPU): nothing is done here
 };
 
-struct PolicyFunctions {
-  int64_t budget_tokens = 0;  // tokens attended, sinks and recent ones included
-  int64_t sink_tokens = 0;
-  int64_t recent_tokens = 0;
-  bool per_query_head = false;
-  bool scans_keys = false;        // the runtime scores every key first and hands over `importance`
-  bool shares_selection = false;  // units of a row that retrieve publish one selection, by their summed importance
-  std::vector<uint8_t> roles;     // Role of each [layer, unit]
+// What selects for some units: callbacks, numbers, and arrays of its own.
+struct PolicyMember {
+  bool scans_keys = false;  // the runtime scores every key first and hands over `importance`
   std::vector<double> parameters;
-  int64_t num_arrays = 0;                        // of each (sequence, layer)
+  int64_t first_array = 0;                       // of PolicyFunctions::num_arrays
   void (*prepare)(PolicyContext*) = nullptr;     // before the query is known
   int64_t (*propose)(PolicyContext*) = nullptr;  // sets candidates, returns how many; or answers
   // Writes sorted unique tokens in [first, last), or where there are candidates ascending positions among them; returns
@@ -88,6 +84,39 @@ struct PolicyFunctions {
 
   bool learns() const { return observe != nullptr || append != nullptr; }
   bool asks_queries() const { return scans_keys || propose != nullptr || select != nullptr || observe != nullptr; }
+  bool has_lane() const { return propose != nullptr || select != nullptr || prepare != nullptr; }
+};
+
+// A policy is its first member, and may have others for some units.
+struct PolicyFunctions : PolicyMember {
+  int64_t budget_tokens = 0;  // tokens attended, sinks and recent ones included
+  int64_t sink_tokens = 0;
+  int64_t recent_tokens = 0;
+  bool per_query_head = false;
+  bool shares_selection = false;  // units of a row that retrieve publish one selection, by their summed importance
+  std::vector<uint8_t> roles;     // Role of each [layer, unit]
+  int64_t num_arrays = 0;         // of all members, of each (sequence, layer)
+  std::vector<PolicyMember> others;
+  std::vector<uint8_t> member_of;  // of each [layer, unit]: 0 is the policy itself, i others[i - 1]; empty: all 0
+  std::vector<int32_t> number_of;  // of each [layer, unit] among its member's of the layer; empty: all in order
+
+  const PolicyMember& member(size_t unit_of_all) const {
+    if (member_of.empty() || member_of[unit_of_all] == 0) return *this;
+    return others[member_of[unit_of_all] - size_t{1}];
+  }
+  template <class Predicate>
+  bool any_member(Predicate&& holds) const {
+    return holds(*this) || std::any_of(others.begin(), others.end(), holds);
+  }
+  bool any_learns() const {
+    return any_member([](const PolicyMember& m) { return m.learns(); });
+  }
+  bool any_asks_queries() const {
+    return any_member([](const PolicyMember& m) { return m.asks_queries(); });
+  }
+  bool any_prepares() const {
+    return any_member([](const PolicyMember& m) { return m.prepare != nullptr; });
+  }
 };
 
 // Where the time of decode attention goes.

@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <tuple>
 #include <utility>
 
 #include "bindings/bindings.h"
@@ -29,26 +30,41 @@ std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::str
   return std::make_unique<DecodeAttention>(shape, kernels_for(isa), pool);
 }
 
-// `functions`: addresses of prepare, propose, select, observe, append, or 0. `roles`: Role of each [layer, unit], or
-// empty.
+// Of a member: whether it scans keys, the addresses of prepare, propose, select, observe, append, or 0, its numbers, and
+// how many arrays it has.
+using Member = std::tuple<bool, std::vector<int64_t>, std::vector<double>, int64_t>;
+
+PolicyMember member_from(const Member& member, int64_t first_array) {
+  const auto& [scans_keys, functions, parameters, num_arrays] = member;
+  return {.scans_keys = scans_keys,
+          .parameters = parameters,
+          .first_array = first_array,
+          .prepare = pointer<void(PolicyContext*)>(functions.at(0)),
+          .propose = pointer<int64_t(PolicyContext*)>(functions.at(1)),
+          .select = pointer<int64_t(PolicyContext*)>(functions.at(2)),
+          .observe = pointer<void(PolicyContext*)>(functions.at(3)),
+          .append = pointer<void(PolicyContext*)>(functions.at(4))};
+}
+
+// `roles`, `member_of`, `number_of`: of each [layer, unit], or empty.
 void set_policy(DecodeAttention& attention, int64_t budget_tokens, int64_t sink_tokens, int64_t recent_tokens,
-                bool per_query_head, bool scans_keys, const std::vector<int64_t>& functions,
-                const std::vector<double>& parameters, int64_t num_arrays, const std::vector<uint8_t>& roles,
-                bool shares_selection) {
-  attention.set_policy({.budget_tokens = budget_tokens,
-                        .sink_tokens = sink_tokens,
-                        .recent_tokens = recent_tokens,
-                        .per_query_head = per_query_head,
-                        .scans_keys = scans_keys,
-                        .shares_selection = shares_selection,
-                        .roles = roles,
-                        .parameters = parameters,
-                        .num_arrays = num_arrays,
-                        .prepare = pointer<void(PolicyContext*)>(functions.at(0)),
-                        .propose = pointer<int64_t(PolicyContext*)>(functions.at(1)),
-                        .select = pointer<int64_t(PolicyContext*)>(functions.at(2)),
-                        .observe = pointer<void(PolicyContext*)>(functions.at(3)),
-                        .append = pointer<void(PolicyContext*)>(functions.at(4))});
+                bool per_query_head, const std::vector<Member>& members, const std::vector<uint8_t>& roles,
+                bool shares_selection, const std::vector<uint8_t>& member_of, const std::vector<int32_t>& number_of) {
+  PolicyFunctions policy;
+  static_cast<PolicyMember&>(policy) = member_from(members.at(0), 0);
+  for (const Member& member : members) {
+    if (&member != &members[0]) policy.others.push_back(member_from(member, policy.num_arrays));
+    policy.num_arrays += std::get<3>(member);
+  }
+  policy.budget_tokens = budget_tokens;
+  policy.sink_tokens = sink_tokens;
+  policy.recent_tokens = recent_tokens;
+  policy.per_query_head = per_query_head;
+  policy.shares_selection = shares_selection;
+  policy.roles = roles;
+  policy.member_of = member_of;
+  policy.number_of = number_of;
+  attention.set_policy(policy);
 }
 
 // `num_rows` rows of a step from `first_row` on; query, output and lse are those of row 0.

@@ -21,7 +21,15 @@ from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy, check_roles
+from offload.policies.base import (
+    DENSE,
+    NO_MEMBER,
+    RETRIEVE,
+    REUSE,
+    SELECT,
+    Policy,
+    check_roles,
+)
 from offload.policies.prefill_build import PrefillBuild
 from offload.policies.state import PolicyStates
 from offload.prefill.forward import OnQueries
@@ -99,28 +107,19 @@ class DecodeAttention(NativeAttention):
                 sparse = (roles != DENSE).any(axis=1)
                 asks = ((roles == RETRIEVE) | (roles == SELECT)).any(axis=1)
             asking = np.flatnonzero(asks).tolist()
-            callbacks = (
-                policy.prepare,
-                policy.propose,
-                policy.select,
-                policy.observe,
-                policy.append,
-            )
-            self._prepares = policy.prepare is not None
+            self._prepares = any(member.prepare is not None for member in policy.members)
             self.sparse_layers = sparse
             self.budget_tokens = policy.budget_tokens
             self.window = (policy.sink_tokens, policy.recent_tokens)
-            numbers, state = policy.selecting.number_layout, policy.selecting.state_layout
+            members = policy.unit_members(store.num_layers, num_units)
             self.native.set_policy(
                 policy.budget_tokens,
                 *self.window,
                 policy.per_query_head,
-                policy.scans_keys,
-                [0 if c is None else c.address for c in callbacks],
-                [] if numbers is None else numbers.values(policy.selecting),
-                0 if state is None else len(state),
+                [native_member(member) for member in policy.members],
                 [] if roles is None else roles.reshape(-1).tolist(),
                 policy.shares_selection,
+                *([], []) if members is None else native_units(members),
             )
         self.states = PolicyStates(
             policy,
@@ -308,3 +307,25 @@ class DecodeAttention(NativeAttention):
                     self.states.record_queries(seq, layer_idx, heads[row][:, None], kv_len)
                 if self.states.records_rows:
                     self.states.record_row(seq, layer_idx, query[row])
+
+
+def native_member(policy: Policy) -> tuple[bool, list[int], list[float], int]:
+    """As `set_policy` takes it: scans keys, addresses of callbacks, numbers, how many arrays."""
+    callbacks = (policy.prepare, policy.propose, policy.select, policy.observe, policy.append)
+    numbers, state = policy.number_layout, policy.state_layout
+    return (
+        policy.scans_keys,
+        [0 if c is None else c.address for c in callbacks],
+        [] if numbers is None else numbers.values(policy),
+        0 if state is None else len(state),
+    )
+
+
+def native_units(members: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:
+    """Of each [layer, unit]: its member, and its number among the member's units of the layer."""
+    numbers = np.zeros(members.shape, np.int32)
+    for member in np.unique(members):
+        is_its = members == member
+        numbers[is_its] = (is_its.cumsum(axis=1) - 1)[is_its]
+    asked = np.where(members == NO_MEMBER, 0, members)  # nobody asks it
+    return asked.reshape(-1).tolist(), numbers.reshape(-1).tolist()

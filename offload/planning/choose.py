@@ -1,9 +1,9 @@
 """Chooses where KV heads are attended, by the predicted time of a step and the GPU's budget.
 
-What stays on the GPU as a whole is chosen first: dense layers, which must, then retrieving heads,
-most saved time per byte first. Then each layer's reusing heads are shared out between the CPU and
-rows that the GPU fetches, so that the slower of the two takes least. The result depends on nothing
-but the arguments.
+What stays on the GPU as a whole is chosen first: dense layers, which must, then retrieving heads
+and dense heads of other layers, most saved time per byte first. Then each layer's reusing heads are
+shared out between the CPU and rows that the GPU fetches, so that the slower of the two takes least.
+The result depends on nothing but the arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offload.planning.placement_bytes import step_device_bytes
 from offload.planning.profile import DeviceProfile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
-from offload.policies.base import DENSE, RETRIEVE
+from offload.policies.base import DENSE
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
 
@@ -81,7 +81,7 @@ def least_placement(work: Workload) -> HeadPlacement:
     shape = work.shape
     places = np.full((shape.num_layers, shape.num_kv_heads), Place.CPU, np.uint8)
     if work.selected_roles is not None:
-        places[work.selected_roles == DENSE] = Place.GPU
+        places[(work.selected_roles == DENSE).all(axis=1)] = Place.GPU
     return HeadPlacement(places)
 
 
@@ -127,9 +127,9 @@ def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> UInt8Array:
 
 
 def _add_retrieving(places: UInt8Array, model: StepModel | None, room: DeviceRoom) -> None:
-    """Put retrieving heads on the GPU while they fit, most saved time per byte first."""
-    policy, roles = room.work.policy, room.work.roles()
-    movable = may_stay_on_gpu(policy, roles) & (roles == RETRIEVE)
+    """Put heads that may stay there on the GPU while they fit, most saved time per byte first."""
+    policy = room.work.policy
+    movable = may_stay_on_gpu(policy, room.work.roles()) & (places == Place.CPU)
     for layer_idx in _by_benefit(places, movable, model):
         heads = np.flatnonzero(movable[layer_idx])
         for count in range(len(heads), 0, -1):

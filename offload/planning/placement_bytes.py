@@ -166,6 +166,7 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
                 capacity_tokens=capacity_for(num_tokens),
                 text_marks=None,
                 pool=pool,
+                num_layers=shape.num_layers,
             )
             sizes.append(sum(array.nbytes for array in selecting.build(context).values()))
     first, second = (capacity_for(n) for n in _STATE_LENS)

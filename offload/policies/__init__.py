@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offload.policies.lfps.policy import LFPS
     from offload.policies.lychee_cluster.policy import LycheeCluster
     from offload.policies.lychee_decode.policy import LycheeDecode
+    from offload.policies.per_head.policy import PerHead
     from offload.policies.quest import Quest
     from offload.policies.sketch.policy import Sketch
     from offload.policies.streaming_llm import StreamingLLM
@@ -28,6 +29,7 @@ __all__ = [
     "Full",
     "LycheeCluster",
     "LycheeDecode",
+    "PerHead",
     "Policy",
     "Quest",
     "Sketch",

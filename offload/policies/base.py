@@ -42,6 +42,8 @@ RETRIEVE = 1  # full attention, and publishes the policy's selection
 SELECT = 2  # attends to the policy's selection and publishes it
 REUSE = 3  # attends to what the same unit of a layer above last published in this step
 
+NO_MEMBER = 255  # of `Policy.unit_members`
+
 
 # A policy's own arrays of one layer of one sequence, by the names of its `state_layout`.
 State = dict[str, "npt.NDArray[Any]"]
@@ -61,6 +63,7 @@ class BuildContext:
         text_marks: uint8 [kv_len] of `reads_text` policies (see `offload.policies.text_marks`), or
             None.
         pool: threads to build with.
+        num_layers: of the model.
     """
 
     layer_idx: int
@@ -71,6 +74,7 @@ class BuildContext:
     capacity_tokens: int
     text_marks: npt.NDArray[np.uint8] | None
     pool: WorkerPool
+    num_layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,21 @@ class Policy:
         """Whose callbacks, arrays and numbers these are: another one's, if this is made of it."""
         return self
 
+    @property
+    def members(self) -> tuple[Policy, ...]:
+        """Policies that each select for some units, by `unit_members`; most have one for all.
+
+        The arrays of `selecting` are theirs, one member's after the other's.
+        """
+        return (self.selecting,)
+
+    def unit_members(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8] | None:
+        """Which of `members` selects for each [layer, unit]; NO_MEMBER where none does.
+
+        A member's arrays count its own units of a layer only. None: the first member, for all.
+        """
+        return None
+
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
@@ -184,8 +203,15 @@ class Policy:
     def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8] | None:
         """DENSE, RETRIEVE, SELECT or REUSE of each [layer, unit].
 
-        None: DENSE in the first dense_layers, SELECT from there on. A layer is DENSE as a whole or
-        not at all, RETRIEVE needs `scans_keys`, and above a unit that reuses, one publishes.
+        None: DENSE in the first dense_layers, SELECT from there on. RETRIEVE needs `scans_keys`,
+        and above a unit that reuses, one publishes.
+        """
+        return None
+
+    def whole_on_device(self, num_layers: int, num_units: int) -> npt.NDArray[np.bool_] | None:
+        """Which [layer, unit] may as well attend to everything, on a GPU that holds their KV.
+
+        Beside those that are DENSE or RETRIEVE; None: no others.
         """
         return None
 
@@ -323,8 +349,6 @@ def check_roles(
     roles = np.ascontiguousarray(roles, np.uint8)
     published = np.zeros(roles.shape[1], bool)
     for layer_idx, of_layer in enumerate(roles):
-        if (of_layer == DENSE).any() and not (of_layer == DENSE).all():
-            raise ValueError(f"policy {policy.name!r}: layer {layer_idx} is dense in part only")
         if (of_layer == RETRIEVE).any() and not policy.scans_keys:
             raise ValueError(
                 f"policy {policy.name!r}: layer {layer_idx} retrieves, but the policy that selects "

@@ -13,6 +13,7 @@ _CLASSES = {
     "lychee_cluster": "LycheeCluster",
     "lfps": "LFPS",
     "lychee_decode": "LycheeDecode",
+    "per_head": "PerHead",
     "quest": "Quest",
     "sketch": "Sketch",
     "streaming_llm": "StreamingLLM",
@@ -37,6 +38,19 @@ def available_policies() -> list[str]:
     return sorted(_CLASSES)
 
 
+def policy_named(name: str) -> type[Policy]:
+    """The class of the policy of that name.
+
+    Raises:
+        ValueError: there is none; lists what exists.
+    """
+    if name not in _CLASSES:
+        names = ", ".join(available_policies())
+        raise ValueError(f"unknown policy {name!r}; available: {names}")
+    of_name: type[Policy] = policy_class(_CLASSES[name])
+    return of_name
+
+
 def make_policy(policy: str | Policy, **options: Any) -> Policy:
     """The policy of that name with the given options; a Policy object is returned as it is.
 
@@ -47,10 +61,7 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
         if options:
             raise ValueError(f"options {sorted(options)} given beside a policy object {policy}")
         return policy
-    if policy not in _CLASSES:
-        names = ", ".join(available_policies())
-        raise ValueError(f"unknown policy {policy!r}; available: {names}")
-    cls: type[Policy] = policy_class(_CLASSES[policy])
+    cls = policy_named(policy)
     unknown = sorted(set(options) - set(cls.option_names()))
     if unknown:
         known = ", ".join(cls.option_names()) or "none"

@@ -324,6 +324,7 @@ class PolicyStates:
             capacity_tokens=capacity_for(kv_len),
             text_marks=known.marks.first(num_tokens),
             pool=self._pool,
+            num_layers=self._store.num_layers,
         )
 
     def install(self, seq: int, layers: Mapping[int, State], kv_len: int) -> None:

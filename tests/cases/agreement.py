@@ -8,7 +8,7 @@ that noise of that size changes as much are told apart, and counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from offload.decode.gpu.placement import (
 )
 from offload.decode.sampling import SamplingOptions
 from offload.policies import Policy
-from offload.policies.base import DENSE, RETRIEVE
+from offload.policies.base import DENSE, SELECT
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.registry import make_policy
 
@@ -74,6 +74,17 @@ def random_policy(name: str, rng: np.random.Generator, shape: dict[str, int]) ->
         rule = str(rng.choice(["top_k", "top_k", "ratio", "top_p", "threshold"]))
         number = {"ratio": 0.2, "top_p": 0.8, "threshold": 0.01}
         options |= {"rule": rule, **({rule: number[rule]} if rule in number else {})}
+    if name == "per_head":
+        retrieves = rng.random((num_layers, num_kv_heads)) < 0.3
+        retrieves[0] = True
+        options["rest"] = str(rng.choice(["lfps", "lychee_cluster", "quest"]))
+        options["retrieval"] = str(rng.choice(["full", "exact_topk"]))
+        if options["rest"] == "lfps" and options["retrieval"] == "full":
+            options["granularity"] = str(rng.choice(["kv_head", "query_head"]))
+        policy = make_policy(name, **options)
+        return replace(  # more than a sixth of so few heads
+            policy, head_roles=HeadRoles.of(retrieves, head_dim=shape["head_dim"]), is_part=True
+        )
     return make_policy(name, **options)
 
 
@@ -91,7 +102,7 @@ def random_placement(rng: np.random.Generator, decoder: Any) -> HeadPlacement:
         on_gpu = rng.random(len(of_layer)) < 0.7
         if policy.shares_selection:
             on_gpu[:] = on_gpu[0]
-        stays = allowed[layer_idx] & (of_layer == RETRIEVE) & on_gpu
+        stays = allowed[layer_idx] & (of_layer != SELECT) & on_gpu  # which would attend to more
         places[layer_idx] = np.where(stays, Place.GPU, Place.CPU)
     gathered = may_be_gathered(policy, roles, places) & (rng.random(places.shape) < 0.6)
     places[gathered] = Place.GATHER

@@ -31,7 +31,10 @@ def small(name: str, budget_tokens: int = 64) -> Policy:
         options["recent_tokens"] = 16
     if name == "tidal_decode":
         options["select_layers"] = (1,)
-    if name in ("tidal_decode", "exact_topk", "quest", "lfps", "lychee_cluster", "sketch"):
+    if name == "per_head":
+        options |= {"rest": "lfps", "retrieval": "exact_topk", "retrieval_heads": 1}
+    layers = ("tidal_decode", "exact_topk", "quest", "lfps", "lychee_cluster", "sketch", "per_head")
+    if name in layers:
         options["dense_layers"] = 1
     return make_policy(name, **options)
 

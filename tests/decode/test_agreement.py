@@ -10,7 +10,7 @@ from cases.agreement import Case, Outcome
 
 from offload.policies.registry import available_policies
 
-PLACED = ("full", "lychee_decode", "tidal_decode")  # those whose heads may be elsewhere
+PLACED = ("full", "lychee_decode", "per_head", "tidal_decode")  # those whose heads may be elsewhere
 
 
 def compare(folder: Path, name: str, seed: int, num_placements: int, **options: int) -> Outcome:

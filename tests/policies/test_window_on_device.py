@@ -19,10 +19,12 @@ from test_proposals import EveryThird
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Full, Policy
+from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.registry import make_policy
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
 DENSE_FIRST = {**SMALL, "dense_layers": 1}
+ROLES = HeadRoles.of(np.array([[1, 1], [1, 0], [0, 0]], bool), head_dim=32)
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "full": Full,
@@ -42,6 +44,12 @@ POLICIES: dict[str, Callable[[], Policy]] = {
         "tidal_decode", inner="quest", select_layers="1", **DENSE_FIRST
     ),
     "lychee_decode": lambda: make_policy("lychee_decode", retrieval_heads=1, **SMALL),
+    "per_head_full": lambda: make_policy(
+        "per_head", rest="lychee_cluster", head_roles=ROLES, **DENSE_FIRST
+    ),
+    "per_head_exact": lambda: make_policy(
+        "per_head", rest="lfps", retrieval="exact_topk", head_roles=ROLES, **DENSE_FIRST
+    ),
     "heavy_hitter": lambda: HeavyHitter(**DENSE_FIRST),
     "heavy_hitter_query_head": lambda: HeavyHitterPerQueryHead(**DENSE_FIRST, num_units=6),
     "every_third": lambda: EveryThird(**DENSE_FIRST),

@@ -59,19 +59,28 @@ def plan_layers(
     if roles is None:
         no_dense_layers = {"dense_layers": 0} if "dense_layers" in policy.option_names() else {}
         return LayerPlan(replace(policy, **no_dense_layers), uniform, share)
-    chosen, weights = _choose_rows(roles[~dense], num_layers)
-    return LayerPlan(_with_roles(policy, chosen), weights, share)
+    members = policy.unit_members(num_model_layers, num_units)
+    if members is None:
+        chosen, weights = _choose_rows(roles[~dense] != REUSE, num_layers)
+    else:
+        chosen, weights = _choose_rows(members[~dense] != 0, num_layers)
+        members = members[~dense][chosen]
+    return LayerPlan(_with_roles(policy, roles[~dense][chosen], members), weights, share)
 
 
 def _choose_rows(
-    roles: npt.NDArray[np.uint8], num_layers: int
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
-    """`num_layers` rows of sparse `roles`, the first one first, and the share of each.
+    asks: npt.NDArray[np.bool_], num_layers: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """`num_layers` sparse layers, the first one first, and the share of each.
 
     A layer counts in parts as the two chosen ones whose numbers of asking units are next to its
     own, so that on the average as many ask as in the model.
+
+    Args:
+        asks: [sparse layers, units], which scan all keys or select for others; of a policy that
+            has members, which are not of the first.
     """
-    asking = (roles != REUSE).sum(1)
+    asking = asks.sum(1)
     others = asking[asking != asking[0]]  # the first publishes for all units
     if others.size and num_layers == 1:
         raise ValueError(
@@ -89,12 +98,15 @@ def _choose_rows(
         copies[most] += 1
         kinds.append(most)
     shares = np.divide(sizes, copies)[kinds]
-    return roles[np.array(typical)[kinds]], shares / shares.sum()
+    return np.array(typical)[kinds], shares / shares.sum()
 
 
-def _with_roles(policy: Policy, roles: npt.NDArray[np.uint8]) -> Policy:
+def _with_roles(
+    policy: Policy, roles: npt.NDArray[np.uint8], members: npt.NDArray[np.uint8] | None
+) -> Policy:
     """The same policy with other roles, which takes any depth: the model's was checked before."""
     planned = copy.copy(policy)
     object.__setattr__(planned, "roles", lambda num_layers, num_units: roles)
+    object.__setattr__(planned, "unit_members", lambda num_layers, num_units: members)
     object.__setattr__(planned, "check_model", lambda **shape: None)
     return planned

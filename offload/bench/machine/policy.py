@@ -67,7 +67,7 @@ def with_policy(
         _in_every_layer(policy),
         tokens,
         dtype=dtype,
-        state_bytes=policy_state_bytes(policy, shape, dtype, tokens),
+        state_bytes=policy_state_bytes(_in_every_layer(policy), shape, dtype, tokens),
     )
     predicted = StepModel(profile, work, on_gpu=False).attend_us(work.roles()[-1])
     return replace(profile, select_scale={**profile.select_scale, key: measured / predicted})
@@ -115,7 +115,7 @@ def measure_policy_us(
 
 
 def _in_every_layer(policy: Policy) -> Policy:
-    """Of a policy that selects in every layer: also in the first ones."""
-    selecting: Any = policy.selecting
+    """Of a policy that selects in every layer: also in the first ones; of several, the first."""
+    selecting: Any = policy.members[0]
     everywhere: Policy = replace(selecting, dense_layers=0)
     return everywhere

@@ -190,9 +190,15 @@ def structured_model_cache(
                 asks = [layer_idx for layer_idx in alike if layer_idx in attention.states.layers]
                 if not asks or kv_len <= policy.budget_tokens:
                     continue
-                built = _build(policy, layer, source, kv_len, num_steps, pool)
+                members = policy.unit_members(shape.num_layers, shape.num_kv_heads)
+                built: dict[int, State] = {}
                 for layer_idx in asks:
-                    layers_of[policy][layer_idx] = {name: x.copy() for name, x in built.items()}
+                    # Where a policy has members, layers differ in whose heads they have.
+                    like = source if members is None else layer_idx
+                    if like not in built:
+                        built[like] = _build(policy, layer, like, shape, kv_len, num_steps, pool)
+                    of_layer = built[like]
+                    layers_of[policy][layer_idx] = {name: x.copy() for name, x in of_layer.items()}
             if device.type == "cuda":  # before the layer's memory goes to the next one
                 torch.cuda.synchronize(device)
             on_layer(row * distinct + source + 1, batch_size * distinct)
@@ -239,6 +245,7 @@ def _build(
     policy: Policy,
     layer: StructuredLayer,
     layer_idx: int,
+    shape: ModelShape,
     kv_len: int,
     num_steps: int,
     pool: WorkerPool,
@@ -255,6 +262,7 @@ def _build(
         capacity_tokens=capacity_for(kv_len + num_steps),
         text_marks=None,
         pool=pool,
+        num_layers=shape.num_layers,
     )
     selecting = policy.selecting
     if keys.is_cuda and selecting.builds_on_device:

@@ -21,6 +21,7 @@ from offload.bench.selection.metrics import (
     selection_quality,
 )
 from offload.decode.attention import DecodeAttention
+from offload.policies.base import NO_MEMBER
 
 _MEANS = (
     "attended_tokens",
@@ -65,10 +66,12 @@ class SelectionObserver:
         self._num_units = (
             attention.num_qo_heads if policy.per_query_head else attention.store.num_kv_heads
         )
-        # No tokens: all of them where the policy does not select, none where it answers by itself.
+        # No tokens: all of them where nobody selects, none where a policy answers by itself.
+        units = (attention.store.num_layers, self._num_units)
+        members = policy.unit_members(*units) if policy.selects else None
+        everywhere = not policy.selects or attention.roles is not None
         self._none_means_all = (
-            not policy.selects
-            or policy.roles(attention.store.num_layers, self._num_units) is not None
+            np.full(units, everywhere) if members is None else members == NO_MEMBER
         )
 
     def attended(self, layer_idx: int, step: DecodeStep, query: Tensor, out: Tensor) -> None:
@@ -123,7 +126,7 @@ class SelectionObserver:
         for unit in range(self._num_units):
             selection = selections[unit] if selections else None
             self._add("selecting_share", selection is not None)
-            if selection is None and not self._none_means_all:
+            if selection is None and not self._none_means_all[layer_idx, unit]:
                 self._add("attended_tokens", 0)
                 continue
             self._add("attended_tokens", kv_len if selection is None else len(selection))

@@ -260,24 +260,29 @@ def kv_head_roles(
 ) -> UInt8Array | None:
     """DENSE, RETRIEVE, SELECT or REUSE of each [layer, KV head]; None: the policy selects nothing.
 
-    Where units are query heads, a KV head has a role only if its layer is dense as a whole; else
-    the CPU asks the policy, whatever it says: SELECT.
+    Where units are query heads, a KV head is DENSE if all of its units are; else the CPU asks the
+    policy, whatever it says: SELECT.
     """
     if not policy.selects:
         return None
     num_units = num_qo_heads if policy.per_query_head else num_kv_heads
     roles = check_roles(policy, policy.roles(num_layers, num_units))
-    if roles is None or policy.per_query_head:
+    if roles is None:
         sparse = np.arange(num_layers) >= policy.dense_layers
-        if roles is not None:
-            sparse = (roles != DENSE).any(axis=1)
-        return np.where(sparse[:, None], SELECT, np.full((1, num_kv_heads), DENSE)).astype(np.uint8)
+        roles = np.where(sparse[:, None], SELECT, np.full((1, num_units), DENSE)).astype(np.uint8)
+    if policy.per_query_head:
+        dense = (roles == DENSE).reshape(num_layers, num_kv_heads, -1).all(axis=2)
+        roles = np.where(dense, DENSE, SELECT).astype(np.uint8)
     return roles
 
 
 def may_stay_on_gpu(policy: Policy, roles: UInt8Array) -> BoolArray:
-    """[num_layers, num_kv_heads]: dense heads, and retrieving ones whose rule the GPU knows."""
+    """[num_layers, num_kv_heads]: dense heads, retrieving ones whose rule the GPU knows, and those
+    that may as well attend to everything."""
     allowed: BoolArray = roles == DENSE
+    whole = None if policy.per_query_head else policy.whole_on_device(*roles.shape)
+    if whole is not None:
+        allowed = allowed | whole
     if policy.device_top_k() is not None:
         allowed = allowed | (roles == RETRIEVE)
     return allowed

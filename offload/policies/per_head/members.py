@@ -1,0 +1,68 @@
+"""The arrays of several policies side by side, each of its own heads of a layer only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.policies.base import BuildContext, Policy, State
+from offload.policies.layouts import StateLayout
+
+PREFIXES = ("rest.", "retrieval.")  # of the arrays' names, by member
+
+
+class MemberLayouts(StateLayout):
+    """The arrays of `members`, in their order; a layer may lack those of a member."""
+
+    def __init__(self, members: Sequence[Policy]) -> None:
+        self._layouts = [member.state_layout for member in members]
+
+    def __len__(self) -> int:
+        return sum(len(layout) for layout in self._layouts if layout is not None)
+
+    def addresses(self, state: Mapping[str, npt.NDArray[Any]]) -> list[int]:
+        """Of all arrays; 0 for those of a member that has none."""
+        found: list[int] = []
+        for index, layout in enumerate(self._layouts):
+            if layout is not None:
+                own = of_member(state, index)
+                found += layout.addresses(own) if own else [0] * len(layout)
+        return found
+
+
+def of_member(state: Mapping[str, npt.NDArray[Any]], index: int) -> State:
+    """A member's arrays, by its own names; {} where it has none."""
+    prefix = PREFIXES[index]
+    return {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}
+
+
+def joined(states: Mapping[int, State]) -> State:
+    """The arrays of members, by their index."""
+    return {
+        PREFIXES[index] + name: x for index, state in states.items() for name, x in state.items()
+    }
+
+
+def context_of(context: BuildContext, heads: npt.NDArray[np.int64], member: Policy) -> BuildContext:
+    """What a member builds from, of a model that has only these KV heads."""
+    num_heads = len(context.keys)
+    if len(heads) == num_heads:
+        kept: Any = slice(None)
+    elif heads[-1] - heads[0] + 1 == len(heads):
+        kept = slice(int(heads[0]), int(heads[-1]) + 1)  # a view
+    else:
+        kept = heads.tolist()
+    num_queries = context.queries.shape[1]
+    group_size = len(context.queries) // num_heads
+    groups = context.queries.view(num_heads, group_size, *context.queries.shape[1:])[kept]
+    first = max(0, num_queries - member.observed_queries)
+    return replace(
+        context,
+        keys=context.keys[kept],
+        values=context.values[kept],
+        queries=groups.flatten(0, 1)[:, first:],
+    )

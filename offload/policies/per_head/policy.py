@@ -1,0 +1,299 @@
+"""PerHead: a few retrieval heads look at everything, another policy selects for all others.
+
+What LFPS and LycheeCluster lose sits in a handful of heads, those that fetch a fact from afar.
+Given all tokens (`retrieval=Full()`), or the best of all (`ExactTopK()`), these cost little, since
+they are few, and on a GPU that has room for their KV nothing of the CPU's time. The others go on
+with `rest`, which does not know of it: its arrays and callbacks see a model without those heads.
+
+The heads are those of a roles file (LycheeDecode's format, arXiv 2602.04541), or calibrated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.policies.base import (
+    DENSE,
+    NO_MEMBER,
+    SELECT,
+    BuildContext,
+    DeviceBuild,
+    Policy,
+    State,
+    StateShape,
+)
+from offload.policies.full import Full
+from offload.policies.lychee_cluster.policy import LycheeCluster
+from offload.policies.lychee_decode.roles import BoolArray, HeadRoles
+from offload.policies.per_head.heads import (
+    check_retrieval_heads,
+    default_retrieval_heads,
+    spaced_heads,
+)
+from offload.policies.per_head.members import MemberLayouts, context_of, joined, of_member
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from offload.models.base import LeanModel
+
+logger = logging.getLogger(__name__)
+
+_REST, _RETRIEVAL = 0, 1  # of `members`
+# Options that hold for all heads: the runtime's share of the budget, and what a unit is.
+_SHARED = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "per_query_head")
+
+
+@dataclass(frozen=True)
+class PerHead(Policy):
+    """`retrieval` for the retrieval heads, `rest` for the others, after the dense layers of both.
+
+    Args:
+        retrieval: Full, or a policy that selects in every layer, such as ExactTopK.
+        rest: a policy that selects in every layer; budget, sinks, recent window and dense layers
+            are its own, and those of `retrieval` must be the same.
+        head_roles: a roles file, or what is in one; its layer 0 counts only if there are no dense
+            layers. None: heads are calibrated when a model is loaded, or else evenly spaced.
+        retrieval_heads: how many to calibrate; None takes an eighth of the model's KV heads. At
+            most a sixth, as of head_roles.
+        is_part: head_roles are a rank's part of a model's, whose number was checked.
+
+    Raises:
+        ValueError: policies that do not go together, or both head_roles and retrieval_heads.
+    """
+
+    name: ClassVar[str] = "per_head"
+
+    retrieval: Policy = field(default_factory=Full)
+    rest: Policy = field(default_factory=LycheeCluster)
+    head_roles: str | Path | HeadRoles | None = None
+    retrieval_heads: int | None = None
+    is_part: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for role, policy in (("rest", self.rest), ("retrieval", self.retrieval)):
+            _check_member(role, policy)
+        for name in _SHARED:
+            ours = getattr(self.rest, name)
+            theirs = getattr(self.retrieval, name) if self.retrieval.selects else ours
+            if ours != theirs:
+                raise ValueError(
+                    f"per_head: {name} must be the same for all heads, but rest "
+                    f"({self.rest.name}) has {ours} and retrieval ({self.retrieval.name}) {theirs}"
+                )
+            object.__setattr__(self, name, ours)
+        if isinstance(self.head_roles, (str, Path)):
+            object.__setattr__(self, "head_roles", HeadRoles.load(self.head_roles))
+        if self.head_roles is not None and not isinstance(self.head_roles, HeadRoles):
+            raise ValueError(
+                f"head_roles must be a roles file or HeadRoles, got {self.head_roles!r}"
+            )
+        if self.head_roles is not None and self.retrieval_heads is not None:
+            raise ValueError(
+                f"retrieval_heads={self.retrieval_heads} is for a calibration, but head_roles say "
+                "which heads retrieve; give one of the two"
+            )
+        members = self.members
+        of_members = {
+            "observed_queries": max(member.observed_queries for member in members),
+            "reads_text": any(member.reads_text for member in members),
+            "builds_on_device": all(m.builds_on_device or not m.has_state() for m in members),
+            "state_layout": MemberLayouts(members) if any(m.has_state() for m in members) else None,
+        }
+        for name, value in of_members.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """Its own, and those of any policy that `rest` may be."""
+        from offload.policies.registry import available_policies, policy_named
+
+        names = ["rest", "retrieval", "head_roles", "retrieval_heads"]
+        for name in available_policies():
+            policy = policy_named(name)
+            if policy is not cls and policy.selects and policy.roles is Policy.roles:
+                names += [option for option in policy.option_names() if option not in names]
+        return names
+
+    @classmethod
+    def from_options(
+        cls,
+        rest: str | Policy = "lychee_cluster",
+        retrieval: str | Policy = "full",
+        head_roles: str | Path | HeadRoles | None = None,
+        retrieval_heads: int | None = None,
+        **options: Any,
+    ) -> PerHead:
+        """From what a user writes: rest="lfps", retrieval="exact_topk"; the others are for rest."""
+        from offload.policies.registry import make_policy, policy_named
+
+        of_rest = make_policy(rest, **options)
+        if isinstance(retrieval, str):
+            shared = {}
+            if of_rest.selects and policy_named(retrieval).selects:
+                shared = {name: getattr(of_rest, name) for name in _SHARED[:4]}
+            retrieval = make_policy(retrieval, **shared)
+        return cls(retrieval, of_rest, head_roles, retrieval_heads)
+
+    @property
+    def members(self) -> tuple[Policy, ...]:
+        """rest, and retrieval if it selects."""
+        return (self.rest, self.retrieval) if self.retrieval.selects else (self.rest,)
+
+    def unit_members(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
+        """Of units that are KV heads, or equally many query heads of each."""
+        roles = self.head_roles
+        if isinstance(roles, HeadRoles):
+            retrieves = roles.array
+        else:
+            retrieves = self._spaced(num_layers, num_units)
+        retrieves = retrieves.repeat(num_units // retrieves.shape[1], axis=1)
+        retrieving = _RETRIEVAL if self.retrieval.selects else NO_MEMBER
+        members = np.where(retrieves, retrieving, _REST).astype(np.uint8)
+        members[: self.dense_layers] = NO_MEMBER
+        return members
+
+    def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
+        """DENSE where no member selects."""
+        members = self.unit_members(num_layers, num_units)
+        return np.where(members == NO_MEMBER, DENSE, SELECT).astype(np.uint8)
+
+    def whole_on_device(self, num_layers: int, num_units: int) -> BoolArray:
+        """The retrieval heads: looking at everything is what they are for."""
+        return np.asarray(self.unit_members(num_layers, num_units) == _RETRIEVAL)
+
+    def check_model(
+        self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Refuse roles of another model, and more retrieval heads than a sixth."""
+        for member in self.members:
+            member.check_model(
+                num_layers=num_layers,
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+            )
+        roles, count = self.head_roles, self.retrieval_heads
+        if isinstance(roles, HeadRoles):
+            roles.check(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+            count = int(roles.array[max(1, self.dense_layers) :].sum())
+        if count is not None and not self.is_part:
+            check_retrieval_heads(count, num_layers, num_kv_heads, self.dense_layers)
+
+    def calibrated(
+        self, make_lean: Callable[[], LeanModel], model_type: str, load_tokenizer: Callable[[], Any]
+    ) -> Policy:
+        """With retrieval heads of the model, if it has no roles.
+
+        Raises:
+            ValueError: it has roles of another model, or more retrieval heads than a sixth.
+        """
+        from offload.policies.per_head.calibration import calibrated_roles
+
+        lean = make_lean()
+        shape = lean.shape
+        self.check_model(**shape.heads)
+        if isinstance(self.head_roles, HeadRoles):
+            self.head_roles.check(**shape.kv_heads, model_type=model_type)
+            return self
+        count = self.retrieval_heads
+        if count is None:
+            heads = shape.num_kv_heads
+            count = default_retrieval_heads(shape.num_layers, heads, self.dense_layers)
+        roles = calibrated_roles(lean, model_type, load_tokenizer, count, self.dense_layers)
+        return self if roles is None else self._with_roles(roles)
+
+    def of_heads(
+        self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
+    ) -> PerHead:
+        """With these heads' part of the whole model's roles."""
+        shape = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        roles = self.head_roles
+        if not isinstance(roles, HeadRoles):
+            spaced = self._spaced(num_layers, num_kv_heads)
+            spaced[0] = True  # as roles have it
+            roles = HeadRoles.of(spaced, head_dim=head_dim)
+        return replace(
+            self._with_roles(roles.of_heads(heads)),
+            rest=self.rest.of_heads(heads, **shape),
+            retrieval=self.retrieval.of_heads(heads, **shape),
+            is_part=True,
+        )
+
+    def looked_at_bytes(self, **sizes: Any) -> tuple[float, bool]:
+        """Of a head that rest selects for."""
+        return self.rest.looked_at_bytes(**sizes)
+
+    def build(self, context: BuildContext) -> State:
+        """The arrays of each member, of its own heads."""
+        return joined({i: self.members[i].build(part) for i, part in self._parts(context).items()})
+
+    def build_on_device(self, context: BuildContext) -> DeviceBuild:
+        """The same."""
+        finishing = {
+            i: self.members[i].build_on_device(part) for i, part in self._parts(context).items()
+        }
+        return lambda: joined({i: finish() for i, finish in finishing.items()})
+
+    def rehearse_on_device(self, keys: Tensor) -> None:
+        for member in self.members:
+            member.rehearse_on_device(keys)
+
+    def state_bytes(self, shape: StateShape) -> int:
+        """Of all members, as if each had all heads; of rest alone, as it would have them."""
+        return sum(member.state_bytes(shape) for member in self.members)
+
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+        return joined(
+            {
+                i: self.members[i].grow(layer_idx, own, capacity_tokens)
+                for i, own in self._states(arrays).items()
+            }
+        )
+
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        states = self._states(arrays)
+        return all(self.members[i].truncate(layer_idx, x, kv_len) for i, x in states.items())
+
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        states = self._states(arrays)
+        return all(self.members[i].rewind(layer_idx, x, kv_len) for i, x in states.items())
+
+    def _parts(self, context: BuildContext) -> dict[int, BuildContext]:
+        """What each member with arrays builds from in this layer."""
+        members = self.unit_members(context.num_layers, len(context.keys))[context.layer_idx]
+        parts = {}
+        for index, member in enumerate(self.members):
+            heads = np.flatnonzero(members == index)
+            if member.has_state() and len(heads):
+                parts[index] = context_of(context, heads, member)
+        return parts
+
+    def _states(self, arrays: State) -> dict[int, State]:
+        states = {i: of_member(arrays, i) for i in range(len(self.members))}
+        return {i: own for i, own in states.items() if own}
+
+    def _spaced(self, num_layers: int, num_kv_heads: int) -> BoolArray:
+        return spaced_heads(num_layers, num_kv_heads, self.dense_layers, self.retrieval_heads)
+
+    def _with_roles(self, roles: HeadRoles) -> PerHead:
+        return replace(self, head_roles=roles, retrieval_heads=None)
+
+
+def _check_member(role: str, policy: Policy) -> None:
+    selects = isinstance(policy, Policy) and policy.selects and type(policy).roles is Policy.roles
+    is_full = role == "retrieval" and isinstance(policy, Full)
+    if not selects and not is_full:
+        name = policy.name if isinstance(policy, Policy) else repr(policy)
+        or_full = "full or " if role == "retrieval" else ""
+        raise ValueError(
+            f"per_head: {role} must be {or_full}a policy that selects in every layer, such as "
+            f"exact_topk or lfps, got {name}"
+        )

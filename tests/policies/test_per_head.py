@@ -1,0 +1,301 @@
+"""PerHead: its members do what they would alone, and what does not go together is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.attention_cases import Cache, random_queries
+from cases.coprocessor_cases import SMALL, Shape, World, normal
+from cases.reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
+from cases.seeded import new_rng
+
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.planning.choose import least_placement
+from offload.policies import LFPS, ExactTopK, Full, LycheeDecode, PerHead, Policy
+from offload.policies.base import BuildContext
+from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.registry import make_policy
+
+HEADS = Shape(num_kv_heads=4)
+# [layers, KV heads] of HEADS; layer 0 is dense anyway
+MIXED = np.array([[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0]], bool)
+KV_LENS = [300, 40, 130]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+def per_head(retrieves: np.ndarray, head_dim: int = 32, **options: Any) -> PerHead:
+    """With these retrieval heads, however many."""
+    policy = make_policy("per_head", **{**SMALL, **options})
+    retrieves = retrieves.copy()
+    retrieves[0] = True
+    return replace(policy, head_roles=HeadRoles.of(retrieves, head_dim=head_dim), is_part=True)
+
+
+def worlds(policies: list[Policy], pool: WorkerPool, shape: Shape = HEADS) -> list[World]:
+    """The same sequences under each policy."""
+    made = [World.random(new_rng(), shape, policy, pool, KV_LENS) for policy in policies]
+    first = made[0]
+    queries = normal(new_rng(), shape.num_qo_heads, 32, shape.head_dim)
+    for world in made:
+        world.keys, world.values = list(first.keys), list(first.values)
+        for seq, keys, values in zip(world.seqs, first.keys, first.values, strict=True):
+            for layer_idx in range(shape.num_layers):
+                world.store.append(seq, layer_idx, keys[layer_idx], values[layer_idx], start=0)
+                world.attention.record_queries(seq, layer_idx, queries, keys.shape[1])
+    return made
+
+
+def decode(worlds: list[World], num_steps: int) -> list[list[tuple[Any, Any]]]:
+    """(o, selections) of each step, of each world."""
+    rng, results = new_rng(), []
+    for _ in range(num_steps):
+        given = worlds[0].random_step(rng)
+        results.append([world.decode(given) for world in worlds])
+    return results
+
+
+@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster", "quest", "exact_topk"])
+@pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
+def test_without_retrieval_heads_it_is_the_rest(rest, retrieval, pool):
+    ours = per_head(np.zeros((3, 4), bool), rest=rest, retrieval=retrieval)
+    for (out, chosen), (expected, selections) in decode(
+        worlds([ours, make_policy(rest, **SMALL)], pool), 5
+    ):
+        assert torch.equal(out, expected)
+        assert chosen == selections
+
+
+@pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
+def test_with_retrieval_heads_only_it_is_the_retrieval(retrieval, pool):
+    alone = Full() if retrieval == "full" else ExactTopK(**SMALL)
+    ours = per_head(np.ones((3, 4), bool), rest="lfps", retrieval=retrieval)
+    for (out, chosen), (expected, selections) in decode(worlds([ours, alone], pool), 3):
+        assert torch.equal(out, expected)
+        assert chosen == selections
+
+
+@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster"])
+@pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
+def test_each_head_does_as_it_would_alone(rest, retrieval, pool):
+    """Every head's answer is that of its own member deciding for all heads; learning included."""
+    ours = per_head(MIXED, rest=rest, retrieval=retrieval)
+    alone = Full() if retrieval == "full" else ExactTopK(**SMALL)
+    all_worlds = worlds([ours, make_policy(rest, **SMALL), alone], pool)
+    of_head = 3 * 32
+    for (out, _), (of_rest, _), (of_retrieval, _) in decode(all_worlds, 6):
+        heads = [x.view(3, len(KV_LENS), 4, of_head) for x in (out, of_rest, of_retrieval)]
+        retrieves = torch.from_numpy(MIXED)[:, None, :, None]
+        expected = torch.where(retrieves, heads[2], heads[1])
+        # Pieces of a layer are cut, and merge, otherwise.
+        torch.testing.assert_close(heads[0], expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster", "quest"])
+@pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
+def test_mixed_layers_against_float64(rest, retrieval, pool):
+    """What was attended, as the selections say; those of exact_topk are the heaviest tokens."""
+    rng = new_rng()
+    retrieves = np.array([[1, 1], [0, 1], [1, 0]], bool)
+    policy = per_head(retrieves, 64, rest=rest, retrieval=retrieval)
+    cache = Cache.random(rng, kv_len=400, num_layers=3, page_tokens=16)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    for layer_idx in range(3):
+        attention.record_queries(cache.seq, layer_idx, torch.randn(6, 32, 64), 400)
+    queries = [random_queries(rng, 1, 6, 64, torch.float32) for _ in range(3)]
+    selections = step_through(cache, attention, queries, [400])
+    for layer_idx, retrieving in ((1, 1), (2, 0)):
+        tokens = selections[layer_idx][0]
+        assert 0 < len(tokens[1 - retrieving]) <= 48
+        if retrieval == "full":
+            assert tokens[retrieving] == []
+            continue
+        importance = importance_of(cache, queries[layer_idx][0], layer_idx, 400)[retrieving]
+        check_top_k(tokens[retrieving], importance, policy, 48 - 12)
+
+
+@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster"])
+def test_forks_and_shorter_sequences(rest, pool):
+    """A fork goes on as its parent would; a step that is taken back leaves nothing."""
+    ours, other = worlds([per_head(MIXED, rest=rest, retrieval="exact_topk")] * 2, pool)
+    decode([ours, other], 3)
+    states = ours.attention.states
+    rng = new_rng()
+    fork = ours.store.fork(ours.seqs[0])
+    states.fork(ours.seqs[0], fork)
+    ours.seqs[0] = fork
+    # A pass that fails after its step: the policy takes it back.
+    lens = [ours.store.kv_len(seq) for seq in ours.seqs]
+    states.begin(ours.seqs, [1] * len(lens), prefill=False)
+    given = ours.random_step(rng)
+    step = ours.open(given)
+    out = torch.empty_like(given[0])
+    for layer_idx in range(HEADS.num_layers):
+        for i, seq in enumerate(step.seqs):
+            k, v = (x[layer_idx, i][None] for x in given[1:])
+            ours.store.append(seq, layer_idx, k, v, start=lens[i])
+        ours.attention.attend(layer_idx, step, given[0][layer_idx], out[layer_idx])
+    for row, (seq, kv_len) in enumerate(zip(ours.seqs, lens, strict=True)):
+        states.roll_back(seq)
+        ours.store.truncate(seq, kv_len)
+        ours.keys[row], ours.values[row] = (x[row][:, :kv_len] for x in (ours.keys, ours.values))
+    assert states.arrays_of(fork) is not None
+    for (out, chosen), (expected, selections) in decode([ours, other], 3):
+        assert torch.equal(out, expected)
+        assert chosen == selections
+    lens = [ours.store.kv_len(seq) - 2 for seq in ours.seqs]
+    for world in (ours, other):
+        world.truncate(lens)
+    for (out, chosen), (expected, selections) in decode([ours, other], 2):
+        assert torch.equal(out, expected)
+        assert chosen == selections
+
+
+def test_arrays_are_of_a_members_own_heads_only(pool):
+    policy = per_head(MIXED, rest="lfps", retrieval="quest")
+    keys = torch.randn(4, 500, 32)
+    context = BuildContext(
+        layer_idx=1,
+        keys=keys,
+        values=keys,
+        queries=torch.randn(12, 32, 32),
+        sm_scale=0.2,
+        capacity_tokens=600,
+        text_marks=None,
+        pool=pool,
+        num_layers=3,
+    )
+    built = policy.build(context)
+    group = context.queries.view(4, 3, 32, 32)
+    for prefix, heads, member in (
+        ("rest.", [0, 2], policy.rest),
+        ("retrieval.", [1, 3], policy.retrieval),
+    ):
+        alone = member.build(
+            replace(
+                context, keys=keys[heads], values=keys[heads], queries=group[heads].flatten(0, 1)
+            )
+        )
+        own = {name: x for name, x in built.items() if name.startswith(prefix)}
+        assert len(own) == len(alone)
+        for name, x in alone.items():
+            np.testing.assert_array_equal(own[prefix + name], x)
+    policy = per_head(np.ones((3, 4), bool), rest="lfps", retrieval="quest")
+    assert {name.split(".")[0] for name in policy.build(context)} == {"retrieval"}
+
+
+def test_default_heads():
+    """An eighth, spread over the layers after the dense ones and over KV heads."""
+    policy = make_policy("per_head", rest="lfps")
+    dense = policy.roles(32, 8) == 0
+    assert dense[:2].all()
+    assert dense[2:].sum() == 32
+    assert dense[2:].sum(0).tolist() == [4] * 8
+    assert dense[2:].sum(1).max() <= 2
+    assert (make_policy("per_head", retrieval_heads=0).roles(32, 8)[2:] != 0).all()
+
+
+def test_heads_on_a_gpu_are_those_that_retrieve():
+    for retrieval in ("full", "exact_topk"):
+        policy = per_head(MIXED, retrieval=retrieval)
+        places = np.full((3, 4), Place.CPU)
+        places[0] = Place.GPU
+        HeadPlacement(places).check_policy(policy, 12)
+        places[MIXED] = Place.GPU
+        HeadPlacement(places).check_policy(policy, 12)
+        places[2, 0] = Place.GPU
+        with pytest.raises(ValueError, match=r"KV head 0 of layer 2 .* 'per_head' has it select"):
+            HeadPlacement(places).check_policy(policy, 12)
+    by_query_head = per_head(MIXED, rest="lfps", granularity="query_head")
+    HeadPlacement(np.where(MIXED, Place.GPU, Place.CPU)).check_policy(by_query_head, 12)
+
+
+def test_a_rank_has_its_heads_part():
+    policy = make_policy("per_head", rest="lfps", retrieval="exact_topk")
+    whole = policy.unit_members(32, 8)
+    shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 64}
+    for heads in (range(3), range(3, 8)):
+        part = policy.of_heads(heads, **shape)
+        own = {**shape, "num_kv_heads": len(heads)}
+        part.check_model(**own, num_qo_heads=4 * len(heads))
+        np.testing.assert_array_equal(
+            part.unit_members(32, len(heads)), whole[:, heads.start : heads.stop]
+        )
+
+
+def roles_with(count: int) -> HeadRoles:
+    retrieves = np.zeros((6, 4), bool)
+    retrieves[0] = True
+    retrieves.flat[[8 + 3 * i for i in range(count)]] = True
+    return HeadRoles.of(retrieves, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rest": "quset"}, "unknown policy 'quset'; available: "),
+        ({"rest": "full"}, "rest must be a policy that selects in every layer, .*, got full"),
+        ({"rest": "tidal_decode"}, "rest must be .*, got tidal_decode"),
+        ({"rest": LycheeDecode()}, "rest must be .*, got lychee_decode"),
+        ({"retrieval": "lychee_decode"}, "retrieval must be full or .*, got lychee_decode"),
+        ({"retrieval": "per_head"}, "retrieval must be full or .*, got per_head"),
+        ({"rest": "lfps", "candidate_ratio": 2.0}, "'lfps' has no option 'candidate_ratio'"),
+        ({"alpa": 0.2}, "'per_head' has no option 'alpa'; its options: rest, retrieval, head_rol"),
+        (
+            {"rest": LFPS(budget_tokens=512), "retrieval": ExactTopK(budget_tokens=256)},
+            r"budget_tokens must be the same .*\(lfps\) has 512 and retrieval \(exact_topk\) 256",
+        ),
+        (
+            {"rest": "lfps", "retrieval": "exact_topk", "granularity": "query_head"},
+            r"per_query_head must be the same for all heads, .* True and .* False",
+        ),
+        ({"head_roles": 3}, "head_roles must be a roles file or HeadRoles, got 3"),
+        ({"head_roles": roles_with(1), "retrieval_heads": 2}, "retrieval_heads=2 is for a calib"),
+    ],
+)
+def test_what_does_not_go_together(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy("per_head", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_roles": roles_with(4)}, None),
+        (
+            {"head_roles": roles_with(5)},
+            "5 retrieval heads .* at most 4 may retrieve, a sixth .*24",
+        ),
+        ({"retrieval_heads": 5}, "5 retrieval heads after the first 2 layers, but at most 4 may"),
+        ({"retrieval_heads": -1}, "-1 retrieval heads"),
+        ({"retrieval_heads": 1.5}, r"retrieval_heads must be an int, got 1\.5"),
+        ({"head_roles": HeadRoles.of(MIXED, head_dim=64)}, "made for another model: it says num_l"),
+    ],
+)
+def test_models_that_do_not_fit(options, message):
+    shape = {"num_layers": 6, "num_qo_heads": 12, "num_kv_heads": 4, "head_dim": 64}
+    policy = make_policy("per_head", **options)
+    if message is None:
+        policy.check_model(**shape)
+        return
+    with pytest.raises(ValueError, match=message):
+        policy.check_model(**shape)
+
+
+def test_least_placement_needs_no_room_for_retrieval_heads():
+    from cases.profile_cases import workload
+
+    work = workload("per_head", budget_tokens=1024)
+    places = least_placement(work).places
+    assert (places[:2] == Place.GPU).all()
+    assert (places[2:] == Place.CPU).all()

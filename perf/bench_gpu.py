@@ -27,7 +27,6 @@ from perf import gpu_heads, gpu_steps
 from perf.results_file import Run, script_options
 
 BUDGET_TOKENS = 1024
-LFPS_ALPHA = 0.2
 PARTS = ("decode", "heads", "peers", "prefill", "batch", "handshake", "smollm2")
 Row = dict[str, Any]
 
@@ -50,7 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
     shared = {
         "run": f"{run.machine['date']}-{os.getpid()}-{int(time.time())}",
         "budget_tokens": BUDGET_TOKENS,
-        "lfps_alpha": LFPS_ALPHA,
         **run.named("shape", "dtype", "backend", "threads", "steps", "repeats"),
     }
     failed = []
@@ -126,8 +124,6 @@ def _policy(name: str) -> Policy:
     options: dict[str, Any] = {}
     if "budget_tokens" in type(make_policy(name)).option_names():
         options["budget_tokens"] = BUDGET_TOKENS
-    if name == "lfps":
-        options["alpha"] = LFPS_ALPHA
     return make_policy(name, **options)
 
 

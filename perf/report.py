@@ -68,6 +68,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "latency-targets": ("latency", latency_tables.latency_targets_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
     "latency-16-cores-targets": ("latency-16-cores", latency_tables.latency_targets_table),
+    "lfps-ablation": ("lfps-ablation", selection_tables.lfps_ablation_table),
     "lfps-candidates": ("paper-lfps-candidates", selection_tables.lfps_candidates_table),
     "long-context": ("long-context", long_context_tables.long_context_table),
     "lychee-cluster-answers": (LYCHEE_CLUSTER, lychee_cluster_tables.answers_table),

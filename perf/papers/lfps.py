@@ -44,7 +44,7 @@ from offload.runtime.config import runtime_config
 from offload.runtime.shared_model import SharedModel
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
-from perf.papers.lfps_replay import THRESHOLDS, Rule, read_text, replay
+from perf.papers.lfps_replay import THRESHOLDS, AsInThePaper, Rule, read_text, replay
 from perf.results_file import Run, script_options
 
 Row = dict[str, Any]
@@ -139,7 +139,7 @@ def bypass_policies() -> dict[str, Policy]:
     """LFPS by threshold, and what it is compared with."""
     options = {"budget_tokens": BYPASS_BUDGET, **windows_of(BYPASS_BUDGET)}
     return {"full": make_policy("full"), "exact_topk": make_policy("exact_topk", **options)} | {
-        f"lfps {limit}": make_policy("lfps", bypass_threshold=limit, **options)
+        f"lfps {limit}": AsInThePaper(bypass_threshold=limit, **options)
         for limit in (1.0, *THRESHOLDS)
     }
 

@@ -14,21 +14,21 @@ from transformers.utils.logging import disable_progress_bar
 
 from offload import load_tokenizer
 from offload.policies import Policy
-from offload.policies.registry import make_policy
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
+from perf.papers.lfps_replay import AsInThePaper
 from perf.papers.observed import MODEL, observe_text, open_model
 from perf.results_file import Run, script_options
 
 ALPHAS = (0.1, 0.2, 0.3, 0.4)
 LENGTHS = (4096, 8192, 16384, 32640)
 STEPS = 64
-BUDGET = 0.02  # of the context: with larger budgets LFPS takes more candidates in short contexts
+BUDGET = 0.02  # of the context
 
 
 def _policy(length: int, alpha: float) -> Policy:
     budget = round(BUDGET * length)
-    return make_policy("lfps", alpha=alpha, budget_tokens=budget, recent_tokens=1)
+    return AsInThePaper(alpha=alpha, budget_tokens=budget, recent_tokens=1)
 
 
 def main() -> None:

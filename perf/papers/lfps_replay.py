@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from offload.bench.selection.shared_prefill import prefill_keeping_queries
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import pack
+from offload.policies.lfps.policy import LFPS
 
 SINKS = 4
 PROMPT_QUERIES = 32  # L_r: of the last steps, equation 4
@@ -30,6 +32,16 @@ NEAR_TOKENS = 64  # tokens that are not far: what a recent window would have
 DENSE_LAYERS = 2  # that our policies leave dense; left out
 THRESHOLDS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of Table 3; and 1, which bypasses none
 PAPER_OFFSETS = (-1, 1, 2)
+
+
+@dataclass(frozen=True)
+class AsInThePaper(LFPS):
+    """The policy without what it adds to the rule: nothing is spread, no threshold is lowered."""
+
+    candidates_per_budget: ClassVar[float] = 0.0
+    alpha: float = 0.2
+    bypass_threshold: float = 0.85
+    spread: int = 0
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def latency_targets_table(result: dict[str, Any]) -> str:
     for over, (reach, aim) in LFPS_OVER.items():
         ratio = lfps and lfps[f"speedup_over_{over}"]
         aimed = "aim reached" if ratio and ratio >= aim else f"aim {aim:.0f}{TIMES}"
-        what = f"LFPS, alpha 0.2, {core}, {at}, against `{over}`"
+        what = f"LFPS, {core}, {at}, against `{over}`"
         at_least(what, ratio, reach, f"{reach}{TIMES} ({aimed})")
     lychee = by_key.get(("lychee_cluster", deepest, threads[0]))
     if lychee is not None:

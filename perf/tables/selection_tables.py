@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from offload.bench.selection.output import COLUMNS, LEGEND, cells
@@ -92,6 +93,45 @@ def lfps_candidates_table(result: dict[str, Any]) -> str:
         "target": "{verdict}",
     }
     return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])
+
+
+def lfps_ablation_table(result: dict[str, Any]) -> str:
+    """RULER's scores of LFPS by its options, both lengths together, and the keys it scores."""
+    policies = result["settings"]["policies"]
+    rows = [row for row in result["rows"] if row["part"] == "quality"]
+    cells_of: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        if row["part"] == "cells":
+            cells_of.setdefault(row["task"], []).append(row)
+    count = {task: sum(cell["samples"] for cell in found) for task, found in cells_of.items()}
+    lengths = sorted({row["length"] for row in rows})
+
+    def score(label: str, tasks: Sequence[str]) -> str:
+        right = sum(c["samples"] * c["scores"][label] for task in tasks for c in cells_of[task])
+        return f"{100 * right / sum(count[task] for task in tasks):.0f}"
+
+    def scored(label: str, length: int) -> str:
+        of_label = (r for r in rows if (r["label"], r["length"]) == (label, length))
+        return f"{next(of_label)['scored_tokens']:,.0f}"
+
+    def line(label: str, options: dict[str, Any]) -> list[str]:
+        shown = [f"{options.get(name, '')}" for name in ("spread", "alpha", "bypass_threshold")]
+        of_tasks = [score(label, [task]) for task in count]
+        at_lengths = [scored(label, length) for length in lengths]
+        return [label.split(" ")[0], *shown, score(label, [*count]), *of_tasks, *at_lengths]
+
+    header = ["policy", "spread", "alpha", "bypass", "all", *count]
+    header += [f"scored, {length:,}" for length in lengths]
+    title = (
+        f"{result['settings']['model']}, RULER, per cent right: "
+        f"{', '.join(f'{n} prompts of {task}' for task, n in count.items())}, at "
+        f"{' and '.join(f'{length:,}' for length in lengths)} tokens, seed {rows[0]['seed']}, "
+        f"budget {max(options.get('budget_tokens', 0) for options in policies.values())}. Scored: "
+        "keys of a step, layer and KV head; layers that do not select count as none."
+    )
+    lines = [line(label, options) for label, options in policies.items()]
+    machine = machine_line(result["machine"], spreads=False)
+    return "\n\n".join([title, markdown_table(header, lines), machine])
 
 
 def niah_table(result: dict[str, Any]) -> str:

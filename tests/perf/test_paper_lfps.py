@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from cases.lfps_reference import Unit
 
-from offload.policies.lfps.policy import LFPS
 from perf.papers.lfps import TEXTS, added_rows, text_tokens
 from perf.papers.lfps_replay import (
     PROMPT_QUERIES,
     SINKS,
+    AsInThePaper,
     ReadText,
     Rule,
     Sparsity,
@@ -47,13 +45,6 @@ MACHINE = {
     "date": "2026-01-01",
     "load_average": 0.1,
 }
-
-
-@dataclass(frozen=True)
-class AsInThePaper(LFPS):
-    """Without what the policy adds in short contexts."""
-
-    candidates_per_budget: ClassVar[float] = 0.0
 
 
 def make_text(sink_strength: float = 2.0) -> ReadText:

@@ -9,6 +9,7 @@ import pytest
 from offload.policies.registry import available_policies
 from perf.bench_selection import BUDGETS, policies_of_quality
 from perf.tables.selection_tables import (
+    lfps_ablation_table,
     lfps_candidates_table,
     niah_table,
     policy_speed_table,
@@ -91,6 +92,24 @@ def test_candidates_beside_the_paper() -> None:
     assert "| 0.4 | 8,192 | 6.0% | 3.6% | 1.65 of the paper's" in table
     assert "| 0.2 | 32,640 | 3.0% | 3.4% | 0.88 of the paper's" in table
     assert table.count("**missed**") == 1
+
+
+def test_the_ablation_weighs_lengths_by_their_prompts() -> None:
+    options = {"budget_tokens": 320, "alpha": 0.8, "spread": 8, "bypass_threshold": 1.0}
+    shared = {"part": "cells", "task": "vt"}
+    rows = [
+        {"part": "quality", "label": "lfps 320", "length": n, "seed": 3, "scored_tokens": n / 8}
+        for n in (4096, 8192)
+    ]
+    rows += [
+        shared | {"length": 4096, "samples": 3, "scores": {"lfps 320": 1.0}},
+        shared | {"length": 8192, "samples": 1, "scores": {"lfps 320": 0.0}},
+        shared | {"length": 8192, "samples": 4, "scores": {"lfps 320": 0.0}, "task": "cwe"},
+    ]
+    settings = {"model": "m", "policies": {"lfps 320": options}}
+    table = lfps_ablation_table({"machine": MACHINE, "settings": settings, "rows": rows})
+    assert "| lfps | 8 | 0.8 | 1.0 | 38 | 75 | 0 | 512 | 1,024 |" in table
+    assert "4 prompts of vt, 4 prompts of cwe, at 4,096 and 8,192 tokens, seed 3" in table
 
 
 def test_needle_scores() -> None:

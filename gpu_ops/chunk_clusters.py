@@ -84,7 +84,7 @@ def chunk_means(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return chunk_means_reference(keys, starts)
     points = keys.new_empty(num_heads, num_chunks, head_dim, dtype=torch.float32)
     norms = points.new_empty(num_heads, num_chunks)
-    furthest = starts.new_empty(num_heads, num_chunks)
+    furthest = starts.new_zeros(num_heads, num_chunks)
     chunk_means_kernel[(num_chunks, num_heads)](
         keys,
         *keys.stride()[:2],

@@ -23,9 +23,8 @@ _FIXED = {"min_chunk_tokens": 16, "max_chunk_tokens": 16}  # no delimiter can en
 class AsPublished(LycheeCluster):
     """Clusters ranked by Eq. 2 of their chunks' keys; all tokens of the best ones are attended.
 
-    Ours differs in what `lychee_cluster.policy` says: more candidates than are attended, and a
-    bound for tokens instead of chunks. Chunks that are grafted while decoding have mean keys
-    whatever the pooling: what is measured of "max" is short enough to graft none.
+    Chunks that are grafted while decoding have mean keys whatever the pooling: what is measured of
+    "max" is short enough to graft none.
 
     Args:
         pooling: of a chunk's keys into its own: "mean" or "max".
@@ -33,21 +32,14 @@ class AsPublished(LycheeCluster):
 
     builds_on_device: ClassVar[bool] = False
 
-    candidate_ratio: float = 1.0
-    short_context_ratio: float = 1.0
-    radius_weight: float = 1.0
+    paper: bool = True
     pooling: str = "mean"
 
     def build(self, context: BuildContext) -> State:
         if self.pooling == "max":
             starts = self._index_shape(context).starts
             context = replace(context, keys=with_chunk_maxima(context.keys, starts))
-        arrays = super().build(context)
-        # n = 1 and s = 0 in the bound of `lychee_cluster.search`, for what is grafted, too: norms
-        # are far above a step, so that their bytes stay at 255, and spreads of no step at 0.
-        arrays["header"]["norm_step"], arrays["header"]["spread_step"] = 1 / 255, 0.0
-        arrays["scales"][:, 2] = 255
-        return arrays
+        return super().build(context)
 
 
 def with_chunk_maxima(keys: Tensor, starts: np.ndarray) -> Tensor:
@@ -76,11 +68,11 @@ def variants() -> dict[str, Policy]:
     made["published max"] = AsPublished(pooling="max")
     for name, kind in of_both.items():
         made[f"{name} {BUDGETS[-1]}"] = kind(budget_tokens=BUDGETS[-1])
-        made |= {
-            f"{name} {n} per cluster": kind(chunks_per_cluster=n)
-            for n in CHUNKS_PER_CLUSTER
-            if n != LycheeCluster.chunks_per_cluster
-        }
+    made |= {
+        f"published {n} per cluster": AsPublished(chunks_per_cluster=n)
+        for n in CHUNKS_PER_CLUSTER
+        if n != LycheeCluster.chunks_per_cluster
+    }
     return made
 
 

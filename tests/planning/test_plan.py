@@ -118,9 +118,11 @@ def test_what_policies_keep(policy: str) -> None:
 
 
 def test_the_index_of_128k_tokens_is_about_what_it_was_measured_to_be() -> None:
-    made = make_policy("lychee_cluster")
-    of_layer = policy_state_bytes(made, MODEL_SHAPES[LLAMA], torch.bfloat16, 131072)
-    assert 30 * of_layer == pytest.approx(156_644_580, rel=0.15)  # perf/results/gpu-decode.json
+    # perf/results/gpu-decode.json, of the paper's index; `offload bench latency`, 4.2 % of the KV.
+    for paper, measured in ((True, 156_644_580), (False, 678_173_100)):
+        made = make_policy("lychee_cluster", paper=paper)
+        of_layer = policy_state_bytes(made, MODEL_SHAPES[LLAMA], torch.bfloat16, 131072)
+        assert 30 * of_layer == pytest.approx(measured, rel=0.15)
 
 
 # Models that are not loaded

@@ -78,7 +78,7 @@ STATE = StateLayout(
 )
 read_state = STATE.read
 MAX_UNITS = 64
-TILE = 2048  # scores of a tile of rows and query heads
+TILE = 512  # scores of a tile of rows and query heads: the rows stay in the first-level cache
 UNITS_LENGTH = 256  # of `units`, which `views` names
 
 

@@ -90,7 +90,7 @@ class LycheeCluster(SparsePolicy):
     min_chunk_tokens: int = 8
     max_chunk_tokens: int = 16
     max_units: int = MAX_UNITS
-    ranked_chunks: int = 4096
+    ranked_chunks: int = 1536
     candidate_ratio: float = 1.75
     carried_share: float = 0.25
     peak_weight: float = 0.4

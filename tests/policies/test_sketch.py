@@ -1,4 +1,4 @@
-"""Sketch: its codes are those of a float64 reference, and so is what it finds; its state follows."""
+"""Sketch: its codes are those of a float64 reference, and what they find; its state follows."""
 
 from __future__ import annotations
 

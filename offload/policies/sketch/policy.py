@@ -20,6 +20,7 @@ import numba
 import numpy as np
 import torch
 
+from cpu_ops.codes import CODE_BLOCK
 from offload.policies.base import BuildContext, SparsePolicy, State, StateShape
 from offload.policies.callback import (
     Callback,
@@ -33,7 +34,7 @@ from offload.policies.callback import (
     view_uint8,
 )
 from offload.policies.layouts import NumberLayout, StateLayout, reader
-from offload.policies.sketch.codes import CODE_BLOCK, LEVELS, encode_rows, rotate
+from offload.policies.sketch.codes import LEVELS, encode_rows, rotate
 
 STATE = StateLayout(
     codes=np.uint8,  # [num_kv_heads, blocks, head_dim * bits / 8, CODE_BLOCK]
@@ -100,7 +101,7 @@ def propose(pointer: Any) -> int:
     wanted = min(int(numbers.candidate_ratio * ctx.budget_tokens), ctx.last - ctx.first)
     code_bytes = sizes.max_tokens * (head_dim * bits // 8)
     ctx.candidates = tokens_at
-    return top_codes(
+    count: int = top_codes(
         pointer,
         ctx.top_codes,
         (
@@ -114,6 +115,7 @@ def propose(pointer: Any) -> int:
             tokens_at,
         ),
     )
+    return count
 
 
 @callback

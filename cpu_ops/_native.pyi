@@ -13,6 +13,7 @@ BINDINGS_DIGEST: str
 MAX_GROUP_SIZE: int
 MAX_HEAD_DIM: int
 HEAD_DIM_MULTIPLE: int
+CODE_BLOCK: int
 MAX_LINEAR_ROWS: int
 FLAG_STRIDE: int
 
@@ -24,6 +25,19 @@ def known_isas() -> list[str]: ...
 def default_isa() -> str: ...
 def policy_context_offsets() -> dict[str, int]: ...
 def top_k(isa: str, x: int, n: int, k: int) -> _Int32s: ...
+def score_codes(
+    isa: str,
+    query: int,
+    group_size: int,
+    head_dim: int,
+    bits: int,
+    levels: int,
+    offsets: int,
+    codes: int,
+    scales: int,
+    n: int,
+    scores: int,
+) -> None: ...
 def score_int8(
     isa: str, query: int, group_size: int, head_dim: int, rows: int, n: int, scores: int
 ) -> None: ...

@@ -1,4 +1,4 @@
-"""Sketch: its codes are those of a float64 reference, and so is what it finds; its state follows."""
+"""Sketch: its codes are those of a float64 reference, and what they find; its state follows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 from cases.attention_cases import Cache, attend, random_queries
 from cases.seeded import new_rng
 
+from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import Sketch
 from offload.policies.base import BuildContext, State
 from offload.policies.registry import make_policy
-from offload.policies.sketch.codes import CODE_BLOCK, LEVELS, encode_rows, rotate
+from offload.policies.sketch.codes import LEVELS, encode_rows, rotate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}

@@ -30,8 +30,8 @@ std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::str
   return std::make_unique<DecodeAttention>(shape, kernels_for(isa), pool);
 }
 
-// Of a member: whether it scans keys, the addresses of prepare, propose, select, observe, append, or 0, its numbers, and
-// how many arrays it has.
+// Of a member: whether it scans keys, the addresses of prepare, propose, select, observe, append, or 0, its numbers,
+// and how many arrays it has.
 using Member = std::tuple<bool, std::vector<int64_t>, std::vector<double>, int64_t>;
 
 PolicyMember member_from(const Member& member, int64_t first_array) {
@@ -116,7 +116,7 @@ void prepare(DecodeAttention& attention, int64_t layer_idx, const KeptRows& step
 
 // One row, an explicit CSR selection. `weights`: address of f32 [nnz * group] or 0. Returns the seconds it took.
 double attend_csr(DecodeAttention& attention, int64_t query, int64_t output, int64_t lse, int64_t pages, int64_t kv_len,
-                const Int64s& indptr, const Int32s& indices, int64_t weights) {
+                  const Int64s& indptr, const Int32s& indices, int64_t weights) {
   const AttentionShape& shape = attention.shape();
   QueryRow row{};
   row.pages = pointer<const int64_t>(pages);

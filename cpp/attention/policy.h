@@ -19,8 +19,8 @@ struct WorkerProfile;
 // Mirrored field for field by offload/policies/callback.py; all fields are 8 bytes wide.
 struct PolicyContext {
   int64_t layer_idx;
-  int64_t unit;  // KV head, or query head, as the policy's arrays count them: those of the member that is asked
-  int64_t kv_head;  // of them
+  int64_t unit;        // KV head, or query head, as the policy's arrays count them: those of the member that is asked
+  int64_t kv_head;     // of them
   int64_t group_size;  // query heads of this unit
   int64_t head_dim;
   int64_t kv_len;  // tokens in the cache, the newest included

@@ -30,8 +30,8 @@ std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::str
   return std::make_unique<DecodeAttention>(shape, kernels_for(isa), pool);
 }
 
-// Of a member: whether it scans keys, the addresses of prepare, propose, select, observe, append, or 0, its numbers, and
-// how many arrays it has.
+// Of a member: whether it scans keys, the addresses of prepare, propose, select, observe, append, or 0, its numbers,
+// and how many arrays it has.
 using Member = std::tuple<bool, std::vector<int64_t>, std::vector<double>, int64_t>;
 
 PolicyMember member_from(const Member& member, int64_t first_array) {

@@ -21,7 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from offload.decode.gpu.placement import HeadPlacement, Place, UInt8Array
+import numpy as np
+
+from offload.decode.gpu.placement import HeadPlacement, Place, UInt8Array, whole_on_device
 from offload.models.shape import layer_elements
 from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
 from offload.planning.workload import Workload, policy_key
@@ -116,6 +118,9 @@ class StepModel:
             )
         self.profile, self.work = profile, work
         self.roles = work.roles()
+        whole = whole_on_device(work.policy, self.roles)
+        # On the GPU they attend to everything; on the CPU they look at it, which costs up to that.
+        self.roles = np.where(whole, np.uint8(DENSE), self.roles)
         self._device = profile.device if on_gpu else None
         self._assumed: list[str] = []
         if self._device is not None:

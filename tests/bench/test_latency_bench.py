@@ -23,7 +23,7 @@ from offload.bench.latency.workload import LatencyWorkload, TextReader, structur
 from offload.bench.made.exact_attention import ExactAttention
 from offload.models import ModelShape
 from offload.policies import TidalDecode
-from offload.policies.base import RETRIEVE, REUSE, Policy
+from offload.policies.base import DENSE, NO_MEMBER, RETRIEVE, REUSE, Policy
 from offload.policies.registry import available_policies, make_policy
 
 SHAPE = ModelShape(8, 128, 8, 2, 64, 256, 512, 8192)
@@ -152,6 +152,22 @@ def test_plan_of_heads_that_reuse(num_layers: int) -> None:
     assert asking[0] == 8
     with pytest.raises(ValueError, match="needs at least 2 physical layers"):
         plan_layers(policy, num_model_layers=32, num_layers=1, num_units=8)
+
+
+@pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
+def test_plan_of_heads_of_their_own(retrieval: str) -> None:
+    """As many heads retrieve, on the average, as in the model."""
+    policy = make_policy("per_head", rest="lfps", retrieval=retrieval, retrieval_heads=20)
+    others = policy.unit_members(32, 8)[2:] != 0
+    assert len({*others.sum(1).tolist()}) > 1
+    plan = plan_layers(policy, num_model_layers=32, num_layers=4, num_units=8)
+    chosen = plan.policy.unit_members(4, 8)
+    assert chosen is not None
+    assert float(plan.weights @ (chosen != 0).sum(1)) == pytest.approx(others.sum() / 30)
+    assert plan.dense_share == 2 / 32
+    roles = plan.policy.roles(4, 8)
+    assert roles is not None
+    assert ((roles == DENSE) == (chosen == NO_MEMBER)).all()
 
 
 def test_plan_of_policies_that_select_everywhere() -> None:

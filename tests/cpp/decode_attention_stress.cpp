@@ -38,20 +38,21 @@ void check_page_layout(const AttentionShape& shape) {
 
 constexpr int kMaxTokens = 4096;
 constexpr int64_t kNumLayers = 3;
+constexpr int64_t kNumArrays = 3;  // of one of two members
 
 // A sequence: its pages, and the arrays a policy keeps for it.
 struct Sequence {
   std::vector<Exact<uint16_t>> pages;
   std::vector<int64_t> addresses;
-  std::vector<float> attended;    // [units, kMaxTokens]
-  std::vector<int64_t> appends;   // [units]
-  std::vector<int32_t> proposed;  // [units, kMaxTokens]
-  void* arrays[3];                // of all layers: PolicyFunctions::num_arrays, by which layers lie apart, is 0
+  std::vector<float> attended;    // [members, units, kMaxTokens]
+  std::vector<int64_t> appends;   // [members, units]
+  std::vector<int32_t> proposed;  // [members, units, kMaxTokens]
+  void* arrays[2 * kNumArrays];   // of all layers: PolicyFunctions::num_arrays, by which layers lie apart, is 0
 
   Sequence(const AttentionShape& shape, int64_t kv_len)
-      : attended(static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0.0f),
-        appends(static_cast<size_t>(shape.num_qo_heads), 0),
-        proposed(static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0) {
+      : attended(2 * static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0.0f),
+        appends(2 * static_cast<size_t>(shape.num_qo_heads), 0),
+        proposed(2 * static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0) {
     const int64_t page_tokens = int64_t{1} << shape.page_shift;
     for (int64_t t = 0; t < kv_len; t += page_tokens) {
       pages.emplace_back(2 * shape.num_kv_heads * page_tokens * shape.head_dim);
@@ -61,9 +62,12 @@ struct Sequence {
     point();
   }
   void point() {
-    arrays[0] = attended.data();
-    arrays[1] = appends.data();
-    arrays[2] = proposed.data();
+    for (size_t member = 0; member < 2; ++member) {
+      void** own = arrays + member * kNumArrays;
+      own[0] = attended.data() + member * attended.size() / 2;
+      own[1] = appends.data() + member * appends.size() / 2;
+      own[2] = proposed.data() + member * proposed.size() / 2;
+    }
   }
   void reset() {
     std::fill(attended.begin(), attended.end(), 0.0f);
@@ -228,6 +232,22 @@ PolicyFunctions make_policy(bool scans_keys, bool per_query_head) {
   return policy;
 }
 
+// Units by turns of a second member, dense, and of the first.
+void add_member(PolicyFunctions& policy, int64_t units, PolicyMember second) {
+  second.first_array = kNumArrays;
+  policy.others.push_back(second);
+  for (int64_t layer_idx = 0; layer_idx < kNumLayers; ++layer_idx) {
+    int32_t numbers[2] = {0, 0};
+    for (int64_t u = 0; u < units; ++u) {
+      const bool is_dense = (layer_idx + u) % 4 == 1;
+      const auto member = static_cast<uint8_t>((layer_idx + u) % 2 == 0);
+      policy.roles.push_back(static_cast<uint8_t>(is_dense ? Role::dense : Role::select));
+      policy.member_of.push_back(is_dense ? 0 : member);
+      policy.number_of.push_back(is_dense ? 0 : numbers[member]++);
+    }
+  }
+}
+
 void stress(const AttentionShape& shape, int rounds) {
   std::vector<std::unique_ptr<Sequence>> sequences;
   for (const int64_t kv_len : {1, 63, 64, 65, 300, 1025, 3000}) {
@@ -254,6 +274,12 @@ void stress(const AttentionShape& shape, int rounds) {
         const int64_t units = step.policy.per_query_head ? shape.num_qo_heads : shape.num_kv_heads;
         step.policy.roles = make_roles(units, step.policy.scans_keys);
         step.policy.shares_selection = round % 4 != 1;
+      }
+      if (round % 3 == 2) {  // one that scans keys and one that does not, which may propose
+        add_member(step.policy, shape.num_kv_heads, make_policy(round % 2 == 1, false));
+        if (uniform(0, 1) != 0) std::swap<PolicyMember>(step.policy, step.policy.others[0]);
+        step.policy.first_array = 0;
+        step.policy.others[0].first_array = kNumArrays;
       }
       if (round % 2 == 1) parallel.start_profile();
       step.options.window_on_device = uniform(0, 1) != 0;

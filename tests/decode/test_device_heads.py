@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE
+from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.system.errors import DeviceMemoryError
 
@@ -83,6 +85,25 @@ def test_the_tokens_do_not_depend_on_the_place(backend, name, kind, tiny_folders
         out = greedy(model, random_tokens(1, prompt_tokens), 50)
         assert torch.equal(out, expected(name, prompt_tokens))
     assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster"])
+def test_retrieval_heads_attend_to_everything(backend, rest, tiny_folders):
+    """On a GPU, whatever selects for them on the CPU; beside heads that the CPU selects for."""
+    retrieves = np.array([[1, 1], [0, 1], [1, 0]], bool)
+    options = {"rest": rest, "dense_layers": 1, **WINDOW}
+
+    def policy(retrieval: str) -> Policy:
+        made: Any = make_policy("per_head", retrieval=retrieval, **options)
+        return replace(made, head_roles=HeadRoles.of(retrieves, head_dim=32), is_part=True)
+
+    tokens = random_tokens(1, 200)
+    cpu = load(tiny_folders["llama"], policy("full"), ("cpu", None))
+    expected = greedy(cpu, tokens, 50)
+    for retrieval in ("full", "exact_topk"):
+        model = load(tiny_folders["llama"], policy(retrieval), backend)
+        model._offload._decoder.place(HeadPlacement(np.where(retrieves, Place.GPU, Place.CPU)))
+        assert torch.equal(greedy(model, tokens, 50), expected)
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "mixed"])

@@ -10,12 +10,15 @@ import pytest
 import torch
 from cases.attention_cases import Cache, random_queries
 from cases.coprocessor_cases import SMALL, Shape, World, normal
+from cases.profile_cases import machine_profile, workload
 from cases.reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
+from offload.decode.gpu.layer_heads import layer_heads
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.planning.choose import least_placement
+from offload.planning.choose import DeviceRoom, choose_placement, least_placement
+from offload.planning.step_time import StepModel
 from offload.policies import LFPS, ExactTopK, Full, LycheeDecode, PerHead, Policy
 from offload.policies.base import BuildContext
 from offload.policies.lychee_decode.roles import HeadRoles
@@ -292,10 +295,24 @@ def test_models_that_do_not_fit(options, message):
         policy.check_model(**shape)
 
 
-def test_least_placement_needs_no_room_for_retrieval_heads():
-    from cases.profile_cases import workload
-
-    work = workload("per_head", budget_tokens=1024)
-    places = least_placement(work).places
-    assert (places[:2] == Place.GPU).all()
-    assert (places[2:] == Place.CPU).all()
+@pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
+@pytest.mark.parametrize("measured", [True, False], ids=["by a profile", "by what fits"])
+def test_retrieval_heads_go_to_a_gpu_that_has_room(retrieval, measured):
+    work = workload("per_head", rest="lfps", retrieval=retrieval)
+    retrieves = work.policy.unit_members(32, 8) != 0
+    model = StepModel(machine_profile(), work, on_gpu=True) if measured else None
+    chosen = choose_placement(model, DeviceRoom(work, None))
+    assert ((chosen.places == Place.GPU) == retrieves).all()
+    chosen.check_policy(work.policy, 32)
+    layers = layer_heads(chosen.places, work.selected_roles)
+    assert not any(layer.publishing for layer in layers)
+    # Little room: those that fit; the dense layers do in any case, and need no more.
+    least = least_placement(work)
+    assert ((least.places == Place.GPU).sum(1) == [8, 8] + [0] * 30).all()
+    of_head = 131072 * 2 * 128 * 2
+    room = DeviceRoom(work, DeviceRoom(work, None).num_bytes(least) + 6 * of_head)
+    some = choose_placement(model, room)
+    assert 0 < (some.places[2:] == Place.GPU).sum() < 6
+    assert retrieves[some.places == Place.GPU].all()
+    if model is not None:
+        assert model.step(chosen).milliseconds < model.step(some).milliseconds

@@ -279,13 +279,18 @@ def kv_head_roles(
 def may_stay_on_gpu(policy: Policy, roles: UInt8Array) -> BoolArray:
     """[num_layers, num_kv_heads]: dense heads, retrieving ones whose rule the GPU knows, and those
     that may as well attend to everything."""
-    allowed: BoolArray = roles == DENSE
-    whole = None if policy.per_query_head else policy.whole_on_device(*roles.shape)
-    if whole is not None:
-        allowed = allowed | whole
+    allowed: BoolArray = (roles == DENSE) | whole_on_device(policy, roles)
     if policy.device_top_k() is not None:
         allowed = allowed | (roles == RETRIEVE)
     return allowed
+
+
+def whole_on_device(policy: Policy, roles: UInt8Array) -> BoolArray:
+    """[num_layers, num_kv_heads]: heads that may as well attend to everything on a GPU."""
+    whole = None
+    if policy.selects and not policy.per_query_head:
+        whole = policy.whole_on_device(*roles.shape)
+    return np.zeros(roles.shape, np.bool_) if whole is None else whole
 
 
 def may_be_gathered(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArray:

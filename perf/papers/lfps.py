@@ -137,7 +137,7 @@ def overlap_rows(options: Any) -> Iterator[list[Row]]:
 
 def bypass_policies() -> dict[str, Policy]:
     """LFPS by threshold, and what it is compared with."""
-    options = {"budget_tokens": BYPASS_BUDGET, **windows_of(BYPASS_BUDGET)}
+    options: dict[str, Any] = {"budget_tokens": BYPASS_BUDGET, **windows_of(BYPASS_BUDGET)}
     return {"full": make_policy("full"), "exact_topk": make_policy("exact_topk", **options)} | {
         f"lfps {limit}": AsInThePaper(bypass_threshold=limit, **options)
         for limit in (1.0, *THRESHOLDS)

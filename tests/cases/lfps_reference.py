@@ -7,7 +7,7 @@ import numpy as np
 from offload.policies.lfps.policy import LFPS
 
 OFFSETS = (-1, 0, 1, 2)
-HALVINGS = 6  # of a threshold's height, before all above the mean
+HEIGHTS, LOWER = 12, 0.7  # of thresholds, before all above the mean
 
 
 def threshold(table: np.ndarray, alpha: float) -> float:
@@ -73,8 +73,8 @@ class Unit:
         theta_v, theta_s = threshold(vertical, policy.alpha), threshold(slash, policy.alpha)
         wanted = min(int(policy.candidates_per_budget * self.budget), last - sinks)
         chosen: set[int] = set()
-        for attempt in range(max(self.attempt - 1, 0), HALVINGS + 2):
-            share = 0.5**attempt if attempt < HALVINGS else 0.0
+        for attempt in range(max(self.attempt - 1, 0), HEIGHTS + 2):
+            share = LOWER**attempt if attempt < HEIGHTS else 0.0
             initial = {
                 sinks + i + d
                 for i in above(vertical, theta_v, share)
@@ -82,7 +82,7 @@ class Unit:
                 if sinks + i <= last
             }
             initial |= {t - j for j in above(slash, theta_s, share)}
-            if attempt == HALVINGS + 1:
+            if attempt == HEIGHTS + 1:
                 initial |= set(range(max(sinks, last - (wanted - len(chosen))), last))
             chosen = set()
             for i in initial:

@@ -58,9 +58,9 @@ from offload.policies.lfps.votes import group_weights
 # 1 / gamma^steps of a unit, before its tables are rescaled. By a power of two nothing is
 # rounded: it does not matter when that is done.
 _LARGEST_SCALE = 2.0**50
-# Of a threshold's height above the mean, before all that is listed, which is many times what is
-# wanted at 128K tokens.
-_HALVINGS = 6
+# Thresholds that are tried, each at 0.7 of the last one's height above the mean, before all that is
+# listed, which at 128K tokens is many times what is wanted. Halving names a sixth more candidates.
+_HEIGHTS, _LOWER = 12, 0.7
 
 
 @numba.njit(inline="always")
@@ -125,9 +125,9 @@ def prepare(pointer: Any) -> None:
     marked, count, spread = 0, 0, np.int64(numbers.spread)
     # Thresholds of the rule, lower ones, all that is listed, recent tokens: what sufficed in the
     # step before is near what suffices now.
-    for attempt in range(max(np.int64(unit[ATTEMPT]) - 1, 0), _HALVINGS + 2):
+    for attempt in range(max(np.int64(unit[ATTEMPT]) - 1, 0), _HEIGHTS + 2):
         unit[ATTEMPT] = attempt
-        share = 0.5**attempt if attempt < _HALVINGS else 0.0
+        share = _LOWER**attempt if attempt < _HEIGHTS else 0.0
         lowered = lowered_threshold(theta_v, mean_v, share)
         found = _slots_above(pointer, ctx, by_position, lowered, hits_at)
         marked += mark_slots(
@@ -138,7 +138,7 @@ def prepare(pointer: Any) -> None:
         marked += mark_slots(
             hits[:found], by_distance.indices, newest, 0, ctx.first, ctx.last, marks
         )
-        if attempt == _HALVINGS + 1:
+        if attempt == _HEIGHTS + 1:
             mark_tokens(max(ctx.first, ctx.last - (wanted - count)), ctx.last, marks)
         shift = by_distance.top - newest
         bits_v, bits_s = by_position.bits, by_distance.bits

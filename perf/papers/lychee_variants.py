@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,10 @@ from offload.policies.registry import make_policy
 
 BUDGETS = (256, 512, 1024, 2048)
 CHUNKS_PER_CLUSTER = (1, 2, 4, 8)
-_FIXED = {"min_chunk_tokens": 16, "max_chunk_tokens": 16}  # no delimiter can end a chunk
+_FIXED: dict[str, Any] = {
+    "min_chunk_tokens": 16,
+    "max_chunk_tokens": 16,
+}  # no delimiter can end a chunk
 
 
 @dataclass(frozen=True)

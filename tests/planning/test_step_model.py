@@ -128,7 +128,7 @@ def test_retrieving_on_the_gpu_and_gathering_is_faster_here() -> None:
 
 @pytest.mark.parametrize("policy", ["lychee_decode", "quest", "lychee_cluster", "lfps", "full"])
 def test_longer_contexts_and_larger_batches_take_no_less(policy: str) -> None:
-    # Not below 16 budgets, where lychee_cluster looks at more candidates.
+    # Not below 16 budgets, where lfps looks at more candidates.
     times = []
     for kv_len, batch_size in ((20000, 1), (32768, 1), (131072, 1), (131072, 2)):
         work = workload(policy, kv_len, batch_size)

@@ -144,8 +144,8 @@ def group_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> G
         of_groups = _radii(points, groups + shape.num_units, *given)
         return torch.from_numpy(np.maximum(of_groups, _radii(points, coarser, *given)))
 
-    found = (labels, fine, units, coarse)
-    return clusters_of_units(cover, *map(torch.from_numpy, found))
+    clusters = (labels, fine, units, coarse)
+    return clusters_of_units(cover, *map(torch.from_numpy, clusters))
 
 
 def chunks_of_units(

@@ -197,6 +197,30 @@ def test_arrays_are_of_a_members_own_heads_only(pool):
     assert {name.split(".")[0] for name in policy.build(context)} == {"retrieval"}
 
 
+def test_a_device_builds_of_each_member_its_own_heads(pool):
+    policy = per_head(MIXED, rest="lfps", retrieval="full")
+    assert policy.builds_on_device
+    keys = torch.randn(4, 500, 32)
+    context = BuildContext(
+        layer_idx=1,
+        keys=keys,
+        values=keys,
+        queries=torch.randn(12, 32, 32),
+        sm_scale=0.2,
+        capacity_tokens=600,
+        text_marks=None,
+        pool=pool,
+        num_layers=3,
+    )
+    queries = context.queries.view(4, 3, 32, 32)[[0, 2]].flatten(0, 1)
+    own = replace(context, keys=keys[[0, 2]], values=keys[[0, 2]], queries=queries)
+    alone = policy.rest.build_on_device(own)()
+    built = policy.build_on_device(context)()
+    assert built.keys() == {"rest." + name for name in alone}
+    for name, x in alone.items():
+        np.testing.assert_array_equal(built["rest." + name], x)
+
+
 def test_default_heads():
     """An eighth, spread over the layers after the dense ones and over KV heads."""
     policy = make_policy("per_head", rest="lfps")

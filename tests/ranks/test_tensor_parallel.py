@@ -95,7 +95,7 @@ def test_a_policy_gives_the_tokens_of_one_process(policy, device, ranks, tiny_fo
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-@pytest.mark.parametrize("policy", ["lychee_cluster", "lfps"])
+@pytest.mark.parametrize("policy", ["lychee_cluster", "lfps", "per_head"])
 def test_policies_that_build_on_the_device(policy, device, ranks, tiny_folders):
     """As above; compiling their callbacks takes too long to do it for gloo, too."""
     test_a_policy_gives_the_tokens_of_one_process(policy, device, ranks, tiny_folders)

@@ -81,6 +81,10 @@ class HeadRoles:
             )
         object.__setattr__(self, "retrieval", tuple(tuple(row) for row in rows))
 
+    def __str__(self) -> str:
+        """The file that they are from, if there is one."""
+        return self.source or repr(self)
+
     @classmethod
     def of(
         cls, retrieval: BoolArray, *, head_dim: int, model_type: str = "", made_by: str = ""

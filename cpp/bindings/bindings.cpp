@@ -43,10 +43,10 @@ PYBIND11_MODULE(_native, m) {
       "chunk_means",
       [](WorkerPool& pool, const std::string& isa, int dtype, int64_t keys, int64_t num_heads, int64_t head_bytes,
          int64_t row_bytes, int64_t width, const Int64s& starts, int64_t means, int64_t norms, int64_t furthest) {
-        chunk_means(
-            kernels_for(isa), pool,
-            {pointer<const void>(keys), static_cast<DType>(dtype), num_heads, head_bytes, row_bytes, width,
-             starts.data(), starts.size() - 1, pointer<float>(means), pointer<float>(norms), pointer<int64_t>(furthest)});
+        chunk_means(kernels_for(isa), pool,
+                    {pointer<const void>(keys), static_cast<DType>(dtype), num_heads, head_bytes, row_bytes, width,
+                     starts.data(), starts.size() - 1, pointer<float>(means), pointer<float>(norms),
+                     pointer<int64_t>(furthest)});
       },
       WithoutGil());
   m.def(

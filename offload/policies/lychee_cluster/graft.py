@@ -32,7 +32,8 @@ from offload.policies.lychee_cluster.layout import (
     read_last_graft,
     read_state,
 )
-from offload.policies.lychee_cluster.search import read_numbers, take_best
+from offload.policies.lychee_cluster.ordering import take_best
+from offload.policies.lychee_cluster.search import read_numbers
 from offload.policies.lychee_cluster.views import (
     HEADER_BYTES,
     NEAR,

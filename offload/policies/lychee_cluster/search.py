@@ -32,6 +32,7 @@ from offload.policies.callback import (
     view_int32,
 )
 from offload.policies.layouts import NumberLayout
+from offload.policies.lychee_cluster.carry import add_carried, carry
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, chunk_start
 from offload.policies.lychee_cluster.layout import (
     MAX_UNITS,
@@ -39,13 +40,13 @@ from offload.policies.lychee_cluster.layout import (
     UNITS_LENGTH,
     read_state,
 )
+from offload.policies.lychee_cluster.ordering import order_scores, take_best, take_best_key
 from offload.policies.lychee_cluster.views import (
     ENDS,
     FOUND,
     GROUP_ENDS,
     OPENED,
     PARTIAL,
-    bits_of_float,
     from_bfloat16,
     header_of,
     index_of,
@@ -65,7 +66,6 @@ NUMBERS = NumberLayout(
 read_numbers = NUMBERS.read
 PAPER_UNITS = 6  # coarse units that its search opens (more where they are small)
 _CHOICE = 2.5  # groups to rank, for each that will be taken
-_NO_KEY = np.int32(-(1 << 31))
 
 
 @numba.njit(cache=True)
@@ -137,41 +137,6 @@ def _rank_rows(
             weight if group >= 0 else 0.0,
             view_float32(out + 4 * begin, length),
         )
-
-
-@numba.njit(cache=True)
-def take_best(scores: Any, n: int) -> int:
-    """Position of the largest score, which is then taken out; -1 if no number is left."""
-    best = -1
-    largest = -np.inf
-    for i in range(n):
-        if scores[i] > largest:
-            best, largest = i, scores[i]
-    if best >= 0:
-        scores[best] = -np.inf
-    return best
-
-
-@numba.njit(cache=True)
-def _order_scores(scores: Any, keys: Any) -> None:
-    """int32 keys in the order of float32 scores, NaN below all; may be the same memory."""
-    for i in range(len(keys)):
-        bits = np.int32(bits_of_float(scores[i]))
-        key = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
-        keys[i] = key if scores[i] == scores[i] else _NO_KEY
-
-
-@numba.njit(cache=True)
-def _take_best_key(keys: Any) -> int:
-    """Position of the first of the largest keys, which is then taken out; -1 if none is left."""
-    largest = _NO_KEY
-    for i in range(len(keys)):
-        largest = max(largest, keys[i])
-    best = np.int32(len(keys))
-    for i in range(len(keys)):
-        best = min(best, np.int32(i) if keys[i] == largest else np.int32(len(keys)))
-    keys[best] = _NO_KEY
-    return int(best) if largest > _NO_KEY else -1
 
 
 @numba.njit(cache=True)
@@ -301,7 +266,7 @@ def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, norm: float, w
         for i in range(min(units[OPENED], num_units)):
             prepared |= np.uint64(1) << np.uint64(units[i] & 63)
         keys = view_int32(scratch.scores, num_units)
-        _order_scores(scores, keys)
+        order_scores(scores, keys)
         enough = _CHOICE * wanted / group_tokens(ctx, header)
         fewest = 1
         if header.paper:
@@ -310,7 +275,7 @@ def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, norm: float, w
             enough = max(enough, ranked_chunks)
         visited = 0
         while kept < num_units and (kept < fewest or visited < enough):
-            unit = _take_best_key(keys)
+            unit = take_best_key(keys)
             if unit < 0:
                 return -1
             units[kept] = unit
@@ -408,36 +373,6 @@ def _take_chunks(
     return True
 
 
-@numba.njit(cache=True)
-def _add_carried(ctx: Any, header: Any, scratch: Any, count: int) -> int:
-    """Put what the step before carried among the `count` candidates; how many there are then."""
-    length = 2 + header.carried_tokens
-    at = read_state(ctx.arrays).carried + 4 * 2 * length * ctx.unit
-    before = view_int32(at, length, (ctx.kv_len - 1) & 1)
-    if before[0] != ctx.kv_len - 1:
-        return count
-    # Those that are no candidates yet; then both lists from behind, into one.
-    tokens = view_int32(scratch.candidates, count + before[1])
-    new = view_int32(scratch.picked, before[1])
-    added, i = 0, 0
-    for k in range(before[1]):
-        token = before[2 + k]
-        while i < count and tokens[i] < token:
-            i += 1
-        if i == count or tokens[i] != token:
-            new[added] = token
-            added += 1
-    i, k = count - 1, added - 1
-    while k >= 0:
-        if i >= 0 and tokens[i] > new[k]:
-            tokens[i + k + 1] = tokens[i]
-            i -= 1
-        else:
-            tokens[i + k + 1] = new[k]
-            k -= 1
-    return count + added
-
-
 @callback
 def propose(pointer: Any) -> int:
     """The tokens of the best chunks, what was carried, and the tokens of the buffer."""
@@ -465,29 +400,13 @@ def propose(pointer: Any) -> int:
             return -1
         count = _write_flagged(index, scratch.flags, partial, ctx.last, ctx.candidates)
         if header.carried_tokens > 0:
-            count = _add_carried(ctx, header, scratch, count)
+            count = add_carried(ctx, header, scratch, count)
         view_int32(scratch.units, UNITS_LENGTH)[FOUND] = count
         ctx.bytes_touched += 4 * count
     for token in range(ctx.last - buffered, ctx.last):
         tokens[count] = token
         count += 1
     return count
-
-
-@numba.njit
-def _carry(pointer: Any, ctx: Any, header: Any, indexed: int) -> None:
-    """Note the heaviest candidates for the next step."""
-    length = 2 + header.carried_tokens
-    state = read_state(ctx.arrays)
-    notes = view_int32(state.carried + 4 * 2 * length * ctx.unit, length, ctx.kv_len & 1)
-    longest = header.candidate_capacity + MAX_CHUNK_TOKENS
-    candidates = view_int32(state.candidates, longest, ctx.unit)
-    address = notes.ctypes.data + 8
-    count = top_k(pointer, ctx.top_k, ctx.importance, indexed, header.carried_tokens, address)
-    for i in range(count):
-        notes[2 + i] = candidates[notes[2 + i]]
-    notes[0], notes[1] = ctx.kv_len, max(0, count)
-    ctx.bytes_touched += 8 * count
 
 
 @callback
@@ -505,7 +424,7 @@ def select(pointer: Any) -> int:
         if count < 0:
             return -1
         if header.carried_tokens > 0:
-            _carry(pointer, ctx, header, indexed)
+            carry(pointer, ctx, header, indexed)
     positions = view_int32(ctx.indices, ctx.budget_tokens)
     for i in range(indexed, ctx.num_candidates):
         positions[count] = i

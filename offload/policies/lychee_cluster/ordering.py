@@ -1,0 +1,47 @@
+"""The best of a few scores, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from offload.policies.lychee_cluster.views import bits_of_float
+
+_NO_KEY = np.int32(-(1 << 31))
+
+
+@numba.njit(cache=True)
+def take_best(scores: Any, n: int) -> int:
+    """Position of the largest score, which is then taken out; -1 if no number is left."""
+    best = -1
+    largest = -np.inf
+    for i in range(n):
+        if scores[i] > largest:
+            best, largest = i, scores[i]
+    if best >= 0:
+        scores[best] = -np.inf
+    return best
+
+
+@numba.njit(cache=True)
+def order_scores(scores: Any, keys: Any) -> None:
+    """int32 keys in the order of float32 scores, NaN below all; may be the same memory."""
+    for i in range(len(keys)):
+        bits = np.int32(bits_of_float(scores[i]))
+        key = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+        keys[i] = key if scores[i] == scores[i] else _NO_KEY
+
+
+@numba.njit(cache=True)
+def take_best_key(keys: Any) -> int:
+    """Position of the first of the largest keys, which is then taken out; -1 if none is left."""
+    largest = _NO_KEY
+    for i in range(len(keys)):
+        largest = max(largest, keys[i])
+    best = np.int32(len(keys))
+    for i in range(len(keys)):
+        best = min(best, np.int32(i) if keys[i] == largest else np.int32(len(keys)))
+    keys[best] = _NO_KEY
+    return int(best) if largest > _NO_KEY else -1

@@ -72,7 +72,7 @@ def generate(
         ),
     ] = None,
     policy: Annotated[
-        str | None, _runtime_option(help=rf"{POLICY_HELP} \[default: full; exact_topk with --demo]")
+        str | None, _runtime_option(help=rf"{POLICY_HELP} \[default: full; auto with --demo]")
     ] = None,
     policy_option: Annotated[
         list[str] | None,
@@ -193,14 +193,14 @@ def generate(
             )
         prompt, needle, expect = DEMO_QUESTION, DEMO_NEEDLE, DEMO_ANSWER
         context = context or DEMO_CONTEXT_TOKENS
-        policy = policy or "exact_topk"
+        policy = policy or "auto"
         compare = True if compare is None else compare
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give one of --prompt, --prompt-file and --demo")
     if needle is not None and context is None:
         raise typer.BadParameter("--needle needs --context", param_hint="--needle")
     policy = policy or "full"
-    check_name(policy, available_policies(), kind="policy ", option="--policy")
+    check_name(policy, ["auto", *available_policies()], kind="policy ", option="--policy")
     options = policy_options(policy_option or [])
     budgets = memory_budgets(max_memory or [])
     if tensor_parallel_size > 1 and not is_rank():

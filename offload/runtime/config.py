@@ -111,9 +111,9 @@ class RuntimeConfig:
 def runtime_config(**options: Any) -> RuntimeConfig:
     """`RuntimeConfig` from what a user writes.
 
-    `policy` may be a name ("full", "exact_topk", …) or a policy object, `dtype` a name, "auto" or
-    a torch.dtype, `device` a string or a torch.device, `max_memory` a dict with size strings,
-    `placement` the path of a file.
+    `policy` may be a name ("auto", "full", "exact_topk", …) or a policy object, `dtype` a name,
+    "auto" or a torch.dtype, `device` a string or a torch.device, `max_memory` a dict with size
+    strings, `placement` the path of a file.
 
     Raises:
         ValueError: an unknown policy, dtype or device, or a value out of range.

@@ -155,8 +155,11 @@ def test_the_captured_step_is_the_stock_model_s() -> None:
     assert float(error) < 2e-2
 
 
-# torch's inductor uses what torch deprecates when it is first imported, and warns of float32.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")
+# torch's inductor uses what torch deprecates when it is first imported, and warns of float32 and of
+# a first capture that has nothing in it.
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:TensorFloat32", "ignore:The CUDA Graph is empty"
+)
 @pytest.mark.cuda
 def test_the_compiled_step_is_captured() -> None:
     model = random_model(MODEL_SHAPES["tiny"], device=torch.device("cuda"), dtype=torch.float32)

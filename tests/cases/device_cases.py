@@ -32,7 +32,7 @@ def small(name: str, budget_tokens: int = 64) -> Policy:
     if name == "tidal_decode":
         options["select_layers"] = (1,)
     if name == "per_head":
-        options |= {"rest": "lfps", "retrieval": "exact_topk", "retrieval_heads": 1}
+        options |= {"rest": "lfps", "retrieval": "full", "retrieval_heads": 1}
     layers = ("tidal_decode", "exact_topk", "quest", "lfps", "lychee_cluster", "sketch", "per_head")
     if name in layers:
         options["dense_layers"] = 1

@@ -29,6 +29,10 @@ def test_a_policy_object_is_returned_as_it_is():
         make_policy(policy, budget_tokens=256)
 
 
+def test_auto():
+    assert make_policy("auto", budget_tokens=320) == make_policy("per_head", budget_tokens=320)
+
+
 def test_unknown_name():
     message = "unknown policy 'qest'; available: exact_topk, full, lfps, lychee_cluster, .*, quest"
     with pytest.raises(ValueError, match=message):

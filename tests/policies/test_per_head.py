@@ -224,12 +224,20 @@ def test_a_device_builds_of_each_member_its_own_heads(pool):
 def test_default_heads():
     """An eighth, spread over the layers after the dense ones and over KV heads."""
     policy = make_policy("per_head", rest="lfps")
-    dense = policy.roles(32, 8) == 0
-    assert dense[:2].all()
-    assert dense[2:].sum() == 32
-    assert dense[2:].sum(0).tolist() == [4] * 8
-    assert dense[2:].sum(1).max() <= 2
-    assert (make_policy("per_head", retrieval_heads=0).roles(32, 8)[2:] != 0).all()
+    assert (policy.roles(32, 8)[:2] == 0).all()
+    retrieves = policy.unit_members(32, 8)[2:] == 1
+    assert retrieves.sum() == 32
+    assert retrieves.sum(0).tolist() == [4] * 8
+    assert retrieves.sum(1).max() <= 2
+    assert (make_policy("per_head", retrieval_heads=0).unit_members(32, 8)[2:] == 0).all()
+
+
+def test_default_retrieval():
+    """A sketch with rest's budget; it selects per KV head."""
+    policy = make_policy("per_head", rest="lfps", budget_tokens=320, recent_tokens=32)
+    assert policy.retrieval == make_policy("sketch", budget_tokens=320, recent_tokens=32)
+    assert policy == PerHead(rest=policy.rest)
+    assert make_policy("per_head", rest="lfps", granularity="query_head").retrieval.name == "full"
 
 
 def test_heads_on_a_gpu_are_those_that_retrieve():

@@ -1,7 +1,7 @@
 """PerHead: a few retrieval heads look at everything, another policy selects for all others.
 
 What LFPS and LycheeCluster lose sits in a handful of heads, those that fetch a fact from afar.
-Given all tokens (`retrieval=Full()`), or the best of all (`ExactTopK()`), these cost little, since
+Given the best of all tokens (`Sketch()`, `ExactTopK()`), or all (`Full()`), these cost little, as
 they are few, and on a GPU that has room for their KV nothing of the CPU's time. The others go on
 with `rest`, which does not know of it: its arrays and callbacks see a model without those heads.
 
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from offload.policies.per_head.heads import (
     spaced_heads,
 )
 from offload.policies.per_head.members import MemberLayouts, context_of, joined, of_member
+from offload.policies.sketch.policy import Sketch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,8 @@ class PerHead(Policy):
     """`retrieval` for the retrieval heads, `rest` for the others, after the dense layers of both.
 
     Args:
-        retrieval: Full, or a policy that selects in every layer, such as ExactTopK.
+        retrieval: Full, or a policy that selects in every layer, such as ExactTopK. None takes
+            Sketch with what must be the same, or Full where rest selects per query head.
         rest: a policy that selects in every layer; budget, sinks, recent window and dense layers
             are its own, and those of `retrieval` must be the same.
         head_roles: a roles file, or what is in one; its layer 0 counts only if there are no dense
@@ -71,15 +73,17 @@ class PerHead(Policy):
 
     name: ClassVar[str] = "per_head"
 
-    retrieval: Policy = field(default_factory=Full)
+    retrieval: Policy = None  # type: ignore[assignment]
     rest: Policy = field(default_factory=LycheeCluster)
     head_roles: str | Path | HeadRoles | None = None
     retrieval_heads: int | None = None
     is_part: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        for role, policy in (("rest", self.rest), ("retrieval", self.retrieval)):
-            _check_member(role, policy)
+        _check_member("rest", self.rest)
+        if cast("Policy | None", self.retrieval) is None:
+            object.__setattr__(self, "retrieval", _default_retrieval(self.rest))
+        _check_member("retrieval", self.retrieval)
         for name in _SHARED:
             ours = getattr(self.rest, name)
             theirs = getattr(self.retrieval, name) if self.retrieval.selects else ours
@@ -126,21 +130,22 @@ class PerHead(Policy):
     def from_options(
         cls,
         rest: str | Policy = "lychee_cluster",
-        retrieval: str | Policy = "full",
+        retrieval: str | Policy | None = None,
         head_roles: str | Path | HeadRoles | None = None,
         retrieval_heads: int | None = None,
         **options: Any,
     ) -> PerHead:
-        """From what a user writes: rest="lfps", retrieval="exact_topk"; the others are for rest."""
+        """From what a user writes: rest="lfps", retrieval="full"; the others are for rest."""
         from offload.policies.registry import make_policy, policy_named
 
         of_rest = make_policy(rest, **options)
         if isinstance(retrieval, str):
             shared = {}
             if of_rest.selects and policy_named(retrieval).selects:
-                shared = {name: getattr(of_rest, name) for name in _SHARED[:4]}
+                shared = _shared(of_rest)
             retrieval = make_policy(retrieval, **shared)
-        return cls(retrieval, of_rest, head_roles, retrieval_heads)
+        chosen = _default_retrieval(of_rest) if retrieval is None else retrieval
+        return cls(chosen, of_rest, head_roles, retrieval_heads)
 
     @property
     def members(self) -> tuple[Policy, ...]:
@@ -285,6 +290,16 @@ class PerHead(Policy):
 
     def _with_roles(self, roles: HeadRoles) -> PerHead:
         return replace(self, head_roles=roles, retrieval_heads=None)
+
+
+def _shared(policy: Policy) -> dict[str, Any]:
+    return {name: getattr(policy, name) for name in _SHARED[:4]}
+
+
+def _default_retrieval(rest: Policy) -> Policy:
+    if not rest.selects or rest.per_query_head:
+        return Full()
+    return Sketch(**_shared(rest))
 
 
 def _check_member(role: str, policy: Policy) -> None:

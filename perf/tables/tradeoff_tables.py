@@ -16,11 +16,16 @@ UNKNOWN = "\N{EN DASH}"
 
 
 def tradeoff_table(result: dict[str, Any]) -> str:
-    """A table of each length, a row of each configuration and peer."""
+    """A table of each length, a row of each configuration and peer, below the picture."""
+    picture = "![RULER's score against milliseconds per token, a panel per length](tradeoff.svg)"
+    return f"{picture}\n\n{lengths_tables(result)}"
+
+
+def lengths_tables(result: dict[str, Any]) -> str:
+    """The tables alone."""
     settings, rows = result["settings"], result["rows"]
     quality = [row for row in rows if row["part"] == "quality"]
     parts = [
-        "![RULER's score against milliseconds per token, a panel per length](tradeoff.svg)",
         f"{settings['model']}, {settings['dtype']}, batch 1. Quality: RULER, per cent, "
         f"{_how_judged(quality)}. Speed: {_how_timed(rows)}. Both of the very same policies: the "
         "number is the budget, every other option is at its default ([below](#options)).",

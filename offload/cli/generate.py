@@ -19,7 +19,7 @@ from offload.cli.options import (
     memory_budgets,
     policy_options,
 )
-from offload.policies.registry import available_policies, make_policy
+from offload.policies.registry import make_policy, policy_names
 from offload.ranks.launch import is_rank, is_silent_rank, run_ranks
 from offload.system.stdlib_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
 
@@ -200,7 +200,7 @@ def generate(
     if needle is not None and context is None:
         raise typer.BadParameter("--needle needs --context", param_hint="--needle")
     policy = policy or "full"
-    check_name(policy, ["auto", *available_policies()], kind="policy ", option="--policy")
+    check_name(policy, policy_names(), kind="policy ", option="--policy")
     options = policy_options(policy_option or [])
     budgets = memory_budgets(max_memory or [])
     if tensor_parallel_size > 1 and not is_rank():

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from offload.policies.registry import available_policies
+from offload.policies.registry import policy_names
 
 Scalar = int | float | bool | str
 
 DTYPE_HELP = "auto (the checkpoint's), bfloat16, float16 or float32."
-POLICY_HELP = f"Which cached tokens a decode step attends to: {', '.join(available_policies())}."
+POLICY_HELP = f"Which cached tokens a decode step attends to: {', '.join(policy_names())}."
 ModelName = Annotated[
     str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")
 ]

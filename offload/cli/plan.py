@@ -18,7 +18,7 @@ from offload.cli.options import (
     memory_budgets,
     policy_options,
 )
-from offload.policies.registry import available_policies, make_policy
+from offload.policies.registry import make_policy, policy_names
 
 if TYPE_CHECKING:
     from offload.loading.planned_model import PlannedModel
@@ -130,7 +130,7 @@ def plan(
 
         offload plan llama-3.1-8b --profile h200.json
     """
-    check_name(policy, available_policies(), kind="policy ", option="--policy")
+    check_name(policy, policy_names(), kind="policy ", option="--policy")
     if remeasure and profile is not None:
         raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
     options = policy_options(policy_option or [])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offload.policies.base import REUSE
+from offload.policies.base import DENSE, REUSE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,9 @@ def _learn(attention: DecodeAttention, layer_idx: int, step: DecodeStep, query: 
     if device_heads is not None:
         elsewhere |= device_heads[layer_idx]
     if attention.roles is not None:  # what heads above published in that step is gone
-        elsewhere |= (attention.roles[layer_idx] == REUSE).reshape(len(elsewhere), -1).any(axis=1)
+        # Nor do heads learn that attend to everything.
+        roles = attention.roles[layer_idx].reshape(len(elsewhere), -1)
+        elsewhere |= (roles == REUSE).any(axis=1) | (roles == DENSE).all(axis=1)
     attention.native.learn(
         layer_idx,
         query.data_ptr(),

@@ -118,9 +118,10 @@ class StepModel:
             )
         self.profile, self.work = profile, work
         self.roles = work.roles()
-        whole = whole_on_device(work.policy, self.roles)
-        # On the GPU they attend to everything; on the CPU they look at it, which costs up to that.
-        self.roles = np.where(whole, np.uint8(DENSE), self.roles)
+        if on_gpu:
+            # There they attend to everything; on its host they look at it, which costs up to that.
+            whole = whole_on_device(work.policy, self.roles)
+            self.roles = np.where(whole, np.uint8(DENSE), self.roles)
         self._device = profile.device if on_gpu else None
         self._assumed: list[str] = []
         if self._device is not None:

@@ -349,6 +349,11 @@ def check_roles(
     roles = np.ascontiguousarray(roles, np.uint8)
     published = np.zeros(roles.shape[1], bool)
     for layer_idx, of_layer in enumerate(roles):
+        if (of_layer == DENSE).any() and (of_layer == RETRIEVE).any():
+            raise ValueError(
+                f"policy {policy.name!r}: layer {layer_idx} has units that are DENSE beside units "
+                "that RETRIEVE"
+            )
         if (of_layer == RETRIEVE).any() and not policy.scans_keys:
             raise ValueError(
                 f"policy {policy.name!r}: layer {layer_idx} retrieves, but the policy that selects "

@@ -37,8 +37,13 @@ def policy_class(class_name: str) -> Any:
 
 
 def available_policies() -> list[str]:
-    """Names that `make_policy` takes, sorted."""
+    """Names of all policies, sorted."""
     return sorted(_CLASSES)
+
+
+def policy_names() -> list[str]:
+    """What `make_policy` takes: "auto", and the names of all policies."""
+    return ["auto", *available_policies()]
 
 
 def policy_named(name: str) -> type[Policy]:

@@ -79,6 +79,22 @@ def test_without_retrieval_heads_it_is_the_rest(rest, retrieval, pool):
         assert chosen == selections
 
 
+def test_a_rest_that_is_made_of_another(pool):
+    """Its arrays are those that its callbacks have."""
+    options = {"rest": "quest", "chunks": True}
+    ours = per_head(np.zeros((3, 4), bool), retrieval="full", **options)
+    alone = make_policy("quest", chunks=True, **SMALL)
+    for (out, chosen), (expected, selections) in decode(worlds([ours, alone], pool), 5):
+        assert torch.equal(out, expected)
+        assert chosen == selections
+
+
+def test_a_rest_per_query_head_needs_roles():
+    policy = make_policy("per_head", rest="lfps", granularity="query_head")
+    with pytest.raises(ValueError, match="selects per query head, so that head_roles must say"):
+        policy.roles(30, 9)
+
+
 @pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
 def test_with_retrieval_heads_only_it_is_the_retrieval(retrieval, pool):
     alone = Full() if retrieval == "full" else ExactTopK(**SMALL)
@@ -284,6 +300,7 @@ def roles_with(count: int) -> HeadRoles:
         ({"rest": LycheeDecode()}, "rest must be .*, got lychee_decode"),
         ({"retrieval": "lychee_decode"}, "retrieval must be full or .*, got lychee_decode"),
         ({"retrieval": "per_head"}, "retrieval must be full or .*, got per_head"),
+        ({"retrieval": "lychee_cluster"}, "retrieval must not be lychee_cluster: its heads share"),
         ({"rest": "lfps", "candidate_ratio": 2.0}, "'lfps' has no option 'candidate_ratio'"),
         ({"alpa": 0.2}, "'per_head' has no option 'alpa'; its options: rest, retrieval, head_rol"),
         (

@@ -177,10 +177,10 @@ def decode(
         import torch
 
         from offload.bench.decode.engines import DecodePlan
-        from offload.policies.registry import available_policies
+        from offload.policies.registry import policy_names
         from offload.runtime.config import checked_device
 
-        names = comma_separated(policy, option="--policy", available=tuple(available_policies()))
+        names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
         policies = policy_grid(names, [budget_tokens], options, option="--option")
         where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         on_cpu = where.type == "cpu"

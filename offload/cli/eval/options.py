@@ -10,7 +10,7 @@ import typer
 
 from offload.cli.bench.options import option_values, policy_grid
 from offload.cli.options import Scalar, comma_separated, counts
-from offload.policies.registry import available_policies
+from offload.policies.registry import policy_names
 
 if TYPE_CHECKING:
     from offload.policies import Policy
@@ -30,7 +30,7 @@ Policies = Annotated[
     typer.Option(
         "--policy",
         metavar="NAMES",
-        help=f"Comma-separated: {', '.join(available_policies())}. "
+        help=f"Comma-separated: {', '.join(policy_names())}. "
         "Full attention always runs beside: it is the reference.",
         rich_help_panel=POLICY_PANEL,
     ),
@@ -155,7 +155,7 @@ def policies_of(names: str, budgets: str, option: Sequence[str] | None) -> list[
     Where the options do not give them, recent_tokens is min(64, budget // 4) and sink_tokens
     min(4, budget // 16): of a small budget most is left to choose.
     """
-    wanted = comma_separated(names, option="--policy", available=tuple(available_policies()))
+    wanted = comma_separated(names, option="--policy", available=tuple(policy_names()))
     given = option_values([*(option or [])], option="--option")
     policies: list[Policy] = policy_grid(["full"], [], {}, option="--option")
     selecting = [name for name in wanted if name != "full"]

@@ -149,14 +149,20 @@ class PerHead(Policy):
 
     @property
     def members(self) -> tuple[Policy, ...]:
-        """rest, and retrieval if it selects."""
-        return (self.rest, self.retrieval) if self.retrieval.selects else (self.rest,)
+        """rest, and retrieval if it selects: those whose callbacks and arrays they use."""
+        both = (self.rest, self.retrieval) if self.retrieval.selects else (self.rest,)
+        return tuple(policy.selecting for policy in both)
 
     def unit_members(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
         """Of units that are KV heads, or equally many query heads of each."""
         roles = self.head_roles
         if isinstance(roles, HeadRoles):
             retrieves = roles.array
+        elif self.rest.per_query_head:
+            raise ValueError(
+                f"per_head: rest ({self.rest.name}) selects per query head, so that head_roles "
+                "must say which KV heads retrieve; give them, or let a unit be a KV head"
+            )
         else:
             retrieves = self._spaced(num_layers, num_units)
         retrieves = retrieves.repeat(num_units // retrieves.shape[1], axis=1)
@@ -252,8 +258,16 @@ class PerHead(Policy):
             member.rehearse_on_device(keys)
 
     def state_bytes(self, shape: StateShape) -> int:
-        """Of all members, as if each had all heads; of rest alone, as it would have them."""
-        return sum(member.state_bytes(shape) for member in self.members)
+        """Of rest as if it had all heads, of retrieval with as many as it has in one layer."""
+        roles, num_heads = self.head_roles, shape.num_kv_heads
+        most = num_heads
+        if isinstance(roles, HeadRoles):
+            most = int(roles.array[self.dense_layers :].sum(axis=1).max(initial=0))
+        group = shape.num_qo_heads // num_heads
+        retrieving = replace(shape, num_kv_heads=most, num_qo_heads=most * group)
+        rest, *others = self.members
+        held = rest.state_bytes(shape)
+        return held + sum(other.state_bytes(retrieving) for other in others if most)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         return joined(
@@ -305,6 +319,11 @@ def _default_retrieval(rest: Policy) -> Policy:
 def _check_member(role: str, policy: Policy) -> None:
     selects = isinstance(policy, Policy) and policy.selects and type(policy).roles is Policy.roles
     is_full = role == "retrieval" and isinstance(policy, Full)
+    if role == "retrieval" and isinstance(policy, LycheeCluster):
+        raise ValueError(
+            "per_head: retrieval must not be lychee_cluster: its heads share an index, but a GPU "
+            "may hold some of them; give sketch, exact_topk or full"
+        )
     if not selects and not is_full:
         name = policy.name if isinstance(policy, Policy) else repr(policy)
         or_full = "full or " if role == "retrieval" else ""

@@ -37,7 +37,7 @@ static void make_code_tables(const CodeArgs& args, CodeTables* tables) {
     if (check != 0.0f) range = least = NAN;
     tables->step[g] = range / 127.0f;
     tables->least[g] = least;
-    const float steps = range > 0.0f ? 127.0f / range : 0.0f;  // a NaN range has no steps either
+    const float steps = range > 1e-30f ? 127.0f / range : 0.0f;  // a NaN range has no steps either
     for (int j = 0; j < num_nibbles; ++j) {
       for (int value = 0; value < kNibbleValues; ++value) {
         const float entry = steps > 0.0f ? (sums[j][value] - lowest[j]) * steps : 0.0f;

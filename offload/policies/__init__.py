@@ -6,9 +6,11 @@ Numba.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.policies.base import Policy
+from offload.policies.numba_cache import drop_stale
 from offload.policies.registry import available_policies, make_policy, policy_class
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from offload.policies.sketch.policy import Sketch
     from offload.policies.streaming_llm import StreamingLLM
     from offload.policies.tidal_decode import TidalDecode
+
+_folder = Path(__file__).parent
+drop_stale(_folder, [_folder.parents[1] / "cpu_ops"])
 
 __all__ = [
     "LFPS",

@@ -66,7 +66,7 @@ def top_bit(capacity: Any) -> Any:
 def _list_lengths(capacity: int, budget_tokens: int) -> tuple[int, int]:
     """Scores that a list holds, and candidates."""
     listed = min(capacity, max(_MIN_LISTED, capacity // 4))
-    return listed, min(capacity, max(_MIN_LISTED, capacity // 2, budget_tokens))
+    return listed, min(capacity, max(_MIN_LISTED, capacity // 2, 3 * budget_tokens))
 
 
 def unit_bytes(

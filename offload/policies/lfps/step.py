@@ -122,6 +122,7 @@ def prepare(pointer: Any) -> None:
     theta_v = threshold_of(state_v, n, numbers.alpha)
     theta_s = threshold_of(state_s, n, numbers.alpha)
     wanted = min(np.int64(numbers.candidates_per_budget * ctx.budget_tokens), ctx.last - ctx.first)
+    wanted = min(wanted, len(candidates) - 64)  # of a list that is full, words are left out
     marked, count, spread = 0, 0, np.int64(numbers.spread)
     # Thresholds of the rule, lower ones, all that is listed, recent tokens: what sufficed in the
     # step before is near what suffices now.

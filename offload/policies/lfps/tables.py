@@ -355,7 +355,7 @@ def expand_marks(
 
 @numba.njit(cache=True)
 def list_tokens(chosen: Any, n: Any, base: Any, places: Any, tokens: Any) -> Any:
-    """List the tokens base + bit of n words; the last ones are dropped if `tokens` is short.
+    """List the tokens base + bit of n words; the first words are dropped if `tokens` is short.
 
     Args:
         places: int32 [n] scratch.
@@ -363,12 +363,16 @@ def list_tokens(chosen: Any, n: Any, base: Any, places: Any, tokens: Any) -> Any
     Returns:
         how many.
     """
-    words = 0
+    words, total = 0, 0
     for i in range(n):
         places[words] = i
         words += np.int64(chosen[i] != _ZERO)
-    count = 0
-    for w in range(words):
+        total += _bits_set(chosen[i])  # type: ignore[call-arg]
+    count, oldest = 0, 0
+    while total > len(tokens):
+        total -= _bits_set(chosen[np.int64(places[oldest])])  # type: ignore[call-arg]
+        oldest += 1
+    for w in range(oldest, words):
         place = np.int64(places[w])
         bits, token = chosen[place], base + 64 * place
         if count + 64 > len(tokens):

@@ -328,6 +328,8 @@ def _take_whole_clusters(index: Any, scratch: Any, visited: int, needed: int) ->
     taken = 0
     for _ in range(visited):
         position = take_best(scores, visited)
+        if position < 0:  # what is left are no numbers
+            return
         i = 0
         while position >= units[ENDS + i]:
             i += 1

@@ -121,7 +121,10 @@ def test_sampling_is_repeatable_with_a_seed(generate: Any) -> None:
         (["-p", "a", "-f", "-"], "give one of --prompt, --prompt-file and --demo"),
         (["-p", "a", "--needle", "b"], "--needle needs --context"),
         (["--demo", "-p", "a"], "--demo brings its own prompt"),
-        (["-p", "a", "--policy", "qest"], "unknown policy 'qest'; available: exact_topk, full"),
+        (
+            ["-p", "a", "--policy", "qest"],
+            "unknown policy 'qest'; available: auto, exact_topk, full",
+        ),
         (["-p", "a", "--policy-option", "budget"], "expected key=value, got 'budget'"),
         (["-p", "a", "--max-memory", "8GiB"], "expected key=value, got '8GiB'"),
         (["-p", "a", "-n", "0"], "Invalid value for '--max-new-tokens'"),
@@ -181,7 +184,7 @@ def test_the_demo_in_a_shorter_context() -> None:
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["correct"] is True
-    assert [run["policy"] for run in document["runs"]] == ["exact_topk", "full"]
+    assert [run["policy"] for run in document["runs"]] == ["per_head", "full"]
     assert all(1200 < run["context_tokens"] <= 1500 for run in document["runs"])
 
 

@@ -261,7 +261,7 @@ def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
             2,
             "unknown 'niah'; available: niah_single_1",
         ),
-        ("ruler", ["--policy", "qest"], 2, "unknown 'qest'; available: exact_topk, full"),
+        ("ruler", ["--policy", "qest"], 2, "unknown 'qest'; available: auto, exact_topk, full"),
         ("ruler", ["--option", "alpha=1"], 2, "no option 'alpha' in exact_topk"),
         ("ruler", ["--option", "recent_tokens=5000"], 2, "cannot hold"),
         ("ruler", ["--option", "budget_tokens=64"], 2, "use --budget-tokens"),

@@ -1,5 +1,6 @@
 // Every kernel of every ISA against the scalar table, on heap buffers of exactly the size it may touch.
 // usage: kernel_parity [isa ...]; without names, all that run here, the scalar one included (for its own reads).
+// One file, longer than others: a check for each kernel, called by one loop over dtypes and ISAs.
 #include <algorithm>
 #include <string>
 #include <vector>

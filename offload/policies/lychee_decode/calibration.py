@@ -20,8 +20,8 @@ by mass alone 0.955 (0.948); exact top-k everywhere 0.987, Quest 0.937.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ from offload.policies.lychee_decode.roles import (
     default_retrieval_heads,
     evenly_spaced_heads,
 )
-from offload.prefill.forward import prefill
+from offload.prefill.forward import OnQueries, prefill
 from offload.system.stdlib_text import stdlib_docstrings
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,28 @@ def observe_heads(
     shape, num_layers = lean.shape, len(lean.layers)
     observer = HeadObserver(num_layers, shape.num_kv_heads, lean.sm_scale, num_tokens)
     tokens = torch.cat([tokens[: observer.text_tokens], tokens[observer.repeated]])
-    with closing(KVStore(**shape.kv_heads, dtype=lean.lm_head.weight.dtype)) as store:
+    with keys_of_text(lean, tokens, observer.keep_queries) as keys_of:
+        for layer_idx in range(num_layers):
+            observer.compare(layer_idx, keys_of(layer_idx))
+            if on_layer is not None:
+                on_layer()
+    return observer.result()
+
+
+@contextmanager
+def keys_of_text(
+    lean: LeanModel, tokens: Tensor, on_queries: OnQueries
+) -> Iterator[Callable[[int], Tensor]]:
+    """Read a text of int64 [num_tokens] in one slice, in a store of its own.
+
+    Args:
+        on_queries: as `prefill` takes it.
+
+    Yields:
+        what gives a layer's keys, as `KVStore.gather` does.
+    """
+    num_tokens = len(tokens)
+    with closing(KVStore(**lean.shape.kv_heads, dtype=lean.lm_head.weight.dtype)) as store:
         seq = store.new_sequence()
         store.reserve([seq], [num_tokens])
         with torch.no_grad():
@@ -233,14 +254,10 @@ def observe_heads(
                 store=store,
                 seqs=[seq],
                 slice_tokens=num_tokens,
-                on_queries=observer.keep_queries,
+                on_queries=on_queries,
             )
         store.commit([seq], [num_tokens])
-        for layer_idx in range(num_layers):
-            observer.compare(layer_idx, store.gather(seq, layer_idx)[0])
-            if on_layer is not None:
-                on_layer()
-    return observer.result()
+        yield lambda layer_idx: store.gather(seq, layer_idx)[0]
 
 
 def calibration_tokens(tokenizer: Any, num_tokens: int, text: str | None = None) -> Tensor:

@@ -33,6 +33,7 @@ from offload.policies.lychee_decode.roles import (
     HeadRoles,
     check_retrieval_heads,
     evenly_spaced_heads,
+    roles_from,
 )
 
 if TYPE_CHECKING:
@@ -134,17 +135,8 @@ class LycheeDecode(SparsePolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.head_roles, (str, Path)):
-            object.__setattr__(self, "head_roles", HeadRoles.load(self.head_roles))
-        if self.head_roles is not None and not isinstance(self.head_roles, HeadRoles):
-            raise ValueError(
-                f"head_roles must be a roles file or HeadRoles, got {self.head_roles!r}"
-            )
-        if self.head_roles is not None and self.retrieval_heads is not None:
-            raise ValueError(
-                f"retrieval_heads={self.retrieval_heads} is for a calibration, but head_roles say "
-                "which heads retrieve; give one of the two"
-            )
+        roles = roles_from(self.head_roles, self.retrieval_heads)
+        object.__setattr__(self, "head_roles", roles)
         if self.rule not in RULES:
             raise ValueError(f"unknown rule {self.rule!r}; available: {', '.join(RULES)}")
         for name in RULES[1:]:

@@ -227,3 +227,23 @@ def check_retrieval_heads(retrieval_heads: int, num_layers: int, num_kv_heads: i
             f"retrieval_heads={retrieval_heads} must be in [0, {most}]: so many KV heads does this "
             f"model have after layer 0, whose {num_kv_heads} are retrieval heads anyway"
         )
+
+
+def roles_from(
+    head_roles: str | Path | HeadRoles | None, retrieval_heads: int | None
+) -> HeadRoles | None:
+    """What a policy's options of these names say: a roles file is read; None is to be calibrated.
+
+    Raises:
+        ValueError: both are given, or something else than roles.
+    """
+    if isinstance(head_roles, (str, Path)):
+        head_roles = HeadRoles.load(head_roles)
+    if head_roles is not None and not isinstance(head_roles, HeadRoles):
+        raise ValueError(f"head_roles must be a roles file or HeadRoles, got {head_roles!r}")
+    if head_roles is not None and retrieval_heads is not None:
+        raise ValueError(
+            f"retrieval_heads={retrieval_heads} is for a calibration, but head_roles say "
+            "which heads retrieve; give one of the two"
+        )
+    return head_roles

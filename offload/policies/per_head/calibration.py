@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.kv.store import KVStore
 from offload.models import LeanModel
-from offload.models.batch import pack
+from offload.policies.lychee_decode.calibration import keys_of_text
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.per_head.lookups import (
     LOOKUP_TOKENS,
@@ -27,7 +25,6 @@ from offload.policies.per_head.lookups import (
     LookUp,
     lookup_texts,
 )
-from offload.prefill.forward import prefill
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +75,7 @@ def lookup_mass(
     """[num_layers, num_kv_heads]: the share of attention that falls on the facts while the answers
     are read, of the query head that gives most; one prefill of `tokens`, in a store of its own.
     """
-    shape, num_tokens = lean.shape, len(tokens)
+    shape = lean.shape
     first = min(lookup.queries.start for lookup in lookups)
     kept: list[list[Tensor]] = [[] for _ in range(shape.num_layers)]
 
@@ -87,28 +84,15 @@ def lookup_mass(
         kept[layer_idx].append(queries[:, begin:].float().clone())
 
     mass = np.zeros((shape.num_layers, shape.num_kv_heads))
-    with closing(KVStore(**shape.kv_heads, dtype=lean.lm_head.weight.dtype)) as store:
-        seq = store.new_sequence()
-        store.reserve([seq], [num_tokens])
-        with torch.no_grad():
-            prefill(
-                lean,
-                lean.embed_tokens(tokens).clone(),
-                pack((1, num_tokens), None, torch.arange(num_tokens)[None]),
-                store=store,
-                seqs=[seq],
-                slice_tokens=num_tokens,
-                on_queries=keep_queries,
-            )
-        store.commit([seq], [num_tokens])
+    with keys_of_text(lean, tokens, keep_queries) as keys_of:
         for layer_idx, queries in enumerate(kept):
             of_layer = torch.cat(queries, dim=1)
             groups = of_layer.view(shape.num_kv_heads, -1, *of_layer.shape[1:])
-            keys = store.gather(seq, layer_idx)[0].float().transpose(1, 2)[:, None]
+            keys = keys_of(layer_idx).float().transpose(1, 2)[:, None]
             for lookup in lookups:
                 asked, fact = lookup.queries, lookup.fact
                 scores = groups[:, :, asked.start - first : asked.stop - first] @ keys
-                later = torch.arange(num_tokens) > torch.tensor(asked)[:, None]
+                later = torch.arange(len(tokens)) > torch.tensor(asked)[:, None]
                 weights = (lean.sm_scale * scores).masked_fill(later, -torch.inf).softmax(-1)
                 on_fact = weights[..., fact.start : fact.stop].sum(-1).mean(-1)
                 mass[layer_idx] += on_fact.amax(1).numpy() / len(lookups)

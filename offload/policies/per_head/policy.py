@@ -31,7 +31,7 @@ from offload.policies.base import (
 )
 from offload.policies.full import Full
 from offload.policies.lychee_cluster.policy import LycheeCluster
-from offload.policies.lychee_decode.roles import BoolArray, HeadRoles
+from offload.policies.lychee_decode.roles import BoolArray, HeadRoles, roles_from
 from offload.policies.per_head.heads import (
     check_retrieval_heads,
     default_retrieval_heads,
@@ -93,17 +93,8 @@ class PerHead(Policy):
                     f"({self.rest.name}) has {ours} and retrieval ({self.retrieval.name}) {theirs}"
                 )
             object.__setattr__(self, name, ours)
-        if isinstance(self.head_roles, (str, Path)):
-            object.__setattr__(self, "head_roles", HeadRoles.load(self.head_roles))
-        if self.head_roles is not None and not isinstance(self.head_roles, HeadRoles):
-            raise ValueError(
-                f"head_roles must be a roles file or HeadRoles, got {self.head_roles!r}"
-            )
-        if self.head_roles is not None and self.retrieval_heads is not None:
-            raise ValueError(
-                f"retrieval_heads={self.retrieval_heads} is for a calibration, but head_roles say "
-                "which heads retrieve; give one of the two"
-            )
+        roles = roles_from(self.head_roles, self.retrieval_heads)
+        object.__setattr__(self, "head_roles", roles)
         members = self.members
         of_members = {
             "observed_queries": max(member.observed_queries for member in members),

@@ -44,6 +44,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA GPU")
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_as_before() -> Iterator[None]:
+    """No test leaves another handler of ctrl-C to those after it."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) == before
+
+
 @pytest.fixture(scope="session")
 def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folder of the float32 checkpoint of each of TINY_MODELS, with its tokenizer."""

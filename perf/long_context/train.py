@@ -59,12 +59,19 @@ class Settings:
 
 
 class _Stop:
-    """Set by SIGTERM and SIGINT: the run saves what it has, and ends."""
+    """While it is open, SIGTERM and SIGINT only ask: the run saves what it has, and ends."""
 
     def __init__(self) -> None:
         self.asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
+
+    def __enter__(self) -> _Stop:
+        signals = (signal.SIGTERM, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._ask) for number in signals}
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _ask(self, number: int, frame: Any) -> None:
         self.asked = True
@@ -114,7 +121,11 @@ class Training:
 
     def run(self) -> None:
         """Train until the time is over or a signal comes; then the adapter is written."""
-        stop, budget_s = _Stop(), self.settings.minutes * 60
+        with _Stop() as stop:
+            self._run(stop)
+
+    def _run(self, stop: _Stop) -> None:
+        budget_s = self.settings.minutes * 60
         source = steps(self.step, self.settings.seed, self._model_folder, self._corpus,
                        self.settings.scale, self._workers)  # fmt: skip
         batch = next(source)  # before the clock starts

@@ -143,7 +143,8 @@ def test_a_run_that_goes_on(
     _tiny(tokenizer_folder, tmp_path / "stock")
     # One process makes the batches, of few and short documents.
     monkeypatch.setattr(batches, "PLAN", (("tasks", (512,)), ("text", (512,)), ("keep", (512,))))
-    batches._start_worker(tokenizer_folder, corpus_file)
+    maker = TaskMaker(tokenizer_folder, read_corpus(corpus_file)["train"])
+    monkeypatch.setattr(batches, "_maker", maker)
 
     def steps(first: int, *arguments: Any) -> Any:
         for number in range(first, first + 100):

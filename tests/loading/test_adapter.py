@@ -228,8 +228,10 @@ def test_weights_of_another_model(
     assert not list(models.glob(".*"))
 
 
-def test_names_that_the_model_has_not(installed: Path, tmp_path: Path) -> None:
-    stock = resolve_folder("smollm2-135m-instruct")
+def test_names_that_the_model_has_not(
+    installed: Path, tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    stock = tiny_folders["llama"]
     path, out = installed / "adapter_model.safetensors", tmp_path / "out"
     out.mkdir()
     matrix = torch.zeros(RANK, 64)

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
-from offload.cli.options import DTYPE_HELP, ModelName, Verbose
+from offload.cli.options import DTYPE_HELP, ModelName, Verbose, check_name
 
 if TYPE_CHECKING:
+    import torch
+
     from offload.policies.lychee_decode.roles import HeadRoles
+    from offload.runtime.model import OffloadedModel
 
 _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
+_POLICIES = ("lychee_decode", "per_head", "auto")
 
 
 def calibrate(
@@ -22,24 +26,33 @@ def calibrate(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="PATH", help="The roles file to write.")
     ],
+    policy: Annotated[
+        str, typer.Option(help="Whose heads: lychee_decode, or per_head (auto is the same).")
+    ] = "lychee_decode",
     retrieval_heads: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="How many KV heads after layer 0 retrieve; in layer 0 all do. "
-            r"\[default: a sixth of all KV heads]",
+            help="How many KV heads retrieve, beside those of layer 0, or of per_head's dense "
+            r"layers, where all do. \[default: a sixth of all KV heads; for per_head an eighth]",
+        ),
+    ] = None,
+    dense_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help=r"For per_head: heads of so many first layers are not chosen. \[default: 2]"
         ),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Text like what the model will read. "
+            help="For lychee_decode: text like what the model will read. "
             r"\[default: docstrings of Python's library]",
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, help="How many of the text's first tokens to read, at most.")
+        int, typer.Option(min=1, help="Of the text, at most; of each of per_head's texts.")
     ] = 2048,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     num_threads: Annotated[
@@ -48,13 +61,17 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Choose the retrieval heads of a model for the policy lychee_decode.
+    """Choose the retrieval heads of a model for the policy lychee_decode or per_head.
 
-    A retrieval head attends to the whole cache and hands the tokens it finds to the same head of
-    the layers below. The model reads a text once; for 32 of its queries the attention of every
-    head is compared with the tokens that it would inherit, and the retrieval heads are chosen so
-    that as much attention as possible is kept. The same measurement suggests select layers for
-    the policy tidal_decode.
+    lychee_decode: a retrieval head attends to the whole cache and hands the tokens it finds to the
+    same head of the layers below. The model reads a text once; for 32 of its queries the attention
+    of every head is compared with the tokens that it would inherit, and the retrieval heads are
+    chosen so that as much attention as possible is kept. The same measurement suggests select
+    layers for the policy tidal_decode.
+
+    per_head: a retrieval head looks at everything, the others at what another policy selects. The
+    model reads texts in which facts are told, and asked for at the end; the heads that look at the
+    fact while the answer is read are chosen. Loading a model does the same, and keeps the result.
 
     [bold]Examples[/bold]
 
@@ -65,7 +82,17 @@ def calibrate(
     Another share of retrieval heads, calibrated on code:
 
         offload calibrate ./Llama-3.2-1B -o code.json --retrieval-heads 24 --text src/main.c
+
+    The heads that fetch facts from afar:
+
+        offload calibrate ./Llama-3.2-1B --policy per_head -o facts.json
     """
+    check_name(policy, _POLICIES, option="--policy", kind="policy ")
+    of_per_head = policy != "lychee_decode"
+    if of_per_head and text is not None:
+        raise typer.BadParameter("the texts of per_head are made", param_hint="--text")
+    if not of_per_head and dense_layers is not None:
+        raise typer.BadParameter("is for --policy per_head", param_hint="--dense-layers")
     with running(verbose=verbose):
         folder = output.expanduser().absolute().parent
         if output.is_dir() or not folder.is_dir():
@@ -73,75 +100,155 @@ def calibrate(
             raise ValueError(f"--output {output} {problem}")
         content = None if text is None else text.read_text(encoding="utf-8")
 
-        from rich.progress import Progress
-
         from offload.loading.names import load_tokenizer
-        from offload.policies.lychee_decode.calibration import (
-            calibration_tokens,
-            observe_heads,
-            roles_from,
-        )
-        from offload.policies.lychee_decode.choice import choose_select_layers
-        from offload.policies.lychee_decode.roles import evenly_spaced_heads
+        from offload.policies.lychee_decode.calibration import calibration_tokens
         from offload.runtime.model import OffloadedModel
 
+        if dense_layers is None:
+            dense_layers = _DENSE_LAYERS
+        if of_per_head:
+            count = _checked_count(model, retrieval_heads, dense_layers, tokens)
         with quiet_transformers(verbose=verbose):
-            input_ids = calibration_tokens(load_tokenizer(model), tokens, content)
+            tokenizer = load_tokenizer(model)
             loaded = OffloadedModel.from_pretrained(
                 model, policy="full", dtype=dtype, num_threads=num_threads
             )
-        lean = loaded._offload.lean
-        with Progress(console=stderr(), transient=True) as progress:
-            task = progress.add_task(f"reading {len(input_ids):,} tokens", total=len(lean.layers))
-            calibration = observe_heads(lean, input_ids, on_layer=lambda: progress.advance(task))
-        roles = roles_from(
-            calibration,
-            model_type=loaded.config.model_type,
-            head_dim=lean.shape.head_dim,
-            retrieval_heads=retrieval_heads,
-            text="the standard library's docstrings" if text is None else text.name,
-        )
+        if of_per_head:
+            roles, summary = _of_per_head(loaded, tokenizer, tokens, count, dense_layers)
+        else:
+            input_ids = calibration_tokens(tokenizer, tokens, content)
+            source = "the standard library's docstrings" if text is None else text.name
+            roles, summary = _of_lychee_decode(loaded, input_ids, retrieval_heads, source)
         roles.save(output.expanduser())
-        spaced = evenly_spaced_heads(
-            roles.num_layers, roles.num_kv_heads, roles.num_retrieval_heads
-        )
-        kept, copying = calibration.mass_kept, calibration.copying_layers
-        count = min(_SELECT_LAYERS, roles.num_layers - _DENSE_LAYERS)
-        layers = choose_select_layers(kept, count, _DENSE_LAYERS, copying) if count > 0 else []
         summary = {
             "model": model,
             "output": str(output),
+            "policy": "per_head" if of_per_head else policy,
             "model_type": roles.model_type,
             "num_layers": roles.num_layers,
             "num_kv_heads": roles.num_kv_heads,
-            "num_tokens": calibration.num_tokens,
-            "tokens_per_head": calibration.tokens_per_head,
-            "retrieval_heads": roles.num_retrieval_heads,
-            "mass_kept": calibration.kept_by(roles.array),
-            "mass_kept_evenly_spaced": calibration.kept_by(spaced),
-            "select_layers": layers,
-        }
+        } | summary
     if as_json:
         print_json(summary)
     else:
         _print_table(summary, roles)
 
 
+def _checked_count(model: str, retrieval_heads: int | None, dense_layers: int, tokens: int) -> int:
+    """How many heads per_head has, refused before any weight is read."""
+    from offload.loading.planned_model import planned_model
+    from offload.policies.per_head.heads import default_retrieval_heads
+    from offload.policies.per_head.lookups import MIN_LOOKUP_TOKENS
+    from offload.policies.registry import make_policy
+
+    shape = planned_model(model).shape
+    if shape.max_context < MIN_LOOKUP_TOKENS:
+        raise ValueError(
+            f"{model} reads at most {shape.max_context} tokens, but per_head is calibrated on at "
+            f"least {MIN_LOOKUP_TOKENS}: its retrieval heads are evenly spaced"
+        )
+    if not MIN_LOOKUP_TOKENS <= tokens <= shape.max_context:
+        raise ValueError(
+            f"--tokens {tokens} must be in [{MIN_LOOKUP_TOKENS}, {shape.max_context}] for "
+            "per_head: from what its texts need to what this model can read"
+        )
+    policy = make_policy("per_head", retrieval_heads=retrieval_heads, dense_layers=dense_layers)
+    policy.check_model(**shape.heads)
+    if retrieval_heads is not None:
+        return retrieval_heads
+    return default_retrieval_heads(shape.num_layers, shape.num_kv_heads, dense_layers)
+
+
+def _of_per_head(
+    loaded: OffloadedModel, tokenizer: Any, tokens: int, count: int, dense_layers: int
+) -> tuple[HeadRoles, dict[str, Any]]:
+    from rich.progress import Progress
+
+    from offload.policies.per_head.calibration import mean_lookup_mass, roles_by_mass
+    from offload.policies.per_head.lookups import NUM_LOOKUP_TEXTS
+
+    lean = loaded._offload.lean
+    with Progress(console=stderr(), transient=True) as progress:
+        task = progress.add_task(f"reading {tokens:,} tokens each time", total=NUM_LOOKUP_TEXTS)
+        mass = mean_lookup_mass(lean, tokenizer, tokens, on_text=lambda: progress.advance(task))
+    roles = roles_by_mass(
+        mass,
+        count,
+        dense_layers,
+        num_tokens=tokens,
+        head_dim=lean.shape.head_dim,
+        model_type=loaded.config.model_type,
+    )
+    return roles, {
+        "num_tokens": tokens,
+        "retrieval_heads": count,
+        "dense_layers": dense_layers,
+        "lookup_mass": mass.round(4).tolist(),
+    }
+
+
+def _of_lychee_decode(
+    loaded: OffloadedModel, input_ids: torch.Tensor, retrieval_heads: int | None, source: str
+) -> tuple[HeadRoles, dict[str, Any]]:
+    from rich.progress import Progress
+
+    from offload.policies.lychee_decode.calibration import observe_heads, roles_from
+    from offload.policies.lychee_decode.choice import choose_select_layers
+    from offload.policies.lychee_decode.roles import evenly_spaced_heads
+
+    lean = loaded._offload.lean
+    with Progress(console=stderr(), transient=True) as progress:
+        task = progress.add_task(f"reading {len(input_ids):,} tokens", total=len(lean.layers))
+        calibration = observe_heads(lean, input_ids, on_layer=lambda: progress.advance(task))
+    roles = roles_from(
+        calibration,
+        model_type=loaded.config.model_type,
+        head_dim=lean.shape.head_dim,
+        retrieval_heads=retrieval_heads,
+        text=source,
+    )
+    spaced = evenly_spaced_heads(roles.num_layers, roles.num_kv_heads, roles.num_retrieval_heads)
+    count = min(_SELECT_LAYERS, roles.num_layers - _DENSE_LAYERS)
+    layers = []
+    if count > 0:
+        kept, copying = calibration.mass_kept, calibration.copying_layers
+        layers = choose_select_layers(kept, count, _DENSE_LAYERS, copying)
+    return roles, {
+        "num_tokens": calibration.num_tokens,
+        "tokens_per_head": calibration.tokens_per_head,
+        "retrieval_heads": roles.num_retrieval_heads,
+        "mass_kept": calibration.kept_by(roles.array),
+        "mass_kept_evenly_spaced": calibration.kept_by(spaced),
+        "select_layers": layers,
+    }
+
+
 def _print_table(summary: dict[str, Any], roles: HeadRoles) -> None:
     from rich.table import Table
 
+    mass = summary.get("lookup_mass")
     table = Table(title=f"Retrieval heads of {summary['model']}", title_justify="left")
     table.add_column("layer", justify="right")
-    table.add_column("KV heads")
+    table.add_column("KV heads" if mass is None else "KV heads (attention to the facts)")
     for layer_idx, row in enumerate(roles.retrieval):
-        if any(row):
-            heads = " ".join(str(head) for head, retrieves in enumerate(row) if retrieves)
-            table.add_row(str(layer_idx), heads)
+        heads = [head for head, retrieves in enumerate(row) if retrieves]
+        if heads:
+            shown = [
+                str(head) if mass is None else f"{head} ({mass[layer_idx][head]:.2f})"
+                for head in heads
+            ]
+            table.add_row(str(layer_idx), " ".join(shown))
     stdout().print(table)
-    stdout().print(
-        f"{summary['retrieval_heads']} retrieval heads after layer 0 keep "
-        f"{summary['mass_kept']:.3f} of the attention with {summary['tokens_per_head']} tokens per "
-        f"head (evenly spaced: {summary['mass_kept_evenly_spaced']:.3f}).\n"
-        f"For tidal_decode: select_layers={','.join(map(str, summary['select_layers']))}\n"
-        f"Written to {summary['output']}"
-    )
+    if mass is None:
+        said = (
+            f"{summary['retrieval_heads']} retrieval heads after layer 0 keep "
+            f"{summary['mass_kept']:.3f} of the attention with {summary['tokens_per_head']} tokens "
+            f"per head (evenly spaced: {summary['mass_kept_evenly_spaced']:.3f}).\n"
+            f"For tidal_decode: select_layers={','.join(map(str, summary['select_layers']))}"
+        )
+    else:
+        said = (
+            f"{summary['retrieval_heads']} retrieval heads after the first "
+            f"{summary['dense_layers']} layers, whose heads all retrieve."
+        )
+    stdout().print(f"{said}\nWritten to {summary['output']}")

@@ -63,7 +63,7 @@ def converted_folder(gguf_path: Path, name: str | None = None) -> Path:
         PermissionError: if the cache folder cannot be written to.
     """
     return _made_once(
-        f"{name or gguf_path.stem}-{_key(gguf_path)}",
+        _converted_name(gguf_path, name),
         lambda folder: _convert(gguf_path, folder),
         check=lambda: check_gguf_magic(gguf_path),
     )
@@ -78,7 +78,7 @@ def long_context_folder() -> Path:
     """
     gguf_path, adapter = embedded_gguf(), long_context_adapter()
     return _made_once(
-        f"{LONG_CONTEXT_MODEL}-{_key(gguf_path, adapter.digest)}",
+        _merged_name(gguf_path, adapter),
         lambda folder: merge_adapter(adapter, converted_folder(gguf_path, EMBEDDED_MODEL), folder),
         check=lambda: _check_base(adapter, gguf_path),
     )
@@ -96,6 +96,18 @@ def long_context_adapter() -> Adapter:
             f"{EMBEDDED_MODEL!r}"
         )
     return read_adapter(LONG_CONTEXT_ADAPTER)
+
+
+def embedded_name(folder: Path) -> str | None:
+    """The name of the embedded model that was made into this folder; None: it holds another one."""
+    try:
+        gguf_path = embedded_gguf()
+        made = {EMBEDDED_MODEL: _converted_name(gguf_path, EMBEDDED_MODEL)}
+        made[LONG_CONTEXT_MODEL] = _merged_name(gguf_path, long_context_adapter())
+    except FileNotFoundError:
+        return None
+    models = cache_folder() / "models"
+    return next((name for name, of_name in made.items() if folder == models / of_name), None)
 
 
 def _check_base(adapter: Adapter, gguf_path: Path) -> None:
@@ -175,6 +187,14 @@ def _tokenizer(gguf_path: Path) -> Any:
         raise ValueError(
             f"{gguf_path} has a damaged or unknown tokenizer: {type(error).__name__}: {error}"
         ) from error
+
+
+def _converted_name(gguf_path: Path, name: str | None = None) -> str:
+    return f"{name or gguf_path.stem}-{_key(gguf_path)}"
+
+
+def _merged_name(gguf_path: Path, adapter: Adapter) -> str:
+    return f"{LONG_CONTEXT_MODEL}-{_key(gguf_path, adapter.digest)}"
 
 
 def _key(path: Path, more: str = "") -> str:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from offload.loading.checkpoint import check_config_file
+from offload.loading.checkpoint_digest import checkpoint_digest
 from offload.loading.gguf import (
     EMBEDDED_MODEL,
     LONG_CONTEXT_MODEL,
     converted_folder,
     embedded_gguf,
+    embedded_name,
     long_context_folder,
 )
 
@@ -64,6 +66,11 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"no such model folder or GGUF file: {name}")
     return _download(name, hub)
+
+
+def checkpoint_name(folder: Path) -> str:
+    """Tells weights apart: an embedded model's name, or else a digest of the files in `folder`."""
+    return embedded_name(folder) or checkpoint_digest(folder)
 
 
 def load_tokenizer(name_or_path: str | Path, hub: HubOptions | None = None) -> Any:

@@ -220,12 +220,17 @@ class Policy:
         return None
 
     def calibrated(
-        self, make_lean: Callable[[], LeanModel], model_type: str, load_tokenizer: Callable[[], Any]
+        self,
+        make_lean: Callable[[], LeanModel],
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+        checkpoint: Callable[[], str],
     ) -> Policy:
         """The policy with what it has to learn from the attention of the model that will run.
 
         Args:
             make_lean, load_tokenizer: called only if they are needed.
+            checkpoint: the same; names the weights, so that what was learnt can be kept.
 
         Raises:
             ValueError: the policy is for another model.

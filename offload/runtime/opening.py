@@ -14,7 +14,7 @@ import torch
 from offload.decode.gpu.placement import HeadPlacement
 from offload.loading.checkpoint import Checkpoint, check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
-from offload.loading.names import HubOptions, resolve_folder
+from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
 from offload.loading.stock_model import load_stock_model, load_vocabulary_marks
 from offload.models import LeanModel, ModelShape, lean_model_maker
 from offload.models.rank_part import keep_own_weights, rank_view
@@ -178,6 +178,7 @@ def with_calibrated_policy(
         lambda: lean_model_maker(stock.config.model_type)(stock),
         model_type=stock.config.model_type,
         load_tokenizer=lambda: AutoTokenizer.from_pretrained(folder),
+        checkpoint=lambda: checkpoint_name(folder),
     )
     return replace(config, policy=policy)
 

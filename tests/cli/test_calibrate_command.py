@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from cases.tiny_models import make_tiny_model
 from typer.testing import CliRunner
 
 from offload.cli import app
@@ -53,6 +56,62 @@ def test_json(model: str, tmp_path: Path) -> None:
     assert "400 tokens of notes.txt" in HeadRoles.load(path).made_by
 
 
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
+    """With positions enough for look-ups."""
+    folder = tmp_path_factory.mktemp("long")
+    make_tiny_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_heads_of_per_head(long_model: str, tmp_path: Path) -> None:
+    """Those to whose attention the table and the JSON testify; the policy takes the file."""
+    path = tmp_path / "roles.json"
+    arguments = ["calibrate", long_model, "--policy", "per_head", "-o", str(path)]
+    arguments += ["--dense-layers", "1", "--retrieval-heads", "1", "--tokens", "1024"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.stdout.split())
+    assert "1 retrieval heads after the first 1 layers, whose heads all retrieve." in shown
+    assert f"Written to {path}" in shown
+    roles = HeadRoles.load(path)
+    roles.check(num_layers=3, num_kv_heads=2, head_dim=32, model_type="llama")
+    assert "look-ups in texts of 1024 tokens: 1 heads after the first 1 layers" in roles.made_by
+    policy = make_policy("per_head", head_roles=str(path), dense_layers=1)
+    policy.check_model(num_layers=3, num_qo_heads=6, num_kv_heads=2, head_dim=32)
+    document = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    assert document["policy"] == "per_head"
+    mass = np.array(document["lookup_mass"])
+    assert mass.shape == (3, 2)
+    (layer_idx,), (head,) = np.nonzero(roles.array)
+    assert mass[layer_idx, head] == mass[1:].max()
+    assert f"{layer_idx} │ {head} ({mass[layer_idx, head]:.2f})" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "1000"], "--tokens 1000 must be in [1024, 2048] for per_head"),
+        (["--tokens", "4096"], "--tokens 4096 must be in [1024, 2048] for per_head"),
+        (["--retrieval-heads", "3"], "at most 1 may retrieve, a sixth of this model's 6 KV heads"),
+        (["--text", "notes.txt"], "--text: the texts of per_head are made"),
+        (["--policy", "lychee_decode", "--dense-layers", "1"], "--dense-layers: is for --policy"),
+        (["--policy", "lfps"], "unknown policy 'lfps'; available: lychee_decode, per_head, auto"),
+    ],
+)
+def test_refusals_of_per_head(
+    long_model: str, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    path = tmp_path / "roles.json"
+    command = ["calibrate", long_model, "--policy", "auto", "-o", str(path), *arguments]
+    result = runner.invoke(app, command)
+    assert result.exit_code in (1, 2), result.output
+    shown = " ".join(result.stderr.replace("│", " ").split())
+    assert message in shown
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -62,6 +121,7 @@ def test_json(model: str, tmp_path: Path) -> None:
         (["--text", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
         (["-o", "/nowhere/roles.json"], "cannot be written: no folder /nowhere"),
         (["-o", "/"], "--output / is a folder"),
+        (["--policy", "per_head"], "reads at most 512 tokens, but per_head is calibrated on at le"),
     ],
 )
 def test_refusals_are_one_line(
@@ -84,6 +144,7 @@ def test_an_unknown_model(tmp_path: Path) -> None:
 def test_help() -> None:
     result = runner.invoke(app, ["calibrate", "--help"])
     assert result.exit_code == 0
-    for text in ("--retrieval-heads", "--text", "--tokens", "lychee_decode", "head_roles=roles"):
+    options = ("--retrieval-heads", "--text", "--tokens", "--policy", "--dense-layers")
+    for text in (*options, "lychee_decode", "per_head", "head_roles=roles"):
         assert text in result.stdout
     assert runner.invoke(app, ["calibrate", "model"]).exit_code == 2  # no --output

@@ -27,6 +27,7 @@ from offload.policies.lychee_decode.roles import (
     default_retrieval_heads,
     evenly_spaced_heads,
 )
+from offload.policies.registry import make_policy
 
 RETRIEVAL = np.array([[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 0]], bool)
 
@@ -73,10 +74,6 @@ def test_a_file_says_what_was_saved(document):
         ({"model_type": None}, "model_type and made_by must be strings"),
         ({"more": 1}, r"unknown keys \['more'\]; its keys: format, model_type, num_layers"),
         ({"format": "offload-head-roles-9"}, "another format than 'offload-head-roles-1'"),
-        (
-            {"retrieval": [[True, False, False]] + [[True] * 3] * 3},
-            r"all heads of layer 0 must be retrieval heads, .*; sparse there: \[1, 2\]",
-        ),
     ],
 )
 def test_files_that_are_refused_are_named(document, change, message):
@@ -84,6 +81,18 @@ def test_files_that_are_refused_are_named(document, change, message):
     path.write_text(json.dumps(content | change))
     with pytest.raises(ValueError, match=f"roles file .*roles.json.*{message}"):
         HeadRoles.load(path)
+
+
+def test_lychee_decode_refuses_sparse_heads_in_layer_0(document):
+    """Nothing is above them to reuse; for per_head they are like others."""
+    path, content = document
+    content["retrieval"][0] = [True, False, False]
+    path.write_text(json.dumps(content))
+    message = r"roles file .*roles.json: all heads of layer 0 must .*; sparse there: \[1, 2\]"
+    with pytest.raises(ValueError, match=message):
+        LycheeDecode(head_roles=path)
+    policy = make_policy("per_head", head_roles=path, dense_layers=0)
+    assert (policy.unit_members(4, 3) == 1).tolist() == content["retrieval"]
 
 
 def test_files_that_are_something_else(document, tmp_path):
@@ -290,7 +299,7 @@ def calibrated(policy, model, tokenizer):
         return tokenizer
 
     lean = model._offload.lean
-    made = policy.calibrated(lambda: lean, model_type="llama", load_tokenizer=load)
+    made = policy.calibrated(lambda: lean, "llama", load, lambda: "tiny-llama")
     return made, len(loads)
 
 
@@ -336,7 +345,7 @@ def test_a_model_too_short_for_calibration(tokenizer, caplog):
     lean = lean_model_maker("llama")(stock)
     with caplog.at_level(logging.WARNING, logger="offload"):
         made = LycheeDecode().calibrated(
-            lambda: lean, model_type="llama", load_tokenizer=lambda: tokenizer
+            lambda: lean, "llama", lambda: tokenizer, lambda: "tiny-llama"
         )
     assert made == LycheeDecode()
     assert "a context of 128 tokens is too short for a calibration" in caplog.text

@@ -70,13 +70,13 @@ def test_the_heads_that_look_most_are_chosen(monkeypatch, offloaded_models, toke
     with caplog.at_level(logging.INFO, logger="offload"):
         roles = calibrated_roles(lean, "llama", lambda: tokenizer, 2, 1)
     assert roles is not None
-    assert roles.array.tolist() == [[True, True], [False, True], [True, False]]
+    assert roles.array.tolist() == [[False, False], [False, True], [True, False]]
     assert "2 heads after the first 1 layers, which give 0.30 to 0.40" in caplog.text
 
 
 def calibrated(policy, model, tokenizer):
     lean = model._offload.lean
-    return policy.calibrated(lambda: lean, model_type="llama", load_tokenizer=lambda: tokenizer)
+    return policy.calibrated(lambda: lean, "llama", lambda: tokenizer, lambda: "tiny-llama")
 
 
 def test_roles_that_are_given_stay(offloaded_models, tokenizer, caplog):

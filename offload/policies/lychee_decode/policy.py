@@ -136,6 +136,8 @@ class LycheeDecode(SparsePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         roles = roles_from(self.head_roles, self.retrieval_heads)
+        if roles is not None:
+            roles.check_first_layer()
         object.__setattr__(self, "head_roles", roles)
         if self.rule not in RULES:
             raise ValueError(f"unknown rule {self.rule!r}; available: {', '.join(RULES)}")
@@ -153,7 +155,11 @@ class LycheeDecode(SparsePolicy):
         return getattr(self, self.rule, None) or 0.0
 
     def calibrated(
-        self, make_lean: Callable[[], LeanModel], model_type: str, load_tokenizer: Callable[[], Any]
+        self,
+        make_lean: Callable[[], LeanModel],
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+        checkpoint: Callable[[], str],
     ) -> Policy:
         """With `calibrated_roles` of the model, if it has no roles.
 

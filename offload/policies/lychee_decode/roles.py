@@ -2,8 +2,9 @@
 
 A retrieval head attends to the whole cache and publishes the tokens it found; every other head
 attends to the tokens that the nearest retrieval head above it, of the same index, has published
-(LycheeDecode, arXiv 2602.04541). In layer 0 all heads are retrieval heads. The file names the model
-it was made for; `offload calibrate` writes it (`head_calibration`).
+(LycheeDecode, arXiv 2602.04541; in layer 0 all heads are retrieval heads then), or to those that
+another policy selects (`per_head`). The file names the model it was made for; `offload calibrate`
+writes it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class HeadRoles:
     Attributes:
         model_type: transformers' name of the architecture, such as "llama"; "" fits any.
         num_layers, num_kv_heads, head_dim: shape of the model.
-        retrieval: [num_layers][num_kv_heads], True for retrieval heads; layer 0 is all True.
+        retrieval: [num_layers][num_kv_heads], True for retrieval heads.
         made_by: how the roles were chosen, for people.
         source: the file they were read from, for messages; "" if there is none.
 
     Raises:
-        ValueError: a `retrieval` of another shape, or sparse heads in layer 0.
+        ValueError: a `retrieval` of another shape.
     """
 
     model_type: str
@@ -73,12 +74,6 @@ class HeadRoles:
                     f"{self._name}: retrieval[{layer_idx}] must be one true or false per KV head, "
                     f"num_kv_heads={self.num_kv_heads}, got {row!r}"
                 )
-        if not all(rows[0]):
-            sparse = [head for head, retrieves in enumerate(rows[0]) if not retrieves]
-            raise ValueError(
-                f"{self._name}: all heads of layer 0 must be retrieval heads, because there is "
-                f"nothing above them to reuse; sparse there: {sparse}"
-            )
         object.__setattr__(self, "retrieval", tuple(tuple(row) for row in rows))
 
     def __str__(self) -> str:
@@ -137,6 +132,15 @@ class HeadRoles:
             f"{self._name} was made for another model: it says {ours}, this model has {theirs}; "
             "make roles for it with `offload calibrate`"
         )
+
+    def check_first_layer(self) -> None:
+        """Refuse sparse heads in layer 0, for policies whose sparse heads reuse."""
+        sparse = [head for head, retrieves in enumerate(self.retrieval[0]) if not retrieves]
+        if sparse:
+            raise ValueError(
+                f"{self._name}: all heads of layer 0 must be retrieval heads, because there is "
+                f"nothing above them to reuse; sparse there: {sparse}"
+            )
 
     def save(self, path: str | Path) -> None:
         """Write the roles as JSON, a line per layer."""

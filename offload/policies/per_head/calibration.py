@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offload.models import LeanModel
 from offload.policies.lychee_decode.calibration import keys_of_text
+from offload.policies.lychee_decode.choice import FloatArray
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.per_head.lookups import (
     LOOKUP_TOKENS,
@@ -53,25 +53,69 @@ def calibrated_roles(
             shape.max_context,
         )
         return None
-    texts = lookup_texts(load_tokenizer(), min(LOOKUP_TOKENS, shape.max_context))
-    mass = np.mean([lookup_mass(lean, *text) for text in texts], axis=0)
+    num_tokens = min(LOOKUP_TOKENS, shape.max_context)
+    mass = mean_lookup_mass(lean, load_tokenizer(), num_tokens)
+    roles = roles_by_mass(
+        mass,
+        retrieval_heads,
+        dense_layers,
+        num_tokens=num_tokens,
+        head_dim=shape.head_dim,
+        model_type=model_type,
+    )
+    logger.info("per_head has no head_roles: %s", roles.made_by)
+    return roles
+
+
+def roles_by_mass(
+    mass: FloatArray,
+    retrieval_heads: int,
+    dense_layers: int,
+    *,
+    num_tokens: int,
+    head_dim: int,
+    model_type: str,
+) -> HeadRoles:
+    """So many heads after the dense layers, those of the largest mass.
+
+    Args:
+        mass: of `mean_lookup_mass` for texts of `num_tokens` tokens.
+    """
+    mass = mass.copy()
     mass[:dense_layers] = -1.0
     retrieves = np.zeros(mass.shape, np.bool_)
     retrieves.flat[np.argsort(-mass, axis=None, kind="stable")[:retrieval_heads]] = True
     least = float(mass[retrieves].min()) if retrieval_heads else 0.0
-    retrieves[0] = True  # as roles have it
     made_by = (
-        f"calibration on {len(texts)} texts of {len(texts[0][0])} tokens: {retrieval_heads} heads "
-        f"after the first {dense_layers} layers, which give {least:.2f} to {mass.max():.2f} of "
-        "their attention to a fact that the model repeats"
+        f"calibration on look-ups in texts of {num_tokens} tokens: {retrieval_heads} heads after "
+        f"the first {dense_layers} layers, which give {least:.2f} to {mass.max():.2f} of their "
+        "attention to a fact that the model repeats"
     )
-    logger.info("per_head has no head_roles: %s", made_by)
-    return HeadRoles.of(retrieves, head_dim=shape.head_dim, model_type=model_type, made_by=made_by)
+    return HeadRoles.of(retrieves, head_dim=head_dim, model_type=model_type, made_by=made_by)
 
 
-def lookup_mass(
-    lean: LeanModel, tokens: Tensor, lookups: Sequence[LookUp]
-) -> npt.NDArray[np.float64]:
+def mean_lookup_mass(
+    lean: LeanModel,
+    tokenizer: Any,
+    num_tokens: int,
+    *,
+    on_text: Callable[[], None] | None = None,
+) -> FloatArray:
+    """[num_layers, num_kv_heads]: `lookup_mass`, mean over texts of each kind.
+
+    Args:
+        num_tokens: of a text.
+        on_text: called after each of the NUM_LOOKUP_TEXTS.
+    """
+    masses = []
+    for text in lookup_texts(tokenizer, num_tokens):
+        masses.append(lookup_mass(lean, *text))
+        if on_text is not None:
+            on_text()
+    return np.asarray(np.mean(masses, axis=0))
+
+
+def lookup_mass(lean: LeanModel, tokens: Tensor, lookups: Sequence[LookUp]) -> FloatArray:
     """[num_layers, num_kv_heads]: the share of attention that falls on the facts while the answers
     are read, of the query head that gives most; one prefill of `tokens`, in a store of its own.
     """

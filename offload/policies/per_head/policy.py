@@ -37,6 +37,7 @@ from offload.policies.per_head.heads import (
     default_retrieval_heads,
     spaced_heads,
 )
+from offload.policies.per_head.kept_roles import keep_roles, kept_roles
 from offload.policies.per_head.members import MemberLayouts, context_of, joined, of_member
 from offload.policies.sketch.policy import Sketch
 
@@ -190,9 +191,13 @@ class PerHead(Policy):
             check_retrieval_heads(count, num_layers, num_kv_heads, self.dense_layers)
 
     def calibrated(
-        self, make_lean: Callable[[], LeanModel], model_type: str, load_tokenizer: Callable[[], Any]
+        self,
+        make_lean: Callable[[], LeanModel],
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+        checkpoint: Callable[[], str],
     ) -> Policy:
-        """With retrieval heads of the model, if it has no roles.
+        """With retrieval heads of the model, if it has no roles; they are kept for the next time.
 
         Raises:
             ValueError: it has roles of another model, or more retrieval heads than a sixth.
@@ -209,8 +214,14 @@ class PerHead(Policy):
         if count is None:
             heads = shape.num_kv_heads
             count = default_retrieval_heads(shape.num_layers, heads, self.dense_layers)
-        roles = calibrated_roles(lean, model_type, load_tokenizer, count, self.dense_layers)
-        return self if roles is None else self._with_roles(roles)
+        name, wanted = checkpoint(), (count, self.dense_layers)
+        roles = kept_roles(name, *wanted, **shape.kv_heads, model_type=model_type)
+        if roles is None:
+            roles = calibrated_roles(lean, model_type, load_tokenizer, *wanted)
+            if roles is None:
+                return self
+            keep_roles(roles, name, *wanted)
+        return self._with_roles(roles)
 
     def of_heads(
         self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
@@ -219,9 +230,7 @@ class PerHead(Policy):
         shape = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         roles = self.head_roles
         if not isinstance(roles, HeadRoles):
-            spaced = self._spaced(num_layers, num_kv_heads)
-            spaced[0] = True  # as roles have it
-            roles = HeadRoles.of(spaced, head_dim=head_dim)
+            roles = HeadRoles.of(self._spaced(num_layers, num_kv_heads), head_dim=head_dim)
         return replace(
             self._with_roles(roles.of_heads(heads)),
             rest=self.rest.of_heads(heads, **shape),

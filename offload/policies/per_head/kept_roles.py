@@ -1,0 +1,73 @@
+"""Calibrated heads that are kept: for the embedded models in the package, else in the user's cache.
+
+A calibration takes seconds, and always finds the same heads.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from offload.policies.lychee_decode.roles import HeadRoles
+from offload.system.cache_folder import cache_folder
+
+_CALIBRATION = "1"  # change it when other heads are found than by older versions
+_OF_PACKAGE = Path(__file__).parent / "roles"
+
+logger = logging.getLogger(__name__)
+
+
+def kept_roles(
+    checkpoint: str, retrieval_heads: int, dense_layers: int, **shape: Any
+) -> HeadRoles | None:
+    """What a calibration has found before; None where none is kept, or what lies there is not it.
+
+    Args:
+        checkpoint: names the weights, as `loading.names.checkpoint_name` does.
+        retrieval_heads, dense_layers: of the calibration.
+        shape: as `HeadRoles.check` takes it.
+    """
+    name = _file_name(checkpoint, retrieval_heads, dense_layers)
+    for folder in (_OF_PACKAGE, _cached()):
+        if not (folder / name).is_file():
+            continue
+        try:
+            roles = HeadRoles.load(folder / name)
+            roles.check(**shape)
+        except (OSError, ValueError) as error:
+            logger.warning("%s; heads are calibrated again", error)
+            continue
+        if roles.array[:dense_layers].any() or roles.array.sum() != retrieval_heads:
+            logger.warning("roles file %s was changed; heads are calibrated again", roles.source)
+            continue
+        return roles
+    return None
+
+
+def keep_roles(roles: HeadRoles, checkpoint: str, retrieval_heads: int, dense_layers: int) -> None:
+    """Have `kept_roles` find them. Where the cache cannot be written to, they are not kept."""
+    target = _cached() / _file_name(checkpoint, retrieval_heads, dense_layers)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may do the same: a file is there as a whole or not at all.
+        with tempfile.TemporaryDirectory(prefix=".roles-", dir=target.parent) as temporary:
+            whole = Path(temporary) / target.name
+            roles.save(whole)
+            whole.replace(target)
+    except OSError as error:
+        logger.info(
+            "calibrated heads are not kept: cannot write to %s (%s); set OFFLOAD_CACHE to a folder "
+            "that can be written to",
+            target.parent,
+            error.strerror,
+        )
+
+
+def _cached() -> Path:
+    return cache_folder() / "roles" / f"per_head-{_CALIBRATION}"
+
+
+def _file_name(checkpoint: str, retrieval_heads: int, dense_layers: int) -> str:
+    return f"{checkpoint}-{retrieval_heads}-after-{dense_layers}.json"

@@ -17,6 +17,7 @@ from offload.decode.gpu.placement import (
     HeadPlacement,
     Place,
     UInt8Array,
+    least_places,
     may_be_gathered,
     may_stay_on_gpu,
 )
@@ -24,7 +25,6 @@ from offload.planning.placement_bytes import step_device_bytes
 from offload.planning.profile import DeviceProfile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
-from offload.policies.base import DENSE
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
 
@@ -77,12 +77,10 @@ def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement
 
 
 def least_placement(work: Workload) -> HeadPlacement:
-    """Dense layers on the GPU, everything else on the CPU: what decoding needs no choice for."""
+    """Dense layers on the GPU, everything else on the CPU."""
     shape = work.shape
-    places = np.full((shape.num_layers, shape.num_kv_heads), Place.CPU, np.uint8)
-    if work.selected_roles is not None:
-        places[(work.selected_roles == DENSE).all(axis=1)] = Place.GPU
-    return HeadPlacement(places)
+    heads = shape.num_qo_heads, shape.num_kv_heads
+    return HeadPlacement(least_places(work.policy, shape.num_layers, *heads))
 
 
 def _check_dense(placement: HeadPlacement, room: DeviceRoom) -> None:

@@ -16,16 +16,16 @@ from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.gpu.layer_heads import layer_heads
-from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.placement import HeadPlacement, Place, least_places
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
 from offload.planning.step_time import StepModel
 from offload.policies import LFPS, ExactTopK, Full, LycheeDecode, PerHead, Policy
-from offload.policies.base import BuildContext
+from offload.policies.base import SELECT, BuildContext
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.registry import make_policy
 
 HEADS = Shape(num_kv_heads=4)
-# [layers, KV heads] of HEADS; layer 0 is dense anyway
+# [layers, KV heads] of HEADS; layer 0 retrieves anyway, as the only one of dense_layers
 MIXED = np.array([[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0]], bool)
 KV_LENS = [300, 40, 130]
 
@@ -40,8 +40,6 @@ def pool():
 def per_head(retrieves: np.ndarray, head_dim: int = 32, **options: Any) -> PerHead:
     """With these retrieval heads, however many."""
     policy = make_policy("per_head", **{**SMALL, **options})
-    retrieves = retrieves.copy()
-    retrieves[0] = True
     return replace(policy, head_roles=HeadRoles.of(retrieves, head_dim=head_dim), is_part=True)
 
 
@@ -71,9 +69,10 @@ def decode(worlds: list[World], num_steps: int) -> list[list[tuple[Any, Any]]]:
 @pytest.mark.parametrize("rest", ["lfps", "lychee_cluster", "quest", "exact_topk"])
 @pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
 def test_without_retrieval_heads_it_is_the_rest(rest, retrieval, pool):
-    ours = per_head(np.zeros((3, 4), bool), rest=rest, retrieval=retrieval)
+    options = SMALL | {"dense_layers": 0}
+    ours = per_head(np.zeros((3, 4), bool), rest=rest, retrieval=retrieval, dense_layers=0)
     for (out, chosen), (expected, selections) in decode(
-        worlds([ours, make_policy(rest, **SMALL)], pool), 5
+        worlds([ours, make_policy(rest, **options)], pool), 5
     ):
         assert torch.equal(out, expected)
         assert chosen == selections
@@ -97,7 +96,7 @@ def test_a_rest_per_query_head_needs_roles():
 
 @pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
 def test_with_retrieval_heads_only_it_is_the_retrieval(retrieval, pool):
-    alone = Full() if retrieval == "full" else ExactTopK(**SMALL)
+    alone = Full() if retrieval == "full" else ExactTopK(**SMALL | {"dense_layers": 0})
     ours = per_head(np.ones((3, 4), bool), rest="lfps", retrieval=retrieval)
     for (out, chosen), (expected, selections) in decode(worlds([ours, alone], pool), 3):
         assert torch.equal(out, expected)
@@ -109,7 +108,7 @@ def test_with_retrieval_heads_only_it_is_the_retrieval(retrieval, pool):
 def test_each_head_does_as_it_would_alone(rest, retrieval, pool):
     """Every head's answer is that of its own member deciding for all heads; learning included."""
     ours = per_head(MIXED, rest=rest, retrieval=retrieval)
-    alone = Full() if retrieval == "full" else ExactTopK(**SMALL)
+    alone = Full() if retrieval == "full" else ExactTopK(**SMALL | {"dense_layers": 0})
     all_worlds = worlds([ours, make_policy(rest, **SMALL), alone], pool)
     of_head = 3 * 32
     for (out, _), (of_rest, _), (of_retrieval, _) in decode(all_worlds, 6):
@@ -238,9 +237,10 @@ def test_a_device_builds_of_each_member_its_own_heads(pool):
 
 
 def test_default_heads():
-    """An eighth, spread over the layers after the dense ones and over KV heads."""
+    """An eighth, spread over the layers after the dense ones, of which all, and over KV heads."""
     policy = make_policy("per_head", rest="lfps")
-    assert (policy.roles(32, 8)[:2] == 0).all()
+    assert (policy.unit_members(32, 8)[:2] == 1).all()
+    assert (policy.roles(32, 8) == SELECT).all()
     retrieves = policy.unit_members(32, 8)[2:] == 1
     assert retrieves.sum() == 32
     assert retrieves.sum(0).tolist() == [4] * 8
@@ -260,7 +260,13 @@ def test_heads_on_a_gpu_are_those_that_retrieve():
     for retrieval in ("full", "exact_topk"):
         policy = per_head(MIXED, retrieval=retrieval)
         places = np.full((3, 4), Place.CPU)
+        if retrieval == "full":  # dense layers must be there
+            with pytest.raises(ValueError, match=r"KV head 0 of layer 0 .* leaves this layer dens"):
+                HeadPlacement(places).check_policy(policy, 12)
+        else:
+            HeadPlacement(places).check_policy(policy, 12)
         places[0] = Place.GPU
+        assert (least_places(policy, 3, 12, 4) == places).all()
         HeadPlacement(places).check_policy(policy, 12)
         places[MIXED] = Place.GPU
         HeadPlacement(places).check_policy(policy, 12)
@@ -271,8 +277,9 @@ def test_heads_on_a_gpu_are_those_that_retrieve():
     HeadPlacement(np.where(MIXED, Place.GPU, Place.CPU)).check_policy(by_query_head, 12)
 
 
-def test_a_rank_has_its_heads_part():
-    policy = make_policy("per_head", rest="lfps", retrieval="exact_topk")
+@pytest.mark.parametrize("dense_layers", [0, 2])
+def test_a_rank_has_its_heads_part(dense_layers):
+    policy = make_policy("per_head", rest="lfps", retrieval="exact_topk", dense_layers=dense_layers)
     whole = policy.unit_members(32, 8)
     shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 64}
     for heads in (range(3), range(3, 8)):

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
 from offload.decode.gpu.handshake import Handshake, Step, make_handshake
 from offload.decode.gpu.layer_heads import layer_heads
 from offload.decode.gpu.linear import DeviceWeights, linear_path
-from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.placement import HeadPlacement, Place, least_places
 from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.decode.gpu.resident_kv import check_resident_room, window_of
 from offload.decode.sampling import SamplingOptions, TokenChooser
@@ -246,11 +245,8 @@ class DeviceDecoder:
         return slots
 
     def _least_placement(self) -> HeadPlacement:
-        """Layers that the policy leaves dense on the GPU, all others on the CPU."""
-        places = np.full((len(self.model.layers), self.store.num_kv_heads), Place.CPU, np.uint8)
-        if self.attention.policy.selects:
-            places[~self.attention.sparse_layers] = Place.GPU
-        return HeadPlacement(places)
+        heads = self.attention.num_qo_heads, self.store.num_kv_heads
+        return HeadPlacement(least_places(self.attention.policy, len(self.model.layers), *heads))
 
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
         steps, start = self._prepared, time.perf_counter()

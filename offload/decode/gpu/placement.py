@@ -276,6 +276,22 @@ def kv_head_roles(
     return roles
 
 
+def least_places(
+    policy: Policy, num_layers: int, num_qo_heads: int, num_kv_heads: int
+) -> UInt8Array:
+    """What decoding needs no choice for: dense layers on the GPU, everything else on the CPU.
+
+    A policy's first `dense_layers` are dense there if they may as well attend to everything.
+    """
+    places = np.full((num_layers, num_kv_heads), Place.CPU, np.uint8)
+    roles = kv_head_roles(policy, num_layers, num_qo_heads, num_kv_heads)
+    if roles is not None:
+        dense = roles == DENSE
+        dense[: policy.dense_layers] |= whole_on_device(policy, roles)[: policy.dense_layers]
+        places[dense.all(axis=1)] = Place.GPU
+    return places
+
+
 def may_stay_on_gpu(policy: Policy, roles: UInt8Array) -> BoolArray:
     """[num_layers, num_kv_heads]: dense heads, retrieving ones whose rule the GPU knows, and those
     that may as well attend to everything."""

@@ -55,15 +55,18 @@ _SHARED = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "per
 
 @dataclass(frozen=True)
 class PerHead(Policy):
-    """`retrieval` for the retrieval heads, `rest` for the others, after the dense layers of both.
+    """`retrieval` for the retrieval heads, `rest` for the others.
+
+    In the first `dense_layers` all heads retrieve: with Full they are dense, and what they look at
+    broadly a sketch finds as well (docs/policies.md).
 
     Args:
         retrieval: Full, or a policy that selects in every layer, such as ExactTopK. None takes
             Sketch with what must be the same, or Full where rest selects per query head.
         rest: a policy that selects in every layer; budget, sinks, recent window and dense layers
             are its own, and those of `retrieval` must be the same.
-        head_roles: a roles file, or what is in one; its layer 0 counts only if there are no dense
-            layers. None: heads are calibrated when a model is loaded, or else evenly spaced.
+        head_roles: a roles file, or what is in one, of the layers after the dense ones. None: heads
+            are calibrated when a model is loaded, or else evenly spaced.
         retrieval_heads: how many to calibrate; None takes an eighth of the model's KV heads. At
             most a sixth, as of head_roles.
         is_part: head_roles are a rank's part of a model's, whose number was checked.
@@ -158,10 +161,9 @@ class PerHead(Policy):
         else:
             retrieves = self._spaced(num_layers, num_units)
         retrieves = retrieves.repeat(num_units // retrieves.shape[1], axis=1)
+        retrieves[: self.dense_layers] = True
         retrieving = _RETRIEVAL if self.retrieval.selects else NO_MEMBER
-        members = np.where(retrieves, retrieving, _REST).astype(np.uint8)
-        members[: self.dense_layers] = NO_MEMBER
-        return members
+        return np.where(retrieves, retrieving, _REST).astype(np.uint8)
 
     def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
         """DENSE where no member selects."""

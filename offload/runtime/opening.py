@@ -165,22 +165,25 @@ def with_calibrated_policy(
 ) -> RuntimeConfig:
     """The config, its policy with what it needs to learn from the model's attention first.
 
-    With ranks one of them learns; the model is still whole.
+    A plan was made before: of its placement, heads move with their roles. With ranks one of them
+    learns; the model is still whole.
     """
-    if ranks is not None:
-        return replace(
-            config,
-            policy=ranks.once(lambda: with_calibrated_policy(stock, config, folder).policy),
-        )
     from transformers import AutoTokenizer
 
-    policy = config.policy.calibrated(
-        lambda: lean_model_maker(stock.config.model_type)(stock),
-        model_type=stock.config.model_type,
-        load_tokenizer=lambda: AutoTokenizer.from_pretrained(folder),
-        checkpoint=lambda: checkpoint_name(folder),
-    )
-    return replace(config, policy=policy)
+    def calibrate() -> Policy:
+        return config.policy.calibrated(
+            lambda: lean_model_maker(stock.config.model_type)(stock),
+            model_type=stock.config.model_type,
+            load_tokenizer=lambda: AutoTokenizer.from_pretrained(folder),
+            checkpoint=lambda: checkpoint_name(folder),
+        )
+
+    policy = calibrate() if ranks is None else ranks.once(calibrate)
+    placement = config.placement
+    if placement is not None and policy != config.policy:
+        num_qo_heads = stock.config.num_attention_heads
+        placement = placement.after_calibration(config.policy, policy, num_qo_heads)
+    return replace(config, policy=policy, placement=placement)
 
 
 def keep_own_part(stock: Any, config: RuntimeConfig, ranks: TensorParallel) -> RuntimeConfig:

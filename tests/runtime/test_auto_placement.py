@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases.device_cases import small
 from cases.profile_cases import SMALL, device_profile, machine_profile
+from cases.tiny_models import make_tiny_model
 
 from offload import OffloadedModel
-from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.placement import HeadPlacement, Place, may_be_gathered, may_stay_on_gpu
 from offload.planning.profile import MachineProfile
+from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.placing import choose_automatically, placement_for
@@ -62,6 +67,52 @@ def test_the_decoder_gets_the_placement(tiny_folders: dict[str, Path]) -> None:
         OffloadedModel.from_pretrained(
             tiny_folders["llama"], placement=HeadPlacement.from_text("GG\nG.\n.."), **options
         )
+
+
+@pytest.mark.parametrize("num_on_gpu", [2, 1, 0])
+@pytest.mark.parametrize("name", ["per_head", "lychee_decode"])
+def test_a_plan_made_before_a_calibration(name: str, num_on_gpu: int) -> None:
+    """Heads move with their roles, and as many stay on the GPU; the layers above all as before."""
+    before: Any = make_policy(name, dense_layers=1, retrieval_heads=2)
+    roles = np.array([[1] * 4, [0] * 4, [0] * 4, [0, 0, 0, 1], [0, 0, 0, 1], [0] * 4], bool)
+    after = replace(before, head_roles=HeadRoles.of(roles, head_dim=64), retrieval_heads=None)
+    places = np.full((6, 4), Place.CPU)
+    whole = may_stay_on_gpu(before, before.roles(6, 4))
+    retrieving = np.argwhere(whole)[4:]
+    assert len(retrieving) == 2
+    places[0] = Place.GPU
+    for layer_idx, head in retrieving[:num_on_gpu]:
+        places[layer_idx, head] = Place.GPU
+    if name == "lychee_decode":
+        places[1, may_be_gathered(before, before.roles(6, 4), places)[1]] = Place.GATHER
+    plan = HeadPlacement(places)
+    plan.check_policy(before, 8)
+    if num_on_gpu:
+        with pytest.raises(ValueError, match="cannot be placed GPU"):
+            plan.check_policy(after, 8)
+    moved = plan.after_calibration(before, after, 8)
+    moved.check_policy(after, 8)
+    assert moved.counts(Place.GPU) == [4, 0, 0, num_on_gpu > 0, num_on_gpu > 1, 0]
+    assert moved.counts(Place.GATHER)[1] == plan.counts(Place.GATHER)[1]
+    assert plan.after_calibration(after, after, 8) == plan  # refused as it is, or taken
+
+
+def test_a_plan_of_a_policy_that_is_calibrated_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        "offload.policies.per_head.calibration.mean_lookup_mass",
+        lambda *_: np.array([[0.9, 0.8], [0.1, 0.5], [0.4, 0.0]]),
+    )
+    make_tiny_model("llama", max_position_embeddings=1024).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy = make_policy("per_head", dense_layers=1, retrieval_heads=1)
+    plan = HeadPlacement.from_text("GG\n..\nG.")
+    plan.check_policy(policy, 6)
+    options = {"dtype": "float32", "backend": "inline", "num_threads": 1, "policy": policy}
+    model = OffloadedModel.from_pretrained(tmp_path, placement=plan, **options)
+    assert model._offload._decoder.placement == HeadPlacement.from_text("GG\n.G\n..")
 
 
 def chosen_for(

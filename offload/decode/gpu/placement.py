@@ -156,6 +156,27 @@ class HeadPlacement:
                 )
                 self._refuse(layer_idx, int(wrong[0]), reason)
 
+    def after_calibration(self, before: Policy, policy: Policy, num_qo_heads: int) -> HeadPlacement:
+        """This placement, if it was made for `before`, for what that became in a calibration.
+
+        As many heads are on the GPU: those that may stay there now, of the first layers first.
+        """
+        try:
+            self.check_policy(before, num_qo_heads)
+        except ValueError:
+            return self  # made for another policy: whoever places heads refuses it, or takes it
+        roles = kv_head_roles(policy, self.num_layers, num_qo_heads, self.num_kv_heads)
+        if roles is None:
+            return self
+        places, allowed = self.places.copy(), may_stay_on_gpu(policy, roles)
+        moving = (places == Place.GPU) & ~allowed
+        places[moving] = Place.CPU
+        coming = np.argwhere(allowed & (places != Place.GPU))[: moving.sum()]
+        places[tuple(coming.T)] = Place.GPU
+        fetched = may_be_gathered(policy, roles, places)
+        places[(places == Place.GATHER) & ~fetched] = Place.CPU
+        return HeadPlacement(places, self.source)
+
     def text(self) -> str:
         """A letter per head and a line per layer: G on the GPU, g gathered, . on the CPU."""
         return "\n".join("".join(LETTERS[Place(p)] for p in of_layer) for of_layer in self.places)

@@ -79,13 +79,19 @@ class BuildContext:
 
 @dataclass(frozen=True)
 class StateShape:
-    """What the size of a policy's arrays depends on, where they serve `capacity_tokens` tokens."""
+    """What the size of a policy's arrays depends on, where they serve `capacity_tokens` tokens.
+
+    Attributes:
+        layer_idx, num_layers: as in `BuildContext`.
+    """
 
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
     item_bytes: int
     capacity_tokens: int
+    layer_idx: int = 0
+    num_layers: int = 1
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,7 @@ class PolicyStates:
         self._has_state = policy.selects and policy.has_state()
         if self._has_state:
             store.share_budget(lambda: self.held_bytes)
-        self.bytes = StateBytes(
-            policy, store, num_qo_heads=num_qo_heads, num_layers=len(self.layers)
-        )
+        self.bytes = StateBytes(policy, store, num_qo_heads=num_qo_heads, layers=self.layers)
 
     @property
     def num_bytes(self) -> int:

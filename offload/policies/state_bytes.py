@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from offload.kv.store import HostBudgetError, KVStore
 from offload.policies.base import Policy, StateShape
@@ -15,14 +16,14 @@ class StateBytes:
     """Bytes of what `policy` remembers of a sequence of `store`, counted before they are there.
 
     Args:
-        num_layers: that ask the policy.
+        layers: that ask the policy.
     """
 
     def __init__(
-        self, policy: Policy, store: KVStore, *, num_qo_heads: int, num_layers: int
+        self, policy: Policy, store: KVStore, *, num_qo_heads: int, layers: Iterable[int]
     ) -> None:
         self._policy, self._store = policy, store
-        self._num_qo_heads, self._num_layers = num_qo_heads, num_layers
+        self._num_qo_heads, self._layers = num_qo_heads, sorted(layers)
         self._sizes: dict[int, int] = {}  # `at`, by capacity
 
     def at(self, kv_len: int) -> int:
@@ -38,8 +39,10 @@ class StateBytes:
                 head_dim=store.head_dim,
                 item_bytes=store.dtype.itemsize,
                 capacity_tokens=capacity,
+                num_layers=store.num_layers,
             )
-            num_bytes = self._num_layers * policy.selecting.state_bytes(shape)
+            state_bytes = policy.selecting.state_bytes
+            num_bytes = sum(state_bytes(replace(shape, layer_idx=i)) for i in self._layers)
             self._sizes = {capacity: num_bytes}  # most ask for one
         return self._sizes[capacity]
 
@@ -49,7 +52,7 @@ class StateBytes:
         policy, store = self._policy, self._store
         if not (policy.selects and policy.observed_queries):
             return 0
-        return self._num_layers * RecentQueries.bytes_for(
+        return len(self._layers) * RecentQueries.bytes_for(
             self._num_qo_heads, policy.observed_queries, store.head_dim, store.dtype
         )
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import re
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases.device_cases import small
@@ -16,6 +18,8 @@ from cpu_ops.worker_pool import WorkerPool
 from offload import OffloadedModel
 from offload.kv.store import HostBudgetError
 from offload.policies.base import BuildContext, StateShape
+from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.registry import make_policy
 from offload.policies.state import capacity_for
 
 LONG = 220
@@ -57,6 +61,29 @@ def test_the_bytes_counted_beforehand_are_the_most_there_are(name, num_tokens):
     assert 0.3 * counted < made <= counted
     if name != "lychee_cluster":  # whose chunks may be twice as long as the shortest
         assert made == counted
+
+
+def test_the_bytes_of_per_head_are_those_of_each_members_own_heads():
+    """Layer by layer: of retrieval heads only, of others only, and of both."""
+    policy = make_policy("per_head", rest="lfps", dense_layers=1, budget_tokens=64, recent_tokens=8)
+    roles = np.array([[0, 0], [0, 1], [0, 0]], bool)
+    policy = replace(policy, head_roles=HeadRoles.of(roles, head_dim=32), is_part=True)
+    keys = torch.randn(2, 9000, 32, generator=torch.Generator().manual_seed(0))
+    shape = StateShape(6, 2, 32, 4, capacity_for(9000), num_layers=3)
+    for layer_idx in range(3):
+        context = BuildContext(
+            layer_idx=layer_idx,
+            keys=keys,
+            values=keys,
+            queries=torch.randn(6, 32, 32),
+            sm_scale=0.2,
+            capacity_tokens=shape.capacity_tokens,
+            text_marks=None,
+            pool=None,
+            num_layers=3,
+        )
+        made = sum(array.nbytes for array in policy.build(context).values())
+        assert policy.state_bytes(replace(shape, layer_idx=layer_idx)) == made > 0
 
 
 @pytest.mark.parametrize("name", ["lfps", "lychee_cluster"])

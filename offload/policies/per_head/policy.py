@@ -260,16 +260,16 @@ class PerHead(Policy):
             member.rehearse_on_device(keys)
 
     def state_bytes(self, shape: StateShape) -> int:
-        """Of rest as if it had all heads, of retrieval with as many as it has in one layer."""
-        roles, num_heads = self.head_roles, shape.num_kv_heads
-        most = num_heads
-        if isinstance(roles, HeadRoles):
-            most = int(roles.array[self.dense_layers :].sum(axis=1).max(initial=0))
-        group = shape.num_qo_heads // num_heads
-        retrieving = replace(shape, num_kv_heads=most, num_qo_heads=most * group)
-        rest, *others = self.members
-        held = rest.state_bytes(shape)
-        return held + sum(other.state_bytes(retrieving) for other in others if most)
+        """Of each member, of its own heads."""
+        group_size = shape.num_qo_heads // shape.num_kv_heads
+        members = self.unit_members(shape.num_layers, shape.num_kv_heads)[shape.layer_idx]
+        num_bytes = 0
+        for index, member in enumerate(self.members):
+            count = int((members == index).sum())
+            if count and member.has_state():
+                own = replace(shape, num_kv_heads=count, num_qo_heads=count * group_size)
+                num_bytes += member.state_bytes(own)
+        return num_bytes
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         return joined(

@@ -139,6 +139,18 @@ def prefill_bytes(work: Workload, slice_tokens: int) -> int:
     ).total_bytes
 
 
+def head_state_bytes(
+    policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int
+) -> tuple[float, ...]:
+    """As `Workload` takes them: `policy_state_bytes` of each member, for one KV head."""
+    if not policy.selects:
+        return ()
+    return tuple(
+        policy_state_bytes(member, shape, dtype, kv_len) / shape.num_kv_heads
+        for member in policy.members
+    )
+
+
 def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int) -> float:
     """What the policy keeps of one sequence and layer that asks it, at `kv_len` tokens.
 

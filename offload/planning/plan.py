@@ -19,7 +19,7 @@ from offload.kv.page_pool import page_shape
 from offload.loading.planned_model import PlannedModel
 from offload.planning.choose import DeviceRoom, choose_placement
 from offload.planning.placement_bytes import (
-    policy_state_bytes,
+    head_state_bytes,
     prefill_bytes,
     step_device_bytes,
     step_layouts,
@@ -28,7 +28,7 @@ from offload.planning.placement_bytes import (
 from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel, StepTime
 from offload.planning.workload import Workload
-from offload.policies.base import RETRIEVE, SELECT, Policy
+from offload.policies.base import Policy
 from offload.system.errors import DeviceMemoryError, HostBudgetError
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
@@ -146,7 +146,7 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
         batch_size=request.batch_size,
         dtype=model.dtype,
         page_tokens=request.page_tokens,
-        state_bytes=policy_state_bytes(request.policy, shape, model.dtype, request.context),
+        head_state_bytes=head_state_bytes(request.policy, shape, model.dtype, request.context),
     )
     step_model = StepModel(profile, work, on_gpu=request.on_gpu)
     limit: int | None = None
@@ -252,10 +252,9 @@ def _host(
         HostBudgetError: they do not fit.
     """
     weights = request.model.weight_bytes
-    asking = int(((work.roles() == SELECT) | (work.roles() == RETRIEVE)).any(axis=1).sum())
     counted = {
         "KV cache": store_bytes(work),
-        "kept by the policy": round(work.state_bytes * asking * request.batch_size),
+        "kept by the policy": round(work.kept_bytes * request.batch_size),
     }
     budgeted = counted["KV cache"]
     if request.on_gpu:

@@ -21,13 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from offload.decode.gpu.placement import HeadPlacement, Place, UInt8Array, whole_on_device
+from offload.decode.gpu.placement import HeadPlacement, Place, UInt8Array
 from offload.models.shape import layer_elements
 from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
 from offload.planning.workload import Workload, policy_key
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
 
 # Of a worker's second-level cache that reading ahead fills (decode_attention_warm.cpp).
 _AHEAD_BYTES_PER_WORKER = 2**20
@@ -118,10 +116,6 @@ class StepModel:
             )
         self.profile, self.work = profile, work
         self.roles = work.roles()
-        if on_gpu:
-            # There they attend to everything; on its host they look at it, which costs up to that.
-            whole = whole_on_device(work.policy, self.roles)
-            self.roles = np.where(whole, np.uint8(DENSE), self.roles)
         self._device = profile.device if on_gpu else None
         self._assumed: list[str] = []
         if self._device is not None:
@@ -161,17 +155,19 @@ class StepModel:
             top_k_us: what the layer before publishes takes, beside the linear layers in between.
         """
         roles, work = self.roles[layer_idx], self.work
-        on_cpu = roles[places == Place.CPU]
+        members = work.unit_members[layer_idx]
+        on_cpu = places == Place.CPU
         if self._device is None:
-            attend = self.attend_us(roles)
+            attend = self.attend_us(roles, members)
             return LayerTime("CPU", self.linear_us, 0.0, 0.0, attend, attend, 0.0)
         device = self._device
         resident = roles[places == Place.GPU]
         num_gathered = int((places == Place.GATHER).sum())
-        window = device.window_us if num_gathered or len(on_cpu) else 0.0
+        num_on_cpu = int(on_cpu.sum())
+        window = device.window_us if num_gathered or num_on_cpu else 0.0
         gpu = self._resident_us(device, resident) + window
         gather = slowed = merge = reply = 0.0
-        if num_gathered or len(on_cpu) or self._publishes(resident):
+        if num_gathered or num_on_cpu or self._publishes(resident):
             merge = device.merge_us
         fetched = work.batch_size * num_gathered * work.chosen_tokens * 2 * work.row_bytes
         attend_fetched = device.attention.us(fetched)
@@ -180,16 +176,16 @@ class StepModel:
             if top_k_us:  # rows that the layer before chose are on their way only since then
                 late = top_k_us + device.gather.us(fetched) - self.linear_us
                 gather = max(gather, late)
-        if len(on_cpu):
+        if num_on_cpu:
             # The request waits for what the CPU's heads reuse.
             reply = max(0.0, top_k_us - self.linear_us) + device.round_trip_us
-            reply += self.attend_us(on_cpu, window_on_gpu=True)
+            reply += self.attend_us(roles[on_cpu], members[on_cpu], window_on_gpu=True)
         # The link is done when all rows are there, whatever else the GPU did meanwhile.
         gpu += attend_fetched
         side = max(gpu + slowed, window + attend_fetched + gather, reply + slowed)
         # A layer takes longer with the top-k of its heads beside it.
         exposed = side - gpu + device.top_k_beside.us(self._num_scores(resident))
-        counts = {"GPU": len(resident), "gather": num_gathered, "CPU": len(on_cpu)}
+        counts = {"GPU": len(resident), "gather": num_gathered, "CPU": num_on_cpu}
         kind = " + ".join(name for name, count in counts.items() if count)
         return LayerTime(kind, self.linear_us, gpu, gather, reply, exposed, merge)
 
@@ -229,12 +225,15 @@ class StepModel:
         table = device.retrieval if self._publishes(roles) else device.attention
         return table.us(len(roles) * of_head)
 
-    def attend_us(self, roles: UInt8Array, *, window_on_gpu: bool = False) -> float:
-        """The worker pool's part of a layer, its heads with these roles."""
+    def attend_us(
+        self, roles: UInt8Array, members: UInt8Array, *, window_on_gpu: bool = False
+    ) -> float:
+        """The worker pool's part of a layer, its heads with these roles and selected for by these
+        members of the policy."""
         work, profile = self.work, self.profile
         window = work.window_tokens if window_on_gpu else 0
-        dense = retrieved = rows = certain = scaled = 0.0
-        for role in roles.tolist():
+        dense = retrieved = certain = selected = scaled = 0.0
+        for role, index in zip(roles.tolist(), members.tolist(), strict=True):
             if role in (DENSE, RETRIEVE) or not work.is_sparse:
                 scanned = (work.kv_len - window) * 2 * work.row_bytes
                 if role == RETRIEVE and work.is_sparse:
@@ -246,28 +245,29 @@ class StepModel:
             if role == REUSE:
                 certain += attended
             elif role == SELECT:
-                looked_at, rereads_keys = work.policy.selecting.looked_at_bytes(
+                member = work.policy.members[index]
+                num_bytes, rereads_keys = member.looked_at_bytes(
                     kv_len=work.kv_len,
                     chosen_tokens=work.chosen_tokens,
                     row_bytes=work.row_bytes,
-                    state_bytes=work.state_bytes / work.shape.num_kv_heads,
+                    state_bytes=work.head_state_bytes[index] if work.head_state_bytes else 0.0,
                 )
-                scaled += looked_at
-                rows += attended if rereads_keys else attended / 2
-        dense, retrieved, rows, certain, scaled = (
-            work.batch_size * x for x in (dense, retrieved, rows, certain, scaled)
+                num_bytes += attended if rereads_keys else attended / 2
+                selected += num_bytes
+                scaled += num_bytes * self._select_scale(member)
+        scale = scaled / selected if selected else 1.0
+        dense, retrieved, certain, selected = (
+            work.batch_size * x for x in (dense, retrieved, certain, selected)
         )
-        selected = rows + certain + scaled
         cost = profile.scan_dense.us(dense) + profile.scan_retrieve.us(retrieved)
-        if selected:
-            scale = self._select_scale() if rows or scaled else 1.0
-            cost += self._rows_us(selected) * scale
+        if certain or selected:
+            cost += self._rows_us(certain + selected) * scale
         return cost if cost else profile.attend_cold.fixed_us
 
-    def _select_scale(self) -> float:
-        """Of the policy's own kernels."""
+    def _select_scale(self, member: Policy) -> float:
+        """Of a policy's own kernels."""
         work = self.work
-        scale = self.profile.select_scale.get(policy_key(work.policy, work.shape, work.kv_len))
+        scale = self.profile.select_scale.get(policy_key(member, work.shape, work.kv_len))
         if scale is None:
             self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
             return 1.0

@@ -11,7 +11,7 @@ import torch
 from offload.decode.gpu.placement import UInt8Array, kv_head_roles
 from offload.decode.gpu.resident_kv import window_of
 from offload.models.shape import ModelShape
-from offload.policies.base import DENSE, Policy
+from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy
 
 _LEAST_TOKENS = 32768
 _SHORT_BUDGETS = 16  # lychee_cluster calls contexts of so many budgets short
@@ -25,7 +25,8 @@ class Workload:
         kv_len: tokens of each sequence.
         dtype: of weights and cache.
         page_tokens: of a page of the host store.
-        state_bytes: what the policy keeps of one sequence and layer that asks it.
+        head_state_bytes: what each of the policy's members keeps of a KV head of one sequence and
+            layer; (): nothing that is known.
     """
 
     shape: ModelShape
@@ -34,7 +35,7 @@ class Workload:
     batch_size: int = 1
     dtype: torch.dtype = torch.bfloat16
     page_tokens: int = 256
-    state_bytes: float = 0.0
+    head_state_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("kv_len", "batch_size", "page_tokens"):
@@ -78,6 +79,26 @@ class Workload:
         """Of each [layer, KV head]; None if the policy selects nothing."""
         shape = self.shape
         return kv_head_roles(self.policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
+
+    @cached_property
+    def unit_members(self) -> UInt8Array:
+        """Which of the policy's members selects for each [layer, KV head], if one does."""
+        shape = self.shape
+        members = None
+        if self.policy.selects:
+            members = self.policy.unit_members(shape.num_layers, shape.num_kv_heads)
+        return np.zeros_like(self.roles()) if members is None else members
+
+    @property
+    def kept_bytes(self) -> float:
+        """What the policy keeps of one sequence, in all layers."""
+        roles = self.roles()
+        asked = ((roles == SELECT) | (roles == RETRIEVE)).any(axis=1)
+        members = self.unit_members[asked]
+        return sum(
+            float((members == index).sum()) * num_bytes
+            for index, num_bytes in enumerate(self.head_state_bytes)
+        )
 
     def roles(self) -> UInt8Array:
         """`selected_roles`; DENSE everywhere if the policy selects nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from offload.bench.machine.policy import measure_policy_us, selects_on_host, wit
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key
+from offload.policies import PerHead, Policy
 from offload.policies.registry import make_policy
 
 SHAPE = MODEL_SHAPES["smollm2-135m"]
@@ -31,14 +33,29 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
 
     # The model says of that layer what was measured, and no longer that it assumes something.
     work = Workload(SHAPE, policy, KV_LEN, dtype=torch.float32)
-    roles = work.roles()[-1]
+    layer = work.roles()[-1], work.unit_members[-1]
     plain = StepModel(replace(found, select_scale={key: 1.0}), work, on_gpu=False)
     scaled = StepModel(found, work, on_gpu=False)
-    assert scaled.attend_us(roles) == pytest.approx(scale * plain.attend_us(roles))
+    assert scaled.attend_us(*layer) == pytest.approx(scale * plain.attend_us(*layer))
     other = StepModel(profile, work, on_gpu=False)
-    other.attend_us(roles)
+    other.attend_us(*layer)
     assert any("selecting on the CPU" in line for line in other._assumed)
     assert not any("selecting on the CPU" in line for line in scaled._assumed)
+
+
+def test_each_member_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy("per_head", rest="quest", budget_tokens=256, dense_layers=1)
+    assert isinstance(policy, PerHead)
+    measured = []
+
+    def measure(member: Policy, *_: Any) -> float:
+        measured.append(member)
+        return 100.0
+
+    monkeypatch.setattr("offload.bench.machine.policy.measure_policy_us", measure)
+    found = with_policy(machine_profile(), policy, SHAPE, torch.float32, KV_LEN)
+    assert measured == [policy.rest, policy.retrieval]
+    assert found.select_scale.keys() == {policy_key(m, SHAPE, KV_LEN) for m in policy.members}
 
 
 def test_options_are_measured_by_themselves() -> None:

@@ -69,6 +69,37 @@ def test_a_layer_by_hand() -> None:
     assert waited.reply == 0.0
 
 
+def test_heads_of_two_members_by_hand() -> None:
+    """A retrieval head on the CPU looks at what its own policy does, with a GPU or without."""
+    work = workload("per_head", rest="exact_topk", retrieval="sketch", budget_tokens=1024)
+    work = replace(work, head_state_bytes=(0.0, 131072 * 36.0))
+    retrieves = work.policy.unit_members(32, 8)[2:] == 1
+    layer_idx = 2 + int(np.flatnonzero(retrieves.sum(1) == 1)[0])
+    keys = {"attend_cold": straight(10.0, 1e-5), "attend_warm": straight(10.0, 1e-5)}
+    keys["select_scale"] = {
+        policy_key(member, work.shape, work.kv_len): scale
+        for member, scale in zip(work.policy.members, (2.0, 3.0), strict=True)
+    }
+    attended, in_window = 956 * ROW, 68 * ROW  # on a GPU, which attends to the window itself
+
+    def by_hand(num_rest: int, num_retrieving: int, window: int) -> float:
+        rest = num_rest * (131072 * (256 + 4) + (attended + window) / 2)
+        of_head = 131072 * 36 + 3 * 956 * 256 + (attended + window) / 2
+        whole = rest + num_retrieving * of_head
+        return (10.0 + whole * 1e-5) * (2.0 * rest + 3.0 * num_retrieving * of_head) / whole
+
+    alone = StepModel(machine_profile(**keys), work, on_gpu=False)
+    assert alone.layer(layer_idx, row(*[C] * 8)).reply == pytest.approx(by_hand(7, 1, in_window))
+    assert alone.layer(0, row(*[C] * 8)).reply == pytest.approx(by_hand(0, 8, in_window))
+    beside = model_of(work, **keys)
+    round_trip = device_profile().round_trip_us
+    on_cpu = beside.layer(layer_idx, row(*[C] * 8))
+    assert on_cpu.reply == pytest.approx(round_trip + by_hand(7, 1, 0))
+    places = np.where(work.policy.unit_members(32, 8)[layer_idx] == 1, G, C).astype(np.uint8)
+    assert beside.layer(layer_idx, places).reply == pytest.approx(round_trip + by_hand(7, 0, 0))
+    assert work.kept_bytes == (32 + 16) * 131072 * 36  # an eighth, and two layers
+
+
 def test_a_layer_that_is_on_the_gpu_waits_for_nobody() -> None:
     work = workload("lychee_decode")
     layer = model_of(work).layer(0, row(*[G] * 8))

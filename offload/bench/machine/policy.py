@@ -21,7 +21,7 @@ from offload.bench.made.one_slab import num_pages, one_slab_store
 from offload.bench.made.structured_cache import structured_layer
 from offload.decode.attention import DecodeAttention
 from offload.models.shape import ModelShape
-from offload.planning.placement_bytes import policy_state_bytes
+from offload.planning.placement_bytes import head_state_bytes
 from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key, timed_tokens
@@ -44,7 +44,8 @@ def selects_on_host(policy: Policy, shape: ModelShape, kv_len: int) -> bool:
 def with_policy(
     profile: MachineProfile, policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int
 ) -> MachineProfile:
-    """`profile` with the policy's `select_scale`: measured now, 1 to 3 s, if it is not there.
+    """`profile` with the policy's `select_scale`, and that of each of its members: measured now, 1
+    to 3 s, if it is not there.
 
     Args:
         kv_len: of the context that is planned; at most so many tokens are attended to.
@@ -52,8 +53,16 @@ def with_policy(
     Returns:
         `profile` itself where there is nothing to measure, or no memory for it.
     """
-    if not selects_on_host(policy, shape, kv_len):
-        return profile
+    if selects_on_host(policy, shape, kv_len):
+        for member in policy.members:
+            profile = _with_member(profile, member, shape, dtype, kv_len)
+    return profile
+
+
+def _with_member(
+    profile: MachineProfile, policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int
+) -> MachineProfile:
+    """Of a policy that has no others as members."""
     key = policy_key(policy, shape, kv_len)
     if key in profile.select_scale:
         return profile
@@ -67,9 +76,10 @@ def with_policy(
         _in_every_layer(policy),
         tokens,
         dtype=dtype,
-        state_bytes=policy_state_bytes(_in_every_layer(policy), shape, dtype, tokens),
+        head_state_bytes=head_state_bytes(_in_every_layer(policy), shape, dtype, tokens),
     )
-    predicted = StepModel(profile, work, on_gpu=False).attend_us(work.roles()[-1])
+    model = StepModel(profile, work, on_gpu=False)
+    predicted = model.attend_us(work.roles()[-1], work.unit_members[-1])
     return replace(profile, select_scale={**profile.select_scale, key: measured / predicted})
 
 

@@ -109,6 +109,16 @@ def random_placement(rng: np.random.Generator, decoder: Any) -> HeadPlacement:
     return HeadPlacement(places)
 
 
+def _that_selects(decoder: Any) -> HeadPlacement:
+    """As the decoder has it, but for heads that would attend to more than on the CPU."""
+    places = np.array(decoder.placement.places)
+    num_qo_heads = decoder.model.shape.num_qo_heads
+    roles = kv_head_roles(decoder.attention.policy, len(places), num_qo_heads, places.shape[1])
+    if roles is not None:
+        places[roles == SELECT] = Place.CPU
+    return HeadPlacement(places)
+
+
 @dataclass
 class Outcome:
     """Of one case: steps that agreed, and what did not."""
@@ -141,6 +151,8 @@ class Case:
         options = {"page_tokens": int(rng.choice([16, 32, 64])), "num_threads": num_threads}
         self.native = load(folder, self.policy, ("cpu", None), **options)
         self.inline = load(folder, self.policy, ("cpu", "inline"), **options)
+        decoder = self.inline._offload._decoder
+        decoder.place(_that_selects(decoder))
         self.batch_size = int(rng.integers(1, 4))
         self.kv_lens = [int(rng.integers(1, 260)) for _ in range(self.batch_size)]
         self.num_steps = int(rng.integers(6, 14))

@@ -347,6 +347,7 @@ def _prefill_seconds(
         slice_tokens=slice_tokens,
         on_queries=None if build is None else attention.on_prefill_queries,
         on_layer=None if build is None else build.on_layer,
+        copied_heads=0 if build is None else build.copied_heads,
         device_budget_bytes=memory_cap_bytes,
     )
     store.commit([seq], [num_tokens])

@@ -136,6 +136,9 @@ def prefill_bytes(work: Workload, slice_tokens: int) -> int:
         slice_tokens=slice_tokens,
         page_tokens=work.page_tokens,
         builds_index=work.policy.selects and work.policy.has_state(),
+        copied_heads=work.policy.selecting.copied_heads(
+            work.shape.num_layers, work.shape.num_kv_heads
+        ),
     ).total_bytes
 
 

@@ -279,6 +279,10 @@ class Policy:
         """
         raise NotImplementedError
 
+    def copied_heads(self, num_layers: int, num_kv_heads: int) -> int:
+        """KV heads of a layer at most of whose keys and values `build_on_device` makes copies."""
+        return 0
+
     def rehearse_on_device(self, keys: Tensor) -> None:
         """Launch the kernels of ours that `build_on_device` launches; `gpu_ops.compile_ahead`.
 

@@ -53,6 +53,11 @@ class PrefillBuild:
         self._layers: dict[int, dict[int, State]] = {seq: {} for seq in kv_lens}
         self.host_seconds = 0.0
 
+    @property
+    def copied_heads(self) -> int:
+        """KV heads of a layer at most of which `on_layer` makes copies."""
+        return self._states.copied_heads
+
     def on_layer(self, layer_idx: int, seq: int, keys: Tensor, values: Tensor) -> None:
         """Queue the build of one layer from its keys and values [num_kv_heads, kv_len, head_dim].
 

@@ -66,6 +66,11 @@ class PolicyStates:
         self.bytes = StateBytes(policy, store, num_qo_heads=num_qo_heads, layers=self.layers)
 
     @property
+    def copied_heads(self) -> int:
+        """KV heads of a layer at most that the policy copies to build on a device."""
+        return self._selecting.copied_heads(self._store.num_layers, self._store.num_kv_heads)
+
+    @property
     def num_bytes(self) -> int:
         """Of all sequences' arrays."""
         return sum(x.arrays.num_bytes for x in self._known.values() if x.arrays is not None)

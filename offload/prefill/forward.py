@@ -41,6 +41,7 @@ def prefill(
     pool: WorkerPool | None = None,
     on_queries: OnQueries | None = None,
     on_layer: OnLayer | None = None,
+    copied_heads: int = 0,
     device_budget_bytes: int | None = None,
 ) -> torch.Tensor:
     """Run all layers over the new tokens of `batch`, on the device of `hidden`.
@@ -53,6 +54,7 @@ def prefill(
         pool: of our own kernels on a CPU; None leaves all to torch.
         on_queries: sees the queries of every slice of every sequence, in order.
         on_layer: sees the keys and values of every layer of every sequence in the store.
+        copied_heads: KV heads of a layer of which on_layer makes copies.
         device_budget_bytes: what torch may have on a CUDA device, beside what is free there.
 
     Returns:
@@ -73,6 +75,7 @@ def prefill(
             slice_tokens=slice_tokens,
             page_tokens=256 if store is None else store.page_tokens,
             builds_index=store is not None and on_layer is not None,
+            copied_heads=copied_heads,
         )
         check_prefill_memory(memory, hidden.device, device_budget_bytes)
     try:

@@ -50,11 +50,13 @@ class PrefillMemory:
         past_tokens: int = 0,
         page_tokens: int = 256,
         builds_index: bool = True,
+        copied_heads: int = 0,
     ) -> PrefillMemory:
         """Of `num_tokens` new tokens behind `past_tokens` cached ones.
 
         Args:
             builds_index: a policy builds from each layer's keys while they are on the device.
+            copied_heads: KV heads of a layer whose keys and values it copies for that.
         """
         n = min(slice_tokens, num_tokens)
         total_tokens = num_tokens + past_tokens
@@ -73,6 +75,7 @@ class PrefillMemory:
         )
         page_bytes = 2 * kv_width * page_tokens * item_bytes
         index_bytes = INDEX_WORKSPACE_BYTES + 4 * _FLOAT32 * total_tokens * head_dim
+        index_bytes += 2 * item_bytes * total_tokens * copied_heads * head_dim
         return cls(
             hidden_bytes=num_tokens * item_bytes * (hidden_size + 2 * head_dim),
             kv_bytes=2 * 2 * total_tokens * kv_width * item_bytes,

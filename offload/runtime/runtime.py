@@ -386,6 +386,7 @@ class Runtime:
                 on_queries=self.attention.on_prefill_queries,
                 device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
                 on_layer=None if build is None else build.on_layer,
+                copied_heads=0 if build is None else build.copied_heads,
             )
             if build is not None:
                 build.finish()

@@ -168,6 +168,7 @@ class SharedModel:
                     pool=reader._decoder.pool,
                     on_queries=_in_turn(seeing),
                     on_layer=_in_turn([b.on_layer for b in builds]) if builds else None,
+                    copied_heads=max((b.copied_heads for b in builds), default=0),
                     device_budget_bytes=reader.config.max_memory.get(reader.device.index or 0),
                 )
                 cache.commit(batch)

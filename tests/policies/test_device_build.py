@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from offload.policies.lfps.layout import unlist_all
 from offload.policies.lychee_cluster.index_on_device import spherical_kmeans
 from offload.policies.prefill_build import PrefillBuild
 from offload.policies.registry import make_policy
+from offload.policies.sketch.codes import rotation
 
 KV_HEADS, GROUP = 2, 3
 DEVICES = [
@@ -143,6 +145,50 @@ def test_lychee_cluster(options, device, dtype, kv_len, pool):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "head_dim"), [(1, 48), (1, 128), (2, 64), (2, 80)])
+@pytest.mark.parametrize("kv_len", [64, 700])
+def test_sketch(device, dtype, bits, head_dim, kv_len, pool, monkeypatch):
+    monkeypatch.setattr("offload.policies.sketch.codes_on_device.WORKSPACE_BYTES", 1 << 20)
+    policy = make_policy("sketch", budget_tokens=80, bits=bits)
+    context = context_of(new_rng(), pool, kv_len, head_dim, dtype)
+    expected, arrays = both_builds(policy, context, device)
+    for name, array in arrays.items():
+        assert (array.shape, array.dtype) == (expected[name].shape, expected[name].dtype)
+        if name not in ("codes", "scales", "mean"):
+            np.testing.assert_array_equal(array, expected[name])
+    np.testing.assert_allclose(arrays["mean"], expected["mean"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(arrays["scales"], expected["scales"], rtol=1e-3)
+    # A mean whose last bit differs moves what is at a bound.
+    assert (arrays["codes"] != expected["codes"]).mean() < 1e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [1, 2])
+def test_a_sketch_of_small_integers_is_the_same_bit_for_bit(bits, device, pool):
+    """Nothing is rounded before the scales: elements of 0 have the same code, too."""
+    half = torch.from_numpy(new_rng().integers(-3, 4, (KV_HEADS, 150, 64))).float()
+    keys = torch.cat([half, -half, torch.zeros(KV_HEADS, 7, 64)], dim=1)
+    context = replace(context_of(new_rng(), pool, 307, 64), keys=keys)
+    policy = make_policy("sketch", budget_tokens=80, bits=bits)
+    expected, arrays = both_builds(policy, context, device)
+    assert not arrays["mean"].any()
+    np.testing.assert_array_equal(arrays["codes"], expected["codes"])
+    np.testing.assert_allclose(arrays["scales"], expected["scales"], rtol=1e-6)
+    rotated = keys @ torch.from_numpy(rotation(64))
+    assert (rotated[:, :300] == 0).float().mean() > 0.02
+
+
+def test_a_key_that_is_not_finite_has_no_scale(pool):
+    context = context_of(new_rng(), pool, 300, 64)
+    context.keys[1, 70, 5] = float("nan")
+    expected, arrays = both_builds(make_policy("sketch", budget_tokens=80), context, "cpu")
+    for built in (expected, arrays):
+        assert np.argwhere(np.isnan(built["scales"])).tolist() == [[1, 70]]
+        assert not built["mean"][1, 5].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_chunk_means(device, dtype, pool):
     rng = new_rng()
@@ -228,7 +274,14 @@ def test_a_chunk_less_context(pool):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("quest", {}), ("lfps", {}), ("lychee_cluster", {}), ("tidal_decode", {"inner": "lfps"})],
+    [
+        ("quest", {}),
+        ("lfps", {}),
+        ("lychee_cluster", {}),
+        ("sketch", {}),
+        ("auto", {}),
+        ("tidal_decode", {"inner": "lfps"}),
+    ],
 )
 def test_alongside_a_prefill(name, options, pool):
     """What `prefill` and `PrefillBuild` leave is what decoding would have built from the host."""

@@ -17,12 +17,14 @@ from cases.seeded import new_rng
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.gpu.layer_heads import layer_heads
 from offload.decode.gpu.placement import HeadPlacement, Place, least_places
+from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
 from offload.planning.step_time import StepModel
 from offload.policies import LFPS, ExactTopK, Full, LycheeDecode, PerHead, Policy
 from offload.policies.base import SELECT, BuildContext
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.registry import make_policy
+from offload.prefill.memory import PrefillMemory
 
 HEADS = Shape(num_kv_heads=4)
 # [layers, KV heads] of HEADS; layer 0 retrieves anyway, as the only one of dense_layers
@@ -212,8 +214,9 @@ def test_arrays_are_of_a_members_own_heads_only(pool):
     assert {name.split(".")[0] for name in policy.build(context)} == {"retrieval"}
 
 
-def test_a_device_builds_of_each_member_its_own_heads(pool):
-    policy = per_head(MIXED, rest="lfps", retrieval="full")
+@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster"])
+def test_a_device_builds_of_each_member_its_own_heads(rest, pool):
+    policy = per_head(MIXED, rest=rest)
     assert policy.builds_on_device
     keys = torch.randn(4, 500, 32)
     context = BuildContext(
@@ -227,13 +230,36 @@ def test_a_device_builds_of_each_member_its_own_heads(pool):
         pool=pool,
         num_layers=3,
     )
-    queries = context.queries.view(4, 3, 32, 32)[[0, 2]].flatten(0, 1)
-    own = replace(context, keys=keys[[0, 2]], values=keys[[0, 2]], queries=queries)
-    alone = policy.rest.build_on_device(own)()
+    expected = {}
+    for prefix, heads, member in (
+        ("rest.", [0, 2], policy.rest),
+        ("retrieval.", [1, 3], policy.retrieval),
+    ):
+        queries = context.queries.view(4, 3, 32, 32)[heads].flatten(0, 1)
+        own = replace(context, keys=keys[heads], values=keys[heads], queries=queries)
+        alone = member.build_on_device(own)()
+        expected |= {prefix + name: x for name, x in alone.items()}
     built = policy.build_on_device(context)()
-    assert built.keys() == {"rest." + name for name in alone}
-    for name, x in alone.items():
-        np.testing.assert_array_equal(built["rest." + name], x)
+    assert built.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(built[name], x)
+
+
+def test_copies_of_heads_are_counted():
+    """Of those of a member that do not lie together, in the layer with most of them."""
+    assert per_head(MIXED, rest="lfps").copied_heads(3, 4) == 3
+    together = np.zeros((3, 4), bool)
+    together[:, :2] = True
+    assert per_head(together, rest="lfps").copied_heads(3, 4) == 0
+    together[1, 2:] = [False, True]
+    together[1, :2] = [False, True]
+    assert per_head(together, rest="lfps").copied_heads(3, 4) == 2
+    shape, sizes = MODEL_SHAPES["llama-3.1-8b"], {"item_bytes": 2, "slice_tokens": 8192}
+    without, copied = (
+        PrefillMemory.of(shape, num_tokens=1000, copied_heads=n, **sizes).total_bytes
+        for n in (0, 7)
+    )
+    assert copied - without == 2 * 7 * 1000 * 128 * 2
 
 
 def test_default_heads():

@@ -47,12 +47,17 @@ def joined(states: Mapping[int, State]) -> State:
     }
 
 
+def lie_together(heads: npt.NDArray[np.int64]) -> bool:
+    """Whether ascending heads are a slice of all, so that theirs is a view."""
+    return not len(heads) or bool(heads[-1] - heads[0] + 1 == len(heads))
+
+
 def context_of(context: BuildContext, heads: npt.NDArray[np.int64], member: Policy) -> BuildContext:
     """What a member builds from, of a model that has only these KV heads."""
     num_heads = len(context.keys)
     if len(heads) == num_heads:
         kept: Any = slice(None)
-    elif heads[-1] - heads[0] + 1 == len(heads):
+    elif lie_together(heads):
         kept = slice(int(heads[0]), int(heads[-1]) + 1)  # a view
     else:
         kept = heads.tolist()

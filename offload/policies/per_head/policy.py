@@ -38,7 +38,13 @@ from offload.policies.per_head.heads import (
     spaced_heads,
 )
 from offload.policies.per_head.kept_roles import keep_roles, kept_roles
-from offload.policies.per_head.members import MemberLayouts, context_of, joined, of_member
+from offload.policies.per_head.members import (
+    MemberLayouts,
+    context_of,
+    joined,
+    lie_together,
+    of_member,
+)
 from offload.policies.sketch.policy import Sketch
 
 if TYPE_CHECKING:
@@ -246,14 +252,28 @@ class PerHead(Policy):
 
     def build(self, context: BuildContext) -> State:
         """The arrays of each member, of its own heads."""
-        return joined({i: self.members[i].build(part) for i, part in self._parts(context).items()})
+        return joined(
+            {i: self.members[i].build(self._part(context, i)) for i in self._building(context)}
+        )
 
     def build_on_device(self, context: BuildContext) -> DeviceBuild:
-        """The same."""
+        """The same; what is copied of heads goes before the next member's are."""
         finishing = {
-            i: self.members[i].build_on_device(part) for i, part in self._parts(context).items()
+            i: self.members[i].build_on_device(self._part(context, i))
+            for i in self._building(context)
         }
         return lambda: joined({i: finish() for i, finish in finishing.items()})
+
+    def copied_heads(self, num_layers: int, num_kv_heads: int) -> int:
+        """Of a member whose heads do not lie together."""
+        members = self.unit_members(num_layers, num_kv_heads)
+        heads = [
+            np.flatnonzero(of_layer == index)
+            for of_layer in members
+            for index, member in enumerate(self.members)
+            if member.has_state()
+        ]
+        return max((len(x) for x in heads if not lie_together(x)), default=0)
 
     def rehearse_on_device(self, keys: Tensor) -> None:
         for member in self.members:
@@ -287,15 +307,15 @@ class PerHead(Policy):
         states = self._states(arrays)
         return all(self.members[i].rewind(layer_idx, x, kv_len) for i, x in states.items())
 
-    def _parts(self, context: BuildContext) -> dict[int, BuildContext]:
-        """What each member with arrays builds from in this layer."""
+    def _building(self, context: BuildContext) -> list[int]:
+        """Members with arrays in this layer."""
         members = self.unit_members(context.num_layers, len(context.keys))[context.layer_idx]
-        parts = {}
-        for index, member in enumerate(self.members):
-            heads = np.flatnonzero(members == index)
-            if member.has_state() and len(heads):
-                parts[index] = context_of(context, heads, member)
-        return parts
+        return [i for i, member in enumerate(self.members) if member.has_state() and i in members]
+
+    def _part(self, context: BuildContext, index: int) -> BuildContext:
+        """What a member builds from in this layer."""
+        members = self.unit_members(context.num_layers, len(context.keys))[context.layer_idx]
+        return context_of(context, np.flatnonzero(members == index), self.members[index])
 
     def _states(self, arrays: State) -> dict[int, State]:
         states = {i: of_member(arrays, i) for i in range(len(self.members))}

@@ -12,6 +12,7 @@ two, of runs of the largest one that divides it.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numba
@@ -22,7 +23,7 @@ from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.native import MAX_HEAD_DIM
 
 # Of the 4 levels of a standard normal distribution: where the outer ones begin.
-_OUTER = np.float32(0.98160)
+OUTER = np.float32(0.98160)
 LEVELS: dict[int, npt.NDArray[np.float32]] = {
     1: np.array([-1.0, 1.0], np.float32),
     2: np.array([-1.51040, -0.45278, 0.45278, 1.51040], np.float32),
@@ -48,6 +49,15 @@ def rotate(x: Any) -> None:
         step *= 2
 
 
+@cache
+def rotation(head_dim: int) -> npt.NDArray[np.float32]:
+    """float32 [head_dim, head_dim]: x @ rotation is what `rotate` makes of x."""
+    rows = np.eye(head_dim, dtype=np.float32)
+    for row in rows:
+        rotate(row)
+    return rows
+
+
 @numba.njit(cache=True, nogil=True)
 def encode(x: Any, bits: Any, levels: Any, codes: Any, scales: Any, token: Any) -> None:
     """Write the code of a key and its scale.
@@ -62,7 +72,7 @@ def encode(x: Any, bits: Any, levels: Any, codes: Any, scales: Any, token: Any) 
     squares = np.float32(0.0)
     for d in range(len(x)):
         squares += x[d] * x[d]
-    outer = _OUTER * np.float32(math.sqrt(squares / len(x)))
+    outer = OUTER * np.float32(math.sqrt(squares / len(x)))
     product = np.float32(0.0)
     dims = 8 // bits
     num_bytes = len(x) // dims

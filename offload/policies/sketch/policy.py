@@ -13,6 +13,7 @@ cpp/kernels/codes-inl.h.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from cpu_ops.codes import CODE_BLOCK
-from offload.policies.base import BuildContext, SparsePolicy, State, StateShape
+from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, State, StateShape
 from offload.policies.callback import (
     Callback,
     callback,
@@ -34,8 +35,10 @@ from offload.policies.callback import (
     view_int32,
     view_uint8,
 )
+from offload.policies.device_build import to_host
 from offload.policies.layouts import NumberLayout, StateLayout, reader
 from offload.policies.sketch.codes import LEVELS, encode_rows, rotate
+from offload.policies.sketch.codes_on_device import encode_keys, mean_keys
 
 STATE = StateLayout(
     codes=np.uint8,  # [num_kv_heads, blocks, head_dim * bits / 8, CODE_BLOCK]
@@ -142,6 +145,7 @@ class Sketch(SparsePolicy):
     append: ClassVar[Callback | None] = append
     state_layout: ClassVar[StateLayout | None] = STATE
     number_layout: ClassVar[NumberLayout | None] = NUMBERS
+    builds_on_device: ClassVar[bool] = True
 
     bits: int = 2
     candidate_ratio: float = 3.0
@@ -161,11 +165,44 @@ class Sketch(SparsePolicy):
 
     def build(self, context: BuildContext) -> State:
         """Codes of all keys."""
+        kv_len = context.keys.shape[1]
+        arrays = self._arrays_of(context)()
+
+        def build_head(head: int) -> None:
+            keys, mean = context.keys[head], arrays["mean"][head]
+            codes, scales = arrays["codes"][head].reshape(-1), arrays["scales"][head]
+            mean[:] = mean_keys(keys).numpy()
+            for first in range(0, kv_len, _BUILD_TOKENS):
+                rows = keys[first : first + _BUILD_TOKENS].to(torch.float32, copy=True).numpy()
+                encode_rows(rows, mean, self.bits, arrays["levels"], codes, scales, first)
+
+        num_threads = context.pool.num_threads if context.pool is not None else 1
+        with ThreadPoolExecutor(num_threads) as threads:
+            list(threads.map(build_head, range(len(context.keys))))
+        return arrays
+
+    def build_on_device(self, context: BuildContext) -> DeviceBuild:
+        """The same, encoded on the device; what is at the bound of two levels may differ."""
+        mean = mean_keys(context.keys)
+        codes, scales = encode_keys(context.keys, mean, self.bits)
+        found = {"codes": to_host(codes), "scales": to_host(scales), "mean": to_host(mean)}
+        make = self._arrays_of(context)
+
+        def finish() -> State:
+            arrays = make()
+            for name, x in found.items():
+                arrays[name][:, : x.shape[1]] = x.numpy()
+            return arrays
+
+        return finish
+
+    def _arrays_of(self, context: BuildContext) -> Callable[[], State]:
+        """What makes the arrays without codes, and does not hold on to the keys."""
         num_kv_heads, kv_len, head_dim = context.keys.shape
         max_tokens = _whole_blocks(max(kv_len, context.capacity_tokens))
         floats = _scratch_floats(len(context.queries) // num_kv_heads, head_dim)
         blocks, code_bytes = max_tokens // CODE_BLOCK, head_dim * self.bits // 8
-        arrays: State = {
+        return lambda: {
             "codes": np.zeros((num_kv_heads, blocks, code_bytes, CODE_BLOCK), np.uint8),
             "scales": np.zeros((num_kv_heads, max_tokens), np.float32),
             "mean": np.zeros((num_kv_heads, head_dim), np.float32),
@@ -175,20 +212,6 @@ class Sketch(SparsePolicy):
             "floats": np.zeros((num_kv_heads, floats), np.float32),
             "candidates": np.zeros((num_kv_heads, self._max_candidates), np.int32),
         }
-
-        def build_head(head: int) -> None:
-            keys, mean = context.keys[head], arrays["mean"][head]
-            codes, scales = arrays["codes"][head].reshape(-1), arrays["scales"][head]
-            means = keys.mean(0, dtype=torch.float32)
-            mean[:] = means.nan_to_num(0.0, 0.0, 0.0).numpy()
-            for first in range(0, kv_len, _BUILD_TOKENS):
-                rows = keys[first : first + _BUILD_TOKENS].to(torch.float32, copy=True).numpy()
-                encode_rows(rows, mean, self.bits, arrays["levels"], codes, scales, first)
-
-        num_threads = context.pool.num_threads if context.pool is not None else 1
-        with ThreadPoolExecutor(num_threads) as threads:
-            list(threads.map(build_head, range(num_kv_heads)))
-        return arrays
 
     @property
     def _max_candidates(self) -> int:

@@ -13,6 +13,7 @@ from cases.coprocessor_cases import SMALL, Shape, World, normal
 from cases.profile_cases import machine_profile, workload
 from cases.reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
 from cases.seeded import new_rng
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.gpu.layer_heads import layer_heads
@@ -214,6 +215,19 @@ def test_arrays_are_of_a_members_own_heads_only(pool):
     assert {name.split(".")[0] for name in policy.build(context)} == {"retrieval"}
 
 
+class Indexed(TorchDispatchMode):
+    """Shapes of what is indexed by tensors or lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function) == "aten.index.Tensor":
+            self.shapes.append(args[0].shape)
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("rest", ["lfps", "lychee_cluster"])
 def test_a_device_builds_of_each_member_its_own_heads(rest, pool):
     policy = per_head(MIXED, rest=rest)
@@ -239,7 +253,11 @@ def test_a_device_builds_of_each_member_its_own_heads(rest, pool):
         own = replace(context, keys=keys[heads], values=keys[heads], queries=queries)
         alone = member.build_on_device(own)()
         expected |= {prefix + name: x for name, x in alone.items()}
-    built = policy.build_on_device(context)()
+    with Indexed() as indexed:
+        finish = policy.build_on_device(context)
+    # The host would wait for a list of heads to get to the device.
+    assert not [shape for shape in indexed.shapes if len(shape) > 2 and shape[0] == 4]
+    built = finish()
     assert built.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_array_equal(built[name], x)

@@ -223,7 +223,7 @@ def test_what_is_stored_is_what_was_computed(pinned):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("name", ["quest", "lfps", "lychee_cluster"])
+@pytest.mark.parametrize("name", ["quest", "lfps", "lychee_cluster", "sketch", "auto"])
 def test_the_host_waits_for_nothing(monkeypatch, name):
     """From the first layer to the last."""
     _, lean = cuda_model(torch.bfloat16, **SHAPE, max_position_embeddings=4096)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from offload.policies.base import BuildContext, Policy, State
 from offload.policies.layouts import StateLayout
@@ -55,19 +57,20 @@ def lie_together(heads: npt.NDArray[np.int64]) -> bool:
 def context_of(context: BuildContext, heads: npt.NDArray[np.int64], member: Policy) -> BuildContext:
     """What a member builds from, of a model that has only these KV heads."""
     num_heads = len(context.keys)
-    if len(heads) == num_heads:
-        kept: Any = slice(None)
-    elif lie_together(heads):
-        kept = slice(int(heads[0]), int(heads[-1]) + 1)  # a view
-    else:
-        kept = heads.tolist()
     num_queries = context.queries.shape[1]
     group_size = len(context.queries) // num_heads
-    groups = context.queries.view(num_heads, group_size, *context.queries.shape[1:])[kept]
+    groups = context.queries.view(num_heads, group_size, *context.queries.shape[1:])
     first = max(0, num_queries - member.observed_queries)
     return replace(
         context,
-        keys=context.keys[kept],
-        values=context.values[kept],
-        queries=groups.flatten(0, 1)[:, first:],
+        keys=_taken(context.keys, heads),
+        values=_taken(context.values, heads),
+        queries=_taken(groups, heads).flatten(0, 1)[:, first:],
     )
+
+
+def _taken(x: Tensor, heads: npt.NDArray[np.int64]) -> Tensor:
+    """x[heads]: a view if they lie together, else a copy without a list that a device waits for."""
+    if lie_together(heads):
+        return x[int(heads[0]) : int(heads[-1]) + 1]
+    return torch.stack([x[head] for head in heads.tolist()])

@@ -31,7 +31,7 @@ def found(checkpoint: str = "0123", count: int = 1, dense_layers: int = 1) -> He
     return kept_roles(checkpoint, count, dense_layers, **SHAPE, model_type="llama")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
     return tmp_path
@@ -105,6 +105,7 @@ def test_a_write_that_fails_leaves_nothing(cache: Path, monkeypatch: Any, caplog
     assert found() is None
 
 
+@pytest.mark.usefixtures("cache")
 def test_a_policy_calibrates_once(offloaded_models: Any, tokenizer: Any, monkeypatch: Any) -> None:
     """The next one of the same checkpoint and options takes what it found."""
     lean = offloaded_models["llama"]._offload.lean
@@ -132,9 +133,8 @@ def test_a_policy_calibrates_once(offloaded_models: Any, tokenizer: Any, monkeyp
 
 
 @pytest.mark.parametrize("name", [EMBEDDED_MODEL, LONG_CONTEXT_MODEL])
-def test_the_embedded_models_have_theirs(name: str, monkeypatch: Any, tmp_path: Path) -> None:
+def test_the_embedded_models_have_theirs(name: str, tmp_path: Path) -> None:
     """They come with the package: no calibration, whatever the cache has."""
-    monkeypatch.delenv("OFFLOAD_CACHE")
     folder = resolve_folder(name)
     assert checkpoint_name(folder) == name
     copied = tmp_path / folder.name
@@ -150,11 +150,10 @@ def test_the_embedded_models_have_theirs(name: str, monkeypatch: Any, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [EMBEDDED_MODEL, LONG_CONTEXT_MODEL])
-def test_a_calibration_finds_what_is_shipped(name: str, monkeypatch: Any) -> None:
+def test_a_calibration_finds_what_is_shipped(name: str) -> None:
     """But for heads whose mass is about that of the next one: rounding differs between machines."""
     from offload import OffloadedModel
 
-    monkeypatch.delenv("OFFLOAD_CACHE")
     lean = OffloadedModel.from_pretrained(name, policy="full")._offload.lean
     mass = mean_lookup_mass(lean, load_tokenizer(name), 2048)
     roles = HeadRoles.load(kept._OF_PACKAGE / f"{name}-11-after-2.json").array

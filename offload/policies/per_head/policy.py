@@ -32,12 +32,12 @@ from offload.policies.base import (
 from offload.policies.full import Full
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.lychee_decode.roles import BoolArray, HeadRoles, roles_from
+from offload.policies.members import MemberLayouts, context_of, joined, of_member
 from offload.policies.per_head.heads import (
     check_retrieval_heads,
     default_retrieval_heads,
     spaced_heads,
 )
-from offload.policies.per_head.members import MemberLayouts, context_of, joined, of_member
 from offload.policies.sketch.policy import Sketch
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REST, _RETRIEVAL = 0, 1  # of `members`
+_NAMES = ("rest", "retrieval")  # of their arrays
 # Options that hold for all heads: the runtime's share of the budget, and what a unit is.
 _SHARED = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "per_query_head")
 
@@ -96,11 +97,12 @@ class PerHead(Policy):
         roles = roles_from(self.head_roles, self.retrieval_heads)
         object.__setattr__(self, "head_roles", roles)
         members = self.members
+        layouts = MemberLayouts(dict(zip(_NAMES, members, strict=False)))
         of_members = {
             "observed_queries": max(member.observed_queries for member in members),
             "reads_text": any(member.reads_text for member in members),
             "builds_on_device": all(m.builds_on_device or not m.has_state() for m in members),
-            "state_layout": MemberLayouts(members) if any(m.has_state() for m in members) else None,
+            "state_layout": layouts if len(layouts) else None,
         }
         for name, value in of_members.items():
             object.__setattr__(self, name, value)
@@ -235,14 +237,14 @@ class PerHead(Policy):
 
     def build(self, context: BuildContext) -> State:
         """The arrays of each member, of its own heads."""
-        return joined({i: self.members[i].build(part) for i, part in self._parts(context).items()})
+        return _joined({i: self.members[i].build(part) for i, part in self._parts(context).items()})
 
     def build_on_device(self, context: BuildContext) -> DeviceBuild:
         """The same."""
         finishing = {
             i: self.members[i].build_on_device(part) for i, part in self._parts(context).items()
         }
-        return lambda: joined({i: finish() for i, finish in finishing.items()})
+        return lambda: _joined({i: finish() for i, finish in finishing.items()})
 
     def rehearse_on_device(self, keys: Tensor) -> None:
         for member in self.members:
@@ -261,7 +263,7 @@ class PerHead(Policy):
         return held + sum(other.state_bytes(retrieving) for other in others if most)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        return joined(
+        return _joined(
             {
                 i: self.members[i].grow(layer_idx, own, capacity_tokens)
                 for i, own in self._states(arrays).items()
@@ -287,7 +289,7 @@ class PerHead(Policy):
         return parts
 
     def _states(self, arrays: State) -> dict[int, State]:
-        states = {i: of_member(arrays, i) for i in range(len(self.members))}
+        states = {i: of_member(arrays, _NAMES[i]) for i in range(len(self.members))}
         return {i: own for i, own in states.items() if own}
 
     def _spaced(self, num_layers: int, num_kv_heads: int) -> BoolArray:
@@ -295,6 +297,10 @@ class PerHead(Policy):
 
     def _with_roles(self, roles: HeadRoles) -> PerHead:
         return replace(self, head_roles=roles, retrieval_heads=None)
+
+
+def _joined(states: dict[int, State]) -> State:
+    return joined({_NAMES[i]: own for i, own in states.items()})
 
 
 def _shared(policy: Policy) -> dict[str, Any]:

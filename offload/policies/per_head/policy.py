@@ -39,6 +39,7 @@ from offload.policies.per_head.heads import (
     spaced_heads,
 )
 from offload.policies.sketch.policy import Sketch
+from offload.policies.union.policy import Union
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -316,10 +317,10 @@ def _default_retrieval(rest: Policy) -> Policy:
 def _check_member(role: str, policy: Policy) -> None:
     selects = isinstance(policy, Policy) and policy.selects and type(policy).roles is Policy.roles
     is_full = role == "retrieval" and isinstance(policy, Full)
-    if role == "retrieval" and isinstance(policy, LycheeCluster):
+    if role == "retrieval" and isinstance(policy, (LycheeCluster, Union)):
         raise ValueError(
-            "per_head: retrieval must not be lychee_cluster: its heads share an index, but a GPU "
-            "may hold some of them; give sketch, exact_topk or full"
+            f"per_head: retrieval must not be {policy.name}: heads of lychee_cluster share an "
+            "index, but a GPU may hold some of them; give sketch, exact_topk or full"
         )
     if not selects and not is_full:
         name = policy.name if isinstance(policy, Policy) else repr(policy)

@@ -214,7 +214,8 @@ def test_defaults():
     policy = Union(LFPS(), LycheeCluster())
     assert policy == Union() == make_policy("union")
     assert policy == Union(LFPS(sink_tokens=16), LycheeCluster(sink_tokens=16))
-    assert (policy.budget_tokens, policy.sink_tokens) == (1024, 16)
+    assert (policy.budget_tokens, policy.sink_tokens, policy.dense_layers) == (1024, 16, 2)
+    assert policy.in_every_layer() == make_policy("union", dense_layers=0)
     small = make_policy("union", second="sketch", budget_tokens=320, alpha=0.4, bits=1)
     assert small == Union(LFPS(320, alpha=0.4), make_policy("sketch", budget_tokens=320, bits=1))
 

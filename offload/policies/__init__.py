@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from offload.policies.sketch.policy import Sketch
     from offload.policies.streaming_llm import StreamingLLM
     from offload.policies.tidal_decode import TidalDecode
+    from offload.policies.union.policy import Union
 
 _folder = Path(__file__).parent
 drop_stale(_folder, [_folder.parents[1] / "cpu_ops"])
@@ -40,6 +41,7 @@ __all__ = [
     "Sketch",
     "StreamingLLM",
     "TidalDecode",
+    "Union",
     "available_policies",
     "make_policy",
 ]

@@ -21,7 +21,7 @@ is exactly full attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -186,6 +186,11 @@ class Policy:
         A member's arrays count its own units of a layer only. None: the first member, for all.
         """
         return None
+
+    def in_every_layer(self) -> Policy:
+        """The same without dense first layers, for benches."""
+        has_them = any(option.name == "dense_layers" for option in fields(self))
+        return replace(self, dense_layers=0) if has_them else self  # type: ignore[call-arg]
 
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int

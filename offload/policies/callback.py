@@ -137,6 +137,7 @@ def _view_of(numba_type: Any) -> Any:
 
 
 view_uint8, view_uint16, view_uint64 = map(_view_of, (types.uint8, types.uint16, types.uint64))
+view_int64 = _view_of(types.int64)
 view_int32, view_float32, view_float64 = map(_view_of, (types.int32, types.float32, types.float64))
 
 
@@ -200,6 +201,18 @@ def _caller(result: Any) -> Any:
 
 
 _run, _count = _caller(types.void), _caller(types.int64)
+
+
+@numba.njit(inline="always")
+def run_callback(pointer: Any, function: Any) -> None:
+    """Another policy's prepare, observe or append, by its address."""
+    _run(pointer, function, ())
+
+
+@numba.njit(inline="always")
+def ask_callback(pointer: Any, function: Any) -> Any:
+    """What another policy's propose or select returns, by its address."""
+    return _count(pointer, function, ())
 
 
 @numba.njit(inline="always")

@@ -18,6 +18,7 @@ _CLASSES = {
     "sketch": "Sketch",
     "streaming_llm": "StreamingLLM",
     "tidal_decode": "TidalDecode",
+    "union": "Union",
 }
 
 

@@ -107,7 +107,7 @@ def test_a_tied_projection_of_a_named_shape_counts_once() -> None:
     assert planned_model("smollm2-135m").weight_bytes == 2 * 134_515_008
 
 
-@pytest.mark.parametrize("policy", ["quest", "lychee_cluster", "lfps"])
+@pytest.mark.parametrize("policy", ["quest", "lychee_cluster", "lfps", "union"])
 def test_what_policies_keep(policy: str) -> None:
     shape = replace(SMALL, num_kv_heads=2)
     made = make_policy(policy, dense_layers=0)

@@ -30,9 +30,10 @@ OPTIONS = {"budget_tokens": 60, "sink_tokens": 4, "recent_tokens": 16, "dense_la
 
 @dataclass(frozen=True)
 class Exact(LFPS):
-    """Lists hold exactly what is above the mean, as in the simulation."""
+    """As in the simulation: lists hold what is above the mean, and thresholds rise at once."""
 
     prune_every: ClassVar[int] = 1
+    raise_every: ClassVar[int] = 1
 
 
 @pytest.fixture(scope="module", params=[1, 3])

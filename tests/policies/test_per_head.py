@@ -69,7 +69,7 @@ def decode(worlds: list[World], num_steps: int) -> list[list[tuple[Any, Any]]]:
     return results
 
 
-@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster", "quest", "exact_topk"])
+@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster", "quest", "exact_topk", "union"])
 @pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
 def test_without_retrieval_heads_it_is_the_rest(rest, retrieval, pool):
     options = SMALL | {"dense_layers": 0}
@@ -145,7 +145,7 @@ def test_mixed_layers_against_float64(rest, retrieval, pool):
         check_top_k(tokens[retrieving], importance, policy, 48 - 12)
 
 
-@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster"])
+@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster", "union"])
 def test_forks_and_shorter_sequences(rest, pool):
     """A fork goes on as its parent would; a step that is taken back leaves nothing."""
     ours, other = worlds([per_head(MIXED, rest=rest, retrieval="exact_topk")] * 2, pool)
@@ -351,7 +351,8 @@ def roles_with(count: int) -> HeadRoles:
         ({"rest": LycheeDecode()}, "rest must be .*, got lychee_decode"),
         ({"retrieval": "lychee_decode"}, "retrieval must be full or .*, got lychee_decode"),
         ({"retrieval": "per_head"}, "retrieval must be full or .*, got per_head"),
-        ({"retrieval": "lychee_cluster"}, "retrieval must not be lychee_cluster: its heads share"),
+        ({"retrieval": "lychee_cluster"}, "retrieval must not be lychee_cluster: heads of"),
+        ({"retrieval": "union"}, "retrieval must not be union: heads of lychee_cluster share"),
         ({"rest": "lfps", "candidate_ratio": 2.0}, "'lfps' has no option 'candidate_ratio'"),
         ({"alpa": 0.2}, "'per_head' has no option 'alpa'; its options: rest, retrieval, head_rol"),
         (

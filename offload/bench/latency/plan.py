@@ -11,7 +11,7 @@ layers are left out: they cost the same under every policy, namely what `full` d
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -57,8 +57,7 @@ def plan_layers(
     if num_layers == num_model_layers:
         return LayerPlan(policy, ~dense / (~dense).sum(), share)
     if roles is None:
-        no_dense_layers = {"dense_layers": 0} if "dense_layers" in policy.option_names() else {}
-        return LayerPlan(replace(policy, **no_dense_layers), uniform, share)
+        return LayerPlan(policy.in_every_layer(), uniform, share)
     members = policy.unit_members(num_model_layers, num_units)
     if members is None:
         chosen, weights = _choose_rows(roles[~dense] != REUSE, num_layers)

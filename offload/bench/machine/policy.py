@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -73,10 +72,12 @@ def _with_member(
     measured = measure_policy_us(policy, shape, dtype, tokens, profile.num_threads)
     work = Workload(
         replace(shape, num_layers=_LAYERS),
-        _in_every_layer(policy),
+        policy.members[0].in_every_layer(),
         tokens,
         dtype=dtype,
-        head_state_bytes=head_state_bytes(_in_every_layer(policy), shape, dtype, tokens),
+        head_state_bytes=head_state_bytes(
+            policy.members[0].in_every_layer(), shape, dtype, tokens
+        ),
     )
     model = StepModel(profile, work, on_gpu=False)
     predicted = model.attend_us(work.roles()[-1], work.unit_members[-1])
@@ -91,7 +92,7 @@ def measure_policy_us(
     store = one_slab_store(shape, dtype, num_layers=_LAYERS, pages=pages)
     with closing(store), closing(WorkerPool(num_threads)) as pool:
         attention = DecodeAttention(
-            _in_every_layer(policy), store, num_qo_heads=shape.num_qo_heads, pool=pool
+            policy.members[0].in_every_layer(), store, num_qo_heads=shape.num_qo_heads, pool=pool
         )
         seq = store.new_sequence()
         store.reserve([seq], [kv_len])
@@ -122,10 +123,3 @@ def measure_policy_us(
             if repeat:  # the first one also loads code
                 times += [1e6 * seconds for seconds, _ in layers]
     return float(np.median(times))
-
-
-def _in_every_layer(policy: Policy) -> Policy:
-    """Of a policy that selects in every layer: also in the first ones; of several, the first."""
-    selecting: Any = policy.members[0]
-    everywhere: Policy = replace(selecting, dense_layers=0)
-    return everywhere

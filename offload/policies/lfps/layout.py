@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numba
@@ -42,6 +43,7 @@ NUMBERS = NumberLayout(
     "bypass_threshold",
     "spread",
     "prune_every",
+    "raise_every",
     "candidates_per_budget",
 )
 SIZES = ("capacity", "listed", "longest", "added")
@@ -105,10 +107,6 @@ def make_arrays(
     scores = group_size * (num_sinks + LOCAL_TOKENS)
     arrays: State = {
         "tables": tables,
-        "values": np.zeros((num_units, 2, listed), np.float32),
-        "indices": np.zeros((num_units, 2, listed), np.int32),
-        "bits": np.zeros((num_units, 2, words), np.uint64),
-        "marks": np.zeros((num_units, words), np.uint64),
         "units": units,
         "units_before": np.zeros((num_units, units.shape[1] + 2), np.float64),
         "added_tokens": np.zeros((num_units, budget_tokens), np.int32),
@@ -116,13 +114,33 @@ def make_arrays(
         "answers": answers,
         "variance_ratios": variance_ratios,
         "bypass_scores": np.zeros((num_units, scores), np.float32),
-        "candidates": np.zeros((num_units, longest), np.int32),
         "num_candidates": np.zeros(num_units, np.int32),
-        "hits": np.zeros((num_units, listed), np.int32),
         "sizes": np.array([capacity, listed, longest, budget_tokens], np.int32),
+        **_side_by_side(
+            bits=((num_units, 2, words), np.uint64),
+            marks=((num_units, words), np.uint64),
+            values=((num_units, 2, listed), np.float32),
+            indices=((num_units, 2, listed), np.int32),
+            candidates=((num_units, longest), np.int32),
+            hits=((num_units, listed), np.int32),
+        ),
     }
     list_all(arrays, num_tokens)
     return arrays
+
+
+def _side_by_side(**arrays: tuple[tuple[int, ...], npt.DTypeLike]) -> State:
+    """Zeroed arrays of these shapes and dtypes, the widest items first, in one piece of memory.
+
+    NumPy asks for huge pages from 4 MiB on: a prediction reads a few KiB at many places, and waits
+    for the address of each where pages are small.
+    """
+    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays.values()]
+    pieces = np.split(np.zeros(sum(sizes), np.uint8), np.cumsum(sizes)[:-1])
+    return {
+        name: piece.view(dtype).reshape(shape)
+        for piece, (name, (shape, dtype)) in zip(pieces, arrays.items(), strict=True)
+    }
 
 
 def list_all(arrays: State, num_tokens: int) -> None:

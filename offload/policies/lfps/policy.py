@@ -95,6 +95,9 @@ class LFPS(SparsePolicy):
     # Steps between prunings of the lists. In between, neighbours that fell below the mean since
     # the last one are still added to candidates; 1 is the paper's rule to the letter.
     prune_every: ClassVar[int] = 8
+    # Steps between attempts at a higher threshold than the one that named enough: in between, a few
+    # more candidates than needed save finding them twice.
+    raise_every: ClassVar[int] = 4
     # Where the rule names fewer candidates than this times the budget, thresholds are lowered
     # towards the means, and recent tokens fill up what is then still missing. 0: the paper's rule.
     candidates_per_budget: ClassVar[float] = 2.0

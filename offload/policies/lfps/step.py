@@ -126,7 +126,8 @@ def prepare(pointer: Any) -> None:
     marked, count, spread = 0, 0, np.int64(numbers.spread)
     # Thresholds of the rule, lower ones, all that is listed, recent tokens: what sufficed in the
     # step before is near what suffices now.
-    for attempt in range(max(np.int64(unit[ATTEMPT]) - 1, 0), _HEIGHTS + 2):
+    rises = ctx.kv_len % np.int64(numbers.raise_every) == 0
+    for attempt in range(max(np.int64(unit[ATTEMPT]) - rises, 0), _HEIGHTS + 2):
         unit[ATTEMPT] = attempt
         share = _LOWER**attempt if attempt < _HEIGHTS else 0.0
         lowered = lowered_threshold(theta_v, mean_v, share)

@@ -32,20 +32,21 @@ from offload.policies.base import (
 from offload.policies.full import Full
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.lychee_decode.roles import BoolArray, HeadRoles, roles_from
-from offload.policies.per_head.heads import (
-    check_retrieval_heads,
-    default_retrieval_heads,
-    spaced_heads,
-)
-from offload.policies.per_head.kept_roles import keep_roles, kept_roles
-from offload.policies.per_head.members import (
+from offload.policies.members import (
     MemberLayouts,
     context_of,
     joined,
     lie_together,
     of_member,
 )
+from offload.policies.per_head.heads import (
+    check_retrieval_heads,
+    default_retrieval_heads,
+    spaced_heads,
+)
+from offload.policies.per_head.kept_roles import keep_roles, kept_roles
 from offload.policies.sketch.policy import Sketch
+from offload.policies.union.policy import Union
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REST, _RETRIEVAL = 0, 1  # of `members`
+_NAMES = ("rest", "retrieval")  # of their arrays
 # Options that hold for all heads: the runtime's share of the budget, and what a unit is.
 _SHARED = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "per_query_head")
 
@@ -106,11 +108,12 @@ class PerHead(Policy):
         roles = roles_from(self.head_roles, self.retrieval_heads)
         object.__setattr__(self, "head_roles", roles)
         members = self.members
+        layouts = MemberLayouts(dict(zip(_NAMES, members, strict=False)))
         of_members = {
             "observed_queries": max(member.observed_queries for member in members),
             "reads_text": any(member.reads_text for member in members),
             "builds_on_device": all(m.builds_on_device or not m.has_state() for m in members),
-            "state_layout": MemberLayouts(members) if any(m.has_state() for m in members) else None,
+            "state_layout": layouts if len(layouts) else None,
         }
         for name, value in of_members.items():
             object.__setattr__(self, name, value)
@@ -252,7 +255,7 @@ class PerHead(Policy):
 
     def build(self, context: BuildContext) -> State:
         """The arrays of each member, of its own heads."""
-        return joined(
+        return _joined(
             {i: self.members[i].build(self._part(context, i)) for i in self._building(context)}
         )
 
@@ -262,7 +265,7 @@ class PerHead(Policy):
             i: self.members[i].build_on_device(self._part(context, i))
             for i in self._building(context)
         }
-        return lambda: joined({i: finish() for i, finish in finishing.items()})
+        return lambda: _joined({i: finish() for i, finish in finishing.items()})
 
     def copied_heads(self, num_layers: int, num_kv_heads: int) -> int:
         """Of a member whose heads do not lie together."""
@@ -292,7 +295,7 @@ class PerHead(Policy):
         return num_bytes
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        return joined(
+        return _joined(
             {
                 i: self.members[i].grow(layer_idx, own, capacity_tokens)
                 for i, own in self._states(arrays).items()
@@ -318,7 +321,7 @@ class PerHead(Policy):
         return context_of(context, np.flatnonzero(members == index), self.members[index])
 
     def _states(self, arrays: State) -> dict[int, State]:
-        states = {i: of_member(arrays, i) for i in range(len(self.members))}
+        states = {i: of_member(arrays, _NAMES[i]) for i in range(len(self.members))}
         return {i: own for i, own in states.items() if own}
 
     def _spaced(self, num_layers: int, num_kv_heads: int) -> BoolArray:
@@ -326,6 +329,10 @@ class PerHead(Policy):
 
     def _with_roles(self, roles: HeadRoles) -> PerHead:
         return replace(self, head_roles=roles, retrieval_heads=None)
+
+
+def _joined(states: dict[int, State]) -> State:
+    return joined({_NAMES[i]: own for i, own in states.items()})
 
 
 def _shared(policy: Policy) -> dict[str, Any]:
@@ -341,10 +348,10 @@ def _default_retrieval(rest: Policy) -> Policy:
 def _check_member(role: str, policy: Policy) -> None:
     selects = isinstance(policy, Policy) and policy.selects and type(policy).roles is Policy.roles
     is_full = role == "retrieval" and isinstance(policy, Full)
-    if role == "retrieval" and isinstance(policy, LycheeCluster):
+    if role == "retrieval" and isinstance(policy, (LycheeCluster, Union)):
         raise ValueError(
-            "per_head: retrieval must not be lychee_cluster: its heads share an index, but a GPU "
-            "may hold some of them; give sketch, exact_topk or full"
+            f"per_head: retrieval must not be {policy.name}: heads of lychee_cluster share an "
+            "index, but a GPU may hold some of them; give sketch, exact_topk or full"
         )
     if not selects and not is_full:
         name = policy.name if isinstance(policy, Policy) else repr(policy)

@@ -1,8 +1,8 @@
-"""The arrays of several policies side by side, each of its own heads of a layer only."""
+"""The arrays of policies that another is made of, side by side; those of a member by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,39 +14,35 @@ from torch import Tensor
 from offload.policies.base import BuildContext, Policy, State
 from offload.policies.layouts import StateLayout
 
-PREFIXES = ("rest.", "retrieval.")  # of the arrays' names, by member
-
 
 class MemberLayouts(StateLayout):
-    """The arrays of `members`, in their order; a layer may lack those of a member."""
+    """The arrays of members, by their names, in their order; a layer may lack those of a member."""
 
-    def __init__(self, members: Sequence[Policy]) -> None:
-        self._layouts = [member.state_layout for member in members]
+    def __init__(self, members: Mapping[str, Policy]) -> None:
+        layouts = {name: member.state_layout for name, member in members.items()}
+        self._layouts = {name: layout for name, layout in layouts.items() if layout is not None}
 
     def __len__(self) -> int:
-        return sum(len(layout) for layout in self._layouts if layout is not None)
+        return sum(len(layout) for layout in self._layouts.values())
 
     def addresses(self, state: Mapping[str, npt.NDArray[Any]]) -> list[int]:
         """Of all arrays; 0 for those of a member that has none."""
         found: list[int] = []
-        for index, layout in enumerate(self._layouts):
-            if layout is not None:
-                own = of_member(state, index)
-                found += layout.addresses(own) if own else [0] * len(layout)
+        for member, layout in self._layouts.items():
+            own = of_member(state, member)
+            found += layout.addresses(own) if own else [0] * len(layout)
         return found
 
 
-def of_member(state: Mapping[str, npt.NDArray[Any]], index: int) -> State:
+def of_member(state: Mapping[str, npt.NDArray[Any]], member: str) -> State:
     """A member's arrays, by its own names; {} where it has none."""
-    prefix = PREFIXES[index]
+    prefix = member + "."
     return {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}
 
 
-def joined(states: Mapping[int, State]) -> State:
-    """The arrays of members, by their index."""
-    return {
-        PREFIXES[index] + name: x for index, state in states.items() for name, x in state.items()
-    }
+def joined(states: Mapping[str, State]) -> State:
+    """The arrays of members, by their names."""
+    return {f"{member}.{name}": x for member, own in states.items() for name, x in own.items()}
 
 
 def lie_together(heads: npt.NDArray[np.int64]) -> bool:

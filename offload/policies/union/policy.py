@@ -1,0 +1,233 @@
+"""Union: the heaviest tokens of what two policies propose.
+
+A policy that looks at history finds what was looked at before and goes on from there; one that
+looks at content finds what nobody has looked at yet. Beside each other each makes up for what the
+other cannot see: LFPS alone cannot look up what the prompt did not look at, LycheeCluster alone
+loses single tokens between their neighbours.
+
+Both name candidates, as they would alone. The runtime scores all of them exactly, and the heaviest
+are attended, whoever named them: LycheeCluster's newest tokens, which it always attends, have to be
+among them. What a member notes of the weights when it selects (LycheeCluster, what it carries into
+the next step) it notes of its own candidates, by weights over those of both. Both see what was
+attended and which tokens are new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from offload.policies.base import BuildContext, DeviceBuild, Policy, State, StateShape
+from offload.policies.callback import Callback
+from offload.policies.layouts import NumberLayout
+from offload.policies.lfps.policy import LFPS
+from offload.policies.lychee_cluster.policy import LycheeCluster
+from offload.policies.members import context_of, joined, of_member
+from offload.policies.union import step
+from offload.policies.union.layout import FOUND, NAMES, UnionArrays, UnionNumbers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SAME = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers")
+
+
+@dataclass(frozen=True)
+class Union(Policy):
+    """The best of both's candidates.
+
+    Args:
+        first, second: policies that propose candidates for each KV head (lfps, lychee_cluster,
+            sketch, union) with the same budget, sinks, recent window and dense layers. Where one
+            has the sinks that it has by default, and the other more, it gets as many.
+
+    Raises:
+        ValueError: policies that do not propose, or do not go together.
+    """
+
+    name: ClassVar[str] = "union"
+    propose: ClassVar[Callback | None] = step.propose
+    number_layout: ClassVar[NumberLayout | None] = UnionNumbers()
+
+    first: Policy = field(default_factory=LFPS)
+    second: Policy = field(default_factory=LycheeCluster)
+
+    def __post_init__(self) -> None:
+        for name in NAMES:
+            _check_member(name, getattr(self, name))
+        first, second = self._parts.values()
+        object.__setattr__(self, "first", _with_sinks_of(second, first))
+        object.__setattr__(self, "second", _with_sinks_of(first, second))
+        for name in _SAME:
+            ours, theirs = (getattr(part, name) for part in self._parts.values())
+            if ours != theirs:
+                raise ValueError(
+                    f"union: {name} must be the same for both, but first ({first.name}) has {ours} "
+                    f"and second ({second.name}) {theirs}; give both the same {name}"
+                )
+            object.__setattr__(self, name, ours)
+        parts = self._parts.values()
+        of_parts: dict[str, Any] = {
+            "observed_queries": max(part.observed_queries for part in parts),
+            "reads_text": any(part.reads_text for part in parts),
+            "builds_on_device": all(p.builds_on_device or not p.has_state() for p in parts),
+            "state_layout": UnionArrays(self._parts),
+        }
+        for name in ("prepare", "select", "observe", "append"):
+            if any(getattr(part, name) is not None for part in parts):
+                of_parts[name] = getattr(step, name)
+        for name, value in of_parts.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """first and second, and the options of any policy that they may be."""
+        from offload.policies.registry import available_policies, policy_named
+
+        names = list(NAMES)
+        for name in available_policies():
+            policy = policy_named(name)
+            if policy is not cls and policy.propose is not None:
+                names += [option for option in policy.option_names() if option not in names]
+        return names
+
+    @classmethod
+    def from_options(
+        cls, first: str | Policy = "lfps", second: str | Policy = "lychee_cluster", **options: Any
+    ) -> Union:
+        """From what a user writes: second="sketch"; other options are for those that have them."""
+        from offload.policies.registry import make_policy, policy_named
+
+        parts: list[Policy] = []
+        unknown = set(options)
+        for chosen in (first, second):
+            known = policy_named(chosen).option_names() if isinstance(chosen, str) else []
+            of_part = {name: value for name, value in options.items() if name in known}
+            unknown -= set(of_part)
+            parts.append(make_policy(chosen, **of_part))
+        if unknown:
+            names = " and ".join(repr(part.name) for part in parts)
+            raise ValueError(f"union of {names} has no option {min(unknown)!r}; give one of theirs")
+        return cls(*parts)
+
+    @property
+    def _parts(self) -> dict[str, Policy]:
+        return {name: getattr(self, name) for name in NAMES}
+
+    def in_every_layer(self) -> Union:
+        return replace(self, **{name: part.in_every_layer() for name, part in self._parts.items()})
+
+    def check_model(self, **shape: int) -> None:
+        for part in self._parts.values():
+            part.check_model(**shape)
+
+    def of_heads(self, heads: range, **shape: int) -> Union:
+        return replace(
+            self, **{name: part.of_heads(heads, **shape) for name, part in self._parts.items()}
+        )
+
+    def looked_at_bytes(
+        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
+    ) -> tuple[float, bool]:
+        """What each looks at; what is kept counts by their shares of it."""
+        shape = StateShape(1, 1, row_bytes // 2, 2, kv_len)
+        kept = {name: part.state_bytes(shape) for name, part in self._parts.items()}
+        looked_at, rereads_keys = 0.0, False
+        for name, part in self._parts.items():
+            num_bytes, rereads = part.looked_at_bytes(
+                kv_len=kv_len,
+                chosen_tokens=chosen_tokens,
+                row_bytes=row_bytes,
+                state_bytes=state_bytes * kept[name] / max(1, self.state_bytes(shape)),
+            )
+            looked_at += num_bytes
+            rereads_keys |= rereads
+        return looked_at, rereads_keys
+
+    def build(self, context: BuildContext) -> State:
+        """The arrays of both."""
+        heads = np.arange(len(context.keys))
+        states = {
+            name: part.build(context_of(context, heads, part))
+            for name, part in self._parts.items()
+            if part.has_state()
+        }
+        return _own_arrays(len(heads), context.capacity_tokens) | joined(states)
+
+    def build_on_device(self, context: BuildContext) -> DeviceBuild:
+        """The same."""
+        heads, capacity_tokens = np.arange(len(context.keys)), context.capacity_tokens
+        finishing = {
+            name: part.build_on_device(context_of(context, heads, part))
+            for name, part in self._parts.items()
+            if part.has_state()
+        }
+
+        def finish() -> State:
+            states = {name: finish_part() for name, finish_part in finishing.items()}
+            return _own_arrays(len(heads), capacity_tokens) | joined(states)
+
+        return finish
+
+    def rehearse_on_device(self, keys: Tensor) -> None:
+        for part in self._parts.values():
+            part.rehearse_on_device(keys)
+
+    def state_bytes(self, shape: StateShape) -> int:
+        of_parts = sum(part.state_bytes(shape) for part in self._parts.values())
+        return of_parts + shape.num_kv_heads * (8 * FOUND + 4 * shape.capacity_tokens)
+
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+        grown = {
+            name: part.grow(layer_idx, of_member(arrays, name), capacity_tokens)
+            for name, part in self._parts.items()
+        }
+        return _own_arrays(len(arrays["found"]), capacity_tokens) | joined(grown)
+
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        return all(
+            part.truncate(layer_idx, of_member(arrays, name), kv_len)
+            for name, part in self._parts.items()
+        )
+
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        return all(
+            part.rewind(layer_idx, of_member(arrays, name), kv_len)
+            for name, part in self._parts.items()
+        )
+
+
+def _own_arrays(num_units: int, capacity_tokens: int) -> State:
+    found = np.zeros((num_units, FOUND), np.int64)
+    found[:, FOUND - 1] = capacity_tokens
+    return {"found": found, "candidates": np.zeros((num_units, capacity_tokens), np.int32)}
+
+
+def _with_sinks_of(other: Policy, policy: Policy) -> Policy:
+    """With the other's sinks, if those are more than what it has by default."""
+    has_default = any(
+        option.name == "sink_tokens" and option.default == policy.sink_tokens
+        for option in fields(policy)
+    )
+    if has_default and other.sink_tokens > policy.sink_tokens:
+        raised: Policy = replace(policy, sink_tokens=other.sink_tokens)  # type: ignore[call-arg]
+        return raised
+    return policy
+
+
+def _check_member(role: str, policy: Policy) -> None:
+    if not isinstance(policy, Policy):
+        raise ValueError(f"union: {role} must be a policy, got {policy!r}")
+    proposes = policy.selects and policy.propose is not None and not policy.scans_keys
+    if not proposes or type(policy).roles is not Policy.roles:
+        raise ValueError(
+            f"union: {role} must be a policy that proposes candidates in every layer, such as "
+            f"lfps, lychee_cluster or sketch, got {policy.name}; give one of these"
+        )
+    if policy.per_query_head:
+        raise ValueError(
+            f"union: {role} ({policy.name}) selects per query head, but a union proposes for a KV "
+            "head and its group; leave granularity at 'kv_head'"
+        )

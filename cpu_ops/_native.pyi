@@ -38,8 +38,19 @@ def score_codes(
     n: int,
     scores: int,
 ) -> None: ...
-def score_int8(
-    isa: str, query: int, group_size: int, head_dim: int, rows: int, n: int, scores: int
+def rank_rows(
+    isa: str,
+    query: int,
+    num_queries: int,
+    head_dim: int,
+    rows: int,
+    scales: int,
+    peaks: int,
+    peak_scales: int,
+    peak_weight: float,
+    ranges: int,
+    num_ranges: int,
+    ranks: int,
 ) -> None: ...
 def chunk_means(
     pool: WorkerPool,

@@ -111,28 +111,70 @@ def spherical_kmeans(
     return labels, centroids
 
 
-def score_int8(
-    query: Float32Array, rows: npt.NDArray[np.int8], *, isa: str | None = None
+def rank_rows(
+    query: Float32Array,
+    rows: npt.NDArray[np.int8],
+    scales: npt.NDArray[np.uint16],
+    peaks: npt.NDArray[np.int8] | None = None,
+    peak_scales: npt.NDArray[np.uint16] | None = None,
+    peak_weight: float = 0.0,
+    *,
+    ranges: Int32Array | None = None,
+    isa: str | None = None,
 ) -> Tensor:
-    """query float32 [group_size, head_dim] times int8 rows [n, head_dim]: f32 [group_size, n].
+    """Of each row the largest scale * query · row + peak_weight * peak_scale * max(0, query · peak).
 
-    Queries are rounded to 1/32767 of their largest value.
+    Args:
+        query: float32 [num_queries, head_dim], rounded to 1/32767 of the largest value of each.
+        rows, peaks: int8 [n, head_dim], C-contiguous.
+        scales, peak_scales: bits of bfloat16 [n].
+        ranges: int32 [num_ranges, 2], first row and end of those to rank; None: all.
+
+    Returns:
+        float32 [rows in all ranges]; NaN where a query is not finite, -inf where no query gives a
+        number.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
     """
     check_head_dim(query.shape[1])
-    if query.dtype != np.float32 or rows.dtype != np.int8 or query.shape[1] != rows.shape[1]:
-        raise ValueError(
-            f"expected float32 queries and int8 rows of one width, got {query.dtype}"
-            f" {list(query.shape)} and {rows.dtype} {list(rows.shape)}"
-        )
+    given = [("rows", rows, scales)]
+    if peaks is not None and peak_scales is not None:
+        given.append(("peaks", peaks, peak_scales))
+    for name, x, of_x in given:
+        if (
+            query.dtype != np.float32
+            or x.dtype != np.int8
+            or x.shape != (len(rows), query.shape[1])
+        ):
+            raise ValueError(
+                f"expected float32 queries and as many int8 {name} of their width, got"
+                f" {query.dtype} {list(query.shape)} and {x.dtype} {list(x.shape)}"
+            )
+        if of_x.dtype != np.uint16 or of_x.shape != (len(rows),):
+            raise ValueError(
+                f"expected a scale of {name} as uint16 for each of {len(rows)} rows, got"
+                f" {of_x.dtype} {list(of_x.shape)}"
+            )
+    if ranges is None:
+        ranges = np.array([[0, len(rows)]], np.int32)
+    if (ranges < 0).any() or (ranges > len(rows)).any() or (ranges[:, 0] > ranges[:, 1]).any():
+        raise ValueError(f"ranges must lie within [0, {len(rows)}], got {ranges.tolist()}")
     query, rows = np.ascontiguousarray(query), np.ascontiguousarray(rows)
-    scores = torch.empty(len(query), len(rows), dtype=torch.float32)
-    _native.score_int8(
+    ranges = np.ascontiguousarray(ranges, np.int32)
+    ranks = torch.empty(int((ranges[:, 1] - ranges[:, 0]).sum()), dtype=torch.float32)
+    _native.rank_rows(
         isa or isa_name(),
         query.ctypes.data,
         len(query),
         query.shape[1],
         rows.ctypes.data,
-        len(rows),
-        scores.data_ptr(),
+        scales.ctypes.data,
+        0 if peaks is None else peaks.ctypes.data,
+        0 if peak_scales is None else peak_scales.ctypes.data,
+        peak_weight,
+        ranges.ctypes.data,
+        len(ranges),
+        ranks.data_ptr(),
     )
-    return scores
+    return ranks

@@ -49,11 +49,15 @@ void score_rows(const PolicyContext* context, const float* query, const void* ro
                                              n});
 }
 
-void score_int8(const PolicyContext* context, const float* query, int64_t num_queries, const int8_t* rows, int64_t n,
-                float* scores) {
-  if (context->profile != nullptr) context->profile->bytes += n * context->head_dim;
-  kernels_of(context).score_int8(query, static_cast<int>(num_queries), static_cast<int>(context->head_dim), rows, n,
-                                 scores);
+void rank_rows(const PolicyContext* context, const float* query, int64_t num_queries, const int8_t* rows,
+               const Bf16* scales, const int8_t* peaks, const Bf16* peak_scales, float peak_weight,
+               const int32_t* ranges, int64_t num_ranges, float* ranks) {
+  const int64_t row_bytes = (context->head_dim + static_cast<int64_t>(sizeof(Bf16))) * (peaks != nullptr ? 2 : 1);
+  for (int64_t i = 0; i < num_ranges && context->profile != nullptr; ++i) {
+    context->profile->bytes += (ranges[2 * i + 1] - ranges[2 * i]) * row_bytes;
+  }
+  kernels_of(context).rank_rows({query, static_cast<int>(num_queries), static_cast<int>(context->head_dim), rows,
+                                 scales, peaks, peak_scales, peak_weight, ranges, static_cast<int>(num_ranges), ranks});
 }
 
 int64_t top_codes(const PolicyContext* context, const float* query, const float* offsets, const uint8_t* codes,
@@ -109,7 +113,7 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.score_tokens = score_tokens;
   context.top_k = top_k_for_policy;
   context.score_rows = score_rows;
-  context.score_int8 = score_int8;
+  context.rank_rows = rank_rows;
   context.top_codes = top_codes;
   context.load_keys = load_keys;
   context.store_rows = store_rows;

@@ -27,11 +27,14 @@ PYBIND11_MODULE(_native, m) {
     if (count < 0) throw std::runtime_error("top_k: NaN among the values");
     return positions;
   });
-  m.def("score_int8", [](const std::string& isa, int64_t query, int group_size, int head_dim, int64_t rows, int64_t n,
-                         int64_t scores) {
-    kernels_for(isa).score_int8(pointer<const float>(query), group_size, head_dim, pointer<const int8_t>(rows), n,
-                                pointer<float>(scores));
-  });
+  m.def("rank_rows",
+        [](const std::string& isa, int64_t query, int num_queries, int head_dim, int64_t rows, int64_t scales,
+           int64_t peaks, int64_t peak_scales, float peak_weight, int64_t ranges, int num_ranges, int64_t ranks) {
+          kernels_for(isa).rank_rows({pointer<const float>(query), num_queries, head_dim, pointer<const int8_t>(rows),
+                                      pointer<const Bf16>(scales), pointer<const int8_t>(peaks),
+                                      pointer<const Bf16>(peak_scales), peak_weight, pointer<const int32_t>(ranges),
+                                      num_ranges, pointer<float>(ranks)});
+        });
   m.attr("CODE_BLOCK") = kCodeBlock;
   m.def("score_codes", [](const std::string& isa, int64_t query, int group_size, int head_dim, int bits, int64_t levels,
                           int64_t offsets, int64_t codes, int64_t scales, int64_t n, int64_t scores) {

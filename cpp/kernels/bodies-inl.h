@@ -3,6 +3,7 @@
 #include "kernels/tile_ops-inl.h"
 #include "kernels/attention-inl.h"
 #include "kernels/clustering-inl.h"
+#include "kernels/ranking-inl.h"
 #include "kernels/codes-inl.h"
 #include "kernels/elementwise-inl.h"
 // clang-format on

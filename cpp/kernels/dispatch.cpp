@@ -30,7 +30,9 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 bool request_amx() {
   // CPUID.7.0:EDX bits 22 (AMX-BF16) and 24 (AMX-TILE); Linux grants the tile state to a process on request only.
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;

@@ -34,6 +34,9 @@ inline constexpr int64_t stream_ahead_bytes = 0;
 // Into L2. Inlined by force: GCC takes a function that only prefetches for one without effects, and drops calls to it.
 [[gnu::always_inline]] inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+// Into L1, for what is read at once: of so many that come so fast, those into L2 are dropped.
+[[gnu::always_inline]] inline void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
+
 inline int64_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // Row t lies at pages[t >> page_shift] + offset + (t & page_mask) * row_bytes.
@@ -137,6 +140,23 @@ struct CodeArgs {
   float* scores;
 };
 
+// The rank of row i is the largest scales[i] * <query[g], rows[i]> + peak_weight * peak_scales[i] * max(0, <query[g],
+// peaks[i]>) of all g; -inf where none is a number. Queries are rounded to 1/32767 of their largest value; where one is
+// not finite all ranks are NaN.
+struct RankArgs {
+  const float* query;  // [num_queries, head_dim]
+  int num_queries;     // at most kMaxGroupSize
+  int head_dim;
+  const int8_t* rows;   // [num_rows, head_dim]
+  const Bf16* scales;   // [num_rows]
+  const int8_t* peaks;  // [num_rows, head_dim], or null: none
+  const Bf16* peak_scales;
+  float peak_weight;
+  const int32_t* ranges;  // [num_ranges, 2]: first row and end of those to rank
+  int num_ranges;
+  float* ranks;  // of the rows of all ranges, one after the other
+};
+
 // One instruction set's kernels. Arrays are indexed by DType.
 struct KernelTable {
   const char* name;
@@ -175,10 +195,8 @@ struct KernelTable {
   void (*linear[kNumDTypes])(const void* packed, int num_rows, int64_t in_features, const void* weight, int64_t first,
                              int64_t last, float* out, int64_t out_stride);
 
-  // For indexes of clustered keys (clustering-inl.h).
-  // scores[g * n + i] = <query[g], rows[i]> with int8 rows [n, head_dim]; raw sums. Queries are rounded to 1/32767 of
-  // their largest value; one that is not finite scores NaN.
-  void (*score_int8)(const float* query, int group_size, int head_dim, const int8_t* rows, int64_t n, float* scores);
+  // For indexes of clustered keys (ranking-inl.h, clustering-inl.h).
+  void (*rank_rows)(const RankArgs&);
   void (*score_codes)(const CodeArgs&);
   // out[d] = Σ_i rows[i][d]; width a multiple of kHeadDimMultiple
   void (*sum_rows[kNumDTypes])(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t width, float* out);

@@ -52,7 +52,7 @@ CONTEXT_DTYPE = np.dtype(
         ("score_tokens", np.int64),
         ("top_k", np.int64),
         ("score_rows", np.int64),
-        ("score_int8", np.int64),
+        ("rank_rows", np.int64),
         ("top_codes", np.int64),
         ("load_keys", np.int64),
         ("store_rows", np.int64),
@@ -254,16 +254,18 @@ def score_rows(
 
 
 @numba.njit(inline="always")
-def score_int8(
-    pointer: Any, function: Any, query: Any, num_queries: Any, rows: Any, n: Any, scores: Any
-) -> None:
-    """score_int8(pointer, ctx.score_int8, query, num_queries, rows, n, scores): raw query · rows.
+def rank_rows(pointer: Any, function: Any, arguments: Any) -> None:
+    """rank_rows(pointer, ctx.rank_rows, (query, num_queries, rows, scales, peaks, peak_scales,
+    peak_weight, ranges, num_ranges, ranks)): of each row in some ranges the largest
+    scale * query · row + peak_weight * peak_scale * max(0, query · peak) of all queries.
 
-    `query` is the address of float32 [num_queries, head_dim], `rows` of int8 [n, head_dim],
-    contiguous, `scores` of float32 [num_queries, n]; the caller multiplies by the rows' scales.
-    Queries are rounded to 1/32767 of their largest value; one that is not finite scores NaN.
+    Addresses: `query` of float32 [num_queries, head_dim], `rows` of int8 [num_rows, head_dim],
+    `scales` of bfloat16 [num_rows], `peaks` and `peak_scales` the same or 0 (none), `ranges` of
+    int32 [num_ranges, 2] (first row and end), `ranks` of float32, for one range after the other.
+    peak_weight is a float. Queries are rounded to 1/32767 of their largest value; where one is not
+    finite all ranks are NaN, and a row that gives no number ranks -inf.
     """
-    _run(pointer, function, (query, num_queries, rows, n, scores))
+    _run(pointer, function, arguments)
 
 
 @numba.njit(inline="always")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,7 @@ import torch
 
 from offload.system.memory import available_cpus
 
+_FEW_PAGES_BYTES = 4 * 2**20
 _TOUCH_CHUNK_BYTES = 64 * 2**20  # a multiple of the page sizes, 4 KiB to 2 MiB
 
 
@@ -21,15 +24,28 @@ def map_slab(num_bytes: int) -> torch.Tensor:
     Raises:
         OSError: if the system refuses the mapping.
     """
+    memory = _map(num_bytes)
+    touch(memory)
+    with torch.inference_mode(False):
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """As NumPy's, on huge pages where that is more than a few of them; resident when written."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if num_bytes < _FEW_PAGES_BYTES:
+        return np.zeros(shape, dtype)
+    return np.frombuffer(_map(num_bytes), dtype).reshape(shape)
+
+
+def _map(num_bytes: int) -> mmap.mmap:
     # Private, or the pages would be shared memory: no huge pages, and charged as a file.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, num_bytes, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    touch(memory)
-    with torch.inference_mode(False):
-        return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory
 
 
 def touch(memory: mmap.mmap) -> None:

@@ -365,15 +365,23 @@ void check_sum_rows(const KernelTable& table, int64_t width, int64_t num_rows) {
         static_cast<long long>(width));
 }
 
-void check_int8(const KernelTable& table, int group, int head_dim, int64_t n) {
-  Exact<float> query(group * head_dim, 1), actual(group * n), expected(group * n);
+void check_ranks(const KernelTable& table, int group, int head_dim, int64_t n) {
+  Exact<float> query(group * head_dim, 1), actual(n + 1), expected(n + 1);
   query.fill(normal);
-  Exact<int8_t> rows(n * head_dim, 1);
-  rows.fill([] { return static_cast<int8_t>(uniform(-127, 127)); });
-  table.score_int8(query.data(), group, head_dim, rows.data(), n, actual.data());
-  scalar_table()->score_int8(query.data(), group, head_dim, rows.data(), n, expected.data());
-  for (int64_t i = 0; i < group * n; ++i) {
-    CHECK(std::fabs(actual[i] - expected[i]) < 1e-6 * 127 * head_dim, "%s, head_dim %d, score %lld: %g instead of %g",
+  Exact<int8_t> rows(n * head_dim, 1), peaks(n * head_dim, 1);
+  for (Exact<int8_t>* given : {&rows, &peaks}) given->fill([] { return static_cast<int8_t>(uniform(-127, 127)); });
+  Exact<Bf16> scales(n, 1), peak_scales(n, 1);
+  for (Exact<Bf16>* given : {&scales, &peak_scales}) given->fill([] { return from_float<Bf16>(normal()); });
+  const auto end = static_cast<int32_t>(n);
+  const int32_t ranges[] = {end / 2, end, 0, end / 2, end - 1, end};  // the last row twice
+  const auto run = [&](const KernelTable& kernels, Exact<float>& ranks) {
+    kernels.rank_rows({query.data(), group, head_dim, rows.data(), scales.data(), peaks.data(), peak_scales.data(),
+                       0.4f, ranges, 3, ranks.data()});
+  };
+  run(table, actual);
+  run(*scalar_table(), expected);
+  for (int64_t i = 0; i <= n; ++i) {
+    CHECK(std::fabs(actual[i] - expected[i]) < 1e-5 * 127 * head_dim, "%s, head_dim %d, rank %lld: %g instead of %g",
           table.name, head_dim, static_cast<long long>(i), static_cast<double>(actual[i]),
           static_cast<double>(expected[i]));
   }
@@ -453,7 +461,7 @@ void check_isa(const KernelTable& table) {
   for (const int64_t n : {1, 7, 8, 15, 16, 17, 63, 64, 65, 100, 16385, 20000}) check_selection(table, n);
   check_reads(table);
   for (const int head_dim : {16, 48, 64, 128}) {
-    for (const int64_t n : {1, 3, 4, 5, 33}) check_int8(table, static_cast<int>(uniform(1, 8)), head_dim, n);
+    for (const int64_t n : {1, 3, 4, 5, 33, 150}) check_ranks(table, static_cast<int>(uniform(1, 8)), head_dim, n);
     for (const int64_t n : {1, 63, 64, 65, 200}) check_codes(table, static_cast<int>(uniform(1, 9)), head_dim, 1, n);
     check_codes(table, kMaxGroupSize, 2 * head_dim, 2, 100);
   }

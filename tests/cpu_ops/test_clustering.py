@@ -10,7 +10,7 @@ from cases.attention_cases import relative_error
 from cases.seeded import new_rng
 
 from cpu_ops import native
-from cpu_ops.clustering import chunk_means, score_int8, spherical_kmeans
+from cpu_ops.clustering import chunk_means, rank_rows, spherical_kmeans
 from cpu_ops.worker_pool import WorkerPool
 
 ISAS = native.available_isas()
@@ -29,32 +29,71 @@ def unit_points(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return points / np.linalg.norm(points, axis=-1, keepdims=True)
 
 
+def bfloat16_bits(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy()
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 128, 256])
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8])
-def test_score_int8(isa, head_dim, group_size):
+@pytest.mark.parametrize("num_queries", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("peak_weight", [0.0, 0.4])
+def test_rank_rows(isa, head_dim, num_queries, peak_weight):
     rng = new_rng()
-    query = rng.standard_normal((group_size, head_dim), dtype=np.float32)
-    for n in (1, 3, 4, 5, 16, 19):
-        rows = rng.integers(-127, 128, (n, head_dim), dtype=np.int8)
-        # Queries count in steps of 1/32767 of their largest value.
-        largest = np.abs(query).max(axis=1, keepdims=True)
-        wide = np.rint(query * (np.float32(32767) / largest)) * (largest.astype(np.float64) / 32767)
-        whole = rows.astype(np.float64)
-        error = np.abs(score_int8(query, rows, isa=isa).numpy() - wide @ whole.T)
-        assert (error <= 1e-6 * (np.abs(wide) @ np.abs(whole).T)).all()  # sums may cancel
+    query = rng.standard_normal((num_queries, head_dim), dtype=np.float32)
+    # Queries count in steps of 1/32767 of their largest value.
+    largest = np.abs(query).max(axis=1, keepdims=True)
+    wide = np.rint(query * (np.float32(32767) / largest)) * (largest.astype(np.float64) / 32767)
+    for n in (1, 3, 4, 5, 19, 63, 64, 65, 131):
+        rows, peaks = rng.integers(-127, 128, (2, n, head_dim), dtype=np.int8)
+        bits = bfloat16_bits(rng.random((2, n), dtype=np.float32))
+        scales = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        given = (peaks, bits[1], peak_weight) if peak_weight else ()
+        ranks = rank_rows(query, rows, bits[0], *given, isa=isa).numpy()
+        sums, beyond = (wide @ x.T.astype(np.float64) for x in (rows, peaks))
+        expected = sums * scales[0] + peak_weight * scales[1] * np.maximum(0, beyond)
+        # Sums may cancel.
+        limits = [np.abs(wide) @ np.abs(x.astype(np.float64)).T for x in (rows, peaks)]
+        limit = (limits[0] * scales[0] + limits[1] * scales[1]).max(axis=0)
+        assert (np.abs(ranks - expected.max(axis=0)) <= 1e-6 * limit).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_score_int8_of_queries_without_steps(isa):
-    """Zeros score 0, and what is not finite scores NaN; neither is rounded."""
-    query = np.ones((5, 48), np.float32)
-    query[1], query[2], query[3, 40], query[4, 7] = 0, 1e-40, np.nan, -np.inf
+@pytest.mark.parametrize("head_dim", [48, 64])
+def test_rank_rows_of_ranges(isa, head_dim):
+    """In their order, empty ones and the last row included."""
+    rng = new_rng()
+    query = rng.standard_normal((3, head_dim), dtype=np.float32)
+    rows, peaks = rng.integers(-127, 128, (2, 200, head_dim), dtype=np.int8)
+    scales, peak_scales = bfloat16_bits(rng.random((2, 200), dtype=np.float32))
+    given = (scales, peaks, peak_scales, 0.4)
+    every = rank_rows(query, rows, *given, isa=isa).numpy()
+    ranges = np.array([[130, 200], [7, 7], [3, 72], [0, 2], [199, 200]], np.int32)
+    expected = np.concatenate([every[first:end] for first, end in ranges])
+    np.testing.assert_allclose(
+        rank_rows(query, rows, *given, ranges=ranges, isa=isa), expected, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rank_rows_of_what_is_no_number(isa):
+    """Queries without steps rank 0; one that is not finite makes all ranks NaN; rows whose scale is
+    none rank last."""
     rows = np.full((6, 48), 3, np.int8)
-    scores = score_int8(query, rows, isa=isa).numpy()
-    np.testing.assert_allclose(scores[0], 144, rtol=1e-6)
-    assert (scores[1:3] == 0).all()
-    assert np.isnan(scores[3:]).all()
+    scales = bfloat16_bits(np.ones(6, np.float32))
+    query = np.ones((3, 48), np.float32)
+    query[1], query[2] = 0, 1e-40
+    np.testing.assert_allclose(rank_rows(query, rows, scales, isa=isa), 144, rtol=1e-6)
+    assert (rank_rows(query[1:], rows, scales, isa=isa) == 0).all()
+    of_some = scales.copy()
+    of_some[2] = bfloat16_bits(np.array([np.nan], np.float32))[0]
+    ranks = rank_rows(query[:1], rows, of_some, isa=isa).numpy()
+    assert ranks[2] == -np.inf
+    np.testing.assert_allclose(np.delete(ranks, 2), 144, rtol=1e-6)
+    of_some[2] = bfloat16_bits(np.array([np.inf], np.float32))[0]
+    assert rank_rows(query[:1], -rows, of_some, isa=isa)[2] == -np.inf
+    for bad in (np.nan, np.inf, -np.inf):
+        query[1, 40] = bad
+        assert rank_rows(query, rows, scales, isa=isa).isnan().all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -165,5 +204,10 @@ def test_bad_arguments(pool):
         chunk_means(pool, torch.zeros(1, 9, 16), np.array([0, 8, 8]))
     with pytest.raises(ValueError, match="keys must be"):
         chunk_means(pool, torch.zeros(9, 16), np.array([0, 8]))
-    with pytest.raises(ValueError, match="expected float32 queries and int8 rows of one width"):
-        score_int8(np.zeros((1, 16), np.float32), np.zeros((2, 32), np.int8))
+    query, rows, scales = np.zeros((1, 32), np.float32), np.zeros((2, 32), np.int8), np.zeros(2)
+    with pytest.raises(ValueError, match="as many int8 rows of their width, got .* 16"):
+        rank_rows(query[:, :16], rows, scales.astype(np.uint16))
+    with pytest.raises(ValueError, match=r"a scale of rows as uint16 .*, got float64 \[2\]"):
+        rank_rows(query, rows, scales)
+    with pytest.raises(ValueError, match=r"ranges must lie within \[0, 2\], got \[\[0, 3\]\]"):
+        rank_rows(query, rows, scales.astype(np.uint16), ranges=np.array([[0, 3]], np.int32))

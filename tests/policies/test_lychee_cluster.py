@@ -14,13 +14,14 @@ from offload.policies.base import State
 from offload.policies.lychee_cluster.index import grow_index
 from offload.policies.lychee_cluster.layout import STATE
 from offload.policies.lychee_cluster.policy import LycheeCluster
-from offload.policies.lychee_cluster.views import ENDS, FOUND, GROUP_ENDS, OPENED
+from offload.policies.lychee_cluster.views import ENDS, FOUND, OPENED, RANGES
 from offload.policies.registry import make_policy
 
-SMALL = LycheeCluster(
+DEFAULT = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0
 )
-PAPER = replace(SMALL, paper=True)
+PAPER = replace(DEFAULT, paper=True)
+SMALL = replace(DEFAULT, least_candidates=0)
 FEW_RANKED = replace(SMALL, ranked_chunks=30)
 
 
@@ -185,7 +186,7 @@ def test_grafted_chunks_are_ranked_whatever_the_units(pool):
     for units in stream.index.arrays["units"]:
         opened = units[OPENED]
         assert units[opened - 1] == index.num_units
-        assert units[GROUP_ENDS + opened - 1] == index.num_groups == built + 3
+        assert units[RANGES + 2 * opened - 1] == index.num_groups == built + 3
         ranked = units[ENDS + opened - 1]
         assert FEW_RANKED.ranked_chunks + 3 <= ranked < index.num_groups
 
@@ -220,8 +221,30 @@ def test_what_had_the_most_attention_is_looked_at_again(pool):
             assert set(noted) <= set(candidates)
 
 
-def test_the_buffer_is_attended_in_full(pool):
-    stream = Stream(SMALL, pool)
+def test_a_small_budget_has_as_many_candidates_as_a_larger_one(pool):
+    """And what is chosen among them and the buffer is what weighs most."""
+    stream = Stream(replace(DEFAULT, least_candidates=600), pool)
+    stream.prefill(3000)
+    stream.step()
+    for _ in range(20):
+        end = stream.index.indexed_end
+        query = stream.step().double().numpy().reshape(KV_HEADS, GROUP, HEAD_DIM)
+        arrays, keys = stream.index.arrays, stream.keys()
+        for head, tokens in enumerate(stream.selection()):
+            found = arrays["candidates"][head, : arrays["units"][head, FOUND]]
+            candidates = np.union1d(found, np.arange(end, stream.kv_len - 16))
+            assert 0.9 * 600 <= len(candidates) <= 600 + 35 + 2 * 16  # 35 carried; chunks whole
+            considered = [*range(4), *candidates, *range(stream.kv_len - 16, stream.kv_len)]
+            weights = np.exp(query[head] @ keys[head].T * HEAD_DIM**-0.5)
+            weights = (weights / weights[:, considered].sum(axis=1, keepdims=True)).sum(axis=0)
+            chosen = tokens[(tokens >= 4) & (tokens < stream.kv_len - 16)]
+            others = np.setdiff1d(candidates, chosen)
+            assert len(chosen) == 140
+            assert weights[others].max() <= weights[chosen].min() * (1 + 1e-4)
+
+
+def test_the_papers_buffer_is_attended_in_full(pool):
+    stream = Stream(PAPER, pool)
     stream.prefill(800)
     for _ in range(120):
         end = stream.index.indexed_end if stream.attention.states.arrays_of(stream.seq) else None
@@ -358,6 +381,8 @@ def test_index_bytes(paper, share, head_dim, pool):
         ({"paper": True, "chunks_per_cluster": 0}, "chunks_per_cluster must be an int in"),
         ({"chunks_per_cluster": 4}, "chunks_per_cluster=4 means nothing with paper=False"),
         ({"paper": True, "peak_weight": 0.2}, "peak_weight=0.2 means nothing with paper=True"),
+        ({"least_candidates": -1}, r"least_candidates must be an int in \[0, 1048576\], got -1"),
+        ({"paper": True, "least_candidates": 9}, "least_candidates=9 means nothing with paper"),
         ({"max_units": 65}, r"max_units must be an int in \[1, 64\], got 65"),
         ({"ranked_chunks": 0}, "ranked_chunks must be an int in"),
         ({"iterations": True}, "iterations must be an int in"),

@@ -63,9 +63,6 @@ static inline I i_zero() { return _mm256_setzero_si256(); }
 static inline I i_load_pairs(const int8_t* p) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-static inline I i_load_half(const int8_t* p) {
-  return _mm256_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-}
 static inline I i_add_products(I sums, I row, const int16_t* query) {
   const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(query));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(row, q));

@@ -10,6 +10,10 @@
 namespace offload::avx512 {
 
 #include "kernels/isa/avx512_primitives-inl.h"
+static inline I i_add_products(I sums, I row, const int16_t* query) {
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(row, _mm512_loadu_si512(query)));
+}
+
 // Codes of kByteLanes tokens, entries looked up by their nibbles, and 16-bit sums of those: `odd` of the odd tokens,
 // `all` of the even ones and, 256 times, of the odd ones.
 inline constexpr int kByteLanes = 64;

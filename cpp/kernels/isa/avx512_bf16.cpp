@@ -1,4 +1,5 @@
-// AVX512-BF16 on top of AVX-512: only the bf16 dot products change.
+// AVX512-BF16 and VNNI on top of AVX-512: only the dot products of bf16 and of int8 change. Every CPU with the former
+// has the latter.
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 
@@ -6,10 +7,14 @@
 #include <immintrin.h>
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma,f16c")
 namespace offload::avx512_bf16 {
 
 #include "kernels/isa/avx512_primitives-inl.h"
+static inline I i_add_products(I sums, I row, const int16_t* query) {
+  return _mm512_dpwssd_epi32(sums, row, _mm512_loadu_si512(query));
+}
+
 // clang-format off
 #include "kernels/tile_ops-inl.h"
 #include "kernels/tile_ops_bf16-inl.h"
@@ -17,6 +22,7 @@ template <>
 struct TileOps<Bf16> : PairOps {};
 #include "kernels/attention-inl.h"
 #include "kernels/causal_attention_bf16-inl.h"
+#include "kernels/ranking-inl.h"
 // clang-format on
 
 // The pairwise kernels work on 32 columns at a time.
@@ -43,6 +49,7 @@ const offload::KernelTable* offload::avx512_bf16_table() {
     improved.attend_causal[bf16] = avx512_bf16::attend_causal;
     improved.pack_input[bf16] = avx512_bf16::pack_input<Bf16>;
     improved.linear[bf16] = avx512_bf16::linear<Bf16>;
+    improved.rank_rows = avx512_bf16::rank_rows;
     return improved;
   }();
   return &table;

@@ -35,17 +35,11 @@ static inline void f_store_as(Bf16* p, F x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
 }
 
-// 16 sums of whole numbers, and how products of int8 rows with int16 queries are added: two neighbours to a lane.
+// 16 sums of whole numbers, of int8 rows and int16 queries: products of two neighbours go to one lane.
 using I = __m512i;
 static inline I i_zero() { return _mm512_setzero_si512(); }
 static inline I i_load_pairs(const int8_t* p) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-static inline I i_load_half(const int8_t* p) {
-  return _mm512_cvtepi8_epi16(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
-static inline I i_add_products(I sums, I row, const int16_t* query) {
-  return _mm512_add_epi32(sums, _mm512_madd_epi16(row, _mm512_loadu_si512(query)));
 }
 static inline F f_from_ints(I x) { return _mm512_cvtepi32_ps(x); }
 

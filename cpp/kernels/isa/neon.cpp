@@ -47,11 +47,6 @@ static inline void f_store_as(Bf16* p, F x) {
 using I = int32x4_t;
 static inline I i_zero() { return vdupq_n_s32(0); }
 static inline int16x8_t i_load_pairs(const int8_t* p) { return vmovl_s8(vld1_s8(p)); }
-static inline int16x8_t i_load_half(const int8_t* p) {
-  int32_t four;
-  std::memcpy(&four, p, sizeof four);
-  return vmovl_s8(vcreate_s8(static_cast<uint32_t>(four)));
-}
 static inline I i_add_products(I sums, int16x8_t row, const int16_t* query) {
   const int16x8_t q = vld1q_s16(query);
   return vmlal_high_s16(vmlal_s16(sums, vget_low_s16(row), vget_low_s16(q)), row, q);

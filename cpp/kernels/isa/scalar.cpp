@@ -33,7 +33,6 @@ static inline void f_store_as(T* p, F x) {
 using I = int32_t;
 static inline I i_zero() { return 0; }
 static inline I i_load_pairs(const int8_t* p) { return *p; }
-static inline I i_load_half(const int8_t* p) { return *p; }
 static inline I i_add_products(I sums, I row, const int16_t* query) { return sums + row * *query; }
 static inline F f_from_ints(I x) { return static_cast<F>(x); }
 template <int G, int R>

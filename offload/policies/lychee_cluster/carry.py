@@ -14,34 +14,14 @@ from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS
 from offload.policies.lychee_cluster.layout import read_state
 
 
-@numba.njit(cache=True)
-def add_carried(ctx: Any, header: Any, scratch: Any, count: int) -> int:
-    """Put what the step before carried among the `count` candidates; how many there are then."""
+@numba.njit(inline="always")
+def carried_tokens(ctx: Any, header: Any) -> Any:
+    """What the step before carried, ascending: int32."""
     length = 2 + header.carried_tokens
     at = read_state(ctx.arrays).carried + 4 * 2 * length * ctx.unit
     before = view_int32(at, length, (ctx.kv_len - 1) & 1)
-    if before[0] != ctx.kv_len - 1:
-        return count
-    # Those that are no candidates yet; then both lists from behind, into one.
-    tokens = view_int32(scratch.candidates, count + before[1])
-    new = view_int32(scratch.picked, before[1])
-    added, i = 0, 0
-    for k in range(before[1]):
-        token = before[2 + k]
-        while i < count and tokens[i] < token:
-            i += 1
-        if i == count or tokens[i] != token:
-            new[added] = token
-            added += 1
-    i, k = count - 1, added - 1
-    while k >= 0:
-        if i >= 0 and tokens[i] > new[k]:
-            tokens[i + k + 1] = tokens[i]
-            i -= 1
-        else:
-            tokens[i + k + 1] = new[k]
-            k -= 1
-    return count + added
+    count = before[1] if before[0] == ctx.kv_len - 1 else 0
+    return before[2 : 2 + count]
 
 
 @numba.njit

@@ -18,8 +18,8 @@ from offload.policies.base import State
 from offload.policies.callback import (
     callback,
     load_keys,
+    rank_rows,
     read_context,
-    score_int8,
     view_float32,
     view_int32,
     view_uint8,
@@ -37,6 +37,7 @@ from offload.policies.lychee_cluster.search import read_numbers
 from offload.policies.lychee_cluster.views import (
     HEADER_BYTES,
     NEAR,
+    RANGES,
     bfloat16_bits_up,
     from_bfloat16,
     header_of,
@@ -109,12 +110,6 @@ def append(pointer: Any) -> None:
             int(numbers.max_chunk_tokens),
         )
         _graft(pointer, ctx, length)
-
-
-@numba.njit(cache=True)
-def _scale_rows(scores: Any, scales: Any, first: int, n: int) -> None:
-    for i in range(n):
-        scores[i] *= from_bfloat16(scales[0, first + i])
 
 
 @numba.njit(cache=True)
@@ -223,15 +218,25 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
 
 
 @numba.njit
+def _rank_centroids(pointer: Any, ctx: Any, index: Any, scratch: Any, first: int, n: int) -> None:
+    """q·mu of rows `first` on, for the chunk key in `scratch.query`, to the scores."""
+    state, num_rows = read_state(ctx.arrays), len(index.rows)
+    ranges = view_int32(scratch.units + 4 * RANGES, 2)
+    ranges[0], ranges[1] = first, first + n
+    rows = state.rows + ctx.unit * num_rows * ctx.head_dim
+    scales = state.scales + 4 * ctx.unit * num_rows
+    of_rows = (scratch.query, 1, rows, scales, np.int64(0), np.int64(0), np.float32(0))
+    rank_rows(pointer, ctx.rank_rows, (*of_rows, scratch.units + 4 * RANGES, 1, scratch.scores))
+
+
+@numba.njit
 def _join_nearest(pointer: Any, ctx: Any, index: Any, scratch: Any) -> int:
     """Move the cluster nearest to the chunk key in `scratch.query`, and its unit; the cluster."""
     header, rows, scales, ranges = index.header, index.rows, index.scales, index.ranges
     num_units = header.num_units
-    base = read_state(ctx.arrays).rows + ctx.unit * len(rows) * ctx.head_dim
     scores = view_float32(scratch.scores, max(header.num_groups, num_units))
     point = view_float32(scratch.query, ctx.head_dim)
-    score_int8(pointer, ctx.score_int8, scratch.query, 1, base, num_units, scratch.scores)
-    _scale_rows(scores, scales, 0, num_units)
+    _rank_centroids(pointer, ctx, index, scratch, 0, num_units)
     near = view_int32(scratch.units + 4 * NEAR, _GRAFT_UNITS)
     kept = min(_GRAFT_UNITS, num_units)
     for i in range(kept):
@@ -240,16 +245,7 @@ def _join_nearest(pointer: Any, ctx: Any, index: Any, scratch: Any) -> int:
     for i in range(kept):
         first = ranges[near[i]]
         n = ranges[near[i] + 1] - first
-        score_int8(
-            pointer,
-            ctx.score_int8,
-            scratch.query,
-            1,
-            base + (num_units + first) * ctx.head_dim,
-            n,
-            scratch.scores,
-        )
-        _scale_rows(scores, scales, num_units + first, n)
+        _rank_centroids(pointer, ctx, index, scratch, num_units + first, n)
         for j in range(n):
             if scores[j] > largest:
                 unit, cluster, largest = near[i], first + j, scores[j]

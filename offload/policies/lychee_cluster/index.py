@@ -31,6 +31,7 @@ from offload.policies.lychee_cluster.layout import (
     HEADER,
     scratch_rows,
 )
+from offload.system import huge_pages
 
 _LOW_LINKS = 1 << 16
 FIXED = ("header", "ranges", "carried")  # whatever the capacity
@@ -274,8 +275,11 @@ def _with_room(
     with_room[:, :num_groups] = links[:, :num_groups]
     with_room[:, groups : groups + links.shape[1] - num_groups] = links[:, num_groups:]
     made: State = {
-        "rows": np.zeros((heads, num_units + groups, head_dim), np.int8),
-        "peaks": np.zeros((heads, groups, head_dim) if grows else (1, 1, head_dim), np.int8),
+        # A search reads a little here and there of them: with small pages it waits for their table.
+        "rows": huge_pages.zeros((heads, num_units + groups, head_dim), np.int8),
+        "peaks": huge_pages.zeros(
+            (heads, groups, head_dim) if grows else (1, 1, head_dim), np.int8
+        ),
         "scales": np.zeros((heads, 2, num_units + groups), np.uint16),
         "blocks": np.zeros(capacity_chunks // BLOCK + 1, np.int32),
         "offsets": np.zeros(capacity_chunks + 1, np.uint8),

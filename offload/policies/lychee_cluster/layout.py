@@ -64,7 +64,6 @@ STATE = StateLayout(
     carried=np.int32,
     flags=np.uint64,
     query=np.float32,
-    tile=np.float32,
     keys=np.float32,
     centroids=np.float32,
     scores=np.float32,
@@ -78,8 +77,7 @@ STATE = StateLayout(
 )
 read_state = STATE.read
 MAX_UNITS = 64
-TILE = 512  # scores of a tile of rows and query heads: the rows stay in the first-level cache
-UNITS_LENGTH = 256  # of `units`, which `views` names
+UNITS_LENGTH = 288  # of `units`, which `views` names
 
 
 def starts_bytes(capacity_chunks: int) -> int:
@@ -94,7 +92,6 @@ def scratch_rows(
     return {
         "flags": (np.uint64, capacity_chunks // 64 + 1),  # chunks that a search has found
         "query": (np.float32, head_dim),  # the group's sum; a new chunk's key
-        "tile": (np.float32, 2 * TILE),  # of rows and of peaks
         "keys": (np.float32, head_dim * MAX_CHUNK_TOKENS),  # of a new chunk
         "centroids": (np.float32, 2 * head_dim),  # before and after it
         "scores": (np.float32, max(capacity_groups, MAX_UNITS)),

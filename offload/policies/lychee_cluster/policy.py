@@ -62,12 +62,13 @@ class LycheeCluster(SparsePolicy):
             and else of those of the best coarse units.
         max_units: coarse units, at most 64.
         candidate_ratio: tokens of chunks whose keys are scored exactly, for each one attended.
+        least_candidates: of them, however small the budget: what finds a token costs the same.
         carried_share: of the attended tokens, those that are candidates of the next step, too.
         peak_weight: of the key that is the furthest from its chunk's mean, in the chunk's rank: 0
             ranks by means alone.
         iterations: of spherical k-means.
         paper: search as the paper does: clusters of chunks, ranked by its upper bound for the sum
-            of the group's queries, and attended whole. It has none of the four options before
+            of the group's queries, and attended whole. It has none of the five options before
             `iterations`.
         chunks_per_cluster: of the paper's index: mean size of a fine cluster when it is built.
 
@@ -92,6 +93,7 @@ class LycheeCluster(SparsePolicy):
     max_units: int = MAX_UNITS
     ranked_chunks: int = 1536
     candidate_ratio: float = 1.75
+    least_candidates: int = 1536
     carried_share: float = 0.25
     peak_weight: float = 0.4
     iterations: int = 10
@@ -107,6 +109,7 @@ class LycheeCluster(SparsePolicy):
             "chunks_per_cluster": (1, 1 << 20),
             "max_units": (1, MAX_UNITS),
             "ranked_chunks": (1, 1 << 24),
+            "least_candidates": (0, 1 << 20),
             "iterations": (1, 1000),
         }
         for name, (low, high) in limits.items():
@@ -122,7 +125,8 @@ class LycheeCluster(SparsePolicy):
                 raise ValueError(f"{name} must be in [{least}, {most}], got {getattr(self, name)}")
         without = ["chunks_per_cluster"]
         if self.paper:
-            without = ["ranked_chunks", "candidate_ratio", "carried_share", "peak_weight"]
+            without = ["ranked_chunks", "candidate_ratio", "least_candidates"]
+            without += ["carried_share", "peak_weight"]
         for name in without:
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
@@ -149,9 +153,10 @@ class LycheeCluster(SparsePolicy):
         if self.paper:
             units = min(self.max_units, (chunks / self.chunks_per_cluster) ** 0.5)
             return state_bytes * min(1.0, PAPER_UNITS / units) + chosen_tokens * row_bytes, False
-        ratio = self.candidate_ratio + self.carried_share
+        candidates = max(self.candidate_ratio * chosen_tokens, self.least_candidates)
+        candidates = min(kv_len, candidates + self.carried_share * chosen_tokens)
         kept = state_bytes * min(1.0, self.ranked_chunks / chunks)
-        return kept + ratio * chosen_tokens * row_bytes, False
+        return kept + candidates * row_bytes, False
 
     def build(self, context: BuildContext) -> State:
         """Cut the text before the recent window into chunks and cluster their keys."""
@@ -208,8 +213,10 @@ class LycheeCluster(SparsePolicy):
 
     @property
     def _candidate_capacity(self) -> int:
-        ratio = 1.0 if self.paper else self.candidate_ratio
-        return int(1.25 * ratio * self._chosen_tokens) + 256 + self._carried_tokens
+        most = float(self._chosen_tokens)
+        if not self.paper:
+            most = max(self.candidate_ratio * most, self.least_candidates)
+        return int(1.25 * most) + 256 + self._carried_tokens
 
     def state_bytes(self, shape: StateShape) -> int:
         """Of chunks as short as they may be."""

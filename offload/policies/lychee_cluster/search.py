@@ -25,18 +25,17 @@ from offload.policies.callback import (
     callback,
     prefetch,
     prefetch_line,
+    rank_rows,
     read_context,
-    score_int8,
     top_k,
     view_float32,
     view_int32,
 )
 from offload.policies.layouts import NumberLayout
-from offload.policies.lychee_cluster.carry import add_carried, carry
+from offload.policies.lychee_cluster.carry import carried_tokens, carry
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, chunk_start
 from offload.policies.lychee_cluster.layout import (
     MAX_UNITS,
-    TILE,
     UNITS_LENGTH,
     read_state,
 )
@@ -44,9 +43,9 @@ from offload.policies.lychee_cluster.ordering import order_scores, take_best, ta
 from offload.policies.lychee_cluster.views import (
     ENDS,
     FOUND,
-    GROUP_ENDS,
     OPENED,
     PARTIAL,
+    RANGES,
     from_bfloat16,
     header_of,
     index_of,
@@ -56,6 +55,7 @@ from offload.policies.lychee_cluster.views import (
 
 NUMBERS = NumberLayout(
     "candidate_ratio",
+    "least_candidates",
     "ranked_chunks",
     "peak_weight",
     "carried_share",
@@ -69,74 +69,45 @@ _CHOICE = 2.5  # groups to rank, for each that will be taken
 
 
 @numba.njit(cache=True)
-def _add_radii(scores: Any, scales: Any, first: int, n: int, norm: float) -> None:
-    """Raw sums of rows `first` on -> the bound of eq. 2, in place."""
+def _add_radii(ranks: Any, radii: Any, norm: float) -> None:
+    """q·mu -> the bound of eq. 2, in place."""
     weight = np.float32(norm)
-    steps, radii = scales[0, first : first + n], scales[1, first : first + n]
-    for i in range(n):
-        scores[i] = scores[i] * from_bfloat16(steps[i]) + weight * from_bfloat16(radii[i])
-
-
-@numba.njit(cache=True)
-def _largest_of_heads(
-    tile: Any, n: int, group_size: int, steps: Any, peak_steps: Any, weight: float, scores: Any
-) -> None:
-    """Of raw sums [group_size, n] with n rows, and behind TILE those with their peaks."""
-    for g in range(group_size):
-        sums, peaks = tile[g * n : g * n + n], tile[TILE + g * n : TILE + g * n + n]
-        for i in range(n):
-            beyond = max(np.float32(0), peaks[i]) * from_bfloat16(peak_steps[i])
-            score = sums[i] * from_bfloat16(steps[i]) + np.float32(weight) * beyond
-            scores[i] = score if g == 0 else max(scores[i], score)
+    for i in range(len(ranks)):
+        ranks[i] += weight * from_bfloat16(radii[i])
 
 
 @numba.njit
-def _rank_rows(
-    pointer: Any, ctx: Any, index: Any, scratch: Any, first: int, n: int, norm: float, at: int
+def _rank_ranges(
+    pointer: Any, ctx: Any, index: Any, scratch: Any, first_row: int, num_ranges: int, norm: float
 ) -> None:
-    """Ranks of rows `first` on, to the scores from `at` on.
+    """Ranks of the rows in RANGES, counted from `first_row` on, to the scores.
 
     Args:
         norm: of the group's summed query, in the paper's search.
     """
-    header, scales, width = index.header, index.scales, ctx.head_dim
-    state = read_state(ctx.arrays)
-    rows = state.rows + (ctx.unit * (header.num_units + header.capacity_groups) + first) * width
-    out = scratch.scores + 4 * at
+    header, state, width = index.header, read_state(ctx.arrays), ctx.head_dim
+    num_rows = header.num_units + header.capacity_groups
+    query, num_queries = ctx.query, ctx.group_size
+    rows = state.rows + (ctx.unit * num_rows + first_row) * width
+    scales = state.scales + 2 * (2 * ctx.unit * num_rows + first_row)
+    peaks, peak_scales, weight = np.int64(0), scales + 2 * num_rows, np.float32(0)
     if header.paper:
-        score_int8(pointer, ctx.score_int8, scratch.query, 1, rows, n, out)
-        _add_radii(view_float32(out, n), scales, first, n, norm)
-        return
-    weight = read_numbers(ctx.parameters).peak_weight
-    tile = view_float32(scratch.tile, 2 * TILE)
-    group = first - header.num_units  # of the first row
-    peaks = state.peaks + (ctx.unit * header.capacity_groups + group) * width
-    longest = TILE // ctx.group_size
-    for begin in range(0, n, longest):
-        length = min(longest, n - begin)
-        row, offset = first + begin, begin * width
-        score_int8(
-            pointer, ctx.score_int8, ctx.query, ctx.group_size, rows + offset, length, scratch.tile
-        )
-        if group >= 0:
-            score_int8(
-                pointer,
-                ctx.score_int8,
-                ctx.query,
-                ctx.group_size,
-                peaks + offset,
-                length,
-                scratch.tile + 4 * TILE,
-            )
-        _largest_of_heads(
-            tile,
-            length,
-            ctx.group_size,
-            scales[0, row : row + length],
-            scales[1, row : row + length],
-            weight if group >= 0 else 0.0,
-            view_float32(out + 4 * begin, length),
-        )
+        query, num_queries = scratch.query, 1
+    elif first_row > 0:
+        peaks = state.peaks + ctx.unit * header.capacity_groups * width
+        weight = np.float32(read_numbers(ctx.parameters).peak_weight)
+    of_rows = (query, num_queries, rows, scales, peaks, peak_scales, weight)
+    ranges = scratch.units + 4 * RANGES
+    rank_rows(pointer, ctx.rank_rows, (*of_rows, ranges, num_ranges, scratch.scores))
+    if header.paper:
+        units = view_int32(scratch.units, UNITS_LENGTH)
+        out = scratch.scores
+        for i in range(num_ranges):
+            first, end = units[RANGES + 2 * i], units[RANGES + 2 * i + 1]
+            radii = index.scales[1, first_row + first : first_row + end]
+            _add_radii(view_float32(out, end - first), radii, norm)
+            out += 4 * (end - first)
+            ctx.bytes_touched += 2 * (end - first)
 
 
 @numba.njit(cache=True)
@@ -166,10 +137,15 @@ def _flag_groups(index: Any, groups: Any, flags: Any, room: int, bounds: Any) ->
 
 
 @numba.njit(cache=True)
-def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, address: int) -> int:
-    """Tokens below `last` of the flagged chunks, ascending, at `address`; clears the flags."""
+def _write_flagged(
+    index: Any, flags: Any, bounds: Any, last: int, others: Any, address: int
+) -> int:
+    """Tokens below `last` of the flagged chunks and `others`, ascending, at `address`; clears the
+    flags.
+    """
     blocks, offsets = index.blocks, index.offsets
     count = 0
+    k = 0  # of the others
     for word in range(len(flags)):
         bits = flags[word]
         if bits == 0:
@@ -182,11 +158,20 @@ def _write_flagged(index: Any, flags: Any, bounds: Any, last: int, address: int)
             if chunk == bounds[0]:
                 start = bounds[1]
             end = min(chunk_start(blocks, offsets, chunk + 1), last)
+            while k < len(others) and others[k] < start:
+                view_int32(address, count + 1)[count] = others[k]
+                count += 1
+                k += 1
+            while k < len(others) and others[k] < end:
+                k += 1
             first = np.int32(start)
             tokens = view_int32(address + 4 * count, MAX_CHUNK_TOKENS)
             for i in range(MAX_CHUNK_TOKENS):  # one vector; what is too much is written over
                 tokens[i] = first + np.int32(i)
             count += max(0, end - start)
+    for i in range(k, len(others)):
+        view_int32(address, count + 1)[count] = others[i]
+        count += 1
     return count
 
 
@@ -260,11 +245,8 @@ def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, norm: float, w
             units[unit] = unit
         kept = num_units
     else:
-        _rank_rows(pointer, ctx, index, scratch, 0, num_units, norm, 0)
-        ctx.bytes_touched += num_units * 4
-        prepared = np.uint64(0)
-        for i in range(min(units[OPENED], num_units)):
-            prepared |= np.uint64(1) << np.uint64(units[i] & 63)
+        units[RANGES], units[RANGES + 1] = 0, num_units
+        _rank_ranges(pointer, ctx, index, scratch, 0, 1, norm)
         keys = view_int32(scratch.scores, num_units)
         order_scores(scores, keys)
         enough = _CHOICE * wanted / group_tokens(ctx, header)
@@ -281,8 +263,6 @@ def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, norm: float, w
             units[kept] = unit
             kept += 1
             visited += group_range(index, unit)[1]
-            if (prepared >> np.uint64(unit)) & np.uint64(1) == 0:
-                prefetch_unit(ctx, index, unit)
     if header.num_groups > built:
         units[kept] = num_units
         kept += 1
@@ -294,8 +274,8 @@ def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, norm: float, w
 def _visit_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) -> int:
     """Rank the groups of the best coarse units; how many groups that are, -1 for NaN.
 
-    Their ranks are in the scores, unit by unit; `units` holds the units and, from ENDS on, where
-    the groups of each end.
+    Their ranks are in the scores, unit by unit; `units` holds the units, from ENDS on where the
+    groups of each end there, and from RANGES on which groups they are.
     """
     norm = _sum_queries(ctx, scratch.query)
     if not np.isfinite(norm):
@@ -305,17 +285,17 @@ def _visit_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) 
     visited = 0
     for i in range(kept):
         first, n = group_range(index, units[i])
-        _rank_rows(pointer, ctx, index, scratch, index.header.num_units + first, n, norm, visited)
         visited += n
-        units[ENDS + i], units[GROUP_ENDS + i] = visited, first + n
-    ctx.bytes_touched += 4 * visited
+        units[ENDS + i] = visited
+        units[RANGES + 2 * i], units[RANGES + 2 * i + 1] = first, first + n
+    _rank_ranges(pointer, ctx, index, scratch, index.header.num_units, kept, norm)
     return visited if kept >= 0 else -1
 
 
 @numba.njit(inline="always")
 def _group_at(units: Any, i: Any, position: Any) -> Any:
     """Group of a position in the scores, those of the i-th opened unit."""
-    return units[GROUP_ENDS + i] - (units[ENDS + i] - position)
+    return units[RANGES + 2 * i + 1] - (units[ENDS + i] - position)
 
 
 @numba.njit(cache=True)
@@ -390,7 +370,9 @@ def propose(pointer: Any) -> int:
     if needed > 0 and header.num_chunks > 0:
         wanted = needed
         if not header.paper:
-            wanted = int(needed * read_numbers(ctx.parameters).candidate_ratio)
+            numbers = read_numbers(ctx.parameters)
+            ratio, least = numbers.candidate_ratio, int(numbers.least_candidates)
+            wanted = max(int(needed * ratio), least - buffered)
         visited = _visit_units(pointer, ctx, index, scratch, wanted)
         if visited < 0:
             return -1
@@ -400,9 +382,8 @@ def propose(pointer: Any) -> int:
             _take_whole_clusters(index, scratch, visited, needed)
         elif not _take_chunks(pointer, ctx, index, scratch, visited, needed, wanted):
             return -1
-        count = _write_flagged(index, scratch.flags, partial, ctx.last, ctx.candidates)
-        if header.carried_tokens > 0:
-            count = add_carried(ctx, header, scratch, count)
+        others = carried_tokens(ctx, header)
+        count = _write_flagged(index, scratch.flags, partial, ctx.last, others, ctx.candidates)
         view_int32(scratch.units, UNITS_LENGTH)[FOUND] = count
         ctx.bytes_touched += 4 * count
     for token in range(ctx.last - buffered, ctx.last):
@@ -413,11 +394,22 @@ def propose(pointer: Any) -> int:
 
 @callback
 def select(pointer: Any) -> int:
-    """The heaviest candidates; those of the buffer stay, whatever they weigh."""
+    """The heaviest candidates; in the paper's search those of the buffer, whatever they weigh."""
     ctx = read_context(pointer)
     header = header_of(ctx)
     buffered = min(_buffered(ctx, header), ctx.num_candidates)
     indexed = ctx.num_candidates - buffered
+    if not header.paper:
+        if indexed > 0 and header.carried_tokens > 0:
+            carry(pointer, ctx, header, indexed)
+        return top_k(
+            pointer,
+            ctx.top_k,
+            ctx.importance,
+            ctx.num_candidates,
+            ctx.budget_tokens,
+            ctx.indices,
+        )
     count = 0
     if indexed > 0 and ctx.budget_tokens > buffered:
         count = top_k(
@@ -425,8 +417,6 @@ def select(pointer: Any) -> int:
         )
         if count < 0:
             return -1
-        if header.carried_tokens > 0:
-            carry(pointer, ctx, header, indexed)
     positions = view_int32(ctx.indices, ctx.budget_tokens)
     for i in range(indexed, ctx.num_candidates):
         positions[count] = i

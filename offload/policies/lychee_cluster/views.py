@@ -16,16 +16,16 @@ from offload.policies.lychee_cluster.chunks import BLOCK, MAX_CHUNK_TOKENS
 from offload.policies.lychee_cluster.layout import (
     HEADER,
     MAX_UNITS,
-    TILE,
     UNITS_LENGTH,
     read_header,
     read_state,
 )
 
 # Of `units`: the units that the last search opened (one past them: what was grafted), where the
-# groups of each end in its scores, and where among all groups; then these. What was opened and how
-# many candidates that gave stays until the next search: `prepare` reads it.
-ENDS, GROUP_ENDS, PARTIAL = MAX_UNITS + 1, 2 * MAX_UNITS + 2, 3 * MAX_UNITS + 3
+# groups of each end in its scores, and the first of them and their end among all groups; then
+# these. What was opened and how many candidates that gave stays until the next search: `prepare`
+# reads it.
+ENDS, RANGES, PARTIAL = MAX_UNITS + 1, 2 * (MAX_UNITS + 1), 4 * (MAX_UNITS + 1)
 OPENED, FOUND, NEAR = PARTIAL + 2, PARTIAL + 3, PARTIAL + 4
 
 HEADER_BYTES = HEADER.itemsize
@@ -84,7 +84,6 @@ class Scratch(NamedTuple):
 
     flags: Any
     query: Any
-    tile: Any
     keys: Any
     centroids: Any
     scores: Any
@@ -126,7 +125,6 @@ def scratch_of(ctx: Any, header: Any) -> Any:
     return Scratch(
         view_uint64(state.flags, header.capacity_chunks // 64 + 1, unit),
         state.query + unit * row_bytes,
-        state.tile + unit * 8 * TILE,
         state.keys + unit * row_bytes * MAX_CHUNK_TOKENS,
         state.centroids + unit * row_bytes * 2,
         state.scores + unit * 4 * max(header.capacity_groups, MAX_UNITS),

@@ -1,0 +1,130 @@
+// Ranks of int8 key rows for the best of several queries, as an index of chunks asks for them
+// (offload/policies/lychee_cluster). Included inside a per-ISA namespace after vector_math-inl.h.
+
+// What of a row is multiplied at once: pairs of neighbouring products go to one lane.
+inline constexpr int kDotWidth = W == 1 ? 1 : 2 * W;
+inline constexpr int kRankTile = 64;  // rows whose sums stay in the first-level cache
+inline constexpr int kRankHeads = 4;  // queries that share the loads of a row
+inline constexpr int kScalesOfLine = 32;
+
+// A query in whole steps of 1/32767 of its largest value, filled up with zeros; returns the step. 0 if the query is
+// too small to have steps, NaN if one of its numbers is not finite.
+static float round_query(const float* query, int head_dim, int16_t* rounded) {
+  F largest = f_zero(), check = f_zero();
+  for (int d = 0; d < head_dim; d += W) {
+    const F x = f_load(query + d);
+    largest = f_max(f_max(x, f_sub(f_zero(), x)), largest);
+    check = f_fma(x, f_zero(), check);
+  }
+  const float limit = f_max_lane(largest);
+  if (f_sum(check) != 0.0f) return NAN;
+  std::memset(rounded, 0, kMaxHeadDim * sizeof(int16_t));
+  if (limit < 1e-30f) return 0.0f;
+  alignas(64) float whole[kMaxHeadDim];
+  for (int d = 0; d < head_dim; d += W) f_store(whole + d, f_round(f_mul(f_load(query + d), f_set1(32767.0f / limit))));
+  for (int d = 0; d < head_dim; ++d) rounded[d] = static_cast<int16_t>(whole[d]);
+  return limit / 32767.0f;
+}
+
+// sums[g * kRankTile + r] = <query[g], row r>: sums of whole numbers. The rows are rounded to 8 bits already, and the
+// query's 16 take a quarter of the time that floats do. Up to kDotWidth - 1 numbers beyond the last row are read.
+// D: head_dim, where the loop over it is to be unrolled, or 0.
+template <int G, int R, int D>
+static inline void dot_int8(const int16_t (*query)[kMaxHeadDim], int head_dim, const int8_t* rows, float* sums) {
+  if (D > 0) head_dim = D;
+  I products[G * R];
+  for (int i = 0; i < G * R; ++i) products[i] = i_zero();
+#pragma GCC unroll 8
+  for (int d = 0; d < head_dim; d += kDotWidth) {
+    for (int r = 0; r < R; ++r) {
+      const auto row = i_load_pairs(rows + r * head_dim + d);
+      for (int g = 0; g < G; ++g) products[g * R + r] = i_add_products(products[g * R + r], row, query[g] + d);
+    }
+  }
+  F floats[G * R];
+  for (int i = 0; i < G * R; ++i) floats[i] = f_from_ints(products[i]);
+  f_store_sums<G, R>(floats, 1.0f, sums, kRankTile);
+}
+
+// `ahead`: rows that will be asked for next, which these may not be followed by in memory.
+template <int G, int D>
+static void dot_rows_of(const int16_t (*query)[kMaxHeadDim], int head_dim, const int8_t* rows, int n,
+                        const int8_t* ahead, float* sums) {
+  const int whole = head_dim % kDotWidth == 0 ? n : n - 1;
+  int r = 0;
+  for (; r + kRowTile <= whole; r += kRowTile) {
+    for (int i = 0; i < kRowTile * head_dim; i += 64) prefetch_l1(ahead + r * head_dim + i);
+    dot_int8<G, kRowTile, D>(query, head_dim, rows + r * head_dim, sums + r);
+  }
+  for (; r < whole; ++r) dot_int8<G, 1, 0>(query, head_dim, rows + r * head_dim, sums + r);
+  if (r < n) {
+    int8_t last[kMaxHeadDim + kDotWidth] = {};
+    std::memcpy(last, rows + r * head_dim, static_cast<size_t>(head_dim));
+    dot_int8<G, 1, 0>(query, head_dim, last, sums + r);
+  }
+}
+
+template <int G>
+static void dot_int8_rows(const int16_t (*query)[kMaxHeadDim], int head_dim, const int8_t* rows, int n,
+                          const int8_t* ahead, float* sums) {
+  if (head_dim == 128) return dot_rows_of<G, 128>(query, head_dim, rows, n, ahead, sums);
+  if (head_dim == 64) return dot_rows_of<G, 64>(query, head_dim, rows, n, ahead, sums);
+  dot_rows_of<G, 0>(query, head_dim, rows, n, ahead, sums);
+}
+
+static void dot_int8_rows(const int16_t (*query)[kMaxHeadDim], int num_queries, int head_dim, const int8_t* rows, int n,
+                          const int8_t* ahead, float* sums) {
+  if (num_queries == 4) dot_int8_rows<4>(query, head_dim, rows, n, ahead, sums);
+  if (num_queries == 3) dot_int8_rows<3>(query, head_dim, rows, n, ahead, sums);
+  if (num_queries == 2) dot_int8_rows<2>(query, head_dim, rows, n, ahead, sums);
+  if (num_queries == 1) dot_int8_rows<1>(query, head_dim, rows, n, ahead, sums);
+}
+
+static void rank_rows(const RankArgs& args) {
+  alignas(64) int16_t rounded[kMaxGroupSize][kMaxHeadDim];
+  float steps[kMaxGroupSize];
+  float check = 0.0f;
+  for (int g = 0; g < args.num_queries; ++g) {
+    steps[g] = round_query(args.query + g * args.head_dim, args.head_dim, rounded[g]);
+    check += steps[g];
+  }
+  float* ranks = args.ranks;
+  alignas(64) float sums[kRankHeads * kRankTile] = {}, peaks[kRankHeads * kRankTile] = {};
+  alignas(64) float scales[kRankTile] = {}, peak_scales[kRankTile] = {};
+  for (int range = 0; range < args.num_ranges; ++range) {
+    const int64_t end = args.ranges[2 * range + 1];
+    for (int64_t first = args.ranges[2 * range]; first < end; first += kRankTile) {
+      const int n = static_cast<int>(end - first < kRankTile ? end - first : kRankTile);
+      const bool goes_on = first + n < end;
+      const int64_t next = goes_on || range + 1 == args.num_ranges ? first + n : args.ranges[2 * range + 2];
+      const int64_t at = first * args.head_dim, ahead = next * args.head_dim;
+      for (int i = 0; i <= kRankTile; i += kScalesOfLine) {
+        prefetch_l1(args.scales + next + i);
+        if (args.peaks != nullptr) prefetch_l1(args.peak_scales + next + i);
+      }
+      for (int i = 0; i < n; ++i) scales[i] = to_float(args.scales[first + i]);
+      if (args.peaks != nullptr) {
+        for (int i = 0; i < n; ++i) peak_scales[i] = args.peak_weight * to_float(args.peak_scales[first + i]);
+      }
+      alignas(64) float best[kRankTile];
+      for (int i = 0; i < kRankTile; ++i) best[i] = check == check ? -INFINITY : NAN;
+      for (int g = 0; g < args.num_queries && check == check; g += kRankHeads) {
+        const int heads = args.num_queries - g < kRankHeads ? args.num_queries - g : kRankHeads;
+        dot_int8_rows(rounded + g, heads, args.head_dim, args.rows + at, n, args.rows + ahead, sums);
+        if (args.peaks != nullptr) {
+          dot_int8_rows(rounded + g, heads, args.head_dim, args.peaks + at, n, args.peaks + ahead, peaks);
+        }
+        for (int h = 0; h < heads; ++h) {
+          const float step = steps[g + h];
+          for (int i = 0; i < kRankTile; ++i) {
+            const float beyond = peaks[h * kRankTile + i] > 0.0f ? peaks[h * kRankTile + i] : 0.0f;
+            const float rank = step * (scales[i] * sums[h * kRankTile + i] + peak_scales[i] * beyond);
+            best[i] = rank > best[i] ? rank : best[i];  // what is no number ranks last
+          }
+        }
+      }
+      std::memcpy(ranks, best, static_cast<size_t>(n) * sizeof(float));
+      ranks += n;
+    }
+  }
+}

@@ -122,7 +122,8 @@ def rank_rows(
     ranges: Int32Array | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """Of each row the largest scale * query · row + peak_weight * peak_scale * max(0, query · peak).
+    """Of each row the best query's rank: scale * query · row, and for what is beyond it
+    peak_weight * peak_scale * max(0, query · peak).
 
     Args:
         query: float32 [num_queries, head_dim], rounded to 1/32767 of the largest value of each.
@@ -141,12 +142,9 @@ def rank_rows(
     given = [("rows", rows, scales)]
     if peaks is not None and peak_scales is not None:
         given.append(("peaks", peaks, peak_scales))
+    shape = (len(rows), query.shape[1])
     for name, x, of_x in given:
-        if (
-            query.dtype != np.float32
-            or x.dtype != np.int8
-            or x.shape != (len(rows), query.shape[1])
-        ):
+        if query.dtype != np.float32 or x.dtype != np.int8 or x.shape != shape:
             raise ValueError(
                 f"expected float32 queries and as many int8 {name} of their width, got"
                 f" {query.dtype} {list(query.shape)} and {x.dtype} {list(x.shape)}"

@@ -198,7 +198,7 @@ py::dict policy_context_offsets() {
       FIELD(sm_scale),       FIELD(parameters),    FIELD(query),      FIELD(importance),    FIELD(indices),
       FIELD(num_indices),    FIELD(weights),       FIELD(candidates), FIELD(output),        FIELD(lse),
       FIELD(text_marks),     FIELD(bytes_touched), FIELD(arrays),     FIELD(score_tokens),  FIELD(top_k),
-      FIELD(score_rows),     FIELD(rank_rows),    FIELD(top_codes),  FIELD(load_keys),     FIELD(store_rows),
+      FIELD(score_rows),     FIELD(rank_rows),     FIELD(top_codes),  FIELD(load_keys),     FIELD(store_rows),
       FIELD(filter_at_least)};
 #undef FIELD
   py::dict result;

@@ -1,4 +1,5 @@
-// What an index of clustered keys is made of: sums of key rows, and the nearest centroids of many points. Included inside a per-ISA namespace after attention-inl.h.
+// What an index of clustered keys is made of: sums of key rows, and the nearest centroids of many points. Included
+// inside a per-ISA namespace after attention-inl.h.
 
 // out[d] = Σ_i row i [d], rows row_bytes apart
 template <class T>

@@ -205,7 +205,7 @@ def test_bad_arguments(pool):
     with pytest.raises(ValueError, match="keys must be"):
         chunk_means(pool, torch.zeros(9, 16), np.array([0, 8]))
     query, rows, scales = np.zeros((1, 32), np.float32), np.zeros((2, 32), np.int8), np.zeros(2)
-    with pytest.raises(ValueError, match="as many int8 rows of their width, got .* 16"):
+    with pytest.raises(ValueError, match=r"as many int8 rows of their width, got .* 16"):
         rank_rows(query[:, :16], rows, scales.astype(np.uint16))
     with pytest.raises(ValueError, match=r"a scale of rows as uint16 .*, got float64 \[2\]"):
         rank_rows(query, rows, scales)

@@ -397,28 +397,20 @@ def select(pointer: Any) -> int:
     """The heaviest candidates; in the paper's search those of the buffer, whatever they weigh."""
     ctx = read_context(pointer)
     header = header_of(ctx)
-    buffered = min(_buffered(ctx, header), ctx.num_candidates)
-    indexed = ctx.num_candidates - buffered
-    if not header.paper:
-        if indexed > 0 and header.carried_tokens > 0:
-            carry(pointer, ctx, header, indexed)
-        return top_k(
-            pointer,
-            ctx.top_k,
-            ctx.importance,
-            ctx.num_candidates,
-            ctx.budget_tokens,
-            ctx.indices,
-        )
-    count = 0
-    if indexed > 0 and ctx.budget_tokens > buffered:
-        count = top_k(
-            pointer, ctx.top_k, ctx.importance, indexed, ctx.budget_tokens - buffered, ctx.indices
-        )
-        if count < 0:
-            return -1
+    kept = 0
+    if header.paper:
+        kept = min(_buffered(ctx, header), ctx.num_candidates)
+    others = ctx.num_candidates - kept
+    count: int = top_k(
+        pointer, ctx.top_k, ctx.importance, others, ctx.budget_tokens - kept, ctx.indices
+    )
+    if count < 0:
+        return -1
     positions = view_int32(ctx.indices, ctx.budget_tokens)
-    for i in range(indexed, ctx.num_candidates):
+    for i in range(others, ctx.num_candidates):
         positions[count] = i
         count += 1
+    indexed = ctx.num_candidates - min(_buffered(ctx, header), ctx.num_candidates)
+    if indexed > 0 and header.carried_tokens > 0:
+        carry(pointer, ctx, header, indexed)
     return count

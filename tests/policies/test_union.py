@@ -27,6 +27,12 @@ KV_LENS = [300, 150]
 FIRST, LAST = SMALL["sink_tokens"], SMALL["recent_tokens"]
 
 
+def small(name):
+    """A member that proposes fewer tokens than there are."""
+    policy = make_policy(name, **SMALL)
+    return replace(policy, least_candidates=0) if name == "lychee_cluster" else policy
+
+
 @pytest.fixture(scope="module")
 def pool():
     pool = WorkerPool(2)
@@ -95,7 +101,7 @@ def test_of_a_policy_and_itself_it_is_that_policy(name, pool):
 )
 def test_the_heaviest_of_both_are_attended(others, pool):
     """What a member alone attends to and the union does not, weighs less than all it does."""
-    parts = [make_policy(name, **SMALL) for name in others]
+    parts = [small(name) for name in others]
     ours, *alone = worlds([Union(*parts), *parts], pool)
     given = ours.random_step(new_rng())
     _, chosen = ours.decode(given)
@@ -119,8 +125,8 @@ def test_the_heaviest_of_both_are_attended(others, pool):
 
 def test_what_is_carried_is_of_a_members_own_candidates(pool):
     """LycheeCluster notes what it would alone."""
-    alone = make_policy("lychee_cluster", **SMALL)
-    ours, other = worlds([Union(make_policy("lfps", **SMALL), alone), alone], pool)
+    alone = small("lychee_cluster")
+    ours, other = worlds([Union(small("lfps"), alone), alone], pool)
     given = ours.random_step(new_rng())
     ours.decode(given)
     other.decode(given)
@@ -135,7 +141,7 @@ def test_what_is_carried_is_of_a_members_own_candidates(pool):
 
 def test_what_a_member_answers_is_the_answer(pool):
     """Heads that LFPS bypasses are not attended; LycheeCluster still learns of their tokens."""
-    cluster = LycheeCluster(**SMALL)
+    cluster = small("lychee_cluster")
     lfps = make_policy("lfps", bypass_threshold=1e-6, **SMALL)
     all_worlds = worlds([Union(lfps, cluster), Union(cluster, lfps), lfps, cluster], pool)
     rng = new_rng()
@@ -156,7 +162,7 @@ def test_what_a_member_answers_is_the_answer(pool):
 
 def test_three_policies(pool):
     """A union is a member like any other."""
-    parts = [make_policy(name, **SMALL) for name in ("lfps", "lychee_cluster", "sketch")]
+    parts = [small(name) for name in ("lfps", "lychee_cluster", "sketch")]
     nested, sketch = worlds([Union(Union(*parts[:2]), parts[2]), parts[2]], pool)
     rng = new_rng()
     for _ in range(4):
@@ -204,7 +210,7 @@ def test_a_plan_counts_both():
     for name in ("lfps", "lychee_cluster", "union"):
         work = workload(name)
         model = StepModel(machine_profile(), work, on_gpu=False)
-        times[name] = model.attend_us(work.roles()[-1])
+        times[name] = model.attend_us(work.roles()[-1], work.unit_members[-1])
     assert max(times["lfps"], times["lychee_cluster"]) < times["union"]
     assert times["union"] < times["lfps"] + times["lychee_cluster"]
 

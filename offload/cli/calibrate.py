@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
+_TOKENS = 2048
 _POLICIES = ("lychee_decode", "per_head", "auto")
 
 
@@ -52,8 +53,13 @@ def calibrate(
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Of the text, at most; of each of per_head's texts.")
-    ] = 2048,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of the text, at most; of each of per_head's texts. "
+            r"\[default: 2048, or what the model can read]",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     num_threads: Annotated[
         int | None, typer.Option(min=1, help=r"CPU threads. \[default: all this process may use]")
@@ -107,16 +113,16 @@ def calibrate(
         if dense_layers is None:
             dense_layers = _DENSE_LAYERS
         if of_per_head:
-            count = _checked_count(model, retrieval_heads, dense_layers, tokens)
+            count, num_tokens = _checked_counts(model, retrieval_heads, dense_layers, tokens)
         with quiet_transformers(verbose=verbose):
             tokenizer = load_tokenizer(model)
             loaded = OffloadedModel.from_pretrained(
                 model, policy="full", dtype=dtype, num_threads=num_threads
             )
         if of_per_head:
-            roles, summary = _of_per_head(loaded, tokenizer, tokens, count, dense_layers)
+            roles, summary = _of_per_head(loaded, tokenizer, num_tokens, count, dense_layers)
         else:
-            input_ids = calibration_tokens(tokenizer, tokens, content)
+            input_ids = calibration_tokens(tokenizer, tokens or _TOKENS, content)
             source = "the standard library's docstrings" if text is None else text.name
             roles, summary = _of_lychee_decode(loaded, input_ids, retrieval_heads, source)
         roles.save(output.expanduser())
@@ -134,8 +140,10 @@ def calibrate(
         _print_table(summary, roles)
 
 
-def _checked_count(model: str, retrieval_heads: int | None, dense_layers: int, tokens: int) -> int:
-    """How many heads per_head has, refused before any weight is read."""
+def _checked_counts(
+    model: str, retrieval_heads: int | None, dense_layers: int, tokens: int | None
+) -> tuple[int, int]:
+    """per_head's heads, and tokens to read for them; refused before any weight is read."""
     from offload.loading.planned_model import planned_model
     from offload.policies.per_head.heads import default_retrieval_heads
     from offload.policies.per_head.lookups import MIN_LOOKUP_TOKENS
@@ -147,6 +155,8 @@ def _checked_count(model: str, retrieval_heads: int | None, dense_layers: int, t
             f"{model} reads at most {shape.max_context} tokens, but per_head is calibrated on at "
             f"least {MIN_LOOKUP_TOKENS}: its retrieval heads are evenly spaced"
         )
+    if tokens is None:
+        tokens = min(_TOKENS, shape.max_context)
     if not MIN_LOOKUP_TOKENS <= tokens <= shape.max_context:
         raise ValueError(
             f"--tokens {tokens} must be in [{MIN_LOOKUP_TOKENS}, {shape.max_context}] for "
@@ -154,9 +164,10 @@ def _checked_count(model: str, retrieval_heads: int | None, dense_layers: int, t
         )
     policy = make_policy("per_head", retrieval_heads=retrieval_heads, dense_layers=dense_layers)
     policy.check_model(**shape.heads)
-    if retrieval_heads is not None:
-        return retrieval_heads
-    return default_retrieval_heads(shape.num_layers, shape.num_kv_heads, dense_layers)
+    count = retrieval_heads
+    if count is None:
+        count = default_retrieval_heads(shape.num_layers, shape.num_kv_heads, dense_layers)
+    return count, tokens
 
 
 def _of_per_head(

@@ -18,7 +18,8 @@ def checkpoint_digest(folder: Path) -> str:
     noticed.
     """
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES):
+    files = (path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    for path in sorted(files):
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes}\n".encode())
         step = max(_BLOCK_BYTES, num_bytes // _NUM_BLOCKS)

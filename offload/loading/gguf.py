@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -100,14 +101,17 @@ def long_context_adapter() -> Adapter:
 
 def embedded_name(folder: Path) -> str | None:
     """The name of the embedded model that was made into this folder; None: it holds another one."""
-    try:
-        gguf_path = embedded_gguf()
-        made = {EMBEDDED_MODEL: _converted_name(gguf_path, EMBEDDED_MODEL)}
-        made[LONG_CONTEXT_MODEL] = _merged_name(gguf_path, long_context_adapter())
-    except FileNotFoundError:
-        return None
-    models = cache_folder() / "models"
-    return next((name for name, of_name in made.items() if folder == models / of_name), None)
+    made_names: dict[str, Callable[[], str]] = {
+        EMBEDDED_MODEL: lambda: _converted_name(embedded_gguf(), EMBEDDED_MODEL),
+        LONG_CONTEXT_MODEL: lambda: _merged_name(embedded_gguf(), long_context_adapter()),
+    }
+    for name, made_name in made_names.items():
+        with contextlib.suppress(
+            OSError, ValueError, RuntimeError
+        ):  # what is not there, or damaged
+            if folder == cache_folder() / "models" / made_name():
+                return name
+    return None
 
 
 def _check_base(adapter: Adapter, gguf_path: Path) -> None:

@@ -69,8 +69,18 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
 
 
 def checkpoint_name(folder: Path) -> str:
-    """Tells weights apart: an embedded model's name, or else a digest of the files in `folder`."""
-    return embedded_name(folder) or checkpoint_digest(folder)
+    """KEY, or NAME@KEY of an embedded model; "" where the files in `folder` cannot be read.
+
+    Other weights have another key, and so have files that were written since: what the digest does
+    not notice, the time of the weights tells.
+    """
+    try:
+        newest = max((x.stat().st_mtime_ns for x in folder.glob("*.safetensors")), default=0)
+        key = f"{checkpoint_digest(folder)}-{newest:x}"
+    except OSError:
+        return ""
+    name = embedded_name(folder)
+    return key if name is None else f"{name}@{key}"
 
 
 def load_tokenizer(name_or_path: str | Path, hub: HubOptions | None = None) -> Any:

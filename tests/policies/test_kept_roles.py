@@ -136,16 +136,16 @@ def test_a_policy_calibrates_once(offloaded_models: Any, tokenizer: Any, monkeyp
 def test_the_embedded_models_have_theirs(name: str, tmp_path: Path) -> None:
     """They come with the package: no calibration, whatever the cache has."""
     folder = resolve_folder(name)
-    assert checkpoint_name(folder) == name
+    assert checkpoint_name(folder).startswith(f"{name}@")
     copied = tmp_path / folder.name
     copied.symlink_to(folder)
-    assert len(checkpoint_name(copied)) == 16  # whose weights could be others
+    assert "@" not in checkpoint_name(copied)  # whose weights could be others
     config = json.loads((folder / "config.json").read_text())
     num_layers, num_kv_heads = config["num_hidden_layers"], config["num_key_value_heads"]
     shape = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": 64}
-    roles = kept_roles(name, num_layers * num_kv_heads // 8, 2, **shape, model_type="llama")
+    roles = kept_roles(f"{name}@", num_layers * num_kv_heads // 8, 2, **shape, model_type="llama")
     assert roles is not None
-    assert Path(roles.source).parent == kept._OF_PACKAGE
+    assert Path(roles.source).parent == kept._of_package()
 
 
 @pytest.mark.slow
@@ -160,3 +160,24 @@ def test_a_calibration_finds_what_is_shipped(name: str) -> None:
     least = np.sort(mass[2:], axis=None)[-11]
     assert (roles[mass > least + 0.02]).all()
     assert not roles[mass < least - 0.02].any()
+
+
+def test_other_weights_have_another_name(tmp_path: Path) -> None:
+    """Also where the digest, which reads a part of them, does not notice."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(8 << 20))
+    (tmp_path / "old.txt").mkdir()
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    before = checkpoint_name(tmp_path)
+    assert before == checkpoint_name(tmp_path) != ""
+    with weights.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"1")
+    assert checkpoint_name(tmp_path) != before
+    assert checkpoint_name(tmp_path / "nowhere") == ""
+
+
+def test_weights_that_nobody_can_name(cache: Path) -> None:
+    keep_roles(ROLES, "", 1, 1)
+    assert found("") is None
+    assert not list(cache.iterdir())

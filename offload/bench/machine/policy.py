@@ -75,9 +75,7 @@ def _with_member(
         policy.members[0].in_every_layer(),
         tokens,
         dtype=dtype,
-        head_state_bytes=head_state_bytes(
-            policy.members[0].in_every_layer(), shape, dtype, tokens
-        ),
+        head_state_bytes=head_state_bytes(policy.members[0].in_every_layer(), shape, dtype, tokens),
     )
     model = StepModel(profile, work, on_gpu=False)
     predicted = model.attend_us(work.roles()[-1], work.unit_members[-1])

@@ -159,7 +159,8 @@ class HeadPlacement:
     def after_calibration(self, before: Policy, policy: Policy, num_qo_heads: int) -> HeadPlacement:
         """This placement, if it was made for `before`, for what that became in a calibration.
 
-        As many heads are on the GPU: those that may stay there now, of the first layers first.
+        As many heads are on the GPU: those that must be there now, those that were and may stay,
+        and of others the first layers' first.
         """
         try:
             self.check_policy(before, num_qo_heads)
@@ -169,9 +170,11 @@ class HeadPlacement:
         if roles is None:
             return self
         places, allowed = self.places.copy(), may_stay_on_gpu(policy, roles)
-        moving = (places == Place.GPU) & ~allowed
-        places[moving] = Place.CPU
-        coming = np.argwhere(allowed & (places != Place.GPU))[: moving.sum()]
+        num_before = int((places == Place.GPU).sum())
+        places[(places == Place.GPU) & ~allowed] = Place.CPU
+        places[(roles == DENSE).all(axis=1)] = Place.GPU
+        missing = max(0, num_before - int((places == Place.GPU).sum()))
+        coming = np.argwhere(allowed & (places != Place.GPU))[:missing]
         places[tuple(coming.T)] = Place.GPU
         fetched = may_be_gathered(policy, roles, places)
         places[(places == Place.GATHER) & ~fetched] = Place.CPU

@@ -53,6 +53,9 @@ def calibrated_roles(
             shape.max_context,
         )
         return None
+    if retrieval_heads == 0:
+        none = np.zeros((shape.num_layers, shape.num_kv_heads), np.bool_)
+        return HeadRoles.of(none, head_dim=shape.head_dim, model_type=model_type)
     num_tokens = min(LOOKUP_TOKENS, shape.max_context)
     mass = mean_lookup_mass(lean, load_tokenizer(), num_tokens)
     roles = roles_by_mass(

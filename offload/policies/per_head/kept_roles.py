@@ -14,7 +14,6 @@ from offload.policies.lychee_decode.roles import HeadRoles
 from offload.system.cache_folder import cache_folder
 
 _CALIBRATION = "1"  # change it when other heads are found than by older versions
-_OF_PACKAGE = Path(__file__).parent / "roles"
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +24,21 @@ def kept_roles(
     """What a calibration has found before; None where none is kept, or what lies there is not it.
 
     Args:
-        checkpoint: names the weights, as `loading.names.checkpoint_name` does.
+        checkpoint: tells weights apart, as `loading.names.checkpoint_name` does; "": unknown.
         retrieval_heads, dense_layers: of the calibration.
         shape: as `HeadRoles.check` takes it.
     """
-    name = _file_name(checkpoint, retrieval_heads, dense_layers)
-    for folder in (_OF_PACKAGE, _cached()):
-        if not (folder / name).is_file():
+    name, _, key = checkpoint.rpartition("@")
+    for folder, of_weights in ((_of_package, name), (_cached, key)):
+        if not of_weights:
             continue
         try:
-            roles = HeadRoles.load(folder / name)
+            path = folder() / _file_name(of_weights, retrieval_heads, dense_layers)
+            if not path.is_file():
+                continue
+            roles = HeadRoles.load(path)
             roles.check(**shape)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             logger.warning("%s; heads are calibrated again", error)
             continue
         if roles.array[:dense_layers].any() or roles.array.sum() != retrieval_heads:
@@ -48,21 +50,27 @@ def kept_roles(
 
 def keep_roles(roles: HeadRoles, checkpoint: str, retrieval_heads: int, dense_layers: int) -> None:
     """Have `kept_roles` find them. Where the cache cannot be written to, they are not kept."""
-    target = _cached() / _file_name(checkpoint, retrieval_heads, dense_layers)
+    key = checkpoint.rpartition("@")[2]
+    if not key:
+        return
     try:
+        target = _cached() / _file_name(key, retrieval_heads, dense_layers)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Another process may do the same: a file is there as a whole or not at all.
         with tempfile.TemporaryDirectory(prefix=".roles-", dir=target.parent) as temporary:
             whole = Path(temporary) / target.name
             roles.save(whole)
             whole.replace(target)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         logger.info(
-            "calibrated heads are not kept: cannot write to %s (%s); set OFFLOAD_CACHE to a folder "
-            "that can be written to",
-            target.parent,
-            error.strerror,
+            "calibrated heads are not kept (%s); set OFFLOAD_CACHE to a folder that can be written "
+            "to",
+            error,
         )
+
+
+def _of_package() -> Path:
+    return Path(__file__).parent / "roles"
 
 
 def _cached() -> Path:

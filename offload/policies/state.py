@@ -225,12 +225,7 @@ class PolicyStates:
         if known.queries is None:
             known.queries = {}
         if layer_idx not in known.queries:
-            known.queries[layer_idx] = RecentQueries(
-                self._num_qo_heads,
-                self.policy.observed_queries,
-                self._store.head_dim,
-                self._store.dtype,
-            )
+            known.queries[layer_idx] = self._no_queries()
         known.queries[layer_idx].append(queries, kv_len)
 
     def record_row(self, seq: int, layer_idx: int, query: Tensor) -> None:
@@ -361,6 +356,13 @@ class PolicyStates:
         done = [change(i, arrays, n) for i, arrays in enumerate(layers) if arrays]
         if not all(done):
             known.arrays = None
+            if known.queries is None and self.policy.observed_queries:
+                # Gone when the arrays were built: those of the rows to come, or the newest key's.
+                known.queries = {layer_idx: self._no_queries() for layer_idx in self.layers}
+
+    def _no_queries(self) -> RecentQueries:
+        store, num_queries = self._store, self.policy.observed_queries
+        return RecentQueries(self._num_qo_heads, num_queries, store.head_dim, store.dtype)
 
     def _layer_arrays(self, layers: Sequence[State], capacity_tokens: int) -> LayerArrays:
         layout = self._selecting.state_layout

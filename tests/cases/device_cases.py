@@ -33,8 +33,7 @@ def small(name: str, budget_tokens: int = 64) -> Policy:
         options["select_layers"] = (1,)
     if name == "per_head":
         options |= {"rest": "lfps", "retrieval": "full", "retrieval_heads": 1}
-    layers = ("tidal_decode", "exact_topk", "quest", "lfps", "lychee_cluster", "sketch", "per_head")
-    if name in layers:
+    if name not in ("full", "lychee_decode", "streaming_llm"):
         options["dense_layers"] = 1
     return make_policy(name, **options)
 

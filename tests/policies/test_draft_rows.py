@@ -92,7 +92,9 @@ class World:
 
 
 @pytest.mark.parametrize("prompt", [300, 55])
-@pytest.mark.parametrize("name", ["lfps", "lychee_cluster", "quest", "sketch", "tidal lfps"])
+@pytest.mark.parametrize(
+    "name", ["lfps", "lychee_cluster", "quest", "sketch", "union", "tidal lfps"]
+)
 def test_as_if_the_accepted_rows_had_been_decoded_one_by_one(name, prompt, pool):
     drafting, plain = (World(name, pool, prompt) for _ in range(2))
     for accepted, rejected in [(1, 7), (4, 2), (5, 5), (9, 1), (3, 0), (1, 3), (2, 4), (6, 40)]:

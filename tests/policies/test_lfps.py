@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import kernel_references as reference
 from cases.attention_cases import relative_error
+from cases.coprocessor_cases import Shape, World, normal
 from cases.lfps_reference import Unit
 from cases.seeded import new_rng
 
@@ -394,3 +395,31 @@ def test_nan_in_the_query_is_an_error(pool):
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         make_policy("lfps", **options)
+
+
+def test_a_step_that_needed_recent_tokens_does_not_begin_with_them(pool):
+    """Where little was looked at, thresholds do not rise in each step; what is listed stays so."""
+    kv_len, shape = 20_000, Shape(group_size=1, num_layers=2, num_kv_heads=1)
+    kept = {}
+    for policy_type in (LFPS, Exact):
+        policy = policy_type(budget_tokens=4096, sink_tokens=4, recent_tokens=64, dense_layers=1)
+        world = World.random(new_rng(), shape, policy, pool, [kv_len])
+        rng = new_rng()
+        for layer_idx in range(2):
+            keys = 0.1 * normal(rng, kv_len, 1, 32)
+            keys[..., 0], keys[:5600, 0, 0], keys[4:1500, 0, 0] = -2.0, 2.0, 2.6
+            values = world.values[0][layer_idx]
+            world.store.append(world.seqs[0], layer_idx, keys, values, start=0)
+        query = torch.zeros(1, 32, 32)
+        query[..., 0] = 6.0
+        for layer_idx in range(2):
+            world.attention.record_queries(world.seqs[0], layer_idx, query, kv_len)
+        chosen = []
+        for _ in range(5):
+            _, new_keys, new_values = world.random_step(rng)
+            new_keys[..., 0] = -2.0
+            step = query[:, -1].reshape(1, 1, -1).repeat(2, 1, 1), new_keys, new_values
+            _, selections = world.decode(step)
+            chosen.append(int((np.array(selections[1][0]) < 1500).sum()))
+        kept[policy_type] = chosen
+    assert min(kept[LFPS]) == min(kept[Exact]) == 1500

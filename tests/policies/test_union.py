@@ -160,20 +160,6 @@ def test_what_a_member_answers_is_the_answer(pool):
         np.testing.assert_array_equal(own["rows"], alone["rows"])
 
 
-def test_three_policies(pool):
-    """A union is a member like any other."""
-    parts = [small(name) for name in ("lfps", "lychee_cluster", "sketch")]
-    nested, sketch = worlds([Union(Union(*parts[:2]), parts[2]), parts[2]], pool)
-    rng = new_rng()
-    for _ in range(4):
-        given = nested.random_step(rng)
-        nested.decode(given)
-        sketch.decode(given)
-    codes = nested.attention.states.arrays_of(nested.seqs[0]).layers[2]["second.codes"]
-    expected = sketch.attention.states.arrays_of(sketch.seqs[0]).layers[2]["codes"]
-    np.testing.assert_array_equal(codes, expected)
-
-
 def test_arrays_of_both(pool):
     """As each builds them, on the host and alongside a prefill, and with more room."""
     policy = make_policy("union", **SMALL)
@@ -230,7 +216,7 @@ def test_defaults():
     ("options", "message"),
     [
         ({"first": "lpfs"}, "unknown policy 'lpfs'; available: "),
-        ({"first": 3}, "unknown policy 3; available: "),
+        ({"first": 3}, "must be a policy, got 3"),
         ({"first": "exact_topk"}, "first must be a policy that proposes .*, got exact_topk"),
         ({"second": "quest"}, "second must be a policy that proposes .*, got quest"),
         ({"second": "full"}, "second must be a policy that proposes .*, got full"),
@@ -253,6 +239,7 @@ def test_defaults():
         ),
         ({"first": LFPS(dense_layers=0), "second": LycheeCluster()}, "dense_layers must be the s"),
         ({"first": ExactTopK()}, "got exact_topk; give one of these"),
+        ({"first": Union()}, "got union; give one of these"),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], message: str):

@@ -97,6 +97,19 @@ def test_a_plan_made_before_a_calibration(name: str, num_on_gpu: int) -> None:
     assert plan.after_calibration(after, after, 8) == plan  # refused as it is, or taken
 
 
+def test_a_layer_that_only_retrieves_after_a_calibration() -> None:
+    """With retrieval=full it is dense: the GPU has it as a whole, whatever the plan knew."""
+    before: Any = make_policy("per_head", retrieval="full", dense_layers=1, retrieval_heads=2)
+    roles = np.array([[0] * 2, [0] * 2, [1] * 2, *[[0] * 2] * 9], bool)
+    after = replace(before, head_roles=HeadRoles.of(roles, head_dim=64), retrieval_heads=None)
+    places = np.full((12, 2), Place.CPU)
+    places[0] = Place.GPU
+    plan = HeadPlacement(places)
+    moved = plan.after_calibration(before, after, 4)
+    moved.check_policy(after, 4)
+    assert moved.counts(Place.GPU) == [2, 0, 2, *[0] * 9]
+
+
 def test_a_plan_of_a_policy_that_is_calibrated_when_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:

@@ -29,7 +29,7 @@ from offload.kv.page_pool import PagePool
 from offload.policies.registry import available_policies
 from offload.policies.sequence_state import LayerArrays, RecentQueries
 
-STATEFUL = ["lfps", "lychee_cluster", "quest", "sketch"]
+STATEFUL = ["lfps", "lychee_cluster", "quest", "sketch", "union"]
 PACKAGE = str(Path(offload.__file__).parent)
 Action = Callable[[Any, Any], None]
 

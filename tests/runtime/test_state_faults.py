@@ -16,7 +16,7 @@ from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
 
-STATEFUL = ["lfps", "lychee_cluster", "quest", "sketch"]
+STATEFUL = ["lfps", "lychee_cluster", "quest", "sketch", "union"]
 QUICK = [("lfps", None), ("lychee_cluster", None), ("lfps", "inline")]
 LONG = 220
 

@@ -127,7 +127,8 @@ def prepare(pointer: Any) -> None:
     # Thresholds of the rule, lower ones, all that is listed, recent tokens: what sufficed in the
     # step before is near what suffices now.
     rises = ctx.kv_len % np.int64(numbers.raise_every) == 0
-    for attempt in range(max(np.int64(unit[ATTEMPT]) - rises, 0), _HEIGHTS + 2):
+    first = min(max(np.int64(unit[ATTEMPT]) - rises, 0), _HEIGHTS)  # recent tokens are no start
+    for attempt in range(first, _HEIGHTS + 2):
         unit[ATTEMPT] = attempt
         share = _LOWER**attempt if attempt < _HEIGHTS else 0.0
         lowered = lowered_threshold(theta_v, mean_v, share)

@@ -40,7 +40,7 @@ class Union(Policy):
 
     Args:
         first, second: policies that propose candidates for each KV head (lfps, lychee_cluster,
-            sketch, union) with the same budget, sinks, recent window and dense layers. Where one
+            sketch) with the same budget, sinks, recent window and dense layers. Where one
             has the sinks that it has by default, and the other more, it gets as many.
 
     Raises:
@@ -102,14 +102,19 @@ class Union(Policy):
 
         parts: list[Policy] = []
         unknown = set(options)
-        for chosen in (first, second):
+        for role, chosen in zip(NAMES, (first, second), strict=True):
+            if not isinstance(chosen, str):
+                _check_member(role, chosen)
             known = policy_named(chosen).option_names() if isinstance(chosen, str) else []
             of_part = {name: value for name, value in options.items() if name in known}
             unknown -= set(of_part)
             parts.append(make_policy(chosen, **of_part))
         if unknown:
             names = " and ".join(repr(part.name) for part in parts)
-            raise ValueError(f"union of {names} has no option {min(unknown)!r}; give one of theirs")
+            raise ValueError(
+                f"union of {names} has no option {min(unknown)!r}; give one of theirs, those of "
+                "a policy object to that itself"
+            )
         return cls(*parts)
 
     @property
@@ -221,7 +226,7 @@ def _check_member(role: str, policy: Policy) -> None:
     if not isinstance(policy, Policy):
         raise ValueError(f"union: {role} must be a policy, got {policy!r}")
     proposes = policy.selects and policy.propose is not None and not policy.scans_keys
-    if not proposes or type(policy).roles is not Policy.roles:
+    if not proposes or isinstance(policy, Union) or type(policy).roles is not Policy.roles:
         raise ValueError(
             f"union: {role} must be a policy that proposes candidates in every layer, such as "
             f"lfps, lychee_cluster or sketch, got {policy.name}; give one of these"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cpu_ops import _native
-from cpu_ops.native import check_head_dim, dtype_code, isa_name
+from cpu_ops.native import MAX_GROUP_SIZE, check_head_dim, dtype_code, isa_name
 from cpu_ops.worker_pool import WorkerPool
 
 Float32Array = npt.NDArray[np.float32]
@@ -139,8 +139,13 @@ def rank_rows(
         ValueError: shapes or dtypes that do not fit.
     """
     check_head_dim(query.shape[1])
+    if not 1 <= len(query) <= MAX_GROUP_SIZE:
+        raise ValueError(f"there must be 1 to {MAX_GROUP_SIZE} queries, got {len(query)}")
+    if (peaks is None) != (peak_scales is None):
+        raise ValueError("peaks go with peak_scales: give both or none")
     given = [("rows", rows, scales)]
     if peaks is not None and peak_scales is not None:
+        peaks, peak_scales = np.ascontiguousarray(peaks), np.ascontiguousarray(peak_scales)
         given.append(("peaks", peaks, peak_scales))
     shape = (len(rows), query.shape[1])
     for name, x, of_x in given:
@@ -159,6 +164,7 @@ def rank_rows(
     if (ranges < 0).any() or (ranges > len(rows)).any() or (ranges[:, 0] > ranges[:, 1]).any():
         raise ValueError(f"ranges must lie within [0, {len(rows)}], got {ranges.tolist()}")
     query, rows = np.ascontiguousarray(query), np.ascontiguousarray(rows)
+    scales = np.ascontiguousarray(scales)
     ranges = np.ascontiguousarray(ranges, np.int32)
     ranks = torch.empty(int((ranges[:, 1] - ranges[:, 0]).sum()), dtype=torch.float32)
     _native.rank_rows(

@@ -464,6 +464,7 @@ void check_isa(const KernelTable& table) {
     for (const int64_t n : {1, 3, 4, 5, 33, 150}) check_ranks(table, static_cast<int>(uniform(1, 8)), head_dim, n);
     for (const int64_t n : {1, 63, 64, 65, 200}) check_codes(table, static_cast<int>(uniform(1, 9)), head_dim, 1, n);
     check_codes(table, kMaxGroupSize, 2 * head_dim, 2, 100);
+    check_ranks(table, kMaxGroupSize, 2 * head_dim, 65);
   }
   for (const int64_t n : {1, 5, 6, 7, 100}) {
     for (const int64_t k : {1, 3, 4, 15, 16, 17, 63, 64, 65, 130}) check_nearest(table, n, k, uniform(1, 3) * 16);

@@ -209,5 +209,9 @@ def test_bad_arguments(pool):
         rank_rows(query[:, :16], rows, scales.astype(np.uint16))
     with pytest.raises(ValueError, match=r"a scale of rows as uint16 .*, got float64 \[2\]"):
         rank_rows(query, rows, scales)
+    with pytest.raises(ValueError, match="1 to 32 queries, got 33"):
+        rank_rows(query.repeat(33, 0), rows, scales.astype(np.uint16))
+    with pytest.raises(ValueError, match="peaks go with peak_scales"):
+        rank_rows(query, rows, scales.astype(np.uint16), rows)
     with pytest.raises(ValueError, match=r"ranges must lie within \[0, 2\], got \[\[0, 3\]\]"):
         rank_rows(query, rows, scales.astype(np.uint16), ranges=np.array([[0, 3]], np.int32))

@@ -4,13 +4,14 @@ Source: Li et al., LycheeCluster: Efficient Long-Context Inference with Structur
 Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `chunks`; index: `index`; search: `search`;
 updates: `graft`; the arrays: `layout`, and as callbacks see them: `views`.
 
-Four things differ from the paper, all for what they keep of the attention (docs/policies.md has the
+Five things differ from the paper, all for what they keep of the attention (docs/policies.md has the
 ablation); `paper=True` takes them back. Chunks are ranked by themselves, not in clusters of two,
 and in coarse units only where there are more of them than a search ranks: what is in a unit that is
 not opened cannot be found. They are ranked for each query head, the best of which counts, by mean
 key and by the key that is furthest from it, instead of for the sum of the heads by a bound in which
 the widest cluster wins. What had the most attention in one step is looked at again in the next. And
-more candidates are found than are attended, among which exact attention weights choose.
+more candidates are found than are attended, among which exact attention weights choose, also of the
+newest tokens, which are in no chunk yet.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class LycheeCluster(SparsePolicy):
     """The best chunks, what the last step looked at, a buffer of the newest tokens, sinks.
 
     Args:
-        buffer_tokens: newest tokens kept out of the index, the recent window included; attended in
-            full. At small budgets less, so that the buffer takes at most a quarter.
+        buffer_tokens: newest tokens kept out of the index, the recent window included; all are
+            candidates. At small budgets less, so that the buffer takes at most a quarter.
         min_chunk_tokens, max_chunk_tokens: a chunk ends at the best delimiter in between.
         ranked_chunks: of so many a search looks at the keys: of all chunks where there are no more,
             and else of those of the best coarse units.
@@ -68,8 +69,8 @@ class LycheeCluster(SparsePolicy):
             ranks by means alone.
         iterations: of spherical k-means.
         paper: search as the paper does: clusters of chunks, ranked by its upper bound for the sum
-            of the group's queries, and attended whole. It has none of the five options before
-            `iterations`.
+            of the group's queries, and attended whole, beside all of the buffer. It has no
+            ranked_chunks, candidate_ratio, least_candidates, carried_share and peak_weight.
         chunks_per_cluster: of the paper's index: mean size of a fine cluster when it is built.
 
     Raises:

@@ -367,7 +367,8 @@ def propose(pointer: Any) -> int:
     buffered = _buffered(ctx, header)
     needed = ctx.budget_tokens - buffered
     count = 0
-    if needed > 0 and header.num_chunks > 0:
+    searches = needed > 0 or (ctx.budget_tokens > 0 and not header.paper)
+    if searches and header.num_chunks > 0:
         wanted = needed
         if not header.paper:
             numbers = read_numbers(ctx.parameters)

@@ -77,6 +77,7 @@ def test_coprocessor_has_no_races(thread_folder):
     )
 
 
+@pytest.mark.slow
 def test_coprocessor_stays_in_bounds(address_folder):
     """Also of mailboxes that are gone."""
     program = compile_program(

@@ -15,7 +15,7 @@ from offload.ranks.watch import PeerError, RankWatch
 from offload.runtime.config import runtime_config
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_other(failing, tiny_folders):
     """Rank 0 also holds the store through which ranks know of each other."""
     ranks = Ranks(2)
@@ -148,6 +148,7 @@ def test_peers_are_looked_at_before_ranks_connect(gpus, monkeypatch):
     assert runtime_config().tensor_parallel_size == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_are_through_leave_in_order(tiny_folders):
     """What captured their operations is closed, and then the process group ended; not where the
     last thing that a rank did has failed: others may not come to its end."""

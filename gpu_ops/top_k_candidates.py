@@ -180,6 +180,25 @@ def take(bits: tl.tensor, bound: tl.tensor, ties: tl.tensor) -> tl.tensor:
     return taken, place, (total & 0xFFFF) + num_ties, num_ties
 
 
+@jit
+def store_maxima(
+    bits: tl.tensor,  # [CHUNK]; -1 for what cannot be chosen
+    maxima: tl.tensor,  # of the list
+    chunk: tl.tensor,
+    last: tl.tensor,
+    CHUNK: tl.constexpr,
+    MAX_GROUPS: tl.constexpr,
+    MAX_LEVEL: tl.constexpr,
+) -> None:
+    """The largest of each group of a chunk's tokens."""
+    level = group_level(last, MAX_GROUPS, MAX_LEVEL)
+    for i in tl.static_range(0, MAX_LEVEL + 1):
+        if level == i:
+            largest = tl.max(tl.reshape(bits, [1 << i, CHUNK >> i]), 0)
+            group = chunk * (CHUNK >> i) + tl.arange(0, CHUNK >> i)
+            tl.store(maxima + group, largest)
+
+
 @jit_for_any(*SIZES)
 def importance_kernel(
     scores: tl.tensor,
@@ -234,13 +253,7 @@ def importance_kernel(
     bits = tl.where((t >= sink_tokens) & (t < last), bits, -1)
     target = row * LISTS + list_idx
     tl.store(importance + target * importance_stride + t, bits, mask=inside)
-
-    level = group_level(last, MAX_GROUPS, MAX_LEVEL)
-    for i in tl.static_range(0, MAX_LEVEL + 1):
-        if level == i:
-            largest = tl.max(tl.reshape(bits, [1 << i, CHUNK >> i]), 0)
-            group = chunk * (CHUNK >> i) + tl.arange(0, CHUNK >> i)
-            tl.store(maxima + target * MAX_GROUPS + group, largest)
+    store_maxima(bits, maxima + target * MAX_GROUPS, chunk, last, CHUNK, MAX_GROUPS, MAX_LEVEL)
 
 
 @jit_for_any(*SIZES)

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
 from gpu_ops.chunk_clusters import chunk_means, covering_radii, fill_empty, mean_directions
+from gpu_ops.code_scores import CodeQuery
 from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
@@ -41,6 +42,8 @@ from gpu_ops.rotate import rotate_tokens
 from gpu_ops.sampling import sample_tokens
 from gpu_ops.silu_mul import activate, silu_mul
 from gpu_ops.top_k_candidates import TopKBuffers
+from gpu_ops.top_k_codes import top_k_codes
+from gpu_ops.top_k_lists import TopKLists
 from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention
 
@@ -227,6 +230,38 @@ def retrieve_all(
         )
 
 
+def score_codes_all(
+    dtype: torch.dtype, num_kv_heads: int, group_size: int, head_dim: int, bits: int
+) -> None:
+    """The operators on codes of keys, once."""
+    num_qo_heads, max_tokens = num_kv_heads * group_size, 131072
+    heads = torch.arange(num_kv_heads, dtype=torch.int32)
+    top_k_codes(
+        torch.zeros(1, num_qo_heads * head_dim, dtype=dtype),
+        torch.zeros(head_dim, head_dim),
+        torch.zeros(1, num_kv_heads, head_dim),
+        torch.zeros(1, max_tokens // 256, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        heads,
+        group_size=group_size,
+        bits=bits,
+        page_tokens=256,
+        sm_scale=0.125,
+        level=1.0,
+        scratch=CodeQuery.allocate(
+            1, num_kv_heads, num_qo_heads, group_size, head_dim, bits, "cpu"
+        ),
+        buffers=TopKBuffers.allocate(num_kv_heads, max_tokens, 2048, "cpu"),
+        lists=TopKLists(
+            16,
+            64,
+            2048,
+            torch.zeros(1, num_kv_heads, 2048, dtype=torch.int32),
+            torch.zeros(1, num_kv_heads, dtype=torch.int32),
+        ),
+    )
+
+
 def sample_all(dtype: torch.dtype, n: int, vocab_size: int) -> None:
     """The operators on logits, once."""
     logits = torch.zeros(n, vocab_size, dtype=dtype)
@@ -278,6 +313,9 @@ if __name__ == "__main__":
     for dtype in DTYPES:
         retrieve_all(dtype, 1, 8, 4, 128)
     retrieve_all(torch.bfloat16, 2, 3, 3, 64)
+    for bits in (1, 2):
+        score_codes_all(torch.bfloat16, 8, 4, 128, bits)
+        score_codes_all(torch.float32, 3, 3, 80, bits)
     sample_all(torch.bfloat16, 1, 128256)
     cluster_all(torch.bfloat16, 8, 2048, 1024, 128)
     prefill_all(torch.bfloat16, 8192, 32, 128)

@@ -1,0 +1,180 @@
+"""Lists of a row's most important tokens: what is asked for, checked, and found from importance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_ops.checks import check_reachable, check_tensor
+from gpu_ops.early_launch import early_option
+from gpu_ops.launch import next_power_of_2, pointer
+from gpu_ops.top_k_candidates import SCORE_ALIGNMENT, TopKBuffers, candidates_kernel
+from gpu_ops.top_k_select import select_tokens_kernel
+
+
+@dataclass(frozen=True)
+class TopKLists:
+    """A list is of the tokens [0, sink_tokens), the chosen ones ascending, and the last
+    recent_tokens; of all tokens if there are at most budget_tokens. Chosen are the
+    k = budget_tokens - sink_tokens - recent_tokens of largest importance between sinks and recent
+    ones; of equal ones the first.
+
+    Args:
+        selection: int32 [n, num_kv_heads, budget_tokens], or [n, 1, budget_tokens] for one list of
+            all heads. Only the lists of the heads asked for are written, and not what lies beyond
+            their length.
+        counts: int32 [n, num_kv_heads] or [n, 1]: the lists' lengths; 0 for an inactive row, -1
+            where importance could not be told: no list.
+        host_selection, host_counts: None, or pinned host memory that gets the same.
+        ratio: k is at most ceil(ratio * kv_len) - sink_tokens - recent_tokens, and at least 0.
+    """
+
+    sink_tokens: int
+    recent_tokens: int
+    budget_tokens: int
+    selection: Tensor
+    counts: Tensor
+    host_selection: Tensor | None = None
+    host_counts: Tensor | None = None
+    ratio: float | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """As kernels take them."""
+        return self.sink_tokens, self.recent_tokens, self.budget_tokens
+
+    def check(
+        self,
+        n: int,
+        num_lists: int,
+        out_lists: int,
+        max_tokens: int,
+        buffers: TopKBuffers,
+        device: torch.device,
+    ) -> None:
+        """ValueError unless `num_lists` of each of n rows fit `buffers`, and `out_lists` there."""
+        if min(self.sizes[:2]) < 0 or self.sink_tokens + self.recent_tokens > self.budget_tokens:
+            raise ValueError(
+                f"sink_tokens and recent_tokens must be at least 0 and within the budget of"
+                f" {self.budget_tokens}, got {self.sink_tokens} and {self.recent_tokens}"
+            )
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio must be in (0, 1], got {self.ratio}")
+        if (self.host_selection is None) != (self.host_counts is None):
+            raise ValueError("host_selection and host_counts must be given both, or neither")
+        shape = (n, out_lists, self.budget_tokens)
+        check_tensor("selection", self.selection, shape, torch.int32, device)
+        check_tensor("counts", self.counts, shape[:2], torch.int32, device)
+        if self.host_selection is not None and self.host_counts is not None:
+            check_reachable("host_selection", self.host_selection, shape, torch.int32, device)
+            check_reachable("host_counts", self.host_counts, shape[:2], torch.int32, device)
+        max_lists, stride = buffers.importance.shape
+        if max_tokens % SCORE_ALIGNMENT or stride % SCORE_ALIGNMENT:
+            raise ValueError(
+                f"max_tokens must be a multiple of {SCORE_ALIGNMENT},"
+                f" got {max_tokens}, and {stride} of the buffers"
+            )
+        if n * num_lists > max_lists or max_tokens > stride:
+            raise ValueError(
+                f"buffers must be for {n * num_lists} lists of {max_tokens} tokens,"
+                f" got {max_lists} of {stride}"
+            )
+        if buffers.importance.device != device:
+            raise ValueError(f"buffers must be on {device}, got {buffers.importance.device}")
+
+    def launch(
+        self,
+        lse: Tensor,
+        positions: Tensor,
+        heads: Tensor,
+        buffers: TopKBuffers,
+        *,
+        num_lists: int,
+        group_size: int,
+        early: bool,
+    ) -> None:
+        """Find them, once `buffers` hold importance and maxima.
+
+        Args:
+            lse: float32 [n, num_qo_heads]; where that of a list's query heads is not finite, there
+                is no list.
+        """
+        n, num_qo_heads = lse.shape
+        num_heads, launch = len(heads), buffers.launch
+        stride = buffers.importance.shape[1]
+        found = (buffers.candidates, buffers.lengths)
+        candidates_kernel[(launch.segments, num_lists, n)](
+            positions,
+            buffers.importance,
+            buffers.maxima,
+            *found,
+            stride,
+            *self.sizes,
+            self.ratio,
+            num_lists,
+            launch.chunk_tokens,
+            launch.max_groups,
+            launch.max_level,
+            launch.segments,
+            launch.segment_tile,
+            early,
+            num_warps=launch.num_warps[1],
+            **early_option(early),
+        )
+        select_tokens_kernel[(num_lists, n)](
+            lse,
+            positions,
+            heads,
+            *found,
+            self.selection,
+            self.counts,
+            pointer(self.host_selection),
+            pointer(self.host_counts),
+            stride,
+            *self.sizes,
+            self.ratio,
+            num_heads,
+            num_lists,
+            self.selection.shape[1],
+            num_qo_heads,
+            group_size,
+            next_power_of_2(num_heads // num_lists * group_size),
+            launch.segments,
+            launch.segment_tile,
+            launch.tile,
+            early,
+            num_warps=launch.num_warps[2],
+            **early_option(early),
+        )
+
+    def write(self, target: tuple[int, int], importance: Tensor, *, is_known: bool) -> None:
+        """One list, by a sort.
+
+        Args:
+            target: row and list.
+            importance: [kv_len].
+            is_known: none of it, nor what it comes from, is infinite or no number.
+        """
+        kv_len, first, last = (
+            len(importance),
+            self.sink_tokens,
+            len(importance) - self.recent_tokens,
+        )
+        tokens = torch.arange(kv_len, device=importance.device)
+        if kv_len > self.budget_tokens:
+            k = self.budget_tokens - self.sink_tokens - self.recent_tokens
+            if self.ratio is not None:
+                share = math.ceil(self.ratio * kv_len)
+                k = min(k, max(share - self.sink_tokens - self.recent_tokens, 0))
+            order = importance[first:last].argsort(descending=True, stable=True)
+            chosen = order[:k].sort().values
+            tokens = torch.cat((tokens[:first], first + chosen, tokens[last:]))
+        count = len(tokens) if is_known or not kv_len else -1
+        self.counts[target] = count
+        self.selection[target][: max(count, 0)] = tokens[: max(count, 0)].int()
+        if self.host_selection is not None and self.host_counts is not None:
+            self.host_selection[target] = self.selection[target]
+            self.host_counts[target] = count

@@ -57,6 +57,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "paper-lfps-overlap": ("paper-lfps", paper_lfps_tables.paper_lfps_overlap_table),
     "paper-lfps-steps": ("paper-lfps", paper_lfps_tables.paper_lfps_steps_table),
     "prefill": ("decode", tables.prefill_table),
+    "gpu-codes": ("gpu-codes", placement_tables.gpu_codes_table),
     "gpu-gather": ("gpu-gather", placement_tables.gpu_gather_table),
     "gpu-heads": ("gpu-heads", placement_tables.gpu_heads_table),
     "gpu-hybrid": ("gpu-hybrid", placement_tables.gpu_hybrid_table),

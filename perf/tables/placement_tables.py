@@ -22,6 +22,7 @@ from perf.tables.markdown import (
 # Results file -> what measures it.
 COMMANDS = {
     "gpu-heads": "perf.bench_gpu --only heads",
+    "gpu-codes": "perf.bench_codes",
     "gpu-retrieval": "perf.bench_heads",
     "gpu-gather": "perf.bench_gather",
     "gpu-hybrid": "perf.bench_hybrid",
@@ -181,6 +182,37 @@ def gpu_retrieval_table(result: dict[str, Any]) -> str:
         "KV heads": lambda point: f"{point[1]}",
         **{name: value(name, "microseconds", ".1f") for name in _VARIANTS},
         "of the memory's": value(RETRIEVAL_VARIANT, "bandwidth_share", ".0%"),
+    }
+    return gpu_section(result, title, columns, sorted(points))
+
+
+def gpu_codes_table(result: dict[str, Any]) -> str:
+    """Lists of the tokens whose codes score most, and making codes."""
+    settings = result["settings"]
+    points: dict[tuple[int, int, int], dict[str, Row]] = {}
+    for row in result["rows"]:
+        if not row["variant"].startswith("sweep"):
+            point = (row["tokens"], row["heads"], row["bits"])
+            points.setdefault(point, {})[row["variant"]] = row
+    fastest = max(settings["bandwidth_gigabytes_per_second"].values())
+    title = (
+        "Codes of one layer of llama-3.1-8b, batch 1, µs: scores of all tokens and the top-k that "
+        "follows, the last two launches of the top-k alone, and making the codes of all keys; the "
+        f"sketch's candidates for a budget of {settings['budget_tokens']:,} tokens. Beside it what "
+        f"only reading the codes takes at {fastest:,.0f} GB/s, the most that a plain read or copy "
+        "reached in the same run."
+    )
+    columns: Columns = {
+        "tokens": lambda point: f"{point[0]:,}",
+        "KV heads": lambda point: f"{point[1]}",
+        "bits": lambda point: f"{point[2]}",
+        **{
+            name: lambda point, name=name: f"{points[point][name]['microseconds']:.1f}"
+            for name in ("scores, top-k", "top-k alone", "codes of all keys")
+        },
+        "reading": lambda point: (
+            f"{next(iter(points[point].values()))['bytes'] / fastest / 1e3:.1f}"
+        ),
     }
     return gpu_section(result, title, columns, sorted(points))
 

@@ -252,7 +252,7 @@ def score_codes_kernel(
     of_group += g[None, :] * BLOCK_W + w[:, None]
     of_dims = ()
     for i in tl.static_range(DIMS):
-        of_dims += (tl.load(of_group + i * BLOCK_G * BLOCK_W),)
+        of_dims += (tl.load(of_group + i * BLOCK_G * BLOCK_W),)  # type: ignore[assignment]
     first_head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE
     step = tl.load(steps + first_head + g, mask=g < GROUP_SIZE, other=0.0)
     offset = tl.load(offsets + first_head + g, mask=g < GROUP_SIZE, other=float("-inf"))

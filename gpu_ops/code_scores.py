@@ -25,17 +25,28 @@ class CodeLaunch:
         tile_tokens: that are loaded together, a power of two; a page may be smaller.
         num_warps: of a program.
         num_stages: of the loop over tiles; one tile less is in flight.
+        max_registers: of a thread. With 64 a GPU of 132 multiprocessors runs the programs of eight
+            heads and 128K tokens all at once.
     """
 
-    tile_tokens: int = 128
+    tile_tokens: int
     num_warps: int = 4
-    num_stages: int = 4
+    num_stages: int = 3
+    max_registers: int = 64
 
     def __post_init__(self) -> None:
         if self.tile_tokens < 16 or self.tile_tokens & (self.tile_tokens - 1):
             raise ValueError(
                 f"tile_tokens must be a power of two of at least 16, got {self.tile_tokens}"
             )
+
+    @classmethod
+    def default(cls, bits: int, head_dim: int, group_size: int) -> CodeLaunch:
+        """Tiles as large as the registers hold without a spill; not measured yet."""
+        is_small = head_dim <= 128 and group_size <= _MIN_GROUP
+        if is_small and bits == 2:
+            return cls(256)
+        return cls(128, num_stages=4, max_registers=64 if is_small else 128)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def top_k_codes(
         return top_k_codes_reference(
             *operands, group_size, bits, page_tokens, sm_scale, unit, lists
         )
-    launch = launch or CodeLaunch()
+    launch = launch or CodeLaunch.default(bits, head_dim, group_size)
     block_g, block_w = layout["bytes"][0][3:]
     width = head_dim * bits // 8
     early = can_launch_early(query)
@@ -163,6 +163,7 @@ def top_k_codes(
         early,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        maxnreg=launch.max_registers,
         **early_option(early),
     )
     lists.launch(

@@ -127,7 +127,7 @@ def sweep(case: CodesCase, options: argparse.Namespace) -> list[dict[str, Any]]:
         return []
     rows = []
     tried = product(
-        launches(CodeLaunch(), options.launch),
+        launches(CodeLaunch.default(case.bits, HEAD_DIM, GROUP_SIZE), options.launch),
         launches(case.buffers.launch, options.top_k_launch),
     )
     for launch, top_k in tried:

@@ -316,6 +316,7 @@ if __name__ == "__main__":
     for bits in (1, 2):
         score_codes_all(torch.bfloat16, 8, 4, 128, bits)
         score_codes_all(torch.float32, 3, 3, 80, bits)
+        score_codes_all(torch.bfloat16, 2, 16, 256, bits)
     sample_all(torch.bfloat16, 1, 128256)
     cluster_all(torch.bfloat16, 8, 2048, 1024, 128)
     prefill_all(torch.bfloat16, 8192, 32, 128)

@@ -120,7 +120,6 @@ class Case:
             "scratch": self.scratch,
             "buffers": self.buffers,
             "lists": self.lists,
-            "launch": CodeLaunch(min(self.page_tokens, 128)),
         }
 
     def operands(self) -> tuple[torch.Tensor, ...]:

@@ -1,9 +1,9 @@
 """Part `heads` of `perf.bench_gpu`: retrieval heads on the GPU, and who attends to the other heads.
 
-LycheeDecode with layer 0 and an eighth of the KV heads retrieving, and TidalDecode, each with its
-retrieving heads on the CPU, on the GPU, with the rows of more and more of the other heads fetched
-by the GPU, and placed as `offload plan` does; beside the graph with all KV on the GPU, and
-transformers.
+LycheeDecode with layer 0 and an eighth of the KV heads retrieving, TidalDecode, and what `auto` is,
+`per_head`: each with its retrieving heads on the CPU, on the GPU, with the rows of more and more of
+the other heads fetched by the GPU, and placed as `offload plan` does; beside the graph with all KV
+on the GPU, and transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from offload.bench.decode.engines import graph_row, stock_row
 from offload.bench.pipeline.settings import PipelineSettings
-from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.placement import HeadPlacement, Place, whole_on_device
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.plan import make_plan
 from offload.policies import Policy
@@ -24,15 +24,17 @@ from offload.policies.registry import make_policy
 from perf.gpu_steps import STOCK_STEPS, GPUBench, Row, measure_ours, plan_request
 
 RETRIEVAL_SHARE = 8  # one KV head in so many retrieves, beside those of layer 0
-BUDGETS = {"lychee_decode": 2048, "tidal_decode": 1024}
+BUDGETS = {"lychee_decode": 2048, "tidal_decode": 1024, "per_head": 1024}
 
 
 def head_policies(settings: PipelineSettings, names: list[str]) -> list[Policy]:
     """The policies of this part."""
     shape = MODEL_SHAPES[settings.shape]
     retrieving = max(1, shape.num_layers * shape.num_kv_heads // RETRIEVAL_SHARE)
-    options = {"lychee_decode": {"retrieval_heads": retrieving}, "tidal_decode": {}}
-    return [make_policy(name, budget_tokens=BUDGETS[name], **options[name]) for name in names]
+    options = {"lychee_decode": {"retrieval_heads": retrieving}}
+    return [
+        make_policy(name, budget_tokens=BUDGETS[name], **options.get(name, {})) for name in names
+    ]
 
 
 def placement(settings: PipelineSettings, policy: Policy, num_gathered: int) -> HeadPlacement:
@@ -44,7 +46,7 @@ def placement(settings: PipelineSettings, policy: Policy, num_gathered: int) -> 
     places = np.full(roles.shape, Place.CPU, np.uint8)
     places[roles == DENSE] = Place.GPU
     if num_gathered >= 0:
-        places[roles == RETRIEVE] = Place.GPU
+        places[(roles == RETRIEVE) | whole_on_device(policy, roles)] = Place.GPU
         for of_layer, of_roles in zip(places, roles, strict=True):
             of_layer[np.flatnonzero(of_roles == REUSE)[:num_gathered]] = Place.GATHER
     return HeadPlacement(places)

@@ -94,7 +94,7 @@ class Case:
         self.selection = torch.full((n, num_kv_heads, sizes[2]), -7, dtype=torch.int32)
         self.counts = torch.full((n, num_kv_heads), -7, dtype=torch.int32)
         lists = self.selection.to(device), self.counts.to(device)
-        pinned = (torch.empty_like(x, pin_memory=device == "cuda") for x in lists)
+        pinned = (torch.empty_like(x, device="cpu", pin_memory=device == "cuda") for x in lists)
         self.lists = TopKLists(*sizes, *lists, *(x.fill_(-7) for x in pinned))
 
     def _encoded(

@@ -19,6 +19,7 @@ namespace offload {
 
 inline constexpr int kMaxWaveHeads = 32;
 inline constexpr int64_t kPiecesPerThread = 4;  // finer pieces balance better, coarser ones merge faster
+inline constexpr int64_t kMinScanCodes = 4096;  // of one task: each makes tables of its queries first
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -196,6 +197,9 @@ class DecodeAttention {
     int64_t begin = 0;  // of those n, [begin, end) are attended here; the others are in the window on the device
     int64_t end = 0;
     float lse[kMaxGroupSize];         // of what was attended here
+    CodesRequest codes;               // with propose, where it leaves them to the workers
+    int64_t num_scans = 0;            // that their scoring is cut into
+    Scratch<float> code_scores;       // [codes]
     std::vector<int32_t> considered;  // with propose: sinks, candidates, recent tokens
     Scratch<float> candidate_scores;  // [group, considered]; once scored exp(score - maximum of its range)
     Scratch<float> range_max;         // [group, ranges]
@@ -293,6 +297,10 @@ class DecodeAttention {
   void ask_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void score_range(const QueryRow& row, int row_idx, int unit, int64_t range, int worker);
   void propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void scan_codes(int row_idx, int unit, int64_t range, int worker);
+  void finish_codes(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void list_considered(const QueryRow& row, const int32_t* chosen, int64_t n, std::vector<int32_t>* tokens) const;
+  void consider(const QueryRow& row, Unit& unit, const int32_t* candidates, int64_t n) const;
   void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void gather_weights(Unit& unit, int64_t first, int64_t last) const;
   void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance, int worker);

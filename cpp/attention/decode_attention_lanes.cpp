@@ -15,8 +15,9 @@ constexpr int64_t kMinScoreTokens = 128;
 constexpr int64_t kMinPieceTokens = 128;
 constexpr int64_t kMinEvenPieceTokens = 48;  // of lists that are known before, and read ahead
 
-enum LaneStage : int { kAsk, kScore, kAttend, kMerge };
-constexpr TraceKind kStageKinds[] = {TraceKind::ask, TraceKind::score, TraceKind::attend, TraceKind::merge};
+enum LaneStage : int { kAsk, kScan, kScore, kAttend, kMerge };
+constexpr TraceKind kStageKinds[] = {TraceKind::ask, TraceKind::ask, TraceKind::score, TraceKind::attend,
+                                     TraceKind::merge};
 
 int64_t divide_rounded(int64_t a, int64_t b) { return (a + b / 2) / b; }
 
@@ -225,6 +226,8 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
       if (stage == kAsk) {
         if (prepares) self.prepare_unit(layer_idx, row, lane.row, u, worker);
         self.ask_unit(layer_idx, row, lane.row, u, worker);
+      } else if (stage == kScan) {
+        self.scan_codes(lane.row, u, i, worker);
       } else if (stage == kScore) {
         self.score_range(row, lane.row, u, i, worker);
       } else if (stage == kAttend) {
@@ -238,6 +241,10 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
       const Lane& lane = self.lanes_[static_cast<size_t>(index)];
       const QueryRow& row = rows[static_cast<size_t>(lane.row)];
       Unit& unit = self.unit_of(lane.row, lane.first_unit);
+      if (stage == kScan) {
+        const TraceSpan span = self.task_span(TraceKind::ask, layer_idx, lane.row, lane.first_unit, worker);
+        self.finish_codes(layer_idx, row, lane.row, lane.first_unit, worker);
+      }
       if (stage == kScore) {
         const TraceSpan span = self.task_span(TraceKind::choose, layer_idx, lane.row, lane.first_unit, worker);
         self.finish_proposal(layer_idx, row, lane.row, lane.first_unit, worker);
@@ -247,7 +254,13 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
         return {};
       }
       if (stage == kMerge || unit.answered) return {};
-      if (stage == kAsk && self.member_of(layer_idx, lane.first_unit).propose != nullptr) {
+      const bool proposes = self.member_of(layer_idx, lane.first_unit).propose != nullptr;
+      if (stage == kAsk && proposes && unit.codes.k > 0) {
+        const int64_t most = unit.codes.args.n / kMinScanCodes;
+        unit.num_scans = std::clamp<int64_t>(self.max_ranges_, 1, most);
+        return {kScan, unit.num_scans};
+      }
+      if (stage <= kScan && proposes) {
         const auto n = static_cast<int64_t>(unit.considered.size());
         unit.num_ranges = std::clamp<int64_t>(divide_rounded(n, kMinScoreTokens), 1, self.max_ranges_);
         const auto maxima = static_cast<size_t>(self.unit_group() * unit.num_ranges);
@@ -256,7 +269,7 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
         if (n > 0) return {kScore, unit.num_ranges};
         unit.n = row.kv_len;  // nothing is considered: everything is attended
       }
-      if (stage == kAsk || stage == kScore) {
+      if (stage <= kScore) {
         const StagedLanes::Stage next = self.begin_attending(lane);
         if (unit.begin < unit.end) return next;
       } else if (lane.num_units > 1 && self.pool_.num_threads() > 1) {

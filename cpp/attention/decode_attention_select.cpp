@@ -8,6 +8,8 @@
 namespace offload {
 namespace {
 
+constexpr int64_t kMinDeferredCodes = 2 * kMinScanCodes;  // fewer are scored where they are asked for
+
 const KernelTable& kernels_of(const PolicyContext* context) {
   return *static_cast<const KernelTable*>(context->kernels);
 }
@@ -60,18 +62,36 @@ void rank_rows(const PolicyContext* context, const float* query, int64_t num_que
                                  scales, peaks, peak_scales, peak_weight, ranges, static_cast<int>(num_ranges), ranks});
 }
 
-int64_t top_codes(const PolicyContext* context, const float* query, const float* offsets, const uint8_t* codes,
-                  const float* scales, const float* levels, int64_t bits, int64_t k, int32_t* tokens) {
-  static thread_local std::vector<float> scores;
-  const int64_t n = context->last;
-  scores.resize(std::max(scores.size(), static_cast<size_t>(n)));
-  if (context->profile != nullptr) context->profile->bytes += n * (context->head_dim * bits / 8 + 4);
-  kernels_of(context).score_codes({query, static_cast<int>(context->group_size), static_cast<int>(context->head_dim),
-                                   static_cast<int>(bits), levels, offsets, codes, scales, n, scores.data()});
-  const int64_t first = context->first;
-  const int64_t count = top_k(kernels_of(context), scores.data() + first, n - first, k, tokens);
+// The k tokens of [first, args.n) that score most; how many.
+int64_t list_tokens(const KernelTable& kernels, const CodeArgs& args, int64_t first, int64_t k, int32_t* tokens) {
+  const int64_t count = top_k(kernels, args.scores + first, args.n - first, k, tokens);
   for (int64_t i = 0; i < count; ++i) tokens[i] += static_cast<int32_t>(first);
   return count;
+}
+
+int64_t top_codes(const PolicyContext* context, const float* query, const float* offsets, const uint8_t* codes,
+                  const float* scales, const float* levels, int64_t bits, int64_t k, int32_t* tokens) {
+  const int64_t n = context->last;
+  if (context->profile != nullptr) context->profile->bytes += n * (context->head_dim * bits / 8 + 4);
+  CodeArgs args{query,
+                static_cast<int>(context->group_size),
+                static_cast<int>(context->head_dim),
+                static_cast<int>(bits),
+                levels,
+                offsets,
+                codes,
+                scales,
+                n,
+                nullptr};
+  if (context->may_defer != 0 && k > 0 && n >= kMinDeferredCodes) {
+    *context->deferred = {args, k, tokens};
+    return kDeferred;
+  }
+  static thread_local std::vector<float> scores;
+  scores.resize(std::max(scores.size(), static_cast<size_t>(n)));
+  args.scores = scores.data();
+  kernels_of(context).score_codes(args);
+  return list_tokens(kernels_of(context), args, context->first, k, tokens);
 }
 
 void load_keys(const PolicyContext* context, int64_t first, int64_t n, float* out) {
@@ -192,21 +212,19 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
   PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
   ctx.output = output;
   ctx.lse = lse;
+  ctx.may_defer = pool_.num_threads() > 1;
+  ctx.deferred = &unit.codes;
+  unit.codes = {};
   const int64_t count = member_of(layer_idx, unit_idx).propose(&ctx);
   finish_context(ctx);
-  const auto add_own = [&](std::vector<int32_t>& tokens, const int32_t* chosen, int64_t n) {
-    tokens.clear();
-    for (int64_t t = 0; t < ctx.first; ++t) tokens.push_back(static_cast<int32_t>(t));
-    tokens.insert(tokens.end(), chosen, chosen + n);
-    for (int64_t t = ctx.last; t < row.kv_len; ++t) tokens.push_back(static_cast<int32_t>(t));
-  };
+  if (count == kDeferred) return unit.code_scores.resize(static_cast<size_t>(unit.codes.args.n));
   if (count == kAnswered) {
     unit.answered = true;
     unit.n = 0;
     selection_[static_cast<size_t>(row_idx * units() + unit_idx)].clear();
     // Nothing was chosen: that is what the layers below inherit.
     if (!policy_.roles.empty()) {
-      add_own(published_of(row_idx, unit_idx).own, nullptr, 0);
+      list_considered(row, nullptr, 0, &published_of(row_idx, unit_idx).own);
       published_of(row_idx, unit_idx).set_own();
     }
     float check = 0.0f;  // stays 0 unless some output is NaN or inf
@@ -221,8 +239,46 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
     return;
   }
   if (count < 0 || (count > 0 && ctx.candidates == nullptr)) return report_non_finite(layer_idx, row_idx, unit_idx);
-  add_own(unit.considered, ctx.candidates, count);
-  unit.candidate_scores.resize(static_cast<size_t>(group) * unit.considered.size());
+  consider(row, unit, ctx.candidates, count);
+}
+
+// Codes that propose left to the workers: those of a range of tokens, whole blocks.
+void DecodeAttention::scan_codes(int row_idx, int unit_idx, int64_t range, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::predict);
+  Unit& unit = unit_of(row_idx, unit_idx);
+  CodeArgs args = unit.codes.args;
+  const int64_t blocks = ceil_div(args.n, kCodeBlock);
+  const int64_t begin = blocks * range / unit.num_scans * kCodeBlock;
+  args.n = std::min(args.n, blocks * (range + 1) / unit.num_scans * kCodeBlock) - begin;
+  args.codes += begin * args.head_dim * args.bits / 8;
+  args.scales += begin;
+  args.scores = unit.code_scores.data() + begin;
+  kernels_.score_codes(args);
+}
+
+// All of them are scored.
+void DecodeAttention::finish_codes(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
+  const PhaseTimer timer(profile_of(worker), Phase::predict);
+  Unit& unit = unit_of(row_idx, unit_idx);
+  CodesRequest& codes = unit.codes;
+  codes.args.scores = unit.code_scores.data();
+  const int64_t count = list_tokens(kernels_, codes.args, policy_.sink_tokens, codes.k, codes.tokens);
+  if (count < 0) return report_non_finite(layer_idx, row_idx, unit_idx);
+  consider(row, unit, codes.tokens, count);
+}
+
+// Sinks, the policy's tokens, recent ones.
+void DecodeAttention::list_considered(const QueryRow& row, const int32_t* chosen, int64_t n,
+                                      std::vector<int32_t>* tokens) const {
+  tokens->clear();
+  for (int64_t t = 0; t < policy_.sink_tokens; ++t) tokens->push_back(static_cast<int32_t>(t));
+  tokens->insert(tokens->end(), chosen, chosen + n);
+  for (int64_t t = row.kv_len - policy_.recent_tokens; t < row.kv_len; ++t) tokens->push_back(static_cast<int32_t>(t));
+}
+
+void DecodeAttention::consider(const QueryRow& row, Unit& unit, const int32_t* candidates, int64_t n) const {
+  list_considered(row, candidates, n, &unit.considered);
+  unit.candidate_scores.resize(static_cast<size_t>(unit_group()) * unit.considered.size());
   unit.importance.resize(unit.considered.size());
 }
 

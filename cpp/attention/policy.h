@@ -13,6 +13,14 @@
 namespace offload {
 
 inline constexpr int64_t kAnswered = -2;  // of propose: the unit's output is written, nothing is attended
+inline constexpr int64_t kDeferred = -3;  // of top_codes, then of propose: the workers score the codes together
+
+// What top_codes was asked, where it left the answer to the runtime.
+struct CodesRequest {
+  CodeArgs args{};  // but for the scores
+  int64_t k = 0;
+  int32_t* tokens = nullptr;
+};
 
 struct WorkerProfile;
 
@@ -40,6 +48,7 @@ struct PolicyContext {
   float* lse;                 // [group_size], where it answers
   const uint8_t* text_marks;  // [kv_len] what the text of each token ends with; null where it is not known
   int64_t bytes_touched;      // callbacks add what they read and write of their own arrays
+  int64_t may_defer;          // propose: whether it may return kDeferred
   void* const* arrays;        // the policy's own arrays of this (sequence, layer), in the order that it declares
   // SIMD primitives, as function pointers so that Numba code can call them.
   void (*score_tokens)(const PolicyContext*, const int32_t* indices, int64_t n, float* scores);
@@ -59,6 +68,7 @@ struct PolicyContext {
   int64_t dtype;
   RowSource keys;
   WorkerProfile* profile;
+  CodesRequest* deferred;
 };
 
 // What a unit does in a layer where its row is longer than the budget.

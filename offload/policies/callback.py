@@ -48,6 +48,7 @@ CONTEXT_DTYPE = np.dtype(
         ("lse", np.int64),
         ("text_marks", np.int64),
         ("bytes_touched", np.int64),
+        ("may_defer", np.int64),
         ("arrays", np.int64),
         ("score_tokens", np.int64),
         ("top_k", np.int64),
@@ -276,8 +277,10 @@ def top_codes(pointer: Any, function: Any, arguments: Any) -> Any:
     A token's score is the largest over the group of scale * query · levels[code] + offset.
     Addresses: `query` of float32 [group_size, head_dim], `offsets` of [group_size], `codes` of
     uint8 [blocks of CODE_BLOCK tokens, head_dim * bits / 8, CODE_BLOCK], `scales` of float32 [whole
-    blocks], `levels` of [1 << bits], `tokens` of int32 [k]. The least a query's few dimensions may
-    add is rounded to 1/127 of their range; what scores no number comes first.
+    blocks], `levels` of [1 << bits], `tokens` of int32 [k]; all stay until the step is over. The
+    least a query's few dimensions may add is rounded to 1/127 of their range; what scores no number
+    comes first. Where ctx.may_defer is not 0, the count may be negative although nothing is wrong:
+    the workers will score the codes together, and `propose` must return it as it is.
     """
     return _count(pointer, function, arguments)
 

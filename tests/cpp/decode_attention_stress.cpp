@@ -120,6 +120,25 @@ int64_t propose(PolicyContext* context) {
   return count;
 }
 
+// Candidates by codes: enough of them that workers score them together.
+constexpr int64_t kCodedTokens = 2 * kMinScanCodes + 100;
+constexpr int64_t kListed = 200;
+
+int64_t propose_coded(PolicyContext* context) {
+  static const int64_t num_tokens = ceil_div(kCodedTokens, kCodeBlock) * kCodeBlock;
+  static const auto codes = [] {
+    std::vector<uint8_t> bytes(static_cast<size_t>(num_tokens * kMaxHeadDim / 8));
+    for (uint8_t& x : bytes) x = static_cast<uint8_t>(uniform(0, 255));
+    return bytes;
+  }();
+  static const std::vector<float> scales(static_cast<size_t>(num_tokens), 1.0f), offsets(kMaxGroupSize, 0.0f);
+  static const float levels[] = {-1.0f, 1.0f};
+  auto* tokens = static_cast<int32_t*>(context->arrays[2]) + context->unit * kMaxTokens;
+  context->candidates = tokens;
+  return context->top_codes(context, context->query, offsets.data(), codes.data(), scales.data(), levels, 1, kListed,
+                            tokens);
+}
+
 int64_t select_too_many(PolicyContext* context) { return context->budget_tokens + 1; }
 
 struct Results {
@@ -305,6 +324,24 @@ void stress(const AttentionShape& shape, int rounds) {
   }
 }
 
+// Two rows, one of which is long enough for its codes to be shared out.
+void check_shared_codes(const AttentionShape& shape) {
+  Sequence of_many(shape, kCodedTokens), of_few(shape, 900);
+  Step step{shape, make_policy(false, false), true, {}, {&of_many, &of_few}, {kCodedTokens, 900}, {}};
+  step.policy.propose = propose_coded;
+  step.policy.select = nullptr;
+  step.policy.observe = nullptr;
+  step.queries.resize(2 * static_cast<size_t>(shape.num_qo_heads * shape.head_dim));
+  for (uint16_t& q : step.queries) q = from_float<Bf16>(normal()).bits;
+  WorkerPool alone(1), pool(4, 30);
+  DecodeAttention serial(shape, *scalar_table(), alone), parallel(shape, *scalar_table(), pool);
+  serial.probe().start(0.5, 7);
+  parallel.probe().start(0.5, 7);
+  const Results expected = run(step, serial), actual = run(step, parallel);
+  compare(actual, expected);
+  CHECK(actual.selection == expected.selection, "the same candidates");
+}
+
 // A select that returns nonsense and a NaN in the cache end in a message, with and without a scan.
 void check_failures(const AttentionShape& shape) {
   Sequence sequence(shape, 600);
@@ -396,6 +433,7 @@ int main(int argc, char**) {
   for (const AttentionShape& shape : shapes) {
     stress(shape, rounds);
     check_failures(shape);
+    check_shared_codes(shape);
     check_null_work(shape);
   }
   std::puts("ok");

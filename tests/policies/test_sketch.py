@@ -161,6 +161,25 @@ def test_of_more_candidates_the_heaviest_are_kept(pool):
     assert selections[0] == selections[1]
 
 
+@pytest.mark.parametrize("name", ["sketch", "union"])
+def test_workers_share_what_is_long(name, pool):
+    """They score a head's codes together where there are many, with the same result."""
+    options = OPTIONS | {"bits": 1, "candidate_ratio": 1.0}
+    if name == "union":
+        options |= {"first": "sketch", "second": "lychee_cluster"}
+    policy = make_policy(name, **options)
+    cache, queries = make_case(kv_len=9001, head_dim=16)
+    found = []
+    alone = WorkerPool(1)
+    for workers in (alone, pool):
+        attention = cache.attention(workers, GROUP_SIZE, policy)
+        out, _ = attend(attention, [cache.seq], [9001], queries[:1])
+        found.append((attention.last_selection(), out))
+    alone.close()
+    assert found[0][0] == found[1][0]
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
+
+
 def grow_by_one(cache: Cache, attention: DecodeAttention, query, key, value, seq=None):
     """A decode step of one new token: its selection, after it has entered the store."""
     seq = cache.seq if seq is None else seq

@@ -92,6 +92,7 @@ def propose(pointer: Any) -> int:
     arrays, numbers = ctx.arrays, ctx.parameters
     own = read_own(arrays)
     found = view_int64(own.found, FOUND, ctx.unit)
+    ctx.may_defer = 0  # both are needed at once
     for index in range(2):
         member = _turn_to(ctx, arrays, numbers, index)
         proposed: int = ask_callback(pointer, np.int64(member.propose))

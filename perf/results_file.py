@@ -49,7 +49,10 @@ def write_results(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     result = {"benchmark": name, "machine": machine, "settings": settings, "rows": rows}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    # Whole or not at all: a run that is killed while it writes keeps what was there.
+    written = path.with_suffix(".json.new")
+    written.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    written.replace(path)
     return path
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from offload import OffloadedModel, load_tokenizer
 from offload.bench.decode.models import lean_model
@@ -45,7 +44,7 @@ from offload.runtime.shared_model import SharedModel
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
 from perf.papers.lfps_replay import THRESHOLDS, AsInThePaper, Rule, read_text, replay
-from perf.results_file import Run, script_options
+from perf.results_file import Run, hide_loading_bars, script_options
 
 Row = dict[str, Any]
 LENGTHS = (4096, 8192, 16384, 32768)
@@ -296,7 +295,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=available_cpus(), help="but for speed: 1")
     parser.add_argument("--repeats", type=int, default=11, help="of timed steps")
     options = parser.parse_args()
-    disable_progress_bar()  # of every model that is loaded
+    hide_loading_bars()
     run = Run(options)
     names = ("lengths", "steps", "seeds", "bypass_length", "batch_depth", "repeats")
     settings = _FIXED | run.named(*names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ def main() -> None:
     parser.add_argument("--kv-len", type=int, default=131072)
     parser.add_argument("--repeats", type=int, default=30)
     run = Run(parser.parse_args())
-    measured = {"sparse_tokens": SPARSE_TOKENS, "topk_share": TOPK_SHARE}
+    measured: dict[str, Any] = {"sparse_tokens": SPARSE_TOKENS, "topk_share": TOPK_SHARE}
     measured |= run.named("kv_len", "repeats")
     with progress_bar("attention", "round") as on_progress:
         measurements = measure_attention(

@@ -104,7 +104,10 @@ def _parts(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Iterato
 
 
 # Of some parts what stands in their settings beside, or in place of, what they are called with.
-_RECORDED = {"heads": {"budgets": gpu_heads.BUDGETS}, "smollm2": {"model": EMBEDDED_MODEL}}
+_RECORDED: dict[str, Row] = {
+    "heads": {"budgets": gpu_heads.BUDGETS},
+    "smollm2": {"model": EMBEDDED_MODEL},
+}
 
 
 def _line(row: Row) -> str:

@@ -323,8 +323,11 @@ def other_launches(
         case.attend(0)  # the scores
         default = TopKLaunch.default(case.budget_tokens)
         for top_k_launch in launches(default, options.top_k_launch):
-            buffers = case.top_k_buffers(top_k_launch)
-            yield "top_k", str(top_k_launch), lambda _, buffers=buffers: case.top_k(buffers=buffers)
+            yield "top_k", str(top_k_launch), _top_k_with(case, case.top_k_buffers(top_k_launch))
+
+
+def _top_k_with(case: HeadsCase, buffers: TopKBuffers) -> Callable[[int], object]:
+    return lambda _: case.top_k(buffers=buffers)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--kv-lens must be multiples of {PAGE_TOKENS} and blocks, got {kv_len}")
     require_gpu()
     run = Run(options)
-    rows, wrong = [], []
+    rows: list[Row] = []
+    wrong: list[str] = []
     with torch.inference_mode():
         for kv_len in options.kv_lens:
             rows += measure(kv_len, options, wrong)
@@ -220,7 +221,7 @@ def hybrid_calls(
     partial_out = torch.empty(slots, GROUP_SIZE, HEAD_DIM, device="cuda")
     partial_lse = torch.empty(slots, GROUP_SIZE, device="cuda")
     position = torch.tensor([case.kv_len - 1], device="cuda")
-    calls = []
+    calls: list[tuple[Callable[[], object], Tensor, tuple[Tensor, Tensor]]] = []
     for layer in layers:
         lists, out = layer.lists(case), torch.full_like(layer.query, float("nan"))
         call = partial(
@@ -260,8 +261,8 @@ def torch_times(layers: list[Layer], rounds: int) -> dict[str, float]:
         q = layer.query.view(1, QO_HEADS, 1, HEAD_DIM)
         return scaled_dot_product_attention(q, *repeated)
 
-    every = [x for x in SDPBackend.__members__.values() if x != SDPBackend.ERROR]
-    backends = {
+    every: list[SDPBackend] = [x for x in SDPBackend.__members__.values() if x != SDPBackend.ERROR]
+    backends: dict[str, list[SDPBackend]] = {
         "as chosen": every,
         "FLASH": [SDPBackend.FLASH_ATTENTION],
         "cuDNN": [SDPBackend.CUDNN_ATTENTION],

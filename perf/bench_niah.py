@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
 from offload import OffloadedModel, load_tokenizer
 from offload.bench.selection.measure import policy_label
@@ -24,7 +23,7 @@ from offload.loading.names import resolve_folder
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import available_cpus
-from perf.results_file import Run, script_options
+from perf.results_file import Run, hide_loading_bars, script_options
 
 TASK = "niah_single_1"
 LENGTH_TOKENS = 7168
@@ -92,7 +91,7 @@ def main() -> None:
         if find_spec(module) is None:
             parser.error(f"{module} is not installed; install the extras test and perf")
 
-    disable_progress_bar()  # of every model that is loaded
+    hide_loading_bars()
     run = Run(options)
     threads = available_cpus()
     tasks = load_task(options.length)

@@ -85,8 +85,10 @@ class Bench:
         last = slice(max(0, n - 64), n)
         mask = torch.ones(n - last.start, n, device=self.device).tril(last.start).bool()
         with sdpa_kernel(SDPBackend.MATH):
-            floats = (x[None].float() for x in (q[:, last], k, v))
-            expected = scaled_dot_product_attention(*floats, attn_mask=mask, enable_gqa=True)[0]
+            queries, keys, values = (x[None].float() for x in (q[:, last], k, v))
+            expected = scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, enable_gqa=True
+            )[0]
         for name, attention in self._attentions().items():
             try:
                 first, seconds = self.seconds(partial(attention, q, k, v))
@@ -114,15 +116,18 @@ class Bench:
             return o
 
         def public(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            operands = (x[None] for x in (q, k, v))
-            return scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=True)[0]
+            return scaled_dot_product_attention(
+                q[None], k[None], v[None], is_causal=True, enable_gqa=True
+            )[0]
 
         def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             operands = (x[None] for x in (q, k, v))
+            o: Tensor
             o, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*operands, 0.0, True, False)
             return o[0]
 
         def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o: Tensor
             o, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 *(x[None] for x in (q, k, v)), None, True, 0.0, True
             )
@@ -164,7 +169,7 @@ class Bench:
             {"ours, FLASH": _only_flash()(ours)} if on_gpu else {"ours, torch": partial(ours, None)}
         )
         theirs = partial(prefill_seconds, stock, num_tokens=num_tokens)
-        runs = {"ours": ours, **other, "transformers": theirs}
+        runs: dict[str, Callable[[], object]] = {"ours": ours, **other, "transformers": theirs}
         few, all_layers = self.shape.num_layers, self.whole_shape.num_layers
         for name, run in runs.items():
             first, seconds = self.seconds(run)

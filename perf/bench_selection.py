@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
 from offload import OffloadedModel, load_tokenizer
 from offload.bench.selection.measure import SelectionSettings, measure_selection
@@ -20,7 +19,7 @@ from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
-from perf.results_file import Run, script_options
+from perf.results_file import Run, hide_loading_bars, script_options
 
 CONTEXT = 6144
 BUDGETS = (1024, round(0.02 * CONTEXT))
@@ -44,6 +43,10 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of the results, full attention first."""
     bar = tqdm(total=(1 + len(policies)) * settings.decode_steps, desc="quality", unit="step")
+
+    def on_progress(steps: int) -> None:
+        bar.update(steps)
+
     with bar:
         measurements = measure_selection(
             lambda policy: OffloadedModel.from_pretrained(
@@ -53,7 +56,7 @@ def measure(
             tokens,
             settings,
             on_policy=bar.set_postfix_str,
-            on_progress=bar.update,
+            on_progress=on_progress,
         )
     return [{"part": "quality"} | asdict(measurement) for measurement in measurements]
 
@@ -65,7 +68,7 @@ def main() -> None:
     parser.add_argument("--sample-every", type=int, default=20)
     options = parser.parse_args()
 
-    disable_progress_bar()  # of every model that is loaded
+    hide_loading_bars()
     run = Run(options)
     threads = available_cpus()
     text = "\n\n".join(stdlib_paragraphs())

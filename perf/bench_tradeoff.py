@@ -4,8 +4,8 @@ One list of policies with all their options is timed and judged on one model. Sp
 the machine: decode steps behind real text, the KV cache on the host, full attention of ours and
 peers beside. Then quality, by several processes at once: RULER, each prompt read once for all.
 
-FILE is written after each length of the speed, and FILE.jsonl after each answer. The same command
-goes on from there; `--only` does one of the two. On a machine with a GPU:
+FILE is written after each length of the speed and after each answer, which FILE.jsonl keeps whole.
+The same command goes on from there; `--only` does one of the two. On a machine with a GPU:
 
     python -m perf.bench_tradeoff --out t.json --only speed --device cuda,cpu
     python -m perf.bench_tradeoff --out t.json --only quality --reads-on cuda --processes 8
@@ -68,31 +68,45 @@ class Document:
     def __init__(self, path: Path, settings: dict[str, Any], commit: str | None) -> None:
         self.path, self.settings, self.rows = path, settings, list[Row]()
         self.machine = start_machine(commit)
+        self._written = dict(settings)
         if not path.exists():
             return
         found = json.loads(path.read_text("utf-8"))
-        self.rows = found["rows"]
-        pairs = [
-            *((name, found["settings"].get(name), value) for name, value in settings.items()),
-            *((name, found["machine"].get(name), self.machine[name]) for name in _SAME_MACHINE),
-        ]
-        for name, then, now in pairs:
-            if json.loads(json.dumps(now)) != then:
+        self._refuse_others(settings, found["settings"])
+        self._refuse_others({name: self.machine[name] for name in _SAME_MACHINE}, found["machine"])
+        self.rows, self.machine = found["rows"], found["machine"]
+        self._written = found["settings"]
+
+    def begin(self, part: str, device: str, options: dict[str, Any]) -> None:
+        """Rows of a part on a device come next, made with these options.
+
+        Raises:
+            ValueError: there are some that were made with others.
+        """
+        made_with = self._written.setdefault("made_with", {})
+        name = f"{part} on {device}"
+        if self.has(part=part, device=device):
+            self._refuse_others(options, made_with.get(name, {}))
+        made_with[name] = options
+
+    def _refuse_others(self, now: dict[str, Any], then: dict[str, Any]) -> None:
+        for name, value in json.loads(json.dumps(now)).items():
+            if then.get(name) != value:
                 raise ValueError(
-                    f"{path} was made with {name} = {then}, but this run has {now}; give another "
-                    "--out, or the same options"
+                    f"{self.path} was made with {name} = {then.get(name)}, but this run has "
+                    f"{value}; give another --out, or the same options"
                 )
-        self.machine = found["machine"]
-        self.settings = found["settings"]
 
     def replace(self, rows: list[Row], **which: Any) -> None:
         """Write `rows` in place of those that are `which`."""
-        kept = [row for row in self.rows if any(row.get(k) != v for k, v in which.items())]
-        self.rows = kept + rows
+        kept = [any(row.get(k) != v for k, v in which.items()) for row in self.rows]
+        at = kept.index(False) if False in kept else len(kept)
+        behind = [row for row, is_kept in zip(self.rows, kept, strict=True) if is_kept][at:]
+        self.rows = self.rows[:at] + rows + behind
         write_results(
             self.path.stem,
             machine=self.machine,
-            settings=self.settings,
+            settings=self._written,
             rows=self.rows,
             folder=self.path.parent,
         )
@@ -106,12 +120,18 @@ def measure_speed(
     document: Document, policies: list[Policy], device: str, options: argparse.Namespace
 ) -> None:
     """Rows of every length that has none."""
+    on_cpu = device == "cpu"
+    peers = [peer for peer in options.peers if peer == "transformers" or not on_cpu]
+    made_with = {"--steps": options.steps, "--repeats": options.repeats}
+    made_with |= {"--peers": peers, "--peer-steps": options.peer_steps}
+    if on_cpu:
+        made_with |= {"--threads": options.threads, "--reads-on": options.reads_on}
+    document.begin("speed", device, made_with)
     lengths = [
         n for n in options.lengths if not document.has(part="speed", device=device, length=n)
     ]
     if not lengths:
         return
-    on_cpu = device == "cpu"
     timed = Timed(
         model=options.model,
         policies=policies,
@@ -120,7 +140,7 @@ def measure_speed(
         device=device,
         reads_on=options.reads_on if on_cpu else None,
         num_threads=options.threads if on_cpu else None,
-        peers=[peer for peer in options.peers if peer == "transformers" or not on_cpu],
+        peers=peers,
         num_steps=options.steps,
         repeats=options.repeats,
         peer_steps=options.peer_steps,
@@ -156,34 +176,41 @@ def measure_quality(
     answers = options.out.with_suffix(".jsonl")
     with RecordFile(answers, {"command": "tradeoff", **document.settings, **ways}) as file:
         say(f"quality on {judged.device}: {judged.num_processes} processes")
+
+        def write(length: int) -> str:
+            of_length = [record for record in file.records if record["length"] == length]
+            return write_quality(document, of_length, length, ways)
+
+        said = {length: write(length) for length in sorted({r["length"] for r in file.records})}
         try:
-            answer_all(judged, file, say)
+            answer_all(judged, file, say, lambda x: said.update({x.length: write(x.length)}))
         finally:
-            write_quality(document, file.records, ways)
+            for length in sorted(said):
+                say(said[length])
 
 
-def write_quality(document: Document, records: list[Record], ways: dict[str, Any]) -> None:
-    """Rows of the records of each length."""
+def write_quality(
+    document: Document, records: list[Record], length: int, ways: dict[str, Any]
+) -> str:
+    """The rows of a length, all of whose records these are; returns what they say in a line."""
     labels = list(document.settings["policies"])
-    for length in sorted({record["length"] for record in records}):
-        of_length = [record for record in records if record["length"] == length]
-        counting = counting_cells(of_length)
-        counts = {
-            "prompts": len(of_length),
-            "counting_tasks": len(counting),
-            "fewest_samples": min(map(len, counting.values()), default=0),
-        }
-        common = {"length": length, **ways}
-        lines = [
-            {"part": "quality", **common, **counts, "label": line.pop("policy"), **line}
-            for line in summaries(of_length, labels)
-        ]
-        cells = [{"part": "cells", **common, **cell} for cell in cell_rows(of_length, labels)]
-        document.replace(lines, part="quality", length=length)
-        document.replace(cells, part="cells", length=length)
-        full, *others = [100 * (line["score"] or 0) for line in lines]
-        worst = min(others, default=full)
-        say(f"{length:,} tokens, {counts}: full {full:.1f}, others {worst:.1f} and more")
+    counting = counting_cells(records)
+    counts = {
+        "prompts": len(records),
+        "counting_tasks": len(counting),
+        "fewest_samples": min(map(len, counting.values()), default=0),
+    }
+    common = {"length": length, **ways}
+    lines = [
+        {"part": "quality", **common, **counts, "label": line.pop("policy"), **line}
+        for line in summaries(records, labels)
+    ]
+    cells = [{"part": "cells", **common, **cell} for cell in cell_rows(records, labels)]
+    document.replace(lines, part="quality", length=length)
+    document.replace(cells, part="cells", length=length)
+    full, *others = [100 * (line["score"] or 0) for line in lines]
+    worst = min(others, default=full)
+    return f"{length:,} tokens, {counts}: full {full:.1f}, others {worst:.1f} and more"
 
 
 def policies_of(options: argparse.Namespace) -> list[Policy]:

@@ -220,11 +220,11 @@ def _point(row: Row, context: str, time: str) -> tuple[int, float, float, float]
 def _draw(axes: Any, lines: _Lines) -> None:
     """Lines over two logarithmic axes; bars are from the 10th to the 90th percentile."""
     for name, points in lines.items():
-        contexts, medians, low, high = zip(*sorted(points), strict=True)
+        at, medians, low, high = zip(*sorted(points), strict=True)
         below = [median - p10 for median, p10 in zip(medians, low, strict=True)]
         above = [p90 - median for median, p90 in zip(medians, high, strict=True)]
         axes.errorbar(
-            contexts,
+            at,
             medians,
             yerr=[below, above],
             label=name,

@@ -49,7 +49,10 @@ def write_results(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     result = {"benchmark": name, "machine": machine, "settings": settings, "rows": rows}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    # Whole or not at all: a run that is killed while it writes keeps what was there.
+    written = path.with_suffix(".json.new")
+    written.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    written.replace(path)
     return path
 
 
@@ -130,6 +133,14 @@ def progress_bar(name: str, unit: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield on_progress
+
+
+def hide_loading_bars() -> None:
+    """Not a bar of transformers for every model that is loaded."""
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging  # parts of it are untyped
+    logging.disable_progress_bar()
 
 
 def _git(*arguments: str) -> str:

@@ -10,18 +10,24 @@ import itertools
 import json
 import sys
 import time
+from typing import Any
 
 
 def main(engine: str, folder: str) -> None:
     times = [time.perf_counter()]
     import torch
 
+    model_class: Any
     if engine == "offload":
-        from offload import OffloadedModel as Model
+        from offload import OffloadedModel
+
+        model_class = OffloadedModel
     else:
-        from transformers import AutoModelForCausalLM as Model
+        from transformers import AutoModelForCausalLM
+
+        model_class = AutoModelForCausalLM
     times.append(time.perf_counter())
-    model = Model.from_pretrained(folder, dtype="bfloat16")
+    model = model_class.from_pretrained(folder, dtype="bfloat16")
     times.append(time.perf_counter())
     model.generate(
         torch.tensor([[1, 2, 3, 4]]),

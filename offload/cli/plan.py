@@ -144,8 +144,10 @@ def plan(
         from offload.planning.profile import MachineProfile
         from offload.system.memory import check_max_memory, parse_size
 
-        made_policy = make_policy(policy, **options)
         planned = planned_model(model, dtype)
+        made_policy = make_policy(policy, **options).with_kept(
+            lambda: planned.checkpoint, planned.model_type, **planned.shape.kv_heads
+        )
         tokens = context or planned.shape.max_context
         if profile is None:
             measured = _measured(

@@ -134,7 +134,7 @@ class NativeDecoder:
     def check_usable(self) -> None:
         """Nothing: an error leaves no step behind."""
 
-    def check_room(self, num_sequences: int, kv_len: int) -> None:
+    def begin_generation(self, num_sequences: int, kv_len: int) -> None:
         """Nothing: all that a step takes is in the store, which checks for itself."""
 
     def close(self) -> None:

@@ -86,8 +86,12 @@ class Decoder(Protocol):
     def check_usable(self) -> None:
         """Raise CoprocessorError where an earlier fault was for good, or after a fork."""
 
-    def check_room(self, num_sequences: int, kv_len: int) -> None:
-        """Raise DeviceMemoryError, as the step that comes to so many tokens would."""
+    def begin_generation(self, num_sequences: int, kv_len: int) -> None:
+        """So many sequences of up to so many tokens come next.
+
+        Raises:
+            DeviceMemoryError: the step that comes to so many would.
+        """
 
     def close(self) -> None:
         """End the threads."""

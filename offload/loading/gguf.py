@@ -99,17 +99,28 @@ def long_context_adapter() -> Adapter:
     return read_adapter(LONG_CONTEXT_ADAPTER)
 
 
+def made_folder(gguf_path: Path, name: str | None = None) -> Path:
+    """Where `converted_folder` or `long_context_folder` makes it, whether it is there or not.
+
+    Args:
+        name: of an embedded model.
+
+    Raises: as they do.
+    """
+    if name == LONG_CONTEXT_MODEL:
+        made_name = _merged_name(gguf_path, long_context_adapter())
+    else:
+        made_name = _converted_name(gguf_path, name)
+    return cache_folder() / "models" / made_name
+
+
 def embedded_name(folder: Path) -> str | None:
     """The name of the embedded model that was made into this folder; None: it holds another one."""
-    made_names: dict[str, Callable[[], str]] = {
-        EMBEDDED_MODEL: lambda: _converted_name(embedded_gguf(), EMBEDDED_MODEL),
-        LONG_CONTEXT_MODEL: lambda: _merged_name(embedded_gguf(), long_context_adapter()),
-    }
-    for name, made_name in made_names.items():
+    for name in (EMBEDDED_MODEL, LONG_CONTEXT_MODEL):
         with contextlib.suppress(
             OSError, ValueError, RuntimeError
         ):  # what is not there, or damaged
-            if folder == cache_folder() / "models" / made_name():
+            if folder == made_folder(embedded_gguf(), name):
                 return name
     return None
 

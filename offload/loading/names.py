@@ -69,7 +69,7 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
 
 
 def checkpoint_name(folder: Path) -> str:
-    """KEY, or NAME@KEY of an embedded model; "" where the files in `folder` cannot be read.
+    """KEY, or NAME@KEY of an embedded model. KEY is "" where the files in `folder` cannot be read.
 
     Other weights have another key, and so have files that were written since: what the digest does
     not notice, the time of the weights tells.
@@ -78,7 +78,7 @@ def checkpoint_name(folder: Path) -> str:
         newest = max((x.stat().st_mtime_ns for x in folder.glob("*.safetensors")), default=0)
         key = f"{checkpoint_digest(folder)}-{newest:x}"
     except OSError:
-        return ""
+        key = ""
     name = embedded_name(folder)
     return key if name is None else f"{name}@{key}"
 

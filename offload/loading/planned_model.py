@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from offload.loading.gguf import (
     LONG_CONTEXT_MODEL,
     embedded_gguf,
     long_context_adapter,
+    made_folder,
 )
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import read_gguf_header
+from offload.loading.names import checkpoint_name
 from offload.models import lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import DTYPES
@@ -35,6 +37,7 @@ class PlannedModel:
         model_type: transformers' name of the architecture.
         dtype: of weights and KV cache.
         weight_bytes: of all weights in that dtype; tied ones count once.
+        folder: where its weights are or will be on this machine; None: it has none.
     """
 
     name: str
@@ -42,6 +45,12 @@ class PlannedModel:
     shape: ModelShape
     dtype: torch.dtype
     weight_bytes: int
+    folder: Path | None = None
+
+    @property
+    def checkpoint(self) -> str:
+        """Tells the weights apart, as far as they are there (`checkpoint_name`); "": unknown."""
+        return "" if self.folder is None else checkpoint_name(self.folder)
 
     @property
     def dtype_name(self) -> str:
@@ -69,19 +78,21 @@ def planned_model(name_or_path: str, dtype: str = "auto") -> PlannedModel:
         return PlannedModel(
             name_or_path, "llama", shape, chosen, weight_elements(shape) * chosen.itemsize
         )
-    config, stored = _config(name_or_path, path)
+    config, stored, folder = _config(name_or_path, path)
     lean_model_maker(config.model_type)
     check_computation(config)
-    return _of_config(name_or_path, config, wanted or stored or _dtype_of(config, name_or_path))
+    planned = _of_config(name_or_path, config, wanted or stored or _dtype_of(config, name_or_path))
+    return replace(planned, folder=folder)
 
 
-def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None]:
-    """transformers' config, and the dtype of converted weights where there is one."""
+def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path]:
+    """transformers' config, the dtype of converted weights where there is one, and their folder."""
     from transformers import AutoConfig
 
     changed: dict[str, Any] = {}
+    embedded = None
     if name in (EMBEDDED_MODEL, LONG_CONTEXT_MODEL) and not path.exists():
-        path = embedded_gguf()
+        path, embedded = embedded_gguf(), name
         if name == LONG_CONTEXT_MODEL:
             changed = long_context_adapter().config
     if path.is_file():
@@ -90,11 +101,12 @@ def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None]:
         # bfloat16 is what `converted_folder` stores.
         config = gguf_config(read_gguf_header(path))
         config.update(changed)
-        return config, torch.bfloat16
+        return config, torch.bfloat16, made_folder(path, embedded)
     if path.is_dir():
         check_config_file(path / "config.json")
-        return AutoConfig.from_pretrained(path), None
-    return AutoConfig.from_pretrained(_hub_config(name).parent), None
+    else:
+        path = _hub_config(name).parent
+    return AutoConfig.from_pretrained(path), None, path
 
 
 def _hub_config(name: str) -> Path:

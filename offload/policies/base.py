@@ -248,6 +248,15 @@ class Policy:
         """
         return self
 
+    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
+        """With what `calibrated` has kept of the model, if anything: nothing is learnt.
+
+        Args:
+            checkpoint: as of `calibrated`.
+            shape: num_layers, num_kv_heads and head_dim of the model.
+        """
+        return self
+
     def looked_at_bytes(
         self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
     ) -> tuple[float, bool]:

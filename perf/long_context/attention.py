@@ -37,7 +37,7 @@ def attention_backend(
                     torch.cuda.synchronize()
                     started = time.monotonic()
                     out = functional.scaled_dot_product_attention(
-                        *inputs, is_causal=True, enable_gqa=True
+                        inputs[0], inputs[1], inputs[2], is_causal=True, enable_gqa=True
                     )
                     gradients = torch.autograd.grad(out, inputs, up)
                     torch.cuda.synchronize()

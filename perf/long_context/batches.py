@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -54,7 +54,7 @@ class MicroBatch:
 
 def steps(
     first: int, seed: int, tokenizer: Path, corpus: Path, scale: int, workers: int
-) -> Iterator[list[MicroBatch]]:
+) -> Generator[list[MicroBatch], None, None]:
     """Endless steps from number `first`; those of a resumed run are the ones it did not see.
 
     Args:

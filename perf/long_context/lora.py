@@ -25,6 +25,12 @@ class LoraLinear(nn.Module):
     The weight is frozen, so that autograd keeps x for A alone.
     """
 
+    weight: Tensor
+    scale: float
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    enabled: bool
+
     def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
         if base.bias is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import string
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,10 @@ class TaskMaker:
 
         self._tokenizer: Any = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
         self._corpus = corpus
-        self.end = self._tokenizer.token_to_id("<|im_end|>")
+        end = self._tokenizer.token_to_id("<|im_end|>")
+        if end is None:
+            raise ValueError(f"the tokenizer in {tokenizer_folder} has no token '<|im_end|>'")
+        self.end = end
         self._special = frozenset(
             token for token, of in self._tokenizer.get_added_tokens_decoder().items() if of.special
         )
@@ -90,7 +94,8 @@ class TaskMaker:
     def task(self, rng: random.Random, kind: str, length: int) -> Sample:
         """A document of at most `length` tokens, and hardly fewer, with its questions."""
         if kind in ("tracing", "common_words", "frequent_words"):
-            return getattr(self, f"_{kind}")(rng, length)
+            made: Sample = getattr(self, f"_{kind}")(rng, length)
+            return made
         if kind == "quote":
             return self._quote(rng, length)
         task: Hidden = getattr(self, f"_{kind}")(rng, length)
@@ -176,7 +181,7 @@ class TaskMaker:
         kind = rng.choices(("number", "uuid", "word", "password"), (6, 4, 2, 1))[0]
         name, form, ruler = rng.choice(VALUE_NAMES[kind]), rng.choice(NEEDLES), as_ruler(rng)
         of_uuids = kind == "uuid" and rng.random() < 0.6
-        make = (lambda: random_value(rng, "uuid")) if of_uuids else (lambda: random_key(rng))
+        make = partial(random_value, rng, "uuid") if of_uuids else partial(random_key, rng)
         pattern = needle_of(form, ruler, name, make(), random_value(rng, kind))
         size = len(self.encode(" " + pattern))
         # Some with a few hundred keys in prose, most filled by keys.

@@ -190,7 +190,7 @@ class Training:
         started = time.monotonic()
         for _ in range(2):
             loss, _ = self._losses(tokens, weights)
-            loss.backward()
+            torch.autograd.backward(loss)
             self._optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -214,7 +214,7 @@ class Training:
                     found[f"{kind}@{tokens.shape[1]}"].append(
                         (details[0][number], details[1][number])
                     )
-            (loss * (shares[part.purpose] / count[part.purpose])).backward()
+            torch.autograd.backward(loss * (shares[part.purpose] / count[part.purpose]))
             sums[part.purpose].append(loss.detach())
             row["tokens"] += tokens.numel()
         for group in self._optimizer.param_groups:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from offload import OffloadedModel, load_tokenizer
 from offload.bench.decode.models import lean_model
@@ -45,7 +44,7 @@ from offload.runtime.shared_model import SharedModel
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
 from perf.papers.lfps_replay import THRESHOLDS, AsInThePaper, Rule, read_text, replay
-from perf.results_file import Run, script_options
+from perf.results_file import Run, hide_loading_bars, script_options
 
 Row = dict[str, Any]
 LENGTHS = (4096, 8192, 16384, 32768)
@@ -70,6 +69,12 @@ RULES = (
 BYPASS_BUDGET = 320
 BATCH_SHAPE, BATCH_BUDGET = "llama-3.1-8b", 1024
 BATCH_POLICIES = ("full", "exact_topk", "quest", "lfps")
+_FIXED = {
+    "model": LONG_CONTEXT_MODEL,
+    "bypass_budget": BYPASS_BUDGET,
+    "batch_shape": BATCH_SHAPE,
+    "batch_budget": BATCH_BUDGET,
+}
 
 
 def prompts_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[Sample]:
@@ -232,11 +237,23 @@ PARTS: dict[str, Callable[[Any], Iterator[list[Row]]]] = {
 }
 
 
-def added_rows(paths: Sequence[Path], machine: dict[str, Any]) -> list[Row]:
-    """Rows of other runs: the file that they go to names one machine.
+# Settings that rows of a part depend on, beside those that are the same in every run.
+_OPTIONS = {
+    "overlap": ("steps", "seeds"),
+    "bypass": ("steps", "seeds", "bypass_length"),
+    "ruler": ("bypass_length",),
+    "speed": ("bypass_length", "repeats"),
+    "batch": ("batch_depth", "repeats"),
+}
+
+
+def added_rows(
+    paths: Sequence[Path], machine: dict[str, Any], settings: dict[str, Any]
+) -> list[Row]:
+    """Rows of other runs: the file that they go to names one machine and one set of options.
 
     Raises:
-        ValueError: a run of another machine.
+        ValueError: a run of another machine, or parts of it that were made with other options.
     """
     rows: list[Row] = []
     for path in paths:
@@ -247,8 +264,20 @@ def added_rows(paths: Sequence[Path], machine: dict[str, Any]) -> list[Row]:
                     f"--add {path}: it is of {name} {found['machine'][name]!r}, this machine has "
                     f"{machine[name]!r}; run there, or write to another file without --add"
                 )
+        for part in {row["part"]: None for row in found["rows"]}:
+            for name in (*_FIXED, *_OPTIONS[part]):
+                then, now = found["settings"].get(name), settings[name]
+                if then != now:
+                    raise ValueError(
+                        f"--add {path}: its part {part!r} was made with {_option(name)} {then}, "
+                        f"but this run has {now}; give the same, or leave --add out"
+                    )
         rows += found["rows"]
     return rows
+
+
+def _option(name: str) -> str:
+    return name if name in _FIXED else f"--{name.replace('_', '-')}"
 
 
 def main() -> None:
@@ -266,13 +295,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=available_cpus(), help="but for speed: 1")
     parser.add_argument("--repeats", type=int, default=11, help="of timed steps")
     options = parser.parse_args()
-    disable_progress_bar()  # of every model that is loaded
+    hide_loading_bars()
     run = Run(options)
     names = ("lengths", "steps", "seeds", "bypass_length", "batch_depth", "repeats")
-    settings = {"model": LONG_CONTEXT_MODEL, "bypass_budget": BYPASS_BUDGET}
-    settings |= {"batch_shape": BATCH_SHAPE, "batch_budget": BATCH_BUDGET} | run.named(*names)
+    settings = _FIXED | run.named(*names)
     try:
-        rows = added_rows(options.add, run.machine)
+        rows = added_rows(options.add, run.machine, settings)
     except ValueError as error:
         parser.error(str(error))
     run.write(settings, rows)

@@ -10,15 +10,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from transformers.utils.logging import disable_progress_bar
-
 from offload import load_tokenizer
 from offload.policies import Policy
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
 from perf.papers.lfps_replay import AsInThePaper
 from perf.papers.observed import MODEL, observe_text, open_model
-from perf.results_file import Run, script_options
+from perf.results_file import Run, hide_loading_bars, script_options
 
 ALPHAS = (0.1, 0.2, 0.3, 0.4)
 LENGTHS = (4096, 8192, 16384, 32640)
@@ -36,7 +34,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
-    disable_progress_bar()
+    hide_loading_bars()
     run, threads = Run(options), available_cpus()
     text = "\n\n".join(stdlib_paragraphs())
     tokens = load_tokenizer(MODEL)(text, verbose=False)["input_ids"]

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from offload.bench.eval.answers import answer_sample
 from offload.bench.eval.perplexity import teacher_forced
@@ -39,7 +38,7 @@ from offload.loading.names import load_tokenizer
 from offload.system.stdlib_text import stdlib_paragraphs, stdlib_sources
 from perf.papers.lychee_variants import answering, variants
 from perf.papers.observed import MODEL, observe_text, observer_of, open_model
-from perf.results_file import Run, script_options
+from perf.results_file import Run, hide_loading_bars, script_options
 
 TEXTS = ("prose", "code", "json")
 WINDOWS = 3  # of prose and code
@@ -127,7 +126,7 @@ class Bench:
     """
 
     def __init__(self, threads: int, deadline: float) -> None:
-        disable_progress_bar()
+        hide_loading_bars()
         self._deadline = deadline
         policies = variants()
         self.labels = list(policies)

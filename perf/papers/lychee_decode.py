@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
 from offload import OffloadedModel
 from offload.bench.eval.labels import windows_of
@@ -49,7 +48,7 @@ from perf.papers.layer_attention import (
     compare_layers,
     selecting_above,
 )
-from perf.results_file import Run, script_options
+from perf.results_file import Run, hide_loading_bars, script_options
 
 LEVELS = (128, 512)  # mean tokens that a rule hands down, over all lengths
 WINDOWS = {"sink_tokens": 4, "recent_tokens": 16}
@@ -284,7 +283,7 @@ def main() -> None:
     if min(options.lengths) <= MOST_TOKENS + max(LEVELS):
         parser.error(f"--lengths must exceed {MOST_TOKENS + max(LEVELS)}, got {options.lengths}")
 
-    disable_progress_bar()
+    hide_loading_bars()
     run = Run(options)
     config = runtime_config(device=options.device, dtype="bfloat16", num_threads=options.threads)
     model = OffloadedModel.from_pretrained(MODEL, policy="full", num_threads=options.threads)

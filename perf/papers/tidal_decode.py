@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers.utils.logging import disable_progress_bar
 
 from offload.bench.eval.labels import windows_of
 from offload.policies import Policy
@@ -40,7 +39,7 @@ from perf.papers.layer_attention import (
     compare_layers,
     kept_below,
 )
-from perf.results_file import Run, script_options
+from perf.results_file import Run, hide_loading_bars, script_options
 
 BUDGET = 256  # of Figures 2 and 5
 DENSE_LAYERS = 2  # the first selection layer is the one after them, as in the paper
@@ -233,7 +232,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="*", default=["2,17", "2,6,17,21"], metavar="LAYERS")
     options = parser.parse_args()
 
-    disable_progress_bar()
+    hide_loading_bars()
     run = Run(options)
     config = runtime_config(device=options.device, dtype="bfloat16", num_threads=options.threads)
     found = sweep(config, options.lengths, run.started + options.record_until, run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED
@@ -46,7 +46,7 @@ def gpu_decode_table(results: Results) -> str:
         f"attention and differ in every step. Medians; ±: half of the 10th to 90th percentile. "
         f"{_options_note(results['decode'])}"
     )
-    columns = {"engine": "{name}", **context_columns(rows, milliseconds_cell)}
+    columns: Columns = {"engine": "{name}", **context_columns(rows, milliseconds_cell)}
     return gpu_section(results["decode"], title, columns, by_context(rows, engine_name))
 
 
@@ -131,7 +131,7 @@ def _options_note(result: dict[str, Any]) -> str:
     return policy_options_note(budget, **alpha)
 
 
-def gpu_section(result: dict[str, Any], title: str, columns: Columns, rows: list[Row]) -> str:
+def gpu_section(result: dict[str, Any], title: str, columns: Columns, rows: Iterable[Any]) -> str:
     """A table between its title and where it was measured."""
     return "\n\n".join([title, table(columns, rows), gpu_machine_line(result)])
 
@@ -260,4 +260,5 @@ def _of(result: dict[str, Any], engine: str) -> list[Row]:
 
 def engine_name(row: Row) -> str:
     """The engine, and the policy if it has one."""
-    return row["engine"] + (f", `{row['policy']}`" if row.get("policy") else "")
+    policy = f", `{row['policy']}`" if row.get("policy") else ""
+    return f"{row['engine']}{policy}"

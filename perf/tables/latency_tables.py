@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,8 @@ def latency_table(result: dict[str, Any]) -> str:
         )
         columns: Columns = {
             "policy": "`{policy}`",
-            **{
-                _tokens(n): lambda row, n=n, time=time: f"{time[row['policy'], n]:,.0f}"
-                for n in contexts
-            },
-            f"all layers over full {at}": lambda row, full=full: (
-                "" if full is None else _times(full / row["all_layers_microseconds"])
-            ),
+            **{_tokens(n): partial(_time_at, time, n) for n in contexts},
+            f"all layers over full {at}": partial(_all_layers_over, full),
             "those that select": lambda row: _times(row["speedup_over_full"]),
             "over top-k": lambda row: _times(row["speedup_over_exact_topk"]),
             "scored": lambda r: (
@@ -203,6 +199,14 @@ def _title(num_threads: int) -> str:
 
 def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.{1 if ratio < 100 else 0}f}{TIMES}"
+
+
+def _time_at(times: Mapping[tuple[str, int], float], kv_len: int, row: Row) -> str:
+    return f"{times[row['policy'], kv_len]:,.0f}"
+
+
+def _all_layers_over(full: float | None, row: Row) -> str:
+    return "" if full is None else _times(full / row["all_layers_microseconds"])
 
 
 def _tokens(count: int) -> str:

@@ -17,12 +17,13 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
 
 
-def table(columns: Columns, rows: Iterable[Mapping[Any, Any]]) -> str:
+def table(columns: Columns, rows: Iterable[Any]) -> str:
     """A line of each row.
 
     Args:
         columns: by header, what makes a cell of a row: a format string of its values, or a
             function.
+        rows: mappings, or what all of the functions take.
     """
     makers = [
         column.format_map if isinstance(column, str) else column for column in columns.values()
@@ -44,10 +45,11 @@ def context_columns(
     rows: Iterable[Row], cell: Callable[[Row], str], key: str = "kv_len"
 ) -> dict[str, Callable[[Any], str]]:
     """Columns of rows that `by_context` made; empty where nothing was measured."""
-    return {
-        f"{n:,} tokens": lambda of_name, n=n: cell(of_name[n]) if n in of_name else ""
-        for n in sorted({row[key] for row in rows})
-    }
+
+    def of_context(n: int) -> Callable[[Any], str]:
+        return lambda of_name: cell(of_name[n]) if n in of_name else ""
+
+    return {f"{n:,} tokens": of_context(n) for n in sorted({row[key] for row in rows})}
 
 
 def median(name: str, form: str) -> Callable[[Row], str]:

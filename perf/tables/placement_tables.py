@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from offload.bench.decode.engines import OURS
@@ -94,7 +95,7 @@ def gpu_gather_table(result: dict[str, Any]) -> str:
     def gpu_columns(name: str) -> Any:
         return lambda point: f"{points[point][None][name]:.1f}" if None in points[point] else ""
 
-    def cpu_cell(point: tuple[int, int], threads: int) -> str:
+    def cpu_cell(threads: int, point: tuple[int, int]) -> str:
         cpu, gpu = points[point].get(threads), points[point].get(None)
         if cpu is None or gpu is None:
             return "" if cpu is None else _microseconds_cell(cpu)
@@ -115,7 +116,7 @@ def gpu_gather_table(result: dict[str, Any]) -> str:
         "fetching": gpu_columns("gather_microseconds"),
         "and attention": gpu_columns("microseconds"),
         **{
-            f"CPU, {n} threads": lambda point, n=n: cpu_cell(point, n)
+            f"CPU, {n} threads": partial(cpu_cell, n)
             for n in sorted({row["threads"] for row in result["rows"] if row["engine"] == "CPU"})
         },
     }

@@ -49,7 +49,9 @@ def _heads_checks(result: dict[str, Any]) -> list[list[str]]:
         rows = _at_longest(result, policy=policy) if budgets.get(policy) == budget else []
         row = best[name] = min(rows, key=lambda row: row["milliseconds"], default=None)
         label = f"time per token at {LONGEST:,}, {name}, budget {budget:,}, best placement"
-        found = row and f"{milliseconds_cell(row)} ms ({_where(row['gathered_heads'])})"
+        found = None
+        if row is not None:
+            found = f"{milliseconds_cell(row)} ms ({_where(row['gathered_heads'])})"
         met = row is not None and row["milliseconds"] <= limit
         lines.append(target(label, found, f"≤ {limit:g} ms", met))
     name = STEPS[0][1]
@@ -102,7 +104,7 @@ def _hybrid_checks(result: dict[str, Any]) -> list[list[str]]:
     label = f"hybrid-head kernel at {LONGEST:,}, {HYBRID_CASE}, against torch's SDPA"
     rows = _at_longest(result, case=HYBRID_CASE, engine=OURS, fastest=True)
     ratio = torch_ratio(result, rows[0]) if rows else None
-    found = ratio and f"{ratio:.2f}{TIMES}"
+    found = None if ratio is None else f"{ratio:.2f}{TIMES}"
     return [target(label, found, f"≥ {HYBRID_RATIO:g}{TIMES}", (ratio or 0) >= HYBRID_RATIO)]
 
 

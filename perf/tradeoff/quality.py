@@ -99,8 +99,16 @@ class _Process:
         return sample, answer_sample(self._model, judged.labels, self._tokenizer, sample, chat=chat)
 
 
-def answer_all(judged: Judged, file: RecordFile, say: Say) -> None:
+def answer_all(
+    judged: Judged,
+    file: RecordFile,
+    say: Say,
+    on_answer: Callable[[Sample], None] = lambda sample: None,
+) -> None:
     """Have answered what `file` has no record of, until the time is up.
+
+    Args:
+        on_answer: called when `file` has another record.
 
     Raises:
         RuntimeError: some prompts were not answered; the others are in `file`.
@@ -129,6 +137,7 @@ def answer_all(judged: Judged, file: RecordFile, say: Say) -> None:
                     break
                 continue
             file.add(sample, measured)
+            on_answer(sample)
             if count % max(1, len(left) // 8) == 0:
                 say(f"{count} of {len(left)} prompts")
     if failures:

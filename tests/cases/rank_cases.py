@@ -155,11 +155,11 @@ def leaves(folder: Path, fails: bool = False) -> tuple[bool, bool]:
 
 def no_room(
     folder: Path, policy: str, input_ids: torch.Tensor, max_new_tokens: int, rank: int
-) -> tuple[torch.Tensor, str, list[str]]:
+) -> tuple[torch.Tensor, list[str], list[str]]:
     """Retrieving heads on the GPU, of which `rank` has room for a few pages.
 
     Returns:
-        the tokens; the placement afterwards; warnings.
+        the tokens; the placement afterwards, and after a short prompt; warnings.
     """
     model = load(folder, small(policy), backend="inline")
     decoder = model._offload._decoder
@@ -174,8 +174,9 @@ def no_room(
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("offload.decode.gpu.decoder").addHandler(handler)
-    tokens = greedy(model, input_ids, max_new_tokens)
-    return tokens, decoder.placement.text(), warnings
+    tokens, after = greedy(model, input_ids, max_new_tokens), [decoder.placement.text()]
+    greedy(model, input_ids[:, :20], 4)
+    return tokens, [*after, decoder.placement.text()], warnings
 
 
 def room_for_scores(folder: Path) -> int:

@@ -9,14 +9,20 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cases.profile_cases import machine_profile
+from cases.tiny_models import make_tiny_model
 from typer.testing import CliRunner
 
 from offload.cli import app
 from offload.cli.plan import SHAPE_NAMES
-from offload.decode.gpu.placement import HeadPlacement
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.loading.gguf import LONG_CONTEXT_MODEL
+from offload.loading.names import checkpoint_name
 from offload.models.shape import MODEL_SHAPES
+from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.per_head.kept_roles import keep_roles, kept_roles
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 
@@ -59,6 +65,45 @@ def test_json_is_a_placement(h200: str, tmp_path: Path) -> None:
     again = runner.invoke(app, [*arguments, "--placement", str(path)])
     assert json.loads(again.stdout)["milliseconds_per_step"] == document["milliseconds_per_step"]
     assert (placement.num_layers, placement.num_kv_heads) == (32, 8)
+
+
+def test_it_plans_for_the_heads_that_will_retrieve(
+    h200: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a calibration has kept, or else evenly spaced ones."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
+
+    def on_gpu(model: str) -> list[list[int]]:
+        arguments = ["--policy", "per_head", "--policy-option", "dense_layers=1", "--json"]
+        result = runner.invoke(app, ["plan", model, "--profile", h200, *arguments])
+        assert result.exit_code == 0, result.output
+        places = HeadPlacement.from_json(json.loads(result.stdout)).places
+        return np.argwhere(places[1:] == Place.GPU).tolist()
+
+    folder = tmp_path / "model"
+    make_tiny_model("llama", num_hidden_layers=9).save_pretrained(folder)
+    spaced = on_gpu(str(folder))
+    retrieves = np.zeros((9, 2), bool)
+    retrieves[[2, 3], [0, 0]] = True
+    kept = np.argwhere(retrieves[1:]).tolist()
+    assert len(spaced) == 2
+    assert spaced != kept
+    roles = HeadRoles.of(retrieves, head_dim=32, model_type="llama")
+    keep_roles(roles, checkpoint_name(folder), 2, 1)
+    assert on_gpu(str(folder)) == kept
+
+
+def test_it_plans_for_the_heads_of_an_embedded_model(h200: str, tmp_path: Path) -> None:
+    """Whose weights need not be converted for it."""
+    cache = {"OFFLOAD_CACHE": str(tmp_path / "none")}
+    arguments = ["plan", LONG_CONTEXT_MODEL, "--policy", "per_head", "--profile", h200, "--json"]
+    result = runner.invoke(app, arguments, env=cache)
+    assert result.exit_code == 0, result.output
+    places = HeadPlacement.from_json(json.loads(result.stdout)).places
+    roles = kept_roles(f"{LONG_CONTEXT_MODEL}@", 11, 2, **MODEL_SHAPES["smollm2-135m"].kv_heads)
+    assert roles is not None
+    assert np.array_equal(places[2:] == Place.GPU, roles.array[2:])
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

@@ -197,8 +197,36 @@ def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(
         assert torch.equal(row, expected("lychee_decode", 200)[0])
     assert decoder.placement == least
     assert len(caplog.messages) == 1
-    assert "From now on only dense layers stay there" in caplog.messages[0]
+    assert "only dense layers stay there" in caplog.messages[0]
     assert torch.equal(greedy(model, batch, 50), out)
+
+
+def test_heads_come_back_when_a_generation_fits_again(tiny_folders, expected, monkeypatch):
+    """And not before: each time they come and go, steps are captured anew."""
+    model = load(tiny_folders["llama"], policies()["lychee_decode"], INLINE.values[0])
+    decoder = model._offload._decoder
+    placement, least = placement_of(model, "mixed"), decoder._least_placement()
+    heads, page_tokens = int((placement.places == Place.GPU).sum()), model.kv_store.page_tokens
+    pages = 2 * -(-250 // page_tokens) - 1  # of one sequence; two of them have room at first
+    decoder._device_budget_bytes = heads * pages * (model.kv_store.page_bytes // 2)
+    decoder.place(placement)
+    places, place = [], decoder.place
+    monkeypatch.setattr(decoder, "place", lambda to: places.append(to) or place(to))
+    tokens = random_tokens(1, 200)
+
+    def generate(num_sequences: int) -> None:
+        for row in greedy(model, tokens.repeat(num_sequences, 1), 50):
+            assert torch.equal(row, expected("lychee_decode", 200)[0])
+
+    generate(2)
+    assert places == [least]
+    generate(2)  # begins with fewer pages than did not fit, and would come to as many
+    assert places == [least]
+    generate(1)
+    generate(1)
+    assert places == [least, placement]
+    generate(2)
+    assert places == [least, placement, least]
 
 
 class LateHandshake(InlineHandshake):

@@ -53,7 +53,8 @@ def test_what_is_timed_is_what_is_judged(
     monkeypatch.setattr(
         PolicyStates, "_build", lambda x, seq, *rest: (built.append(seq), build(x, seq, *rest))
     )
-    run(monkeypatch, [*arguments, "--only", "speed", "--repeats", "3"])
+    arguments += ["--repeats", "3"]
+    run(monkeypatch, [*arguments, "--only", "speed"])
     assert len(built) == 2  # lfps at each length: a repeat continues what was built
     run(monkeypatch, [*arguments, "--only", "quality"])
     found = json.loads((tmp_path / "t.json").read_text("utf-8"))
@@ -81,6 +82,35 @@ def test_what_is_timed_is_what_is_judged(
     assert json.loads((tmp_path / "t.json").read_text("utf-8"))["rows"] == rows
     with pytest.raises(ValueError, match=r"t\.json was made with policies"):
         run(monkeypatch, [*arguments, "--budgets", "97"])
+    changes = {"steps": (6, 7), "repeats": (3, 2), "threads": (1, 2), "peer-steps": (1, 2)}
+    for name, (then, now) in changes.items():
+        message = rf"t\.json was made with --{name} = {then}, but this run has {now}; give another"
+        with pytest.raises(ValueError, match=message):
+            run(monkeypatch, [*arguments, f"--{name}", str(now)])
+    run(monkeypatch, [*arguments, "--only", "quality", "--steps", "7"])  # which are not for it
+
+
+def test_every_answer_is_in_the_rows_when_the_run_is_cut(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a machine that is taken away: nothing runs at the end."""
+    found: list[list[tuple[int, int]]] = []
+
+    def answer(self: quality._Process, sample: Sample) -> tuple[Sample, dict[str, Any]]:
+        path = tmp_path / "t.json"
+        rows = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
+        judged = [row for row in rows if row["part"] == "quality" and row["label"] == "full"]
+        found.append([(row["length"], row["prompts"]) for row in judged])
+        said = {"score": 1.0, "decode_seconds": 0.0, "build_seconds": 0.0, "new_tokens": 1}
+        counts = {"prompt_tokens": 1, "truncated_tokens": 0, "prefill_seconds": 0.0}
+        return sample, counts | {"answers": dict.fromkeys(LABELS, said)}
+
+    monkeypatch.setattr(quality._Process, "answer", answer)
+    run(monkeypatch, [*arguments, "--only", "quality"])
+    assert found == [[], [(1200, 1)], [(1200, 1), (1100, 1)], [(1200, 2), (1100, 1)]]
+    (tmp_path / "t.json").unlink()  # and those of an earlier run are there from the start
+    run(monkeypatch, [*arguments, "--only", "quality", "--samples", "3"])
+    assert sorted(found[4]) == [(1100, 2), (1200, 2)]
 
 
 def judged_by(**changes: Any) -> quality.Judged:

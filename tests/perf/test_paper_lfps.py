@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases.lfps_reference import Unit
 
-from perf.papers.lfps import TEXTS, added_rows, text_tokens
+from perf.papers.lfps import _FIXED, TEXTS, added_rows, text_tokens
 from perf.papers.lfps_replay import (
     PROMPT_QUERIES,
     SINKS,
@@ -268,9 +268,21 @@ def test_a_part_that_is_missing() -> None:
     ]
 
 
-def test_rows_of_another_machine_are_not_added(tmp_path: Path) -> None:
+def test_rows_of_another_machine_or_with_other_options_are_not_added(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    file.write_text(json.dumps(RESULT))
-    assert added_rows([file, file], MACHINE) == RESULT["rows"] * 2
+    settings = _FIXED | {"bypass_length": 8192, "batch_depth": 16384, "repeats": 11}
+    settings |= {"steps": 128, "seeds": 2}
+    file.write_text(json.dumps(RESULT | {"settings": settings}))
+    assert added_rows([file, file], MACHINE, settings) == RESULT["rows"] * 2
     with pytest.raises(ValueError, match=r"a\.json: it is of gpus \[\], this machine has \['H100'"):
-        added_rows([file], MACHINE | {"gpus": ["H100"]})
+        added_rows([file], MACHINE | {"gpus": ["H100"]}, settings)
+    for name, part in {"steps": "overlap", "seeds": "overlap", "batch_depth": "batch"}.items():
+        message = (
+            rf"a\.json: its part '{part}' was made with --{name.replace('_', '-')} "
+            f"{settings[name]}, but this run has 1; give the same"
+        )
+        with pytest.raises(ValueError, match=message):
+            added_rows([file], MACHINE, settings | {name: 1})
+    of_batch = [row for row in RESULT["rows"] if row["part"] == "batch"]
+    file.write_text(json.dumps(RESULT | {"settings": settings, "rows": of_batch}))
+    assert added_rows([file], MACHINE, settings | {"steps": 1}) == of_batch

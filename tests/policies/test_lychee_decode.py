@@ -166,6 +166,19 @@ def test_ratio_counts_sinks_and_recent_tokens(ratio, pool):
         check_top_k(tokens, importance, policy, expected)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [{"top_p": 0.3}, {"threshold": 0.02}, {"ratio": 0.3}],
+    ids=lambda rule: next(iter(rule)),
+)
+def test_a_context_that_fits_into_the_budget_is_attended_whole(rule, pool):
+    """Whatever the rule: its number counts from the first token beyond."""
+    policy = LycheeDecode(**SMALL, head_roles=only_layer_0(), rule=next(iter(rule)), **rule)
+    fits = policy.budget_tokens
+    assert all(tokens == [] for tokens, _ in inherited(policy, pool, kv_len=fits))
+    assert all(0 < len(tokens) < fits for tokens, _ in inherited(policy, pool, kv_len=fits + 1))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.999, 1.1])
 def test_enough_for_share_against_sorting(share):
     rng = new_rng()

@@ -196,11 +196,12 @@ def test_all_ranks_fall_back_where_one_has_no_room(rank, ranks, tiny_folders, ca
     )
     for number, (got, placement, warnings) in enumerate(results):
         assert torch.equal(got, expected)
-        assert "G" not in placement
+        # What comes back comes back to both ranks, too.
+        assert ["G" in text for text in placement] == [False, True]
         assert len(warnings) == 1
         reason = "need" if number == rank else "the GPU of another rank has no room"
         assert reason in warnings[0]
-        assert "From now on only dense layers stay there" in warnings[0]
+        assert "only dense layers stay there" in warnings[0]
     # Neither does one capture anew for itself as its context grows.
     assert ranks.call("room_for_scores", folder=tiny_folders["llama"]) == [512, 512]
 

@@ -44,7 +44,8 @@ class DeviceDecoder:
         device_budget_bytes: of what stays on the GPU beside weights and buffers.
         placement: where each KV head is attended to; None: layers that the policy leaves dense on
             the GPU, all others on the CPU.
-        keeps_placement: False: where the GPU has no room for the placement, it goes on without one.
+        keeps_placement: False: where the GPU has no room for the placement, it goes on without one
+            until a generation begins that takes less room.
         num_parts: parts that the rows of a step are cut into; None: what proves faster.
         make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
@@ -93,6 +94,7 @@ class DeviceDecoder:
         self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
         self._keeps_placement = keeps_placement
         self._agreed_on: tuple[list[int], list[int]] | None = None  # by `_fails_anywhere`
+        self._gave_up: tuple[HeadPlacement, int] | None = None  # and pages that it had no room for
         self._steps: PreparedSteps | None = None  # with the first sequences
         self.place(placement or self._least_placement())
         if model.ranks is not None:
@@ -126,6 +128,7 @@ class DeviceDecoder:
         )
         places = placement.places
         self.attention.leave_to_device(self._window, places != Place.CPU, places == Place.GATHER)
+        self._gave_up = self._agreed_on = None
         self._drop_steps()
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
@@ -180,7 +183,16 @@ class DeviceDecoder:
         if self._steps is not None:
             self._steps.step.resident.trim()
 
-    def check_room(self, num_sequences: int, kv_len: int) -> None:
+    def begin_generation(self, num_sequences: int, kv_len: int) -> None:
+        """As `Decoder.begin_generation`.
+
+        A placement that was given up comes back for fewer pages than it had no room for. So each
+        time that this proves wrong, the number is smaller than before; all ranks know the same one.
+        """
+        num_pages = num_sequences * self._num_pages(kv_len)
+        if self._gave_up is not None and num_pages < self._gave_up[1]:
+            self._keeps_placement = False
+            self.place(self._gave_up[0])
         placement = self.placement if self._keeps_placement else self._least_placement()
         heads = int((placement.places == Place.GPU).sum())
         check_resident_room(self.store, heads, num_sequences, kv_len, self._device_budget_bytes)
@@ -214,9 +226,11 @@ class DeviceDecoder:
             if failure is not None and self.model.ranks is None and self.placement == least:
                 raise failure
             why = failure or "the GPU of another rank has no room for its KV heads"
-            logger.warning("%s. From now on only dense layers stay there", why)
+            logger.warning("%s. While sequences need so much, only dense layers stay there", why)
+            gave_up = self.placement, sum(self._num_pages(kv_len) for kv_len in kv_lens)
             self._keeps_placement = True
             self.place(least)
+            self._gave_up = gave_up
             slots = self._bind_lens(seqs, kv_lens)
         return slots, kv_lens
 
@@ -229,7 +243,7 @@ class DeviceDecoder:
         ranks = self.model.ranks
         if ranks is None:
             return failure is not None
-        new = (list(seqs), [-(-kv_len // self.store.page_tokens) for kv_len in kv_lens])
+        new = (list(seqs), [self._num_pages(kv_len) for kv_len in kv_lens])
         if new == self._agreed_on:  # and there was room
             if failure is not None:
                 raise failure
@@ -243,6 +257,10 @@ class DeviceDecoder:
         slots = resident.bind(seqs)
         resident.reserve(slots, kv_lens)
         return slots
+
+    def _num_pages(self, kv_len: int) -> int:
+        """Of each KV head."""
+        return -(-kv_len // self.store.page_tokens)
 
     def _least_placement(self) -> HeadPlacement:
         heads = self.attention.num_qo_heads, self.store.num_kv_heads

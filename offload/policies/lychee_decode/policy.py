@@ -112,7 +112,9 @@ class LycheeDecode(SparsePolicy):
         retrieval_heads: how many KV heads after layer 0 a calibration makes retrieval heads; None
             is a sixth of all (the paper's share is an eighth). Not beside `head_roles`.
         rule: which tokens a retrieval head publishes, all by weights averaged over its query heads
-            and never more than budget_tokens (sinks and recent window included):
+            and never more than budget_tokens (sinks and recent window included). A context of no
+            more tokens than that is attended whole, as under every policy: with the last three set
+            budget_tokens below the contexts that they are meant for.
             "top_k": the budget_tokens of largest weight;
             "top_p": the fewest whose weights sum up to top_p, sinks and recent window included;
             "threshold": all with a weight above `threshold`;

@@ -221,18 +221,23 @@ class PerHead(Policy):
         if isinstance(self.head_roles, HeadRoles):
             self.head_roles.check(**shape.kv_heads, model_type=model_type)
             return self
-        count = self.retrieval_heads
-        if count is None:
-            heads = shape.num_kv_heads
-            count = default_retrieval_heads(shape.num_layers, heads, self.dense_layers)
-        name, wanted = checkpoint(), (count, self.dense_layers)
-        roles = kept_roles(name, *wanted, **shape.kv_heads, model_type=model_type)
+        kept = self.with_kept(checkpoint, model_type, **shape.kv_heads)
+        if kept is not self:
+            return kept
+        wanted = self._calibrated_heads(shape.num_layers, shape.num_kv_heads), self.dense_layers
+        roles = calibrated_roles(lean, model_type, load_tokenizer, *wanted)
         if roles is None:
-            roles = calibrated_roles(lean, model_type, load_tokenizer, *wanted)
-            if roles is None:
-                return self
-            keep_roles(roles, name, *wanted)
+            return self
+        keep_roles(roles, checkpoint(), *wanted)
         return self._with_roles(roles)
+
+    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
+        """With retrieval heads that a calibration has found, if it has no roles."""
+        if isinstance(self.head_roles, HeadRoles):
+            return self
+        wanted = self._calibrated_heads(shape["num_layers"], shape["num_kv_heads"])
+        kept = kept_roles(checkpoint(), wanted, self.dense_layers, **shape, model_type=model_type)
+        return self if kept is None else self._with_roles(kept)
 
     def of_heads(
         self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
@@ -323,6 +328,12 @@ class PerHead(Policy):
     def _states(self, arrays: State) -> dict[int, State]:
         states = {i: of_member(arrays, _NAMES[i]) for i in range(len(self.members))}
         return {i: own for i, own in states.items() if own}
+
+    def _calibrated_heads(self, num_layers: int, num_kv_heads: int) -> int:
+        """How many a calibration makes retrieval heads."""
+        if self.retrieval_heads is not None:
+            return self.retrieval_heads
+        return default_retrieval_heads(num_layers, num_kv_heads, self.dense_layers)
 
     def _spaced(self, num_layers: int, num_kv_heads: int) -> BoolArray:
         return spaced_heads(num_layers, num_kv_heads, self.dense_layers, self.retrieval_heads)

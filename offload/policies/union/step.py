@@ -12,6 +12,7 @@ import numba
 import numpy as np
 
 from offload.policies.callback import (
+    Callback,
     ask_callback,
     callback,
     offset_floats,
@@ -19,6 +20,7 @@ from offload.policies.callback import (
     run_callback,
     top_k,
     view_float32,
+    view_float64,
     view_int32,
     view_int64,
 )
@@ -74,15 +76,24 @@ def weights_of(own: Any, other: Any, weights: Any, out: Any) -> None:
         out[i + rest] = weights[k + rest]
 
 
-@callback
-def prepare(pointer: Any) -> None:
-    ctx = read_context(pointer)
-    arrays, numbers = ctx.arrays, ctx.parameters
-    for index in range(2):
-        member = _turn_to(ctx, arrays, numbers, index)
-        if member.prepare != 0.0:
-            run_callback(pointer, np.int64(member.prepare))
-    _turn_back(ctx, arrays, numbers)
+def _of_both(place: int) -> Callback:
+    """What runs the callback at this place of `MEMBER`, of each member that has one."""
+
+    @callback
+    def run(pointer: Any) -> None:
+        ctx = read_context(pointer)
+        arrays, numbers = ctx.arrays, ctx.parameters
+        for index in range(2):
+            _turn_to(ctx, arrays, numbers, index)
+            address = view_float64(numbers, len(MEMBER), index)[place]
+            if address != 0.0:
+                run_callback(pointer, np.int64(address))
+        _turn_back(ctx, arrays, numbers)
+
+    return run
+
+
+prepare, observe, append = (_of_both(MEMBER.index(x)) for x in ("prepare", "observe", "append"))
 
 
 @callback
@@ -141,25 +152,3 @@ def select(pointer: Any) -> int:
         return -1
     chosen: int = top_k(pointer, ctx.top_k, importance, count, ctx.budget_tokens, ctx.indices)
     return chosen
-
-
-@callback
-def observe(pointer: Any) -> None:
-    ctx = read_context(pointer)
-    arrays, numbers = ctx.arrays, ctx.parameters
-    for index in range(2):
-        member = _turn_to(ctx, arrays, numbers, index)
-        if member.observe != 0.0:
-            run_callback(pointer, np.int64(member.observe))
-    _turn_back(ctx, arrays, numbers)
-
-
-@callback
-def append(pointer: Any) -> None:
-    ctx = read_context(pointer)
-    arrays, numbers = ctx.arrays, ctx.parameters
-    for index in range(2):
-        member = _turn_to(ctx, arrays, numbers, index)
-        if member.append != 0.0:
-            run_callback(pointer, np.int64(member.append))
-    _turn_back(ctx, arrays, numbers)

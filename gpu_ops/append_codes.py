@@ -73,7 +73,7 @@ def append_codes_kernel(
         code += (x > bound).to(tl.int32) + (x > -bound).to(tl.int32)
         size = tl.where((code == 0) | (code == 3), outer_level, inner_level)
         level = tl.where(code >= 2, size, -size)
-    scale = tl.where(squares != 0.0, squares / tl.sum(x * level, 0), 0.0)
+    scale = squares / tl.where(squares != 0.0, tl.sum(x * level, 0), 1.0)
 
     DIMS: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = HEAD_DIM // DIMS

@@ -23,8 +23,8 @@ struct Mailbox {
   int32_t* requests;
   int32_t* replies;
   int64_t max_rows;
-  // What a GPU's heads published, or its codes of keys list: lists of `selection_tokens` int32 and their lengths, of each row and of each KV head,
-  // or one for all of them. Null where no GPU publishes.
+  // What a GPU's heads published, or candidates that it lists: lists of `selection_tokens` int32 and their lengths, of
+  // each row and of each KV head, or one for all of them. Null where no GPU does.
   const int32_t* selection = nullptr;
   const int32_t* counts = nullptr;
   int64_t selection_units = 0;
@@ -33,8 +33,8 @@ struct Mailbox {
 
 // What the GPU does of each [layer, KV head], in whole layers that are asked for or not.
 struct DeviceHeads {
-  std::vector<uint8_t> attended;   // 1: the GPU attends to all of it
-  std::vector<uint8_t> published;  // 1: and publishes a selection, which is in the mailbox before the next request
+  std::vector<uint8_t> attended;     // 1: the GPU attends to all of it
+  std::vector<uint8_t> published;    // 1: and publishes a selection, which is in the mailbox before the next request
   std::vector<uint8_t> listed = {};  // 1: lists candidates for it, which are in the mailbox before the layer's request
 };
 

@@ -49,7 +49,7 @@ def test_places_cannot_be_written_to() -> None:
     [
         (np.zeros(3, np.uint8), r"must be \[num_layers, num_kv_heads\], got shape \[3\]"),
         (np.zeros((0, 3), np.uint8), r"got shape \[0, 3\]"),
-        (np.full((2, 2), 3), r"0 = CPU, 1 = GPU, 2 = GATHER, got 3 to 3"),
+        (np.full((2, 2), 4), r"0 = CPU, 1 = GPU, 2 = GATHER, 3 = CODES, got 4 to 4"),
         (np.full((2, 2), -1), "got -1 to -1"),
         (np.zeros((2, 2)), "must be integers, got float64"),
     ],
@@ -94,6 +94,7 @@ def test_another_model_is_refused() -> None:
 
 
 LYCHEE = make_policy("lychee_decode", retrieval_heads=2, budget_tokens=128)  # on 4 layers x 4 heads
+SKETCH = make_policy("sketch", dense_layers=1)
 TIDAL = make_policy("tidal_decode", select_layers=(1,), dense_layers=1, budget_tokens=128)
 
 
@@ -113,6 +114,10 @@ def test_roles_of_these_policies() -> None:
         (TIDAL, ("GG", "G.", ".."), "head 1 of layer 1 .* publish one selection together"),
         (TIDAL, ("GG", "..", "g."), "head 0 of layer 2 .* not on the GPU"),
         (make_policy("full"), ("GG", "Gg"), "head 1 of layer 1 .* selects no tokens"),
+        (make_policy("full"), ("GG", "Gc"), "head 1 of layer 1 .* CODES: .* keeps no codes"),
+        (make_policy("lfps", dense_layers=1), ("GG", ".c"), "head 1 of layer 1 .* 'sketch' does"),
+        (SKETCH, ("GG", "cG"), "head 1 of layer 1 .* has it select"),
+        (SKETCH, ("cG", "cc"), "head 0 of layer 0 cannot be placed CODES: .* dense layers stay"),
         (make_policy("quest", dense_layers=1), ("GG", "G."), "head 0 of layer 1 .* has it select"),
     ],
 )

@@ -135,6 +135,7 @@ def test_places_that_the_policy_cannot_have(policy, rows: tuple[str, ...], messa
         (TIDAL, ("GG", "GG", "g.")),
         (make_policy("full"), ("G.", "..")),
         (make_policy("quest", dense_layers=1), ("GG", "..")),
+        (SKETCH, ("GG", "c.", "cc")),
     ],
 )
 def test_places_that_the_policy_can_have(policy, rows: tuple[str, ...]) -> None:
@@ -192,6 +193,7 @@ policies = st.sampled_from(
         ("lychee_decode", {"budget_tokens": 2048, "dense_layers": 2}),
         ("tidal_decode", {"budget_tokens": 512}),
         ("quest", {"budget_tokens": 512}),
+        ("sketch", {"budget_tokens": 512, "bits": 1}),
         ("full", {}),
     ]
 )
@@ -250,6 +252,20 @@ def test_a_faster_link_never_means_fewer_gathered_heads(profile, factor, tokens,
         chosen.append(choose_placement(model, DeviceRoom(work, budget)))
     before, after = chosen
     assert all(a <= b for a, b in zip(before.counts(F), after.counts(F), strict=True))
+
+
+@pytest.mark.parametrize("model", [None, "profile"])
+def test_codes_are_there_as_far_as_they_fit(model: str | None) -> None:
+    """The first layers' first; in contexts within the budget nobody needs them."""
+    work = workload("sketch", kv_len=16384, shape=SMALL)
+    step_model = None if model is None else StepModel(machine_profile(), work, on_gpu=True)
+    wanted = placement_of("GGGG", "GGGG", "cccc", "cccc", "cccc", "....")
+    budget = DeviceRoom(work, None).num_bytes(wanted)
+    assert choose_placement(step_model, DeviceRoom(work, budget)) == wanted
+    every = choose_placement(step_model, DeviceRoom(work, None))
+    assert every.counts(Place.CODES) == [0, 0, 4, 4, 4, 4]
+    short = workload("sketch", kv_len=1024, shape=SMALL)
+    assert choose_placement(None, DeviceRoom(short, None)) == least_placement(short)
 
 
 def test_what_an_h200_would_have() -> None:

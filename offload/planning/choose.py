@@ -197,7 +197,7 @@ def _add_codes(places: UInt8Array, room: DeviceRoom) -> None:
 def _with_codes(
     places: UInt8Array, eligible: BoolArray, layers: npt.NDArray[np.int64]
 ) -> UInt8Array:
-    coded = places.copy()
+    coded: UInt8Array = places.copy()
     for layer_idx in layers:
         coded[layer_idx, eligible[layer_idx]] = Place.CODES
     return coded

@@ -7,10 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.device_cases import greedy, load
 from cases.seeded import new_rng
+from cases.tiny_models import random_tokens
 
 from gpu_ops.append_codes import append_codes
 from gpu_ops.code_scores import code_page_bytes
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.resident_codes import CodeLists
+from offload.policies.registry import make_policy
 from offload.policies.sketch.codes import LEVELS, OUTER, encode_rows, rotation
 
 SINKS, RECENT, NUM_KV_HEADS, PAGE_TOKENS = 3, 5, 3, 16
@@ -120,6 +125,30 @@ def test_a_key_that_is_the_mean_has_no_scale(device: str) -> None:
     append_codes(*case.operands(), **case.options())
     scales = case.pages[0, 0, PAGE_TOKENS * 16 :].cpu().view(torch.float32)
     assert scales[12] == 0.0
+
+
+def test_steps_of_a_model(interpreter, tiny_folders, monkeypatch) -> None:
+    """The kernels list and append in decode steps, over pages that were loaded and that grow."""
+    options = {"budget_tokens": 24, "sink_tokens": 2, "recent_tokens": 8, "dense_layers": 2}
+    policy = make_policy("sketch", candidate_ratio=4.0, **options)
+    model = load(tiny_folders["llama"], policy, ("cpu", "inline"))
+    tokens = random_tokens(1, 90)
+    expected = greedy(model, tokens, 10)
+    places = np.array(model._offload._decoder.placement.places)
+    places[2] = Place.CODES
+    model._offload._decoder.place(HeadPlacement(places))
+    launched = []
+    for name in ("publish", "append"):
+        original = getattr(CodeLists, name)
+
+        def launch(*args: Any, name: str = name, original: Any = original) -> None:
+            launched.append(name)
+            with interpreter():
+                original(*args)
+
+        monkeypatch.setattr(CodeLists, name, launch)
+    assert torch.equal(greedy(model, tokens, 10), expected)
+    assert launched == ["publish", "append"] * 9
 
 
 def test_wrong_operands() -> None:

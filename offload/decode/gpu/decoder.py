@@ -93,7 +93,9 @@ class DeviceDecoder:
         self._device_budget_bytes = device_budget_bytes
         self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
         self._keeps_placement = keeps_placement
-        self._agreed_on: tuple[list[int], list[int]] | None = None  # by `_fails_anywhere`
+        self._agreed_on: tuple[list[int], list[int], list[bool]] | None = (
+            None  # by `_fails_anywhere`
+        )
         self._steps: PreparedSteps | None = None  # with the first sequences
         self.place(placement or self._least_placement())
         if model.ranks is not None:
@@ -236,7 +238,9 @@ class DeviceDecoder:
         ranks = self.model.ranks
         if ranks is None:
             return failure is not None
-        new = (list(seqs), [-(-kv_len // self.store.page_tokens) for kv_len in kv_lens])
+        pages = [-(-kv_len // self.store.page_tokens) for kv_len in kv_lens]
+        has_codes = [kv_len > self.attention.budget_tokens for kv_len in kv_lens]
+        new = (list(seqs), pages, has_codes)
         if new == self._agreed_on:  # and there was room
             if failure is not None:
                 raise failure

@@ -238,18 +238,19 @@ class ResidentCodes:
         num_pages = -(-kv_len // page_tokens)
         blocks = -(-kv_len // state["codes"].shape[-1])
 
-        def to_pages(x: npt.NDArray[np.generic]) -> Tensor:
-            """uint8 [num_pages, ..] of [heads, tokens] or [heads, blocks, bytes, tokens]."""
-            of_heads = torch.from_numpy(x).to(self._device)
-            if x.ndim == 4:
-                of_heads = of_heads.mT.flatten(1, 2)
-            pages = of_heads.new_zeros(num_heads, num_pages * page_tokens, *of_heads.shape[2:])
-            pages[:, :kv_len] = of_heads[:, :kv_len]
+        def on_device(x: npt.NDArray[np.generic]) -> Tensor:
+            # A head at a time: what is kept for tokens to come lies between them.
+            return torch.stack([torch.from_numpy(x[place]).to(self._device) for place in places])
+
+        def to_pages(x: Tensor) -> Tensor:
+            """uint8 [num_pages, ..] of [num_heads, at least kv_len, ..]."""
+            pages = x.new_zeros(num_heads, num_pages * page_tokens, *x.shape[2:])
+            pages[:, :kv_len] = x[:, :kv_len]
             of_pages = pages.view(num_heads, num_pages, -1).transpose(0, 1).contiguous()
             return of_pages.flatten(1).view(torch.uint8)
 
-        codes, scales = state["codes"][places, :blocks], state["scales"][places, :kv_len]
-        loaded = torch.cat((to_pages(codes), to_pages(scales)), dim=1)
+        codes = on_device(state["codes"][:, :blocks]).mT.flatten(1, 2)
+        loaded = torch.cat((to_pages(codes), to_pages(on_device(state["scales"]))), dim=1)
         for address, page in zip(self._addresses[slot][layer_idx], loaded, strict=False):
             self._pages_of(layer_idx).page(address).copy_(page)
 

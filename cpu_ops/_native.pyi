@@ -235,6 +235,7 @@ class Coprocessor:
         recent_tokens: int,
         device_heads: list[bool],
         publishing_heads: list[bool],
+        listed_heads: list[bool],
         keep: object,
     ) -> None: ...
     def set_deadline(self, ns: int) -> None: ...

@@ -64,6 +64,8 @@ class Coprocessor:
         device_heads: bool [num_layers, num_kv_heads], heads to which the GPU attends by itself; of
             those of `publishing_heads` it puts the selection into the mailbox, before the next
             request. None: no head, as far as there are requests.
+        listed_heads: likewise, of others: the GPU puts candidates into the mailbox before the
+            request of the layer, in place of those that the policy would propose.
         on_done: called when a step that `keeps_queries` is done, by whoever closes it or waits for
             it: with the step and the queries [n, num_qo_heads * head_dim] of each sparse layer that
             had a request.
@@ -88,6 +90,7 @@ class Coprocessor:
         deadline_seconds: float = 5.0,
         device_heads: npt.NDArray[np.bool_] | None = None,
         publishing_heads: npt.NDArray[np.bool_] | None = None,
+        listed_heads: npt.NDArray[np.bool_] | None = None,
         on_done: OnDone | None = None,
     ) -> None:
         _check_mailbox(attention, mailbox)
@@ -117,7 +120,8 @@ class Coprocessor:
             sink_tokens,
             recent_tokens,
             _head_flags("device_heads", device_heads, attention),
-            _check_publishing(publishing_heads, attention, mailbox),
+            _check_publishing("publishing_heads", publishing_heads, attention, mailbox),
+            _check_listed(listed_heads, publishing_heads, attention, mailbox),
             mailbox,
         )
         self._native.set_deadline(round(deadline_seconds * 1e9))
@@ -336,10 +340,27 @@ def _head_flags(
     return [bool(flag) for flag in heads.reshape(-1)]
 
 
-def _check_publishing(
-    heads: npt.NDArray[np.bool_] | None, attention: NativeAttention, mailbox: Mailbox
+def _check_listed(
+    heads: npt.NDArray[np.bool_] | None,
+    publishing_heads: npt.NDArray[np.bool_] | None,
+    attention: NativeAttention,
+    mailbox: Mailbox,
 ) -> list[bool]:
-    flags = _head_flags("publishing_heads", heads, attention)
+    flags = _check_publishing("listed_heads", heads, attention, mailbox)
+    if any(flags) and publishing_heads is not None and publishing_heads.any():
+        raise ValueError("a step has listed_heads or publishing_heads: the mailbox has one list")
+    if any(flags) and mailbox.selection.shape[1] != attention.num_kv_heads:
+        raise ValueError(
+            f"mailbox.selection must have {attention.num_kv_heads} lists for listed_heads, got "
+            f"{mailbox.selection.shape[1]}"
+        )
+    return flags
+
+
+def _check_publishing(
+    name: str, heads: npt.NDArray[np.bool_] | None, attention: NativeAttention, mailbox: Mailbox
+) -> list[bool]:
+    flags = _head_flags(name, heads, attention)
     units, tokens = mailbox.selection.shape[1:]
     if any(flags) and (
         units not in (1, attention.num_kv_heads) or tokens < attention.budget_tokens

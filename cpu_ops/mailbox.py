@@ -22,8 +22,9 @@ to 1 when `output` and `lse` are there; the GPU waits for that and resets it. Th
 says that all layers of the step are in `kv`.
 
 A selection unit is a KV head, or all of them where they share a selection; there are none where no
-head on the GPU publishes. What layer l publishes is there before the next request is raised. A
-count of -1: the numbers were not finite.
+head on the GPU publishes. What layer l publishes is there before the next request is raised.
+Candidates that the GPU lists by codes of keys are in `selection` and `counts` instead, those of
+layer l before its own request is raised. A count of -1: the numbers were not finite.
 """
 
 from __future__ import annotations

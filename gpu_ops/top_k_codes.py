@@ -64,8 +64,8 @@ def top_k_codes(
         means: float32 [n, H, head_dim] of the rows' heads.
         page_table: int64 [n, max_pages], addresses of pages of `code_page_bytes`, aligned to 16
             bytes. Index i of a page is KV head heads[i].
-        positions: int64 [n], each row's last token; -1 for an inactive row. All tokens before the
-            recent ones have codes.
+        positions: int64 [n], each row's last token; -1 for an inactive row. Of rows of more tokens
+            than a list has, all before the recent ones have codes; others need no pages.
         heads: int32 [H], ascending KV heads, on the device, which nobody checks to exist.
         page_tokens: a power of two.
         level: the outermost one of a code.
@@ -196,12 +196,14 @@ def top_k_codes_reference(
     scaled = query.float().view(len(query), -1, group_size, head_dim) * sm_scale
     for row, position in enumerate(positions.tolist()):
         kv_len = position + 1
-        codes, scales = read_pages(page_table[row], kv_len, num_heads, page_tokens, head_dim, bits)
+        scored = kv_len if kv_len > lists.budget_tokens else 0  # of other rows nothing is read
+        codes, scales = read_pages(page_table[row], scored, num_heads, page_tokens, head_dim, bits)
         for i, head in enumerate(heads.tolist()):
             q = scaled[row, head]
             steps, elements = query_steps(q @ rotation, unit)
             offsets = q @ means[row, i]
-            score = scores_of(codes[i], scales[i], elements, steps, offsets, bits)
+            score = torch.zeros(kv_len)
+            score[:scored] = scores_of(codes[i], scales[i], elements, steps, offsets, bits)
             between = score[lists.sink_tokens : kv_len - lists.recent_tokens]
             is_known = bool(offsets.isfinite().all()) and (
                 kv_len <= lists.budget_tokens or bool((between < math.inf).all())

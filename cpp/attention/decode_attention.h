@@ -82,6 +82,12 @@ struct QueryRow {
   const int64_t* indptr;
   const int32_t* indices;
   float* weights;  // optional with an explicit selection: normalised weights [group_size, n] per unit, units in order
+  // What a GPU listed in place of the policy's propose(), of each KV head that AttendOptions::listed names: sinks,
+  // candidates and recent tokens, sorted and unique, [num_kv_heads, max_listed]; and how many, -1 where its numbers
+  // were not finite.
+  const int32_t* listed;
+  const int32_t* num_listed;
+  int64_t max_listed;
 };
 
 // For callers that hold a part of the cache elsewhere, and have something to do between the answer and the policy's
@@ -94,6 +100,7 @@ struct AttendOptions {
   int64_t sink_tokens = 0;  // of that window; where a policy selects, as many as its own
   int64_t recent_tokens = 0;
   const uint8_t* elsewhere = nullptr;  // [num_kv_heads] of this layer, or null: 1 where somebody else attends to all
+  const uint8_t* listed = nullptr;     // likewise: 1 where the rows have lists of candidates
   bool float_output = false;           // output is float32 instead of the shape's dtype
   bool defers_updates = false;         // the policy's observe() and append() wait for update()
   bool is_decoded = true;              // false: a row again, for the policy only, which is not probed
@@ -301,6 +308,7 @@ class DecodeAttention {
   void finish_codes(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void list_considered(const QueryRow& row, const int32_t* chosen, int64_t n, std::vector<int32_t>* tokens) const;
   void consider(const QueryRow& row, Unit& unit, const int32_t* candidates, int64_t n) const;
+  bool takes_list(const QueryRow& row, int row_idx, int unit);
   void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void gather_weights(Unit& unit, int64_t first, int64_t last) const;
   void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance, int worker);

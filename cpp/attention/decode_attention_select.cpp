@@ -203,9 +203,27 @@ void DecodeAttention::score_range(const QueryRow& row, int row_idx, int unit_idx
   }
 }
 
+// Whether a unit's candidates are those that a GPU has listed. A list that cannot be one leaves nothing to consider.
+bool DecodeAttention::takes_list(const QueryRow& row, int row_idx, int unit_idx) {
+  const int kv_head = kv_head_of(unit_idx);
+  if (options_.listed == nullptr || options_.listed[kv_head] == 0) return false;
+  const int64_t n = row.num_listed[kv_head];
+  const bool is_list = n >= policy_.sink_tokens + policy_.recent_tokens && n <= std::min(row.max_listed, row.kv_len);
+  const int32_t* tokens = row.listed + kv_head * row.max_listed;
+  unit_of(row_idx, unit_idx).considered.assign(tokens, tokens + (is_list ? n : 0));
+  return true;
+}
+
 void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
   const PhaseTimer timer(profile_of(worker), Phase::predict);
   Unit& unit = unit_of(row_idx, unit_idx);
+  unit.codes = {};
+  if (takes_list(row, row_idx, unit_idx)) {
+    if (unit.considered.empty()) return report_non_finite(layer_idx, row_idx, unit_idx);
+    unit.candidate_scores.resize(static_cast<size_t>(unit_group()) * unit.considered.size());
+    unit.importance.resize(unit.considered.size());
+    return;
+  }
   const int group = unit_group();
   float output[kMaxGroupSize * kMaxHeadDim];
   float lse[kMaxGroupSize];
@@ -214,7 +232,6 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
   ctx.lse = lse;
   ctx.may_defer = pool_.num_threads() > 1;
   ctx.deferred = &unit.codes;
-  unit.codes = {};
   const int64_t count = member_of(layer_idx, unit_idx).propose(&ctx);
   finish_context(ctx);
   if (count == kDeferred) return unit.code_scores.resize(static_cast<size_t>(unit.codes.args.n));

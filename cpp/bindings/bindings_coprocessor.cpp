@@ -59,10 +59,15 @@ class PyCoprocessor : public Coprocessor {
   PyCoprocessor(py::object attention, const std::vector<int64_t>& mailbox, int64_t max_rows, int64_t selection_units,
                 int64_t selection_tokens, const std::vector<std::vector<int64_t>>& requests,
                 const std::vector<uint8_t>& sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
-                const std::vector<uint8_t>& device_heads, const std::vector<uint8_t>& publishing_heads, py::object keep)
-      : Coprocessor(
-            attention.cast<DecodeAttention&>(), mailbox_of(mailbox, max_rows, selection_units, selection_tokens),
-            {requests_of(requests), sparse_layers, sink_tokens, recent_tokens, {device_heads, publishing_heads}}),
+                const std::vector<uint8_t>& device_heads, const std::vector<uint8_t>& publishing_heads,
+                const std::vector<uint8_t>& listed_heads, py::object keep)
+      : Coprocessor(attention.cast<DecodeAttention&>(),
+                    mailbox_of(mailbox, max_rows, selection_units, selection_tokens),
+                    {requests_of(requests),
+                     sparse_layers,
+                     sink_tokens,
+                     recent_tokens,
+                     {device_heads, publishing_heads, listed_heads}}),
         kept_{std::move(attention), std::move(keep)} {}
 
   ~PyCoprocessor() {
@@ -154,9 +159,10 @@ class PyCoprocessor : public Coprocessor {
 void bind_coprocessor(py::module_& m) {
   m.attr("FLAG_STRIDE") = kFlagStride;
   py::class_<PyCoprocessor>(m, "Coprocessor")
-      .def(py::init<py::object, const std::vector<int64_t>&, int64_t, int64_t, int64_t,
-                    const std::vector<std::vector<int64_t>>&, const std::vector<uint8_t>&, int64_t, int64_t,
-                    const std::vector<uint8_t>&, const std::vector<uint8_t>&, py::object>())
+      .def(
+          py::init<py::object, const std::vector<int64_t>&, int64_t, int64_t, int64_t,
+                   const std::vector<std::vector<int64_t>>&, const std::vector<uint8_t>&, int64_t, int64_t,
+                   const std::vector<uint8_t>&, const std::vector<uint8_t>&, const std::vector<uint8_t>&, py::object>())
       .def("set_deadline", &PyCoprocessor::set_deadline)
       .def("begin", &PyCoprocessor::begin_step)
       .def(

@@ -34,9 +34,8 @@ void StepServer::begin(const ServedStep& step) {
   attention_.drop_probes();
 }
 
-const uint8_t* StepServer::elsewhere(int64_t layer_idx) const {
-  if (plan_.device_heads.attended.empty()) return nullptr;
-  return plan_.device_heads.attended.data() + layer_idx * attention_.shape().num_kv_heads;
+const uint8_t* StepServer::of_layer(const std::vector<uint8_t>& heads, int64_t layer_idx) const {
+  return heads.empty() ? nullptr : heads.data() + layer_idx * attention_.shape().num_kv_heads;
 }
 
 // What the GPU published in layers before `end_layer` is what units of the layers below inherit.
@@ -85,6 +84,9 @@ size_t StepServer::rows_of(int request, std::vector<QueryRow>& rows) const {
     row.lse = mailbox_.lse + of_step.slot * shape.num_qo_heads;
     row.arrays = of_step.arrays;
     row.text_marks = of_step.text_marks;
+    row.listed = mailbox_.selection + of_step.slot * mailbox_.selection_units * mailbox_.selection_tokens;
+    row.num_listed = mailbox_.counts + of_step.slot * mailbox_.selection_units;
+    row.max_listed = mailbox_.selection_tokens;
     rows.push_back(row);
   }
   return first;
@@ -142,7 +144,8 @@ std::string StepServer::attend(int request) {
   const bool sparse = is_sparse(request);
   if (sparse && step_->queries != nullptr) keep_queries(request);
   if (std::string failure = take_over(first_, first_ + rows_.size(), layer_idx); !failure.empty()) return failure;
-  options_.elsewhere = elsewhere(layer_idx);
+  options_.elsewhere = of_layer(plan_.device_heads.attended, layer_idx);
+  options_.listed = of_layer(plan_.device_heads.listed, layer_idx);
   std::string failure = attention_.attend(layer_idx, rows_, sparse, static_cast<int>(first_), false, options_);
   if (failure.empty()) return failure;
   // What is wrong here may have been wrong above, in heads that are not attended to here.
@@ -194,7 +197,8 @@ void StepServer::warm_up(int request, int32_t* stop) {
   const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
   const size_t first = rows_of(request, prepared_rows_);
-  attention_.warm_up(layer_idx, prepared_rows_, static_cast<int>(first), stop, elsewhere(layer_idx));
+  attention_.warm_up(layer_idx, prepared_rows_, static_cast<int>(first), stop,
+                     of_layer(plan_.device_heads.attended, layer_idx));
 }
 
 std::string StepServer::find_non_finite(size_t first, size_t last, int64_t first_layer, int64_t end_layer) const {

@@ -23,8 +23,8 @@ struct Mailbox {
   int32_t* requests;
   int32_t* replies;
   int64_t max_rows;
-  // What a GPU's heads published: lists of `selection_tokens` int32 and their lengths, of each row and of each KV head,
-  // or one for all of them. Null where no GPU publishes.
+  // What a GPU's heads published, or candidates that it lists: lists of `selection_tokens` int32 and their lengths, of
+  // each row and of each KV head, or one for all of them. Null where no GPU does.
   const int32_t* selection = nullptr;
   const int32_t* counts = nullptr;
   int64_t selection_units = 0;
@@ -33,8 +33,9 @@ struct Mailbox {
 
 // What the GPU does of each [layer, KV head], in whole layers that are asked for or not.
 struct DeviceHeads {
-  std::vector<uint8_t> attended;   // 1: the GPU attends to all of it
-  std::vector<uint8_t> published;  // 1: and publishes a selection, which is in the mailbox before the next request
+  std::vector<uint8_t> attended;     // 1: the GPU attends to all of it
+  std::vector<uint8_t> published;    // 1: and publishes a selection, which is in the mailbox before the next request
+  std::vector<uint8_t> listed = {};  // 1: lists candidates for it, which are in the mailbox before the layer's request
 };
 
 // Rows [first_row, first_row + num_rows) of the mailbox in one layer.
@@ -112,7 +113,8 @@ class StepServer {
   std::string take_over(size_t first, size_t last, int64_t end_layer);
   // The first K/V of layers [first_layer, end_layer) that is not finite, in words; or an empty string.
   std::string find_non_finite(size_t first, size_t last, int64_t first_layer, int64_t end_layer) const;
-  const uint8_t* elsewhere(int64_t layer_idx) const;
+  // Those of a layer: [num_kv_heads], or null.
+  const uint8_t* of_layer(const std::vector<uint8_t>& heads, int64_t layer_idx) const;
 
   DecodeAttention& attention_;
   Trace& trace_;

@@ -258,7 +258,9 @@ def _print_heads(found: Plan) -> None:
 
     places = found.placement.places
     counts = ", ".join(
-        f"{letter} {int((places == place).sum())}" for place, letter in sorted(LETTERS.items())
+        f"{letter} {int((places == place).sum())}"
+        for place, letter in sorted(LETTERS.items())
+        if place in places
     )
     console = stdout()
     console.print(f"KV heads by layer ({counts})")

@@ -3,7 +3,8 @@
 What stays on the GPU as a whole is chosen first: dense layers, which must, then retrieving heads
 and dense heads of other layers, most saved time per byte first. Then each layer's reusing heads are
 shared out between the CPU and rows that the GPU fetches, so that the slower of the two takes least.
-The result depends on nothing but the arguments.
+Last come codes of keys, layer by layer while they fit. The result depends on nothing but the
+arguments.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from offload.decode.gpu.placement import (
     BoolArray,
     HeadPlacement,
     Place,
     UInt8Array,
+    has_codes,
     least_places,
     may_be_gathered,
     may_stay_on_gpu,
@@ -70,6 +73,8 @@ def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement
         _add_retrieving(places, model, room)
     if model is not None and work.is_sparse:
         _add_gathered(places, model, room)
+    if work.is_sparse:
+        _add_codes(places, room)
     chosen = HeadPlacement(places)
     if model is not None and model.step(least).milliseconds < model.step(chosen).milliseconds:
         return least  # a GPU that attends more slowly than the CPU
@@ -173,6 +178,29 @@ def _add_gathered(places: UInt8Array, model: StepModel, room: DeviceRoom) -> Non
         if room.holds(HeadPlacement(trial)):
             places[:] = trial
             return
+
+
+def _add_codes(places: UInt8Array, room: DeviceRoom) -> None:
+    """Let the GPU list candidates for the CPU's heads whose keys have codes, in as many layers as
+    fit, the first ones first.
+    """
+    eligible = has_codes(room.work.policy, room.work.roles()) & (places == Place.CPU)
+    layers = np.flatnonzero(eligible.any(axis=1))
+    low, high = 0, len(layers)
+    while low < high:  # what they take grows with each
+        middle = (low + high + 1) // 2
+        holds = room.holds(HeadPlacement(_with_codes(places, eligible, layers[:middle])))
+        low, high = (middle, high) if holds else (low, middle - 1)
+    places[:] = _with_codes(places, eligible, layers[:low])
+
+
+def _with_codes(
+    places: UInt8Array, eligible: BoolArray, layers: npt.NDArray[np.int64]
+) -> UInt8Array:
+    coded: UInt8Array = places.copy()
+    for layer_idx in layers:
+        coded[layer_idx, eligible[layer_idx]] = Place.CODES
+    return coded
 
 
 def _best_count(places: UInt8Array, eligible: BoolArray, layer_idx: int, model: StepModel) -> int:

@@ -6,6 +6,7 @@ What a step allocates its owners declare (`layout`); here is which there are, an
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import closing
 
 import torch
@@ -14,9 +15,10 @@ from cpu_ops.mailbox import Mailbox
 from gpu_ops.layout import Layout, layout_bytes
 from offload.decode.gpu.buffers import StepBuffers, num_slots, step_tokens
 from offload.decode.gpu.heads import DeviceHeads
-from offload.decode.gpu.layer_heads import layer_heads
+from offload.decode.gpu.layer_heads import LayerHeads, layer_heads, scores_tokens
 from offload.decode.gpu.linear import linear_layout
 from offload.decode.gpu.placement import HeadPlacement
+from offload.decode.gpu.resident_codes import CodeShape
 from offload.decode.gpu.resident_kv import ResidentKV, resident_pages, window_of
 from offload.decode.sampling import TokenChooser
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, page_shape, pool_bytes
@@ -45,9 +47,9 @@ def step_layouts(
     layers = layer_heads(
         placement.places, work.selected_roles, shares_selection=policy.shares_selection
     )
-    publishes = any(layer.publishing for layer in layers)
     slots = num_slots(work.batch_size)
-    max_tokens = step_tokens(shape.max_context, work.kv_len, work.page_tokens, grows=publishes)
+    grows = scores_tokens(layers)
+    max_tokens = step_tokens(shape.max_context, work.kv_len, work.page_tokens, grows=grows)
     heads = DeviceHeads.layout(
         shape,
         layers,
@@ -58,6 +60,9 @@ def step_layouts(
         num_multiprocessors=num_multiprocessors,
     )
     _, selection_units, selection_tokens = heads["selection"][0]
+    codes, tables, lists = _code_layouts(layers, work, num_slots=slots, max_tokens=max_tokens)
+    if lists:
+        _, selection_units, selection_tokens = lists["selection"][0]
     resident = ResidentKV.layout(
         layers,
         num_slots=slots,
@@ -81,10 +86,11 @@ def step_layouts(
             head_dim=shape.head_dim,
             dtype=dtype,
         ),
+        "codes of keys": codes,
         "windows": {"windows": resident.pop("windows")},
-        "page tables": resident,
+        "page tables": resident | tables,
         "fetched rows": {"rows": heads.pop("rows")},
-        "scores and top-k": heads,
+        "scores and top-k": heads | {f"candidates: {name}": of for name, of in lists.items()},
         "step buffers": {
             f"{owner}: {name}": declared
             for owner, layout in of_step.items()
@@ -99,6 +105,20 @@ def step_layouts(
             selection_tokens=selection_tokens,
         ),
     }
+
+
+def _code_layouts(
+    layers: Sequence[LayerHeads], work: Workload, *, num_slots: int, max_tokens: int
+) -> tuple[Layout, Layout, Layout]:
+    """Of heads with codes: pages and means, tables, and the buffers of their lists."""
+    shape = CodeShape.of(work.policy, work.shape, work.page_tokens)
+    if shape is None or not any(layer.coded for layer in layers):
+        return {}, {}, {}
+    pages = shape.pages_layout(layers, work.pages_per_layer if work.is_sparse else 0)
+    slots = shape.slots_layout(layers, num_slots=num_slots, max_tokens=max_tokens)
+    tables = {"code_tables": slots.pop("code_tables")}
+    lists = shape.lists_layout(layers, num_rows=num_slots, max_tokens=max_tokens)
+    return pages | slots, tables, lists
 
 
 def step_device_bytes(

@@ -156,7 +156,8 @@ class StepModel:
         """
         roles, work = self.roles[layer_idx], self.work
         members = work.unit_members[layer_idx]
-        on_cpu = places == Place.CPU
+        # With codes on the GPU as without: what listing saves there was not measured.
+        on_cpu = (places == Place.CPU) | (places == Place.CODES)
         if self._device is None:
             attend = self.attend_us(roles, members)
             return LayerTime("CPU", self.linear_us, 0.0, 0.0, attend, attend, 0.0)

@@ -107,6 +107,28 @@ class DeviceTopK:
 
 
 @dataclass(frozen=True)
+class DeviceCodes:
+    """Codes of keys by which a GPU can list candidates in place of `propose`: of the tokens whose
+    codes score most, by `gpu_ops.top_k_codes`.
+
+    Attributes:
+        heads: bool [num_layers, num_units], for which units, which are KV heads.
+        num_candidates: beside sinks and recent tokens.
+        levels: 2 or 4, of a code of 1 or 2 bits a dimension.
+        outer: see `gpu_ops.append_codes`.
+    """
+
+    heads: npt.NDArray[np.bool_]
+    num_candidates: int
+    levels: tuple[float, ...]
+    outer: float
+
+    @property
+    def bits(self) -> int:
+        return len(self.levels).bit_length() - 1
+
+
+@dataclass(frozen=True)
 class Policy:
     """Base of all policies.
 
@@ -229,6 +251,19 @@ class Policy:
     def device_top_k(self) -> DeviceTopK | None:
         """How units that RETRIEVE choose, if a GPU that holds their KV can do it; else None."""
         return None
+
+    def device_codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
+        """The codes by which a GPU finds the candidates of some units, if it can; else None."""
+        return None
+
+    def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
+        """Of a layer's arrays those with codes, scales and mean, as sketch/policy.py has them: of
+        the units of `device_codes` in order, and of all of `kv_len` tokens.
+
+        Args:
+            load_keys: gives the keys [num_units, n, head_dim] from a token on.
+        """
+        raise NotImplementedError
 
     def calibrated(
         self,

@@ -156,7 +156,7 @@ def leaves(folder: Path, fails: bool = False) -> tuple[bool, bool]:
 def no_room(
     folder: Path, policy: str, input_ids: torch.Tensor, max_new_tokens: int, rank: int
 ) -> tuple[torch.Tensor, list[str], list[str]]:
-    """Retrieving heads on the GPU, of which `rank` has room for a few pages.
+    """Retrieving heads on the GPU, or codes of keys, of which `rank` has room for a few pages.
 
     Returns:
         the tokens; the placement afterwards, and after a short prompt; warnings.
@@ -164,12 +164,18 @@ def no_room(
     model = load(folder, small(policy), backend="inline")
     decoder = model._offload._decoder
     places, roles = np.array(decoder.placement.places), decoder.attention.roles
-    places[(roles == RETRIEVE) | (roles == DENSE)] = Place.GPU
+    if roles is None:  # sketch
+        places[places == Place.CPU] = Place.CODES
+    else:
+        places[(roles == RETRIEVE) | (roles == DENSE)] = Place.GPU
     decoder.place(HeadPlacement(places))
     assert not decoder._keeps_placement
     if int(os.environ["RANK"]) == rank:
         page_bytes = decoder.store.page_bytes // places.shape[1] * int((places == Place.GPU).sum())
-        decoder._device_budget_bytes = page_bytes * (input_ids.shape[1] // 16 + 1)
+        num_pages = input_ids.shape[1] // 16 + 1
+        if roles is None:  # all of the dense layer fits
+            num_pages = -(-(input_ids.shape[1] + max_new_tokens) // 16)
+        decoder._device_budget_bytes = page_bytes * num_pages
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())

@@ -288,7 +288,7 @@ def test_a_gpu_that_attends_to_everything(dtype, pool):
 
 def test_heads_that_do_not_fit(pool):
     twins = Twins.of(of_heads(), pool)
-    for name in ("device_heads", "publishing_heads"):
+    for name in ("device_heads", "publishing_heads", "listed_heads"):
         with pytest.raises(
             ValueError,
             match=rf"{name} must be \[num_layers, num_kv_heads\] = \(4, 3\), got \(3, 4\)",
@@ -302,6 +302,10 @@ def test_heads_that_do_not_fit(pool):
             twins.coprocessor(selection=selection)
     # Nobody publishes: no room is needed for it.
     twins.coprocessor(selection=(0, 0), publishing_heads=np.zeros((4, 3), bool))
+    with pytest.raises(ValueError, match="listed_heads or publishing_heads: the mailbox has one"):
+        twins.coprocessor(listed_heads=~twins.on_gpu)
+    with pytest.raises(ValueError, match=r"mailbox.selection must have 3 lists for listed_heads"):
+        twins.coprocessor(listed_heads=~twins.on_gpu, publishing_heads=None, selection=(1, 48))
     mailbox = twins.coprocessor().mailbox
     for name, x in (
         ("selection", torch.zeros(4, 3, 48, dtype=torch.int64)),

@@ -49,7 +49,7 @@ def test_places_cannot_be_written_to() -> None:
     [
         (np.zeros(3, np.uint8), r"must be \[num_layers, num_kv_heads\], got shape \[3\]"),
         (np.zeros((0, 3), np.uint8), r"got shape \[0, 3\]"),
-        (np.full((2, 2), 3), r"0 = CPU, 1 = GPU, 2 = GATHER, got 3 to 3"),
+        (np.full((2, 2), 4), r"0 = CPU, 1 = GPU, 2 = GATHER, 3 = CODES, got 4 to 4"),
         (np.full((2, 2), -1), "got -1 to -1"),
         (np.zeros((2, 2)), "must be integers, got float64"),
     ],
@@ -94,6 +94,7 @@ def test_another_model_is_refused() -> None:
 
 
 LYCHEE = make_policy("lychee_decode", retrieval_heads=2, budget_tokens=128)  # on 4 layers x 4 heads
+SKETCH = make_policy("sketch", dense_layers=1)
 TIDAL = make_policy("tidal_decode", select_layers=(1,), dense_layers=1, budget_tokens=128)
 
 
@@ -113,6 +114,10 @@ def test_roles_of_these_policies() -> None:
         (TIDAL, ("GG", "G.", ".."), "head 1 of layer 1 .* publish one selection together"),
         (TIDAL, ("GG", "..", "g."), "head 0 of layer 2 .* not on the GPU"),
         (make_policy("full"), ("GG", "Gg"), "head 1 of layer 1 .* selects no tokens"),
+        (make_policy("full"), ("GG", "Gc"), "head 1 of layer 1 .* CODES: .* keeps no codes"),
+        (make_policy("lfps", dense_layers=1), ("GG", ".c"), "head 1 of layer 1 .* 'sketch' does"),
+        (SKETCH, ("GG", "cG"), "head 1 of layer 1 .* has it select"),
+        (SKETCH, ("cG", "cc"), "head 0 of layer 0 cannot be placed CODES: .* dense layers stay"),
         (make_policy("quest", dense_layers=1), ("GG", "G."), "head 0 of layer 1 .* has it select"),
     ],
 )
@@ -130,6 +135,7 @@ def test_places_that_the_policy_cannot_have(policy, rows: tuple[str, ...], messa
         (TIDAL, ("GG", "GG", "g.")),
         (make_policy("full"), ("G.", "..")),
         (make_policy("quest", dense_layers=1), ("GG", "..")),
+        (SKETCH, ("GG", "c.", "cc")),
     ],
 )
 def test_places_that_the_policy_can_have(policy, rows: tuple[str, ...]) -> None:
@@ -187,6 +193,7 @@ policies = st.sampled_from(
         ("lychee_decode", {"budget_tokens": 2048, "dense_layers": 2}),
         ("tidal_decode", {"budget_tokens": 512}),
         ("quest", {"budget_tokens": 512}),
+        ("sketch", {"budget_tokens": 512, "bits": 1}),
         ("full", {}),
     ]
 )
@@ -245,6 +252,20 @@ def test_a_faster_link_never_means_fewer_gathered_heads(profile, factor, tokens,
         chosen.append(choose_placement(model, DeviceRoom(work, budget)))
     before, after = chosen
     assert all(a <= b for a, b in zip(before.counts(F), after.counts(F), strict=True))
+
+
+@pytest.mark.parametrize("model", [None, "profile"])
+def test_codes_are_there_as_far_as_they_fit(model: str | None) -> None:
+    """The first layers' first; in contexts within the budget nobody needs them."""
+    work = workload("sketch", kv_len=16384, shape=SMALL)
+    step_model = None if model is None else StepModel(machine_profile(), work, on_gpu=True)
+    wanted = placement_of("GGGG", "GGGG", "cccc", "cccc", "cccc", "....")
+    budget = DeviceRoom(work, None).num_bytes(wanted)
+    assert choose_placement(step_model, DeviceRoom(work, budget)) == wanted
+    every = choose_placement(step_model, DeviceRoom(work, None))
+    assert every.counts(Place.CODES) == [0, 0, 4, 4, 4, 4]
+    short = workload("sketch", kv_len=1024, shape=SMALL)
+    assert choose_placement(None, DeviceRoom(short, None)) == least_placement(short)
 
 
 def test_what_an_h200_would_have() -> None:

@@ -54,6 +54,7 @@ def resident_of(
     store: KVStore,
     num_slots: int = 2,
     layers: Sequence[LayerHeads] = (ON_GPU, ON_CPU, ON_CPU),
+    budget_bytes: int | None = None,
     **options: Any,
 ) -> ResidentKV:
     return ResidentKV(
@@ -64,6 +65,7 @@ def resident_of(
         num_slots=num_slots,
         **({"max_context": 64} | options),
         device=torch.device("cpu"),
+        budget=PageBudget(budget_bytes),
     )
 
 

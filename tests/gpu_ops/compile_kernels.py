@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
+from gpu_ops.append_codes import append_codes
 from gpu_ops.chunk_clusters import chunk_means, covering_radii, fill_empty, mean_directions
 from gpu_ops.code_scores import CodeQuery
 from gpu_ops.flags import await_flag, raise_flag
@@ -236,6 +237,19 @@ def score_codes_all(
     """The operators on codes of keys, once."""
     num_qo_heads, max_tokens = num_kv_heads * group_size, 131072
     heads = torch.arange(num_kv_heads, dtype=torch.int32)
+    append_codes(
+        torch.zeros(1, 2, num_kv_heads, 80, head_dim, dtype=dtype),
+        torch.zeros(head_dim, head_dim),
+        torch.zeros(1, num_kv_heads, head_dim),
+        torch.zeros(1, max_tokens // 256, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        heads,
+        first_token=1024,
+        sink_tokens=16,
+        levels=(-1.0, 1.0) if bits == 1 else (-3.0, -1.0, 1.0, 3.0),
+        outer=1.0,
+        page_tokens=256,
+    )
     top_k_codes(
         torch.zeros(1, num_qo_heads * head_dim, dtype=dtype),
         torch.zeros(head_dim, head_dim),

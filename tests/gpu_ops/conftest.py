@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,6 +30,21 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     # What overflows to infinity on a GPU in silence is a warning of NumPy, and so an error here.
     with interpreted(), np.errstate(over="ignore"):
         yield "cpu"
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """Runs kernels instead of references inside; for tests that need both."""
+    if not has_triton or torch.cuda.is_available():
+        pytest.skip("triton does not interpret kernels here")
+    correct_interpreter(monkeypatch)
+
+    @contextmanager
+    def running() -> Iterator[None]:
+        with interpreted(), np.errstate(over="ignore"):
+            yield
+
+    return running
 
 
 def correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

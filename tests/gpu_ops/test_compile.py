@@ -33,6 +33,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "activate_kernel",
         "add_points_kernel",
         "add_rms_norm_kernel",
+        "append_codes_kernel",
         "candidates_kernel",
         "chunk_max_kernel",
         "chunk_means_kernel",

@@ -37,6 +37,12 @@ CASES: dict[str, tuple[Policy, ModelShape, tuple[str, ...]]] = {
     "lychee_decode": (LYCHEE, SHAPE, ("GGGG", "....", "GG..", "....")),
     "lychee_decode, gathered": (LYCHEE, SHAPE, ("GGGG", "g.g.", "GGg.", "gggg")),
     "tidal_decode": (TIDAL, SHAPE, ("GGGG", "GGGG", "g..g", "....")),
+    "codes": (make_policy("sketch", dense_layers=1, **WINDOW), SHAPE, ("GGGG", "cccc", "c..c")),
+    "codes of one bit": (
+        make_policy("sketch", bits=1, dense_layers=0, candidate_ratio=1.5, **WINDOW),
+        replace(SHAPE, num_layers=2),
+        ("cccc", "cccc"),
+    ),
     "one KV head": (
         make_policy("full"),
         replace(SHAPE, num_layers=3, num_kv_heads=1, intermediate_size=50, vocab_size=5000),
@@ -127,9 +133,15 @@ def test_a_step_takes_what_was_planned(
         work = Workload(shape, policy, kv_len, batch_size, dtype, PAGE_TOKENS)
         planned = step_device_bytes(placement, work, device=None)
         running, (link,) = decoder._prepared.step, decoder._prepared.links.values()
+        codes = running.resident.codes
         parts = {
             "windows": running.resident.windows,
-            "page tables": (running.resident.page_tables, running.resident.host_pages),
+            "page tables": (
+                running.resident.page_tables,
+                running.resident.host_pages,
+                [] if codes is None else codes.page_tables,
+            ),
+            "codes of keys": [] if codes is None else [codes._pages, codes.means],
             "fetched rows": running.heads._rows,
             "KV of resident heads": running.resident._pages,
         }

@@ -179,17 +179,19 @@ def test_each_rank_has_its_part(ranks, uneven_folder):
     assert 40 * 2**20 - 3 <= total <= 40 * 2**20
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_fall_back_where_one_has_no_room(rank, ranks, tiny_folders, caplog):
+@pytest.mark.parametrize(
+    ("policy", "rank"), [("lychee_decode", 0), ("lychee_decode", 1), ("sketch", 1)]
+)
+def test_all_ranks_fall_back_where_one_has_no_room(policy, rank, ranks, tiny_folders, caplog):
     """Steps are captured anew by both: a rank that did so alone would sum what does not belong
     together."""
     tokens = random_tokens(1, 200)
-    one = load(tiny_folders["llama"], small("lychee_decode"), ("cpu", None))
+    one = load(tiny_folders["llama"], small(policy), ("cpu", None))
     expected = greedy(one, tokens, 60)
     results = ranks.call(
         "no_room",
         folder=tiny_folders["llama"],
-        policy="lychee_decode",
+        policy=policy,
         input_ids=tokens,
         max_new_tokens=60,
         rank=rank,
@@ -197,11 +199,18 @@ def test_all_ranks_fall_back_where_one_has_no_room(rank, ranks, tiny_folders, ca
     for number, (got, placement, warnings) in enumerate(results):
         assert torch.equal(got, expected)
         # What comes back comes back to both ranks, too.
-        assert ["G" in text for text in placement] == [False, True]
+        letter = "G" if policy == "lychee_decode" else "c"
+        assert [letter in text for text in placement] == [False, True]
         assert len(warnings) == 1
         reason = "need" if number == rank else "the GPU of another rank has no room"
         assert reason in warnings[0]
         assert "only dense layers stay there" in warnings[0]
+    if policy == "sketch":  # with room for its codes each rank lists for its own heads
+        options = {"folder": tiny_folders["llama"], "policy": policy, "input_ids": tokens}
+        for got, placement, warnings in ranks.call("no_room", **options, max_new_tokens=60, rank=2):
+            assert torch.equal(got, expected)
+            assert "c" in placement[0]
+            assert not warnings
     # Neither does one capture anew for itself as its context grows.
     assert ranks.call("room_for_scores", folder=tiny_folders["llama"]) == [512, 512]
 

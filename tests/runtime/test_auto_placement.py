@@ -153,6 +153,10 @@ def test_the_automatic_choice_without_a_profile(caplog: pytest.LogCaptureFixture
     assert ((chosen.places == Place.GPU) == (roles == 1)).all()
     assert not (chosen.places == Place.GATHER).any()
     assert "`offload plan` measures this machine" in caplog.text
+    sketch = RuntimeConfig(policy=make_policy("sketch", dense_layers=1))
+    with_codes = chosen_for(sketch, 4 * GIB, None)
+    assert with_codes is not None
+    assert with_codes.counts(Place.CODES) == [0, 4, 4, 4, 4, 4]
     # Nothing fits, or there is nothing to choose: as it was.
     assert chosen_for(config, 2**20, None) is None
     quest = RuntimeConfig(policy=make_policy("quest"))

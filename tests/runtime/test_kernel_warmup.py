@@ -80,12 +80,15 @@ def collected_launches() -> Iterator[Launches]:
 
 
 def placed(model: Any) -> HeadPlacement:
-    """Heads that retrieve on the GPU, of the others every second one fetched."""
+    """Heads that retrieve on the GPU, of the others every second one fetched; all codes there."""
     decoder = model._offload._decoder
     places, roles = np.array(decoder.placement.places), decoder.attention.roles
-    places[roles == RETRIEVE] = Place.GPU
     every_second = np.arange(places.size).reshape(places.shape) % 2 == 0
-    places[(roles == REUSE) & every_second] = Place.GATHER
+    if roles is None:  # sketch
+        places[places == Place.CPU] = Place.CODES
+    else:
+        places[roles == RETRIEVE] = Place.GPU
+        places[(roles == REUSE) & every_second] = Place.GATHER
     return HeadPlacement(places)
 
 
@@ -97,14 +100,14 @@ def policy_named(name: str) -> Policy:
 
 @interpreter
 @pytest.mark.parametrize("backend", ["inline", "flags"])
-@pytest.mark.parametrize("name", ["full", "lychee_cluster", "lychee_decode"])
+@pytest.mark.parametrize("name", ["full", "lychee_cluster", "lychee_decode", "sketch"])
 def test_the_rehearsal_launches_every_kernel(
     name: str, backend: str, tiny_folders: dict[str, Path]
 ) -> None:
     """For batches and lengths that it does not have itself."""
     model = load(tiny_folders["llama"], policy_named(name), ("cpu", backend))
     runtime = model._offload
-    if name == "lychee_decode":
+    if name in ("lychee_decode", "sketch"):
         runtime._decoder.place(placed(model))
     with collected_launches() as launches:
         rehearse(runtime.lean, runtime._decoder, runtime.config.policy, torch.float32)
@@ -122,6 +125,8 @@ def test_the_rehearsal_launches_every_kernel(
     assert {"gemv_kernel", "silu_mul_kernel", "rotate_kernel", "pick_kernel"} <= kernels
     assert ("await_flag_kernel" in kernels) == (backend == "flags")
     assert ("gather_rows_kernel" in kernels) == (name == "lychee_decode")
+    codes = {"code_query_kernel", "score_codes_kernel", "append_codes_kernel"}
+    assert kernels & codes == (codes if name == "sketch" else set())
     assert ("chunk_means_kernel" in kernels) == (name == "lychee_cluster")
     assert wanted - rehearsed == set()
 

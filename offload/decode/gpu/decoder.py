@@ -20,10 +20,11 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
 from offload.decode.gpu.handshake import Handshake, Step, make_handshake
-from offload.decode.gpu.layer_heads import layer_heads
+from offload.decode.gpu.layer_heads import layer_heads, scores_tokens
 from offload.decode.gpu.linear import DeviceWeights, linear_path
 from offload.decode.gpu.placement import HeadPlacement, Place, least_places
 from offload.decode.gpu.prepared_steps import PreparedSteps
+from offload.decode.gpu.resident_codes import CodeShape
 from offload.decode.gpu.resident_kv import check_resident_room, window_of
 from offload.decode.sampling import SamplingOptions, TokenChooser
 from offload.kv.store import KVStore
@@ -93,7 +94,9 @@ class DeviceDecoder:
         self._device_budget_bytes = device_budget_bytes
         self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
         self._keeps_placement = keeps_placement
-        self._agreed_on: tuple[list[int], list[int]] | None = None  # by `_fails_anywhere`
+        self._agreed_on: tuple[list[int], list[int], list[bool]] | None = (
+            None  # by `_fails_anywhere`
+        )
         self._gave_up: tuple[HeadPlacement, int] | None = None  # and pages that it had no room for
         self._steps: PreparedSteps | None = None  # with the first sequences
         self.place(placement or self._least_placement())
@@ -127,7 +130,7 @@ class DeviceDecoder:
             placement.places, roles, shares_selection=policy.shares_selection
         )
         places = placement.places
-        self.attention.leave_to_device(self._window, places != Place.CPU, places == Place.GATHER)
+        self.attention.leave_to_device(self._window, placement.on_device, places == Place.GATHER)
         self._gave_up = self._agreed_on = None
         self._drop_steps()
 
@@ -195,7 +198,13 @@ class DeviceDecoder:
             self.place(self._gave_up[0])
         placement = self.placement if self._keeps_placement else self._least_placement()
         heads = int((placement.places == Place.GPU).sum())
-        check_resident_room(self.store, heads, num_sequences, kv_len, self._device_budget_bytes)
+        shape = CodeShape.of(self.attention.policy, self.model.shape, self.store.page_tokens)
+        codes = 0
+        if shape is not None and kv_len > shape.budget_tokens:
+            codes = sum(shape.page_bytes(count) for count in placement.counts(Place.CODES))
+        check_resident_room(
+            self.store, heads, num_sequences, kv_len, self._device_budget_bytes, codes
+        )
 
     def check_usable(self) -> None:
         for coprocessor in self.coprocessors:
@@ -243,7 +252,9 @@ class DeviceDecoder:
         ranks = self.model.ranks
         if ranks is None:
             return failure is not None
-        new = (list(seqs), [self._num_pages(kv_len) for kv_len in kv_lens])
+        pages = [self._num_pages(kv_len) for kv_len in kv_lens]
+        has_codes = [kv_len > self.attention.budget_tokens for kv_len in kv_lens]
+        new = (list(seqs), pages, has_codes)
         if new == self._agreed_on:  # and there was room
             if failure is not None:
                 raise failure
@@ -356,10 +367,10 @@ class DeviceDecoder:
         self.setup_seconds += time.perf_counter() - start
 
     def _room_for(self, kv_len: int) -> int:
-        """`step_tokens`; as the scores of heads that publish are kept. All ranks do as if they had
-        some: they capture together.
+        """`step_tokens`; as scores are kept of heads that publish or have codes. All ranks do as if
+        they had some: they capture together.
         """
-        grows = self.model.ranks is not None or any(layer.publishing for layer in self._layers)
+        grows = self.model.ranks is not None or scores_tokens(self._layers)
         max_context = self.model.shape.max_context
         return step_tokens(max_context, kv_len, self.store.page_tokens, grows=grows)
 

@@ -1,8 +1,9 @@
 """Who attends to which KV heads of a layer in a decode step.
 
-Three ways (`placement.Place`): the CPU attends to rows of the host's pages; the GPU attends to all
+Three ways: the CPU attends to rows of the host's pages; the GPU attends to all
 tokens of a head whose KV it keeps; the GPU fetches the rows that a head above published, and
-attends to those. A head that stays on the GPU and retrieves publishes its selection there.
+attends to those. A head that stays on the GPU and retrieves publishes its selection there. For
+heads of the CPU whose keys have codes on the GPU it lists candidates (`placement.Place`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class LayerHeads:
         publishing: of the resident ones, those whose selection others reuse: all or none.
         num_early: gathered ones whose selection is known before the layer above attends, the first
             so many; the others wait for what is published there.
+        coded: of the host's, those for which the GPU lists candidates.
     """
 
     resident: tuple[int, ...]
@@ -35,6 +37,7 @@ class LayerHeads:
     host: tuple[int, ...]
     publishing: tuple[int, ...] = ()
     num_early: int = 0
+    coded: tuple[int, ...] = ()
 
     @property
     def is_resident(self) -> bool:
@@ -63,8 +66,8 @@ def layer_heads(
     layers: list[LayerHeads] = []
     for layer_idx, of_layer in enumerate(places):
 
-        def heads(place: Place, of_layer: npt.NDArray[np.uint8] = of_layer) -> tuple[int, ...]:
-            return tuple(np.flatnonzero(of_layer == place).tolist())
+        def heads(*of: Place, of_layer: npt.NDArray[np.uint8] = of_layer) -> tuple[int, ...]:
+            return tuple(np.flatnonzero(np.isin(of_layer, of)).tolist())
 
         resident = heads(Place.GPU)
         publishes = (
@@ -78,12 +81,18 @@ def layer_heads(
             LayerHeads(
                 resident,
                 early + tuple(head for head in gathered if head in late),
-                heads(Place.CPU),
+                heads(Place.CPU, Place.CODES),
                 resident if publishes else (),
                 len(early),
+                heads(Place.CODES),
             )
         )
     return tuple(layers)
+
+
+def scores_tokens(layers: Sequence[LayerHeads]) -> bool:
+    """Whether steps keep a score of every token, of heads that publish or have codes."""
+    return any(layer.publishing or layer.coded for layer in layers)
 
 
 def most_heads(layers: Sequence[LayerHeads], name: str) -> int:

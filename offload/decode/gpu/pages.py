@@ -29,6 +29,7 @@ class DevicePages:
 
     Args:
         budget: shared with pages of other shapes.
+        what: they hold, for messages.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class DevicePages:
         dtype: torch.dtype,
         device: torch.device,
         budget: PageBudget,
+        what: str = "the KV heads that stay on the GPU",
     ) -> None:
         self.page_bytes = math.prod(page_shape) * dtype.itemsize
         self._page_shape, self._dtype, self._device = page_shape, dtype, device
-        self._budget = budget
+        self._budget, self._what = budget, what
         self._pages: dict[int, Tensor] = {}  # by address
         self._slabs: list[list[int]] = []  # addresses of what was allocated at once
         self._free: list[int] = []
@@ -85,8 +87,8 @@ class DevicePages:
             num_pages = missing
         if budget.left_bytes is not None and num_pages * self.page_bytes > budget.left_bytes:
             raise DeviceMemoryError(
-                f"the KV heads that stay on the GPU need {missing} more pages of "
-                f"{format_bytes(self.page_bytes)} beside {format_bytes(budget.reserved_bytes)}, "
+                f"{self._what} need {missing} more pages of {format_bytes(self.page_bytes)} beside "
+                f"{format_bytes(budget.reserved_bytes)}, "
                 f"but their budget is {format_bytes(budget.limit_bytes or 0)}; raise max_memory "
                 "of the device, lower the policy's dense_layers, place fewer heads there or "
                 "shorten the context"
@@ -96,7 +98,7 @@ class DevicePages:
             slab = torch.empty(num_pages, *self._page_shape, dtype=self._dtype, device=self._device)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
-                f"the GPU has no {format_bytes(num_bytes)} left for the KV heads that stay on it; "
+                f"the GPU has no {format_bytes(num_bytes)} left for {self._what}; "
                 "lower the policy's dense_layers, place fewer heads there, lower the batch size or "
                 "the context"
             ) from error

@@ -5,6 +5,8 @@
             the head is RETRIEVE, the GPU also takes the top-k for the heads below
     GATHER  the GPU fetches the selected rows from host pages and attends to them: only where the
             selection is known before the query, and on the GPU
+    CODES   as CPU, but the GPU keeps codes of the head's keys and lists by them which tokens the
+            host should consider
 
 A placement is made by `placement_choice`, from what the machine was measured to do.
 """
@@ -35,9 +37,10 @@ class Place(enum.IntEnum):
     CPU = 0  # the host's pool attends to rows of host pages
     GPU = 1  # the GPU keeps all of its KV and attends
     GATHER = 2  # the GPU fetches the selected rows from host pages and attends
+    CODES = 3  # the host's pool attends, to tokens among those that the GPU lists
 
 
-LETTERS = {Place.CPU: ".", Place.GPU: "G", Place.GATHER: "g"}
+LETTERS = {Place.CPU: ".", Place.GPU: "G", Place.GATHER: "g", Place.CODES: "c"}
 _PLACES = {letter: place for place, letter in LETTERS.items()}
 
 
@@ -87,6 +90,12 @@ class HeadPlacement:
     def num_kv_heads(self) -> int:
         return int(self.places.shape[1])
 
+    @property
+    def on_device(self) -> BoolArray:
+        """[num_layers, num_kv_heads]: heads to which the GPU attends, and not the host."""
+        attended: BoolArray = (self.places == Place.GPU) | (self.places == Place.GATHER)
+        return attended
+
     def of_heads(self, heads: range) -> HeadPlacement:
         """The part of some KV heads of each layer, as a rank has them."""
         return HeadPlacement(self.places[:, heads.start : heads.stop].copy(), self.source)
@@ -118,6 +127,7 @@ class HeadPlacement:
         if roles is None:
             self._check_full(policy)
             return
+        coded = has_codes(policy, roles)
         allowed = may_stay_on_gpu(policy, roles)
         gathered = may_be_gathered(policy, roles, self.places)
         for layer_idx, (of_layer, places) in enumerate(zip(roles, self.places, strict=True)):
@@ -145,6 +155,14 @@ class HeadPlacement:
                     int(np.flatnonzero(retrieves & ~on_gpu)[0]),
                     f"the heads of this layer publish one selection together (policy "
                     f"{policy.name!r}), so all of them are on the GPU or none",
+                )
+            wrong = np.flatnonzero((places == Place.CODES) & ~coded[layer_idx])
+            if wrong.size:
+                self._refuse(
+                    layer_idx,
+                    int(wrong[0]),
+                    f"policy {policy.name!r} keeps no codes of its keys; 'sketch' does, and "
+                    "'per_head' with retrieval='sketch' of the heads that retrieve",
                 )
             wrong = np.flatnonzero((places == Place.GATHER) & ~gathered[layer_idx])
             if wrong.size:
@@ -178,6 +196,9 @@ class HeadPlacement:
         places[tuple(coming.T)] = Place.GPU
         fetched = may_be_gathered(policy, roles, places)
         places[(places == Place.GATHER) & ~fetched] = Place.CPU
+        if (places == Place.CODES).any():
+            places[places == Place.CODES] = Place.CPU
+            places[has_codes(policy, roles) & (places == Place.CPU)] = Place.CODES
         return HeadPlacement(places, self.source)
 
     def text(self) -> str:
@@ -254,11 +275,15 @@ class HeadPlacement:
         return hash((self.places.shape, self.places.tobytes()))
 
     def _check_full(self, policy: Policy) -> None:
-        """Of a policy that selects nothing: any head may stay on the GPU, and none is gathered."""
-        gathered = np.argwhere(self.places == Place.GATHER)
-        if len(gathered):
-            layer_idx, head = (int(x) for x in gathered[0])
-            self._refuse(layer_idx, head, f"policy {policy.name!r} selects no tokens to gather")
+        """Of a policy that selects nothing: any head may stay on the GPU or on the CPU."""
+        for place, reason in (
+            (Place.GATHER, "selects no tokens to gather"),
+            (Place.CODES, "keeps no codes of its keys"),
+        ):
+            placed = np.argwhere(self.places == place)
+            if len(placed):
+                layer_idx, head = (int(x) for x in placed[0])
+                self._refuse(layer_idx, head, f"policy {policy.name!r} {reason}")
 
     def _refuse(self, layer_idx: int, head: int, reason: str) -> None:
         place = Place(int(self.places[layer_idx, head])).name
@@ -331,6 +356,15 @@ def whole_on_device(policy: Policy, roles: UInt8Array) -> BoolArray:
     if policy.selects and not policy.per_query_head:
         whole = policy.whole_on_device(*roles.shape)
     return np.zeros(roles.shape, np.bool_) if whole is None else whole
+
+
+def has_codes(policy: Policy, roles: UInt8Array) -> BoolArray:
+    """[num_layers, num_kv_heads]: heads whose candidates a GPU can list by codes of their keys."""
+    codes = None if policy.per_query_head else policy.device_codes(*roles.shape)
+    if codes is None:
+        return np.zeros(roles.shape, np.bool_)
+    coded: BoolArray = codes.heads & (roles == SELECT)
+    return coded
 
 
 def may_be_gathered(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArray:

@@ -16,11 +16,14 @@ from offload.decode.gpu.handshake import Handshake
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.layer_heads import LayerHeads
 from offload.decode.gpu.linear import DeviceWeights
+from offload.decode.gpu.pages import PageBudget
 from offload.decode.gpu.parts_choice import PartsChoice
-from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.placement import HeadPlacement
+from offload.decode.gpu.resident_codes import CodeLists, CodeShape, ResidentCodes
 from offload.decode.gpu.resident_kv import ResidentKV
 from offload.decode.gpu.step import DeviceStep
 from offload.models import LeanModel
+from offload.policies.base import State
 from offload.system.errors import DeviceMemoryError
 
 
@@ -30,7 +33,7 @@ class PreparedSteps:
 
     Attributes:
         window: sink tokens and recent tokens, which the GPU attends to.
-        max_tokens: that the scores of heads which publish have room for.
+        max_tokens: that scores have room for, of heads which publish or have codes.
         make_handshake: of a coprocessor and its mailbox.
         step: what a step launches, with its buffers and what stays on the GPU in the slots.
         links: to the host, by rows and parts of the steps that there have been.
@@ -96,6 +99,8 @@ class PreparedSteps:
     def _make_step(self) -> DeviceStep:
         model, layers, store, device = self.model, self.layers, self.attention.store, self.device
         sink_tokens, recent_tokens = self.window
+        budget = PageBudget(self.device_budget_bytes)
+        codes = self._make_codes(budget)
         resident = ResidentKV(
             store,
             layers,
@@ -104,7 +109,8 @@ class PreparedSteps:
             num_slots=self.num_slots,
             max_context=self.max_tokens,
             device=device,
-            budget_bytes=self.device_budget_bytes,
+            budget=budget,
+            codes=codes,
         )
         heads = DeviceHeads(
             model,
@@ -117,7 +123,42 @@ class PreparedSteps:
             device=device,
         )
         buffers = StepBuffers(model, self.num_slots, store.dtype, device)
-        return DeviceStep(model, self.weights, store, buffers, resident, heads)
+        lists = None
+        if codes is not None:
+            lists = CodeLists(
+                codes,
+                layers,
+                sm_scale=model.sm_scale,
+                num_rows=self.num_slots,
+                max_tokens=self.max_tokens,
+                device=device,
+            )
+        return DeviceStep(model, self.weights, store, buffers, resident, heads, lists)
+
+    def _make_codes(self, budget: PageBudget) -> ResidentCodes | None:
+        """None: the placement has no codes."""
+        attention, store = self.attention, self.attention.store
+        shape = CodeShape.of(attention.policy, self.model.shape, store.page_tokens)
+        if shape is None or not any(layer.coded for layer in self.layers):
+            return None
+        heads = shape.codes.heads
+
+        def codes_of(seq: int, layer_idx: int, kv_len: int) -> State:
+            def keys_from(first: int) -> torch.Tensor:
+                return store.gather(seq, layer_idx, first, kv_len)[0][heads[layer_idx]]
+
+            arrays = attention.states.ensure(seq, kv_len + 1).layers[layer_idx]
+            return attention.policy.selecting.code_state(arrays, kv_len, keys_from)
+
+        return ResidentCodes(
+            shape,
+            self.layers,
+            codes_of,
+            num_slots=self.num_slots,
+            max_tokens=self.max_tokens,
+            device=self.device,
+            budget=budget,
+        )
 
     def make_link(self, num_rows: int, num_parts: int) -> HostLink:
         """A new one, for steps of so many rows in so many parts."""
@@ -127,7 +168,8 @@ class PreparedSteps:
             if layer.host
             for rows in part_rows(num_rows, num_parts)
         ]
-        selection = self.step.heads.selection
+        lists = self.step.lists
+        selection = self.step.heads.selection if lists is None else lists.selection
         mailbox = Mailbox.allocate(
             **self.model.shape.heads,
             max_rows=num_rows,
@@ -137,9 +179,10 @@ class PreparedSteps:
             selection_units=selection.shape[1],
             selection_tokens=selection.shape[2],
         )
-        publishing = np.zeros(self.placement.places.shape, bool)
+        publishing, listed = np.zeros((2, *self.placement.places.shape), bool)
         for layer_idx, layer in enumerate(self.layers):
             publishing[layer_idx, list(layer.publishing)] = True
+            listed[layer_idx, list(layer.coded)] = True
         sink_tokens, recent_tokens = self.window
         coprocessor = Coprocessor(
             self.attention,
@@ -148,8 +191,9 @@ class PreparedSteps:
             sink_tokens=sink_tokens,
             recent_tokens=recent_tokens,
             deadline_seconds=self.deadline_seconds,
-            device_heads=self.placement.places != Place.CPU,
+            device_heads=self.placement.on_device,
             publishing_heads=publishing,
+            listed_heads=listed,
             on_done=self.attention.record_step_queries,
         )
         handshake = self.make_handshake(coprocessor, mailbox)

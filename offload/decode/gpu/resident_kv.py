@@ -4,7 +4,8 @@ A *slot* is a row of a decode step. While a sequence is bound to a slot, the GPU
     - in every layer that has heads which are not resident: its sink tokens and its recent window;
     - of the resident heads (those of layers that a policy leaves dense, and others that placement
       puts there): every token, in pages of the layer's resident heads;
-    - of layers whose rows the GPU fetches: the addresses of the host's pages.
+    - of layers whose rows the GPU fetches: the addresses of the host's pages;
+    - of layers in which it lists candidates: codes of the keys (`resident_codes`).
 The host store has all of it too, so that binding is only copying, and forks, truncation and beams
 need no GPU code: a slot that no longer tells the truth is bound again.
 
@@ -17,8 +18,9 @@ if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens. Pag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from torch import Tensor
 from gpu_ops.layout import Layout
 from offload.decode.gpu.layer_heads import LayerHeads
 from offload.decode.gpu.pages import DevicePages, PageBudget, whole_slabs
+from offload.decode.gpu.resident_codes import ResidentCodes
 from offload.kv.page_pool import page_shape
 from offload.kv.store import KVStore
 from offload.policies import Policy
@@ -83,7 +86,8 @@ class ResidentKV:
     Args:
         layers: who attends to which heads.
         max_context: tokens a sequence may have.
-        budget_bytes: hard limit of the pages; None: what the device has.
+        budget: of all pages; None: what the device has.
+        codes: which the layers need, within the same budget; None: no layer has some.
 
     Raises:
         DeviceMemoryError: a budget that cannot hold one page of each resident head.
@@ -99,8 +103,10 @@ class ResidentKV:
         num_slots: int,
         max_context: int,
         device: torch.device,
-        budget_bytes: int | None = None,
+        budget: PageBudget | None = None,
+        codes: ResidentCodes | None = None,
     ) -> None:
+        self.codes = codes
         self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
         self.resident_heads = {
             layer_idx: layer.resident for layer_idx, layer in enumerate(layers) if layer.resident
@@ -108,7 +114,7 @@ class ResidentKV:
         self.slots = [Slot() for _ in range(num_slots)]
         self._store = store
         self._clock = 0
-        self._budget = PageBudget(budget_bytes)
+        self._budget = budget or PageBudget()
         self._pages = {
             count: DevicePages(
                 page_shape(count, store.page_tokens, store.head_dim),
@@ -168,9 +174,10 @@ class ResidentKV:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes of windows, pages and tables."""
+        """Device bytes of windows, pages, tables and codes."""
         by_layer = (self.windows, self.page_tables, self.host_pages.tables)
         held = sum(tensor.nbytes for tensors in by_layer for tensor in tensors.values())
+        held += 0 if self.codes is None else self.codes.table_bytes
         return held + self._budget.reserved_bytes
 
     def page(self, layer_idx: int, address: int) -> Tensor:
@@ -204,6 +211,8 @@ class ResidentKV:
             if slot.seq != seq or slot.kv_len != kv_len:
                 self._load(index, seq, kv_len)
                 slot = self.slots[index]
+            elif self.codes is not None and not self.codes.holds(index):  # it has grown
+                self._load_codes(self.codes, index, seq, kv_len)
             self._update_host_pages(index, seq, kv_len)
             slot.last_used = self._clock
             chosen.append(index)
@@ -213,6 +222,8 @@ class ResidentKV:
         """Give the resident layers of `slots` pages for `kv_lens` tokens."""
         for slot, kv_len in zip(slots, kv_lens, strict=True):
             self._reserve(slot, kv_len)
+            if self.codes is not None:
+                self._find_room(slot, partial(self.codes.reserve, slot, kv_len))
 
     def advance(self, slots: Sequence[int], kv_lens: Sequence[int]) -> None:
         """A decode step has written the tokens up to `kv_lens` of the sequences in `slots`."""
@@ -230,6 +241,8 @@ class ResidentKV:
         with shielded():
             for pages in self._pages.values():
                 pages.trim()
+            if self.codes is not None:
+                self.codes.trim()
 
     def _check_budget(self) -> None:
         """A page of each resident head, before anything is allocated."""
@@ -259,6 +272,8 @@ class ResidentKV:
             for layer_idx, addresses in self._addresses[index].items():
                 self._pages[len(self.resident_heads[layer_idx])].release(addresses)
                 addresses.clear()
+            if self.codes is not None:
+                self.codes.clear(index)
 
     def _reserve(self, index: int, kv_len: int) -> None:
         needed = -(-kv_len // self._store.page_tokens)
@@ -291,16 +306,37 @@ class ResidentKV:
                         raise
         return new
 
+    def _find_room(self, index: int, take: Callable[[], None]) -> None:
+        """`take` pages for slot `index`; if need be, those of slots not in this step."""
+        while True:
+            try:
+                return take()
+            except DeviceMemoryError:
+                if not self._clear_idle(index):
+                    raise
+
     def _clear_idle(self, index: int) -> bool:
         """Give back the pages of the slot used longest ago that is not in this step."""
         idle = [
             i
             for i, slot in enumerate(self.slots)
-            if i != index and slot.last_used != self._clock and any(self._addresses[i].values())
+            if i != index and slot.last_used != self._clock and self._holds_pages(i)
         ]
         if idle:
             self._clear(min(idle, key=lambda i: self.slots[i].last_used))
         return bool(idle)
+
+    def _holds_pages(self, index: int) -> bool:
+        if any(self._addresses[index].values()):
+            return True
+        return self.codes is not None and self.codes.holds(index)
+
+    def _load_codes(self, codes: ResidentCodes, index: int, seq: int, kv_len: int) -> None:
+        try:
+            self._find_room(index, partial(codes.load, index, seq, kv_len))
+        except BaseException:  # what is there of the sequence is not all
+            self._clear(index)
+            raise
 
     def _load(self, index: int, seq: int, kv_len: int) -> None:
         """Copy what the slot must know of `seq` from the host store."""
@@ -319,6 +355,8 @@ class ResidentKV:
                     window[index, side][:, places] = rows.to(window.device)
         for layer_idx, addresses in self._addresses[index].items():
             self._load_pages(layer_idx, seq, addresses)
+        if self.codes is not None:
+            self._load_codes(self.codes, index, seq, kv_len)
         self.slots[index] = Slot(seq, kv_len)
 
     def _load_pages(self, layer_idx: int, seq: int, addresses: Sequence[int]) -> None:
@@ -363,19 +401,28 @@ def resident_pages(
 
 
 def check_resident_room(
-    store: KVStore, num_heads: int, num_sequences: int, kv_len: int, budget_bytes: int | None
+    store: KVStore,
+    num_heads: int,
+    num_sequences: int,
+    kv_len: int,
+    budget_bytes: int | None,
+    code_page_bytes: int = 0,
 ) -> None:
     """Refuse sequences of `kv_len` tokens of which `num_heads` KV heads, of all layers, stay on a
     GPU that has `budget_bytes` for them; None: what will fit is not known beforehand.
 
+    Args:
+        code_page_bytes: of codes for each page of tokens, all layers together.
+
     Raises:
         DeviceMemoryError: names both, and the options.
     """
-    page_bytes = store.page_bytes // store.num_kv_heads
-    needed = num_sequences * -(-kv_len // store.page_tokens) * num_heads * page_bytes
+    page_bytes = num_heads * store.page_bytes // store.num_kv_heads + code_page_bytes
+    needed = num_sequences * -(-kv_len // store.page_tokens) * page_bytes
+    codes = " and the codes of others' keys" if code_page_bytes else ""
     if budget_bytes is not None and needed > budget_bytes:
         raise DeviceMemoryError(
-            f"the {num_heads} KV heads that stay on the GPU need {format_bytes(needed)} for "
+            f"the {num_heads} KV heads that stay on the GPU{codes} need {format_bytes(needed)} for "
             f"{num_sequences} sequences of up to {kv_len} tokens, but their budget is "
             f"{format_bytes(budget_bytes)}; raise max_memory of the device, lower the policy's "
             "dense_layers, place fewer heads there or lower max_new_tokens"

@@ -27,6 +27,7 @@ from offload.decode.gpu.buffers import HostLink, StepBuffers
 from offload.decode.gpu.handshake import Beside
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.linear import DeviceWeights, LinearPath, linear_path
+from offload.decode.gpu.resident_codes import CodeLists
 from offload.decode.gpu.resident_kv import ResidentKV
 from offload.kv.store import KVStore
 from offload.models import LeanModel
@@ -64,6 +65,7 @@ class DeviceStep:
     buffers: StepBuffers
     resident: ResidentKV
     heads: DeviceHeads
+    lists: CodeLists | None = None  # None: no layer has codes
     after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
     on_mark: Callable[[str, int], None] | None = None
     _linear_paths: dict[tuple[int, int], LinearPath] = field(default_factory=dict)
@@ -138,9 +140,15 @@ class DeviceStep:
             num_page_heads=len(placed.resident),
         )
         self._mark("linear", layer_idx)
+        lists = self.lists if placed.coded else None
+        if lists is not None:
+            lists.publish(layer_idx, rows, b, link.mailbox)
+            self._mark("candidates", layer_idx)
         if placed.host:
             self._join_publishing(part, link)
             link.handshake.publish(link.request_of[layer_idx, rows.start])
+        if lists is not None:  # while the host attends
+            lists.append(layer_idx, rows, b, self.resident.windows[layer_idx])
 
     def attend_and_finish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
         """The rest of a layer."""

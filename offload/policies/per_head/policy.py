@@ -25,6 +25,7 @@ from offload.policies.base import (
     SELECT,
     BuildContext,
     DeviceBuild,
+    DeviceCodes,
     Policy,
     State,
     StateShape,
@@ -182,6 +183,17 @@ class PerHead(Policy):
     def whole_on_device(self, num_layers: int, num_units: int) -> BoolArray:
         """The retrieval heads: looking at everything is what they are for."""
         return np.asarray(self.unit_members(num_layers, num_units) == _RETRIEVAL)
+
+    def device_codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
+        """Of the retrieval heads, if their policy has codes."""
+        codes = self.retrieval.device_codes(num_layers, num_units)
+        if codes is None:
+            return None
+        return replace(codes, heads=self.whole_on_device(num_layers, num_units))
+
+    def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
+        own = of_member(arrays, _NAMES[_RETRIEVAL])
+        return self.retrieval.code_state(own, kv_len, load_keys)
 
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int

@@ -21,9 +21,17 @@ from typing import Any, ClassVar
 import numba
 import numpy as np
 import torch
+from torch import Tensor
 
 from cpu_ops.codes import CODE_BLOCK
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, State, StateShape
+from offload.policies.base import (
+    BuildContext,
+    DeviceBuild,
+    DeviceCodes,
+    SparsePolicy,
+    State,
+    StateShape,
+)
 from offload.policies.callback import (
     Callback,
     callback,
@@ -37,7 +45,7 @@ from offload.policies.callback import (
 )
 from offload.policies.device_build import to_host
 from offload.policies.layouts import NumberLayout, StateLayout, reader
-from offload.policies.sketch.codes import LEVELS, encode_rows, rotate
+from offload.policies.sketch.codes import LEVELS, OUTER, encode_rows, rotate
 from offload.policies.sketch.codes_on_device import encode_keys, mean_keys
 
 STATE = StateLayout(
@@ -169,12 +177,10 @@ class Sketch(SparsePolicy):
         arrays = self._arrays_of(context)()
 
         def build_head(head: int) -> None:
-            keys, mean = context.keys[head], arrays["mean"][head]
-            codes, scales = arrays["codes"][head].reshape(-1), arrays["scales"][head]
-            mean[:] = mean_keys(keys).numpy()
+            keys = context.keys[head]
+            arrays["mean"][head] = mean_keys(keys).numpy()
             for first in range(0, kv_len, _BUILD_TOKENS):
-                rows = keys[first : first + _BUILD_TOKENS].to(torch.float32, copy=True).numpy()
-                encode_rows(rows, mean, self.bits, arrays["levels"], codes, scales, first)
+                self._encode(arrays, head, keys[first : first + _BUILD_TOKENS], first)
 
         num_threads = context.pool.num_threads if context.pool is not None else 1
         with ThreadPoolExecutor(num_threads) as threads:
@@ -195,6 +201,30 @@ class Sketch(SparsePolicy):
             return arrays
 
         return finish
+
+    def device_codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
+        """Of all units of sparse layers."""
+        if not self._max_candidates:
+            return None
+        sparse = np.arange(num_layers) >= self.dense_layers
+        levels = tuple(LEVELS[self.bits].tolist())
+        heads = np.repeat(sparse[:, None], num_units, axis=1)
+        return DeviceCodes(heads, self._max_candidates, levels, float(OUTER))
+
+    def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
+        """With codes of the tokens that have none yet."""
+        first = int(arrays["encoded"].min())
+        if first < kv_len:
+            for head, keys in enumerate(load_keys(first)):
+                self._encode(arrays, head, keys, first)
+            arrays["encoded"][:] = kv_len
+        return {name: arrays[name] for name in ("codes", "scales", "mean")}
+
+    def _encode(self, arrays: State, head: int, keys: Tensor, first: int) -> None:
+        """Codes of a head's keys [n, head_dim] of the tokens from `first` on."""
+        rows = keys.to(torch.float32, copy=True).numpy()
+        codes, scales = arrays["codes"][head].reshape(-1), arrays["scales"][head]
+        encode_rows(rows, arrays["mean"][head], self.bits, arrays["levels"], codes, scales, first)
 
     def _arrays_of(self, context: BuildContext) -> Callable[[], State]:
         """What makes the arrays without codes, and does not hold on to the keys."""

@@ -1,0 +1,346 @@
+"""Codes of keys on the GPU, of the sequences that are bound to slots, and the lists made by them.
+
+What the codes are is the policy's (`Policy.device_codes`). It has them on the host, too, and makes
+each step's there, so that binding is only copying, as for what else stays on the GPU
+(`resident_kv`). A sequence has codes from the step that makes it longer than the policy's budget.
+
+In a step of a layer with such heads the GPU lists the tokens whose codes score most, when the query
+is known and before the host is asked; the host scores their keys exactly, chooses and attends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cpu_ops.mailbox import Mailbox
+from gpu_ops.append_codes import append_codes
+from gpu_ops.code_scores import CodeQuery, code_page_bytes
+from gpu_ops.layout import Layout, allocate
+from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
+from gpu_ops.top_k_codes import top_k_codes
+from gpu_ops.top_k_lists import TopKLists
+from offload.decode.gpu.buffers import StepBuffers
+from offload.decode.gpu.layer_heads import LayerHeads, most_heads
+from offload.decode.gpu.pages import DevicePages, PageBudget, whole_slabs
+from offload.models import ModelShape
+from offload.policies import Policy
+from offload.policies.base import DeviceCodes, State
+from offload.policies.sketch.codes import rotation
+from offload.system.interrupts import shielded
+
+# Of a sequence and a layer, which hold the codes of so many tokens.
+CodesOf = Callable[[int, int, int], State]
+
+
+@dataclass(frozen=True)
+class CodeShape:
+    """What the sizes of everything here depend on.
+
+    Attributes:
+        budget_tokens: the policy's; shorter sequences have no codes.
+        window: sink tokens and recent tokens.
+    """
+
+    model: ModelShape
+    codes: DeviceCodes
+    budget_tokens: int
+    window: tuple[int, int]
+    page_tokens: int
+
+    @classmethod
+    def of(cls, policy: Policy, model: ModelShape, page_tokens: int) -> CodeShape | None:
+        """None: the policy has no codes that a GPU could use."""
+        if not policy.selects or policy.per_query_head:
+            return None
+        codes = policy.device_codes(model.num_layers, model.num_kv_heads)
+        if codes is None:
+            return None
+        window = (policy.sink_tokens, policy.recent_tokens)
+        return cls(model, codes, policy.budget_tokens, window, page_tokens)
+
+    @property
+    def list_tokens(self) -> int:
+        """Of a list at most: sinks, candidates, recent tokens."""
+        return sum(self.window) + self.codes.num_candidates
+
+    def page_bytes(self, num_heads: int) -> int:
+        return code_page_bytes(num_heads, self.page_tokens, self.model.head_dim, self.codes.bits)
+
+    def pages_layout(self, layers: Sequence[LayerHeads], num_pages: int) -> Layout:
+        """Slabs of `ResidentCodes` when each layer with codes has `num_pages` pages."""
+        counts = [len(layer.coded) for layer in layers if layer.coded]
+        return {
+            f"pages of {n} heads": (
+                (whole_slabs(counts.count(n) * num_pages), self.page_bytes(n)),
+                torch.uint8,
+            )
+            for n in sorted(set(counts))
+        }
+
+    def slots_layout(
+        self, layers: Sequence[LayerHeads], *, num_slots: int, max_tokens: int
+    ) -> Layout:
+        """What `ResidentCodes` has for its slots, all layers together."""
+        coded = [len(layer.coded) for layer in layers if layer.coded]
+        max_pages = -(-max_tokens // self.page_tokens)
+        return {
+            "means": ((num_slots * sum(coded), self.model.head_dim), torch.float32),
+            "code_tables": ((len(coded), num_slots, max_pages), torch.int64),
+        }
+
+    def lists_layout(
+        self, layers: Sequence[LayerHeads], *, num_rows: int, max_tokens: int
+    ) -> Layout:
+        """Buffers of `CodeLists`."""
+        model, num_heads = self.model, most_heads(layers, "coded")
+        if not num_heads:
+            return {}
+        launch = TopKLaunch.default(self.list_tokens, max_tokens)
+        heads = (num_heads, model.num_qo_heads, model.group_size)
+        # A view for each number of heads with codes: all start with the same memory.
+        scratch = CodeQuery.layout(num_rows, *heads, model.head_dim, self.codes.bits)
+        return {
+            "selection": ((num_rows, model.num_kv_heads, self.list_tokens), torch.int32),
+            "counts": ((num_rows, model.num_kv_heads), torch.int32),
+            "rotation": ((model.head_dim, model.head_dim), torch.float32),
+            "coded_heads": ((sum(len(layer.coded) for layer in layers),), torch.int32),
+            **{f"query_{name}": declared for name, declared in scratch.items()},
+            **TopKBuffers.layout(num_rows * num_heads, max_tokens, launch),
+        }
+
+
+class ResidentCodes:
+    """Codes in pages of the layers' heads that have some, for up to `num_slots` sequences.
+
+    Args:
+        codes_of: (sequence, layer, kv_len) to what `Policy.code_state` returns.
+        max_tokens: of a sequence.
+        budget: shared with other pages.
+
+    Attributes:
+        page_tables: int64 [num_slots, max_pages] of each layer that has codes.
+        means: float32 [num_slots, H, head_dim] likewise.
+    """
+
+    def __init__(
+        self,
+        shape: CodeShape,
+        layers: Sequence[LayerHeads],
+        codes_of: CodesOf,
+        *,
+        num_slots: int,
+        max_tokens: int,
+        device: torch.device,
+        budget: PageBudget,
+    ) -> None:
+        self.shape, self._codes_of, self._device = shape, codes_of, device
+        self.heads = {i: layer.coded for i, layer in enumerate(layers) if layer.coded}
+        self._pages = {
+            count: DevicePages(
+                (shape.page_bytes(count),),
+                torch.uint8,
+                device,
+                budget,
+                what="the codes of keys that stay on the GPU",
+            )
+            for count in sorted({len(heads) for heads in self.heads.values()})
+        }
+        # Of a layer's heads, which of those that have codes on the host.
+        coded = shape.codes.heads
+        self._places = {
+            i: np.searchsorted(np.flatnonzero(coded[i]), heads) for i, heads in self.heads.items()
+        }
+        layout = shape.slots_layout(layers, num_slots=num_slots, max_tokens=max_tokens)
+        (_, *table), _ = layout["code_tables"]
+        self.page_tables = {
+            i: torch.zeros(table, dtype=torch.int64, device=device) for i in self.heads
+        }
+        self.means = {
+            i: torch.zeros(num_slots, len(heads), shape.model.head_dim, device=device)
+            for i, heads in self.heads.items()
+        }
+        self._addresses: list[dict[int, list[int]]] = [{} for _ in range(num_slots)]
+
+    @property
+    def table_bytes(self) -> int:
+        """Device bytes beside the pages."""
+        tensors = [*self.page_tables.values(), *self.means.values()]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def holds(self, slot: int) -> bool:
+        """Whether the slot has any pages."""
+        return bool(self._addresses[slot])
+
+    def load(self, slot: int, seq: int, kv_len: int) -> None:
+        """Copy the codes of a sequence, if the next step needs them.
+
+        Raises:
+            DeviceMemoryError: no room; the slot holds nothing then.
+        """
+        if kv_len < self.shape.budget_tokens:
+            return
+        self.reserve(slot, kv_len + 1)
+        for layer_idx in self.heads:
+            self._load_layer(slot, layer_idx, self._codes_of(seq, layer_idx, kv_len), kv_len)
+
+    def reserve(self, slot: int, kv_len: int) -> None:
+        """Pages for a step that ends with `kv_len` tokens.
+
+        Raises:
+            DeviceMemoryError: before anything changes.
+        """
+        if kv_len <= self.shape.budget_tokens:
+            return
+        needed, held = -(-kv_len // self.shape.page_tokens), self._addresses[slot]
+        missing = {i: needed - len(held.get(i, ())) for i in self.heads}
+        if max(missing.values()) <= 0:
+            return
+        with shielded():
+            new: dict[int, list[int]] = {}
+            try:
+                for layer_idx, count in missing.items():
+                    new[layer_idx] = self._pages_of(layer_idx).allocate(count)
+            except BaseException:
+                for layer_idx, taken in new.items():
+                    self._pages_of(layer_idx).release(taken)
+                raise
+            for layer_idx, taken in new.items():
+                addresses = held.setdefault(layer_idx, [])
+                table = self.page_tables[layer_idx]
+                table[slot, len(addresses) : needed] = torch.tensor(taken).to(table.device)
+                addresses += taken
+
+    def clear(self, slot: int) -> None:
+        """Give the slot's pages back; others may use their memory at once."""
+        for layer_idx, addresses in self._addresses[slot].items():
+            self._pages_of(layer_idx).release(addresses)
+        self._addresses[slot] = {}
+
+    def trim(self) -> None:
+        """Give back the memory of pages that no sequence uses."""
+        for pages in self._pages.values():
+            pages.trim()
+
+    def _pages_of(self, layer_idx: int) -> DevicePages:
+        return self._pages[len(self.heads[layer_idx])]
+
+    def _load_layer(self, slot: int, layer_idx: int, state: State, kv_len: int) -> None:
+        places, num_heads = self._places[layer_idx], len(self.heads[layer_idx])
+        means = torch.from_numpy(state["mean"][places])
+        self.means[layer_idx][slot] = means.to(self._device)
+        page_tokens = self.shape.page_tokens
+        num_pages = -(-kv_len // page_tokens)
+        blocks = -(-kv_len // state["codes"].shape[-1])
+
+        def on_device(x: npt.NDArray[np.generic]) -> Tensor:
+            # A head at a time: what is kept for tokens to come lies between them.
+            return torch.stack([torch.from_numpy(x[place]).to(self._device) for place in places])
+
+        def to_pages(x: Tensor) -> Tensor:
+            """uint8 [num_pages, ..] of [num_heads, at least kv_len, ..]."""
+            pages = x.new_zeros(num_heads, num_pages * page_tokens, *x.shape[2:])
+            pages[:, :kv_len] = x[:, :kv_len]
+            of_pages = pages.view(num_heads, num_pages, -1).transpose(0, 1).contiguous()
+            return of_pages.flatten(1).view(torch.uint8)
+
+        codes = on_device(state["codes"][:, :blocks]).mT.flatten(1, 2)
+        loaded = torch.cat((to_pages(codes), to_pages(on_device(state["scales"]))), dim=1)
+        for address, page in zip(self._addresses[slot][layer_idx], loaded, strict=False):
+            self._pages_of(layer_idx).page(address).copy_(page)
+
+
+class CodeLists:
+    """Launches of one set of static buffers.
+
+    Args:
+        layers: those of `resident`.
+
+    Attributes:
+        selection, counts: int32 [num_rows, num_kv_heads, list_tokens] and [num_rows, num_kv_heads],
+            what was last listed.
+    """
+
+    def __init__(
+        self,
+        resident: ResidentCodes,
+        layers: Sequence[LayerHeads],
+        *,
+        sm_scale: float,
+        num_rows: int,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._resident, self._shape, self._sm_scale = resident, resident.shape, sm_scale
+        layout = self._shape.lists_layout(layers, num_rows=num_rows, max_tokens=max_tokens)
+        del layout["coded_heads"]
+        buffers = allocate(layout, device)
+        self.selection, self.counts = buffers.pop("selection"), buffers.pop("counts")
+        matrix = torch.from_numpy(rotation(self._shape.model.head_dim))
+        self._rotation = buffers.pop("rotation").copy_(matrix)
+        scratch = {name: buffers.pop(f"query_{name}") for name in ("bytes", "steps", "offsets")}
+        self._scratch = CodeQuery(**scratch)
+        launch = TopKLaunch.default(self._shape.list_tokens, max_tokens)
+        self._top_k = TopKBuffers(launch, **buffers)
+        self._heads = {
+            i: torch.tensor(heads, dtype=torch.int32, device=device)
+            for i, heads in resident.heads.items()
+        }
+
+    def publish(self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox) -> None:
+        """The candidates of the layer's heads with codes, here and in the mailbox."""
+        shape, resident, heads = self._shape, self._resident, self._heads[layer_idx]
+        lists = TopKLists(
+            *shape.window,
+            shape.list_tokens,
+            self.selection[rows],
+            self.counts[rows],
+            mailbox.selection[rows],
+            mailbox.counts[rows],
+        )
+        top_k_codes(
+            b.query[rows],
+            self._rotation,
+            resident.means[layer_idx][rows],
+            resident.page_tables[layer_idx][rows],
+            b.positions[rows],
+            heads,
+            group_size=shape.model.group_size,
+            bits=shape.codes.bits,
+            page_tokens=shape.page_tokens,
+            sm_scale=self._sm_scale,
+            level=shape.codes.levels[-1],
+            scratch=self._scratch_of(len(heads)),
+            buffers=self._top_k,
+            lists=lists,
+        )
+
+    def append(self, layer_idx: int, rows: slice, b: StepBuffers, window: Tensor) -> None:
+        """The code of the step's key, which the next step is the first to score."""
+        shape, resident = self._shape, self._resident
+        append_codes(
+            window[rows],
+            self._rotation,
+            resident.means[layer_idx][rows],
+            resident.page_tables[layer_idx][rows],
+            b.positions[rows],
+            self._heads[layer_idx],
+            first_token=shape.budget_tokens,
+            sink_tokens=shape.window[0],
+            levels=shape.codes.levels,
+            outer=shape.codes.outer,
+            page_tokens=shape.page_tokens,
+        )
+
+    def _scratch_of(self, num_heads: int) -> CodeQuery:
+        """For layers with fewer heads the start of the same memory."""
+        scratch = self._scratch
+        num_rows, _, *of_head = scratch.bytes.shape
+        num_bytes = scratch.bytes[:, :num_heads].numel()
+        first = scratch.bytes.view(-1)[:num_bytes].view(num_rows, num_heads, *of_head)
+        return CodeQuery(first, scratch.steps, scratch.offsets)

@@ -162,11 +162,8 @@ def code_query_kernel(
     ROW: tl.constexpr = SHARE * BLOCK_W
     page_head, g = tl.program_id(0) // GROUP_SIZE, tl.program_id(0) % GROUP_SIZE
     row = tl.program_id(1).to(tl.int64)
-    head = row * NUM_QO_HEADS + tl.load(heads + page_head) * GROUP_SIZE + g
+    kv_head = tl.load(heads + page_head)
     target = row * NUM_HEADS + page_head
-    if g == 0:  # what the next kernels count
-        tl.store(bins + target * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
-        tl.store(arrivals + target, 0)
     e = tl.arange(0, BLOCK_D)
     mean = means + target * HEAD_DIM
     rotated = tl.zeros([BLOCK_D], tl.float32)
@@ -176,6 +173,8 @@ def code_query_kernel(
         inside = d < HEAD_DIM
         both = inside[:, None] & (e < HEAD_DIM)[None, :]
         part = tl.load(rotation + d[:, None] * HEAD_DIM + e[None, :], mask=both, other=0.0)
+        # Only now, so that those loads do not wait for the head.
+        head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE + g
         q = tl.load(query + head * HEAD_DIM + d, mask=inside, other=0.0).to(tl.float32) * sm_scale
         offset += q * tl.load(mean + d, mask=inside, other=0.0)
         rotated += tl.sum(q[:, None] * part, 0)
@@ -193,6 +192,9 @@ def code_query_kernel(
     tl.store(column + place, elements, mask=(e < HEAD_DIM)[None, :] & (share < SHARE))
     tl.store(steps + head, largest / 127.0 * unit)
     tl.store(offsets + head, total)
+    if g == 0:  # what the next kernels count
+        tl.store(bins + target * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+        tl.store(arrivals + target, 0)
 
 
 @jit
@@ -311,16 +313,13 @@ def score_codes_kernel(
     ROWS: tl.constexpr = BLOCK_T // SHARE
     chunk, page_head = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    position = tl.load(positions + row)
-    kv_head = tl.load(heads + page_head)
-    kv_len = (position + 1).to(tl.int32)
-    last = kv_len - recent_tokens
     begin = chunk * CHUNK
-    if (kv_len <= budget_tokens) | (begin >= last):
-        return
-
+    # What does not depend on each other is loaded together, also by programs that have nothing to
+    # do: what is not volatile the compiler moves to behind the return.
+    position = tl.load(positions + row, volatile=True)
+    kv_head = tl.load(heads + page_head, volatile=True)
     pages = page_table + row * max_pages
-    page = tl.load(pages + begin // PAGE_TOKENS)  # an iteration ahead, as in paged_attention
+    page = tl.load(pages + begin // PAGE_TOKENS, volatile=True)  # later ones an iteration ahead
     t, w, r = tl.arange(0, BLOCK_T), tl.arange(0, ROW), tl.arange(0, ROWS)
     g, column = tl.arange(0, BLOCK_G), tl.arange(0, COLUMNS)
     of_group = query + (row * NUM_HEADS + page_head) * DIMS * COLUMNS * ROW
@@ -328,6 +327,11 @@ def score_codes_kernel(
     of_dims = ()
     for i in tl.static_range(DIMS):
         of_dims += (tl.load(of_group + i * COLUMNS * ROW),)  # type: ignore[assignment]
+    kv_len = (position + 1).to(tl.int32)
+    last = kv_len - recent_tokens
+    if (kv_len <= budget_tokens) | (begin >= last):
+        return
+
     first_head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE
     step = tl.load(steps + first_head + g, mask=g < GROUP_SIZE, other=0.0)
     offset = tl.load(offsets + first_head + g, mask=g < GROUP_SIZE, other=float("-inf"))
@@ -349,10 +353,8 @@ def score_codes_kernel(
         acc = tl.zeros([ROWS, COLUMNS], tl.int32)
         if PACKED:
             aligned = tl.multiple_of(spots + at, (ALIGNMENT, ALIGNMENT))
-            if WIDTH == BLOCK_W:
-                codes = tl.load(aligned)
-            else:
-                codes = tl.load(aligned, mask=inside, other=0)
+            is_whole: tl.constexpr = WIDTH == BLOCK_W
+            codes = tl.load(aligned) if is_whole else tl.load(aligned, mask=inside, other=0)
             for i in tl.static_range(DIMS // 2):
                 first_levels, levels = spread_words(codes, BITS)
                 acc = tl.dot(first_levels, of_dims[2 * i], acc, out_dtype=tl.int32)

@@ -13,7 +13,6 @@ from gpu_ops.launch import jit, tl
 
 BINS = 1024  # of a list
 INFINITE_KEY = 0x7F800000
-_THREADS = 256  # at most, so that each has four neighbouring bins
 
 
 @jit
@@ -74,15 +73,15 @@ def counting(pack: int, num_warps: int) -> tuple[str, str] | None:
         where Triton would repeat elements, or threads are too many.
     """
     threads = 32 * num_warps
-    if not pack or threads > _THREADS:
+    if not pack or threads > BINS:
         return None
-    offsets = [16 * threads * i for i in range(BINS // (4 * threads))]
+    offsets = range(0, 4 * BINS, 4 * threads)
     lines = [
         f".shared .align 16 .b32 counts[{BINS}];",
-        ".reg .pred some; .reg .b32 base, mine, a, b, c, d; .reg .b64 target;",
-        f"mov.u32 a, %tid.x; mul.wide.u32 target, a, 16; add.s64 target, target, ${2 * pack};",
-        "mov.u32 base, counts; mad.lo.u32 mine, a, 16, base; mov.u32 b, 0;",
-        *(f"st.shared.v4.u32 [mine+{offset}], {{b, b, b, b}};" for offset in offsets),
+        ".reg .pred some; .reg .b32 base, mine, a; .reg .b64 target;",
+        f"mov.u32 a, %tid.x; mul.wide.u32 target, a, 4; add.s64 target, target, ${2 * pack};",
+        "mov.u32 base, counts; mad.lo.u32 mine, a, 4, base;",
+        *(f"st.shared.u32 [mine+{offset}], 0;" for offset in offsets),
         "bar.sync 0;",
     ]
     for i in range(pack, 2 * pack):
@@ -92,13 +91,10 @@ def counting(pack: int, num_warps: int) -> tuple[str, str] | None:
         ]
     lines.append("bar.sync 0;")
     for offset in offsets:
-        lines.append(f"ld.shared.v4.u32 {{a, b, c, d}}, [mine+{offset}];")
-        for i, name in enumerate("abcd"):
-            at = offset + 4 * i
-            lines.append(
-                f"setp.ne.u32 some, {name}, 0;"
-                f" @some red.relaxed.gpu.global.add.u32 [target+{at}], {name};"
-            )
+        lines += [
+            f"ld.shared.u32 a, [mine+{offset}]; setp.ne.u32 some, a, 0;",
+            f"@some red.relaxed.gpu.global.add.u32 [target+{offset}], a;",
+        ]
     lines += [f"mov.b32 ${i}, 0;" for i in range(pack)]
     constraints = ",".join(["=r"] * pack + ["r"] * pack + ["l"] * pack + ["~{memory}"])
     return "{ " + "\n".join(lines) + " }", constraints

@@ -52,17 +52,25 @@ def await_others(arrivals: tl.tensor, NUM_PROGRAMS: tl.constexpr) -> None:
 
 
 @jit
-def load_keys(
-    of_list: tl.tensor,
-    t: tl.tensor,
-    sink_tokens: tl.tensor,
-    end: tl.tensor,  # of the segment's
-) -> tl.tensor:
-    """Keys of tokens; -1 of those that cannot be chosen or are of another segment."""
+def load_scores(of_list: tl.tensor, t: tl.tensor, end: tl.tensor) -> tl.tensor:
+    """As bits, of tokens up to a segment's end."""
     # Up to 15 tokens more than there are, so that loads are of whole vectors.
-    bits = tl.load(of_list + t, mask=t < tl.cdiv(end, 16) * 16, other=0)
+    return tl.load(of_list + t, mask=t < tl.cdiv(end, 16) * 16, other=0)
+
+
+@jit
+def keys_of(bits: tl.tensor, t: tl.tensor, sink_tokens: tl.tensor, end: tl.tensor) -> tl.tensor:
+    """-1 of tokens that cannot be chosen or are of another segment."""
     present = (t >= sink_tokens) & (t < end)
     return tl.where(present, score_key(bits.to(tl.float32, bitcast=True)), -1)
+
+
+@jit
+def load_keys(
+    of_list: tl.tensor, t: tl.tensor, sink_tokens: tl.tensor, end: tl.tensor
+) -> tl.tensor:
+    """Both."""
+    return keys_of(load_scores(of_list, t, end), t, sink_tokens, end)
 
 
 @jit
@@ -120,20 +128,21 @@ def select_scored_kernel(
     await_inputs(EARLY)
     segment, list_idx = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    kv_len = (tl.load(positions + row) + 1).to(tl.int32)
+    # What does not depend on each other is loaded together, as by `score_codes_kernel`.
+    position = tl.load(positions + row, volatile=True)
+    kv_head = tl.load(heads + list_idx, volatile=True)
+    source = row * NUM_HEADS + list_idx
+    of_bins = tl.load(bins + source * BINS + tl.arange(0, BINS), volatile=True)
+    num_infinite = tl.load(bins + source * BINS + BINS - 1, volatile=True)
+    kv_len = (position + 1).to(tl.int32)
     if (kv_len <= budget_tokens) & (segment > 0):
         return
 
-    kv_head = tl.load(heads + list_idx)
     target = row * OUT_LISTS + kv_head
     tokens = selection + target * budget_tokens
-    source = row * NUM_HEADS + list_idx
-    of_bins = tl.load(bins + source * BINS + tl.arange(0, BINS))
-    is_bad = tl.load(bins + source * BINS + BINS - 1) > 0
     g, j = tl.arange(0, BLOCK_G), tl.arange(0, FOUND)
     of_head = offsets + row * NUM_QO_HEADS + kv_head * GROUP_SIZE + g
     offset = tl.abs(tl.load(of_head, mask=g < GROUP_SIZE, other=0.0))
-    is_unknown = tl.sum(tl.where(offset < float("inf"), 0, 1), 0) > 0
     count = kv_len
     begin = tl.zeros([], tl.int32)
     end = kv_len
@@ -147,8 +156,9 @@ def select_scored_kernel(
         of_found = found + source * found_stride
         of_segments = lengths + source * SEGMENTS
         t = first + tl.arange(0, TILE)
-        keys = load_keys(of_list, t, sink_tokens, behind)
+        bits = load_scores(of_list, t, behind)  # under way while the bin is found
         place, above = bin_of_kth(of_bins, k, BINS)
+        keys = keys_of(bits, t, sink_tokens, behind)
         low, high = first_key(place), first_key(place + 1)
         if PHASE != 2:
             num_certain, num_found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -250,7 +260,8 @@ def select_scored_kernel(
         for start in range(0, kv_len, FOUND):
             tl.store(tokens + start + j, start + j, mask=start + j < kv_len)
     if PHASE != 1:
-        count = tl.where((is_bad | is_unknown) & (kv_len > 0), -1, count)
+        num_bad = num_infinite + tl.sum(tl.where(offset < float("inf"), 0, 1), 0)
+        count = tl.where((num_bad > 0) & (kv_len > 0), -1, count)
         if segment == 0:
             tl.store(counts + target, count)
         if host_selection is not None:

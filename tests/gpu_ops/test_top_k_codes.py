@@ -327,5 +327,5 @@ def test_wrong_operands() -> None:
     refuses("within the budget of 30", lists=replace(case.lists, budget_tokens=30, sink_tokens=31))
     small = TopKBuffers.allocate(1, 128, 40, "cpu")
     refuses("for 2 lists of 128 tokens, got 1 of 128", buffers=small)
-    with pytest.raises(ValueError, match="tile_tokens must be a power of two in 16..16384, got 48"):
+    with pytest.raises(ValueError, match="tile_tokens must be a power of two"):
         CodeLaunch(48)

@@ -41,7 +41,7 @@ class CodeLaunch:
     num_stages: int = 3
     max_registers: int = 64
     segment_tile: int = 8192
-    found_tile: int = 1024
+    found_tile: int = 4096
     select_warps: int = 16
 
     def __post_init__(self) -> None:

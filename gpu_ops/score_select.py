@@ -75,20 +75,36 @@ def load_keys(
 
 @jit
 def load_found(
-    j: tl.tensor,  # counted over the segments
+    source: tl.tensor,  # segments
+    place: tl.tensor,  # of each
     of_list: tl.tensor,
     of_segments: tl.tensor,
     length: tl.tensor,
-    SEGMENTS: tl.constexpr,
+    last: tl.tensor,
 ) -> tl.tensor:
-    """What the segments have published; -1 beyond the last."""
-    # Scalars, one by one: the loads are under way together, and sums of them need no other thread.
-    gap = tl.zeros_like(j)
-    before = tl.load(of_segments)
-    for i in tl.static_range(1, SEGMENTS):
-        gap = tl.where(j >= before, i * length - before, gap)
-        before += tl.load(of_segments + i)
-    return tl.load(of_list + j + gap, mask=j < before, other=-1)
+    """What segments have published; -1 beyond the last of one."""
+    # Both loads are under way together; the keys' may be of what nobody has written.
+    num_found = tl.load(of_segments + source)
+    token = source * length + place
+    x = tl.load(of_list + token, mask=(place < length) & (token < last), other=-1)
+    return tl.where(place < num_found, x, -1)
+
+
+@jit
+def exceeding(x: tl.tensor, bound: tl.tensor) -> tl.tensor:
+    """1 for those that exceed a bound, 2**32 for those that equal it: both are added up at once."""
+    return (x > bound).to(tl.int64) | ((x == bound).to(tl.int64) << 32)
+
+
+@jit
+def scattered(pointers: tl.tensor) -> tl.tensor:
+    """Pointers to int32 for a store of few elements, as if they lay side by side.
+
+    Else the compiler would have each thread store single elements from all over the tile, and take
+    them through shared memory to get there, for 2 us of three such stores. They are not merged, as
+    nothing is known of the store's mask.
+    """
+    return tl.max_contiguous(tl.multiple_of(pointers, 16), 4)
 
 
 @jit_for_any(*SIZES)
@@ -119,13 +135,15 @@ def select_scored_kernel(
     BLOCK_G: tl.constexpr,
     SEGMENTS: tl.constexpr,
     TILE: tl.constexpr,  # tokens that a program looks at together
-    FOUND: tl.constexpr,  # of the k-th's bin
+    FOUND: tl.constexpr,  # of the k-th's bin, as many of each segment
     BINS: tl.constexpr,
+    RUN: tl.constexpr,  # tokens of the list that are copied together
     PHASE: tl.constexpr,  # None: both; for the interpreter, where nobody can wait, 1, then 2
     EARLY: tl.constexpr,
 ) -> None:
     """One program per segment, list and row."""
     await_inputs(EARLY)
+    EACH: tl.constexpr = FOUND // SEGMENTS
     segment, list_idx = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     # What does not depend on each other is loaded together, as by `score_codes_kernel`.
@@ -140,7 +158,7 @@ def select_scored_kernel(
 
     target = row * OUT_LISTS + kv_head
     tokens = selection + target * budget_tokens
-    g, j = tl.arange(0, BLOCK_G), tl.arange(0, FOUND)
+    g, i, j = tl.arange(0, BLOCK_G), tl.arange(0, RUN), tl.arange(0, FOUND)
     of_head = offsets + row * NUM_QO_HEADS + kv_head * GROUP_SIZE + g
     offset = tl.abs(tl.load(of_head, mask=g < GROUP_SIZE, other=0.0))
     count = kv_len
@@ -169,7 +187,8 @@ def select_scored_kernel(
                 is_found = (x >= low) & (x < high)
                 # Both in one scan: a tile has fewer than 2**15 tokens.
                 up_to = tl.cumsum(is_found.to(tl.int32) | ((x >= high).to(tl.int32) << 16), 0)
-                tl.store(of_found + first + num_found + (up_to & 0xFFFF) - 1, x, mask=is_found)
+                at = of_found + first + num_found + (up_to & 0xFFFF) - 1
+                tl.store(scattered(at), x, mask=is_found)
                 total = tl.max(up_to, 0)
                 num_found += total & 0xFFFF
                 num_certain += total >> 16
@@ -180,21 +199,21 @@ def select_scored_kernel(
         if PHASE != 1:
             s = tl.arange(0, SEGMENTS)
             of_segment = tl.load(of_segments + s)
-            total = tl.sum(of_segment, 0)
-            before = tl.sum(tl.where(s < segment, of_segment, 0), 0)
+            most, total = tl.max(of_segment, 0), tl.sum(of_segment, 0)
             of_segment = tl.load(certain + source * SEGMENTS + s)
             begin = sink_tokens + tl.sum(tl.where(s < segment, of_segment, 0), 0)
-            published = load_found(j, of_found, of_segments, length, SEGMENTS)
+            by, place = j // EACH, j % EACH
+            published = load_found(by, place, of_found, of_segments, length, last)
 
             # Invariant: `at_low`, as many as are missing or more, reach `low`; `reached` of them,
             # fewer, exceed `high`.
             missing = k - above
             at_low, reached = total, tl.zeros([], tl.int32)
             high -= 1
-            if total > FOUND:  # perhaps all the same
+            if most > EACH:  # perhaps all the same
                 bottom, top = high, low
-                for start in range(0, total, FOUND):
-                    y = load_found(start + j, of_found, of_segments, length, SEGMENTS)
+                for start in range(0, most, EACH):
+                    y = load_found(by, start + place, of_found, of_segments, length, last)
                     top = tl.maximum(top, tl.max(y, 0))
                     bottom = tl.minimum(bottom, tl.min(tl.where(y < 0, top, y), 0))
                 low = bottom
@@ -203,8 +222,8 @@ def select_scored_kernel(
             middle = next_guess(low, high, at_low - missing, at_low, step)
             while low < high:
                 reach = tl.sum((published >= middle).to(tl.int32), 0)
-                for start in range(FOUND, total, FOUND):
-                    y = load_found(start + j, of_found, of_segments, length, SEGMENTS)
+                for start in range(EACH, most, EACH):
+                    y = load_found(by, start + place, of_found, of_segments, length, last)
                     reach += tl.sum((y >= middle).to(tl.int32), 0)
                 if reach > missing:
                     low = middle
@@ -220,16 +239,10 @@ def select_scored_kernel(
                 middle = next_guess(low, high, at_low - missing, at_low - reached, step)
 
             ties = missing - reached  # of those that equal `low`, the first
-            own = j < before
-            both = ((published > low) & own).to(tl.int64) | (
-                ((published == low) & own).to(tl.int64) << 32
-            )
-            chosen = tl.sum(both, 0)
-            for start in range(FOUND, before, FOUND):
-                y = load_found(start + j, of_found, of_segments, length, SEGMENTS)
-                own = start + j < before
-                both = ((y > low) & own).to(tl.int64) | (((y == low) & own).to(tl.int64) << 32)
-                chosen += tl.sum(both, 0)
+            chosen = tl.sum(exceeding(tl.where(by < segment, published, -1), low), 0)
+            for start in range(EACH, most, EACH):
+                y = load_found(by, start + place, of_found, of_segments, length, last)
+                chosen += tl.sum(exceeding(tl.where(by < segment, y, -1), low), 0)
             of_ties = tl.minimum((chosen >> 32).to(tl.int32), ties)
             begin += chosen.to(tl.int32) + of_ties
             ties -= of_ties
@@ -241,24 +254,25 @@ def select_scored_kernel(
                     x = load_keys(of_list, start - first + t, sink_tokens, behind)
                 taken, at, num_taken, num_ties = take(x, low, ties)
                 at += end
-                tl.store(tokens + at, start - first + t, mask=taken & (at < budget_tokens))
+                taken &= at < budget_tokens
+                tl.store(scattered(tokens + at), start - first + t, mask=taken)
                 end += num_taken
                 ties -= num_ties
             end = tl.minimum(end, budget_tokens)
             count = sink_tokens + k + recent_tokens
             # Sinks and recent tokens, as if they were the first and the last segment's.
             if segment == 0:
-                for start in range(0, sink_tokens, FOUND):
-                    tl.store(tokens + start + j, start + j, mask=start + j < sink_tokens)
+                for start in range(0, sink_tokens, RUN):
+                    tl.store(tokens + start + i, start + i, mask=start + i < sink_tokens)
                 begin = tl.zeros([], tl.int32)
             if segment == SEGMENTS - 1:
-                for start in range(0, recent_tokens, FOUND):
-                    at = count - recent_tokens + start + j
-                    tl.store(tokens + at, last + start + j, mask=at < count)
+                for start in range(0, recent_tokens, RUN):
+                    at = count - recent_tokens + start + i
+                    tl.store(tokens + at, last + start + i, mask=at < count)
                 end = count
     else:
-        for start in range(0, kv_len, FOUND):
-            tl.store(tokens + start + j, start + j, mask=start + j < kv_len)
+        for start in range(0, kv_len, RUN):
+            tl.store(tokens + start + i, start + i, mask=start + i < kv_len)
     if PHASE != 1:
         num_bad = num_infinite + tl.sum(tl.where(offset < float("inf"), 0, 1), 0)
         count = tl.where((num_bad > 0) & (kv_len > 0), -1, count)
@@ -266,9 +280,9 @@ def select_scored_kernel(
             tl.store(counts + target, count)
         if host_selection is not None:
             tl.debug_barrier()  # the program's part is complete; whole vectors of it go to the host
-            for start in range(begin, end, FOUND):
-                inside = start + j < end
-                token = tl.load(tokens + start + j, mask=inside, other=0)
-                tl.store(host_selection + target * budget_tokens + start + j, token, mask=inside)
+            for start in range(begin, end, RUN):
+                inside = start + i < end
+                token = tl.load(tokens + start + i, mask=inside, other=0)
+                tl.store(host_selection + target * budget_tokens + start + i, token, mask=inside)
             if segment == 0:
                 tl.store(host_counts + target, count)

@@ -97,14 +97,14 @@ def exceeding(x: tl.tensor, bound: tl.tensor) -> tl.tensor:
 
 
 @jit
-def scattered(pointers: tl.tensor) -> tl.tensor:
+def scattered(base: tl.tensor, at: tl.tensor) -> tl.tensor:
     """Pointers to int32 for a store of few elements, as if they lay side by side.
 
     Else the compiler would have each thread store single elements from all over the tile, and take
     them through shared memory to get there, for 2 us of three such stores. They are not merged, as
     nothing is known of the store's mask.
     """
-    return tl.max_contiguous(tl.multiple_of(pointers, 16), 4)
+    return tl.max_contiguous(tl.multiple_of(base + at, 16), 4)
 
 
 @jit_for_any(*SIZES)
@@ -187,8 +187,8 @@ def select_scored_kernel(
                 is_found = (x >= low) & (x < high)
                 # Both in one scan: a tile has fewer than 2**15 tokens.
                 up_to = tl.cumsum(is_found.to(tl.int32) | ((x >= high).to(tl.int32) << 16), 0)
-                at = of_found + first + num_found + (up_to & 0xFFFF) - 1
-                tl.store(scattered(at), x, mask=is_found)
+                at = first + num_found + (up_to & 0xFFFF) - 1
+                tl.store(scattered(of_found, at), x, mask=is_found)
                 total = tl.max(up_to, 0)
                 num_found += total & 0xFFFF
                 num_certain += total >> 16
@@ -255,7 +255,7 @@ def select_scored_kernel(
                 taken, at, num_taken, num_ties = take(x, low, ties)
                 at += end
                 taken &= at < budget_tokens
-                tl.store(scattered(tokens + at), start - first + t, mask=taken)
+                tl.store(scattered(tokens, at), start - first + t, mask=taken)
                 end += num_taken
                 ties -= num_ties
             end = tl.minimum(end, budget_tokens)

@@ -173,7 +173,7 @@ def code_query_kernel(
         inside = d < HEAD_DIM
         both = inside[:, None] & (e < HEAD_DIM)[None, :]
         part = tl.load(rotation + d[:, None] * HEAD_DIM + e[None, :], mask=both, other=0.0)
-        # Only now, so that those loads do not wait for the head.
+        tl.debug_barrier()  # keeps what follows, which waits for the head, behind these loads
         head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE + g
         q = tl.load(query + head * HEAD_DIM + d, mask=inside, other=0.0).to(tl.float32) * sm_scale
         offset += q * tl.load(mean + d, mask=inside, other=0.0)
@@ -379,6 +379,7 @@ def score_codes_kernel(
     tl.debug_barrier()  # they are all there
     token = begin + tl.arange(0, CHUNK)
     present = (token >= sink_tokens) & (token < last)
-    score = tl.load(of_row + token, mask=token < last, other=0).to(tl.float32, bitcast=True)
-    place = tl.where(present, bin_of_key(score_key(score)), -1)
+    # Up to 15 tokens more than there are, so that loads are of whole vectors.
+    score = tl.load(of_row + token, mask=token < tl.cdiv(last, 16) * 16, other=0)
+    place = tl.where(present, bin_of_key(score_key(score.to(tl.float32, bitcast=True))), -1)
     count_bins(place, bins + target * BINS, COUNT, COUNT_CONSTRAINTS, COUNT_PACK)

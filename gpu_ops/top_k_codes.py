@@ -137,6 +137,7 @@ def top_k_codes(
         BINS,
         early,
         num_warps=8,
+        maxnreg=128,  # without it all loads would not be under way together: 32 would do
         **early_option(early),
     )
     chunk = buffers.launch.chunk_tokens

@@ -31,7 +31,7 @@ def await_others(arrivals: tl.tensor, NUM_PROGRAMS: tl.constexpr) -> None:
             mov.u32 thread, %tid.x;
             setp.ne.u32 other, thread, 0;
             @other bra done;
-            atom.acq_rel.gpu.global.add.u32 last, [$1], 1;
+            atom.release.gpu.global.add.u32 last, [$1], 1;
             or.b32 last, last, $2;
         look:
             ld.acquire.gpu.global.u32 seen, [$1];
@@ -101,8 +101,8 @@ def scattered(base: tl.tensor, at: tl.tensor) -> tl.tensor:
     """Pointers to int32 for a store of few elements, as if they lay side by side.
 
     Else the compiler would have each thread store single elements from all over the tile, and take
-    them through shared memory to get there, for 2 us of three such stores. They are not merged, as
-    nothing is known of the store's mask.
+    them there through shared memory, in ten barriers a store. They are not merged, as nothing is
+    known of the store's mask.
     """
     return tl.max_contiguous(tl.multiple_of(base + at, 16), 4)
 

@@ -263,6 +263,21 @@ def test_scores_that_share_a_bin(device: str, factor: float) -> None:
     case.check()
 
 
+@pytest.mark.parametrize(("ratio", "count"), [(0.1, 10), (0.05, 10), (0.25, 25)])
+def test_a_ratio(device: str, ratio: float, count: int) -> None:
+    """Of 100 tokens; 10 are sinks and recent ones."""
+    case = Case(device, [100], heads=(1,))
+    case.lists = replace(case.lists, ratio=ratio)
+    case.run()
+    assert case.lists.host_counts[0, 1] == count
+    tokens = case.lists.host_selection[0, 1].numpy()
+    ends = np.concatenate((tokens[:4], tokens[count - 6 : count]))
+    np.testing.assert_array_equal(ends, [*range(4), *range(94, 100)])
+    assert (tokens[count:] == -7).all()
+    expected = np.sort(4 + np.argsort(-case.exact(0, 0)[4:94], kind="stable")[: count - 10])
+    assert len(np.intersect1d(tokens[4 : count - 6], expected)) >= 0.9 * (count - 10)
+
+
 def test_scratch_is_used_again(device: str) -> None:
     case = Case(device, [70, 50], heads=(1,))
     for _ in range(2):

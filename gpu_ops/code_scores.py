@@ -10,7 +10,7 @@ from torch import Tensor
 from gpu_ops.early_launch import await_inputs
 from gpu_ops.launch import jit, jit_for_any, next_power_of_2, tl
 from gpu_ops.layout import Layout, allocate
-from gpu_ops.score_bins import BINS, bin_of_key, count_bins, score_key
+from gpu_ops.score_bins import BINS, count_bins, score_bin
 from gpu_ops.top_k_candidates import SIZES
 
 # Tensor cores multiply rows of so many bytes by so many columns: both of several tokens, if a code
@@ -381,5 +381,5 @@ def score_codes_kernel(
     present = (token >= sink_tokens) & (token < last)
     # Up to 15 tokens more than there are, so that loads are of whole vectors.
     score = tl.load(of_row + token, mask=token < tl.cdiv(last, 16) * 16, other=0)
-    place = tl.where(present, bin_of_key(score_key(score.to(tl.float32, bitcast=True))), -1)
+    place = tl.where(present, score_bin(score.to(tl.float32, bitcast=True)), -1)
     count_bins(place, bins + target * BINS, COUNT, COUNT_CONSTRAINTS, COUNT_PACK)

@@ -24,22 +24,22 @@ def score_key(score: tl.tensor) -> tl.tensor:
 
 
 @jit
-def bin_of_key(key: tl.tensor) -> tl.tensor:
-    """0 to BINS - 1, ascending."""
-    step = (key - 0x3FC00000) >> 18  # of 4 bits of the fraction
+def score_bin(score: tl.tensor) -> tl.tensor:
+    """1 to BINS - 1, ascending."""
+    bits = score.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
     smallest: tl.constexpr = (127 - 12) << 4
-    place = 512 + tl.maximum(step - smallest, 0) + tl.minimum(step + smallest, 0)
-    place = tl.minimum(tl.maximum(place, 0), 1022)
-    return tl.where(key == 0x7F800000, 1023, place)
+    step = tl.minimum(tl.maximum((size >> 19) - smallest, 0), 510)  # by 4 bits of the fraction
+    return tl.where(size < 0x7F800000, 512 + tl.where(bits < 0, -step, step), 1023)
 
 
 @jit
 def first_key(place: tl.tensor) -> tl.tensor:
     """The smallest key of a bin; of bin BINS, which is none, one above all keys."""
     smallest: tl.constexpr = (127 - 12) << 4
-    step = place - 512 + tl.where(place > 512, smallest, -smallest)
+    step = place - 512 + tl.where(place > 512, smallest, -smallest - 1)
     key = (step << 18) + 0x3FC00000
-    key = tl.where(place <= 0, 0, key)
+    key = tl.where(place <= 2, 0, key)
     key = tl.where(place == 1023, 0x7F800000, key)
     return tl.where(place > 1023, 0x7FFFFFFF, key)
 

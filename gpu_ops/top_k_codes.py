@@ -113,7 +113,7 @@ def top_k_codes(
     share, block_g, block_w = code_blocks(group_size, head_dim, bits)
     blocks = (share, block_g, block_w)
     width = head_dim * bits // 8
-    early = can_launch_early(query)
+    early, block_d = can_launch_early(query), next_power_of_2(head_dim)
     code_query_kernel[(num_heads * group_size, n)](
         query,
         rotation,
@@ -132,8 +132,8 @@ def top_k_codes(
         head_dim,
         bits,
         *blocks,
-        next_power_of_2(head_dim),
-        min(128, next_power_of_2(head_dim)),
+        block_d,
+        min(block_d, 16384 // block_d),  # 64 elements a thread
         BINS,
         early,
         num_warps=8,

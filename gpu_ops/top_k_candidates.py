@@ -85,6 +85,7 @@ class TopKBuffers:
         maxima: int32 [max_lists, max_groups], of the importance in each group.
         candidates: int64 [max_lists, max_tokens], importance << 32 | token, by segments.
         lengths: int32 [max_lists, segments], candidates of each segment.
+        certain: of the same shape, for `top_k_codes`: tokens that are chosen without being such.
     """
 
     launch: TopKLaunch
@@ -92,6 +93,7 @@ class TopKBuffers:
     maxima: Tensor
     candidates: Tensor
     lengths: Tensor
+    certain: Tensor
 
     @staticmethod
     def layout(max_lists: int, max_tokens: int, launch: TopKLaunch) -> Layout:
@@ -111,6 +113,7 @@ class TopKBuffers:
             "maxima": ((max_lists, launch.max_groups), torch.int32),
             "candidates": ((max_lists, max_tokens), torch.int64),
             "lengths": ((max_lists, launch.segments), torch.int32),
+            "certain": ((max_lists, launch.segments), torch.int32),
         }
 
     @classmethod

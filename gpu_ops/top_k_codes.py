@@ -1,13 +1,13 @@
 """The tokens whose keys' codes score most: for heads whose keys themselves have no room on the GPU.
 
-A code is of 1 or 2 bits a dimension, made and scaled as offload/policies/sketch/codes.py says. Two
-launches here, then the last two of `top_k_tokens`:
+A code is of 1 or 2 bits a dimension, made and scaled as offload/policies/sketch/codes.py says.
+Three launches:
 
 1. Of each query head its rotated query in steps of 1/127 of its largest element.
-2. Of every token the largest score over the group, as bits in the order of the floats, and the
-   largest of groups of tokens. Tensor cores multiply bytes: the levels of 2 bits are as 3 to 10
-   but for 0.08 %, and that of all codes of 8 bits are added up exactly. The CPU's rounding is
-   coarser (cpp/kernels/codes-inl.h).
+2. Of every token the largest score over the group, and how many scores there are of each size.
+   Tensor cores multiply bytes: the levels of 2 bits are as 3 to 10 but for 0.08 %, and that of all
+   codes of 8 bits are added up exactly. The CPU's rounding is coarser (cpp/kernels/codes-inl.h).
+3. The lists.
 
 What is no number counts as infinite.
 """
@@ -24,13 +24,16 @@ from gpu_ops.code_scores import (
     PEAK,
     CodeLaunch,
     CodeQuery,
+    code_blocks,
     code_page_bytes,
     code_query_kernel,
     score_codes_kernel,
 )
 from gpu_ops.cpu_pages import page_at
 from gpu_ops.early_launch import can_launch_early, early_option
-from gpu_ops.launch import compiles, next_power_of_2, runs_kernel
+from gpu_ops.launch import compiles, next_power_of_2, pointer, runs_kernel
+from gpu_ops.score_bins import BINS, counting
+from gpu_ops.score_select import select_scored_kernel
 from gpu_ops.top_k_candidates import SCORE_ALIGNMENT, TopKBuffers
 from gpu_ops.top_k_lists import TopKLists
 
@@ -56,7 +59,7 @@ def top_k_codes(
     """List the tokens whose codes score most of all, for some KV heads.
 
     A token's importance is the largest score over the group: scale * query . levels + query . mean,
-    times sm_scale. Its last bit does not count.
+    times sm_scale; all less the largest query . mean. Its last bit does not count.
 
     Args:
         query: [n, num_qo_heads * head_dim], all of the model's query heads, rotary embedding done.
@@ -107,9 +110,10 @@ def top_k_codes(
             *operands, group_size, bits, page_tokens, sm_scale, unit, lists
         )
     launch = launch or CodeLaunch.default(bits, head_dim, group_size)
-    block_g, block_w = layout["bytes"][0][3:]
+    share, block_g, block_w = code_blocks(group_size, head_dim, bits)
+    blocks = (share, block_g, block_w)
     width = head_dim * bits // 8
-    early = can_launch_early(query)
+    early, block_d = can_launch_early(query), next_power_of_2(head_dim)
     code_query_kernel[(num_heads * group_size, n)](
         query,
         rotation,
@@ -118,6 +122,8 @@ def top_k_codes(
         scratch.bytes,
         scratch.steps,
         scratch.offsets,
+        scratch.bins,
+        scratch.arrivals,
         sm_scale,
         unit,
         num_heads,
@@ -125,16 +131,20 @@ def top_k_codes(
         group_size,
         head_dim,
         bits,
-        block_g,
-        block_w,
-        next_power_of_2(head_dim),
-        16,
+        *blocks,
+        block_d,
+        min(block_d, 16384 // block_d),  # 64 elements a thread
+        BINS,
         early,
-        num_warps=4,
+        num_warps=8,
+        maxnreg=128,  # without it all loads would not be under way together: 32 would do
         **early_option(early),
     )
-    of_groups = buffers.launch
-    score_codes_kernel[(-(-max_tokens // of_groups.chunk_tokens), num_heads, n)](
+    chunk = buffers.launch.chunk_tokens
+    packed = query.is_cuda or compiles()
+    count_pack = chunk // (32 * launch.num_warps) if packed else 0
+    assembly, constraints = counting(count_pack, launch.num_warps) or (None, None)
+    score_codes_kernel[(-(-max_tokens // chunk), num_heads, n)](
         scratch.bytes,
         scratch.steps,
         scratch.offsets,
@@ -142,7 +152,7 @@ def top_k_codes(
         positions,
         heads,
         buffers.importance,
-        buffers.maxima,
+        scratch.bins,
         max_pages,
         buffers.importance.shape[1],
         *lists.sizes,
@@ -151,30 +161,87 @@ def top_k_codes(
         group_size,
         bits,
         width,
-        math.gcd(width, 16),
+        16 if width == block_w else math.gcd(width, 16),
         page_tokens,
-        block_g,
-        block_w,
-        min(page_tokens, launch.tile_tokens, of_groups.chunk_tokens),
-        of_groups.chunk_tokens,
-        of_groups.max_groups,
-        of_groups.max_level,
-        query.is_cuda or compiles(),
+        *blocks,
+        min(page_tokens, launch.tile_tokens, chunk),
+        chunk,
+        BINS,
+        packed,
+        assembly,
+        constraints,
+        count_pack,
         early,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         maxnreg=launch.max_registers,
         **early_option(early),
     )
-    lists.launch(
-        scratch.offsets[:n],
+    select_scored(
         positions,
         heads,
-        buffers,
-        num_lists=num_heads,
         group_size=group_size,
+        scratch=scratch,
+        buffers=buffers,
+        lists=lists,
+        launch=launch,
         early=early,
     )
+
+
+def select_scored(
+    positions: Tensor,
+    heads: Tensor,
+    *,
+    group_size: int,
+    scratch: CodeQuery,
+    buffers: TopKBuffers,
+    lists: TopKLists,
+    launch: CodeLaunch,
+    early: bool,
+) -> None:
+    """The third launch of `top_k_codes`, whose arguments these are: of the scores that are there.
+
+    Args:
+        early: whether it may start before the launch before it is done.
+    """
+    segments, num_heads = buffers.launch.segments, len(heads)
+    found = buffers.candidates.view(torch.int32)
+    waits = positions.is_cuda or compiles()
+    for phase in (None,) if waits else (1, 2):
+        select_scored_kernel[(segments, num_heads, len(positions))](
+            scratch.offsets,
+            positions,
+            heads,
+            buffers.importance,
+            scratch.bins,
+            scratch.arrivals,
+            found,
+            buffers.lengths,
+            buffers.certain,
+            lists.selection,
+            lists.counts,
+            pointer(lists.host_selection),
+            pointer(lists.host_counts),
+            buffers.importance.shape[1],
+            found.shape[1],
+            *lists.sizes,
+            lists.ratio,
+            num_heads,
+            lists.selection.shape[1],
+            scratch.offsets.shape[1],
+            group_size,
+            next_power_of_2(group_size),
+            segments,
+            launch.segment_tile,
+            max(launch.found_tile, segments),
+            BINS,
+            min(launch.found_tile, 1024),
+            phase,
+            early,
+            num_warps=launch.select_warps,
+            **early_option(early),
+        )
 
 
 def top_k_codes_reference(
@@ -202,8 +269,9 @@ def top_k_codes_reference(
             q = scaled[row, head]
             steps, elements = query_steps(q @ rotation, unit)
             offsets = q @ means[row, i]
+            relative = offsets - offsets.max()
             score = torch.zeros(kv_len)
-            score[:scored] = scores_of(codes[i], scales[i], elements, steps, offsets, bits)
+            score[:scored] = scores_of(codes[i], scales[i], elements, steps, relative, bits)
             between = score[lists.sink_tokens : kv_len - lists.recent_tokens]
             is_known = bool(offsets.isfinite().all()) and (
                 kv_len <= lists.budget_tokens or bool((between < math.inf).all())

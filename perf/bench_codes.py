@@ -23,7 +23,7 @@ from gpu_ops.code_scores import CodeLaunch, CodeQuery, code_page_bytes
 from gpu_ops.early_launch import can_launch_early
 from gpu_ops.launch import runs_kernel
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
-from gpu_ops.top_k_codes import top_k_codes
+from gpu_ops.top_k_codes import select_scored, top_k_codes
 from gpu_ops.top_k_lists import TopKLists
 from offload.bench.decode.models import synchronize
 from offload.policies.sketch.codes import LEVELS, rotation
@@ -231,14 +231,15 @@ class CodesCase:
         elif variant == BUILT:
             mean = mean_keys(self.keys)
             encode_keys(self.keys, mean, self.bits)
-        elif runs_kernel(self.query):  # of the importance that is there
-            self.lists.launch(
-                self.scratch.offsets,
+        elif runs_kernel(self.query):  # of the scores that are there
+            select_scored(
                 self.positions,
                 self.heads,
-                self.buffers,
-                num_lists=self.num_heads,
                 group_size=GROUP_SIZE,
+                scratch=self.scratch,
+                buffers=self.buffers,
+                lists=self.lists,
+                launch=CodeLaunch.default(self.bits, HEAD_DIM, GROUP_SIZE),
                 early=can_launch_early(self.query),
             )
 

@@ -61,6 +61,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "rope_publish_kernel",
         "rotate_kernel",
         "score_codes_kernel",
+        "select_scored_kernel",
         "select_tokens_kernel",
         "silu_mul_kernel",
         "window_attention_kernel",

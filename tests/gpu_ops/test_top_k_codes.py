@@ -15,13 +15,14 @@ from cases.seeded import new_rng
 from cpu_ops.codes import score_codes
 from gpu_ops.code_scores import CodeLaunch, CodeQuery, code_page_bytes
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
-from gpu_ops.top_k_codes import top_k_codes
+from gpu_ops.top_k_codes import key_of, top_k_codes
 from gpu_ops.top_k_lists import TopKLists
 from offload.policies.sketch.codes import LEVELS, rotation
 from offload.policies.sketch.codes_on_device import encode_keys, mean_keys
 
 NUM_KV_HEADS = 3
 SMALL = TopKLaunch(64, 64, 4, 16, 64)
+SMALL_CODES = CodeLaunch(32, segment_tile=16, found_tile=16)
 PAGE_TOKENS = 32
 
 
@@ -30,7 +31,7 @@ class Case:
 
     Args:
         kv_lens: 0 for an inactive row.
-        launch: of the top-k; None: as for real sizes.
+        launch: of the top-k; None: this and that of the codes are as for real sizes.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Case:
             n * num_heads, max_tokens, sizes[2], device, launch=launch
         )
         self.buffers.importance.fill_(-7)
+        self.launch = launch and SMALL_CODES
         self.selection = torch.full((n, num_kv_heads, sizes[2]), -7, dtype=torch.int32)
         self.counts = torch.full((n, num_kv_heads), -7, dtype=torch.int32)
         lists = self.selection.to(device), self.counts.to(device)
@@ -120,6 +122,7 @@ class Case:
             "scratch": self.scratch,
             "buffers": self.buffers,
             "lists": self.lists,
+            "launch": self.launch,
         }
 
     def operands(self) -> tuple[torch.Tensor, ...]:
@@ -149,8 +152,11 @@ class Case:
         keys = LEVELS[self.bits].astype(np.float64)[of_dims.reshape(kv_len, -1)]
         query, scales = self.grouped(row, i), self.scales[row][i, :kv_len].double().numpy()
         rotated = query @ rotation(self.head_dim).astype(np.float64)
-        offsets = query @ self.means[row, i].double().cpu().numpy()
-        return (scales * (rotated @ keys.T) + offsets[:, None]).max(0)
+        return (scales * (rotated @ keys.T) + self.offsets(row, i)[:, None]).max(0)
+
+    def offsets(self, row: int, i: int) -> npt.NDArray[np.float64]:
+        """What the scores of a head's group start from."""
+        return self.grouped(row, i) @ self.means[row, i].double().cpu().numpy()
 
     def of_cpu(self, row: int, i: int) -> npt.NDArray[np.float32]:
         """The scores of the CPU's kernel."""
@@ -197,14 +203,15 @@ class Case:
                 middle = slice(sinks, last)
                 best = sinks + np.argsort(-of_cpu[middle], kind="stable")[:k]
                 assert len(np.intersect1d(best, chosen)) >= 0.8 * k
-                keys = self.buffers.importance[row * len(self.heads) + i, :kv_len].cpu().numpy()
-                if (keys == -7).all():
+                bits = self.buffers.importance[row * len(self.heads) + i, :kv_len].cpu()
+                if (bits == -7).all():
                     continue  # the reference ran, which keeps none
-                ours = ((keys[middle] - 0x3FC00000) << 1).astype(np.int32)
-                ours = np.where(ours < 0, ours ^ 0x7FFFFFFF, ours).view(np.float32)
+                ours = bits[middle].view(torch.float32)
+                keys = key_of(ours).numpy()
+                ours = ours.numpy() + self.offsets(row, i).max()
                 np.testing.assert_allclose(ours, exact[middle], 0, 0.04 * spread)
                 assert np.sqrt(np.square(ours - exact[middle]).mean()) < 0.02 * spread
-                expected = np.sort(sinks + np.argsort(-keys[middle], kind="stable")[:k])
+                expected = np.sort(sinks + np.argsort(-keys, kind="stable")[:k])
                 np.testing.assert_array_equal(chosen, expected)
 
 
@@ -245,6 +252,30 @@ def test_ties_go_to_the_first(device: str) -> None:
     case.run()
     tokens = [*range(34), *range(94, 100)]
     assert case.lists.host_selection[0, 1].tolist() == tokens
+
+
+@pytest.mark.parametrize("factor", [1e-5, 1e5])
+def test_scores_that_share_a_bin(device: str, factor: float) -> None:
+    """More of them than a program holds: too small to tell apart, or too large."""
+    case = Case(device, [100, 60], heads=(1,))
+    case.query *= factor
+    case.run()
+    case.check()
+
+
+@pytest.mark.parametrize(("ratio", "count"), [(0.1, 10), (0.05, 10), (0.25, 25)])
+def test_a_ratio(device: str, ratio: float, count: int) -> None:
+    """Of 100 tokens; 10 are sinks and recent ones."""
+    case = Case(device, [100], heads=(1,))
+    case.lists = replace(case.lists, ratio=ratio)
+    case.run()
+    assert case.lists.host_counts[0, 1] == count
+    tokens = case.lists.host_selection[0, 1].numpy()
+    ends = np.concatenate((tokens[:4], tokens[count - 6 : count]))
+    np.testing.assert_array_equal(ends, [*range(4), *range(94, 100)])
+    assert (tokens[count:] == -7).all()
+    expected = np.sort(4 + np.argsort(-case.exact(0, 0)[4:94], kind="stable")[: count - 10])
+    assert len(np.intersect1d(tokens[4 : count - 6], expected)) >= 0.9 * (count - 10)
 
 
 def test_scratch_is_used_again(device: str) -> None:
@@ -306,10 +337,10 @@ def test_wrong_operands() -> None:
 
     refuses("bits must be 1 or 2, got 3", bits=3)
     refuses("at least 2 groups of 8, got 12", group_size=8)
-    refuses(r"scratch.bytes must be \[1, 2, 8, 8, 32\]", bits=1)
+    refuses(r"scratch.bytes must be \[1, 2, 8, 16, 32\]", bits=1)
     refuses("page_tokens must be a power of two", page_tokens=48)
     refuses("within the budget of 30", lists=replace(case.lists, budget_tokens=30, sink_tokens=31))
     small = TopKBuffers.allocate(1, 128, 40, "cpu")
     refuses("for 2 lists of 128 tokens, got 1 of 128", buffers=small)
-    with pytest.raises(ValueError, match="tile_tokens must be a power of two of at least 16"):
+    with pytest.raises(ValueError, match="tile_tokens must be a power of two"):
         CodeLaunch(48)

@@ -148,8 +148,12 @@ def unlist_scores(table: Table) -> None:
 
 
 @numba.njit(cache=True)
-def prune(table: Table, mean: Any) -> None:
-    """Unlist what the mean has overtaken; a full list gives up the lower part of it as well."""
+def prune(table: Table, mean: Any, slots: Any) -> None:
+    """Unlist what the mean has overtaken; a full list gives up the lower part of it as well.
+
+    Args:
+        slots: int32 [listed] scratch.
+    """
     scores, values, indices, bits, top, state = table
     count = np.int64(state[COUNT])
     floor = max(state[FLOOR], mean)
@@ -158,11 +162,12 @@ def prune(table: Table, mean: Any) -> None:
         for slot in range(count):
             total += values[slot]
         floor = max(floor, total / count)
-    slot = 0
-    while slot < count:
-        if values[slot] > floor:
-            slot += 1
-            continue
+    num = 0
+    for slot in range(count):  # without a branch, which could not be predicted
+        slots[num] = slot
+        num += not values[slot] > floor
+    for k in range(num - 1, -1, -1):  # from the end: what takes a place was above the floor
+        slot = np.int64(slots[k])
         index = indices[slot]
         scores[index] = values[slot]
         _clear_bit(bits, _bit_of(index, top))

@@ -4,9 +4,9 @@
 // one, rows are prefetched some tiles ahead. Contiguous tiles are whole pages: all keys, then all values, one
 // sequential run. Included inside a per-ISA namespace after tile_ops-inl.h.
 
-inline constexpr int kGatherTile = 32;  // rows: enough for DRAM's latency, where most come from there
-inline constexpr int kTilesAhead = 3;   // where keys or values are read alone, and most may be in the cache
-inline constexpr int kL1TilesAhead = 1;
+inline constexpr int kGatherTile = 32;   // rows: enough for DRAM's latency, where most come from there
+inline constexpr int kTilesAhead = 3;    // where keys or values are read alone, and most may be in the cache
+inline constexpr int kL1TilesAhead = 1;  // the same where they go into L1 (gathers_into_l1): it must hold them
 
 // A contiguous tile stays inside one page.
 static inline int tile_size(const RowSource& source, const TokenSpan& tokens, int64_t begin) {

@@ -4,8 +4,9 @@
 // one, rows are prefetched some tiles ahead. Contiguous tiles are whole pages: all keys, then all values, one
 // sequential run. Included inside a per-ISA namespace after tile_ops-inl.h.
 
-inline constexpr int kGatherTile = 32;  // rows: enough for DRAM's latency, where most come from there
-inline constexpr int kTilesAhead = 3;   // where keys or values are read alone, and most may be in the cache
+inline constexpr int kGatherTile = 32;   // rows: enough for DRAM's latency, where most come from there
+inline constexpr int kTilesAhead = 3;    // where keys or values are read alone, and most may be in the cache
+inline constexpr int kL1TilesAhead = 1;  // the same where they go into L1 (gathers_into_l1): it must hold them
 
 // A contiguous tile stays inside one page.
 static inline int tile_size(const RowSource& source, const TokenSpan& tokens, int64_t begin) {
@@ -98,8 +99,8 @@ template <class T>
 class GatherStream {
  public:
   GatherStream(const RowSource& source, const TokenSpan& tokens) : source_(source), tokens_(tokens) {
-    for (int i = 0; i <= kTilesAhead; ++i) look_up(i);
-    for (int i = 1; i < kTilesAhead; ++i) {
+    for (int i = 0; i <= ahead_; ++i) look_up(i);
+    for (int i = 1; i < ahead_; ++i) {
       const Prefetch<T> early{pointers_[i]};
       for (int r = 0; r < counts_[i]; ++r) early.row(r, source.row_bytes);
     }
@@ -109,17 +110,18 @@ class GatherStream {
   GatheredRows<T> now() const { return {pointers_[at_ % kTiles]}; }
   // The rows to prefetch beside the current ones, as many as these are.
   Prefetch<T> ahead() const {
-    const int i = (at_ + kTilesAhead) % kTiles;
+    const int i = (at_ + ahead_) % kTiles;
     return {counts_[i] > 0 ? pointers_[i] : nullptr};
   }
   void advance() {
     begin_ += count();
     ++at_;
-    look_up(at_ + kTilesAhead);
+    look_up(at_ + ahead_);
   }
 
  private:
   static constexpr int kTiles = kTilesAhead + 1;
+  const int ahead_ = gathers_into_l1 ? kL1TilesAhead : kTilesAhead;
 
   void look_up(int tile) {
     const int i = tile % kTiles;

@@ -196,7 +196,7 @@ static uint64_t read_rows(const void* data, const int32_t* rows, int64_t num_row
   WordSum sum;
   for (int64_t i = 0; i < num_rows; ++i) {
     if (i + kAhead < num_rows) {
-      for (int64_t b = 0; b < row_bytes; b += 64) prefetch_l2(base + rows[i + kAhead] * row_bytes + b);
+      prefetch_gathered(base + rows[i + kAhead] * row_bytes, row_bytes);
     }
     sum.add(base + rows[i] * row_bytes, row_bytes);
   }

@@ -24,17 +24,15 @@ struct ContiguousRows {
   ContiguousRows from(int r) const { return {first + r * width, width}; }
 };
 
-// Gathered rows to prefetch while row r is worked on, into L2: prefetches into L1 share its few miss buffers, which
-// caps a gather at 6 GB/s a Zen 4 core where L2 prefetches reach 9.6. Streams need none: rows read in memory order keep
-// the hardware prefetchers ahead, and software prefetches only slow them down.
+// Gathered rows to prefetch while row r is worked on. Streams need none: rows read in memory order keep the hardware
+// prefetchers ahead, and software prefetches only slow them down.
 template <class T>
 struct Prefetch {
   const T* const* rows = nullptr;
 
   Prefetch from(int r) const { return {rows != nullptr ? rows + r : nullptr}; }
   [[gnu::always_inline]] void row(int r, int64_t row_bytes) const {
-    if (rows == nullptr) return;
-    for (int64_t i = 0; i < row_bytes; i += 64) prefetch_l2(reinterpret_cast<const char*>(rows[r]) + i);
+    if (rows != nullptr) prefetch_gathered(rows[r], row_bytes);
   }
 };
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -61,6 +61,11 @@ CONTEXT_DTYPE = np.dtype(
     ]
 )
 CACHE_LINE = 64
+# Of llvm.prefetch: L1 on a Zen 5, else L2; see gathers_into_l1 of cpp/kernels/kernels.h.
+IS_ZEN_5 = binding.get_host_cpu_name().startswith("znver") and bool(
+    binding.get_host_cpu_features().get("avx512vp2intersect")
+)
+_LOCALITY = 3 if IS_ZEN_5 else 2
 ANSWERED = -2  # what `propose` returns when it has written the unit's output itself
 # numba and llvmlite are untyped: everything they give is Any here.
 _CONTEXT_POINTER: Any = types.CPointer(numba.from_dtype(CONTEXT_DTYPE))  # type: ignore[no-untyped-call]
@@ -149,7 +154,7 @@ def offset_floats(address: Any, count: Any) -> Any:
 
 
 def _prefetch_line(to_write: bool) -> Any:
-    """Of compiled code: f(address) asks for its cache line, into L2; nobody waits for it."""
+    """Of compiled code: f(address) asks for its cache line; nobody waits for it."""
 
     @intrinsic
     def ask(typingctx: Any, address: Any) -> Any:
@@ -160,7 +165,7 @@ def _prefetch_line(to_write: bool) -> Any:
                 builder.module, function_type, "llvm.prefetch.p0i8"
             )
             line = builder.inttoptr(args[0], cgutils.voidptr_t)
-            builder.call(function, [line, number(int(to_write)), number(2), number(1)])  # L2, data
+            builder.call(function, [line, number(int(to_write)), number(_LOCALITY), number(1)])
             return ctx.get_dummy_value()
 
         return types.void(types.int64), codegen

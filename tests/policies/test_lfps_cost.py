@@ -27,7 +27,7 @@ def predict(scores, values, indices, bits, state, tops, newest, alpha, prune, sc
         if prune:
             mean = tables.mean_of(state[k], newest - 4)
             of_k = scores[k], values[k], indices[k], bits[k], tops[k], state[k]
-            tables.prune(tables.Table(*of_k), mean)
+            tables.prune(tables.Table(*of_k), mean, hits)
         theta = tables.threshold_of(state[k], newest - 4, alpha)
         count, theta = 0, tables.float_above(theta)
         for slot in range(int(state[k, tables.COUNT])):

@@ -67,6 +67,29 @@ def test_expansion_and_listing(capacity, share):
         assert short[:count].tolist() == sorted(expected)[len(expected) - count :]
 
 
+@pytest.mark.parametrize("by_distance", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_pruning(by_distance, share):
+    """Scores at the mean or below it go back into the table, and no list, bit or place is left."""
+    rng, capacity = new_rng(), 3000
+    scores = rng.random(capacity).astype(np.float32)
+    listed = [np.zeros(capacity, dtype) for dtype in (np.float32, np.int32)]
+    top = int(top_bit(capacity)) if by_distance else -1
+    bits, state = np.zeros(int(num_words(capacity)), np.uint64), np.zeros(tables.TABLE_STATE)
+    table = tables.Table(scores.copy(), *listed, bits, top, state)
+    tables.list_scores(table, 0.2)
+    mean = 0.2 + 0.8 * share
+    tables.prune(table, mean, np.zeros(capacity, np.int32))
+    kept = np.flatnonzero(scores > mean)
+    count = int(state[tables.COUNT])
+    assert np.sort(table.indices[:count]).tolist() == kept.tolist()
+    assert (table.values[:count] == scores[table.indices[:count]]).all()
+    assert (table.scores[table.indices[:count]] == -np.arange(1, count + 1)).all()
+    assert (bits == bitmap(len(bits), top - kept if by_distance else kept)).all()
+    tables.unlist_scores(table)
+    assert (table.scores == scores).all()
+
+
 def test_the_smallest_float_above():
     """x > theta in float64 just where x >= it in float32."""
     for theta in (-1.0, 0.0, 1.0, 0.1, 1e-40, 3.0000001, np.float64(np.float32(0.1))):

@@ -13,6 +13,7 @@ from offload.policies.base import State
 from offload.policies.callback import view_float32, view_int32, view_uint64
 from offload.policies.layouts import NumberLayout, StateLayout, reader
 from offload.policies.lfps.tables import TABLE_STATE, Table, list_scores, take_back, unlist_scores
+from offload.system import huge_pages
 
 _MIN_LISTED = 4096  # a list holds this many scores or a quarter of its table
 LOCAL_TOKENS = 5  # of L, in a bypass
@@ -132,11 +133,11 @@ def make_arrays(
 def _side_by_side(**arrays: tuple[tuple[int, ...], npt.DTypeLike]) -> State:
     """Zeroed arrays of these shapes and dtypes, the widest items first, in one piece of memory.
 
-    NumPy asks for huge pages from 4 MiB on: a prediction reads a few KiB at many places, and waits
-    for the address of each where pages are small.
+    Together they are large enough for huge pages: a prediction reads a few KiB at many places, and
+    waits for the address of each where pages are small.
     """
     sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays.values()]
-    pieces = np.split(np.zeros(sum(sizes), np.uint8), np.cumsum(sizes)[:-1])
+    pieces = np.split(huge_pages.zeros((sum(sizes),), np.uint8), np.cumsum(sizes)[:-1])
     return {
         name: piece.view(dtype).reshape(shape)
         for piece, (name, (shape, dtype)) in zip(pieces, arrays.items(), strict=True)

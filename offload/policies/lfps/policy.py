@@ -63,6 +63,7 @@ from offload.policies.lfps.prompt import (
     tables_on_device,
 )
 from offload.policies.lfps.step import observe, prepare, propose
+from offload.system import huge_pages
 
 LARGEST_SPREAD = 62
 GRANULARITIES = ("kv_head", "query_head")
@@ -156,7 +157,7 @@ class LFPS(SparsePolicy):
         sinks = self.sink_tokens
         group_size = 1 if self.per_query_head else num_qo_heads // num_kv_heads
         num_units = num_qo_heads // group_size
-        tables = np.zeros((num_units, 2, context.capacity_tokens), np.float32)
+        tables = huge_pages.zeros((num_units, 2, context.capacity_tokens), np.float32)
         answers = np.zeros((num_units, 2 + sinks, head_dim), np.float32)
         variance_ratios = np.zeros((num_units, group_size), np.float32)
         for kv_head, (weights, shared, ratios) in enumerate(prompt_weights(context, sinks)):
@@ -182,7 +183,7 @@ class LFPS(SparsePolicy):
         scores, answers, ratios = (to_host(x) for x in found)
 
         def finish() -> State:
-            tables = np.zeros((len(scores), 2, capacity_tokens), np.float32)
+            tables = huge_pages.zeros((len(scores), 2, capacity_tokens), np.float32)
             tables[:, 0, sinks:kv_len] = scores[:, 0].numpy()
             tables[:, 1, : kv_len - sinks] = scores[:, 1].numpy()
             bypass = answers.numpy().copy(), ratios.numpy().copy()
@@ -203,7 +204,7 @@ class LFPS(SparsePolicy):
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         tables, units = arrays["tables"], arrays["units"]
-        grown = np.zeros((len(tables), 2, capacity_tokens), np.float32)
+        grown = huge_pages.zeros((len(tables), 2, capacity_tokens), np.float32)
         grown[:, :, : tables.shape[2]] = tables
         unlist_all({**arrays, "tables": grown, "units": units.copy()})
         return make_arrays(

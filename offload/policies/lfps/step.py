@@ -111,9 +111,9 @@ def prepare(pointer: Any) -> None:
     if due:
         unit[STEP] = 0.0
     if due or state_v[FULL] > 0.0:
-        prune(by_position, mean_of(state_v, n))
+        prune(by_position, mean_of(state_v, n), hits)
     if due or state_s[FULL] > 0.0:
-        prune(by_distance, mean_of(state_s, n))
+        prune(by_distance, mean_of(state_s, n), hits)
     for i in range(num_states):
         before[i] = unit[i]
     before[STEP], before[ATTEMPT] = step, attempts

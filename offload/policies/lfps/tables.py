@@ -148,8 +148,12 @@ def unlist_scores(table: Table) -> None:
 
 
 @numba.njit(cache=True)
-def prune(table: Table, mean: Any) -> None:
-    """Unlist what the mean has overtaken; a full list gives up the lower part of it as well."""
+def prune(table: Table, mean: Any, slots: Any) -> None:
+    """Unlist what the mean has overtaken; a full list gives up the lower part of it as well.
+
+    Args:
+        slots: int32 [listed] scratch.
+    """
     scores, values, indices, bits, top, state = table
     count = np.int64(state[COUNT])
     floor = max(state[FLOOR], mean)
@@ -158,11 +162,12 @@ def prune(table: Table, mean: Any) -> None:
         for slot in range(count):
             total += values[slot]
         floor = max(floor, total / count)
-    slot = 0
-    while slot < count:
-        if values[slot] > floor:
-            slot += 1
-            continue
+    num = 0
+    for slot in range(count):  # without a branch, which could not be predicted
+        slots[num] = slot
+        num += not values[slot] > floor
+    for k in range(num - 1, -1, -1):  # from the end: what takes a place was above the floor
+        slot = np.int64(slots[k])
         index = indices[slot]
         scores[index] = values[slot]
         _clear_bit(bits, _bit_of(index, top))
@@ -174,6 +179,22 @@ def prune(table: Table, mean: Any) -> None:
     state[FLOOR], state[COUNT], state[FULL] = floor, count, 0.0
 
 
+@numba.njit(cache=True, fastmath={"reassoc"})
+def _added_to_sums(old: Any, weights: Any, scale: Any) -> Any:
+    """What power sums gain when `add_scores` adds to these; side by side, which has no order."""
+    s1 = s2 = s3 = s4 = 0.0
+    for i in range(len(old)):
+        before = old[i]
+        after = np.float32(before + weights[i] * scale)
+        x, y = np.float64(after), np.float64(before)
+        x2, y2 = x * x, y * y
+        s1 += x - y
+        s2 += x2 - y2
+        s3 += x2 * x - y2 * y
+        s4 += x2 * x2 - y2 * y2
+    return s1, s2, s3, s4
+
+
 @numba.njit(cache=True)
 def add_scores(table: Table, tokens: Any, weights: Any, newest: Any, scale: Any, old: Any) -> None:
     """Stored score of each token += its weight * scale; by distance to `newest` if top >= 0.
@@ -181,40 +202,42 @@ def add_scores(table: Table, tokens: Any, weights: Any, newest: Any, scale: Any,
     `old` receives the scores before, for `take_back`.
     """
     scores, values, indices, bits, top, state = table
-    s1, s2, s3, s4 = state[0], state[1], state[2], state[3]
     highest, floor = state[MAX], state[FLOOR]
-    count = np.int64(state[COUNT])
-    last = len(tokens) - 1
-    scores_at, values_at = scores.ctypes.data, values.ctypes.data
-    for i in range(len(tokens)):
-        # A score is behind two cache misses, its place in the table and the list.
-        ahead = np.int64(tokens[min(i + _AHEAD, last)])
-        prefetch_line_to_write(scores_at + 4 * (newest - ahead if top >= 0 else ahead))
-        ahead = np.int64(tokens[min(i + _VALUES_AHEAD, last)])
-        place = scores[newest - ahead if top >= 0 else ahead]
+    count, num = np.int64(state[COUNT]), len(tokens)
+    # Signed: Numba adds unsigned and signed integers as floats.
+    scores_at, values_at = np.int64(scores.ctypes.data), np.int64(values.ctypes.data)
+    first_at, stride = (scores_at + 4 * newest, -4) if top >= 0 else (scores_at, 4)
+    # A score is behind two cache misses, its place in the table and the list.
+    for i in range(min(_AHEAD, num)):
+        prefetch_line_to_write(first_at + stride * np.int64(tokens[i]))
+    for i in range(num):
+        ahead = np.int64(tokens[min(i + _AHEAD, num - 1)])
+        prefetch_line_to_write(first_at + stride * ahead)
+        ahead = np.int64(tokens[min(i + _VALUES_AHEAD, num - 1)])
+        place = view_float32(first_at + stride * ahead, 1)[0]
         prefetch_line_to_write(values_at + 4 * max(np.int64(-place) - 1, 0))
-        index = newest - tokens[i] if top >= 0 else np.int64(tokens[i])
-        place = scores[index]
+        place_at = first_at + stride * np.int64(tokens[i])
+        place = view_float32(place_at, 1)[0]
         # One address: whether a score is listed cannot be predicted.
-        at = values_at + 4 * (np.int64(-place) - 1) if place < 0.0 else scores_at + 4 * index
+        at = values_at + 4 * (np.int64(-place) - 1) if place < 0.0 else place_at
         score = view_float32(at, 1)
         before = score[0]
         old[i] = before
         after = np.float32(before + weights[i] * scale)
         score[0] = after
-        if place >= 0.0 and after > floor and count < len(values):
+        highest = max(highest, np.float64(after))
+        if (place >= 0.0) & (after > floor) and count < len(values):  # one branch, seldom taken
+            index = (place_at - scores_at) >> 2
             values[count] = after
             indices[count] = index
             count += 1
             scores[index] = -np.float32(count)
             _set_bit(bits, _bit_of(index, top))
-        x, y = np.float64(after), np.float64(before)
-        s1 += x - y
-        s2 += x * x - y * y
-        s3 += x * x * x - y * y * y
-        s4 += x * x * x * x - y * y * y * y
-        highest = max(highest, x)
-    state[0], state[1], state[2], state[3] = s1, s2, s3, s4
+    s1, s2, s3, s4 = _added_to_sums(old[:num], weights[:num], scale)
+    state[0] += s1
+    state[1] += s2
+    state[2] += s3
+    state[3] += s4
     state[MAX], state[COUNT] = highest, count
     if count == len(values):
         state[FULL] = 1.0

@@ -11,7 +11,7 @@ is known and before the host is asked; the host scores their keys exactly, choos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -283,7 +283,7 @@ class CodeLists:
         self.selection, self.counts = buffers.pop("selection"), buffers.pop("counts")
         matrix = torch.from_numpy(rotation(self._shape.model.head_dim))
         self._rotation = buffers.pop("rotation").copy_(matrix)
-        scratch = {name: buffers.pop(f"query_{name}") for name in ("bytes", "steps", "offsets")}
+        scratch = {field.name: buffers.pop(f"query_{field.name}") for field in fields(CodeQuery)}
         self._scratch = CodeQuery(**scratch)
         launch = TopKLaunch.default(self._shape.list_tokens, max_tokens)
         self._top_k = TopKBuffers(launch, **buffers)
@@ -339,8 +339,10 @@ class CodeLists:
 
     def _scratch_of(self, num_heads: int) -> CodeQuery:
         """For layers with fewer heads the start of the same memory."""
-        scratch = self._scratch
-        num_rows, _, *of_head = scratch.bytes.shape
-        num_bytes = scratch.bytes[:, :num_heads].numel()
-        first = scratch.bytes.view(-1)[:num_bytes].view(num_rows, num_heads, *of_head)
-        return CodeQuery(first, scratch.steps, scratch.offsets)
+
+        def first(x: Tensor) -> Tensor:
+            num_rows, _, *of_head = x.shape
+            return x.view(-1)[: x[:, :num_heads].numel()].view(num_rows, num_heads, *of_head)
+
+        x = self._scratch
+        return CodeQuery(first(x.bytes), x.steps, x.offsets, first(x.bins), first(x.arrivals))

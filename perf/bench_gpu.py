@@ -116,7 +116,8 @@ def _line(row: Row) -> str:
         return f"{row['policy']}: {row['same_tokens']} of {row['tokens']} are the CPU backend's"
     line = describe(row)
     if "gathered_heads" in row:
-        line += f", gathered {row['gathered_heads']} {row.get('heads', '')}"
+        coded = "codes" if row.get("coded") else row.get("heads", "")
+        line += f", gathered {row['gathered_heads']} {coded}"
     if row.get("device_peak_bytes"):
         peak, held = row["device_peak_bytes"], row["device_reserved_bytes"]
         line += f", peak {format_bytes(peak)}, held {format_bytes(held)}"

@@ -1,9 +1,9 @@
 """Part `heads` of `perf.bench_gpu`: retrieval heads on the GPU, and who attends to the other heads.
 
-LycheeDecode with layer 0 and an eighth of the KV heads retrieving, TidalDecode, and what `auto` is,
-`per_head`: each with its retrieving heads on the CPU, on the GPU, with the rows of more and more of
-the other heads fetched by the GPU, and placed as `offload plan` does; beside the graph with all KV
-on the GPU, and transformers.
+LycheeDecode with layer 0 and an eighth of the KV heads retrieving, TidalDecode, what `auto` is,
+`per_head`, and `sketch`: each with its retrieving heads on the CPU, on the GPU, with the rows of
+more and more of the other heads fetched by the GPU, with codes of keys on the GPU, and placed as
+`offload plan` does; beside the graph with all KV on the GPU, and transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import numpy as np
 
 from offload.bench.decode.engines import graph_row, stock_row
 from offload.bench.pipeline.settings import PipelineSettings
-from offload.decode.gpu.placement import HeadPlacement, Place, whole_on_device
+from offload.decode.gpu.placement import (
+    HeadPlacement,
+    Place,
+    UInt8Array,
+    has_codes,
+    kv_head_roles,
+    whole_on_device,
+)
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.plan import make_plan
 from offload.policies import Policy
@@ -24,7 +31,7 @@ from offload.policies.registry import make_policy
 from perf.gpu_steps import STOCK_STEPS, GPUBench, Row, measure_ours, plan_request
 
 RETRIEVAL_SHARE = 8  # one KV head in so many retrieves, beside those of layer 0
-BUDGETS = {"lychee_decode": 2048, "tidal_decode": 1024, "per_head": 1024}
+BUDGETS = {"lychee_decode": 2048, "tidal_decode": 1024, "per_head": 1024, "sketch": 1024}
 
 
 def head_policies(settings: PipelineSettings, names: list[str]) -> list[Policy]:
@@ -37,12 +44,17 @@ def head_policies(settings: PipelineSettings, names: list[str]) -> list[Policy]:
     ]
 
 
+def _roles(settings: PipelineSettings, policy: Policy) -> UInt8Array:
+    shape = MODEL_SHAPES[settings.shape]
+    roles = kv_head_roles(policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
+    assert roles is not None  # they select
+    return roles
+
+
 def placement(settings: PipelineSettings, policy: Policy, num_gathered: int) -> HeadPlacement:
     """Retrieving heads on the GPU, and of each layer's others `num_gathered`; -1: all on the CPU
     that a policy does not leave dense."""
-    shape = MODEL_SHAPES[settings.shape]
-    roles = policy.roles(shape.num_layers, shape.num_kv_heads)
-    assert roles is not None
+    roles = _roles(settings, policy)
     places = np.full(roles.shape, Place.CPU, np.uint8)
     places[roles == DENSE] = Place.GPU
     if num_gathered >= 0:
@@ -50,6 +62,14 @@ def placement(settings: PipelineSettings, policy: Policy, num_gathered: int) -> 
         for of_layer, of_roles in zip(places, roles, strict=True):
             of_layer[np.flatnonzero(of_roles == REUSE)[:num_gathered]] = Place.GATHER
     return HeadPlacement(places)
+
+
+def coded_placement(settings: PipelineSettings, policy: Policy) -> HeadPlacement | None:
+    """Nothing on the GPU but dense layers and codes of keys; None: the policy has none."""
+    places = placement(settings, policy, -1).places.copy()
+    coded = has_codes(policy, _roles(settings, policy))
+    places[coded] = Place.CODES
+    return HeadPlacement(places) if coded.any() else None
 
 
 def heads(
@@ -65,11 +85,17 @@ def heads(
     for kv_len in kv_lens:
         with bench.caches(kv_len, policies) as (settings, cache):
             for policy in policies:
+                seen = set()
                 for count in gathered:
-                    placed = replace(
-                        settings, policy=policy, placement=placement(settings, policy, count)
-                    )
-                    yield measure_ours(bench, placed, cache) | {"gathered_heads": count}
+                    made = placement(settings, policy, count)
+                    if made not in seen:  # nothing of this policy is fetched
+                        placed = replace(settings, policy=policy, placement=made)
+                        yield measure_ours(bench, placed, cache) | {"gathered_heads": count}
+                    seen.add(made)
+                coded = coded_placement(settings, policy)
+                if coded is not None:
+                    placed = replace(settings, policy=policy, placement=coded)
+                    yield measure_ours(bench, placed, cache) | {"gathered_heads": 0, "coded": True}
                 if bench.is_cuda:
                     request = plan_request(settings, policy, kv_len)
                     chosen = make_plan(request, bench.profile).placement

@@ -81,6 +81,8 @@ def _placed(row: Row) -> tuple[str, str, str]:
     engine = f"{OURS}, `{row['policy']}`"
     if gathered is None:
         return engine, "as planned", "as planned"
+    if row.get("coded"):
+        return engine, "by codes on the GPU", "0"
     return engine, "CPU" if gathered < 0 else "GPU", str(max(0, gathered))
 
 

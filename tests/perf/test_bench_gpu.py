@@ -102,11 +102,14 @@ def test_heads(tmp_path: Path) -> None:
     assert [(row["policy"], row.get("gathered_heads")) for row in result["rows"]] == [
         *(("lychee_decode", count) for count in (-1, 0, 1)),
         *(("tidal_decode", count) for count in (-1, 0, 1)),
+        *(("per_head", count) for count in (-1, 0, 0)),  # the last by codes
+        *(("sketch", count) for count in (-1, 0)),
         (None, None),
         (None, None),
     ]
     table = gpu_heads_table(result)
-    assert "budgets: `lychee_decode` 2,048, `tidal_decode` 1,024 tokens" in table
+    assert "budgets: `lychee_decode` 2,048, `tidal_decode` 1,024, `per_head` 1,024" in table
+    assert "| offload, `sketch` | by codes on the GPU | 0 |" in table
     assert "| offload, `tidal_decode` | CPU | 0 |" in table
     assert "| transformers, KV on the GPU |  |  |" in table
 

@@ -115,20 +115,18 @@ def rank_rows(
     query: Float32Array,
     rows: npt.NDArray[np.int8],
     scales: npt.NDArray[np.uint16],
-    peaks: npt.NDArray[np.int8] | None = None,
-    peak_scales: npt.NDArray[np.uint16] | None = None,
-    peak_weight: float = 0.0,
+    radii: npt.NDArray[np.uint16] | None = None,
+    radius_weight: float = 0.0,
     *,
     ranges: Int32Array | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """Of each row the best query's rank: scale * query · row, and for what is beyond it
-    peak_weight * peak_scale * max(0, query · peak).
+    """Of each row the best query's rank: scale * query · row + radius_weight * |query| * radius.
 
     Args:
         query: float32 [num_queries, head_dim], rounded to 1/32767 of the largest value of each.
-        rows, peaks: int8 [n, head_dim], C-contiguous.
-        scales, peak_scales: bits of bfloat16 [n].
+        rows: int8 [n, head_dim], C-contiguous.
+        scales, radii: bits of bfloat16 [n].
         ranges: int32 [num_ranges, 2], first row and end of those to rank; None: all.
 
     Returns:
@@ -141,23 +139,17 @@ def rank_rows(
     check_head_dim(query.shape[1])
     if not 1 <= len(query) <= MAX_GROUP_SIZE:
         raise ValueError(f"there must be 1 to {MAX_GROUP_SIZE} queries, got {len(query)}")
-    if (peaks is None) != (peak_scales is None):
-        raise ValueError("peaks go with peak_scales: give both or none")
-    given = [("rows", rows, scales)]
-    if peaks is not None and peak_scales is not None:
-        peaks, peak_scales = np.ascontiguousarray(peaks), np.ascontiguousarray(peak_scales)
-        given.append(("peaks", peaks, peak_scales))
     shape = (len(rows), query.shape[1])
-    for name, x, of_x in given:
-        if query.dtype != np.float32 or x.dtype != np.int8 or x.shape != shape:
+    if query.dtype != np.float32 or rows.dtype != np.int8 or rows.shape != shape:
+        raise ValueError(
+            "expected float32 queries and int8 rows of their width, got"
+            f" {query.dtype} {list(query.shape)} and {rows.dtype} {list(rows.shape)}"
+        )
+    for name, x in (("scales", scales), ("radii", scales if radii is None else radii)):
+        if x.dtype != np.uint16 or x.shape != (len(rows),):
             raise ValueError(
-                f"expected float32 queries and as many int8 {name} of their width, got"
-                f" {query.dtype} {list(query.shape)} and {x.dtype} {list(x.shape)}"
-            )
-        if of_x.dtype != np.uint16 or of_x.shape != (len(rows),):
-            raise ValueError(
-                f"expected a scale of {name} as uint16 for each of {len(rows)} rows, got"
-                f" {of_x.dtype} {list(of_x.shape)}"
+                f"expected {name} as uint16 for each of {len(rows)} rows, got"
+                f" {x.dtype} {list(x.shape)}"
             )
     if ranges is None:
         ranges = np.array([[0, len(rows)]], np.int32)
@@ -165,6 +157,7 @@ def rank_rows(
         raise ValueError(f"ranges must lie within [0, {len(rows)}], got {ranges.tolist()}")
     query, rows = np.ascontiguousarray(query), np.ascontiguousarray(rows)
     scales = np.ascontiguousarray(scales)
+    radii = None if radii is None else np.ascontiguousarray(radii)
     ranges = np.ascontiguousarray(ranges, np.int32)
     ranks = torch.empty(int((ranges[:, 1] - ranges[:, 0]).sum()), dtype=torch.float32)
     _native.rank_rows(
@@ -174,9 +167,8 @@ def rank_rows(
         query.shape[1],
         rows.ctypes.data,
         scales.ctypes.data,
-        0 if peaks is None else peaks.ctypes.data,
-        0 if peak_scales is None else peak_scales.ctypes.data,
-        peak_weight,
+        0 if radii is None else radii.ctypes.data,
+        radius_weight,
         ranges.ctypes.data,
         len(ranges),
         ranks.data_ptr(),

@@ -29,11 +29,10 @@ PYBIND11_MODULE(_native, m) {
   });
   m.def("rank_rows",
         [](const std::string& isa, int64_t query, int num_queries, int head_dim, int64_t rows, int64_t scales,
-           int64_t peaks, int64_t peak_scales, float peak_weight, int64_t ranges, int num_ranges, int64_t ranks) {
+           int64_t radii, float radius_weight, int64_t ranges, int num_ranges, int64_t ranks) {
           kernels_for(isa).rank_rows({pointer<const float>(query), num_queries, head_dim, pointer<const int8_t>(rows),
-                                      pointer<const Bf16>(scales), pointer<const int8_t>(peaks),
-                                      pointer<const Bf16>(peak_scales), peak_weight, pointer<const int32_t>(ranges),
-                                      num_ranges, pointer<float>(ranks)});
+                                      pointer<const Bf16>(scales), pointer<const Bf16>(radii), radius_weight,
+                                      pointer<const int32_t>(ranges), num_ranges, pointer<float>(ranks)});
         });
   m.attr("CODE_BLOCK") = kCodeBlock;
   m.def("score_codes", [](const std::string& isa, int64_t query, int group_size, int head_dim, int bits, int64_t levels,

@@ -160,18 +160,17 @@ struct CodeArgs {
   float* scores;
 };
 
-// The rank of row i is the largest scales[i] * <query[g], rows[i]> + peak_weight * peak_scales[i] * max(0, <query[g],
-// peaks[i]>) of all g; -inf where none is a number. Queries are rounded to 1/32767 of their largest value; where one is
-// not finite all ranks are NaN.
+// The rank of row i is the largest scales[i] * <query[g], rows[i]> + radius_weight * |query[g]| * radii[i] of all g; -inf
+// where none is a number. Queries are rounded to 1/32767 of their largest value; where one is not finite all ranks are
+// NaN.
 struct RankArgs {
   const float* query;  // [num_queries, head_dim]
   int num_queries;     // at most kMaxGroupSize
   int head_dim;
-  const int8_t* rows;   // [num_rows, head_dim]
-  const Bf16* scales;   // [num_rows]
-  const int8_t* peaks;  // [num_rows, head_dim], or null: none
-  const Bf16* peak_scales;
-  float peak_weight;
+  const int8_t* rows;  // [num_rows, head_dim]
+  const Bf16* scales;  // [num_rows]
+  const Bf16* radii;   // [num_rows], or null: none
+  float radius_weight;
   const int32_t* ranges;  // [num_ranges, 2]: first row and end of those to rank
   int num_ranges;
   float* ranks;  // of the rows of all ranges, one after the other

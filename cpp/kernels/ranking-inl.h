@@ -8,14 +8,16 @@ inline constexpr int kRankHeads = 4;  // queries that share the loads of a row
 inline constexpr int kScalesOfLine = 32;
 
 // A query in whole steps of 1/32767 of its largest value, filled up with zeros; returns the step. 0 if the query is
-// too small to have steps, NaN if one of its numbers is not finite.
-static float round_query(const float* query, int head_dim, int16_t* rounded) {
-  F largest = f_zero(), check = f_zero();
+// too small to have steps, NaN if one of its numbers is not finite. And its length.
+static float round_query(const float* query, int head_dim, int16_t* rounded, float* norm) {
+  F largest = f_zero(), check = f_zero(), squares = f_zero();
   for (int d = 0; d < head_dim; d += W) {
     const F x = f_load(query + d);
     largest = f_max(f_max(x, f_sub(f_zero(), x)), largest);
     check = f_fma(x, f_zero(), check);
+    squares = f_fma(x, x, squares);
   }
+  *norm = std::sqrt(f_sum(squares));
   const float limit = f_max_lane(largest);
   if (f_sum(check) != 0.0f) return NAN;
   std::memset(rounded, 0, kMaxHeadDim * sizeof(int16_t));
@@ -82,15 +84,16 @@ static void dot_int8_rows(const int16_t (*query)[kMaxHeadDim], int num_queries, 
 
 static void rank_rows(const RankArgs& args) {
   alignas(64) int16_t rounded[kMaxGroupSize][kMaxHeadDim];
-  float steps[kMaxGroupSize];
+  float steps[kMaxGroupSize], reaches[kMaxGroupSize];
   float check = 0.0f;
   for (int g = 0; g < args.num_queries; ++g) {
-    steps[g] = round_query(args.query + g * args.head_dim, args.head_dim, rounded[g]);
+    steps[g] = round_query(args.query + g * args.head_dim, args.head_dim, rounded[g], reaches + g);
+    reaches[g] = args.radii != nullptr ? args.radius_weight * reaches[g] : 0.0f;
     check += steps[g];
   }
   float* ranks = args.ranks;
-  alignas(64) float sums[kRankHeads * kRankTile] = {}, peaks[kRankHeads * kRankTile] = {};
-  alignas(64) float scales[kRankTile] = {}, peak_scales[kRankTile] = {};
+  alignas(64) float sums[kRankHeads * kRankTile] = {};
+  alignas(64) float scales[kRankTile] = {}, radii[kRankTile] = {};
   for (int range = 0; range < args.num_ranges; ++range) {
     const int64_t end = args.ranges[2 * range + 1];
     for (int64_t first = args.ranges[2 * range]; first < end; first += kRankTile) {
@@ -100,25 +103,21 @@ static void rank_rows(const RankArgs& args) {
       const int64_t at = first * args.head_dim, ahead = next * args.head_dim;
       for (int i = 0; i <= kRankTile; i += kScalesOfLine) {
         prefetch_l1(args.scales + next + i);
-        if (args.peaks != nullptr) prefetch_l1(args.peak_scales + next + i);
+        if (args.radii != nullptr) prefetch_l1(args.radii + next + i);
       }
       for (int i = 0; i < n; ++i) scales[i] = to_float(args.scales[first + i]);
-      if (args.peaks != nullptr) {
-        for (int i = 0; i < n; ++i) peak_scales[i] = args.peak_weight * to_float(args.peak_scales[first + i]);
+      if (args.radii != nullptr) {
+        for (int i = 0; i < n; ++i) radii[i] = to_float(args.radii[first + i]);
       }
       alignas(64) float best[kRankTile];
       for (int i = 0; i < kRankTile; ++i) best[i] = check == check ? -INFINITY : NAN;
       for (int g = 0; g < args.num_queries && check == check; g += kRankHeads) {
         const int heads = args.num_queries - g < kRankHeads ? args.num_queries - g : kRankHeads;
         dot_int8_rows(rounded + g, heads, args.head_dim, args.rows + at, n, args.rows + ahead, sums);
-        if (args.peaks != nullptr) {
-          dot_int8_rows(rounded + g, heads, args.head_dim, args.peaks + at, n, args.peaks + ahead, peaks);
-        }
         for (int h = 0; h < heads; ++h) {
-          const float step = steps[g + h];
+          const float step = steps[g + h], reach = reaches[g + h];
           for (int i = 0; i < kRankTile; ++i) {
-            const float beyond = peaks[h * kRankTile + i] > 0.0f ? peaks[h * kRankTile + i] : 0.0f;
-            const float rank = step * (scales[i] * sums[h * kRankTile + i] + peak_scales[i] * beyond);
+            const float rank = step * scales[i] * sums[h * kRankTile + i] + reach * radii[i];
             best[i] = rank > best[i] ? rank : best[i];  // what is no number ranks last
           }
         }

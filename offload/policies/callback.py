@@ -261,15 +261,15 @@ def score_rows(
 
 @numba.njit(inline="always")
 def rank_rows(pointer: Any, function: Any, arguments: Any) -> None:
-    """rank_rows(pointer, ctx.rank_rows, (query, num_queries, rows, scales, peaks, peak_scales,
-    peak_weight, ranges, num_ranges, ranks)): of each row in some ranges the largest
-    scale * query · row + peak_weight * peak_scale * max(0, query · peak) of all queries.
+    """rank_rows(pointer, ctx.rank_rows, (query, num_queries, rows, scales, radii, radius_weight,
+    ranges, num_ranges, ranks)): of each row in some ranges the largest
+    scale * query · row + radius_weight * |query| * radius of all queries.
 
     Addresses: `query` of float32 [num_queries, head_dim], `rows` of int8 [num_rows, head_dim],
-    `scales` of bfloat16 [num_rows], `peaks` and `peak_scales` the same or 0 (none), `ranges` of
-    int32 [num_ranges, 2] (first row and end), `ranks` of float32, for one range after the other.
-    peak_weight is a float. Queries are rounded to 1/32767 of their largest value; where one is not
-    finite all ranks are NaN, and a row that gives no number ranks -inf.
+    `scales` of bfloat16 [num_rows], `radii` the same or 0 (none), `ranges` of int32
+    [num_ranges, 2] (first row and end), `ranks` of float32, for one range after the other.
+    radius_weight is a float. Queries are rounded to 1/32767 of their largest value; where one is
+    not finite all ranks are NaN, and a row that gives no number ranks -inf.
     """
     _run(pointer, function, arguments)
 

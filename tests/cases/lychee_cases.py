@@ -38,9 +38,8 @@ class LycheeIndex:
         links = self.links().size * (3 if self.has_high_links else 2)
         heads, _, head_dim = self.arrays["rows"].shape
         rows = (self.num_units + self.num_groups) * (head_dim + 4)
-        peaks = 0 if self.paper else self.num_groups * head_dim
         sizes = self.arrays["header"].nbytes + self.arrays["ranges"].nbytes
-        return sizes + heads * (rows + peaks) + links + starts_bytes(self.num_chunks)
+        return sizes + heads * rows + links + starts_bytes(self.num_chunks)
 
     def starts(self) -> np.ndarray:
         return starts_of(self.arrays)
@@ -66,22 +65,17 @@ class LycheeIndex:
         bits = self.arrays["scales"][:, kind, :num_rows].astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64)
 
-    def steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """What rows and peaks count in: [heads, num_units + num_groups], [heads, num_groups]."""
-        return self._scales(0), self._scales(1)[:, self.num_units :]
+    def steps(self) -> np.ndarray:
+        """What rows count in: [heads, num_units + num_groups]."""
+        return self._scales(0)
 
     def rows(self) -> np.ndarray:
         """Dequantised rows [heads, num_units + num_groups, head_dim]."""
         steps = self._scales(0)
         return self.arrays["rows"][:, : steps.shape[1]] * steps[..., None]
 
-    def peaks(self) -> np.ndarray:
-        """Dequantised peaks [heads, num_groups, head_dim]."""
-        steps = self.steps()[1]
-        return self.arrays["peaks"][:, : steps.shape[1]] * steps[..., None]
-
     def radii(self) -> np.ndarray:
-        """Radii of units and clusters, of the paper's index."""
+        """Radii of units and groups."""
         return self._scales(1)
 
     def unit_of_cluster(self, head: int) -> np.ndarray:
@@ -190,20 +184,18 @@ def check_index(stream: Stream) -> None:
 
 
 def _check_rows(stream: Stream, head: int, members: list[list[int]]) -> None:
-    """Every group is one chunk, of this mean key and this furthest one."""
+    """Every group is one chunk, of this mean key and this distance of the furthest one."""
     index, keys = stream.index, stream.keys()[head]
-    rows, peaks = index.rows()[head, index.num_units :], index.peaks()[head]
-    steps, peak_steps = (steps[head] for steps in index.steps())
+    rows, radii, steps = (
+        x[head, index.num_units :] for x in (index.rows(), index.radii(), index.steps())
+    )
     assert all(len(chunks) == 1 for chunks in members)
     starts = index.starts()
     for group, (chunk,) in enumerate(members):
         tokens = keys[starts[chunk] : starts[chunk + 1]]
         away = tokens - tokens.mean(axis=0)
-        assert (
-            np.abs(rows[group] - tokens.mean(axis=0)).max() < 0.51 * steps[index.num_units :][group]
-        )
-        furthest = away[np.linalg.norm(away, axis=1).argmax()]
-        assert np.abs(peaks[group] - furthest).max() < 0.51 * peak_steps[group]
+        assert np.abs(rows[group] - tokens.mean(axis=0)).max() < 0.51 * steps[group]
+        assert 1 - 1e-4 < radii[group] / np.linalg.norm(away, axis=1).max() < 1.01
 
 
 def _check_bounds(stream: Stream, head: int, members: list[list[int]]) -> None:

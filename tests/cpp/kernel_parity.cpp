@@ -368,15 +368,15 @@ void check_sum_rows(const KernelTable& table, int64_t width, int64_t num_rows) {
 void check_ranks(const KernelTable& table, int group, int head_dim, int64_t n) {
   Exact<float> query(group * head_dim, 1), actual(n + 1), expected(n + 1);
   query.fill(normal);
-  Exact<int8_t> rows(n * head_dim, 1), peaks(n * head_dim, 1);
-  for (Exact<int8_t>* given : {&rows, &peaks}) given->fill([] { return static_cast<int8_t>(uniform(-127, 127)); });
-  Exact<Bf16> scales(n, 1), peak_scales(n, 1);
-  for (Exact<Bf16>* given : {&scales, &peak_scales}) given->fill([] { return from_float<Bf16>(normal()); });
+  Exact<int8_t> rows(n * head_dim, 1);
+  rows.fill([] { return static_cast<int8_t>(uniform(-127, 127)); });
+  Exact<Bf16> scales(n, 1), radii(n, 1);
+  for (Exact<Bf16>* given : {&scales, &radii}) given->fill([] { return from_float<Bf16>(normal()); });
   const auto end = static_cast<int32_t>(n);
   const int32_t ranges[] = {end / 2, end, 0, end / 2, end - 1, end};  // the last row twice
   const auto run = [&](const KernelTable& kernels, Exact<float>& ranks) {
-    kernels.rank_rows({query.data(), group, head_dim, rows.data(), scales.data(), peaks.data(), peak_scales.data(),
-                       0.4f, ranges, 3, ranks.data()});
+    kernels.rank_rows({query.data(), group, head_dim, rows.data(), scales.data(), radii.data(), 0.4f, ranges, 3,
+                       ranks.data()});
   };
   run(table, actual);
   run(*scalar_table(), expected);

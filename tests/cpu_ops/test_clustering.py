@@ -36,25 +36,24 @@ def bfloat16_bits(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 128, 256])
 @pytest.mark.parametrize("num_queries", [1, 2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("peak_weight", [0.0, 0.4])
-def test_rank_rows(isa, head_dim, num_queries, peak_weight):
+@pytest.mark.parametrize("radius_weight", [0.0, 0.4])
+def test_rank_rows(isa, head_dim, num_queries, radius_weight):
     rng = new_rng()
     query = rng.standard_normal((num_queries, head_dim), dtype=np.float32)
     # Queries count in steps of 1/32767 of their largest value.
     largest = np.abs(query).max(axis=1, keepdims=True)
     wide = np.rint(query * (np.float32(32767) / largest)) * (largest.astype(np.float64) / 32767)
+    reach = radius_weight * np.linalg.norm(query.astype(np.float64), axis=1)
     for n in (1, 3, 4, 5, 19, 63, 64, 65, 131):
-        rows, peaks = rng.integers(-127, 128, (2, n, head_dim), dtype=np.int8)
+        rows = rng.integers(-127, 128, (n, head_dim), dtype=np.int8)
         bits = bfloat16_bits(rng.random((2, n), dtype=np.float32))
-        scales = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        given = (peaks, bits[1], peak_weight) if peak_weight else ()
+        scales, radii = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        given = (bits[1], radius_weight) if radius_weight else ()
         ranks = rank_rows(query, rows, bits[0], *given, isa=isa).numpy()
-        sums, beyond = (wide @ x.T.astype(np.float64) for x in (rows, peaks))
-        expected = sums * scales[0] + peak_weight * scales[1] * np.maximum(0, beyond)
+        expected = (wide @ rows.T.astype(np.float64)) * scales + reach[:, None] * radii
         # Sums may cancel.
-        limits = [np.abs(wide) @ np.abs(x.astype(np.float64)).T for x in (rows, peaks)]
-        limit = (limits[0] * scales[0] + limits[1] * scales[1]).max(axis=0)
-        assert (np.abs(ranks - expected.max(axis=0)) <= 1e-6 * limit).all()
+        limit = (np.abs(wide) @ np.abs(rows.astype(np.float64)).T) * scales + reach[:, None] * radii
+        assert (np.abs(ranks - expected.max(axis=0)) <= 1e-6 * limit.max(axis=0)).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -63,9 +62,9 @@ def test_rank_rows_of_ranges(isa, head_dim):
     """In their order, empty ones and the last row included."""
     rng = new_rng()
     query = rng.standard_normal((3, head_dim), dtype=np.float32)
-    rows, peaks = rng.integers(-127, 128, (2, 200, head_dim), dtype=np.int8)
-    scales, peak_scales = bfloat16_bits(rng.random((2, 200), dtype=np.float32))
-    given = (scales, peaks, peak_scales, 0.4)
+    rows = rng.integers(-127, 128, (200, head_dim), dtype=np.int8)
+    scales, radii = bfloat16_bits(rng.random((2, 200), dtype=np.float32))
+    given = (scales, radii, 0.4)
     every = rank_rows(query, rows, *given, isa=isa).numpy()
     ranges = np.array([[130, 200], [7, 7], [3, 72], [0, 2], [199, 200]], np.int32)
     expected = np.concatenate([every[first:end] for first, end in ranges])
@@ -205,13 +204,13 @@ def test_bad_arguments(pool):
     with pytest.raises(ValueError, match="keys must be"):
         chunk_means(pool, torch.zeros(9, 16), np.array([0, 8]))
     query, rows, scales = np.zeros((1, 32), np.float32), np.zeros((2, 32), np.int8), np.zeros(2)
-    with pytest.raises(ValueError, match=r"as many int8 rows of their width, got .* 16"):
+    with pytest.raises(ValueError, match=r"int8 rows of their width, got .* 16"):
         rank_rows(query[:, :16], rows, scales.astype(np.uint16))
-    with pytest.raises(ValueError, match=r"a scale of rows as uint16 .*, got float64 \[2\]"):
+    with pytest.raises(ValueError, match=r"scales as uint16 .*, got float64 \[2\]"):
         rank_rows(query, rows, scales)
+    with pytest.raises(ValueError, match=r"radii as uint16 .*, got float64 \[2\]"):
+        rank_rows(query, rows, scales.astype(np.uint16), scales)
     with pytest.raises(ValueError, match="1 to 32 queries, got 33"):
         rank_rows(query.repeat(33, 0), rows, scales.astype(np.uint16))
-    with pytest.raises(ValueError, match="peaks go with peak_scales"):
-        rank_rows(query, rows, scales.astype(np.uint16), rows)
     with pytest.raises(ValueError, match=r"ranges must lie within \[0, 2\], got \[\[0, 3\]\]"):
         rank_rows(query, rows, scales.astype(np.uint16), ranges=np.array([[0, 3]], np.int32))

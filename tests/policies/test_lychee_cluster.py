@@ -96,18 +96,18 @@ def selected_chunks(stream: Stream, index: LycheeIndex) -> list[set[int]]:
 def ranks(stream: Stream, index: LycheeIndex, query: torch.Tensor, head: int) -> np.ndarray:
     """Of each group for a step's query, float64."""
     heads = query.double().numpy().reshape(KV_HEADS, GROUP, HEAD_DIM)[head]
-    rows = index.rows()[head, index.num_units :]
+    rows, radii = (x[head, index.num_units :] for x in (index.rows(), index.radii()))
     if stream.policy.paper:
         total = heads.sum(axis=0)
-        return rows @ total + np.linalg.norm(total) * index.radii()[head, index.num_units :]
-    peaks = np.maximum(0, heads @ index.peaks()[head].T)
-    return (heads @ rows.T + stream.policy.peak_weight * peaks).max(axis=0)
+        return rows @ total + np.linalg.norm(total) * radii
+    lengths = np.linalg.norm(heads, axis=1) * stream.policy.radius_weight / HEAD_DIM**0.5
+    return (heads @ rows.T + lengths[:, None] * radii).max(axis=0)
 
 
-@pytest.mark.parametrize("peak_weight", [0.0, 0.4])
-def test_search_takes_the_chunks_of_largest_rank(peak_weight, pool):
+@pytest.mark.parametrize("radius_weight", [0.0, 2.0])
+def test_search_takes_the_chunks_of_largest_rank(radius_weight, pool):
     """Nothing outside the best chunks is attended."""
-    policy = replace(SMALL, carried_share=0.0, candidate_ratio=1.0, peak_weight=peak_weight)
+    policy = replace(SMALL, carried_share=0.0, candidate_ratio=1.0, radius_weight=radius_weight)
     stream = Stream(policy, pool)
     stream.prefill(3000)
     stream.step()
@@ -380,7 +380,7 @@ def test_index_bytes(paper, share, head_dim, pool):
         ({"max_chunk_tokens": 17}, r"max_chunk_tokens must be an int in \[1, 16\], got 17"),
         ({"paper": True, "chunks_per_cluster": 0}, "chunks_per_cluster must be an int in"),
         ({"chunks_per_cluster": 4}, "chunks_per_cluster=4 means nothing with paper=False"),
-        ({"paper": True, "peak_weight": 0.2}, "peak_weight=0.2 means nothing with paper=True"),
+        ({"paper": True, "radius_weight": 0.2}, "radius_weight=0.2 means nothing with paper=True"),
         ({"least_candidates": -1}, r"least_candidates must be an int in \[0, 1048576\], got -1"),
         ({"paper": True, "least_candidates": 9}, "least_candidates=9 means nothing with paper"),
         ({"max_units": 65}, r"max_units must be an int in \[1, 64\], got 65"),
@@ -388,7 +388,7 @@ def test_index_bytes(paper, share, head_dim, pool):
         ({"iterations": True}, "iterations must be an int in"),
         ({"carried_share": 1.5}, r"carried_share must be in \[0, 1\], got 1.5"),
         ({"candidate_ratio": 0.5}, r"candidate_ratio must be in \[1, 64\], got 0.5"),
-        ({"peak_weight": -1}, r"peak_weight must be in \[0, 1\], got -1"),
+        ({"radius_weight": -1}, r"radius_weight must be in \[0, 16\], got -1"),
         ({"budget_tokens": 79}, "budget_tokens=79 cannot hold"),
     ],
 )

@@ -127,19 +127,17 @@ def _mean_key(keys: Any, length: int, out: Any) -> float:
 
 
 @numba.njit(cache=True)
-def _write_peak(keys: Any, length: int, mean: Any, out: Any) -> None:
-    """The way from the mean to the furthest key, the first of equals."""
-    width = len(out)
-    furthest, largest = 0, np.float32(0)
+def _radius(keys: Any, length: int, mean: Any) -> Any:
+    """How far the furthest key is from the mean."""
+    width = len(mean)
+    largest = np.float32(0)
     for i in range(length):
         distance = np.float32(0)
         for d in range(width):
             off = keys[i * width + d] - mean[d]
             distance += off * off
-        if distance > largest:
-            furthest, largest = i, distance
-    for d in range(width):
-        out[d] = keys[furthest * width + d] - mean[d]
+        largest = max(largest, distance)
+    return np.float32(np.sqrt(largest))
 
 
 @numba.njit(cache=True)
@@ -203,9 +201,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
         row = header.num_units + group
         header.num_groups += 1
         index.scales[0, row] = _quantize(mean, index.rows[row])
-        peak = view_float32(scratch.centroids, ctx.head_dim)
-        _write_peak(keys, length, mean, peak)
-        index.scales[1, row] = _quantize(peak, index.peaks[group])
+        index.scales[1, row] = bfloat16_bits_up(_radius(keys, length, mean))
         set_link(index.links, index.high, group, 0)
     newest = link_of(index.links, index.high, group)
     set_link(index.links, index.high, header.capacity_groups + chunk, newest)
@@ -225,7 +221,7 @@ def _rank_centroids(pointer: Any, ctx: Any, index: Any, scratch: Any, first: int
     ranges[0], ranges[1] = first, first + n
     rows = state.rows + ctx.unit * num_rows * ctx.head_dim
     scales = state.scales + 4 * ctx.unit * num_rows
-    of_rows = (scratch.query, 1, rows, scales, np.int64(0), np.int64(0), np.float32(0))
+    of_rows = (scratch.query, 1, rows, scales, np.int64(0), np.float32(0))
     rank_rows(pointer, ctx.rank_rows, (*of_rows, scratch.units + 4 * RANGES, 1, scratch.scores))
 
 

@@ -1,7 +1,7 @@
 """LycheeCluster's index of one layer: coarse units -> groups -> chunks, for every KV head.
 
 Coarse units are clusters of chunks, found by the directions of their mean keys. Below them every
-chunk is ranked by itself: by its mean key and its peak, the way from there to its furthest key.
+chunk is ranked by itself: by its mean key and its radius, how far from there its furthest key is.
 
 In the paper's index there are clusters of chunks below the units. Centroids have covering radii
 there, measured from the *dequantised* centroid and rounded up, so that for every chunk key v (the
@@ -98,14 +98,12 @@ class Groups:
     Attributes:
         rows: int8 [heads, num_units + num_groups, head_dim].
         scales: int16 [heads, 2, num_units + num_groups], bits as `layout` has them.
-        peaks: int8 [heads, num_groups, head_dim], or of no heads where groups are clusters.
         labels: int32 [heads, num_chunks], the group of each chunk.
         units: int32 [heads, num_groups], ascending: the unit of each group.
     """
 
     rows: Tensor
     scales: Tensor
-    peaks: Tensor
     labels: Tensor
     units: Tensor
 
@@ -133,9 +131,9 @@ def group_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> G
         return no_groups(context.keys.shape[0], context.keys.shape[2], shape)
     points, norms, furthest = chunk_means(context.pool, context.keys, shape.starts)
     if not shape.paper:
-        units, coarse = spherical_kmeans(context.pool, points, shape.num_units, iterations)
-        found = (points, norms, furthest, units, coarse)
-        return chunks_of_units(context.keys, *map(torch.from_numpy, found))
+        units, _ = spherical_kmeans(context.pool, points, shape.num_units, iterations)
+        found = (points, norms, furthest, units)
+        return chunks_of_units(context.keys, *map(torch.from_numpy, found), shape.num_units)
     labels, fine = spherical_kmeans(context.pool, points, shape.num_groups, iterations)
     units, coarse = spherical_kmeans(context.pool, fine, shape.num_units, iterations)
 
@@ -150,25 +148,30 @@ def group_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> G
 
 
 def chunks_of_units(
-    keys: Tensor, points: Tensor, norms: Tensor, furthest: Tensor, units: Tensor, coarse: Tensor
+    keys: Tensor, points: Tensor, norms: Tensor, furthest: Tensor, units: Tensor, num_units: int
 ) -> Groups:
-    """Every chunk a group.
+    """Every chunk a group. A unit is the mean of its chunks; its radius is the root of the mean
+    square of how far they are from there, and of their own.
 
     Args:
         keys: [heads, kv_len, head_dim].
         points, norms, furthest: of `chunk_means`.
         units: [heads, num_chunks], the unit of each chunk.
-        coarse: float32 [heads, num_units, head_dim].
     """
     units, order, position = _by_unit(units)
     in_order = order[..., None].expand_as(points)
     means = (points * norms[..., None]).gather(1, in_order)
     tokens = furthest.gather(1, order)[..., None].expand_as(points)
-    rows, scales = quantize_rows(torch.cat([coarse, means], dim=1))
-    peaks, of_peaks = quantize_rows(keys.gather(1, tokens).float() - means)
-    none = torch.zeros_like(scales[:, : coarse.shape[1]])
-    scales = torch.stack([scales, torch.cat([none, of_peaks], dim=1)], dim=1)
-    return Groups(rows, scales.to(torch.int16), peaks, position.int(), units.int())
+    radii = (keys.gather(1, tokens).float() - means).norm(dim=-1)
+    in_unit = (units[..., None] == torch.arange(num_units, device=units.device)).float().mT
+    sizes = in_unit.sum(-1, keepdim=True).clamp_min(1)
+    centers = in_unit @ means / sizes
+    off = means - centers.gather(1, units[..., None].expand_as(means))
+    squares = (off * off).sum(-1, keepdim=True) + radii[..., None] ** 2
+    of_units = (in_unit @ squares / sizes).sqrt()[..., 0]
+    rows, scales = quantize_rows(torch.cat([centers, means], dim=1))
+    scales = torch.stack([scales, bfloat16_up(torch.cat([of_units, radii], dim=1))], dim=1)
+    return Groups(rows, scales.to(torch.int16), position.int(), units.int())
 
 
 def clusters_of_units(
@@ -193,7 +196,7 @@ def clusters_of_units(
     rows, scales = quantize_rows(torch.cat([coarse, fine], dim=1))
     radii = padded_radius(cover(labels, units, rows, bfloat16_of(scales)))
     scales = torch.stack([scales, radii], dim=1).to(torch.int16)
-    return Groups(rows, scales, rows[:0], labels.int(), units.int())
+    return Groups(rows, scales, labels.int(), units.int())
 
 
 def _by_unit(units: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,7 +215,6 @@ def no_groups(num_heads: int, head_dim: int, shape: IndexShape) -> Groups:
     return Groups(
         rows=rows,
         scales=torch.zeros(num_heads, 2, rows.shape[1], dtype=torch.int16),
-        peaks=rows[:0] if shape.paper else rows[:, 1:],
         labels=torch.zeros(num_heads, 0, dtype=torch.int32),
         units=torch.zeros(num_heads, shape.num_groups, dtype=torch.int32),
     )
@@ -241,7 +243,7 @@ def index_arrays(groups: Groups, shape: IndexShape) -> State:
     scales = groups.scales.numpy().view(np.uint16)
     carried = np.zeros((heads, 2, 2 + shape.carried_tokens), np.int32)
     arrays: State = {"header": header, "ranges": ranges, "carried": carried}
-    arrays |= {"rows": rows, "peaks": groups.peaks.numpy(), "scales": scales}
+    arrays |= {"rows": rows, "scales": scales}
     return _with_room(arrays, shape.starts, links, shape.capacity_chunks)
 
 
@@ -277,9 +279,6 @@ def _with_room(
     made: State = {
         # A search reads a little here and there of them: with small pages it waits for their table.
         "rows": huge_pages.zeros((heads, num_units + groups, head_dim), np.int8),
-        "peaks": huge_pages.zeros(
-            (heads, groups, head_dim) if grows else (1, 1, head_dim), np.int8
-        ),
         "scales": np.zeros((heads, 2, num_units + groups), np.uint16),
         "blocks": np.zeros(capacity_chunks // BLOCK + 1, np.int32),
         "offsets": np.zeros(capacity_chunks + 1, np.uint8),
@@ -289,8 +288,6 @@ def _with_room(
     }
     made["rows"][:, : num_units + num_groups] = arrays["rows"]
     made["scales"][..., : num_units + num_groups] = arrays["scales"]
-    if grows:
-        made["peaks"][:, :num_groups] = arrays["peaks"]
     _write_starts(made["blocks"], made["offsets"], starts)
     return {**arrays, **made}
 
@@ -303,7 +300,6 @@ def grow_index(arrays: State, capacity_tokens: int, min_chunk_tokens: int) -> St
     num_rows = int(header["num_units"] + header["num_groups"])
     room = room_for(int(header["indexed_end"]), capacity_tokens, min_chunk_tokens)
     grown["rows"], grown["scales"] = arrays["rows"][:, :num_rows], arrays["scales"][..., :num_rows]
-    grown["peaks"] = arrays["peaks"][:, : header["num_groups"]]
     return _with_room(grown, starts_of(arrays), links_of(arrays), max(capacity, num_chunks + room))
 
 

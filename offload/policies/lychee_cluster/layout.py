@@ -6,10 +6,9 @@ A *group* is what is ranked below a coarse unit: one chunk, or a cluster of them
     rows     int8 [num_kv_heads, num_units + capacity_groups, head_dim]: centroids of the units
              first, then the groups, those of a unit one after the other, then those that were
              grafted: mean keys of chunks, or centroids of clusters
-    peaks    int8 [num_kv_heads, capacity_groups, head_dim]: how far the key that is the furthest
-             from its chunk's mean is from it; a row of nothing where groups are clusters
     scales   uint16 [num_kv_heads, 2, num_units + capacity_groups]: bits of the rows' scales; and of
-             the peaks' scales, or the radii of units and clusters
+             radii: how far from its mean a chunk's furthest key is (of a unit: `chunks_of_units`),
+             or those that cover the clusters
     ranges   int32 [num_kv_heads, 2 num_units + 1]: first group of each unit, then the end; and
              the number of chunks below each unit
     blocks, offsets  int32 and uint8: where the layer's chunks start, shared by its heads (`chunks`)
@@ -54,7 +53,6 @@ read_header, read_last_graft = record_reader(HEADER), record_reader(LAST_GRAFT)
 STATE = StateLayout(
     header=HEADER,
     rows=np.int8,
-    peaks=np.int8,
     scales=np.uint16,
     ranges=np.int32,
     blocks=np.int32,

@@ -8,10 +8,10 @@ Five things differ from the paper, all for what they keep of the attention (docs
 ablation); `paper=True` takes them back. Chunks are ranked by themselves, not in clusters of two,
 and in coarse units only where there are more of them than a search ranks: what is in a unit that is
 not opened cannot be found. They are ranked for each query head, the best of which counts, by mean
-key and by the key that is furthest from it, instead of for the sum of the heads by a bound in which
-the widest cluster wins. What had the most attention in one step is looked at again in the next. And
-more candidates are found than are attended, among which exact attention weights choose, also of the
-newest tokens, which are in no chunk yet.
+key and by a part of the bound's radius, instead of for the sum of the heads by the whole bound, in
+which the widest cluster wins. What had the most attention in one step is looked at again in the
+next. And more candidates are found than are attended, among which exact attention weights choose,
+also of the newest tokens, which are in no chunk yet.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class LycheeCluster(SparsePolicy):
         candidate_ratio: tokens of chunks whose keys are scored exactly, for each one attended.
         least_candidates: of them, however small the budget: what finds a token costs the same.
         carried_share: of the attended tokens, those that are candidates of the next step, too.
-        peak_weight: of the key that is the furthest from its chunk's mean, in the chunk's rank: 0
-            ranks by means alone.
+        radius_weight: of how far a chunk's furthest key is from its mean, in the chunk's rank: so
+            many standard deviations of what it may add (`search`); 0 ranks by means alone.
         iterations: of spherical k-means.
         paper: search as the paper does: clusters of chunks, ranked by its upper bound for the sum
             of the group's queries, and attended whole, beside all of the buffer. It has no
-            ranked_chunks, candidate_ratio, least_candidates, carried_share and peak_weight.
+            ranked_chunks, candidate_ratio, least_candidates, carried_share and radius_weight.
         chunks_per_cluster: of the paper's index: mean size of a fine cluster when it is built.
 
     Raises:
@@ -92,11 +92,11 @@ class LycheeCluster(SparsePolicy):
     min_chunk_tokens: int = 8
     max_chunk_tokens: int = 16
     max_units: int = MAX_UNITS
-    ranked_chunks: int = 1536
+    ranked_chunks: int = 3072
     candidate_ratio: float = 1.75
     least_candidates: int = 1536
     carried_share: float = 0.25
-    peak_weight: float = 0.4
+    radius_weight: float = 2.0
     iterations: int = 10
     paper: bool = False
     chunks_per_cluster: int = 2
@@ -120,14 +120,14 @@ class LycheeCluster(SparsePolicy):
         for name, (least, most) in {
             "candidate_ratio": (1, 64),
             "carried_share": (0, 1),
-            "peak_weight": (0, 1),
+            "radius_weight": (0, 16),
         }.items():
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be in [{least}, {most}], got {getattr(self, name)}")
         without = ["chunks_per_cluster"]
         if self.paper:
             without = ["ranked_chunks", "candidate_ratio", "least_candidates"]
-            without += ["carried_share", "peak_weight"]
+            without += ["carried_share", "radius_weight"]
         for name in without:
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
@@ -225,7 +225,6 @@ class LycheeCluster(SparsePolicy):
         groups = chunks if not self.paper else max(1, chunks // self.chunks_per_cluster)
         rows = self.max_units + groups
         of_head = HEADER.itemsize + rows * (shape.head_dim + 4) + 4 * (2 * self.max_units + 1)
-        of_head += (1 if self.paper else groups) * shape.head_dim
         of_head += 3 * (groups + chunks) + 4 * 2 * (2 + self._carried_tokens)
         of_head += scratch_bytes(groups, chunks, self._candidate_capacity, shape.head_dim)
         return shape.num_kv_heads * of_head + starts_bytes(chunks)

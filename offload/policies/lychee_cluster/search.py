@@ -1,9 +1,10 @@
 """Search of LycheeCluster's index: which tokens may have the attention of a query.
 
-A chunk's rank is the largest score that one of the group's query heads q gives it: q·m of its mean
-key m, and, of the way p from there to its furthest key, `peak_weight` max(0, q·p). A mean tells
-where most of a chunk's keys are; heads that look for single tokens look for those that are unlike
-their neighbours. Where there are more chunks than a search ranks, those of the coarse units whose
+A chunk's rank is the largest that one of the group's query heads q gives it: q·m of its mean key m,
+and `radius_weight` |q| r / sqrt(head_dim) of how far r its furthest key is from there, which is so
+many standard deviations of what that key adds if it lies in a random direction. A mean tells where
+most of a chunk's keys are; heads that look for single tokens look for those that are unlike their
+neighbours. Where there are more chunks than a search ranks, those of the coarse units whose
 centroids score best are.
 
 Candidates are the tokens of the best chunks, and those that had the most attention in the step
@@ -46,7 +47,6 @@ from offload.policies.lychee_cluster.views import (
     OPENED,
     PARTIAL,
     RANGES,
-    from_bfloat16,
     header_of,
     index_of,
     link_of,
@@ -57,7 +57,7 @@ NUMBERS = NumberLayout(
     "candidate_ratio",
     "least_candidates",
     "ranked_chunks",
-    "peak_weight",
+    "radius_weight",
     "carried_share",
     "unindexed_limit",
     "min_chunk_tokens",
@@ -68,46 +68,25 @@ PAPER_UNITS = 6  # coarse units that its search opens (more where they are small
 _CHOICE = 2.5  # groups to rank, for each that will be taken
 
 
-@numba.njit(cache=True)
-def _add_radii(ranks: Any, radii: Any, norm: float) -> None:
-    """q·mu -> the bound of eq. 2, in place."""
-    weight = np.float32(norm)
-    for i in range(len(ranks)):
-        ranks[i] += weight * from_bfloat16(radii[i])
-
-
 @numba.njit
 def _rank_ranges(
-    pointer: Any, ctx: Any, index: Any, scratch: Any, first_row: int, num_ranges: int, norm: float
+    pointer: Any, ctx: Any, index: Any, scratch: Any, first_row: int, num_ranges: int
 ) -> None:
-    """Ranks of the rows in RANGES, counted from `first_row` on, to the scores.
-
-    Args:
-        norm: of the group's summed query, in the paper's search.
-    """
+    """Ranks of the rows in RANGES, counted from `first_row` on, to the scores."""
     header, state, width = index.header, read_state(ctx.arrays), ctx.head_dim
     num_rows = header.num_units + header.capacity_groups
     query, num_queries = ctx.query, ctx.group_size
     rows = state.rows + (ctx.unit * num_rows + first_row) * width
     scales = state.scales + 2 * (2 * ctx.unit * num_rows + first_row)
-    peaks, peak_scales, weight = np.int64(0), scales + 2 * num_rows, np.float32(0)
+    weight = np.float32(1)  # eq. 2
     if header.paper:
         query, num_queries = scratch.query, 1
-    elif first_row > 0:
-        peaks = state.peaks + ctx.unit * header.capacity_groups * width
-        weight = np.float32(read_numbers(ctx.parameters).peak_weight)
-    of_rows = (query, num_queries, rows, scales, peaks, peak_scales, weight)
+    else:
+        deviations = read_numbers(ctx.parameters).radius_weight
+        weight = np.float32(deviations / np.sqrt(np.float64(width)))
+    of_rows = (query, num_queries, rows, scales, scales + 2 * num_rows, weight)
     ranges = scratch.units + 4 * RANGES
     rank_rows(pointer, ctx.rank_rows, (*of_rows, ranges, num_ranges, scratch.scores))
-    if header.paper:
-        units = view_int32(scratch.units, UNITS_LENGTH)
-        out = scratch.scores
-        for i in range(num_ranges):
-            first, end = units[RANGES + 2 * i], units[RANGES + 2 * i + 1]
-            radii = index.scales[1, first_row + first : first_row + end]
-            _add_radii(view_float32(out, end - first), radii, norm)
-            out += 4 * (end - first)
-            ctx.bytes_touched += 2 * (end - first)
 
 
 @numba.njit(cache=True)
@@ -224,14 +203,11 @@ def prefetch_unit(ctx: Any, index: Any, unit: Any) -> Any:
     prefetch(state.rows + (ctx.unit * num_rows + row) * width, n * width)
     for kind in range(2):
         prefetch(state.scales + 2 * ((2 * ctx.unit + kind) * num_rows + row), 2 * n)
-    if header.paper:
-        return n * (width + 4)
-    prefetch(state.peaks + (ctx.unit * header.capacity_groups + first) * width, n * width)
-    return n * (2 * width + 4)
+    return n * (width + 4)
 
 
 @numba.njit
-def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, norm: float, wanted: int) -> int:
+def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) -> int:
     """The coarse units to look into, to `units`: the best, and what was grafted; -1 for NaN."""
     header = index.header
     num_units = header.num_units
@@ -246,7 +222,7 @@ def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, norm: float, w
         kept = num_units
     else:
         units[RANGES], units[RANGES + 1] = 0, num_units
-        _rank_ranges(pointer, ctx, index, scratch, 0, 1, norm)
+        _rank_ranges(pointer, ctx, index, scratch, 0, 1)
         keys = view_int32(scratch.scores, num_units)
         order_scores(scores, keys)
         enough = _CHOICE * wanted / group_tokens(ctx, header)
@@ -277,18 +253,17 @@ def _visit_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) 
     Their ranks are in the scores, unit by unit; `units` holds the units, from ENDS on where the
     groups of each end there, and from RANGES on which groups they are.
     """
-    norm = _sum_queries(ctx, scratch.query)
-    if not np.isfinite(norm):
+    if not np.isfinite(_sum_queries(ctx, scratch.query)):
         return -1
     units = view_int32(scratch.units, UNITS_LENGTH)
-    kept = _open_units(pointer, ctx, index, scratch, norm, wanted)
+    kept = _open_units(pointer, ctx, index, scratch, wanted)
     visited = 0
     for i in range(kept):
         first, n = group_range(index, units[i])
         visited += n
         units[ENDS + i] = visited
         units[RANGES + 2 * i], units[RANGES + 2 * i + 1] = first, first + n
-    _rank_ranges(pointer, ctx, index, scratch, index.header.num_units, kept, norm)
+    _rank_ranges(pointer, ctx, index, scratch, index.header.num_units, kept)
     return visited if kept >= 0 else -1
 
 

@@ -70,7 +70,6 @@ class Index(NamedTuple):
 
     header: Any
     rows: Any
-    peaks: Any
     scales: Any
     ranges: Any
     blocks: Any
@@ -100,14 +99,9 @@ def index_of(ctx: Any) -> Any:
     capacity = header.capacity_chunks
     num_links = header.capacity_groups + capacity
     rows = state.rows + ctx.unit * num_rows * ctx.head_dim
-    num_peaks = 1 if header.paper else header.capacity_groups
-    peaks = state.peaks
-    if not header.paper:
-        peaks += ctx.unit * num_peaks * ctx.head_dim
     return Index(
         header,
         carray(_as_int8(rows), (num_rows, ctx.head_dim)),
-        carray(_as_int8(peaks), (num_peaks, ctx.head_dim)),
         carray(_as_uint16(state.scales + ctx.unit * num_rows * 4), (2, num_rows)),
         view_int32(state.ranges, 2 * header.num_units + 1, ctx.unit),
         view_int32(state.blocks, capacity // BLOCK + 1),

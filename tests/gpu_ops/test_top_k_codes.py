@@ -197,7 +197,8 @@ class Case:
                 assert (np.diff(chosen) > 0).all()
                 exact, of_cpu = self.exact(row, i), self.of_cpu(row, i)
                 spread = exact.std()
-                for scores, slack in ((exact, 0.04 * spread), (of_cpu, 0.1 * spread)):
+                # Errors of up to five deviations: a query's is 0.7 to 1 % of the scores'.
+                for scores, slack in ((exact, 0.06 * spread), (of_cpu, 0.15 * spread)):
                     kth = np.sort(scores[sinks:last])[-k]
                     assert scores[chosen].min() >= kth - slack
                 middle = slice(sinks, last)
@@ -209,7 +210,7 @@ class Case:
                 ours = bits[middle].view(torch.float32)
                 keys = key_of(ours).numpy()
                 ours = ours.numpy() + self.offsets(row, i).max()
-                np.testing.assert_allclose(ours, exact[middle], 0, 0.04 * spread)
+                np.testing.assert_allclose(ours, exact[middle], 0, 0.06 * spread)
                 assert np.sqrt(np.square(ours - exact[middle]).mean()) < 0.02 * spread
                 expected = np.sort(sinks + np.argsort(-keys, kind="stable")[:k])
                 np.testing.assert_array_equal(chosen, expected)

@@ -37,7 +37,8 @@ def pool():
 def test_whole_clusters_are_attended(pool: WorkerPool) -> None:
     """No more candidates than the budget's 160 tokens, where ours weighs twice as many."""
     scored = {}
-    for policy in (AsPublished(**OPTIONS), LycheeCluster(**OPTIONS, least_candidates=0)):
+    ours = LycheeCluster(**OPTIONS, least_candidates=0, candidate_ratio=1.75)
+    for policy in (AsPublished(**OPTIONS), ours):
         stream = Stream(policy, pool)
         stream.prefill(2000)
         stream.step()

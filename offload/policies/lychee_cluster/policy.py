@@ -92,11 +92,11 @@ class LycheeCluster(SparsePolicy):
     min_chunk_tokens: int = 8
     max_chunk_tokens: int = 16
     max_units: int = MAX_UNITS
-    ranked_chunks: int = 3072
-    candidate_ratio: float = 1.75
-    least_candidates: int = 1536
+    ranked_chunks: int = 1536
+    candidate_ratio: float = 2.5
+    least_candidates: int = 2560
     carried_share: float = 0.25
-    radius_weight: float = 2.0
+    radius_weight: float = 1.5
     iterations: int = 10
     paper: bool = False
     chunks_per_cluster: int = 2

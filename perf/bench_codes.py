@@ -106,13 +106,15 @@ def microseconds(run: Callable[[int], object]) -> float:
 def queued_microseconds(run: Callable[[int], object]) -> float:
     """Of a launch, queued as in a prefill: its copies from host memory cannot be captured."""
     run(0)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    make: Any = torch.cuda.Event
+    start, end = make(enable_timing=True), make(enable_timing=True)
     start.record()
     for copy in range(LAUNCHES):
         run(copy)
     end.record()
     end.synchronize()
-    return 1e3 * start.elapsed_time(end) / LAUNCHES
+    milliseconds: float = start.elapsed_time(end)
+    return 1e3 * milliseconds / LAUNCHES
 
 
 def _time(row: dict[str, Any]) -> str:

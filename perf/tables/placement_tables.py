@@ -197,10 +197,14 @@ def gpu_codes_table(result: dict[str, Any]) -> str:
         if not row["variant"].startswith("sweep"):
             point = (row["tokens"], row["heads"], row["bits"])
             points.setdefault(point, {})[row["variant"]] = row
+
+    def of_variant(name: str) -> Any:
+        return lambda point: f"{points[point][name]['microseconds']:.1f}"
+
     fastest = max(settings["bandwidth_gigabytes_per_second"].values())
     title = (
         "Codes of one layer of llama-3.1-8b, batch 1, µs: scores of all tokens and the top-k that "
-        "follows, the last two launches of the top-k alone, and making the codes of all keys; the "
+        "follows, the last launch, of the top-k, alone, and making the codes of all keys; the "
         f"sketch's candidates for a budget of {settings['budget_tokens']:,} tokens. Beside it what "
         f"only reading the codes takes at {fastest:,.0f} GB/s, the most that a plain read or copy "
         "reached in the same run."
@@ -210,8 +214,7 @@ def gpu_codes_table(result: dict[str, Any]) -> str:
         "KV heads": lambda point: f"{point[1]}",
         "bits": lambda point: f"{point[2]}",
         **{
-            name: lambda point, name=name: f"{points[point][name]['microseconds']:.1f}"
-            for name in ("scores, top-k", "top-k alone", "codes of all keys")
+            name: of_variant(name) for name in ("scores, top-k", "top-k alone", "codes of all keys")
         },
         "reading": lambda point: (
             f"{next(iter(points[point].values()))['bytes'] / fastest / 1e3:.1f}"

@@ -132,8 +132,8 @@ def group_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> G
     points, norms, furthest = chunk_means(context.pool, context.keys, shape.starts)
     if not shape.paper:
         units, _ = spherical_kmeans(context.pool, points, shape.num_units, iterations)
-        found = (points, norms, furthest, units)
-        return chunks_of_units(context.keys, *map(torch.from_numpy, found), shape.num_units)
+        found = [torch.from_numpy(x) for x in (points, norms, furthest, units)]
+        return chunks_of_units(context.keys, *found, num_units=shape.num_units)
     labels, fine = spherical_kmeans(context.pool, points, shape.num_groups, iterations)
     units, coarse = spherical_kmeans(context.pool, fine, shape.num_units, iterations)
 
@@ -148,7 +148,13 @@ def group_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> G
 
 
 def chunks_of_units(
-    keys: Tensor, points: Tensor, norms: Tensor, furthest: Tensor, units: Tensor, num_units: int
+    keys: Tensor,
+    points: Tensor,
+    norms: Tensor,
+    furthest: Tensor,
+    units: Tensor,
+    *,
+    num_units: int,
 ) -> Groups:
     """Every chunk a group. A unit is the mean of its chunks; its radius is the root of the mean
     square of how far they are from there, and of their own.

@@ -92,9 +92,10 @@ class Document:
     def _refuse_others(self, now: dict[str, Any], then: dict[str, Any]) -> None:
         for name, value in json.loads(json.dumps(now)).items():
             if then.get(name) != value:
+                was = then.get(name, "what it does not say")
                 raise ValueError(
-                    f"{self.path} was made with {name} = {then.get(name)}, but this run has "
-                    f"{value}; give another --out, or the same options"
+                    f"{self.path} was made with {name} = {was}, but this run has {value}; give "
+                    "another --out, or the same options"
                 )
 
     def replace(self, rows: list[Row], **which: Any) -> None:

@@ -52,8 +52,8 @@ void score_rows(const PolicyContext* context, const float* query, const void* ro
 }
 
 void rank_rows(const PolicyContext* context, const float* query, int64_t num_queries, const int8_t* rows,
-               const Bf16* scales, const Bf16* radii, float radius_weight, const int32_t* ranges,
-               int64_t num_ranges, float* ranks) {
+               const Bf16* scales, const Bf16* radii, float radius_weight, const int32_t* ranges, int64_t num_ranges,
+               float* ranks) {
   const int64_t of_scales = radii != nullptr ? 2 * sizeof(Bf16) : sizeof(Bf16);
   const int64_t row_bytes = context->head_dim + of_scales;
   for (int64_t i = 0; i < num_ranges && context->profile != nullptr; ++i) {
@@ -235,7 +235,10 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
   ctx.deferred = &unit.codes;
   const int64_t count = member_of(layer_idx, unit_idx).propose(&ctx);
   finish_context(ctx);
-  if (count == kDeferred) return unit.code_scores.resize(static_cast<size_t>(unit.codes.args.n));
+  if (count == kDeferred && unit.codes.k > 0) {
+    return unit.code_scores.resize(static_cast<size_t>(unit.codes.args.n));
+  }
+  unit.codes = {};  // what was deferred, and then not asked for
   if (count == kAnswered) {
     unit.answered = true;
     unit.n = 0;

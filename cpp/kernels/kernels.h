@@ -160,9 +160,9 @@ struct CodeArgs {
   float* scores;
 };
 
-// The rank of row i is the largest scales[i] * <query[g], rows[i]> + radius_weight * |query[g]| * radii[i] of all g; -inf
-// where none is a number. Queries are rounded to 1/32767 of their largest value; where one is not finite all ranks are
-// NaN.
+// The rank of row i is the largest scales[i] * <query[g], rows[i]> + radius_weight * |query[g]| * radii[i] of all g;
+// -inf where none is a number. Queries are rounded to 1/32767 of their largest value; where one is not finite all ranks
+// are NaN.
 struct RankArgs {
   const float* query;  // [num_queries, head_dim]
   int num_queries;     // at most kMaxGroupSize

@@ -8,23 +8,28 @@ inline constexpr int kRankHeads = 4;  // queries that share the loads of a row
 inline constexpr int kScalesOfLine = 32;
 
 // A query in whole steps of 1/32767 of its largest value, filled up with zeros; returns the step. 0 if the query is
-// too small to have steps, NaN if one of its numbers is not finite. And its length.
+// too small to have steps, NaN if one of its numbers is not finite. And the length of what was rounded.
 static float round_query(const float* query, int head_dim, int16_t* rounded, float* norm) {
-  F largest = f_zero(), check = f_zero(), squares = f_zero();
+  F largest = f_zero(), check = f_zero();
   for (int d = 0; d < head_dim; d += W) {
     const F x = f_load(query + d);
     largest = f_max(f_max(x, f_sub(f_zero(), x)), largest);
     check = f_fma(x, f_zero(), check);
-    squares = f_fma(x, x, squares);
   }
-  *norm = std::sqrt(f_sum(squares));
+  *norm = 0.0f;
   const float limit = f_max_lane(largest);
   if (f_sum(check) != 0.0f) return NAN;
   std::memset(rounded, 0, kMaxHeadDim * sizeof(int16_t));
   if (limit < 1e-30f) return 0.0f;
   alignas(64) float whole[kMaxHeadDim];
-  for (int d = 0; d < head_dim; d += W) f_store(whole + d, f_round(f_mul(f_load(query + d), f_set1(32767.0f / limit))));
+  F squares = f_zero();
+  for (int d = 0; d < head_dim; d += W) {
+    const F x = f_round(f_mul(f_load(query + d), f_set1(32767.0f / limit)));
+    f_store(whole + d, x);
+    squares = f_fma(x, x, squares);
+  }
   for (int d = 0; d < head_dim; ++d) rounded[d] = static_cast<int16_t>(whole[d]);
+  *norm = limit / 32767.0f * std::sqrt(f_sum(squares));
   return limit / 32767.0f;
 }
 

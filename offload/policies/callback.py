@@ -62,9 +62,9 @@ CONTEXT_DTYPE = np.dtype(
 )
 CACHE_LINE = 64
 # Of llvm.prefetch: L1 on a Zen 5, else L2; see gathers_into_l1 of cpp/kernels/kernels.h.
-IS_ZEN_5 = binding.get_host_cpu_name().startswith("znver") and bool(
-    binding.get_host_cpu_features().get("avx512vp2intersect")
-)
+# By what it has, as there: older LLVMs do not know its name. SSE4a is AMD's.
+_FEATURES = binding.get_host_cpu_features()
+IS_ZEN_5 = all(_FEATURES.get(name) for name in ("sse4a", "avx512vp2intersect"))
 _LOCALITY = 3 if IS_ZEN_5 else 2
 ANSWERED = -2  # what `propose` returns when it has written the unit's output itself
 # numba and llvmlite are untyped: everything they give is Any here.

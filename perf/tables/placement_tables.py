@@ -227,8 +227,9 @@ def gpu_plan_table(result: dict[str, Any]) -> str:
     """Predicted beside measured steps, planned beside taken bytes."""
 
     def heads_cell(row: Row) -> str:
-        places = (Place.GPU, Place.GATHER, Place.CPU)
-        return " ".join(f"{LETTERS[place]} {row['heads'][place.name]}" for place in places)
+        places = (Place.GPU, Place.GATHER, Place.CODES, Place.CPU)
+        counts = {place: row["heads"].get(place.name) for place in places}
+        return " ".join(f"{LETTERS[place]} {n}" for place, n in counts.items() if n is not None)
 
     def bytes_cell(row: Row) -> str:
         errors = bytes_errors(row).values()

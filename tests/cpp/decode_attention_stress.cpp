@@ -139,6 +139,14 @@ int64_t propose_coded(PolicyContext* context) {
                             tokens);
 }
 
+// Leaves codes to the workers, and then considers something else.
+int64_t propose_other(PolicyContext* context) {
+  propose_coded(context);
+  static const int32_t tokens[] = {100, 200, 300};
+  context->candidates = tokens;
+  return 3;
+}
+
 int64_t select_too_many(PolicyContext* context) { return context->budget_tokens + 1; }
 
 struct Results {
@@ -340,6 +348,8 @@ void check_shared_codes(const AttentionShape& shape) {
   const Results expected = run(step, serial), actual = run(step, parallel);
   compare(actual, expected);
   CHECK(actual.selection == expected.selection, "the same candidates");
+  step.policy.propose = propose_other;
+  CHECK(run(step, parallel).selection == run(step, serial).selection, "other candidates");
 }
 
 // A select that returns nonsense and a NaN in the cache end in a message, with and without a scan.

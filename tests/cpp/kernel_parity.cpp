@@ -375,8 +375,8 @@ void check_ranks(const KernelTable& table, int group, int head_dim, int64_t n) {
   const auto end = static_cast<int32_t>(n);
   const int32_t ranges[] = {end / 2, end, 0, end / 2, end - 1, end};  // the last row twice
   const auto run = [&](const KernelTable& kernels, Exact<float>& ranks) {
-    kernels.rank_rows({query.data(), group, head_dim, rows.data(), scales.data(), radii.data(), 0.4f, ranges, 3,
-                       ranks.data()});
+    kernels.rank_rows(
+        {query.data(), group, head_dim, rows.data(), scales.data(), radii.data(), 0.4f, ranges, 3, ranks.data()});
   };
   run(table, actual);
   run(*scalar_table(), expected);

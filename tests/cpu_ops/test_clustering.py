@@ -43,7 +43,7 @@ def test_rank_rows(isa, head_dim, num_queries, radius_weight):
     # Queries count in steps of 1/32767 of their largest value.
     largest = np.abs(query).max(axis=1, keepdims=True)
     wide = np.rint(query * (np.float32(32767) / largest)) * (largest.astype(np.float64) / 32767)
-    reach = radius_weight * np.linalg.norm(query.astype(np.float64), axis=1)
+    reach = radius_weight * np.linalg.norm(wide, axis=1)
     for n in (1, 3, 4, 5, 19, 63, 64, 65, 131):
         rows = rng.integers(-127, 128, (n, head_dim), dtype=np.int8)
         bits = bfloat16_bits(rng.random((2, n), dtype=np.float32))

@@ -251,6 +251,27 @@ def test_codes_that_do_not_fit(backend, tiny_folders, caplog):
     assert "the codes of keys that stay on the GPU need 1 more pages of 384 B" in caplog.text
 
 
+def test_codes_go_before_heads(tiny_folders, caplog):
+    """A GPU whose last page does not fit keeps the KV of its heads, and gives up the codes."""
+    retrieves = np.array([[1, 1], [0, 1], [1, 0]], bool)
+    made: Any = make_policy("per_head", rest="lfps", dense_layers=1, **WINDOW)
+    policy = replace(made, head_roles=HeadRoles.of(retrieves, head_dim=32), is_part=True)
+    model = load(tiny_folders["llama"], policy, ("cpu", "inline"))
+    decoder = model._offload._decoder
+    places = np.array(decoder._least_placement().places)
+    places[1, 1], places[2, 0] = Place.GPU, Place.CODES
+    decoder._device_budget_bytes = 10 * (8192 + 4096) + 100  # for the KV of 10 pages
+    decoder.place(HeadPlacement(places))
+    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
+        greedy(model, random_tokens(1, 140), 20)
+    assert decoder.placement.places[1, 1] == Place.GPU
+    assert decoder.placement == HeadPlacement(places).without_codes()
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.endswith("While sequences need so much, it has no codes of keys")
+    greedy(model, random_tokens(1, 60), 20)  # which needs less
+    assert decoder.placement == HeadPlacement(places)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @torch.no_grad()
 def test_a_query_that_is_not_finite_names_the_layer(backend, bad, tiny_folders):

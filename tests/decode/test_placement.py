@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from offload.planning.choose import DeviceRoom, choose_placement, least_placemen
 from offload.planning.cost_table import CostTable
 from offload.planning.step_time import StepModel
 from offload.policies.base import DENSE, RETRIEVE, REUSE
+from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.system.errors import DeviceMemoryError
 
@@ -266,6 +268,21 @@ def test_codes_are_there_as_far_as_they_fit(model: str | None) -> None:
     assert every.counts(Place.CODES) == [0, 0, 4, 4, 4, 4]
     short = workload("sketch", kv_len=1024, shape=SMALL)
     assert choose_placement(None, DeviceRoom(short, None)) == least_placement(short)
+
+
+def test_a_calibration_moves_as_many_codes_as_there_were() -> None:
+    """They fitted; more of them may not."""
+    before, after = (
+        replace(
+            make_policy("per_head", dense_layers=0),
+            head_roles=HeadRoles.of(np.array(retrieves, bool), head_dim=16),
+            is_part=True,
+        )
+        for retrieves in ([[1, 1], [1, 0], [0, 0]], [[1, 1], [1, 1], [1, 0]])
+    )
+    places = np.array([[Place.CODES, Place.CODES], [Place.CPU, Place.CPU], [Place.CPU] * 2])
+    moved = HeadPlacement(places.astype(np.uint8)).after_calibration(before, after, 4)
+    assert (moved.places == Place.CODES).sum() == 2
 
 
 def test_what_an_h200_would_have() -> None:

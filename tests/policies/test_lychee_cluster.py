@@ -346,7 +346,7 @@ def test_growing_keeps_the_index_and_widens_links(policy, pool):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("paper", "share"), [(True, 0.013), (False, 0.043)])
+@pytest.mark.parametrize(("paper", "share"), [(True, 0.013), (False, 0.022)])
 def test_index_bytes(paper, share, head_dim, pool):
     """Of the keys and values, at the chunk length of real text (13 tokens)."""
     from offload.policies.base import BuildContext

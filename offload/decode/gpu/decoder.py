@@ -224,24 +224,41 @@ class DeviceDecoder:
         kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
         if self._keeps_placement:
             return self._bind_lens(seqs, kv_lens), kv_lens
-        slots: list[int] = []
-        failure: DeviceMemoryError | None = None
-        try:
-            slots = self._bind_lens(seqs, kv_lens)
-        except DeviceMemoryError as error:
-            failure = DeviceMemoryError(str(error))  # its traceback would hold the pages
-        if self._fails_anywhere(failure, seqs, kv_lens):
-            least = self._least_placement()
-            if failure is not None and self.model.ranks is None and self.placement == least:
-                raise failure
-            why = failure or "the GPU of another rank has no room for its KV heads"
-            logger.warning("%s. While sequences need so much, only dense layers stay there", why)
-            gave_up = self.placement, sum(self._num_pages(kv_len) for kv_len in kv_lens)
-            self._keeps_placement = True
-            self.place(least)
-            self._gave_up = gave_up
-            slots = self._bind_lens(seqs, kv_lens)
-        return slots, kv_lens
+        for less in (*self._fallbacks(), None):
+            slots: list[int] = []
+            failure: DeviceMemoryError | None = None
+            try:
+                slots = self._bind_lens(seqs, kv_lens)
+            except DeviceMemoryError as error:
+                failure = DeviceMemoryError(str(error))  # its traceback would hold the pages
+            if not self._fails_anywhere(failure, seqs, kv_lens):
+                return slots, kv_lens
+            why = failure or DeviceMemoryError("the GPU of another rank has no room for its part")
+            if less is None:
+                raise why
+            self._give_up(less, why, sum(self._num_pages(kv_len) for kv_len in kv_lens))
+        raise AssertionError("the last one raises")
+
+    def _fallbacks(self) -> list[HeadPlacement]:
+        """Placements that need less of the GPU, as many on all ranks: the codes go first."""
+        least = self._least_placement()
+        less = [self.placement.without_codes(), least]
+        if CodeShape.of(self.attention.policy, self.model.shape, self.store.page_tokens) is None:
+            less = [least]
+        if self.model.ranks is None:
+            less = [placement for placement in dict.fromkeys(less) if placement != self.placement]
+        return less
+
+    def _give_up(self, less: HeadPlacement, why: DeviceMemoryError, num_pages: int) -> None:
+        """Attend as `less` says until a generation needs fewer than `num_pages` of each head."""
+        wanted, failed = self._gave_up or (self.placement, num_pages)
+        self._keeps_placement = less == self._least_placement()
+        rest = (
+            "only dense layers stay there" if self._keeps_placement else "it has no codes of keys"
+        )
+        logger.warning("%s. While sequences need so much, %s", why, rest)
+        self.place(less)
+        self._gave_up = wanted, min(failed, num_pages)
 
     def _fails_anywhere(
         self, failure: DeviceMemoryError | None, seqs: Sequence[int], kv_lens: Sequence[int]

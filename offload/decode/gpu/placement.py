@@ -178,7 +178,7 @@ class HeadPlacement:
         """This placement, if it was made for `before`, for what that became in a calibration.
 
         As many heads are on the GPU: those that must be there now, those that were and may stay,
-        and of others the first layers' first.
+        and of others the first layers' first. As many have codes there, the first layers' first.
         """
         try:
             self.check_policy(before, num_qo_heads)
@@ -196,9 +196,15 @@ class HeadPlacement:
         places[tuple(coming.T)] = Place.GPU
         fetched = may_be_gathered(policy, roles, places)
         places[(places == Place.GATHER) & ~fetched] = Place.CPU
-        if (places == Place.CODES).any():
-            places[places == Place.CODES] = Place.CPU
-            places[has_codes(policy, roles) & (places == Place.CPU)] = Place.CODES
+        num_coded = int((self.places == Place.CODES).sum())
+        places[places == Place.CODES] = Place.CPU
+        coded = np.argwhere(has_codes(policy, roles) & (places == Place.CPU))[:num_coded]
+        places[tuple(coded.T)] = Place.CODES
+        return HeadPlacement(places, self.source)
+
+    def without_codes(self) -> HeadPlacement:
+        """The same, but that the CPU lists for itself."""
+        places = np.where(self.places == Place.CODES, Place.CPU, self.places).astype(np.uint8)
         return HeadPlacement(places, self.source)
 
     def text(self) -> str:

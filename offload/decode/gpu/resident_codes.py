@@ -32,6 +32,7 @@ from offload.models import ModelShape
 from offload.policies import Policy
 from offload.policies.base import DeviceCodes, State
 from offload.policies.sketch.codes import rotation
+from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
 
 # Of a sequence and a layer, which hold the codes of so many tokens.
@@ -231,6 +232,15 @@ class ResidentCodes:
         return self._pages[len(self.heads[layer_idx])]
 
     def _load_layer(self, slot: int, layer_idx: int, state: State, kv_len: int) -> None:
+        try:
+            self._copy_layer(slot, layer_idx, state, kv_len)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the GPU has no memory left to bring the codes of {kv_len:,} keys there; place "
+                "fewer heads there, lower the batch size or the context"
+            ) from error
+
+    def _copy_layer(self, slot: int, layer_idx: int, state: State, kv_len: int) -> None:
         places, num_heads = self._places[layer_idx], len(self.heads[layer_idx])
         means = torch.from_numpy(state["mean"][places])
         self.means[layer_idx][slot] = means.to(self._device)

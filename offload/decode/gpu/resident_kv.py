@@ -324,6 +324,7 @@ class ResidentKV:
         ]
         if idle:
             self._clear(min(idle, key=lambda i: self.slots[i].last_used))
+            self.trim()  # what is missing may be pages of another shape
         return bool(idle)
 
     def _holds_pages(self, index: int) -> bool:

@@ -131,9 +131,9 @@ def group_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> G
         return no_groups(context.keys.shape[0], context.keys.shape[2], shape)
     points, norms, furthest = chunk_means(context.pool, context.keys, shape.starts)
     if not shape.paper:
-        units, _ = spherical_kmeans(context.pool, points, shape.num_units, iterations)
-        found = [torch.from_numpy(x) for x in (points, norms, furthest, units)]
-        return chunks_of_units(context.keys, *found, num_units=shape.num_units)
+        units, coarse = spherical_kmeans(context.pool, points, shape.num_units, iterations)
+        found = (points, norms, furthest, units, coarse)
+        return chunks_of_units(context.keys, *map(torch.from_numpy, found))
     labels, fine = spherical_kmeans(context.pool, points, shape.num_groups, iterations)
     units, coarse = spherical_kmeans(context.pool, fine, shape.num_units, iterations)
 
@@ -148,35 +148,24 @@ def group_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> G
 
 
 def chunks_of_units(
-    keys: Tensor,
-    points: Tensor,
-    norms: Tensor,
-    furthest: Tensor,
-    units: Tensor,
-    *,
-    num_units: int,
+    keys: Tensor, points: Tensor, norms: Tensor, furthest: Tensor, units: Tensor, coarse: Tensor
 ) -> Groups:
-    """Every chunk a group. A unit is the mean of its chunks; its radius is the root of the mean
-    square of how far they are from there, and of their own.
+    """Every chunk a group.
 
     Args:
         keys: [heads, kv_len, head_dim].
         points, norms, furthest: of `chunk_means`.
         units: [heads, num_chunks], the unit of each chunk.
+        coarse: float32 [heads, num_units, head_dim].
     """
     units, order, position = _by_unit(units)
     in_order = order[..., None].expand_as(points)
     means = (points * norms[..., None]).gather(1, in_order)
     tokens = furthest.gather(1, order)[..., None].expand_as(points)
-    radii = (keys.gather(1, tokens).float() - means).norm(dim=-1)
-    in_unit = (units[..., None] == torch.arange(num_units, device=units.device)).float().mT
-    sizes = in_unit.sum(-1, keepdim=True).clamp_min(1)
-    centers = in_unit @ means / sizes
-    off = means - centers.gather(1, units[..., None].expand_as(means))
-    squares = (off * off).sum(-1, keepdim=True) + radii[..., None] ** 2
-    of_units = (in_unit @ squares / sizes).sqrt()[..., 0]
-    rows, scales = quantize_rows(torch.cat([centers, means], dim=1))
-    scales = torch.stack([scales, bfloat16_up(torch.cat([of_units, radii], dim=1))], dim=1)
+    rows, scales = quantize_rows(torch.cat([coarse, means], dim=1))
+    radii = bfloat16_up((keys.gather(1, tokens).float() - means).norm(dim=-1))
+    none = torch.zeros_like(scales[:, : coarse.shape[1]])
+    scales = torch.stack([scales, torch.cat([none, radii], dim=1)], dim=1)
     return Groups(rows, scales.to(torch.int16), position.int(), units.int())
 
 

@@ -31,8 +31,8 @@ def group_on_device(keys: Tensor, shape: IndexShape, iterations: int) -> Groups:
     """
     points, norms, furthest = chunk_means(keys, to_device(shape.starts, keys.device))
     if not shape.paper:
-        units, _ = spherical_kmeans(points, shape.num_units, iterations)
-        return chunks_of_units(keys, points, norms, furthest, units, num_units=shape.num_units)
+        units, coarse = spherical_kmeans(points, shape.num_units, iterations)
+        return chunks_of_units(keys, points, norms, furthest, units, coarse)
     labels, fine = spherical_kmeans(points, shape.num_groups, iterations)
     units, coarse = spherical_kmeans(fine, shape.num_units, iterations)
     return clusters_of_units(partial(covering_radii, points), labels, fine, units, coarse)

@@ -7,8 +7,8 @@ A *group* is what is ranked below a coarse unit: one chunk, or a cluster of them
              first, then the groups, those of a unit one after the other, then those that were
              grafted: mean keys of chunks, or centroids of clusters
     scales   uint16 [num_kv_heads, 2, num_units + capacity_groups]: bits of the rows' scales; and of
-             radii: how far from its mean a chunk's furthest key is (of a unit: `chunks_of_units`),
-             or those that cover the clusters
+             radii: how far from its mean a chunk's furthest key is, or those that cover clusters
+             (units of chunks have none)
     ranges   int32 [num_kv_heads, 2 num_units + 1]: first group of each unit, then the end; and
              the number of chunks below each unit
     blocks, offsets  int32 and uint8: where the layer's chunks start, shared by its heads (`chunks`)

@@ -24,6 +24,7 @@ from perf.tables.markdown import (
 COMMANDS = {
     "gpu-heads": "perf.bench_gpu --only heads",
     "gpu-codes": "perf.bench_codes",
+    "gpu-selectors-heads": "perf.bench_gpu --only decode,heads --name gpu-selectors",
     "gpu-retrieval": "perf.bench_heads",
     "gpu-gather": "perf.bench_gather",
     "gpu-hybrid": "perf.bench_hybrid",
@@ -54,7 +55,7 @@ def gpu_heads_table(result: dict[str, Any]) -> str:
         held = longest[of_name["name"]].get("memory", {}).get("kv_device")
         return "" if held is None else format_bytes(held)
 
-    budgets = ", ".join(f"`{name}` {tokens:,}" for name, tokens in settings["budgets"].items())
+    budgets = ", ".join(f"`{name}` {settings['budgets'][name]:,}" for name in settings["names"])
     title = (
         f"{settings['shape']} with random weights, {settings['dtype']}, batch 1: milliseconds per "
         f"token by who attends to which KV heads; budgets: {budgets} tokens. Gathered: of each "

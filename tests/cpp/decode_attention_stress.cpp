@@ -443,8 +443,8 @@ int main(int argc, char**) {
   for (const AttentionShape& shape : shapes) {
     stress(shape, rounds);
     check_failures(shape);
-    check_shared_codes(shape);
     check_null_work(shape);
   }
+  check_shared_codes(shapes[0]);
   std::puts("ok");
 }

@@ -127,6 +127,7 @@ def test_a_key_that_is_the_mean_has_no_scale(device: str) -> None:
     assert scales[12] == 0.0
 
 
+@pytest.mark.slow
 def test_steps_of_a_model(interpreter, tiny_folders, monkeypatch) -> None:
     """The kernels list and append in decode steps, over pages that were loaded and that grow."""
     options = {"budget_tokens": 24, "sink_tokens": 2, "recent_tokens": 8, "dense_layers": 2}

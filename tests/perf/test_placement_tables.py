@@ -157,7 +157,11 @@ def made_results() -> dict[str, Any]:
     }
     shared = {"shape": "llama-3.1-8b", "dtype": "bfloat16"}
     settings: dict[str, dict[str, Any]] = {
-        "gpu-heads": {"run": "1", "budgets": {"lychee_decode": 2048, "tidal_decode": 1024}},
+        "gpu-heads": {
+            "run": "1",
+            "names": ["lychee_decode", "tidal_decode"],
+            "budgets": {"lychee_decode": 2048, "tidal_decode": 1024},
+        },
         "gpu-hybrid": {"block_tokens": 64},
         "gpu-retrieval": {
             "budget_tokens": 2048,

@@ -91,6 +91,7 @@ def test_coprocessor_stays_in_bounds(address_folder):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_decode_attention_stays_in_bounds(address_folder):
     program = compile_program(
         address_folder,
@@ -131,6 +132,7 @@ def test_causal_attention_stays_in_bounds_and_agrees(address_folder):
     assert result.stdout == (f"{isa}: ok\n" if isa in native.available_isas() else "")
 
 
+@pytest.mark.slow
 def test_amx_agrees_on_modelled_tiles(address_folder):
     """No AMX needed; where the CPU has it, tests/cpu_ops runs the real instructions."""
     if "avx512_bf16" not in native.available_isas():

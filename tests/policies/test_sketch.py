@@ -161,7 +161,7 @@ def test_of_more_candidates_the_heaviest_are_kept(pool):
     assert selections[0] == selections[1]
 
 
-@pytest.mark.parametrize("name", ["sketch", "union"])
+@pytest.mark.parametrize("name", ["sketch", pytest.param("union", marks=pytest.mark.slow)])
 def test_workers_share_what_is_long(name, pool):
     """They score a head's codes together where there are many, with the same result."""
     options = OPTIONS | {"bits": 1, "candidate_ratio": 1.0}

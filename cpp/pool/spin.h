@@ -6,7 +6,8 @@
 
 namespace offload {
 
-inline constexpr int kPatience = 32;  // pauses, 1.5 us: how long a worker that joins is behind another
+inline constexpr int kPatience = 32;    // pauses, 1.5 us: how long a worker that joins is behind another
+inline constexpr int kYieldSpins = 64;  // pauses, 3 us, between two yields of one who waits
 
 inline void cpu_relax() {
 #if defined(__x86_64__)

@@ -49,7 +49,10 @@ void WorkerPool::run(const Job& job) {
   // Closing and then reading joined_ pairs with a worker's joining and then reading state_ (all sequentially
   // consistent): either the worker sees the job closed, or we see the worker and wait for it.
   state_.store(closed + 2);
-  while (joined_.load() != 0) cpu_relax();
+  for (int spins = 1; joined_.load() != 0; ++spins) {
+    cpu_relax();
+    if (spins % kYieldSpins == 0) std::this_thread::yield();  // it may have been put aside for us
+  }
 }
 
 void WorkerPool::keep_awake(bool on) {
@@ -99,13 +102,14 @@ void WorkerPool::worker_loop(int worker) {
     int64_t deadline = 0;
     for (int spins = 1; state % 2 == 0 || state == seen; ++spins) {
       cpu_relax();
-      if (spins % 64 == 0) {
+      if (spins % kYieldSpins == 0) {
         const int64_t now = now_ns();
         if (deadline == 0) deadline = now + spin_ns_;
-        if (now > deadline && kept_awake_.load(std::memory_order_relaxed) > 0) {
-          std::this_thread::yield();  // there may be fewer CPUs than threads
-        } else if (now > deadline) {
+        if (now > deadline && kept_awake_.load(std::memory_order_relaxed) == 0) {
           state_.wait(state);
+        } else {
+          // Whoever shares this CPU may have work that all wait for: it would have to sit out our spinning.
+          std::this_thread::yield();
         }
       }
       state = state_.load(std::memory_order_acquire);

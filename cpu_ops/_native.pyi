@@ -45,13 +45,14 @@ def rank_rows(
     head_dim: int,
     rows: int,
     scales: int,
-    radii: int,
-    radius_weight: float,
+    spreads: int,
+    spread_weight: float,
+    boxes: bool,
     ranges: int,
     num_ranges: int,
     ranks: int,
 ) -> None: ...
-def chunk_means(
+def chunk_boxes(
     pool: WorkerPool,
     isa: str,
     dtype: int,
@@ -61,9 +62,9 @@ def chunk_means(
     row_bytes: int,
     width: int,
     starts: _Int64s,
-    means: int,
-    norms: int,
-    spreads: int,
+    points: int,
+    centres: int,
+    widths: int,
 ) -> None: ...
 def spherical_kmeans(
     pool: WorkerPool,

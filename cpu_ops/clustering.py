@@ -15,20 +15,19 @@ Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
 
-def chunk_means(
+def chunk_boxes(
     pool: WorkerPool, keys: Tensor, starts: npt.NDArray[np.int64], *, isa: str | None = None
-) -> tuple[Float32Array, Float32Array, npt.NDArray[np.int64]]:
-    """What chunks of consecutive key rows are like.
+) -> tuple[Float32Array, Float32Array, Float32Array]:
+    """Where the rows of chunks of consecutive keys are.
 
     Args:
         keys: [num_kv_heads, kv_len, head_dim] on the CPU, unit stride in the last dimension.
         starts: int64 [num_chunks + 1], increasing: chunk i holds rows starts[i] to starts[i + 1].
 
     Returns:
-        For each head and chunk: the unit-length mean of its rows, float32
-        [num_kv_heads, num_chunks, head_dim], the norm of that mean before it was scaled, float32
-        [num_kv_heads, num_chunks], and which row is the furthest from it, the first of equals,
-        int64 [num_kv_heads, num_chunks].
+        float32 [num_kv_heads, num_chunks, head_dim], three times: the unit-length mean of a chunk's
+        rows; the middle between their mean and the centre of the box that they fill; half of the
+        widths of that box.
     """
     code = dtype_code(keys.dtype)
     if keys.dim() != 3 or keys.stride(2) != 1 or keys.device.type != "cpu":
@@ -40,10 +39,10 @@ def chunk_means(
     check_head_dim(head_dim)
     if len(starts) < 1 or starts[0] < 0 or starts[-1] > kv_len or bool((np.diff(starts) < 1).any()):
         raise ValueError(f"starts must increase within [0, {kv_len}]")
-    means = np.empty((num_heads, len(starts) - 1, head_dim), np.float32)
-    norms, furthest = (np.empty(means.shape[:2], dtype) for dtype in (np.float32, np.int64))
+    shape = (num_heads, len(starts) - 1, head_dim)
+    points, centres, widths = (np.empty(shape, np.float32) for _ in range(3))
     item = keys.element_size()
-    _native.chunk_means(
+    _native.chunk_boxes(
         pool.native,
         isa or isa_name(),
         code,
@@ -53,11 +52,11 @@ def chunk_means(
         keys.stride(1) * item,
         head_dim,
         np.ascontiguousarray(starts, np.int64),
-        means.ctypes.data,
-        norms.ctypes.data,
-        furthest.ctypes.data,
+        points.ctypes.data,
+        centres.ctypes.data,
+        widths.ctypes.data,
     )
-    return means, norms, furthest
+    return points, centres, widths
 
 
 def spherical_kmeans(
@@ -115,18 +114,23 @@ def rank_rows(
     query: Float32Array,
     rows: npt.NDArray[np.int8],
     scales: npt.NDArray[np.uint16],
-    radii: npt.NDArray[np.uint16] | None = None,
-    radius_weight: float = 0.0,
+    spreads: npt.NDArray[np.uint16] | None = None,
+    spread_weight: float = 0.0,
     *,
+    boxes: bool = False,
     ranges: Int32Array | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """Of each row the best query's rank: scale * query · row + radius_weight * |query| * radius.
+    """Of each row the best query's rank: scale * query · row + spread_weight * spread * |query|.
+
+    Of boxes it is scale * query · c + spread_weight * spread * sqrt(sum_d (query_d w_d)^2), where c
+    are the low halves of a row's bytes, -8 to 7, and w the high ones, 0 to 15.
 
     Args:
-        query: float32 [num_queries, head_dim], rounded to 1/32767 of the largest value of each.
+        query: float32 [num_queries, head_dim], rounded to 1/32767 of the largest value of each, and
+            their squares to 1/32767 of the largest square.
         rows: int8 [n, head_dim], C-contiguous.
-        scales, radii: bits of bfloat16 [n].
+        scales, spreads: bits of bfloat16 [n].
         ranges: int32 [num_ranges, 2], first row and end of those to rank; None: all.
 
     Returns:
@@ -134,7 +138,7 @@ def rank_rows(
         number.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes that do not fit, boxes without spreads.
     """
     check_head_dim(query.shape[1])
     if not 1 <= len(query) <= MAX_GROUP_SIZE:
@@ -145,19 +149,21 @@ def rank_rows(
             "expected float32 queries and int8 rows of their width, got"
             f" {query.dtype} {list(query.shape)} and {rows.dtype} {list(rows.shape)}"
         )
-    for name, x in (("scales", scales), ("radii", scales if radii is None else radii)):
+    for name, x in (("scales", scales), ("spreads", scales if spreads is None else spreads)):
         if x.dtype != np.uint16 or x.shape != (len(rows),):
             raise ValueError(
                 f"expected {name} as uint16 for each of {len(rows)} rows, got"
                 f" {x.dtype} {list(x.shape)}"
             )
+    if boxes and spreads is None:
+        raise ValueError("boxes need spreads, the scales of their widths")
     if ranges is None:
         ranges = np.array([[0, len(rows)]], np.int32)
     if (ranges < 0).any() or (ranges > len(rows)).any() or (ranges[:, 0] > ranges[:, 1]).any():
         raise ValueError(f"ranges must lie within [0, {len(rows)}], got {ranges.tolist()}")
     query, rows = np.ascontiguousarray(query), np.ascontiguousarray(rows)
     scales = np.ascontiguousarray(scales)
-    radii = None if radii is None else np.ascontiguousarray(radii)
+    spreads = None if spreads is None else np.ascontiguousarray(spreads)
     ranges = np.ascontiguousarray(ranges, np.int32)
     ranks = torch.empty(int((ranges[:, 1] - ranges[:, 0]).sum()), dtype=torch.float32)
     _native.rank_rows(
@@ -167,8 +173,9 @@ def rank_rows(
         query.shape[1],
         rows.ctypes.data,
         scales.ctypes.data,
-        0 if radii is None else radii.ctypes.data,
-        radius_weight,
+        0 if spreads is None else spreads.ctypes.data,
+        spread_weight,
+        boxes,
         ranges.ctypes.data,
         len(ranges),
         ranks.data_ptr(),

@@ -20,59 +20,54 @@ _FIXED_POINT = float(1 << 40)
 
 
 @jit_for_any("head_stride", "num_chunks")
-def chunk_means_kernel(
+def chunk_boxes_kernel(
     keys: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     starts: tl.tensor,
     points: tl.tensor,
-    norms: tl.tensor,
-    furthest: tl.tensor,
+    centres: tl.tensor,
+    widths: tl.tensor,
     num_chunks: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> None:
-    """One program per chunk and head; it reads the chunk twice, the second time from cache."""
+    """One program per chunk and head."""
     chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last = tl.load(starts + chunk), tl.load(starts + chunk + 1)
     d, t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
     inside = d < HEAD_DIM
     rows = keys + head * head_stride + d[None, :]
     total = tl.zeros([BLOCK_D], tl.float32)
+    low = tl.full([BLOCK_D], float("inf"), tl.float32)
+    high = tl.full([BLOCK_D], float("-inf"), tl.float32)
     for token in range(first, last, BLOCK_T):
-        mask = (token + t < last)[:, None] & inside[None, :]
-        x = tl.load(rows + (token + t)[:, None] * token_stride, mask=mask, other=0.0)
-        total += tl.sum(x.to(tl.float32), 0)
+        there = (token + t < last)[:, None]
+        at = rows + (token + t)[:, None] * token_stride
+        x = tl.load(at, mask=there & inside[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(x, 0)
+        low = tl.minimum(low, tl.min(tl.where(there, x, float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(there, x, float("-inf")), 0))
     mean = total / (last - first).to(tl.float32)
-    largest, at = tl.zeros([BLOCK_T], tl.float32), first + tl.zeros([BLOCK_T], tl.int64)
-    for token in range(first, last, BLOCK_T):
-        mask = (token + t < last)[:, None] & inside[None, :]
-        x = tl.load(rows + (token + t)[:, None] * token_stride, mask=mask, other=0.0)
-        off = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
-        distance = tl.sum(off * off, 1)
-        at = tl.where(distance > largest, token + t, at)
-        largest = tl.maximum(largest, distance)
     squares = tl.sum(mean * mean, 0)
-    norm = tl.sqrt(squares)
-    point = mean / tl.where(squares > 0, norm, 1.0)
-    out = head * num_chunks + chunk
-    tl.store(points + out * HEAD_DIM + d, point, mask=inside)
-    tl.store(norms + out, norm)
-    # The first of equals; a chunk that is not finite has some row of its own.
-    tl.store(furthest + out, tl.min(tl.where(largest == tl.max(largest, 0), at, last - 1), 0))
+    out = (head * num_chunks + chunk) * HEAD_DIM + d
+    tl.store(points + out, mean / tl.where(squares > 0, tl.sqrt(squares), 1.0), mask=inside)
+    tl.store(centres + out, 0.5 * mean + 0.25 * (low + high), mask=inside)
+    tl.store(widths + out, 0.5 * (high - low), mask=inside)
 
 
-def chunk_means(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit-length means, their norms before, and the rows that are the furthest from the mean.
+def chunk_boxes(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the rows of chunks of consecutive keys are.
 
     Args:
         keys: [num_kv_heads, kv_len, head_dim]; any strides but a unit stride in the last dimension.
         starts: int64 [num_chunks + 1], on the device: first token of each chunk, then the end.
 
     Returns:
-        float32 [num_kv_heads, num_chunks, head_dim], and [num_kv_heads, num_chunks] in float32 and
-        in int64: a token, the first of equals.
+        float32 [num_kv_heads, num_chunks, head_dim], three times: the unit-length mean of a chunk's
+        rows; the middle between their mean and the centre of the box that they fill; half of the
+        widths of that box.
     """
     check_dtype("keys", keys)
     num_heads, _, head_dim = keys.shape
@@ -81,43 +76,42 @@ def chunk_means(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if keys.stride(2) != 1:
         raise ValueError(f"rows of keys must be contiguous, got strides {keys.stride()}")
     if not runs_kernel(keys):
-        return chunk_means_reference(keys, starts)
+        return chunk_boxes_reference(keys, starts)
     points = keys.new_empty(num_heads, num_chunks, head_dim, dtype=torch.float32)
-    norms = points.new_empty(num_heads, num_chunks)
-    furthest = starts.new_zeros(num_heads, num_chunks)
-    chunk_means_kernel[(num_chunks, num_heads)](
+    centres, widths = torch.empty_like(points), torch.empty_like(points)
+    chunk_boxes_kernel[(num_chunks, num_heads)](
         keys,
         *keys.stride()[:2],
         starts,
         points,
-        norms,
-        furthest,
+        centres,
+        widths,
         num_chunks,
         head_dim,
         next_power_of_2(head_dim),
         16,
         num_warps=2,
     )
-    return points, norms, furthest
+    return points, centres, widths
 
 
-def chunk_means_reference(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`chunk_means` by torch."""
+def chunk_boxes_reference(keys: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`chunk_boxes` by torch."""
     first, last = int(starts[0]), int(starts[-1])
     lengths = starts.diff()
     chunk_of = torch.repeat_interleave(lengths)
     rows = keys[:, first:last].double()
     shape = (len(keys), len(lengths), keys.shape[2])
     means = rows.new_zeros(shape).index_add_(1, chunk_of, rows) / lengths[:, None]
-    squares = (rows - means[:, chunk_of]).square().sum(-1)
-    of_row = chunk_of.expand_as(squares)
-    largest = squares.new_zeros(shape[:2]).scatter_reduce_(1, of_row, squares, "amax")
-    tokens = torch.arange(first, last, device=keys.device).expand_as(squares)
-    tokens = torch.where(squares == largest.gather(1, of_row), tokens, last)
-    furthest = (starts[1:] - 1).repeat(len(keys), 1).scatter_reduce_(1, of_row, tokens, "amin")
-    norms = means.square().sum(-1).sqrt()
-    points = means / torch.where(norms > 0, norms, 1.0)[..., None]
-    return points.float(), norms.float(), furthest
+    of_row = chunk_of[None, :, None].expand_as(rows)
+    low, high = (
+        rows.new_empty(shape).scatter_reduce_(1, of_row, rows, extreme, include_self=False)
+        for extreme in ("amin", "amax")
+    )
+    norms = means.norm(dim=-1, keepdim=True)
+    points = means / torch.where(norms > 0, norms, 1.0)
+    boxes = means / 2 + (low + high) / 4, (high - low) / 2
+    return points.float(), boxes[0].float(), boxes[1].float()
 
 
 @jit_for_any("n", "num_clusters")

@@ -52,15 +52,16 @@ void score_rows(const PolicyContext* context, const float* query, const void* ro
 }
 
 void rank_rows(const PolicyContext* context, const float* query, int64_t num_queries, const int8_t* rows,
-               const Bf16* scales, const Bf16* radii, float radius_weight, const int32_t* ranges, int64_t num_ranges,
-               float* ranks) {
-  const int64_t of_scales = radii != nullptr ? 2 * sizeof(Bf16) : sizeof(Bf16);
+               const Bf16* scales, const Bf16* spreads, float spread_weight, int64_t boxes, const int32_t* ranges,
+               int64_t num_ranges, float* ranks) {
+  const int64_t of_scales = spreads != nullptr ? 2 * sizeof(Bf16) : sizeof(Bf16);
   const int64_t row_bytes = context->head_dim + of_scales;
   for (int64_t i = 0; i < num_ranges && context->profile != nullptr; ++i) {
     context->profile->bytes += (ranges[2 * i + 1] - ranges[2 * i]) * row_bytes;
   }
   kernels_of(context).rank_rows({query, static_cast<int>(num_queries), static_cast<int>(context->head_dim), rows,
-                                 scales, radii, radius_weight, ranges, static_cast<int>(num_ranges), ranks});
+                                 scales, spreads, spread_weight, boxes != 0, ranges, static_cast<int>(num_ranges),
+                                 ranks});
 }
 
 // The k tokens of [first, args.n) that score most; how many.

@@ -56,7 +56,7 @@ struct PolicyContext {
   void (*score_rows)(const PolicyContext*, const float* query, const void* rows, int64_t n, int64_t width,
                      float* scores);
   void (*rank_rows)(const PolicyContext*, const float* query, int64_t num_queries, const int8_t* rows,
-                    const Bf16* scales, const Bf16* radii, float radius_weight, const int32_t* ranges,
+                    const Bf16* scales, const Bf16* spreads, float spread_weight, int64_t boxes, const int32_t* ranges,
                     int64_t num_ranges, float* ranks);
   int64_t (*top_codes)(const PolicyContext*, const float* query, const float* offsets, const uint8_t* codes,
                        const float* scales, const float* levels, int64_t bits, int64_t k, int32_t* tokens);

@@ -29,9 +29,9 @@ PYBIND11_MODULE(_native, m) {
   });
   m.def("rank_rows",
         [](const std::string& isa, int64_t query, int num_queries, int head_dim, int64_t rows, int64_t scales,
-           int64_t radii, float radius_weight, int64_t ranges, int num_ranges, int64_t ranks) {
+           int64_t spreads, float spread_weight, bool boxes, int64_t ranges, int num_ranges, int64_t ranks) {
           kernels_for(isa).rank_rows({pointer<const float>(query), num_queries, head_dim, pointer<const int8_t>(rows),
-                                      pointer<const Bf16>(scales), pointer<const Bf16>(radii), radius_weight,
+                                      pointer<const Bf16>(scales), pointer<const Bf16>(spreads), spread_weight, boxes,
                                       pointer<const int32_t>(ranges), num_ranges, pointer<float>(ranks)});
         });
   m.attr("CODE_BLOCK") = kCodeBlock;
@@ -42,13 +42,13 @@ PYBIND11_MODULE(_native, m) {
                                   pointer<const float>(scales), n, pointer<float>(scores)});
   });
   m.def(
-      "chunk_means",
+      "chunk_boxes",
       [](WorkerPool& pool, const std::string& isa, int dtype, int64_t keys, int64_t num_heads, int64_t head_bytes,
-         int64_t row_bytes, int64_t width, const Int64s& starts, int64_t means, int64_t norms, int64_t furthest) {
-        chunk_means(kernels_for(isa), pool,
+         int64_t row_bytes, int64_t width, const Int64s& starts, int64_t points, int64_t centres, int64_t widths) {
+        chunk_boxes(kernels_for(isa), pool,
                     {pointer<const void>(keys), static_cast<DType>(dtype), num_heads, head_bytes, row_bytes, width,
-                     starts.data(), starts.size() - 1, pointer<float>(means), pointer<float>(norms),
-                     pointer<int64_t>(furthest)});
+                     starts.data(), starts.size() - 1, pointer<float>(points), pointer<float>(centres),
+                     pointer<float>(widths)});
       },
       WithoutGil());
   m.def(

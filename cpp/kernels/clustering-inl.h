@@ -1,17 +1,5 @@
-// What an index of clustered keys is made of: sums of key rows, and the nearest centroids of many points. Included
+// What an index of clustered keys is made of: the nearest centroids of many points. Included
 // inside a per-ISA namespace after attention-inl.h.
-
-// out[d] = Σ_i row i [d], rows row_bytes apart
-template <class T>
-static void sum_rows(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t width, float* out) {
-  for (int64_t d = 0; d < width; d += W) {
-    F sum = f_zero();
-    for (int64_t i = 0; i < num_rows; ++i) {
-      sum = f_add(sum, f_load_as(reinterpret_cast<const T*>(static_cast<const char*>(rows) + i * row_bytes) + d));
-    }
-    f_store(out + d, sum);
-  }
-}
 
 // The register tile: kTilePoints points times kTileVectors vectors of centroids, one float of each point at a time.
 inline constexpr int kTilePoints = 6;

@@ -217,7 +217,6 @@ static void fill_dtype(KernelTable* table, DType dtype) {
   table->silu_mul[i] = silu_mul<T>;
   table->add_residual[i] = add_residual<T>;
   table->rope_head[i] = rope_head<T>;
-  table->sum_rows[i] = sum_rows<T>;
 }
 
 static inline KernelTable make_table(const char* name) {

@@ -160,17 +160,21 @@ struct CodeArgs {
   float* scores;
 };
 
-// The rank of row i is the largest scales[i] * <query[g], rows[i]> + radius_weight * |query[g]| * radii[i] of all g;
-// -inf where none is a number. Queries are rounded to 1/32767 of their largest value; where one is not finite all ranks
-// are NaN.
+// The rank of row i is the largest scales[i] * <query[g], rows[i]> + spread_weight * spreads[i] * |query[g]| of all g.
+// Of boxes it is the largest scales[i] * <query[g], c> + spread_weight * spreads[i] * sqrt(sum_d (query[g][d] w[d])^2),
+// where c are the low halves of a row's bytes, -8 to 7, and w the high ones, 0 to 15: <query, x> of the x farthest
+// along in an ellipsoid around c whose half-axes are spread_weight w. -inf where none is a number. Queries are rounded
+// to 1/32767 of their largest value, and their squares of the largest square; where one is not finite all ranks are
+// NaN.
 struct RankArgs {
   const float* query;  // [num_queries, head_dim]
   int num_queries;     // at most kMaxGroupSize
   int head_dim;
-  const int8_t* rows;  // [num_rows, head_dim]
-  const Bf16* scales;  // [num_rows]
-  const Bf16* radii;   // [num_rows], or null: none
-  float radius_weight;
+  const int8_t* rows;   // [num_rows, head_dim]
+  const Bf16* scales;   // [num_rows]
+  const Bf16* spreads;  // [num_rows], or null: none
+  float spread_weight;
+  bool boxes;             // needs spreads
   const int32_t* ranges;  // [num_ranges, 2]: first row and end of those to rank
   int num_ranges;
   float* ranks;  // of the rows of all ranges, one after the other
@@ -217,8 +221,6 @@ struct KernelTable {
   // For indexes of clustered keys (ranking-inl.h, clustering-inl.h).
   void (*rank_rows)(const RankArgs&);
   void (*score_codes)(const CodeArgs&);
-  // out[d] = Σ_i rows[i][d]; width a multiple of kHeadDimMultiple
-  void (*sum_rows[kNumDTypes])(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t width, float* out);
   // The centroid of largest dot product of each point, the first of equals; centroids packed by pack_centroids into
   // whole blocks of `centroid_block`.
   int64_t centroid_block;

@@ -1,5 +1,6 @@
-// Ranks of int8 key rows for the best of several queries, as an index of chunks asks for them
-// (offload/policies/lychee_cluster). Included inside a per-ISA namespace after vector_math-inl.h.
+// Ranks of rows of bytes for the best of several queries, as an index of chunks asks for them
+// (offload/policies/lychee_cluster): of key rows, and of boxes around the keys of a chunk. Included inside a per-ISA
+// namespace after vector_math-inl.h.
 
 // What of a row is multiplied at once: pairs of neighbouring products go to one lane.
 inline constexpr int kDotWidth = W == 1 ? 1 : 2 * W;
@@ -33,18 +34,43 @@ static float round_query(const float* query, int head_dim, int16_t* rounded, flo
   return limit / 32767.0f;
 }
 
-// sums[g * kRankTile + r] = <query[g], row r>: sums of whole numbers. The rows are rounded to 8 bits already, and the
-// query's 16 take a quarter of the time that floats do. Up to kDotWidth - 1 numbers beyond the last row are read.
+// The squares of a query's numbers in whole steps of 1/32767 of the largest; the root of that step.
+static float round_squares(const float* query, int head_dim, int16_t* rounded) {
+  float limit = 0.0f;
+  for (int d = 0; d < head_dim; ++d) limit = std::max(limit, std::fabs(query[d]));
+  std::memset(rounded, 0, kMaxHeadDim * sizeof(int16_t));
+  if (!(limit >= 1e-30f)) return 0.0f;
+  for (int d = 0; d < head_dim; ++d) {
+    const float x = query[d] / limit;
+    rounded[d] = static_cast<int16_t>(x * x * 32767.0f + 0.5f);
+  }
+  return limit / std::sqrt(32767.0f);
+}
+
+// What of a row's bytes is multiplied: whole numbers; those of the low half, -8 to 7; the squares of the high half's, 0
+// to 225, of which 256 times 32767 fit an int32.
+enum class Part { whole, low, high_squared };
+
+template <Part P>
+static inline auto load_part(const int8_t* bytes) {
+  const auto row = i_load_pairs(bytes);
+  if constexpr (P == Part::low) return i_low_nibbles(row);
+  if constexpr (P == Part::high_squared) return i_high_squares(row);
+  if constexpr (P == Part::whole) return row;
+}
+
+// sums[g * kRankTile + r] = <query[g], row r>: sums of whole numbers. The rows are rounded already, and the query's 16
+// bits take a quarter of the time that floats do. Up to kDotWidth - 1 numbers beyond the last row are read.
 // D: head_dim, where the loop over it is to be unrolled, or 0.
-template <int G, int R, int D>
-static inline void dot_int8(const int16_t (*query)[kMaxHeadDim], int head_dim, const int8_t* rows, float* sums) {
+template <Part P, int G, int R, int D>
+static inline void dot_bytes(const int16_t (*query)[kMaxHeadDim], int head_dim, const int8_t* rows, float* sums) {
   if (D > 0) head_dim = D;
   I products[G * R];
   for (int i = 0; i < G * R; ++i) products[i] = i_zero();
 #pragma GCC unroll 8
   for (int d = 0; d < head_dim; d += kDotWidth) {
     for (int r = 0; r < R; ++r) {
-      const auto row = i_load_pairs(rows + r * head_dim + d);
+      const auto row = load_part<P>(rows + r * head_dim + d);
       for (int g = 0; g < G; ++g) products[g * R + r] = i_add_products(products[g * R + r], row, query[g] + d);
     }
   }
@@ -54,75 +80,87 @@ static inline void dot_int8(const int16_t (*query)[kMaxHeadDim], int head_dim, c
 }
 
 // `ahead`: rows that will be asked for next, which these may not be followed by in memory.
-template <int G, int D>
+template <Part P, int G, int D>
 static void dot_rows_of(const int16_t (*query)[kMaxHeadDim], int head_dim, const int8_t* rows, int n,
                         const int8_t* ahead, float* sums) {
   const int whole = head_dim % kDotWidth == 0 ? n : n - 1;
   int r = 0;
   for (; r + kRowTile <= whole; r += kRowTile) {
     for (int i = 0; i < kRowTile * head_dim; i += 64) prefetch_l1(ahead + r * head_dim + i);
-    dot_int8<G, kRowTile, D>(query, head_dim, rows + r * head_dim, sums + r);
+    dot_bytes<P, G, kRowTile, D>(query, head_dim, rows + r * head_dim, sums + r);
   }
-  for (; r < whole; ++r) dot_int8<G, 1, 0>(query, head_dim, rows + r * head_dim, sums + r);
+  for (; r < whole; ++r) dot_bytes<P, G, 1, 0>(query, head_dim, rows + r * head_dim, sums + r);
   if (r < n) {
     int8_t last[kMaxHeadDim + kDotWidth] = {};
     std::memcpy(last, rows + r * head_dim, static_cast<size_t>(head_dim));
-    dot_int8<G, 1, 0>(query, head_dim, last, sums + r);
+    dot_bytes<P, G, 1, 0>(query, head_dim, last, sums + r);
   }
 }
 
-template <int G>
-static void dot_int8_rows(const int16_t (*query)[kMaxHeadDim], int head_dim, const int8_t* rows, int n,
-                          const int8_t* ahead, float* sums) {
-  if (head_dim == 128) return dot_rows_of<G, 128>(query, head_dim, rows, n, ahead, sums);
-  if (head_dim == 64) return dot_rows_of<G, 64>(query, head_dim, rows, n, ahead, sums);
-  dot_rows_of<G, 0>(query, head_dim, rows, n, ahead, sums);
+template <Part P, int G>
+static void dot_rows(const int16_t (*query)[kMaxHeadDim], int head_dim, const int8_t* rows, int n, const int8_t* ahead,
+                     float* sums) {
+  if (head_dim == 128) return dot_rows_of<P, G, 128>(query, head_dim, rows, n, ahead, sums);
+  if (head_dim == 64) return dot_rows_of<P, G, 64>(query, head_dim, rows, n, ahead, sums);
+  dot_rows_of<P, G, 0>(query, head_dim, rows, n, ahead, sums);
 }
 
-static void dot_int8_rows(const int16_t (*query)[kMaxHeadDim], int num_queries, int head_dim, const int8_t* rows, int n,
-                          const int8_t* ahead, float* sums) {
-  if (num_queries == 4) dot_int8_rows<4>(query, head_dim, rows, n, ahead, sums);
-  if (num_queries == 3) dot_int8_rows<3>(query, head_dim, rows, n, ahead, sums);
-  if (num_queries == 2) dot_int8_rows<2>(query, head_dim, rows, n, ahead, sums);
-  if (num_queries == 1) dot_int8_rows<1>(query, head_dim, rows, n, ahead, sums);
+template <Part P>
+static void dot_rows(const int16_t (*query)[kMaxHeadDim], int num_queries, int head_dim, const int8_t* rows, int n,
+                     const int8_t* ahead, float* sums) {
+  if (num_queries == 4) dot_rows<P, 4>(query, head_dim, rows, n, ahead, sums);
+  if (num_queries == 3) dot_rows<P, 3>(query, head_dim, rows, n, ahead, sums);
+  if (num_queries == 2) dot_rows<P, 2>(query, head_dim, rows, n, ahead, sums);
+  if (num_queries == 1) dot_rows<P, 1>(query, head_dim, rows, n, ahead, sums);
 }
 
 static void rank_rows(const RankArgs& args) {
-  alignas(64) int16_t rounded[kMaxGroupSize][kMaxHeadDim];
+  alignas(64) int16_t rounded[kMaxGroupSize][kMaxHeadDim], squares[kMaxGroupSize][kMaxHeadDim];
   float steps[kMaxGroupSize], reaches[kMaxGroupSize];
   float check = 0.0f;
   for (int g = 0; g < args.num_queries; ++g) {
-    steps[g] = round_query(args.query + g * args.head_dim, args.head_dim, rounded[g], reaches + g);
-    reaches[g] = args.radii != nullptr ? args.radius_weight * reaches[g] : 0.0f;
+    const float* query = args.query + g * args.head_dim;
+    steps[g] = round_query(query, args.head_dim, rounded[g], reaches + g);
+    if (args.boxes) reaches[g] = round_squares(query, args.head_dim, squares[g]);
+    reaches[g] = args.spreads != nullptr ? args.spread_weight * reaches[g] : 0.0f;
     check += steps[g];
   }
   float* ranks = args.ranks;
-  alignas(64) float sums[kRankHeads * kRankTile] = {};
-  alignas(64) float scales[kRankTile] = {}, radii[kRankTile] = {};
+  alignas(64) float sums[kRankHeads * kRankTile] = {}, widths[kRankHeads * kRankTile];
+  for (float& width : widths) width = 1.0f;
+  alignas(64) float scales[kRankTile] = {}, spreads[kRankTile] = {};
   for (int range = 0; range < args.num_ranges; ++range) {
     const int64_t end = args.ranges[2 * range + 1];
     for (int64_t first = args.ranges[2 * range]; first < end; first += kRankTile) {
       const int n = static_cast<int>(end - first < kRankTile ? end - first : kRankTile);
       const bool goes_on = first + n < end;
       const int64_t next = goes_on || range + 1 == args.num_ranges ? first + n : args.ranges[2 * range + 2];
-      const int64_t at = first * args.head_dim, ahead = next * args.head_dim;
+      const int8_t* rows = args.rows + first * args.head_dim;
+      const int8_t* ahead = args.rows + next * args.head_dim;
       for (int i = 0; i <= kRankTile; i += kScalesOfLine) {
         prefetch_l1(args.scales + next + i);
-        if (args.radii != nullptr) prefetch_l1(args.radii + next + i);
+        if (args.spreads != nullptr) prefetch_l1(args.spreads + next + i);
       }
       for (int i = 0; i < n; ++i) scales[i] = to_float(args.scales[first + i]);
-      if (args.radii != nullptr) {
-        for (int i = 0; i < n; ++i) radii[i] = to_float(args.radii[first + i]);
+      if (args.spreads != nullptr) {
+        for (int i = 0; i < n; ++i) spreads[i] = to_float(args.spreads[first + i]);
       }
       alignas(64) float best[kRankTile];
       for (int i = 0; i < kRankTile; ++i) best[i] = check == check ? -INFINITY : NAN;
       for (int g = 0; g < args.num_queries && check == check; g += kRankHeads) {
         const int heads = args.num_queries - g < kRankHeads ? args.num_queries - g : kRankHeads;
-        dot_int8_rows(rounded + g, heads, args.head_dim, args.rows + at, n, args.rows + ahead, sums);
+        if (args.boxes) {
+          dot_rows<Part::low>(rounded + g, heads, args.head_dim, rows, n, ahead, sums);
+          dot_rows<Part::high_squared>(squares + g, heads, args.head_dim, rows, n, rows, widths);
+          for (int i = 0; i < heads * kRankTile; i += W) f_store(widths + i, f_sqrt(f_load(widths + i)));
+        } else {
+          dot_rows<Part::whole>(rounded + g, heads, args.head_dim, rows, n, ahead, sums);
+        }
         for (int h = 0; h < heads; ++h) {
           const float step = steps[g + h], reach = reaches[g + h];
           for (int i = 0; i < kRankTile; ++i) {
-            const float rank = step * scales[i] * sums[h * kRankTile + i] + reach * radii[i];
+            const int at = h * kRankTile + i;
+            const float rank = step * scales[i] * sums[at] + reach * spreads[i] * widths[at];
             best[i] = rank > best[i] ? rank : best[i];  // what is no number ranks last
           }
         }

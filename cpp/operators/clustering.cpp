@@ -71,35 +71,34 @@ void update(const KMeansArgs& args, Head& head) {
 
 }  // namespace
 
-void chunk_means(const KernelTable& kernels, WorkerPool& pool, const ChunkMeanArgs& args) {
+void chunk_boxes(const KernelTable& kernels, WorkerPool& pool, const ChunkBoxArgs& args) {
   const int64_t tiles = (args.num_chunks + kChunkTile - 1) / kChunkTile;
-  const auto sum_rows = kernels.sum_rows[static_cast<int>(args.dtype)];
+  const auto to_float = kernels.to_float[static_cast<int>(args.dtype)];
   pool.parallel_for(args.num_heads * tiles, [&](int64_t task, int) {
     const int64_t head = task / tiles;
     const int64_t first = task % tiles * kChunkTile;
     const char* keys = static_cast<const char*>(args.keys) + head * args.head_bytes;
     for (int64_t i = first; i < std::min(first + kChunkTile, args.num_chunks); ++i) {
-      const int64_t at = head * args.num_chunks + i;
-      float* mean = args.means + at * args.width;
-      const int64_t begin = args.starts[i];
-      const int64_t n = args.starts[i + 1] - begin;
-      const char* rows = keys + begin * args.row_bytes;
-      sum_rows(rows, n, args.row_bytes, args.width, mean);
-      double squares = 0.0;
+      const int64_t at = (head * args.num_chunks + i) * args.width;
+      const int64_t n = args.starts[i + 1] - args.starts[i];
+      const char* rows = keys + args.starts[i] * args.row_bytes;
+      float row[kMaxHeadDim], low[kMaxHeadDim], high[kMaxHeadDim];
+      float* mean = args.points + at;
+      to_float(rows, args.width, mean);
+      std::copy(mean, mean + args.width, low);
+      std::copy(mean, mean + args.width, high);
+      for (int64_t r = 1; r < n; ++r) {
+        to_float(rows + r * args.row_bytes, args.width, row);
+        for (int64_t d = 0; d < args.width; ++d) {
+          mean[d] += row[d];
+          low[d] = std::min(low[d], row[d]);
+          high[d] = std::max(high[d], row[d]);
+        }
+      }
       for (int64_t d = 0; d < args.width; ++d) {
         mean[d] /= static_cast<float>(n);
-        squares += double{mean[d]} * mean[d];
-      }
-      args.norms[at] = static_cast<float>(std::sqrt(squares));
-      float furthest = 0.0f;
-      args.furthest[at] = begin;
-      float row[kMaxHeadDim];
-      for (int64_t r = 0; r < n; ++r) {
-        kernels.to_float[static_cast<int>(args.dtype)](rows + r * args.row_bytes, args.width, row);
-        float distance = 0.0f;
-        for (int64_t d = 0; d < args.width; ++d) distance += (row[d] - mean[d]) * (row[d] - mean[d]);
-        if (distance > furthest) args.furthest[at] = begin + r;
-        furthest = std::max(furthest, distance);
+        args.centres[at + d] = 0.5f * mean[d] + 0.25f * (low[d] + high[d]);
+        args.widths[at + d] = 0.5f * (high[d] - low[d]);
       }
       normalize(mean, args.width);
     }

@@ -8,9 +8,9 @@
 
 namespace offload {
 
-// The normalised mean of each chunk's rows, its length before that, and which row is the furthest from it, the first of
-// equals. Chunk i holds rows [starts[i], starts[i + 1]) of a head; a mean of zero stays zero.
-struct ChunkMeanArgs {
+// Of each chunk's rows the normalised mean, the middle between their mean and the centre of the box that they fill, and
+// half of that box's widths. Chunk i holds rows [starts[i], starts[i + 1]) of a head; a mean of zero stays zero.
+struct ChunkBoxArgs {
   const void* keys;
   DType dtype;
   int64_t num_heads;
@@ -19,11 +19,11 @@ struct ChunkMeanArgs {
   int64_t width;
   const int64_t* starts;  // [num_chunks + 1]
   int64_t num_chunks;
-  float* means;       // out [num_heads, num_chunks, width]
-  float* norms;       // out [num_heads, num_chunks]
-  int64_t* furthest;  // out [num_heads, num_chunks]
+  float* points;   // out [num_heads, num_chunks, width]: normalised means
+  float* centres;  // out, as points
+  float* widths;   // out, as points: halves
 };
-void chunk_means(const KernelTable& kernels, WorkerPool& pool, const ChunkMeanArgs& args);
+void chunk_boxes(const KernelTable& kernels, WorkerPool& pool, const ChunkBoxArgs& args);
 
 // Deterministic: starts from points at equal distances, and does not depend on the number of threads. A cluster that
 // loses all its points gets the point that fits its own cluster worst, so that none is empty.

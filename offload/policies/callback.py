@@ -261,15 +261,16 @@ def score_rows(
 
 @numba.njit(inline="always")
 def rank_rows(pointer: Any, function: Any, arguments: Any) -> None:
-    """rank_rows(pointer, ctx.rank_rows, (query, num_queries, rows, scales, radii, radius_weight,
-    ranges, num_ranges, ranks)): of each row in some ranges the largest
-    scale * query · row + radius_weight * |query| * radius of all queries.
+    """rank_rows(pointer, ctx.rank_rows, (query, num_queries, rows, scales, spreads,
+    spread_weight, boxes, ranges, num_ranges, ranks)): of each row in some ranges the largest
+    scale * query · row + spread_weight * spread * |query| of all queries; of boxes, where that is
+    not 0, as `cpu_ops.clustering.rank_rows` says.
 
     Addresses: `query` of float32 [num_queries, head_dim], `rows` of int8 [num_rows, head_dim],
-    `scales` of bfloat16 [num_rows], `radii` the same or 0 (none), `ranges` of int32
+    `scales` of bfloat16 [num_rows], `spreads` the same or 0 (none), `ranges` of int32
     [num_ranges, 2] (first row and end), `ranks` of float32, for one range after the other.
-    radius_weight is a float. Queries are rounded to 1/32767 of their largest value; where one is
-    not finite all ranks are NaN, and a row that gives no number ranks -inf.
+    spread_weight is a float, boxes an int64. Queries are rounded to 1/32767 of their largest value;
+    where one is not finite all ranks are NaN, and a row that gives no number ranks -inf.
     """
     _run(pointer, function, arguments)
 

@@ -65,14 +65,17 @@ class LycheeIndex:
         bits = self.arrays["scales"][:, kind, :num_rows].astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64)
 
-    def steps(self) -> np.ndarray:
-        """What rows count in: [heads, num_units + num_groups]."""
-        return self._scales(0)
-
     def rows(self) -> np.ndarray:
         """Dequantised rows [heads, num_units + num_groups, head_dim]."""
         steps = self._scales(0)
         return self.arrays["rows"][:, : steps.shape[1]] * steps[..., None]
+
+    def boxes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Centres and half-widths: [heads, num_units + num_groups, head_dim]."""
+        packed = self.arrays["rows"][:, : self.num_units + self.num_groups].view(np.uint8)
+        packed = packed.astype(np.int16)
+        steps, of_widths = (self._scales(kind)[..., None] for kind in range(2))
+        return ((packed & 15 ^ 8) - 8) * steps, (packed >> 4) * of_widths
 
     def radii(self) -> np.ndarray:
         """Radii of units and groups."""
@@ -184,18 +187,17 @@ def check_index(stream: Stream) -> None:
 
 
 def _check_rows(stream: Stream, head: int, members: list[list[int]]) -> None:
-    """Every group is one chunk, of this mean key and this distance of the furthest one."""
+    """Every group is one chunk, of this box."""
     index, keys = stream.index, stream.keys()[head]
-    rows, radii, steps = (
-        x[head, index.num_units :] for x in (index.rows(), index.radii(), index.steps())
-    )
+    centres, widths = (x[head, index.num_units :] for x in index.boxes())
     assert all(len(chunks) == 1 for chunks in members)
     starts = index.starts()
     for group, (chunk,) in enumerate(members):
         tokens = keys[starts[chunk] : starts[chunk + 1]]
-        away = tokens - tokens.mean(axis=0)
-        assert np.abs(rows[group] - tokens.mean(axis=0)).max() < 0.51 * steps[group]
-        assert 1 - 1e-4 < radii[group] / np.linalg.norm(away, axis=1).max() < 1.01
+        low, high = tokens.min(axis=0), tokens.max(axis=0)
+        centre, width = (tokens.mean(axis=0) + (low + high) / 2) / 2, (high - low) / 2
+        assert np.abs(centres[group] - centre).max() < 0.51 * 1.01 / 7 * np.abs(centre).max()
+        assert np.abs(widths[group] - width).max() < 0.51 * 1.01 / 15 * width.max()
 
 
 def _check_bounds(stream: Stream, head: int, members: list[list[int]]) -> None:

@@ -352,31 +352,18 @@ void check_reads(const KernelTable& table) {
         "%s", table.name);
 }
 
-template <class T>
-void check_sum_rows(const KernelTable& table, int64_t width, int64_t num_rows) {
-  constexpr int type = static_cast<int>(kTypeOf<T>);
-  Exact<T> rows(num_rows * width, 1);
-  rows.fill(random_value<T>);
-  Exact<float> actual(width, 1), expected(width);
-  const auto row_bytes = width * static_cast<int64_t>(sizeof(T));
-  table.sum_rows[type](rows.data(), num_rows, row_bytes, width, actual.data());
-  scalar_table()->sum_rows[type](rows.data(), num_rows, row_bytes, width, expected.data());
-  CHECK(relative_error(actual, expected) < 1e-6, "%s, dtype %d, width %lld", table.name, type,
-        static_cast<long long>(width));
-}
-
-void check_ranks(const KernelTable& table, int group, int head_dim, int64_t n) {
+void check_ranks(const KernelTable& table, int group, int head_dim, int64_t n, bool boxes) {
   Exact<float> query(group * head_dim, 1), actual(n + 1), expected(n + 1);
   query.fill(normal);
   Exact<int8_t> rows(n * head_dim, 1);
   rows.fill([] { return static_cast<int8_t>(uniform(-127, 127)); });
-  Exact<Bf16> scales(n, 1), radii(n, 1);
-  for (Exact<Bf16>* given : {&scales, &radii}) given->fill([] { return from_float<Bf16>(normal()); });
+  Exact<Bf16> scales(n, 1), spreads(n, 1);
+  for (Exact<Bf16>* given : {&scales, &spreads}) given->fill([] { return from_float<Bf16>(normal()); });
   const auto end = static_cast<int32_t>(n);
   const int32_t ranges[] = {end / 2, end, 0, end / 2, end - 1, end};  // the last row twice
   const auto run = [&](const KernelTable& kernels, Exact<float>& ranks) {
-    kernels.rank_rows(
-        {query.data(), group, head_dim, rows.data(), scales.data(), radii.data(), 0.4f, ranges, 3, ranks.data()});
+    kernels.rank_rows({query.data(), group, head_dim, rows.data(), scales.data(), spreads.data(), 0.4f, boxes, ranges,
+                       3, ranks.data()});
   };
   run(table, actual);
   run(*scalar_table(), expected);
@@ -449,7 +436,6 @@ void check_dtype(const KernelTable& table) {
       check_linear<T>(table, rows, width, 1 + uniform(0, 12));
   }
   for (const int64_t n : {1, 7, 8, 15, 16, 17, 31, 32, 48, 64, 80, 100, 256, 300}) check_elementwise<T>(table, n);
-  for (const int64_t width : {16, 48, 64, 128}) check_sum_rows<T>(table, width, uniform(1, 16));
 }
 
 void check_isa(const KernelTable& table) {
@@ -461,10 +447,12 @@ void check_isa(const KernelTable& table) {
   for (const int64_t n : {1, 7, 8, 15, 16, 17, 63, 64, 65, 100, 16385, 20000}) check_selection(table, n);
   check_reads(table);
   for (const int head_dim : {16, 48, 64, 128}) {
-    for (const int64_t n : {1, 3, 4, 5, 33, 150}) check_ranks(table, static_cast<int>(uniform(1, 8)), head_dim, n);
+    for (const int64_t n : {1, 3, 4, 5, 33, 150}) {
+      for (const bool boxes : {false, true}) check_ranks(table, static_cast<int>(uniform(1, 8)), head_dim, n, boxes);
+    }
     for (const int64_t n : {1, 63, 64, 65, 200}) check_codes(table, static_cast<int>(uniform(1, 9)), head_dim, 1, n);
     check_codes(table, kMaxGroupSize, 2 * head_dim, 2, 100);
-    check_ranks(table, kMaxGroupSize, 2 * head_dim, 65);
+    for (const bool boxes : {false, true}) check_ranks(table, kMaxGroupSize, 2 * head_dim, 65, boxes);
   }
   for (const int64_t n : {1, 5, 6, 7, 100}) {
     for (const int64_t k : {1, 3, 4, 15, 16, 17, 63, 64, 65, 130}) check_nearest(table, n, k, uniform(1, 3) * 16);

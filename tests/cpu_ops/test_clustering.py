@@ -10,7 +10,7 @@ from cases.attention_cases import relative_error
 from cases.seeded import new_rng
 
 from cpu_ops import native
-from cpu_ops.clustering import chunk_means, rank_rows, spherical_kmeans
+from cpu_ops.clustering import chunk_boxes, rank_rows, spherical_kmeans
 from cpu_ops.worker_pool import WorkerPool
 
 ISAS = native.available_isas()
@@ -36,41 +36,64 @@ def bfloat16_bits(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 128, 256])
 @pytest.mark.parametrize("num_queries", [1, 2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("radius_weight", [0.0, 0.4])
-def test_rank_rows(isa, head_dim, num_queries, radius_weight):
+@pytest.mark.parametrize("spread_weight", [0.0, 0.4])
+def test_rank_rows(isa, head_dim, num_queries, spread_weight):
     rng = new_rng()
     query = rng.standard_normal((num_queries, head_dim), dtype=np.float32)
     # Queries count in steps of 1/32767 of their largest value.
     largest = np.abs(query).max(axis=1, keepdims=True)
     wide = np.rint(query * (np.float32(32767) / largest)) * (largest.astype(np.float64) / 32767)
-    reach = radius_weight * np.linalg.norm(wide, axis=1)
+    reach = spread_weight * np.linalg.norm(wide, axis=1)
     for n in (1, 3, 4, 5, 19, 63, 64, 65, 131):
         rows = rng.integers(-127, 128, (n, head_dim), dtype=np.int8)
         bits = bfloat16_bits(rng.random((2, n), dtype=np.float32))
-        scales, radii = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        given = (bits[1], radius_weight) if radius_weight else ()
+        scales, spreads = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        given = (bits[1], spread_weight) if spread_weight else ()
         ranks = rank_rows(query, rows, bits[0], *given, isa=isa).numpy()
-        expected = (wide @ rows.T.astype(np.float64)) * scales + reach[:, None] * radii
+        of_spreads = reach[:, None] * spreads
+        expected = (wide @ rows.T.astype(np.float64)) * scales + of_spreads
         # Sums may cancel.
-        limit = (np.abs(wide) @ np.abs(rows.astype(np.float64)).T) * scales + reach[:, None] * radii
+        limit = (np.abs(wide) @ np.abs(rows.astype(np.float64)).T) * scales + of_spreads
         assert (np.abs(ranks - expected.max(axis=0)) <= 1e-6 * limit.max(axis=0)).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 128, 256])
+@pytest.mark.parametrize("num_queries", [1, 3, 4, 8])
+def test_rank_boxes(isa, head_dim, num_queries):
+    """Also of the widest boxes there are, whose sums are the largest."""
+    rng = new_rng()
+    query = rng.standard_normal((num_queries, head_dim), dtype=np.float32)
+    query[0] = 1
+    for n in (1, 4, 5, 64, 65, 131):
+        low, high = rng.integers(-7, 8, (n, head_dim)), rng.integers(0, 16, (n, head_dim))
+        high[0] = 15
+        rows = (low & 15 | high << 4).astype(np.uint8).view(np.int8)
+        bits = bfloat16_bits(rng.random((2, n), dtype=np.float32))
+        scales, spreads = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        ranks = rank_rows(query, rows, bits[0], bits[1], 2.4, boxes=True, isa=isa).numpy()
+        wide = query.astype(np.float64)
+        of_boxes = np.linalg.norm(wide[:, None] * high, axis=2) * spreads * 2.4
+        expected = (wide @ low.T) * scales + of_boxes
+        limit = (np.abs(wide) @ np.abs(low).T) * scales + of_boxes
+        assert (np.abs(ranks - expected.max(axis=0)) <= 5e-4 * limit.max(axis=0)).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize("head_dim", [48, 64])
-def test_rank_rows_of_ranges(isa, head_dim):
+def test_rank_rows_of_ranges(isa, head_dim, boxes):
     """In their order, empty ones and the last row included."""
     rng = new_rng()
     query = rng.standard_normal((3, head_dim), dtype=np.float32)
     rows = rng.integers(-127, 128, (200, head_dim), dtype=np.int8)
-    scales, radii = bfloat16_bits(rng.random((2, 200), dtype=np.float32))
-    given = (scales, radii, 0.4)
-    every = rank_rows(query, rows, *given, isa=isa).numpy()
+    scales, spreads = bfloat16_bits(rng.random((2, 200), dtype=np.float32))
+    given = (scales, spreads, 0.4)
+    every = rank_rows(query, rows, *given, boxes=boxes, isa=isa).numpy()
     ranges = np.array([[130, 200], [7, 7], [3, 72], [0, 2], [199, 200]], np.int32)
     expected = np.concatenate([every[first:end] for first, end in ranges])
-    np.testing.assert_allclose(
-        rank_rows(query, rows, *given, ranges=ranges, isa=isa), expected, rtol=1e-6
-    )
+    of_ranges = rank_rows(query, rows, *given, boxes=boxes, ranges=ranges, isa=isa)
+    np.testing.assert_allclose(of_ranges, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -90,40 +113,46 @@ def test_rank_rows_of_what_is_no_number(isa):
     np.testing.assert_allclose(np.delete(ranks, 2), 144, rtol=1e-6)
     of_some[2] = bfloat16_bits(np.array([np.inf], np.float32))[0]
     assert rank_rows(query[:1], -rows, of_some, isa=isa)[2] == -np.inf
+    spreads = scales.copy()
+    spreads[1] = of_some[2]
+    ranks = rank_rows(query, rows, scales, spreads, 2.0, boxes=True, isa=isa).numpy()
+    assert ranks[1] == -np.inf
+    np.testing.assert_allclose(np.delete(ranks, 1), 144, rtol=1e-6)  # the high halves are 0
     for bad in (np.nan, np.inf, -np.inf):
         query[1, 40] = bad
         assert rank_rows(query, rows, scales, isa=isa).isnan().all()
+        assert rank_rows(query, rows, scales, scales, 2.0, boxes=True, isa=isa).isnan().all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-def test_chunk_means(isa, dtype, head_dim, pool):
+def test_chunk_boxes(isa, dtype, head_dim, pool):
     rng = new_rng()
-    lengths = rng.choice([1, *range(3, 17)], 150)  # of two, both are as far
+    lengths = rng.choice([1, *range(3, 17)], 150)
     starts = np.concatenate([[16], 16 + np.cumsum(lengths)])
     keys = torch.from_numpy(rng.standard_normal((3, int(starts[-1]) + 5, head_dim))).to(dtype)
     wide = keys.double().numpy()
     expected = reference.chunk_means(wide, starts)
     # As the store's pages hold them too: heads inside tokens.
     for given in (keys, keys.transpose(0, 1).contiguous().transpose(0, 1)):
-        means, norms, furthest = chunk_means(pool, given, starts, isa=isa)
-        assert relative_error(means, expected) < 1e-6
+        points, centres, widths = chunk_boxes(pool, given, starts, isa=isa)
+        assert relative_error(points, expected) < 1e-6
         for i in range(len(starts) - 1):
             chunk = wide[:, starts[i] : starts[i + 1]]
-            mean = chunk.mean(axis=1, keepdims=True)
-            np.testing.assert_allclose(norms[:, i], np.linalg.norm(mean[:, 0], axis=1), rtol=1e-5)
-            away = np.linalg.norm(chunk - mean, axis=2)
-            np.testing.assert_array_equal(furthest[:, i], starts[i] + away.argmax(axis=1))
+            low, high = chunk.min(axis=1), chunk.max(axis=1)
+            centre = (chunk.mean(axis=1) + (low + high) / 2) / 2
+            np.testing.assert_allclose(centres[:, i], centre, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(widths[:, i], (high - low) / 2, rtol=1e-5, atol=1e-6)
 
 
 def test_a_mean_of_zero_stays_zero(pool):
     keys = torch.ones(1, 8, 16)
     keys[:, 1::2] = -1
-    means, norms, furthest = chunk_means(pool, keys, np.array([0, 4, 8]))
-    assert not means.any()
-    assert not norms.any()
-    np.testing.assert_array_equal(furthest, [[0, 4]])  # the first of equals
+    points, centres, widths = chunk_boxes(pool, keys, np.array([0, 4, 8]))
+    assert not points.any()
+    assert not centres.any()
+    assert (widths == 1).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -200,15 +229,15 @@ def test_bad_arguments(pool):
     with pytest.raises(ValueError, match="points must be C-contiguous float32"):
         spherical_kmeans(pool, points.astype(np.float64), 2)
     with pytest.raises(ValueError, match=r"starts must increase within \[0, 9\]"):
-        chunk_means(pool, torch.zeros(1, 9, 16), np.array([0, 8, 8]))
+        chunk_boxes(pool, torch.zeros(1, 9, 16), np.array([0, 8, 8]))
     with pytest.raises(ValueError, match="keys must be"):
-        chunk_means(pool, torch.zeros(9, 16), np.array([0, 8]))
+        chunk_boxes(pool, torch.zeros(9, 16), np.array([0, 8]))
     query, rows, scales = np.zeros((1, 32), np.float32), np.zeros((2, 32), np.int8), np.zeros(2)
     with pytest.raises(ValueError, match=r"int8 rows of their width, got .* 16"):
         rank_rows(query[:, :16], rows, scales.astype(np.uint16))
     with pytest.raises(ValueError, match=r"scales as uint16 .*, got float64 \[2\]"):
         rank_rows(query, rows, scales)
-    with pytest.raises(ValueError, match=r"radii as uint16 .*, got float64 \[2\]"):
+    with pytest.raises(ValueError, match=r"spreads as uint16 .*, got float64 \[2\]"):
         rank_rows(query, rows, scales.astype(np.uint16), scales)
     with pytest.raises(ValueError, match="1 to 32 queries, got 33"):
         rank_rows(query.repeat(33, 0), rows, scales.astype(np.uint16))

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
 from gpu_ops.append_codes import append_codes
-from gpu_ops.chunk_clusters import chunk_means, covering_radii, fill_empty, mean_directions
+from gpu_ops.chunk_clusters import chunk_boxes, covering_radii, fill_empty, mean_directions
 from gpu_ops.code_scores import CodeQuery
 from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.gather_rows import gather_rows
@@ -305,7 +305,7 @@ def prefill_all(dtype: torch.dtype, n: int, num_heads: int, head_dim: int) -> No
 def cluster_all(dtype: torch.dtype, heads: int, n: int, num_clusters: int, head_dim: int) -> None:
     """The steps of clustering, once."""
     starts = torch.arange(0, 16 * n + 1, 16)
-    chunk_means(torch.zeros(heads, 16 * n, head_dim, dtype=dtype), starts)
+    chunk_boxes(torch.zeros(heads, 16 * n, head_dim, dtype=dtype), starts)
     points, centroids = torch.zeros(heads, n, head_dim), torch.zeros(heads, num_clusters, head_dim)
     labels = torch.zeros(heads, n, dtype=torch.int64)
     fill_empty(labels, torch.zeros(heads, n), num_clusters)

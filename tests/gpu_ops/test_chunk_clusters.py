@@ -10,7 +10,7 @@ import torch
 from cases.operands import DTYPES, assert_close, random
 from cases.seeded import new_rng
 
-from gpu_ops.chunk_clusters import chunk_means, covering_radii, fill_empty, mean_directions
+from gpu_ops.chunk_clusters import chunk_boxes, covering_radii, fill_empty, mean_directions
 
 
 def unit_rows(*shape: int, device: str) -> torch.Tensor:
@@ -20,21 +20,21 @@ def unit_rows(*shape: int, device: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 48])
-def test_chunk_means(device: str, dtype: torch.dtype, head_dim: int) -> None:
+def test_chunk_boxes(device: str, dtype: torch.dtype, head_dim: int) -> None:
     """Of strided rows; chunks of one token, of no length, and longer than a program's tile."""
     rows = random(new_rng(), 2, 90, head_dim, dtype=dtype, device=device)
     keys = rows[:, 5:85]
     keys[1, 20:30] = 0
     starts = [4, 20, 30, 31, 47, 79]
-    points, norms, furthest = chunk_means(keys, torch.tensor(starts, device=device))
+    points, centres, widths = chunk_boxes(keys, torch.tensor(starts, device=device))
     for i, (first, last) in enumerate(itertools.pairwise(starts)):
         chunk = keys[:, first:last].double()
         mean = chunk.mean(1)
         norm = mean.norm(dim=-1)
-        assert_close(norms[:, i], norm, 1e-6)
         assert_close(points[:, i], mean / torch.where(norm > 0, norm, 1.0)[:, None], 1e-6)
-        away = (chunk - mean[:, None]).norm(dim=-1)
-        assert torch.equal(furthest[:, i], first + away.argmax(1))
+        low, high = chunk.amin(1), chunk.amax(1)
+        assert_close(centres[:, i], (mean + (low + high) / 2) / 2, 1e-6)
+        assert_close(widths[:, i], (high - low) / 2, 1e-6)
     assert (points[1, 1] == 0).all()
 
 
@@ -126,4 +126,4 @@ def test_wrong_operands() -> None:
             torch.zeros(1, 2, 16),
         )
     with pytest.raises(ValueError, match="rows of keys must be contiguous"):
-        chunk_means(torch.zeros(1, 16, 32).mT, torch.tensor([0, 8]))
+        chunk_boxes(torch.zeros(1, 16, 32).mT, torch.tensor([0, 8]))

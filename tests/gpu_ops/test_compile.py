@@ -36,7 +36,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "append_codes_kernel",
         "candidates_kernel",
         "chunk_max_kernel",
-        "chunk_means_kernel",
+        "chunk_boxes_kernel",
         "code_query_kernel",
         "cover_kernel",
         "digit_kernel",

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_ops import clustering
 from cpu_ops.worker_pool import WorkerPool
-from gpu_ops.chunk_clusters import chunk_means
+from gpu_ops.chunk_clusters import chunk_boxes
 from offload.decode.attention import DecodeAttention
 from offload.policies.base import BuildContext, State
 from offload.policies.lfps.layout import unlist_all
@@ -137,11 +137,32 @@ def test_lychee_cluster(options, device, dtype, kv_len, pool):
     differing = (index.links() != before.links()).mean()
     assert differing < 0.01
     if differing == 0:
-        assert relative_error(index.rows(), before.rows()) < 1e-3
         if policy.paper:
+            assert relative_error(index.rows(), before.rows()) < 1e-3
             np.testing.assert_allclose(index.radii(), before.radii(), rtol=0.02, atol=1e-5)
         else:
-            assert relative_error(index.radii(), before.radii()) < 1e-3
+            # Of four bits a number at a boundary may be rounded to either side.
+            for found, known in zip(index.boxes(), before.boxes(), strict=True):
+                assert relative_error(found, known) < 5e-3
+
+
+@pytest.mark.cuda
+def test_lychee_cluster_of_a_long_prompt(pool):
+    """More chunks than one program looks at together: every group is still its own chunk's box."""
+    policy = make_policy("lychee_cluster", budget_tokens=1024)
+    context = context_of(new_rng(), pool, 33_000, 64, torch.bfloat16)
+    _, arrays = both_builds(policy, context, "cuda")
+    index, keys = LycheeIndex(arrays), context.keys.double().numpy()
+    assert index.num_units > 1
+    starts = index.starts()
+    for head in range(len(keys)):
+        centres, widths = (x[head, index.num_units :] for x in index.boxes())
+        for group, (chunk,) in enumerate(index.members(head)):
+            tokens = keys[head, starts[chunk] : starts[chunk + 1]]
+            low, high = tokens.min(axis=0), tokens.max(axis=0)
+            centre, width = (tokens.mean(axis=0) + (low + high) / 2) / 2, (high - low) / 2
+            assert np.abs(centres[group] - centre).max() < 0.51 * 1.01 / 7 * np.abs(centre).max()
+            assert np.abs(widths[group] - width).max() < 0.51 * 1.01 / 15 * width.max()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -190,13 +211,13 @@ def test_a_key_that_is_not_finite_has_no_scale(pool):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_chunk_means(device, dtype, pool):
+def test_chunk_boxes(device, dtype, pool):
     rng = new_rng()
     keys = torch.from_numpy(rng.standard_normal((3, 200, 48), dtype=np.float32)).to(dtype)
     keys[1, 20:30] = 0
     starts = np.array([4, 20, 30, 31, 47, 199])
-    expected = clustering.chunk_means(pool, keys, starts)
-    results = chunk_means(keys.to(device), torch.from_numpy(starts).to(device))
+    expected = clustering.chunk_boxes(pool, keys, starts)
+    results = chunk_boxes(keys.to(device), torch.from_numpy(starts).to(device))
     for x, y in zip(results, expected, strict=True):
         assert relative_error(x.cpu().numpy(), y) < 1e-6
 
@@ -251,9 +272,9 @@ def test_an_index_takes_few_launches(paper, levels, monkeypatch, pool):
 
     def no_means(keys, starts):
         points = torch.empty(len(keys), len(starts) - 1, keys.shape[2])
-        return points, points[..., 0], torch.zeros(points.shape[:2], dtype=torch.int64)
+        return points, points, points
 
-    as_kernel("chunk_means", 1, no_means)
+    as_kernel("chunk_boxes", 1, no_means)
     as_kernel("fill_empty", 1)
     as_kernel("mean_directions", 2)
     as_kernel("covering_radii", 3, lambda *args: torch.empty_like(args[-1]))
@@ -262,7 +283,7 @@ def test_an_index_takes_few_launches(paper, levels, monkeypatch, pool):
     with launches:
         policy.build_on_device(context)
     least = 5 * levels * policy.iterations
-    assert least <= launches.count <= least + 60
+    assert least <= launches.count <= least + 70
 
 
 def test_a_chunk_less_context(pool):

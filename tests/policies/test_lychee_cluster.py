@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -96,18 +97,19 @@ def selected_chunks(stream: Stream, index: LycheeIndex) -> list[set[int]]:
 def ranks(stream: Stream, index: LycheeIndex, query: torch.Tensor, head: int) -> np.ndarray:
     """Of each group for a step's query, float64."""
     heads = query.double().numpy().reshape(KV_HEADS, GROUP, HEAD_DIM)[head]
-    rows, radii = (x[head, index.num_units :] for x in (index.rows(), index.radii()))
     if stream.policy.paper:
+        rows, radii = (x[head, index.num_units :] for x in (index.rows(), index.radii()))
         total = heads.sum(axis=0)
         return rows @ total + np.linalg.norm(total) * radii
-    lengths = np.linalg.norm(heads, axis=1) * stream.policy.radius_weight / HEAD_DIM**0.5
-    return (heads @ rows.T + lengths[:, None] * radii).max(axis=0)
+    centres, widths = (x[head, index.num_units :] for x in index.boxes())
+    spread = np.linalg.norm(heads[:, None] * widths, axis=2)
+    return (heads @ centres.T + stream.policy.spread_weight * spread).max(axis=0)
 
 
-@pytest.mark.parametrize("radius_weight", [0.0, 2.0])
-def test_search_takes_the_chunks_of_largest_rank(radius_weight, pool):
+@pytest.mark.parametrize("spread_weight", [0.0, 2.4])
+def test_search_takes_the_chunks_of_largest_rank(spread_weight, pool):
     """Nothing outside the best chunks is attended."""
-    policy = replace(SMALL, carried_share=0.0, candidate_ratio=1.0, radius_weight=radius_weight)
+    policy = replace(SMALL, carried_share=0.0, candidate_ratio=1.0, spread_weight=spread_weight)
     stream = Stream(policy, pool)
     stream.prefill(3000)
     stream.step()
@@ -233,7 +235,8 @@ def test_a_small_budget_has_as_many_candidates_as_a_larger_one(pool):
         for head, tokens in enumerate(stream.selection()):
             found = arrays["candidates"][head, : arrays["units"][head, FOUND]]
             candidates = np.union1d(found, np.arange(end, stream.kv_len - 16))
-            assert 0.9 * 600 <= len(candidates) <= 600 + 35 + 2 * 16  # 35 carried; chunks whole
+            # 35 are carried; as many chunks as hold 600 tokens of 12, and the best are longer.
+            assert 0.9 * 600 <= len(candidates) <= 600 * 16 / 12 + 35
             considered = [*range(4), *candidates, *range(stream.kv_len - 16, stream.kv_len)]
             weights = np.exp(query[head] @ keys[head].T * HEAD_DIM**-0.5)
             weights = (weights / weights[:, considered].sum(axis=1, keepdims=True)).sum(axis=0)
@@ -380,7 +383,7 @@ def test_index_bytes(paper, share, head_dim, pool):
         ({"max_chunk_tokens": 17}, r"max_chunk_tokens must be an int in \[1, 16\], got 17"),
         ({"paper": True, "chunks_per_cluster": 0}, "chunks_per_cluster must be an int in"),
         ({"chunks_per_cluster": 4}, "chunks_per_cluster=4 means nothing with paper=False"),
-        ({"paper": True, "radius_weight": 0.2}, "radius_weight=0.2 means nothing with paper=True"),
+        ({"paper": True, "spread_weight": 0.2}, "spread_weight=0.2 means nothing with paper=True"),
         ({"least_candidates": -1}, r"least_candidates must be an int in \[0, 1048576\], got -1"),
         ({"paper": True, "least_candidates": 9}, "least_candidates=9 means nothing with paper"),
         ({"max_units": 65}, r"max_units must be an int in \[1, 64\], got 65"),
@@ -388,10 +391,29 @@ def test_index_bytes(paper, share, head_dim, pool):
         ({"iterations": True}, "iterations must be an int in"),
         ({"carried_share": 1.5}, r"carried_share must be in \[0, 1\], got 1.5"),
         ({"candidate_ratio": 0.5}, r"candidate_ratio must be in \[1, 64\], got 0.5"),
-        ({"radius_weight": -1}, r"radius_weight must be in \[0, 16\], got -1"),
+        ({"spread_weight": -1}, r"spread_weight must be in \[0, 16\], got -1"),
         ({"budget_tokens": 79}, "budget_tokens=79 cannot hold"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         make_policy("lychee_cluster", **options)
+
+
+def test_a_unit_has_the_box_of_its_chunks(pool):
+    """Centred on their centres, and as wide as the uniform box that varies as they do."""
+    stream = Stream(replace(SMALL, ranked_chunks=20), pool)
+    stream.prefill(2000)
+    stream.step()
+    index = stream.index
+    assert index.num_units > 4
+    for head in range(KV_HEADS):
+        centres, widths = (x[head] for x in index.boxes())
+        first = index.arrays["ranges"][head, : index.num_units + 1]
+        for unit, (begin, end) in enumerate(itertools.pairwise(first)):
+            of_unit = slice(index.num_units + begin, index.num_units + end)
+            centre = centres[of_unit].mean(axis=0)
+            squares = 3 * centres[of_unit].var(axis=0) + (widths[of_unit] ** 2).mean(axis=0)
+            # All of them are rounded to four bits.
+            assert np.abs(centres[unit] - centre).max() < 0.16 * np.abs(centre).max()
+            assert np.abs(widths[unit] - np.sqrt(squares)).max() < 0.08 * np.sqrt(squares).max()

@@ -127,7 +127,7 @@ def test_the_rehearsal_launches_every_kernel(
     assert ("gather_rows_kernel" in kernels) == (name == "lychee_decode")
     codes = {"code_query_kernel", "score_codes_kernel", "append_codes_kernel"}
     assert kernels & codes == (codes if name == "sketch" else set())
-    assert ("chunk_means_kernel" in kernels) == (name == "lychee_cluster")
+    assert ("chunk_boxes_kernel" in kernels) == (name == "lychee_cluster")
     assert wanted - rehearsed == set()
 
 

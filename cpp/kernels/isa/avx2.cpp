@@ -67,7 +67,13 @@ static inline I i_add_products(I sums, I row, const int16_t* query) {
   const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(query));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(row, q));
 }
+static inline I i_low_nibbles(I pairs) { return _mm256_srai_epi16(_mm256_slli_epi16(pairs, 12), 12); }
+static inline I i_high_squares(I pairs) {
+  const I high = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), _mm256_set1_epi16(15));
+  return _mm256_mullo_epi16(high, high);
+}
 static inline F f_from_ints(I x) { return _mm256_cvtepi32_ps(x); }
+static inline F f_sqrt(F x) { return _mm256_sqrt_ps(x); }
 template <int G, int R>
 static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
   for (int g = 0; g < G; ++g) {

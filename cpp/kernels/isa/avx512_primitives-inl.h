@@ -41,7 +41,13 @@ static inline I i_zero() { return _mm512_setzero_si512(); }
 static inline I i_load_pairs(const int8_t* p) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+static inline I i_low_nibbles(I pairs) { return _mm512_srai_epi16(_mm512_slli_epi16(pairs, 12), 12); }
+static inline I i_high_squares(I pairs) {
+  const I high = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), _mm512_set1_epi16(15));
+  return _mm512_mullo_epi16(high, high);
+}
 static inline F f_from_ints(I x) { return _mm512_cvtepi32_ps(x); }
+static inline F f_sqrt(F x) { return _mm512_sqrt_ps(x); }
 
 // Lane 4i + j of the result is the sum of 128-bit lane i of x[j]: four vectors reduce together in 9 operations.
 static inline F f_sum_quads(const F* x) {

@@ -51,7 +51,13 @@ static inline I i_add_products(I sums, int16x8_t row, const int16_t* query) {
   const int16x8_t q = vld1q_s16(query);
   return vmlal_high_s16(vmlal_s16(sums, vget_low_s16(row), vget_low_s16(q)), row, q);
 }
+static inline int16x8_t i_low_nibbles(int16x8_t pairs) { return vshrq_n_s16(vshlq_n_s16(pairs, 12), 12); }
+static inline int16x8_t i_high_squares(int16x8_t pairs) {
+  const int16x8_t high = vandq_s16(vshrq_n_s16(pairs, 4), vdupq_n_s16(15));
+  return vmulq_s16(high, high);
+}
 static inline F f_from_ints(I x) { return vcvtq_f32_s32(x); }
+static inline F f_sqrt(F x) { return vsqrtq_f32(x); }
 template <int G, int R>
 static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
   for (int g = 0; g < G; ++g) {

@@ -34,7 +34,10 @@ using I = int32_t;
 static inline I i_zero() { return 0; }
 static inline I i_load_pairs(const int8_t* p) { return *p; }
 static inline I i_add_products(I sums, I row, const int16_t* query) { return sums + row * *query; }
+static inline I i_low_nibbles(I pairs) { return ((pairs & 15) ^ 8) - 8; }
+static inline I i_high_squares(I pairs) { return (pairs >> 4 & 15) * (pairs >> 4 & 15); }
 static inline F f_from_ints(I x) { return static_cast<F>(x); }
+static inline F f_sqrt(F x) { return std::sqrt(x); }
 template <int G, int R>
 static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
   for (int g = 0; g < G; ++g) {

@@ -28,7 +28,9 @@ from offload.policies.callback import (
 )
 from offload.policies.lychee_cluster.chunks import chunk_length, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
+    CENTRE_STEPS,
     LAST_GRAFT,
+    WIDTH_STEPS,
     read_last_graft,
     read_state,
 )
@@ -127,30 +129,29 @@ def _mean_key(keys: Any, length: int, out: Any) -> float:
 
 
 @numba.njit(cache=True)
-def _radius(keys: Any, length: int, mean: Any) -> Any:
-    """How far the furthest key is from the mean."""
-    width = len(mean)
-    largest = np.float32(0)
-    for i in range(length):
-        distance = np.float32(0)
-        for d in range(width):
-            off = keys[i * width + d] - mean[d]
-            distance += off * off
-        largest = max(largest, distance)
-    return np.float32(np.sqrt(largest))
+def _write_box(keys: Any, length: int, centre: Any, row: Any, scale: Any) -> None:
+    """The box of `length` keys, as `index.pack_boxes` makes it.
 
-
-@numba.njit(cache=True)
-def _quantize(x: Any, row: Any) -> Any:
-    """Writes x in whole steps; the bits of the step."""
-    largest = np.float32(0)
-    for d in range(len(x)):
-        largest = max(largest, abs(x[d]))
-    bits = bfloat16_bits_up(largest / np.float32(127))
-    step = from_bfloat16(bits)
-    for d in range(len(x)):
-        row[d] = np.int8(np.rint(x[d] / step)) if step > 0 else np.int8(0)
-    return bits
+    Args:
+        centre: the mean of the keys; the box's centre when it is done.
+    """
+    width = len(centre)
+    widest, furthest = np.float32(0), np.float32(0)
+    widths = np.empty(width, np.float32)
+    for d in range(width):
+        low = high = keys[d]
+        for i in range(1, length):
+            low, high = min(low, keys[i * width + d]), max(high, keys[i * width + d])
+        widths[d] = np.float32(0.5) * (high - low)
+        centre[d] = np.float32(0.5) * centre[d] + np.float32(0.25) * (low + high)
+        widest, furthest = max(widest, widths[d]), max(furthest, abs(centre[d]))
+    scale[0] = bfloat16_bits_up(furthest / np.float32(CENTRE_STEPS))
+    scale[1] = bfloat16_bits_up(widest / np.float32(WIDTH_STEPS))
+    step, width_step = from_bfloat16(scale[0]), from_bfloat16(scale[1])
+    for d in range(width):
+        low_half = np.int64(np.rint(centre[d] / step)) if step > 0 else 0
+        high_half = np.int64(np.rint(widths[d] / width_step)) if width_step > 0 else 0
+        row[d] = np.int8((low_half & 15) | (high_half << 4))
 
 
 @numba.njit(inline="always")
@@ -200,8 +201,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
         group = header.num_groups
         row = header.num_units + group
         header.num_groups += 1
-        index.scales[0, row] = _quantize(mean, index.rows[row])
-        index.scales[1, row] = bfloat16_bits_up(_radius(keys, length, mean))
+        _write_box(keys, length, mean, index.rows[row], index.scales[:, row])
         set_link(index.links, index.high, group, 0)
     newest = link_of(index.links, index.high, group)
     set_link(index.links, index.high, header.capacity_groups + chunk, newest)
@@ -221,7 +221,7 @@ def _rank_centroids(pointer: Any, ctx: Any, index: Any, scratch: Any, first: int
     ranges[0], ranges[1] = first, first + n
     rows = state.rows + ctx.unit * num_rows * ctx.head_dim
     scales = state.scales + 4 * ctx.unit * num_rows
-    of_rows = (scratch.query, 1, rows, scales, np.int64(0), np.float32(0))
+    of_rows = (scratch.query, 1, rows, scales, np.int64(0), np.float32(0), np.int64(0))
     rank_rows(pointer, ctx.rank_rows, (*of_rows, scratch.units + 4 * RANGES, 1, scratch.scores))
 
 

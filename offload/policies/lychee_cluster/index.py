@@ -1,7 +1,8 @@
 """LycheeCluster's index of one layer: coarse units -> groups -> chunks, for every KV head.
 
-Coarse units are clusters of chunks, found by the directions of their mean keys. Below them every
-chunk is ranked by itself: by its mean key and its radius, how far from there its furthest key is.
+Coarse units are clusters of chunks, found by the directions of their mean keys. Both are ranked by
+the boxes that their keys fill (`pack_boxes`): a unit's centroid alone does not tell of the one
+chunk in it that a query looks for.
 
 In the paper's index there are clusters of chunks below the units. Centroids have covering radii
 there, measured from the *dequantised* centroid and rounded up, so that for every chunk key v (the
@@ -24,11 +25,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cpu_ops.clustering import chunk_means, spherical_kmeans
+from cpu_ops.clustering import chunk_boxes, spherical_kmeans
 from offload.policies.base import BuildContext, State
 from offload.policies.lychee_cluster.chunks import BLOCK, chunk_start, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
+    CENTRE_STEPS,
     HEADER,
+    WIDTH_STEPS,
     scratch_rows,
 )
 from offload.system import huge_pages
@@ -47,12 +50,25 @@ def bfloat16_of(bits: Tensor) -> Tensor:
     return (bits << 16).view(torch.float32)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 rows and the bits, int32, of their bfloat16 scales: x ~ rows * scale."""
-    scales = bfloat16_up(x.abs().amax(-1) / 127)
+def quantize_rows(x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
+    """int8 rows up to `most` and the bits, int32, of their bfloat16 scales: x ~ rows * scale."""
+    scales = bfloat16_up(x.abs().amax(-1) / most)
     steps = bfloat16_of(scales)[..., None]
     rows = torch.where(steps > 0, x / steps, 0.0).round()
     return rows.to(torch.int8), scales
+
+
+def pack_boxes(centres: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes of boxes as `layout` has them, and the bits of the scales of both, int32 [heads, 2, n].
+
+    Four bits are enough of both: what eight find more is less than between two prompts.
+
+    Args:
+        centres, widths: float32 [heads, n, head_dim].
+    """
+    low, scales = quantize_rows(centres, CENTRE_STEPS)
+    high, of_widths = quantize_rows(widths, WIDTH_STEPS)
+    return low & 15 | high << 4, torch.stack([scales, of_widths], dim=1)
 
 
 def padded_radius(radius: Tensor) -> Tensor:
@@ -129,11 +145,11 @@ def group_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> G
     """Group the chunks of a layer's keys on the CPU."""
     if not shape.num_chunks:
         return no_groups(context.keys.shape[0], context.keys.shape[2], shape)
-    points, norms, furthest = chunk_means(context.pool, context.keys, shape.starts)
+    points, centres, widths = chunk_boxes(context.pool, context.keys, shape.starts)
     if not shape.paper:
-        units, coarse = spherical_kmeans(context.pool, points, shape.num_units, iterations)
-        found = (points, norms, furthest, units, coarse)
-        return chunks_of_units(context.keys, *map(torch.from_numpy, found))
+        units, _ = spherical_kmeans(context.pool, points, shape.num_units, iterations)
+        boxes = torch.from_numpy(centres), torch.from_numpy(widths)
+        return chunks_of_units(*boxes, torch.from_numpy(units), shape.num_units)
     labels, fine = spherical_kmeans(context.pool, points, shape.num_groups, iterations)
     units, coarse = spherical_kmeans(context.pool, fine, shape.num_units, iterations)
 
@@ -147,26 +163,34 @@ def group_chunks(context: BuildContext, shape: IndexShape, iterations: int) -> G
     return clusters_of_units(cover, *map(torch.from_numpy, clusters))
 
 
-def chunks_of_units(
-    keys: Tensor, points: Tensor, norms: Tensor, furthest: Tensor, units: Tensor, coarse: Tensor
-) -> Groups:
+def chunks_of_units(centres: Tensor, widths: Tensor, units: Tensor, num_units: int) -> Groups:
     """Every chunk a group.
 
     Args:
-        keys: [heads, kv_len, head_dim].
-        points, norms, furthest: of `chunk_means`.
+        centres, widths: of `chunk_boxes`.
         units: [heads, num_chunks], the unit of each chunk.
-        coarse: float32 [heads, num_units, head_dim].
     """
     units, order, position = _by_unit(units)
-    in_order = order[..., None].expand_as(points)
-    means = (points * norms[..., None]).gather(1, in_order)
-    tokens = furthest.gather(1, order)[..., None].expand_as(points)
-    rows, scales = quantize_rows(torch.cat([coarse, means], dim=1))
-    radii = bfloat16_up((keys.gather(1, tokens).float() - means).norm(dim=-1))
-    none = torch.zeros_like(scales[:, : coarse.shape[1]])
-    scales = torch.stack([scales, torch.cat([none, radii], dim=1)], dim=1)
+    in_order = order[..., None].expand_as(centres)
+    centres, widths = centres.gather(1, in_order), widths.gather(1, in_order)
+    coarse = _unit_boxes(centres, widths, units, num_units)
+    centres, widths = (torch.cat(x, dim=1) for x in zip(coarse, (centres, widths), strict=True))
+    rows, scales = pack_boxes(centres, widths)
     return Groups(rows, scales.to(torch.int16), position.int(), units.int())
+
+
+def _unit_boxes(
+    centres: Tensor, widths: Tensor, units: Tensor, num_units: int
+) -> tuple[Tensor, Tensor]:
+    """Centres and half-widths of units: of boxes that vary as much as their chunks' do, uniformly.
+
+    Sums are products of matrices, which come to the same in every run.
+    """
+    members = (units[:, None] == torch.arange(num_units, device=units.device)[:, None]).float()
+    members /= members.sum(-1, keepdim=True)
+    means = members @ centres
+    away = centres - means.gather(1, units[..., None].expand_as(centres))
+    return means, (members @ (3 * away.square() + widths.square())).sqrt()
 
 
 def clusters_of_units(

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpu_ops.chunk_clusters import chunk_means, covering_radii, fill_empty, mean_directions
+from gpu_ops.chunk_clusters import chunk_boxes, covering_radii, fill_empty, mean_directions
 from offload.policies.device_build import WORKSPACE_BYTES, to_device
 from offload.policies.lychee_cluster.index import (
     Groups,
@@ -29,10 +29,10 @@ def group_on_device(keys: Tensor, shape: IndexShape, iterations: int) -> Groups:
     Args:
         keys: [num_kv_heads, kv_len, head_dim].
     """
-    points, norms, furthest = chunk_means(keys, to_device(shape.starts, keys.device))
+    points, centres, widths = chunk_boxes(keys, to_device(shape.starts, keys.device))
     if not shape.paper:
-        units, coarse = spherical_kmeans(points, shape.num_units, iterations)
-        return chunks_of_units(keys, points, norms, furthest, units, coarse)
+        units, _ = spherical_kmeans(points, shape.num_units, iterations)
+        return chunks_of_units(centres, widths, units, shape.num_units)
     labels, fine = spherical_kmeans(points, shape.num_groups, iterations)
     units, coarse = spherical_kmeans(fine, shape.num_units, iterations)
     return clusters_of_units(partial(covering_radii, points), labels, fine, units, coarse)

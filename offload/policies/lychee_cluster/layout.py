@@ -3,12 +3,12 @@
 A *group* is what is ranked below a coarse unit: one chunk, or a cluster of them as in the paper.
 
     header   HEADER [num_kv_heads]: sizes
-    rows     int8 [num_kv_heads, num_units + capacity_groups, head_dim]: centroids of the units
-             first, then the groups, those of a unit one after the other, then those that were
-             grafted: mean keys of chunks, or centroids of clusters
+    rows     int8 [num_kv_heads, num_units + capacity_groups, head_dim]: the units first, then the
+             groups, those of a unit one after the other, then those that were grafted: boxes, whose
+             bytes hold the centre in the low half (-CENTRE_STEPS to CENTRE_STEPS) and the
+             half-width in the high one (0 to WIDTH_STEPS); or as in the paper centroids
     scales   uint16 [num_kv_heads, 2, num_units + capacity_groups]: bits of the rows' scales; and of
-             radii: how far from its mean a chunk's furthest key is, or those that cover clusters
-             (units of chunks have none)
+             the widths', or of radii that cover clusters
     ranges   int32 [num_kv_heads, 2 num_units + 1]: first group of each unit, then the end; and
              the number of chunks below each unit
     blocks, offsets  int32 and uint8: where the layer's chunks start, shared by its heads (`chunks`)
@@ -75,6 +75,7 @@ STATE = StateLayout(
 )
 read_state = STATE.read
 MAX_UNITS = 64
+CENTRE_STEPS, WIDTH_STEPS = 7, 15
 UNITS_LENGTH = 288  # of `units`, which `views` names
 
 

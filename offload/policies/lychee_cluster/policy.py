@@ -7,9 +7,9 @@ updates: `graft`; the arrays: `layout`, and as callbacks see them: `views`.
 Five things differ from the paper, all for what they keep of the attention (docs/policies.md has the
 ablation); `paper=True` takes them back. Chunks are ranked by themselves, not in clusters of two,
 and in coarse units only where there are more of them than a search ranks: what is in a unit that is
-not opened cannot be found. They are ranked for each query head, the best of which counts, by mean
-key and by a part of the bound's radius, instead of for the sum of the heads by the whole bound, in
-which the widest cluster wins. What had the most attention in one step is looked at again in the
+not opened cannot be found. They are ranked for each query head, the best of which counts, by an
+ellipsoid around their keys, instead of for the sum of the heads by a ball, in which the widest
+cluster wins. What had the most attention in one step is looked at again in the
 next. And more candidates are found than are attended, among which exact attention weights choose,
 also of the newest tokens, which are in no chunk yet.
 """
@@ -65,12 +65,12 @@ class LycheeCluster(SparsePolicy):
         candidate_ratio: tokens of chunks whose keys are scored exactly, for each one attended.
         least_candidates: of them, however small the budget: what finds a token costs the same.
         carried_share: of the attended tokens, those that are candidates of the next step, too.
-        radius_weight: of how far a chunk's furthest key is from its mean, in the chunk's rank: so
-            many standard deviations of what it may add (`search`); 0 ranks by means alone.
+        spread_weight: half-axes of the ellipsoid by which a chunk is ranked, in half-widths of the
+            box that its keys fill (`search`); 0 ranks by centres alone.
         iterations: of spherical k-means.
         paper: search as the paper does: clusters of chunks, ranked by its upper bound for the sum
             of the group's queries, and attended whole, beside all of the buffer. It has no
-            ranked_chunks, candidate_ratio, least_candidates, carried_share and radius_weight.
+            ranked_chunks, candidate_ratio, least_candidates, carried_share and spread_weight.
         chunks_per_cluster: of the paper's index: mean size of a fine cluster when it is built.
 
     Raises:
@@ -92,11 +92,11 @@ class LycheeCluster(SparsePolicy):
     min_chunk_tokens: int = 8
     max_chunk_tokens: int = 16
     max_units: int = MAX_UNITS
-    ranked_chunks: int = 1536
+    ranked_chunks: int = 1024
     candidate_ratio: float = 2.5
     least_candidates: int = 2560
     carried_share: float = 0.25
-    radius_weight: float = 1.5
+    spread_weight: float = 2.4
     iterations: int = 10
     paper: bool = False
     chunks_per_cluster: int = 2
@@ -120,14 +120,14 @@ class LycheeCluster(SparsePolicy):
         for name, (least, most) in {
             "candidate_ratio": (1, 64),
             "carried_share": (0, 1),
-            "radius_weight": (0, 16),
+            "spread_weight": (0, 16),
         }.items():
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be in [{least}, {most}], got {getattr(self, name)}")
         without = ["chunks_per_cluster"]
         if self.paper:
             without = ["ranked_chunks", "candidate_ratio", "least_candidates"]
-            without += ["carried_share", "radius_weight"]
+            without += ["carried_share", "spread_weight"]
         for name in without:
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(

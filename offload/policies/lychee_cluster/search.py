@@ -1,11 +1,15 @@
 """Search of LycheeCluster's index: which tokens may have the attention of a query.
 
-A chunk's rank is the largest that one of the group's query heads q gives it: q·m of its mean key m,
-and `radius_weight` |q| r / sqrt(head_dim) of how far r its furthest key is from there, which is so
-many standard deviations of what that key adds if it lies in a random direction. A mean tells where
-most of a chunk's keys are; heads that look for single tokens look for those that are unlike their
-neighbours. Where there are more chunks than a search ranks, those of the coarse units whose
-centroids score best are.
+A chunk's rank is the largest that one of the group's query heads q gives it: the largest q·x of an
+ellipsoid around its keys,
+
+    q·c + spread_weight sqrt(sum_d (q_d w_d)^2),
+
+where w are half of the widths of the box that the keys fill, and c is between their mean and the
+centre of that box. A mean tells where most of a chunk's keys are; heads that look for single tokens
+look for those that are unlike their neighbours, and what they are unlike in is seldom what the
+query asks for: a radius, which knows no directions, lets the widest chunks win. Where there are
+more chunks than a search ranks, those of the coarse units are whose own ellipsoids rank best.
 
 Candidates are the tokens of the best chunks, and those that had the most attention in the step
 before: a head that looks at a token tends to look at it again.
@@ -57,7 +61,7 @@ NUMBERS = NumberLayout(
     "candidate_ratio",
     "least_candidates",
     "ranked_chunks",
-    "radius_weight",
+    "spread_weight",
     "carried_share",
     "unindexed_limit",
     "min_chunk_tokens",
@@ -79,12 +83,13 @@ def _rank_ranges(
     rows = state.rows + (ctx.unit * num_rows + first_row) * width
     scales = state.scales + 2 * (2 * ctx.unit * num_rows + first_row)
     weight = np.float32(1)  # eq. 2
+    boxes = np.int64(0)
     if header.paper:
         query, num_queries = scratch.query, 1
     else:
-        deviations = read_numbers(ctx.parameters).radius_weight
-        weight = np.float32(deviations / np.sqrt(np.float64(width)))
-    of_rows = (query, num_queries, rows, scales, scales + 2 * num_rows, weight)
+        weight = np.float32(read_numbers(ctx.parameters).spread_weight)
+        boxes = np.int64(1)
+    of_rows = (query, num_queries, rows, scales, scales + 2 * num_rows, weight, boxes)
     ranges = scratch.units + 4 * RANGES
     rank_rows(pointer, ctx.rank_rows, (*of_rows, ranges, num_ranges, scratch.scores))
 

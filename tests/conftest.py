@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from typing import Any
 # Tests must not reach the network, and must not fork tokenizer threads into subprocesses.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# More threads than CPUs, of all test processes together: who waits for another must not spin.
+# OpenMP reads this when torch is imported first.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
@@ -19,6 +23,12 @@ import torch
 # (gpu_ops/launch.py). Triton reads this when it is imported first.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Models of a few kilobytes: most of their time went into the pages of slabs for large ones. Others
+# take this number when they are imported first.
+from offload.kv import page_pool
+
+page_pool.DEFAULT_SLAB_BYTES = 2 * 2**20
 
 from cases.tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model
 
@@ -37,6 +47,12 @@ torch.set_num_threads(1)
 def pytest_xdist_auto_num_workers() -> int:
     """Of `-n auto`: as many as this process may keep busy, not as the machine has."""
     return available_cpus()
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the many collections that tests ask for need not walk it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -14,8 +14,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from cases import rank_cases
 
 TIMEOUT_SECONDS = 120
+# Names, of which the fork server skips those that are not there.
+PRELOADED = [rank_cases.__name__, "transformers.models.llama.modeling_llama"]
 
 
 def _context() -> Any:
@@ -25,7 +28,7 @@ def _context() -> Any:
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rank_cases"])
+    context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
     return context
@@ -123,8 +126,6 @@ def _serve(environment: dict[str, str], pipe: Connection, errors: str) -> None:
     os.environ.update(environment)
     with open(errors, "ab") as file:
         os.dup2(file.fileno(), 2)
-    from cases import rank_cases
-
     torch.set_num_threads(1)
     while True:
         try:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from cases.quick_interpreter import quicken
 
 from gpu_ops.launch import has_triton, interpreted
 
@@ -118,3 +119,4 @@ def correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "create_maxnumf", numbers_win)
     monkeypatch.setattr(interpreter.ReduceOps, "min_max", min_max)
     monkeypatch.setattr(builder, "binary_op", elementwise)
+    quicken(monkeypatch)

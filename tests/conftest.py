@@ -30,10 +30,10 @@ from offload.kv import page_pool
 
 page_pool.DEFAULT_SLAB_BYTES = 2 * 2**20
 
-from cases.tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model
+from cases.tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model  # noqa: E402
 
-from offload import OffloadedModel
-from offload.system.memory import available_cpus
+from offload import OffloadedModel  # noqa: E402
+from offload.system.memory import available_cpus  # noqa: E402
 
 # A shell starts background jobs with SIGINT ignored; tests of ctrl-C want Python's handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

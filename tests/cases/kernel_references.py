@@ -31,20 +31,19 @@ def attention(
         each query head over its tokens. An empty selection gives o = 0 and lse = -inf.
     """
     num_qo_heads, head_dim = query.shape
-    num_kv_heads, kv_len, _ = keys.shape
+    num_kv_heads = len(keys)
     group_size = num_qo_heads // num_kv_heads
     out = np.zeros((num_qo_heads, head_dim))
     lse = np.full(num_qo_heads, -np.inf)
     weights: list[Float64s] = []
     for head in range(num_qo_heads):
         kv_head = head // group_size
-        tokens: Sequence[int] = range(kv_len)
+        rows: slice | Int64s = slice(None)
         if selection is not None:
-            tokens = selection[head * len(selection) // num_qo_heads]
-        rows = np.asarray(tokens, np.int64)
-        if len(rows) == 0:
-            weights.append(np.zeros(0))
-            continue
+            rows = np.asarray(selection[head * len(selection) // num_qo_heads], np.int64)
+            if len(rows) == 0:
+                weights.append(np.zeros(0))
+                continue
         scores = keys[kv_head, rows] @ query[head] * sm_scale
         highest = scores.max()
         exp = np.exp(scores - highest)

@@ -71,6 +71,7 @@ class Unit:
         sinks, last = policy.sink_tokens, kv_len - policy.recent_tokens
         vertical, slash = self.vertical[sinks:t], self.slash[: t - sinks]
         theta_v, theta_s = threshold(vertical, policy.alpha), threshold(slash, policy.alpha)
+        mean_v, mean_s = vertical.mean(), slash.mean()
         wanted = min(int(policy.candidates_per_budget * self.budget), last - sinks)
         chosen: set[int] = set()
         for attempt in range(max(self.attempt - 1, 0), HEIGHTS + 2):
@@ -88,9 +89,7 @@ class Unit:
             for i in initial:
                 for p in (i + d for d in OFFSETS):
                     if sinks <= p < last and (
-                        p == i
-                        or self.vertical[p] > vertical.mean()
-                        or self.slash[t - p] > slash.mean()
+                        p == i or self.vertical[p] > mean_v or self.slash[t - p] > mean_s
                     ):
                         chosen.add(p)
             self.attempt = attempt

@@ -32,7 +32,10 @@ inline std::mt19937_64& generator() {
   return engine;
 }
 
-inline float normal() { return std::normal_distribution<float>()(generator()); }
+inline float normal() {
+  static std::normal_distribution<float> distribution;  // draws two at once
+  return distribution(generator());
+}
 
 // An int in [low, high].
 inline int64_t uniform(int64_t low, int64_t high) {

@@ -13,8 +13,11 @@ import pytest
 
 HERE = Path(__file__).parent
 CPP = HERE.parents[1] / "cpp"
-FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-math-errno", "-fno-omit-frame-pointer", "-pthread"]
+FLAGS = ["-std=c++20", "-g1", "-fno-math-errno", "-fno-omit-frame-pointer", "-pthread"]
 FLAGS += [f"-I{CPP}", f"-I{HERE}"]
+# Of sanitizers, most of the time is the compiler's: what takes little of it at run time, the tables
+# of wide instructions beside the scalar one that each is compared with, is not optimised.
+OPTIMISED, PLAIN = "-O1", "-O0"
 ALL_ISAS = ["scalar", "neon", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
@@ -49,22 +52,27 @@ def compile_program(
 ) -> Path:
     """Build tests/cpp/`source` with `kernels` of cpp/kernels/isa and other `units` of cpp.
 
-    Objects stay in `folder` and are shared by its programs.
+    Objects of kernels stay in `folder` and are shared by its programs. The rest is one file to the
+    compiler, which takes as long for the standard headers of each as for what is in it.
     """
     require_compiler(folder, compiler, flags)
-    sources = [HERE / source, *(CPP / f"kernels/isa/{isa}.cpp" for isa in kernels)]
-    sources += [next(CPP.glob(f"*/{unit}.cpp")) for unit in units]
+    main = folder / source
+    files = [*(next(CPP.glob(f"*/{unit}.cpp")) for unit in units), HERE / source]
+    main.write_text("".join(f'#include "{path}"\n' for path in files))
+    sources = [main, *(CPP / f"kernels/isa/{isa}.cpp" for isa in kernels)]
 
     def compile_one(path: Path) -> Path:
         target = folder / f"{path.stem}.o"
+        level = OPTIMISED if path in (main, CPP / "kernels/isa/scalar.cpp") else PLAIN
         if not target.exists():
-            result = run([compiler, *FLAGS, *flags, "-c", path, "-o", target], timeout_s=300)
+            command = [compiler, *FLAGS, level, *flags, "-c", path, "-o", target]
+            result = run(command, timeout_s=300)
             assert result.returncode == 0, result.stderr
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, sources))
-    program = folder / Path(source).stem
+    program = main.with_suffix("")
     result = run([compiler, *FLAGS, *flags, *objects, "-o", program])
     assert result.returncode == 0, result.stderr
     return program

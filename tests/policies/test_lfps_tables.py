@@ -28,6 +28,7 @@ def test_expansion_and_listing(capacity, share):
         last = int(rng.integers(first, newest + 1))
         above_v = np.flatnonzero(rng.random(newest) < 0.3)
         above_s = np.flatnonzero(rng.random(newest) < 0.3)  # distances
+        known_v, known_s = set(above_v.tolist()), set(above_s.tolist())
         indices = rng.permutation(newest).astype(np.int32)
         slots = np.flatnonzero(rng.random(newest) < share).astype(np.int32)
         spread = int(rng.choice([0, 1, 8, 62]))
@@ -41,7 +42,7 @@ def test_expansion_and_listing(capacity, share):
             for i in marked
             for token in (i - 1, i, i + 1, i + 2)
             if first <= token < last
-            and (token == i or token in set(above_v) or newest - token in set(above_s))
+            and (token == i or token in known_v or newest - token in known_s)
         }
         marks = np.zeros(words, np.uint64)
         tables.mark_slots(slots[::2], indices, -1, spread, first, last, marks)

@@ -17,7 +17,7 @@ from offload.policies.lfps.layout import num_words, top_bit
 
 SHORT, LONG = 8_192, 131_072
 ATTENDED, UNITS, STEPS = 1_024, 8, 40
-ROUNDS = 5  # at most, of so many steps
+ROUNDS = 24  # at most, of so many steps
 
 
 @numba.njit

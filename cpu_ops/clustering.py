@@ -127,8 +127,8 @@ def rank_rows(
     are the low halves of a row's bytes, -8 to 7, and w the high ones, 0 to 15.
 
     Args:
-        query: float32 [num_queries, head_dim], rounded to 1/32767 of the largest value of each, and
-            their squares to 1/32767 of the largest square.
+        query: float32 [num_queries, head_dim], rounded to 1/32767 of the largest value of each; for
+            boxes to 1/127, and their squares to 1/16383 of the largest.
         rows: int8 [n, head_dim], C-contiguous.
         scales, spreads: bits of bfloat16 [n].
         ranges: int32 [num_ranges, 2], first row and end of those to rank; None: all.

@@ -230,7 +230,7 @@ static inline KernelTable make_table(const char* name) {
   table.extremes = extremes;
   table.filter_at_least = filter_at_least;
   table.count_at_least = count_at_least;
-  table.rank_rows = rank_rows;
+  table.rank_rows = rank_rows<WordBoxes>;
   table.score_codes = score_codes;
   table.centroid_block = kCentroidBlock;
   table.pack_centroids = pack_centroids;

@@ -164,8 +164,8 @@ struct CodeArgs {
 // Of boxes it is the largest scales[i] * <query[g], c> + spread_weight * spreads[i] * sqrt(sum_d (query[g][d] w[d])^2),
 // where c are the low halves of a row's bytes, -8 to 7, and w the high ones, 0 to 15: <query, x> of the x farthest
 // along in an ellipsoid around c whose half-axes are spread_weight w. -inf where none is a number. Queries are rounded
-// to 1/32767 of their largest value, and their squares of the largest square; where one is not finite all ranks are
-// NaN.
+// to 1/32767 of their largest value, for boxes to 1/127, and their squares to 1/16383 of the largest; where one is not
+// finite all ranks are NaN.
 struct RankArgs {
   const float* query;  // [num_queries, head_dim]
   int num_queries;     // at most kMaxGroupSize

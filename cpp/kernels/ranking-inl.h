@@ -8,9 +8,12 @@ inline constexpr int kRankTile = 64;  // rows whose sums stay in the first-level
 inline constexpr int kRankHeads = 4;  // queries that share the loads of a row
 inline constexpr int kScalesOfLine = 32;
 
-// A query in whole steps of 1/32767 of its largest value, filled up with zeros; returns the step. 0 if the query is
-// too small to have steps, NaN if one of its numbers is not finite. And the length of what was rounded.
-static float round_query(const float* query, int head_dim, int16_t* rounded, float* norm) {
+// So many steps has the largest number of a query: of 16 bits, and of 8 where boxes are in 4; and its square of a box.
+inline constexpr float kWordSteps = 32767.0f, kByteSteps = 127.0f, kSquareSteps = 16383.0f;
+
+// A query in whole steps, filled up with zeros; returns the step. 0 if the query is too small to have steps, NaN if one
+// of its numbers is not finite. And the length of what was rounded.
+static float round_query(const float* query, int head_dim, float steps, int16_t* rounded, float* norm) {
   F largest = f_zero(), check = f_zero();
   for (int d = 0; d < head_dim; d += W) {
     const F x = f_load(query + d);
@@ -25,16 +28,16 @@ static float round_query(const float* query, int head_dim, int16_t* rounded, flo
   alignas(64) float whole[kMaxHeadDim];
   F squares = f_zero();
   for (int d = 0; d < head_dim; d += W) {
-    const F x = f_round(f_mul(f_load(query + d), f_set1(32767.0f / limit)));
+    const F x = f_round(f_mul(f_load(query + d), f_set1(steps / limit)));
     f_store(whole + d, x);
     squares = f_fma(x, x, squares);
   }
   for (int d = 0; d < head_dim; ++d) rounded[d] = static_cast<int16_t>(whole[d]);
-  *norm = limit / 32767.0f * std::sqrt(f_sum(squares));
-  return limit / 32767.0f;
+  *norm = limit / steps * std::sqrt(f_sum(squares));
+  return limit / steps;
 }
 
-// The squares of a query's numbers in whole steps of 1/32767 of the largest; the root of that step.
+// The squares of a query's numbers in whole steps; the root of the step.
 static float round_squares(const float* query, int head_dim, int16_t* rounded) {
   float limit = 0.0f;
   for (int d = 0; d < head_dim; ++d) limit = std::max(limit, std::fabs(query[d]));
@@ -42,13 +45,13 @@ static float round_squares(const float* query, int head_dim, int16_t* rounded) {
   if (!(limit >= 1e-30f)) return 0.0f;
   for (int d = 0; d < head_dim; ++d) {
     const float x = query[d] / limit;
-    rounded[d] = static_cast<int16_t>(x * x * 32767.0f + 0.5f);
+    rounded[d] = static_cast<int16_t>(x * x * kSquareSteps + 0.5f);
   }
-  return limit / std::sqrt(32767.0f);
+  return limit / std::sqrt(kSquareSteps);
 }
 
 // What of a row's bytes is multiplied: whole numbers; those of the low half, -8 to 7; the squares of the high half's, 0
-// to 225, of which 256 times 32767 fit an int32.
+// to 225, of which 256 times 16383 fit an int32.
 enum class Part { whole, low, high_squared };
 
 template <Part P>
@@ -114,14 +117,37 @@ static void dot_rows(const int16_t (*query)[kMaxHeadDim], int num_queries, int h
   if (num_queries == 1) dot_rows<P, 1>(query, head_dim, rows, n, ahead, sums);
 }
 
+// What ranks boxes by rounded queries and their squares: sums of products with their centres, and of squares of both.
+struct WordBoxes {
+  alignas(64) int16_t numbers[kMaxGroupSize][kMaxHeadDim];
+  alignas(64) int16_t squares[kMaxGroupSize][kMaxHeadDim];
+
+  void set(int g, const int16_t* of_query, const int16_t* of_squares) {
+    std::memcpy(numbers[g], of_query, sizeof(numbers[g]));
+    std::memcpy(squares[g], of_squares, sizeof(squares[g]));
+  }
+
+  // Of queries from g on; sums[h * kRankTile + r] of row r.
+  void dot(int g, int num_queries, int head_dim, const int8_t* rows, int n, const int8_t* ahead, float* sums,
+           float* widths) const {
+    dot_rows<Part::low>(numbers + g, num_queries, head_dim, rows, n, ahead, sums);
+    dot_rows<Part::high_squared>(squares + g, num_queries, head_dim, rows, n, rows, widths);
+  }
+};
+
+template <typename Boxes>
 static void rank_rows(const RankArgs& args) {
-  alignas(64) int16_t rounded[kMaxGroupSize][kMaxHeadDim], squares[kMaxGroupSize][kMaxHeadDim];
+  alignas(64) int16_t rounded[kMaxGroupSize][kMaxHeadDim], squares[kMaxHeadDim];
+  Boxes boxes;
   float steps[kMaxGroupSize], reaches[kMaxGroupSize];
   float check = 0.0f;
   for (int g = 0; g < args.num_queries; ++g) {
     const float* query = args.query + g * args.head_dim;
-    steps[g] = round_query(query, args.head_dim, rounded[g], reaches + g);
-    if (args.boxes) reaches[g] = round_squares(query, args.head_dim, squares[g]);
+    steps[g] = round_query(query, args.head_dim, args.boxes ? kByteSteps : kWordSteps, rounded[g], reaches + g);
+    if (args.boxes) {
+      reaches[g] = round_squares(query, args.head_dim, squares);
+      boxes.set(g, rounded[g], squares);
+    }
     reaches[g] = args.spreads != nullptr ? args.spread_weight * reaches[g] : 0.0f;
     check += steps[g];
   }
@@ -150,15 +176,17 @@ static void rank_rows(const RankArgs& args) {
       for (int g = 0; g < args.num_queries && check == check; g += kRankHeads) {
         const int heads = args.num_queries - g < kRankHeads ? args.num_queries - g : kRankHeads;
         if (args.boxes) {
-          dot_rows<Part::low>(rounded + g, heads, args.head_dim, rows, n, ahead, sums);
-          dot_rows<Part::high_squared>(squares + g, heads, args.head_dim, rows, n, rows, widths);
-          for (int i = 0; i < heads * kRankTile; i += W) f_store(widths + i, f_sqrt(f_load(widths + i)));
+          boxes.dot(g, heads, args.head_dim, rows, n, ahead, sums, widths);
+          for (int h = 0; h < heads; ++h) {
+            float* of_head = widths + h * kRankTile;
+            for (int i = 0; i < n; i += W) f_store(of_head + i, f_sqrt(f_load(of_head + i)));
+          }
         } else {
           dot_rows<Part::whole>(rounded + g, heads, args.head_dim, rows, n, ahead, sums);
         }
         for (int h = 0; h < heads; ++h) {
           const float step = steps[g + h], reach = reaches[g + h];
-          for (int i = 0; i < kRankTile; ++i) {
+          for (int i = 0; i < n; ++i) {
             const int at = h * kRankTile + i;
             const float rank = step * scales[i] * sums[at] + reach * spreads[i] * widths[at];
             best[i] = rank > best[i] ? rank : best[i];  // what is no number ranks last

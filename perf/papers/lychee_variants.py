@@ -36,6 +36,8 @@ class AsPublished(LycheeCluster):
     builds_on_device: ClassVar[bool] = False
 
     paper: bool = True
+    min_chunk_tokens: int = 8
+    max_chunk_tokens: int = 16
     pooling: str = "mean"
 
     def build(self, context: BuildContext) -> State:

@@ -72,8 +72,11 @@ def test_rank_boxes(isa, head_dim, num_queries):
         bits = bfloat16_bits(rng.random((2, n), dtype=np.float32))
         scales, spreads = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         ranks = rank_rows(query, rows, bits[0], bits[1], 2.4, boxes=True, isa=isa).numpy()
-        wide = query.astype(np.float64)
-        of_boxes = np.linalg.norm(wide[:, None] * high, axis=2) * spreads * 2.4
+        # Queries count in steps of 1/127 of their largest value, squares in 1/16383.
+        largest = np.abs(query).max(axis=1, keepdims=True)
+        wide = np.rint(query * (np.float32(127) / largest)) * (largest.astype(np.float64) / 127)
+        exact = query.astype(np.float64)
+        of_boxes = np.linalg.norm(exact[:, None] * high, axis=2) * spreads * 2.4
         expected = (wide @ low.T) * scales + of_boxes
         limit = (np.abs(wide) @ np.abs(low).T) * scales + of_boxes
         assert (np.abs(ranks - expected.max(axis=0)) <= 5e-4 * limit.max(axis=0)).all()

@@ -141,9 +141,12 @@ def test_lychee_cluster(options, device, dtype, kv_len, pool):
             assert relative_error(index.rows(), before.rows()) < 1e-3
             np.testing.assert_allclose(index.radii(), before.radii(), rtol=0.02, atol=1e-5)
         else:
-            # Of four bits a number at a boundary may be rounded to either side.
-            for found, known in zip(index.boxes(), before.boxes(), strict=True):
-                assert relative_error(found, known) < 5e-3
+            # A number at a boundary may be rounded to either side: a scale by the last of its bits,
+            # and few of the others by one step.
+            for found, known, steps in zip(index.boxes(), before.boxes(), (7, 15), strict=True):
+                away = np.abs(found - known) / np.abs(known).max(axis=-1, keepdims=True)
+                assert away.max() < 1.01 / steps
+                assert (away > 0.01).mean() < 0.01
 
 
 @pytest.mark.cuda
@@ -283,7 +286,7 @@ def test_an_index_takes_few_launches(paper, levels, monkeypatch, pool):
     with launches:
         policy.build_on_device(context)
     least = 5 * levels * policy.iterations
-    assert least <= launches.count <= least + 70
+    assert least <= launches.count <= least + 80
 
 
 def test_a_chunk_less_context(pool):

@@ -21,7 +21,7 @@ from offload.policies.registry import make_policy
 DEFAULT = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0
 )
-PAPER = replace(DEFAULT, paper=True)
+PAPER = replace(DEFAULT, paper=True, min_chunk_tokens=8, max_chunk_tokens=16)
 SMALL = replace(DEFAULT, least_candidates=0)
 FEW_RANKED = replace(SMALL, ranked_chunks=30)
 
@@ -43,8 +43,10 @@ def test_a_built_index(policy, dtype, kv_len, pool):
     check_index(stream)
     index = stream.index
     assert index.num_groups == (max(1, index.num_chunks // 2) if policy.paper else index.num_chunks)
-    ranks_units = policy.paper or index.num_chunks > policy.ranked_chunks
-    assert index.num_units == (min(64, round(index.num_groups**0.5)) if ranks_units else 1)
+    num_units = min(128, index.num_chunks // 8) if index.num_chunks > policy.ranked_chunks else 1
+    if policy.paper:
+        num_units = min(64, round(index.num_groups**0.5))
+    assert index.num_units == num_units
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -129,8 +131,8 @@ def test_search_takes_the_chunks_of_largest_rank(spread_weight, pool):
                 k += 1 + int((wanted - taken) / size)
                 taken = sum(sizes[:k])
                 size = taken / k
-            # One more: float32 may see two neighbours in the other order.
-            assert chunks <= set(order[: k + 1])
+            # Rounded queries may see neighbours in another order.
+            assert chunks <= set(order[: k + 3])
 
 
 def test_the_papers_search_attends_the_best_clusters_whole(pool):
@@ -349,9 +351,12 @@ def test_growing_keeps_the_index_and_widens_links(policy, pool):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("paper", "share"), [(True, 0.013), (False, 0.022)])
-def test_index_bytes(paper, share, head_dim, pool):
-    """Of the keys and values, at the chunk length of real text (13 tokens)."""
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({"paper": True, "min_chunk_tokens": 8, "max_chunk_tokens": 16}, 0.013), ({}, 0.045)],
+)
+def test_index_bytes(options, share, head_dim, pool):
+    """Of the keys and values, of text in pieces of 13 tokens."""
     from offload.policies.base import BuildContext
 
     kv_len, heads = 8192, 3
@@ -359,7 +364,7 @@ def test_index_bytes(paper, share, head_dim, pool):
     marks = np.full(kv_len, 0x40, np.uint8)
     marks[12::13] = 2
     marks[13::13] = 0
-    policy = make_policy("lychee_cluster", paper=paper)
+    policy = make_policy("lychee_cluster", **options)
     context = BuildContext(
         layer_idx=2,
         keys=keys,
@@ -371,7 +376,8 @@ def test_index_bytes(paper, share, head_dim, pool):
         pool=pool,
     )
     index = LycheeIndex(policy.build(context))
-    assert 12 < index.indexed_end / index.num_chunks < 14
+    length = 13 if policy.paper else 6.5
+    assert index.indexed_end / index.num_chunks == pytest.approx(length, rel=0.08)
     assert index.index_bytes <= share * 2 * keys.numel() * 2
 
 
@@ -379,14 +385,14 @@ def test_index_bytes(paper, share, head_dim, pool):
     ("options", "message"),
     [
         ({"buffer_tokens": -1}, "buffer_tokens must be an int in"),
-        ({"min_chunk_tokens": 17}, r"min_chunk_tokens must be an int in \[1, 16\], got 17"),
+        ({"min_chunk_tokens": 9}, r"min_chunk_tokens must be an int in \[1, 8\], got 9"),
         ({"max_chunk_tokens": 17}, r"max_chunk_tokens must be an int in \[1, 16\], got 17"),
         ({"paper": True, "chunks_per_cluster": 0}, "chunks_per_cluster must be an int in"),
         ({"chunks_per_cluster": 4}, "chunks_per_cluster=4 means nothing with paper=False"),
         ({"paper": True, "spread_weight": 0.2}, "spread_weight=0.2 means nothing with paper=True"),
         ({"least_candidates": -1}, r"least_candidates must be an int in \[0, 1048576\], got -1"),
         ({"paper": True, "least_candidates": 9}, "least_candidates=9 means nothing with paper"),
-        ({"max_units": 65}, r"max_units must be an int in \[1, 64\], got 65"),
+        ({"max_units": 129}, r"max_units must be an int in \[1, 128\], got 129"),
         ({"ranked_chunks": 0}, "ranked_chunks must be an int in"),
         ({"iterations": True}, "iterations must be an int in"),
         ({"carried_share": 1.5}, r"carried_share must be in \[0, 1\], got 1.5"),
@@ -401,7 +407,7 @@ def test_bad_options(options, message):
 
 
 def test_a_unit_has_the_box_of_its_chunks(pool):
-    """Centred on their centres, and as wide as the uniform box that varies as they do."""
+    """Between their mean and the middle of theirs, two thirds as wide."""
     stream = Stream(replace(SMALL, ranked_chunks=20), pool)
     stream.prefill(2000)
     stream.step()
@@ -412,8 +418,10 @@ def test_a_unit_has_the_box_of_its_chunks(pool):
         first = index.arrays["ranges"][head, : index.num_units + 1]
         for unit, (begin, end) in enumerate(itertools.pairwise(first)):
             of_unit = slice(index.num_units + begin, index.num_units + end)
-            centre = centres[of_unit].mean(axis=0)
-            squares = 3 * centres[of_unit].var(axis=0) + (widths[of_unit] ** 2).mean(axis=0)
+            low = (centres[of_unit] - widths[of_unit]).min(axis=0)
+            high = (centres[of_unit] + widths[of_unit]).max(axis=0)
+            centre = centres[of_unit].mean(axis=0) / 2 + (low + high) / 4
+            width = (high - low) / 3
             # All of them are rounded to four bits.
             assert np.abs(centres[unit] - centre).max() < 0.16 * np.abs(centre).max()
-            assert np.abs(widths[unit] - np.sqrt(squares)).max() < 0.08 * np.sqrt(squares).max()
+            assert np.abs(widths[unit] - width).max() < 0.1 * width.max()

@@ -23,6 +23,7 @@ struct TileOps<Bf16> : PairOps {};
 #include "kernels/attention-inl.h"
 #include "kernels/causal_attention_bf16-inl.h"
 #include "kernels/ranking-inl.h"
+#include "kernels/ranking_bytes-inl.h"
 // clang-format on
 
 // The pairwise kernels work on 32 columns at a time.
@@ -49,7 +50,7 @@ const offload::KernelTable* offload::avx512_bf16_table() {
     improved.attend_causal[bf16] = avx512_bf16::attend_causal;
     improved.pack_input[bf16] = avx512_bf16::pack_input<Bf16>;
     improved.linear[bf16] = avx512_bf16::linear<Bf16>;
-    improved.rank_rows = avx512_bf16::rank_rows;
+    improved.rank_rows = avx512_bf16::rank_rows<avx512_bf16::ByteBoxes>;
     return improved;
   }();
   return &table;

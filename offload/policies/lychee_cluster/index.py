@@ -27,6 +27,7 @@ from torch import Tensor
 
 from cpu_ops.clustering import chunk_boxes, spherical_kmeans
 from offload.policies.base import BuildContext, State
+from offload.policies.device_build import WORKSPACE_BYTES
 from offload.policies.lychee_cluster.chunks import BLOCK, chunk_start, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
     CENTRE_STEPS,
@@ -37,6 +38,7 @@ from offload.policies.lychee_cluster.layout import (
 from offload.system import huge_pages
 
 _LOW_LINKS = 1 << 16
+_UNIT_WIDTHS = 2 / 3  # of a unit's box, what of its half-widths counts
 FIXED = ("header", "ranges", "carried")  # whatever the capacity
 
 
@@ -182,15 +184,26 @@ def chunks_of_units(centres: Tensor, widths: Tensor, units: Tensor, num_units: i
 def _unit_boxes(
     centres: Tensor, widths: Tensor, units: Tensor, num_units: int
 ) -> tuple[Tensor, Tensor]:
-    """Centres and half-widths of units: of boxes that vary as much as their chunks' do, uniformly.
+    """Of the boxes that units' chunks fill: centres, as `chunk_boxes` has them, and half-widths.
 
-    Sums are products of matrices, which come to the same in every run.
+    These count less (`_UNIT_WIDTHS`): of many chunks few are where a box ends. Sums are products of
+    matrices, which come to the same in every run.
     """
-    members = (units[:, None] == torch.arange(num_units, device=units.device)[:, None]).float()
-    members /= members.sum(-1, keepdim=True)
-    means = members @ centres
-    away = centres - means.gather(1, units[..., None].expand_as(centres))
-    return means, (members @ (3 * away.square() + widths.square())).sqrt()
+    num_heads, num_chunks, head_dim = centres.shape
+    means = centres.new_empty(num_heads, num_units, head_dim)
+    numbers = torch.arange(num_units, device=units.device)[:, None]
+    for some in torch.arange(num_heads).split(
+        max(1, WORKSPACE_BYTES // (4 * num_units * num_chunks))
+    ):
+        heads = slice(int(some[0]), int(some[-1]) + 1)
+        members = (units[heads, None] == numbers).float()
+        means[heads] = members @ centres[heads] / members.sum(-1, keepdim=True)
+    of_chunk = units[..., None].expand_as(centres)
+    low, high = (
+        torch.empty_like(means).scatter_reduce_(1, of_chunk, ends, extreme, include_self=False)
+        for ends, extreme in ((centres - widths, "amin"), (centres + widths, "amax"))
+    )
+    return means / 2 + (low + high) / 4, _UNIT_WIDTHS * (high - low) / 2
 
 
 def clusters_of_units(

@@ -74,9 +74,9 @@ STATE = StateLayout(
     old_rows=np.int8,
 )
 read_state = STATE.read
-MAX_UNITS = 64
+MAX_UNITS = 128
 CENTRE_STEPS, WIDTH_STEPS = 7, 15
-UNITS_LENGTH = 288  # of `units`, which `views` names
+UNITS_LENGTH = 4 * MAX_UNITS + 32  # of `units`, which `views` names
 
 
 def starts_bytes(capacity_chunks: int) -> int:

@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_MAX_PAPER_UNITS = 64
+_CHUNKS_PER_UNIT = 8  # at least, where chunks are few
+
+
 @dataclass(frozen=True)
 class LycheeCluster(SparsePolicy):
     """The best chunks, what the last step looked at, a buffer of the newest tokens, sinks.
@@ -61,7 +65,7 @@ class LycheeCluster(SparsePolicy):
         min_chunk_tokens, max_chunk_tokens: a chunk ends at the best delimiter in between.
         ranked_chunks: of so many a search looks at the keys: of all chunks where there are no more,
             and else of those of the best coarse units.
-        max_units: coarse units, at most 64.
+        max_units: coarse units, at most 128; the paper's search has 64 at most.
         candidate_ratio: tokens of chunks whose keys are scored exactly, for each one attended.
         least_candidates: of them, however small the budget: what finds a token costs the same.
         carried_share: of the attended tokens, those that are candidates of the next step, too.
@@ -69,8 +73,9 @@ class LycheeCluster(SparsePolicy):
             box that its keys fill (`search`); 0 ranks by centres alone.
         iterations: of spherical k-means.
         paper: search as the paper does: clusters of chunks, ranked by its upper bound for the sum
-            of the group's queries, and attended whole, beside all of the buffer. It has no
-            ranked_chunks, candidate_ratio, least_candidates, carried_share and spread_weight.
+            of the group's queries, and attended whole, beside all of the buffer. Its chunks have 8
+            to 16 tokens: give these, too. It has no ranked_chunks, candidate_ratio,
+            least_candidates, carried_share and spread_weight.
         chunks_per_cluster: of the paper's index: mean size of a fine cluster when it is built.
 
     Raises:
@@ -89,14 +94,14 @@ class LycheeCluster(SparsePolicy):
 
     sink_tokens: int = 16
     buffer_tokens: int = 128
-    min_chunk_tokens: int = 8
-    max_chunk_tokens: int = 16
+    min_chunk_tokens: int = 4
+    max_chunk_tokens: int = 8
     max_units: int = MAX_UNITS
-    ranked_chunks: int = 1024
-    candidate_ratio: float = 2.5
-    least_candidates: int = 2560
+    ranked_chunks: int = 2048
+    candidate_ratio: float = 1.5
+    least_candidates: int = 1536
     carried_share: float = 0.25
-    spread_weight: float = 2.4
+    spread_weight: float = 1.8
     iterations: int = 10
     paper: bool = False
     chunks_per_cluster: int = 2
@@ -152,7 +157,7 @@ class LycheeCluster(SparsePolicy):
         """Rows of coarse units and of the ranked groups, and candidates' keys."""
         chunks = max(1.0, 2 * kv_len / (self.min_chunk_tokens + self.max_chunk_tokens))
         if self.paper:
-            units = min(self.max_units, (chunks / self.chunks_per_cluster) ** 0.5)
+            units = min(_MAX_PAPER_UNITS, (chunks / self.chunks_per_cluster) ** 0.5)
             return state_bytes * min(1.0, PAPER_UNITS / units) + chosen_tokens * row_bytes, False
         candidates = max(self.candidate_ratio * chosen_tokens, self.least_candidates)
         candidates = min(kv_len, candidates + self.carried_share * chosen_tokens)
@@ -191,17 +196,18 @@ class LycheeCluster(SparsePolicy):
             self.max_chunk_tokens,
         )
         num_chunks = len(starts) - 1
-        num_groups = num_chunks
+        # Nothing ranks units where all chunks are ranked.
+        num_groups, num_units = num_chunks, 1
+        if num_chunks > self.ranked_chunks:
+            num_units = min(self.max_units, max(1, num_chunks // _CHUNKS_PER_UNIT))
         if self.paper:
             num_groups = max(1, num_chunks // self.chunks_per_cluster)
+            num_units = min(self.max_units, _MAX_PAPER_UNITS, max(1, round(num_groups**0.5)))
         room = room_for(int(starts[-1]), context.capacity_tokens, self.min_chunk_tokens)
         return IndexShape(
             starts=starts,
             num_groups=num_groups,
-            # Nothing ranks units where all chunks are ranked.
-            num_units=min(self.max_units, max(1, round(num_groups**0.5)))
-            if self.paper or num_chunks > self.ranked_chunks
-            else 1,
+            num_units=num_units,
             capacity_chunks=num_chunks + room,
             candidate_capacity=self._candidate_capacity,
             carried_tokens=self._carried_tokens,

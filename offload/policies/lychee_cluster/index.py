@@ -192,10 +192,9 @@ def _unit_boxes(
     num_heads, num_chunks, head_dim = centres.shape
     means = centres.new_empty(num_heads, num_units, head_dim)
     numbers = torch.arange(num_units, device=units.device)[:, None]
-    for some in torch.arange(num_heads).split(
-        max(1, WORKSPACE_BYTES // (4 * num_units * num_chunks))
-    ):
-        heads = slice(int(some[0]), int(some[-1]) + 1)
+    at_once = max(1, WORKSPACE_BYTES // (4 * num_units * num_chunks))
+    for first in range(0, num_heads, at_once):
+        heads = slice(first, first + at_once)
         members = (units[heads, None] == numbers).float()
         means[heads] = members @ centres[heads] / members.sum(-1, keepdim=True)
     of_chunk = units[..., None].expand_as(centres)

@@ -99,7 +99,7 @@ class LycheeCluster(SparsePolicy):
     max_units: int = MAX_UNITS
     ranked_chunks: int = 2048
     candidate_ratio: float = 1.5
-    least_candidates: int = 1536
+    least_candidates: int = 1792
     carried_share: float = 0.25
     spread_weight: float = 1.8
     iterations: int = 10

@@ -1,4 +1,4 @@
-// What ranking-inl.h's WordBoxes do, in dot products of bytes: a third of the time. Included inside a namespace whose
+// What ranking-inl.h's WordBoxes do, in dot products of bytes: half of the time. Included inside a namespace whose
 // target has AVX-512 and VNNI, after avx512_primitives-inl.h.
 
 struct ByteBoxes {

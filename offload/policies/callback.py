@@ -269,8 +269,8 @@ def rank_rows(pointer: Any, function: Any, arguments: Any) -> None:
     Addresses: `query` of float32 [num_queries, head_dim], `rows` of int8 [num_rows, head_dim],
     `scales` of bfloat16 [num_rows], `spreads` the same or 0 (none), `ranges` of int32
     [num_ranges, 2] (first row and end), `ranks` of float32, for one range after the other.
-    spread_weight is a float, boxes an int64. Queries are rounded; where one
-    is not finite all ranks are NaN, and a row that gives no number ranks -inf.
+    spread_weight is a float, boxes an int64. Queries are rounded; where one is
+    not finite all ranks are NaN, and a row that gives no number ranks -inf.
     """
     _run(pointer, function, arguments)
 

@@ -157,7 +157,8 @@ class LycheeCluster(SparsePolicy):
         """Rows of coarse units and of the ranked groups, and candidates' keys."""
         chunks = max(1.0, 2 * kv_len / (self.min_chunk_tokens + self.max_chunk_tokens))
         if self.paper:
-            units = min(_MAX_PAPER_UNITS, (chunks / self.chunks_per_cluster) ** 0.5)
+            most = min(self.max_units, _MAX_PAPER_UNITS)
+            units = min(most, (chunks / self.chunks_per_cluster) ** 0.5)
             return state_bytes * min(1.0, PAPER_UNITS / units) + chosen_tokens * row_bytes, False
         candidates = max(self.candidate_ratio * chosen_tokens, self.least_candidates)
         candidates = min(kv_len, candidates + self.carried_share * chosen_tokens)

@@ -24,8 +24,7 @@ void WorkerPool::close() {
     return;
   }
   const std::lock_guard<std::mutex> lock(run_mutex_);
-  state_.store(kStop);
-  state_.notify_all();
+  announce(kStop);
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
 }
@@ -43,8 +42,7 @@ void WorkerPool::run(const Job& job) {
   for (int w = 0; w < num_threads_ && job.near; ++w) {
     blocks_[static_cast<size_t>(w)].next.store(block_begin(w, job.num_tasks), std::memory_order_relaxed);
   }
-  state_.store(closed + 1);
-  state_.notify_all();
+  announce(closed + 1);
   work(0);
   // Closing and then reading joined_ pairs with a worker's joining and then reading state_ (all sequentially
   // consistent): either the worker sees the job closed, or we see the worker and wait for it.
@@ -53,6 +51,22 @@ void WorkerPool::run(const Job& job) {
     cpu_relax();
     if (spins % kYieldSpins == 0) std::this_thread::yield();  // it may have been put aside for us
   }
+}
+
+void WorkerPool::announce(uint64_t state) {
+  state_.store(state);
+  if (sleepers_.load() == 0) return;
+  bell_.fetch_add(1);
+  bell_.notify_all();
+}
+
+// Counting itself and then reading state_ pairs with announcing a state and then reading sleepers_ (all sequentially
+// consistent): either the worker sees the new state, or the bell rings for it.
+void WorkerPool::sleep_through(uint64_t state) {
+  sleepers_.fetch_add(1);
+  const int32_t heard = bell_.load();
+  if (state_.load() == state) bell_.wait(heard);
+  sleepers_.fetch_sub(1);
 }
 
 void WorkerPool::keep_awake(bool on) {
@@ -106,7 +120,7 @@ void WorkerPool::worker_loop(int worker) {
         const int64_t now = now_ns();
         if (deadline == 0) deadline = now + spin_ns_;
         if (now > deadline && kept_awake_.load(std::memory_order_relaxed) == 0) {
-          state_.wait(state);
+          sleep_through(state);
         } else {
           // Whoever shares this CPU may have work that all wait for: it would have to sit out our spinning.
           std::this_thread::yield();

@@ -71,6 +71,9 @@ class WorkerPool {
   }
   void run(const Job& job);
   void worker_loop(int worker);
+  void announce(uint64_t state);
+  // Returns when it has changed, and at times before.
+  void sleep_through(uint64_t state);
   void work(int worker);
   void work_near(const Job& job, int worker);
 
@@ -89,6 +92,10 @@ class WorkerPool {
   alignas(64) std::atomic<int> joined_{0};
   alignas(64) std::atomic<int64_t> next_task_{0};
   alignas(64) std::atomic<int> kept_awake_{0};
+  // Workers sleep on 32 bits, which the kernel can watch by themselves. For what is wider libstdc++ has few words that
+  // all waiters of the process share: each job would wake the sleeping workers of every other pool.
+  alignas(64) std::atomic<int> sleepers_{0};
+  std::atomic<int32_t> bell_{0};
 };
 
 }  // namespace offload

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,31 @@ def test_two_pools(linear):
     assert torch.equal(linear(second, x), expected)
     first.close()
     assert torch.equal(linear(second, x), expected)
+
+
+def switches_of(threads: set[str]) -> int:
+    """How often these threads of this process went to sleep or were put aside."""
+    lines = [
+        line
+        for thread in threads
+        for line in Path(f"/proc/self/task/{thread}/status").read_text("utf-8").splitlines()
+    ]
+    return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+
+
+def test_jobs_leave_the_sleeping_workers_of_other_pools_alone(linear):
+    """A model that is loaded and not used costs the others nothing."""
+    before = set(os.listdir("/proc/self/task"))
+    sleeping = WorkerPool(6, spin_us=0)
+    workers = set(os.listdir("/proc/self/task")) - before
+    busy, x = WorkerPool(2, spin_us=0), torch.randn(2, 64)
+    expected = linear(busy, x)
+    time.sleep(0.05)
+    asleep_since = switches_of(workers)
+    for _ in range(200):
+        linear(busy, x)
+    assert switches_of(workers) - asleep_since < 10
+    assert torch.equal(linear(sleeping, x), expected)
 
 
 def test_calls_from_several_python_threads(linear):

@@ -5,7 +5,8 @@ the machine: decode steps behind real text, the KV cache on the host, full atten
 peers beside. Then quality, by several processes at once: RULER, each prompt read once for all.
 
 FILE is written after each length of the speed and after each answer, which FILE.jsonl keeps whole.
-The same command goes on from there; `--only` does one of the two. On a machine with a GPU:
+The same command goes on from there; `--only` does one of the two, and each of quality, speed with a
+GPU and speed without may be of a machine of its own. On a machine with a GPU:
 
     python -m perf.bench_tradeoff --out t.json --only speed --device cuda,cpu
     python -m perf.bench_tradeoff --out t.json --only quality --reads-on cuda --processes 8
@@ -62,31 +63,35 @@ class Document:
         settings: that all rows share.
 
     Raises:
-        ValueError: it has rows with other settings, or of another machine or commit.
+        ValueError: it has rows with other settings.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], commit: str | None) -> None:
         self.path, self.settings, self.rows = path, settings, list[Row]()
-        self.machine = start_machine(commit)
+        self._here = self.machine = start_machine(commit)
         self._written = dict(settings)
         if not path.exists():
             return
         found = json.loads(path.read_text("utf-8"))
         self._refuse_others(settings, found["settings"])
-        self._refuse_others({name: self.machine[name] for name in _SAME_MACHINE}, found["machine"])
         self.rows, self.machine = found["rows"], found["machine"]
         self._written = found["settings"]
 
     def begin(self, part: str, device: str, options: dict[str, Any]) -> None:
-        """Rows of a part on a device come next, made with these options.
+        """Rows of a part on a device come next, made here with these options.
 
         Raises:
-            ValueError: there are some that were made with others.
+            ValueError: there are some that were made with others, or by another machine or commit.
         """
         made_with = self._written.setdefault("made_with", {})
+        machines = self._written.setdefault("machines", {})
         name = f"{part} on {device}"
         if self.has(part=part, device=device):
             self._refuse_others(options, made_with.get(name, {}))
+            here = {which: self._here[which] for which in _SAME_MACHINE}
+            self._refuse_others(here, machines.get(name, {}))
+        else:
+            machines[name] = self._here
         made_with[name] = options
 
     def _refuse_others(self, now: dict[str, Any], then: dict[str, Any]) -> None:
@@ -174,6 +179,7 @@ def measure_quality(
         seconds=options.seconds,
     )
     ways = {"device": judged.device, "reads_on": judged.reads_on, "seed": judged.seed}
+    document.begin("quality", judged.device, {"--seed": judged.seed, "--reads-on": judged.reads_on})
     answers = options.out.with_suffix(".jsonl")
     with RecordFile(answers, {"command": "tradeoff", **document.settings, **ways}) as file:
         say(f"quality on {judged.device}: {judged.num_processes} processes")

@@ -107,7 +107,6 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
-    "tradeoff-selectors": ("tradeoff-selectors", tradeoff_tables.lengths_tables),
     "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
     "structured": ("structured", structured_tables.structured_table),
 }

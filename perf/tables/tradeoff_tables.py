@@ -17,15 +17,10 @@ UNKNOWN = "\N{EN DASH}"
 
 def tradeoff_table(result: dict[str, Any]) -> str:
     """A table of each length, a row of each configuration and peer, below the picture."""
-    picture = "![RULER's score against milliseconds per token, a panel per length](tradeoff.svg)"
-    return f"{picture}\n\n{lengths_tables(result)}"
-
-
-def lengths_tables(result: dict[str, Any]) -> str:
-    """The tables alone."""
     settings, rows = result["settings"], result["rows"]
     quality = [row for row in rows if row["part"] == "quality"]
     parts = [
+        "![RULER's score against milliseconds per token, a panel per length](tradeoff.svg)",
         f"{settings['model']}, {settings['dtype']}, batch 1. Quality: RULER, per cent, "
         f"{_how_judged(quality)}. Speed: {_how_timed(rows)}. Both of the very same policies: the "
         "number is the budget, every other option is at its default ([below](#options)).",
@@ -34,7 +29,7 @@ def lengths_tables(result: dict[str, Any]) -> str:
         of_length = {row["label"]: row for row in quality if row["length"] == length}
         found = f"**{length:,} tokens**" + _counted(list(of_length.values()))
         parts += [found, table(_columns(rows, length, of_length), _names(result, length))]
-    return "\n\n".join([*parts, machine_line(result["machine"])])
+    return "\n\n".join([*parts, *_machine_lines(result)])
 
 
 def options_table(result: dict[str, Any]) -> str:
@@ -145,6 +140,18 @@ def _counted(quality: Sequence[Row]) -> str:
         f": {row['prompts']} prompts{reads}, the mean of {row['counting_tasks']} tasks in which "
         f"full attention scores, of at least {row['fewest_samples']} prompts each{few}"
     )
+
+
+def _machine_lines(result: dict[str, Any]) -> list[str]:
+    """Each part's machine; one line where the file does not tell them apart."""
+    of_part = result["settings"].get("machines")
+    if of_part is None:
+        return [machine_line(result["machine"])]
+    last = len(of_part) - 1
+    return [
+        f"*{name[0].upper()}{name[1:]}:* {machine_line(machine, spreads=i == last)}"
+        for i, (name, machine) in enumerate(of_part.items())
+    ]
 
 
 def _how_judged(quality: Sequence[Row]) -> str:

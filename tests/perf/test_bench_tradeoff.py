@@ -90,6 +90,28 @@ def test_what_is_timed_is_what_is_judged(
     run(monkeypatch, [*arguments, "--only", "quality", "--steps", "7"])  # which are not for it
 
 
+def test_each_part_is_of_one_machine_and_commit(tmp_path: Path) -> None:
+    def document(commit: str) -> bench_tradeoff.Document:
+        return bench_tradeoff.Document(tmp_path / "t.json", {"model": "tiny"}, commit)
+
+    timed = {"part": "speed", "device": "cpu", "length": 1100}
+    first = document("a")
+    first.begin("speed", "cpu", {"--steps": 5})
+    first.replace([timed], **timed)
+    with pytest.raises(ValueError, match=r"made with commit = a, but this run has b"):
+        document("b").begin("speed", "cpu", {"--steps": 5})
+    later, judged = document("b"), {"part": "quality", "device": "cpu", "length": 1100}
+    later.begin("quality", "cpu", {})
+    later.replace([judged], **judged)
+    found = json.loads((tmp_path / "t.json").read_text("utf-8"))
+    machines = found["settings"]["machines"]
+    assert {name: machine["commit"] for name, machine in machines.items()} == {
+        "speed on cpu": "a",
+        "quality on cpu": "b",
+    }
+    assert found["rows"] == [timed, judged]
+
+
 def test_every_answer_is_in_the_rows_when_the_run_is_cut(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +248,16 @@ def test_table_of_quality_and_speed() -> None:
     assert peer[:5] == [unknown] * 5
     assert peer[6:8] == [f"0.50{times}", f"1.00{times}"]
     assert "22 prompts, read by a GPU, the mean of 10 tasks" in "\n".join(lines)
+
+
+def test_each_part_names_its_machine() -> None:
+    found = result()
+    of_speed = found["machine"] | {"commit": "abc"}
+    found["settings"]["machines"] = {"quality on cpu": found["machine"], "speed on cuda": of_speed}
+    *_, judged, timed = tradeoff_table(found).split("\n\n")
+    assert judged.startswith("*Quality on cpu:* *")
+    assert timed.startswith("*Speed on cuda:* *")
+    assert "commit abc" in timed
 
 
 def test_table_of_options() -> None:

@@ -51,8 +51,13 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decode-plot": ("decode", tables.decode_plot),
     "policy-speed": ("decode-policies", selection_tables.policy_speed_table),
     "paper-lfps-ablation": ("paper-lfps", paper_lfps_tables.paper_lfps_ablation_table),
-    "paper-lfps-batch": ("paper-lfps", paper_lfps_tables.paper_lfps_batch_table),
-    "paper-lfps-bypass": ("paper-lfps", paper_lfps_tables.paper_lfps_bypass_table),
+    "paper-lfps-batch": ("paper-lfps-speed", paper_lfps_tables.paper_lfps_batch_table),
+    "paper-lfps-bypass": (
+        "paper-lfps",
+        lambda result: paper_lfps_tables.paper_lfps_bypass_table(
+            result, read_results("paper-lfps-speed")
+        ),
+    ),
     "paper-lfps-context": ("latency", paper_lfps_tables.paper_lfps_context_table),
     "paper-lfps-overlap": ("paper-lfps", paper_lfps_tables.paper_lfps_overlap_table),
     "paper-lfps-steps": ("paper-lfps", paper_lfps_tables.paper_lfps_steps_table),

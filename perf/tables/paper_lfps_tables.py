@@ -149,17 +149,25 @@ def paper_lfps_steps_table(result: dict[str, Any]) -> str:
     return table(columns, [*quarters, *texts])
 
 
-@_of_parts("overlap", "ruler")
-def paper_lfps_bypass_table(result: dict[str, Any]) -> str:
-    """Table 3: quality and speed by the threshold of the bypass; of what was measured of it."""
+def paper_lfps_bypass_table(result: dict[str, Any], timed: dict[str, Any] | None = None) -> str:
+    """Table 3: quality and speed by the threshold of the bypass; of what was measured of it.
+
+    Args:
+        timed: results of another machine, which measured the speed and what text loses.
+    """
+    missing = [part for part in ("overlap", "ruler") if not _part(result, part)]
+    return _not_measured(missing) if missing else _bypass_table(result, timed or result)
+
+
+def _bypass_table(result: dict[str, Any], of_timed: dict[str, Any]) -> str:
     settings, heads = result["settings"], _part(result, "overlap")
     length = settings["bypass_length"]
     prompts = _part(result, "ruler")
     answered = summaries(prompts, list(prompts[0]["answers"]))
     ruler = {row["policy"]: row for row in answered}
-    speed = {row["policy"]: row for row in _part(result, "speed")}
+    speed = {row["policy"]: row for row in _part(of_timed, "speed")}
     texts: dict[str, list[Row]] = {}
-    for row in _part(result, "bypass"):
+    for row in _part(of_timed, "bypass"):
         limit = row["options"].get("bypass_threshold")
         name = row["policy"] if limit is None else f"{row['policy']} {limit}"
         texts.setdefault(name, []).append(row)
@@ -212,12 +220,15 @@ def paper_lfps_bypass_table(result: dict[str, Any]) -> str:
         columns["\N{MICRO SIGN}s"] = known("microseconds", ".1f")
         titles.append("\N{MICRO SIGN}s: decode attention per layer on one thread, docstrings.")
     lines = [line(name) for name in dict.fromkeys([*texts, *ruler])]
-    missing = [part for part in ("bypass", "speed") if not _part(result, part)]
+    missing = [part for part in ("bypass", "speed") if not _part(of_timed, part)]
     parts = [
         " ".join(titles),
         table(columns, lines),
         machine_line(result["machine"], spreads=False),
     ]
+    if of_timed is not result:
+        where = machine_line(of_timed["machine"], spreads=False)
+        parts.append(f"*KL, perplexity, error, mass and speed:* {where}")
     return "\n\n".join([*parts, *([_not_measured(missing)] if missing else [])])
 
 

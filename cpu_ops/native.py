@@ -79,6 +79,19 @@ def check_head_dim(head_dim: int) -> None:
         )
 
 
+def top_mass(
+    x: Tensor, positions: npt.NDArray[np.int32], mass: float
+) -> npt.NDArray[np.int32]:
+    """The fewest of ascending `positions` into x (float32 [n]) whose values sum to `mass`: the
+    largest, equal ones by lower positions. All where they do not sum to it.
+    """
+    check_tensor("x", x, (x.numel(),), torch.float32)
+    if len(positions) and not 0 <= positions[0] <= positions[-1] < x.numel():
+        raise ValueError(f"positions must lie in [0, {x.numel()}), got {positions}")
+    kept = positions.astype(np.int32)
+    return kept[: _native.top_mass(x.data_ptr(), kept, mass)]
+
+
 def top_k(x: Tensor, k: int, *, isa: str | None = None) -> npt.NDArray[np.int32]:
     """Positions of the k largest of x (float32 [n]), ascending; equal values prefer lower ones."""
     check_tensor("x", x, (x.numel(),), torch.float32)

@@ -28,6 +28,7 @@ from perf.plots import (
 from perf.results_file import ROOT, read_results
 from perf.tables import (
     gpu_tables,
+    hard_kv_tables,
     latency_tables,
     long_context_tables,
     lychee_cluster_tables,
@@ -89,6 +90,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "lychee-cluster-pooling": (LYCHEE_CLUSTER, lychee_cluster_tables.pooling_table),
     "lychee-cluster-stability": (LYCHEE_CLUSTER, lychee_cluster_tables.stability_table),
     "niah": ("niah", selection_tables.niah_table),
+    "paper-hard-kv": ("paper-hard-kv", hard_kv_tables.hard_kv_table),
     "paper-lychee-decode-roles": (
         "paper-lychee-decode-roles",
         shared_selection_tables.roles_table,

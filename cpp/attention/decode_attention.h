@@ -310,6 +310,8 @@ class DecodeAttention {
   void consider(const QueryRow& row, Unit& unit, const int32_t* candidates, int64_t n) const;
   bool takes_list(const QueryRow& row, int row_idx, int unit);
   void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  int64_t cut_to_mass(int32_t* chosen, int64_t count, const float* importance, int64_t sinks_before, int64_t last,
+                      int64_t recent) const;
   void gather_weights(Unit& unit, int64_t first, int64_t last) const;
   void select_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, const float* importance, int worker);
   Published& published_of(int row_idx, int unit) {

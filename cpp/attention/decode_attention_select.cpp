@@ -304,6 +304,18 @@ void DecodeAttention::consider(const QueryRow& row, Unit& unit, const int32_t* c
   unit.importance.resize(unit.considered.size());
 }
 
+// Of chosen positions into `importance` those that have top_p of all its weight, with the sinks' and the recent tokens'
+// before and after [0, last). Sinks are among these where `sinks_before` is 0.
+int64_t DecodeAttention::cut_to_mass(int32_t* chosen, int64_t count, const float* importance, int64_t sinks_before,
+                                     int64_t last, int64_t recent) const {
+  if (policy_.top_p >= 1.0) return count;
+  const float* sinks = importance - sinks_before;
+  double mass = policy_.top_p * unit_group();
+  mass -= std::accumulate(sinks, sinks + policy_.sink_tokens, 0.0);
+  mass -= std::accumulate(importance + last, importance + last + recent, 0.0);
+  return top_mass(importance, chosen, count, mass);
+}
+
 // All that a unit considers is scored: attention weights over it, and the policy's choice among its candidates.
 void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit_idx, int worker) {
   const PhaseTimer timer(profile_of(worker), Phase::select);
@@ -334,11 +346,12 @@ void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, in
   int32_t* positions = unit.positions.data();
   ctx.indices = positions + ctx.first;
   const PolicyMember& member = member_of(layer_idx, unit_idx);
-  const int64_t count = member.select != nullptr
-                            ? member.select(&ctx)
-                            : top_k(kernels_, ctx.importance, ctx.num_candidates, ctx.budget_tokens, ctx.indices);
+  int64_t count = member.select != nullptr
+                      ? member.select(&ctx)
+                      : top_k(kernels_, ctx.importance, ctx.num_candidates, ctx.budget_tokens, ctx.indices);
   finish_context(ctx);
   if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
+  count = cut_to_mass(ctx.indices, count, ctx.importance, ctx.first, ctx.num_candidates, recent);
   // Where each attended token is among the considered ones: sinks, the choice, recent tokens.
   std::iota(positions, positions + ctx.first, 0);
   for (int64_t i = 0; i < count; ++i) ctx.indices[i] += static_cast<int32_t>(ctx.first);
@@ -385,9 +398,10 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   ctx.importance = importance;
   ctx.indices = chosen.data() + policy_.sink_tokens;
   const PolicyMember& member = member_of(layer_idx, unit_idx);
-  const int64_t count = member.select != nullptr ? member.select(&ctx) : 0;
+  int64_t count = member.select != nullptr ? member.select(&ctx) : 0;
   finish_context(ctx);
   if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
+  if (importance != nullptr) count = cut_to_mass(ctx.indices, count, importance, 0, ctx.last, row.kv_len - ctx.last);
   int64_t end = policy_.sink_tokens + count;
   std::iota(chosen.begin() + end, chosen.begin() + end + (row.kv_len - ctx.last), static_cast<int32_t>(ctx.last));
   end += row.kv_len - ctx.last;

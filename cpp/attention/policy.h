@@ -103,6 +103,7 @@ struct PolicyFunctions : PolicyMember {
   int64_t budget_tokens = 0;  // tokens attended, sinks and recent ones included
   int64_t sink_tokens = 0;
   int64_t recent_tokens = 0;
+  double top_p = 1.0;         // a selection ends where it has this share of the attention weight
   bool per_query_head = false;
   bool shares_selection = false;  // units of a row that retrieve publish one selection, by their summed importance
   std::vector<uint8_t> roles;     // Role of each [layer, unit]
@@ -177,5 +178,9 @@ class PhaseTimer {
 // The k largest of x[0..n), as ascending positions; equal values prefer lower positions. Returns min(k, n), or -1 if
 // NaN leaves fewer than k values.
 int64_t top_k(const KernelTable& kernels, const float* x, int64_t n, int64_t k, int32_t* positions);
+
+// Of ascending positions into x the fewest whose values sum to `mass`: the largest, equal ones by lower positions.
+// They come first, ascending, and it is returned how many; all where they do not sum to it, or one is NaN.
+int64_t top_mass(const float* x, int32_t* positions, int64_t n, double mass);
 
 }  // namespace offload

@@ -27,6 +27,9 @@ PYBIND11_MODULE(_native, m) {
     if (count < 0) throw std::runtime_error("top_k: NaN among the values");
     return positions;
   });
+  m.def("top_mass", [](int64_t x, Int32s positions, double mass) {
+    return top_mass(pointer<const float>(x), positions.mutable_data(), positions.size(), mass);
+  });
   m.def("rank_rows",
         [](const std::string& isa, int64_t query, int num_queries, int head_dim, int64_t rows, int64_t scales,
            int64_t spreads, float spread_weight, bool boxes, int64_t ranges, int num_ranges, int64_t ranks) {

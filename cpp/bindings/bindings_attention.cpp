@@ -48,7 +48,7 @@ PolicyMember member_from(const Member& member, int64_t first_array) {
 
 // `roles`, `member_of`, `number_of`: of each [layer, unit], or empty.
 void set_policy(DecodeAttention& attention, int64_t budget_tokens, int64_t sink_tokens, int64_t recent_tokens,
-                bool per_query_head, const std::vector<Member>& members, const std::vector<uint8_t>& roles,
+                double top_p, bool per_query_head, const std::vector<Member>& members, const std::vector<uint8_t>& roles,
                 bool shares_selection, const std::vector<uint8_t>& member_of, const std::vector<int32_t>& number_of) {
   PolicyFunctions policy;
   static_cast<PolicyMember&>(policy) = member_from(members.at(0), 0);
@@ -59,6 +59,7 @@ void set_policy(DecodeAttention& attention, int64_t budget_tokens, int64_t sink_
   policy.budget_tokens = budget_tokens;
   policy.sink_tokens = sink_tokens;
   policy.recent_tokens = recent_tokens;
+  policy.top_p = top_p;
   policy.per_query_head = per_query_head;
   policy.shares_selection = shares_selection;
   policy.roles = roles;

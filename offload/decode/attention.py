@@ -115,6 +115,7 @@ class DecodeAttention(NativeAttention):
             self.native.set_policy(
                 policy.budget_tokens,
                 *self.window,
+                policy.selection_top_p,
                 policy.per_query_head,
                 [native_member(member) for member in policy.members],
                 [] if roles is None else roles.reshape(-1).tolist(),

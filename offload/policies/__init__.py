@@ -16,6 +16,7 @@ from offload.policies.registry import available_policies, make_policy, policy_cl
 if TYPE_CHECKING:
     from offload.policies.exact_topk import ExactTopK
     from offload.policies.full import Full
+    from offload.policies.hard_kv import HardKV
     from offload.policies.lfps.policy import LFPS
     from offload.policies.lychee_cluster.policy import LycheeCluster
     from offload.policies.lychee_decode.policy import LycheeDecode
@@ -33,6 +34,7 @@ __all__ = [
     "LFPS",
     "ExactTopK",
     "Full",
+    "HardKV",
     "LycheeCluster",
     "LycheeDecode",
     "PerHead",

@@ -145,6 +145,7 @@ class Policy:
         state_layout: the arrays that `build` makes; None: the policy keeps none.
         number_layout: the numbers that callbacks read.
         builds_on_device: `build_on_device` is there.
+        selection_top_p: a selection by weights ends where it has this share of them.
     A policy that selects also has the options of `SparsePolicy`, or properties of these names.
     """
 
@@ -158,6 +159,7 @@ class Policy:
     state_layout: ClassVar[StateLayout | None] = None
     number_layout: ClassVar[NumberLayout | None] = None
     builds_on_device: ClassVar[bool] = False
+    selection_top_p: ClassVar[float] = 1.0
     prepare: ClassVar[Callback | None] = None
     propose: ClassVar[Callback | None] = None
     select: ClassVar[Callback | None] = None

@@ -10,6 +10,7 @@ from offload.policies.base import Policy
 _CLASSES = {
     "exact_topk": "ExactTopK",
     "full": "Full",
+    "hard_kv": "HardKV",
     "lychee_cluster": "LycheeCluster",
     "lfps": "LFPS",
     "lychee_decode": "LycheeDecode",

@@ -33,6 +33,8 @@ def small(name: str, budget_tokens: int = 64) -> Policy:
         options["select_layers"] = (1,)
     if name == "per_head":
         options |= {"rest": "lfps", "retrieval": "full", "retrieval_heads": 1}
+    if name == "hard_kv":
+        options |= {"inner": "lfps", "top_p": 0.8}
     if name not in ("full", "lychee_decode", "streaming_llm"):
         options["dense_layers"] = 1
     return make_policy(name, **options)

@@ -20,6 +20,7 @@ ATTENTION = [
     "decode_attention_select",
     "decode_attention_warm",
     "top_k",
+    "top_mass",
     "worker_pool",
 ]
 

@@ -196,7 +196,9 @@ def test_another_device_reads_and_builds(
             states, "install", lambda *x, name=name, f=install: (built.append(name), f(*x))
         )
     said = answers(apart, prompt)
-    assert sorted(built) == ["lfps", "lychee_cluster", "per_head", "quest", "sketch", "union"]
+    assert sorted(built) == [
+        *("hard_kv", "lfps", "lychee_cluster", "per_head", "quest", "sketch", "union")
+    ]
     for policy, one, other in zip(policies(), said, expected, strict=True):
         assert one.tokens == other.tokens, policy.name
         assert one.attended_tokens == pytest.approx(other.attended_tokens, rel=0.02)

@@ -11,12 +11,13 @@ layers are left out: they cost the same under every policy, namely what `full` d
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from offload.policies.base import DENSE, REUSE, Policy
+from offload.policies.hard_kv import HardKV
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ def _with_roles(
     policy: Policy, roles: npt.NDArray[np.uint8], members: npt.NDArray[np.uint8] | None
 ) -> Policy:
     """The same policy with other roles, which takes any depth: the model's was checked before."""
+    if isinstance(policy, HardKV):  # it asks its inner policy
+        return replace(policy, inner=_with_roles(policy.inner, roles, members))
     planned = copy.copy(policy)
     object.__setattr__(planned, "roles", lambda num_layers, num_units: roles)
     object.__setattr__(planned, "unit_members", lambda num_layers, num_units: members)

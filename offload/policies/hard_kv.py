@@ -1,0 +1,155 @@
+"""HARD-KV: one share of the attention for all heads instead of one number of tokens.
+
+Source: Zeng et al., HARD-KV: Head-Adaptive Regularization for Decoding-time KV Compression
+(arXiv 2606.28831). How many tokens matter differs between heads, layers and steps by orders of
+magnitude. A fixed budget gives all the same: most get more than they need, a few less. Top-p gives
+each head the fewest tokens that hold the share p of its attention, and never more than a cap.
+
+Any policy that weighs candidates exactly says which tokens there are; the cut is the runtime's
+(cpp/attention/top_mass.cpp), after the policy's own choice. Of the paper's this is the budget: its
+scores need no calibration, because they are attention weights, of the candidates instead of all
+tokens. What lies outside them is not estimated: a policy whose candidates hold less than all of
+the attention keeps less than p of it (docs/policies.md has how much).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy.typing as npt
+
+from offload.policies.base import DeviceCodes, Policy, State
+from offload.policies.lychee_decode.policy import LycheeDecode
+from offload.policies.per_head import PerHead
+from offload.policies.tidal_decode import TidalDecode
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from offload.models.base import LeanModel
+
+_OF_INNER = (
+    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers"),
+    *("scans_keys", "per_query_head", "observed_queries", "reads_text"),
+)
+
+
+@dataclass(frozen=True)
+class HardKV(Policy):
+    """What `inner` selects, cut where it has `top_p` of the attention to what it weighed.
+
+    Args:
+        inner: a policy that weighs tokens exactly: exact_topk, lfps, lychee_cluster, sketch, union,
+            or a per_head of these. Its budget_tokens is the cap; up to it attention is full.
+        top_p: share of the attention weights, sinks and recent window included, in (0, 1].
+
+    Raises:
+        ValueError: a top_p out of range, or a policy without weights or that hands selections down.
+    """
+
+    name: ClassVar[str] = "hard_kv"
+
+    inner: Policy = field(default_factory=PerHead)
+    top_p: float = 0.95
+
+    def __post_init__(self) -> None:
+        _check_inner(self.inner)
+        if isinstance(self.top_p, bool) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        for name in _OF_INNER:
+            object.__setattr__(self, name, getattr(self.inner, name))
+        object.__setattr__(self, "selection_top_p", float(self.top_p))
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """inner, top_p and max_tokens, and the options of any inner policy."""
+        names = ["inner", "top_p", "max_tokens"]
+        return [*names, *(x for x in PerHead.option_names() if x not in names)]
+
+    @classmethod
+    def from_options(
+        cls,
+        inner: str | Policy = "auto",
+        top_p: float = 0.95,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> HardKV:
+        """From what a user writes: inner="sketch"; max_tokens is the cap, inner's budget_tokens,
+        and the rest is for `inner`.
+        """
+        from offload.policies.registry import make_policy
+
+        if max_tokens is not None:
+            if "budget_tokens" in options:
+                raise ValueError(
+                    f"max_tokens={max_tokens} and budget_tokens={options['budget_tokens']} are the "
+                    "same cap; give one of them"
+                )
+            options["budget_tokens"] = max_tokens
+        return cls(make_policy(inner, **options), top_p)
+
+    @property
+    def selecting(self) -> Policy:
+        return self.inner.selecting
+
+    @property
+    def members(self) -> tuple[Policy, ...]:
+        return self.inner.members
+
+    def unit_members(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8] | None:
+        return self.inner.unit_members(num_layers, num_units)
+
+    def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8] | None:
+        return self.inner.roles(num_layers, num_units)
+
+    def whole_on_device(self, num_layers: int, num_units: int) -> npt.NDArray[np.bool_] | None:
+        return self.inner.whole_on_device(num_layers, num_units)
+
+    def device_codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
+        return self.inner.device_codes(num_layers, num_units)
+
+    def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
+        return self.inner.code_state(arrays, kv_len, load_keys)
+
+    def in_every_layer(self) -> Policy:
+        return replace(self, inner=self.inner.in_every_layer())
+
+    def check_model(self, **shape: int) -> None:
+        self.inner.check_model(**shape)
+
+    def of_heads(self, heads: range, **shape: int) -> Policy:
+        return replace(self, inner=self.inner.of_heads(heads, **shape))
+
+    def calibrated(
+        self,
+        make_lean: Callable[[], LeanModel],
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+        checkpoint: Callable[[], str],
+    ) -> Policy:
+        inner = self.inner.calibrated(make_lean, model_type, load_tokenizer, checkpoint)
+        return self if inner is self.inner else replace(self, inner=inner)
+
+    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
+        inner = self.inner.with_kept(checkpoint, model_type, **shape)
+        return self if inner is self.inner else replace(self, inner=inner)
+
+    def looked_at_bytes(self, **sizes: Any) -> tuple[float, bool]:
+        """The inner policy's: the cut comes after it has looked."""
+        return self.inner.looked_at_bytes(**sizes)
+
+
+def _check_inner(inner: Policy) -> None:
+    if not isinstance(inner, Policy):
+        raise ValueError(f"hard_kv: inner must be a policy, got {inner!r}")
+    hands_down = isinstance(inner, (TidalDecode, LycheeDecode, HardKV))
+    weighs = inner.selects and all(x.scans_keys or x.propose is not None for x in inner.members)
+    if hands_down or not weighs:
+        raise ValueError(
+            f"hard_kv cuts selections by attention weights, which {inner.name} does not have in "
+            "every layer; give an inner policy that weighs tokens for each head, such as "
+            "exact_topk, sketch, lfps, lychee_cluster, union or per_head"
+        )

@@ -213,8 +213,9 @@ def write_quality(
         for line in summaries(records, labels)
     ]
     cells = [{"part": "cells", **common, **cell} for cell in cell_rows(records, labels)]
-    document.replace(lines, part="quality", length=length)
-    document.replace(cells, part="cells", length=length)
+    which = {"length": length, "device": ways["device"]}
+    document.replace(lines, part="quality", **which)
+    document.replace(cells, part="cells", **which)
     full, *others = [100 * (line["score"] or 0) for line in lines]
     worst = min(others, default=full)
     return f"{length:,} tokens, {counts}: full {full:.1f}, others {worst:.1f} and more"

@@ -8,6 +8,7 @@
 namespace offload {
 namespace {
 
+constexpr double kLeastOfHead = 0.5;  // of its attention, a query head keeps where a selection is cut
 constexpr int64_t kMinDeferredCodes = 2 * kMinScanCodes;  // fewer are scored where they are asked for
 
 const KernelTable& kernels_of(const PolicyContext* context) {
@@ -305,12 +306,13 @@ void DecodeAttention::consider(const QueryRow& row, Unit& unit, const int32_t* c
 }
 
 // Of chosen positions into `importance` those that have top_p of all its weight, with the sinks' and the recent tokens'
-// before and after [0, last). Sinks are among these where `sinks_before` is 0.
+// before and after [0, last); sinks are inside where `sinks_before` is 0. The weights are sums over the query heads: no
+// head keeps less than half of its own, however small top_p.
 int64_t DecodeAttention::cut_to_mass(int32_t* chosen, int64_t count, const float* importance, int64_t sinks_before,
                                      int64_t last, int64_t recent) const {
   if (policy_.top_p >= 1.0) return count;
   const float* sinks = importance - sinks_before;
-  double mass = policy_.top_p * unit_group();
+  double mass = std::max(policy_.top_p * unit_group(), unit_group() - kLeastOfHead);
   mass -= std::accumulate(sinks, sinks + policy_.sink_tokens, 0.0);
   mass -= std::accumulate(importance + last, importance + last + recent, 0.0);
   return top_mass(importance, chosen, count, mass);
@@ -340,8 +342,10 @@ void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, in
   }
   PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
   const int64_t recent = row.kv_len - ctx.last;
-  ctx.num_candidates = n - ctx.first - recent;
-  ctx.importance = unit.importance.data() + ctx.first;
+  const int64_t num_candidates = n - ctx.first - recent;
+  const float* importance = unit.importance.data() + ctx.first;
+  ctx.num_candidates = num_candidates;
+  ctx.importance = importance;
   unit.positions.resize(static_cast<size_t>(ctx.first + ctx.budget_tokens + recent));
   int32_t* positions = unit.positions.data();
   ctx.indices = positions + ctx.first;
@@ -351,7 +355,7 @@ void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, in
                       : top_k(kernels_, ctx.importance, ctx.num_candidates, ctx.budget_tokens, ctx.indices);
   finish_context(ctx);
   if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
-  count = cut_to_mass(ctx.indices, count, ctx.importance, ctx.first, ctx.num_candidates, recent);
+  count = cut_to_mass(ctx.indices, count, importance, ctx.first, num_candidates, recent);
   // Where each attended token is among the considered ones: sinks, the choice, recent tokens.
   std::iota(positions, positions + ctx.first, 0);
   for (int64_t i = 0; i < count; ++i) ctx.indices[i] += static_cast<int32_t>(ctx.first);

@@ -180,7 +180,7 @@ class PhaseTimer {
 int64_t top_k(const KernelTable& kernels, const float* x, int64_t n, int64_t k, int32_t* positions);
 
 // Of ascending positions into x the fewest whose values sum to `mass`: the largest, equal ones by lower positions.
-// They come first, ascending, and it is returned how many; all where they do not sum to it, or one is NaN.
+// They come first, ascending, and it is returned how many; all where they do not sum to it.
 int64_t top_mass(const float* x, int32_t* positions, int64_t n, double mass);
 
 }  // namespace offload

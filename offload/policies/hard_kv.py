@@ -3,27 +3,27 @@
 Source: Zeng et al., HARD-KV: Head-Adaptive Regularization for Decoding-time KV Compression
 (arXiv 2606.28831). How many tokens matter differs between heads, layers and steps by orders of
 magnitude. A fixed budget gives all the same: most get more than they need, a few less. Top-p gives
-each head the fewest tokens that hold the share p of its attention, and never more than a cap.
+each head the fewest tokens that hold the share p of its attention, and never more than a cap. A KV
+head's query heads share one selection: p is of their attention together, and each of them keeps at
+least half of its own.
 
 Any policy that weighs candidates exactly says which tokens there are; the cut is the runtime's
 (cpp/attention/top_mass.cpp), after the policy's own choice. Of the paper's this is the budget: its
 scores need no calibration, because they are attention weights, of the candidates instead of all
 tokens. What lies outside them is not estimated: a policy whose candidates hold less than all of
-the attention keeps less than p of it (docs/policies.md has how much).
+the attention keeps less than p of it (docs/policies.md has how much). Plans predict the cap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
 from offload.policies.base import DeviceCodes, Policy, State
-from offload.policies.lychee_decode.policy import LycheeDecode
 from offload.policies.per_head import PerHead
-from offload.policies.tidal_decode import TidalDecode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,30 +43,36 @@ class HardKV(Policy):
 
     Args:
         inner: a policy that weighs tokens exactly: exact_topk, lfps, lychee_cluster, sketch, union,
-            or a per_head of these. Its budget_tokens is the cap; up to it attention is full.
+            or a per_head of these. Its budget_tokens say how many candidates it names.
         top_p: share of the attention weights, sinks and recent window included, in (0, 1].
+        max_tokens: the cap, up to which attention is full; None: inner's budget_tokens, which it
+            must not be above.
 
     Raises:
-        ValueError: a top_p out of range, or a policy without weights or that hands selections down.
+        ValueError: numbers out of range, or a policy without weights or that hands selections down.
     """
 
     name: ClassVar[str] = "hard_kv"
 
     inner: Policy = field(default_factory=PerHead)
     top_p: float = 0.95
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _check_inner(self.inner)
-        if isinstance(self.top_p, bool) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        is_number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
+        if not is_number or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be a number in (0, 1], got {self.top_p!r}")
         for name in _OF_INNER:
             object.__setattr__(self, name, getattr(self.inner, name))
         object.__setattr__(self, "selection_top_p", float(self.top_p))
+        if self.max_tokens is not None:
+            object.__setattr__(self, "budget_tokens", self._checked_cap(self.max_tokens))
 
     @classmethod
     def option_names(cls) -> list[str]:
         """inner, top_p and max_tokens, and the options of any inner policy."""
-        names = ["inner", "top_p", "max_tokens"]
+        names = [option.name for option in fields(cls)]
         return [*names, *(x for x in PerHead.option_names() if x not in names)]
 
     @classmethod
@@ -77,19 +83,10 @@ class HardKV(Policy):
         max_tokens: int | None = None,
         **options: Any,
     ) -> HardKV:
-        """From what a user writes: inner="sketch"; max_tokens is the cap, inner's budget_tokens,
-        and the rest is for `inner`.
-        """
+        """From what a user writes: inner="sketch"; the rest is for `inner`."""
         from offload.policies.registry import make_policy
 
-        if max_tokens is not None:
-            if "budget_tokens" in options:
-                raise ValueError(
-                    f"max_tokens={max_tokens} and budget_tokens={options['budget_tokens']} are the "
-                    "same cap; give one of them"
-                )
-            options["budget_tokens"] = max_tokens
-        return cls(make_policy(inner, **options), top_p)
+        return cls(make_policy(inner, **options), top_p, max_tokens)
 
     @property
     def selecting(self) -> Policy:
@@ -141,15 +138,30 @@ class HardKV(Policy):
         """The inner policy's: the cut comes after it has looked."""
         return self.inner.looked_at_bytes(**sizes)
 
+    def _checked_cap(self, max_tokens: int) -> int:
+        least, most = self.sink_tokens + self.recent_tokens, self.inner.budget_tokens
+        is_count = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+        if not is_count or not least <= max_tokens <= most:
+            raise ValueError(
+                f"max_tokens must be in [{least}, {most}], from sinks and recent window to the "
+                f"budget_tokens of {self.inner.name}, got {max_tokens!r}; raise budget_tokens for "
+                "more"
+            )
+        return max_tokens
+
 
 def _check_inner(inner: Policy) -> None:
     if not isinstance(inner, Policy):
         raise ValueError(f"hard_kv: inner must be a policy, got {inner!r}")
-    hands_down = isinstance(inner, (TidalDecode, LycheeDecode, HardKV))
-    weighs = inner.selects and all(x.scans_keys or x.propose is not None for x in inner.members)
-    if hands_down or not weighs:
+    give = "give exact_topk, sketch, lfps, lychee_cluster, union, or a per_head of these"
+    selects_everywhere = isinstance(inner, PerHead) or type(inner).roles is Policy.roles
+    if isinstance(inner, HardKV) or inner.shares_selection or not selects_everywhere:
         raise ValueError(
-            f"hard_kv cuts selections by attention weights, which {inner.name} does not have in "
-            "every layer; give an inner policy that weighs tokens for each head, such as "
-            "exact_topk, sketch, lfps, lychee_cluster, union or per_head"
+            f"hard_kv: inner must select for each head in every layer, which {inner.name} does "
+            f"not; {give}"
+        )
+    if not inner.selects or not all(x.scans_keys or x.propose for x in inner.members):
+        raise ValueError(
+            f"hard_kv cuts selections by attention weights, which {inner.name} has none of, or "
+            f"not for all heads; {give}"
         )

@@ -24,7 +24,7 @@ from perf.results_file import Run, hide_loading_bars, script_options
 
 INNER = ("exact_topk", "sketch", "lychee_cluster", "lfps", "union")
 BUDGETS = (128, 256, 512, 1024)
-SHARES = (0.8, 0.9, 0.95, 0.98)
+SHARES = (0.85, 0.9, 0.95, 0.98)
 TEXTS = ("prose", "code")
 Row = dict[str, Any]
 

@@ -298,9 +298,10 @@ def paper_lfps_context_table(result: dict[str, Any]) -> str:
 
 
 def _not_measured(parts: Sequence[str]) -> str:
+    name = "paper-lfps" if {"overlap", "ruler"} & set(parts) else "paper-lfps-speed"
     return (
-        f"*Not measured yet: run `python -m perf.papers.lfps --parts {' '.join(parts)} --add "
-        "perf/results/paper-lfps.json`.*"
+        f"*Not measured yet: run `python -m perf.papers.lfps --name {name} --parts "
+        f"{' '.join(parts)}`, with `--add` to what is there.*"
     )
 
 

@@ -254,8 +254,8 @@ def test_batches() -> None:
 def test_a_part_that_is_missing() -> None:
     rows = [row for row in RESULT["rows"] if row["part"] not in ("batch", "speed")]
     of_others = RESULT | {"rows": rows}
-    command = "*Not measured yet: run `python -m perf.papers.lfps --parts {} --add "
-    assert paper_lfps_batch_table(of_others).startswith(command.format("batch"))
+    command = "python -m perf.papers.lfps --name paper-lfps-speed --parts {}`, with"
+    assert command.format("batch") in paper_lfps_batch_table(of_others)
     assert command.format("speed") in paper_lfps_bypass_table(of_others)
     assert paper_lfps_overlap_table(of_others) == paper_lfps_overlap_table(RESULT)
     answers = RESULT | {"rows": [row for row in rows if row["part"] != "bypass"]}

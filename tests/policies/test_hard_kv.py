@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,19 @@ from cases.coprocessor_cases import SMALL, Shape, World, normal
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.policies import ExactTopK, HardKV, LycheeCluster, Policy, Sketch, TidalDecode
+from offload.policies import (
+    ExactTopK,
+    Full,
+    HardKV,
+    LycheeCluster,
+    LycheeDecode,
+    PerHead,
+    Policy,
+    Quest,
+    Sketch,
+    StreamingLLM,
+    TidalDecode,
+)
 from offload.policies.registry import make_policy
 
 SHAPE = Shape(group_size=2)
@@ -56,7 +70,7 @@ def heads_of(world: World):
                 yield layer_idx, row, head
 
 
-@pytest.mark.parametrize("top_p", [0.3, 0.6, 0.9, 0.99])
+@pytest.mark.parametrize("top_p", [0.3, 0.8, 0.9, 0.99])
 def test_with_exact_weights_it_is_top_p_with_a_cap(top_p, pool):
     inner = ExactTopK(**SMALL | {"budget_tokens": 120})
     world = world_of(HardKV(inner, top_p), pool)
@@ -70,7 +84,8 @@ def test_with_exact_weights_it_is_top_p_with_a_cap(top_p, pool):
         free = np.setdiff1d(np.arange(len(exact)), always)
         by_weight = free[np.argsort(-exact[free], kind="stable")]
         mass = exact[always].sum() + np.r_[0.0, np.cumsum(exact[by_weight])]
-        wanted = int((mass >= top_p).argmax()) if (mass >= top_p).any() else len(free)
+        share = max(top_p, 1 - 0.5 / SHAPE.group_size)  # no query head keeps less than half
+        wanted = int((mass >= share).argmax()) if (mass >= share).any() else len(free)
         wanted = min(wanted, inner.budget_tokens - len(always))
         assert np.isin(always, kept).all()
         assert abs(len(kept) - len(always) - wanted) <= 1
@@ -114,26 +129,49 @@ def test_all_of_the_attention_is_the_inner_policy(name, pool):
 
 def test_options():
     policy = make_policy("hard_kv", inner="sketch", top_p=0.9, max_tokens=512, bits=1)
-    assert policy == HardKV(Sketch(budget_tokens=512, bits=1), 0.9)
-    assert (policy.budget_tokens, policy.selection_top_p) == (512, 0.9)
+    assert policy == HardKV(Sketch(bits=1), 0.9, 512)
+    assert (policy.budget_tokens, policy.inner.budget_tokens) == (512, 1024)
+    assert policy.selection_top_p == 0.9
     assert make_policy("hard_kv").inner == make_policy("auto")
     assert make_policy("hard_kv", budget_tokens=300).budget_tokens == 300
     assert HardKV(LycheeCluster()).in_every_layer().dense_layers == 0
     changed = replace(policy, top_p=0.5)
     assert changed.selection_top_p == 0.5
-    for top_p in (0, -1, 1.01, float("nan"), True):
-        with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got"):
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    wrong: tuple[Any, ...] = (0, -1, 1.01, float("nan"), True, "0.9", None)
+    for top_p in wrong:
+        with pytest.raises(ValueError, match=r"top_p must be a number in \(0, 1\], got"):
             HardKV(Sketch(), top_p)
-    with pytest.raises(ValueError, match="max_tokens=5 and budget_tokens=6 are the same cap"):
-        make_policy("hard_kv", max_tokens=5, budget_tokens=6)
+    wrong = (67, 1025, 512.0, True)
+    for cap in wrong:
+        with pytest.raises(ValueError, match=r"max_tokens must be in \[68, 1024\], .* of sketch"):
+            HardKV(Sketch(), max_tokens=cap)
 
 
-@pytest.mark.parametrize("name", ["quest", "streaming_llm", "full", "tidal_decode", "lychee_decode"])
-def test_policies_that_weigh_nothing_or_hand_down_are_refused(name):
-    with pytest.raises(ValueError, match=f"attention weights, which {name} does not have in every"):
-        HardKV(make_policy(name))
-    with pytest.raises(ValueError, match="which hard_kv does not have in every layer; give an inner"):
-        HardKV(HardKV(Sketch()))
+def test_policies_that_weigh_nothing_or_hand_down_are_refused():
+    for policy in (Quest(), StreamingLLM(), Full(), PerHead(rest=Quest(sink_tokens=16))):
+        with pytest.raises(ValueError, match=f"attention weights, which {policy.name} has none of"):
+            HardKV(policy)
+    for policy in (TidalDecode(), LycheeDecode(), HardKV(Sketch())):
+        with pytest.raises(ValueError, match=f"in every layer, which {policy.name} does not; give"):
+            HardKV(policy)
     with pytest.raises(ValueError, match="inner must be a policy, got 'sketch'"):
         HardKV("sketch")  # type: ignore[arg-type]
-    assert isinstance(TidalDecode().inner, ExactTopK)
+
+
+@pytest.mark.parametrize("policy", [ExactTopK(**SMALL), Sketch(**SMALL)], ids=lambda x: x.name)
+def test_no_query_head_of_a_group_is_given_up(policy, pool):
+    """One whose attention lies on one far token, beside others that look at sinks and neighbours."""
+    world = world_of(HardKV(policy, 0.5), pool)
+    queries = torch.zeros_like(world.random_step(new_rng())[0])
+    far = 100
+    given = world.random_step(new_rng())
+    for layer_idx, row, head in heads_of(world):
+        keys = world.keys[row][layer_idx, :, head]
+        rows = queries[layer_idx, row].view(-1, SHAPE.head_dim)
+        rows[head * SHAPE.group_size] = 40 * keys[0] / keys[0].norm() ** 2 * SHAPE.head_dim**0.5
+        target = keys[far] / keys[far].norm() ** 2
+        rows[head * SHAPE.group_size + 1] = 40 * target * SHAPE.head_dim**0.5
+    _, chosen = world.decode((queries, *given[1:]))
+    for layer_idx, row, head in heads_of(world):
+        assert far in chosen[layer_idx][row * SHAPE.num_kv_heads + head]

@@ -353,7 +353,7 @@ def test_growing_keeps_the_index_and_widens_links(policy, pool):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("options", "share"),
-    [({"paper": True, "min_chunk_tokens": 8, "max_chunk_tokens": 16}, 0.013), ({}, 0.045)],
+    [({"paper": True}, 0.013), ({}, 0.045)],
 )
 def test_index_bytes(options, share, head_dim, pool):
     """Of the keys and values, of text in pieces of 13 tokens."""
@@ -379,6 +379,15 @@ def test_index_bytes(options, share, head_dim, pool):
     length = 13 if policy.paper else 6.5
     assert index.indexed_end / index.num_chunks == pytest.approx(length, rel=0.08)
     assert index.index_bytes <= share * 2 * keys.numel() * 2
+
+
+def test_lengths_of_chunks_follow_the_search():
+    lengths = [
+        (x.min_chunk_tokens, x.max_chunk_tokens)
+        for x in (LycheeCluster(), LycheeCluster(paper=True), LycheeCluster(max_chunk_tokens=6))
+    ]
+    assert lengths == [(4, 8), (8, 16), (4, 6)]
+    assert make_policy("lychee_cluster", paper=True, max_chunk_tokens=12).min_chunk_tokens == 8
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 _MAX_PAPER_UNITS = 64
 _CHUNKS_PER_UNIT = 8  # at least, where chunks are few
+_LIMITS = ("min_chunk_tokens", "max_chunk_tokens")
+_CHUNK_TOKENS, _PAPER_CHUNK_TOKENS = (4, 8), (8, 16)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class LycheeCluster(SparsePolicy):
     Args:
         buffer_tokens: newest tokens kept out of the index, the recent window included; all are
             candidates. At small budgets less, so that the buffer takes at most a quarter.
-        min_chunk_tokens, max_chunk_tokens: a chunk ends at the best delimiter in between.
+        min_chunk_tokens, max_chunk_tokens: a chunk ends at the best delimiter in between; 4 and 8
+            by default, with `paper` 8 and 16.
         ranked_chunks: of so many a search looks at the keys: of all chunks where there are no more,
             and else of those of the best coarse units.
         max_units: coarse units, at most 128; the paper's search has 64 at most.
@@ -73,9 +76,8 @@ class LycheeCluster(SparsePolicy):
             box that its keys fill (`search`); 0 ranks by centres alone.
         iterations: of spherical k-means.
         paper: search as the paper does: clusters of chunks, ranked by its upper bound for the sum
-            of the group's queries, and attended whole, beside all of the buffer. Its chunks have 8
-            to 16 tokens: give these, too. It has no ranked_chunks, candidate_ratio,
-            least_candidates, carried_share and spread_weight.
+            of the group's queries, and attended whole, beside all of the buffer. It has no
+            ranked_chunks, candidate_ratio, least_candidates, carried_share and spread_weight.
         chunks_per_cluster: of the paper's index: mean size of a fine cluster when it is built.
 
     Raises:
@@ -94,8 +96,8 @@ class LycheeCluster(SparsePolicy):
 
     sink_tokens: int = 16
     buffer_tokens: int = 128
-    min_chunk_tokens: int = 4
-    max_chunk_tokens: int = 8
+    min_chunk_tokens: int = None  # type: ignore[assignment]
+    max_chunk_tokens: int = None  # type: ignore[assignment]
     max_units: int = MAX_UNITS
     ranked_chunks: int = 2048
     candidate_ratio: float = 1.5
@@ -108,6 +110,10 @@ class LycheeCluster(SparsePolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        chunk_tokens = _PAPER_CHUNK_TOKENS if self.paper else _CHUNK_TOKENS
+        for name, tokens in zip(_LIMITS, chunk_tokens, strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, tokens)
         limits = {
             "buffer_tokens": (0, 1 << 20),
             "min_chunk_tokens": (1, self.max_chunk_tokens),

@@ -79,9 +79,7 @@ def check_head_dim(head_dim: int) -> None:
         )
 
 
-def top_mass(
-    x: Tensor, positions: npt.NDArray[np.int32], mass: float
-) -> npt.NDArray[np.int32]:
+def top_mass(x: Tensor, positions: npt.NDArray[np.int32], mass: float) -> npt.NDArray[np.int32]:
     """The fewest of ascending `positions` into x (float32 [n]) whose values sum to `mass`: the
     largest, equal ones by lower positions. All where they do not sum to it.
     """

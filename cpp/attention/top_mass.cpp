@@ -10,10 +10,10 @@
 namespace offload {
 namespace {
 
-constexpr int kBinShift = 20;                     // of a float's bits: its exponent and three bits below
-constexpr int kLowestBin = (127 - 40) << 3;       // 2^-40 and less share a bin
-constexpr int kBins = (40 + 24) << 3;             // up to 2^24
-constexpr uint32_t kNegative = 0x80000000u;       // counts as 0
+constexpr int kBinShift = 20;                // of a float's bits: its exponent and three bits below
+constexpr int kLowestBin = (127 - 40) << 3;  // 2^-40 and less share a bin
+constexpr int kBins = (40 + 24) << 3;        // up to 2^24
+constexpr uint32_t kNegative = 0x80000000u;  // counts as 0
 
 int bin_of(float x) {
   const uint32_t bits = float_to_bits(x);

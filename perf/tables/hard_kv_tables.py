@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from perf.tables.markdown import TIMES, Columns, Row, table
@@ -65,7 +66,7 @@ def _line(row: Row) -> Row:
 def _ratio(row: Row, fixed: Sequence[Row], measure: str) -> str:
     """Of the tokens that a fixed budget needs for as much of a measure, between two measured."""
     known = sorted((x[measure], x["attended_tokens"]) for x in fixed)
-    for (low, many), (high, few) in zip(known, known[1:], strict=False):
+    for (low, many), (high, few) in pairwise(known):
         if low <= row[measure] <= high and high > low:
             share = math.log(row[measure] / low) / math.log(high / low)
             tokens = math.exp(math.log(many) + share * (math.log(few) - math.log(many)))

@@ -161,7 +161,7 @@ def test_policies_that_weigh_nothing_or_hand_down_are_refused():
 
 @pytest.mark.parametrize("policy", [ExactTopK(**SMALL), Sketch(**SMALL)], ids=lambda x: x.name)
 def test_no_query_head_of_a_group_is_given_up(policy, pool):
-    """One whose attention lies on one far token, beside others that look at sinks and neighbours."""
+    """One whose attention lies on one far token, beside others that look at sinks."""
     world = world_of(HardKV(policy, 0.5), pool)
     queries = torch.zeros_like(world.random_step(new_rng())[0])
     far = 100

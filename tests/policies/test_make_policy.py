@@ -34,7 +34,7 @@ def test_auto():
 
 
 def test_unknown_name():
-    message = "unknown policy 'qest'; available: exact_topk, full, hard_kv, lfps, lychee_cluster, .*, quest"
+    message = "unknown policy 'qest'; available: exact_topk, full, hard_kv, lfps, .*, quest"
     with pytest.raises(ValueError, match=message):
         make_policy("qest")
     with pytest.raises(AttributeError, match="has no attribute 'Qest'"):

@@ -308,6 +308,7 @@ void stress(const AttentionShape& shape, int rounds) {
         step.policy.first_array = 0;
         step.policy.others[0].first_array = kNumArrays;
       }
+      if (!step.policy.shares_selection && uniform(0, 1) != 0) step.policy.top_p = 0.7;
       if (round % 2 == 1) parallel.start_profile();
       step.options.window_on_device = uniform(0, 1) != 0;
       step.options.sink_tokens = step.policy.sink_tokens;

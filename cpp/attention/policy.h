@@ -103,7 +103,7 @@ struct PolicyFunctions : PolicyMember {
   int64_t budget_tokens = 0;  // tokens attended, sinks and recent ones included
   int64_t sink_tokens = 0;
   int64_t recent_tokens = 0;
-  double top_p = 1.0;         // a selection ends where it has this share of the attention weight
+  double top_p = 1.0;  // a selection ends where it has this share of the attention weight
   bool per_query_head = false;
   bool shares_selection = false;  // units of a row that retrieve publish one selection, by their summed importance
   std::vector<uint8_t> roles;     // Role of each [layer, unit]

@@ -48,8 +48,9 @@ PolicyMember member_from(const Member& member, int64_t first_array) {
 
 // `roles`, `member_of`, `number_of`: of each [layer, unit], or empty.
 void set_policy(DecodeAttention& attention, int64_t budget_tokens, int64_t sink_tokens, int64_t recent_tokens,
-                double top_p, bool per_query_head, const std::vector<Member>& members, const std::vector<uint8_t>& roles,
-                bool shares_selection, const std::vector<uint8_t>& member_of, const std::vector<int32_t>& number_of) {
+                double top_p, bool per_query_head, const std::vector<Member>& members,
+                const std::vector<uint8_t>& roles, bool shares_selection, const std::vector<uint8_t>& member_of,
+                const std::vector<int32_t>& number_of) {
   PolicyFunctions policy;
   static_cast<PolicyMember&>(policy) = member_from(members.at(0), 0);
   for (const Member& member : members) {

@@ -42,10 +42,8 @@ int64_t top_mass(const float* x, int32_t* positions, int64_t n, double mass) {
   int64_t kept = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int32_t p = positions[i];
-    const int of = bin_of(x[p]);
-    const bool keeps = of > bin || (of == bin && (x[p] > x[lowest] || (x[p] == x[lowest] && p <= lowest)));
     positions[kept] = p;
-    kept += keeps;
+    kept += x[p] > x[lowest] || (x[p] == x[lowest] && p <= lowest);
   }
   return kept;
 }

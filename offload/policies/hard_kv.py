@@ -4,8 +4,8 @@ Source: Zeng et al., HARD-KV: Head-Adaptive Regularization for Decoding-time KV 
 (arXiv 2606.28831). How many tokens matter differs between heads, layers and steps by orders of
 magnitude. A fixed budget gives all the same: most get more than they need, a few less. Top-p gives
 each head the fewest tokens that hold the share p of its attention, and never more than a cap. A KV
-head's query heads share one selection: p is of their attention together, and each of them keeps at
-least half of its own.
+head's query heads share one selection: p is of their attention together, and below the cap each of
+them keeps at least half of its own.
 
 Any policy that weighs candidates exactly says which tokens there are; the cut is the runtime's
 (cpp/attention/top_mass.cpp), after the policy's own choice. Of the paper's this is the budget: its

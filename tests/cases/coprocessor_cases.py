@@ -93,6 +93,14 @@ class World:
                     attention.record_queries(seq, layer_idx, queries.to(shape.dtype), kv_len)
         return world
 
+    def record_random_queries(self, rng: np.random.Generator, kv_lens: Sequence[int]) -> None:
+        """The same queries of the prompts, whichever policy observes how many of them."""
+        shape = self.shape
+        for seq, kv_len in zip(self.seqs, kv_lens, strict=True):
+            queries = normal(rng, shape.num_qo_heads, 32, shape.head_dim)
+            for layer_idx in range(shape.num_layers):
+                self.attention.record_queries(seq, layer_idx, queries, kv_len)
+
     def random_step(self, rng: np.random.Generator, n: int | None = None) -> Step:
         shape = self.shape
         n = len(self.seqs) if n is None else n

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.coprocessor_cases import SMALL, Shape, World, normal
+from cases.coprocessor_cases import SMALL, Shape, World
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
@@ -46,11 +46,7 @@ def pool():
 def world_of(policy: Policy, pool: WorkerPool, shape: Shape = SHAPE) -> World:
     """The same sequences and queries under any policy."""
     world = World.random(new_rng(), shape, policy, pool, KV_LENS)
-    rng = new_rng()
-    for seq, kv_len in zip(world.seqs, KV_LENS, strict=True):
-        queries = normal(rng, shape.num_qo_heads, 32, shape.head_dim)
-        for layer_idx in range(shape.num_layers):
-            world.attention.record_queries(seq, layer_idx, queries, kv_len)
+    world.record_random_queries(new_rng(), KV_LENS)
     return world
 
 

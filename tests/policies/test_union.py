@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.coprocessor_cases import SMALL, Shape, World, normal
+from cases.coprocessor_cases import SMALL, Shape, World
 from cases.profile_cases import machine_profile, workload
 from cases.seeded import new_rng
 
@@ -45,11 +45,7 @@ def worlds(policies: list[Policy], pool: WorkerPool) -> list[World]:
     made = []
     for policy in policies:
         world = World.random(new_rng(), SINGLE, policy, pool, KV_LENS)
-        rng = new_rng()
-        for seq, kv_len in zip(world.seqs, KV_LENS, strict=True):
-            queries = normal(rng, SINGLE.num_qo_heads, 32, SINGLE.head_dim)
-            for layer_idx in range(SINGLE.num_layers):
-                world.attention.record_queries(seq, layer_idx, queries, kv_len)
+        world.record_random_queries(new_rng(), KV_LENS)
         made.append(world)
     for world in made[1:]:
         world.keys, world.values = list(made[0].keys), list(made[0].values)

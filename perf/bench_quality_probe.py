@@ -52,7 +52,9 @@ def main() -> None:
             )
         )
     else:
-        model = TextModel(options.model, device=options.device, num_threads=options.threads)
+        model = TextModel(
+            options.model, policies, device=options.device, num_threads=options.threads
+        )
     blocks: dict[str, float] = {"0": 0.0, CONTROL: 0.0}
     blocks |= {f"{share:g}": share for share in options.shares}
     num_steps = WARM_UP_STEPS + len(blocks) * options.steps

@@ -19,7 +19,14 @@ import torch
 
 from cpu_ops.worker_pool import WorkerPool
 from offload import OffloadedModel, load_tokenizer
-from offload.bench.decode.engines import OURS, STOCK, graph_row, seconds_row, stock_row
+from offload.bench.decode.engines import (
+    OURS,
+    STOCK,
+    compiled_row,
+    graph_row,
+    seconds_row,
+    stock_row,
+)
 from offload.bench.decode.models import RandomModel, release, synchronize
 from offload.bench.decode.peers.transformers_decode import prefill_seconds
 from offload.bench.machine.measure import measure_profile
@@ -146,10 +153,12 @@ def decode(bench: GPUBench, *, kv_lens: Sequence[int]) -> Iterator[Row]:
 
 
 def peers(bench: GPUBench, *, kv_lens: Sequence[int]) -> Iterator[Row]:
-    """transformers at each context, with KV on the GPU and offloaded."""
+    """transformers at each context: as it comes, with KV on the GPU and offloaded, and compiled."""
     for kv_len in kv_lens:
         for offloaded in (False, True) if bench.is_cuda else (False,):
             yield stock_row(bench.model, kv_len, offloaded=offloaded, num_steps=STOCK_STEPS)
+        if bench.is_cuda:
+            yield compiled_row(bench.model, kv_len, num_steps=bench.num_steps)
 
 
 def batch(

@@ -123,8 +123,8 @@ def test_a_model_on_real_text(tiny_folders: dict[str, Path], tmp_path: Path) -> 
 
 
 def test_every_repeat_continues_the_same_prompt(tiny_folders: dict[str, Path]) -> None:
-    model = TextModel(tiny_folders["llama"], device="cpu", num_threads=1)
     policy = make_policy("lfps", budget_tokens=128)
+    model = TextModel(tiny_folders["llama"], [policy], device="cpu", num_threads=1)
     with model.sessions(300, [policy], num_steps=6) as opened:
         session: Any = opened(policy)
         selections = []
@@ -141,11 +141,12 @@ def test_every_repeat_continues_the_same_prompt(tiny_folders: dict[str, Path]) -
 
 
 def test_positions_of_the_model_bound_the_context(tiny_folders: dict[str, Path]) -> None:
-    model = TextModel(tiny_folders["llama"], device="cpu", num_threads=1)
+    policy = make_policy("full")
+    model = TextModel(tiny_folders["llama"], [policy], device="cpu", num_threads=1)
     positions = model.stock.config.max_position_embeddings
     with (
         pytest.raises(ValueError, match=f"more than the model has positions: {positions}; lower"),
-        model.sessions(positions, [make_policy("full")], num_steps=6),
+        model.sessions(positions, [policy], num_steps=6),
     ):
         pass
 
@@ -204,6 +205,8 @@ def test_on_a_gpu(source: str, tiny_folders: dict[str, Path]) -> None:
         ["--shape", "tiny"] if source == "shape" else ["--model", str(tiny_folders["llama"])]
     )
     arguments = ["bench", "decode", *of_source, "-d", "400", "--budget-tokens", "128"]
+    # One that learns from the model before it decodes.
+    arguments += ["--policy", "lfps,lychee_decode" if source == "model" else "lfps,quest"]
     arguments += ["--steps", "6", "-r", "1", "--device", "cuda", "--json"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output

@@ -160,7 +160,7 @@ def structured_model_cache(
     seqs = []
     for row in range(batch_size):
         seq = store.new_sequence()
-        store.reserve([seq], [kv_len])
+        store.reserve([seq], [kv_len + num_steps])  # at once: a second slab may be as large
         layers_of: dict[Policy, PolicyArrays] = {policy: {} for policy in policies}
         for source in range(distinct):
             layer = structured_layer(

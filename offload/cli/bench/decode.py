@@ -277,6 +277,7 @@ def _model(
         words = None if text is None else text.read_text(encoding="utf-8")
         found = TextModel(
             model,
+            plan.policies,
             text=words,
             device=str(device),
             backend=options["backend"],

@@ -116,7 +116,8 @@ def _flag_groups(index: Any, groups: Any, flags: Any, room: int, bounds: Any) ->
                 start = bounds[1]
             flags[word] |= bit
             taken += end - start
-            link = link_of(links, high, of_chunks + chunk)
+            # A chunk that is a group by itself has none after it: not to be fetched from memory.
+            link = link_of(links, high, of_chunks + chunk) if index.header.paper else 0
     return taken
 
 

@@ -119,5 +119,6 @@ def policy_key(policy: Policy, shape: ModelShape, kv_len: int) -> str:
     """
     tokens = 1 << (timed_tokens(policy, kv_len) - 1).bit_length()
     length = "short" if kv_len <= _SHORT_BUDGETS * policy.budget_tokens else "long"
-    heads = f"{shape.num_qo_heads}/{shape.num_kv_heads} heads of {shape.head_dim} in {shape.num_layers} layers"
+    heads = f"{shape.num_qo_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
+    heads += f" in {shape.num_layers} layers"
     return f"{policy.members[0]!r}, {heads}, {length}, up to {tokens} tokens"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from offload.bench.decode.engines import OURS
 from offload.decode.gpu.placement import LETTERS, Place
 from offload.system.memory import format_bytes
-from perf.tables.gpu_tables import gpu_machine_line, gpu_section, milliseconds_cell
+from perf.tables.gpu_tables import (
+    engine_name,
+    gpu_machine_line,
+    gpu_section,
+    milliseconds_cell,
+)
 from perf.tables.markdown import (
     TIMES,
     Columns,
@@ -257,6 +263,27 @@ def gpu_plan_table(result: dict[str, Any]) -> str:
         "bytes off by": bytes_cell,
     }
     return gpu_section(result, title, columns, result["rows"])
+
+
+def text_plan_table(result: dict[str, Any]) -> str:
+    """What the commands predict and measure of one model, engine by engine."""
+    settings, rows = result["settings"], result["rows"]
+    where = "with a GPU" if settings["device"] != "cpu" else "CPU only"
+    title = (
+        f"{settings['model']}, {settings['dtype']}, batch 1, {where}, {settings['threads']} "
+        "threads, real text: milliseconds per token that `offload plan` predicts, and that "
+        f"`offload bench decode` measures; budget {settings['budget_tokens']:,}."
+    )
+    columns: dict[str, str | Callable[[Any], str]] = {"engine": "{name}"}
+    cells: dict[str, Callable[[Row], str]] = {
+        "predicted": lambda row: f"{row['predicted_milliseconds']:.2f}" if "error" in row else "",
+        "measured": lambda row: milliseconds_cell(row) if row["milliseconds"] else "",
+        "off by": lambda row: f"{row['error']:+.0%}" if "error" in row else "",
+    }
+    found = {name: context_columns(rows, cell) for name, cell in cells.items()}
+    for context in found["measured"]:
+        columns |= {f"{context}: {name}": of_all[context] for name, of_all in found.items()}
+    return gpu_section(result, title, columns, by_context(rows, engine_name))
 
 
 def bytes_errors(row: Row) -> dict[str, float]:

@@ -30,7 +30,7 @@ from offload.system.machine import last_level_cache_bytes
 from offload.system.memory import host_memory_limit_bytes
 
 _LAYERS = 2
-_REPEATS = 5
+_WARM_UPS, _REPEATS = 4, 16
 _MAX_EVICTED_BYTES = 512 * 2**20
 
 
@@ -128,9 +128,9 @@ def measure_policy_us(
         evicted_bytes = min(between_bytes, _MAX_EVICTED_BYTES, 5 * last_level_cache_bytes() // 4)
         evicted = torch.ones(max(2**20, evicted_bytes), dtype=torch.uint8)
         times = []
-        for repeat in range(_REPEATS + 1):
+        for repeat in range(_WARM_UPS + _REPEATS):  # the first ones also load code
             measure_read_bandwidth(pool, evicted, repeats=1)
             layers = attention.time_layers(step, queries, out)
-            if repeat:  # the first one also loads code
+            if repeat >= _WARM_UPS:
                 times += [1e6 * seconds for seconds, _ in layers]
     return float(np.median(times))

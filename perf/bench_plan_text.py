@@ -1,9 +1,9 @@
 """What `offload plan` says of a model, beside what `offload bench decode` then measures of it.
 
-`python -m perf.bench_plan_text --device cuda --contexts 8192 32000` calls both commands as a user
+`python -m perf.bench_plan_text --device cuda --name gpu-plan-text` calls both commands as a user
 would, on real text: the machine is measured first, and the model is then loaded with the placement
-that its profile gives. A minute or two. `perf.bench_plan` does the same with random weights of a
-large model.
+that its profile gives; one policy at a time. A few minutes. `perf.bench_plan` does the same with
+random weights of a large model.
 """
 
 from __future__ import annotations

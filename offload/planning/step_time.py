@@ -246,9 +246,16 @@ class StepModel:
             if role == REUSE:
                 certain += attended
             elif role == SELECT:
-                num_bytes = self.selected_bytes(index, window)
+                member = work.policy.members[index]
+                num_bytes, rereads_keys = member.looked_at_bytes(
+                    kv_len=work.kv_len,
+                    chosen_tokens=work.chosen_tokens,
+                    row_bytes=work.row_bytes,
+                    state_bytes=work.head_state_bytes[index] if work.head_state_bytes else 0.0,
+                )
+                num_bytes += attended if rereads_keys else attended / 2
                 selected += num_bytes
-                scaled += num_bytes * self._select_scale(work.policy.members[index])
+                scaled += num_bytes * self._select_scale(member)
         scale = scaled / selected if selected else 1.0
         dense, retrieved, certain, selected = (
             work.batch_size * x for x in (dense, retrieved, certain, selected)
@@ -257,19 +264,6 @@ class StepModel:
         if certain or selected:
             cost += self._rows_us(certain + selected) * scale
         return cost if cost else profile.attend_cold.fixed_us
-
-    def selected_bytes(self, index: int, window: int = 0) -> float:
-        """What one of the policy's members reads for a head: to select, and to attend, less
-        `window` tokens that are attended elsewhere."""
-        work = self.work
-        num_bytes, rereads_keys = work.policy.members[index].looked_at_bytes(
-            kv_len=work.kv_len,
-            chosen_tokens=work.chosen_tokens,
-            row_bytes=work.row_bytes,
-            state_bytes=work.head_state_bytes[index] if work.head_state_bytes else 0.0,
-        )
-        attended = (work.chosen_tokens + work.window_tokens - window) * 2 * work.row_bytes
-        return num_bytes + (attended if rereads_keys else attended / 2)
 
     def _select_scale(self, member: Policy) -> float:
         """Of a policy's own kernels."""

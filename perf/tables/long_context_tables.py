@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 from offload.bench.eval.output import cell_table, markdown, summary_table
@@ -50,6 +52,43 @@ def ruler_table(result: dict[str, Any]) -> str:
             f"Options: {_options(settings['policies'])}.",
             markdown(*cell_table(cells)),
             markdown(*summary_table(result["summary"])),
+            machine_line(result["machine"], spreads=False),
+        ]
+    )
+
+
+def ruler_ablation_table(result: dict[str, Any]) -> str:
+    """Policies and their options, of documents as `ruler_table` takes one: by budget."""
+    settings = result["settings"]
+    rows = []
+    for row in result["summary"]:
+        name, _, rest = row["policy"].partition(" ")
+        budget, _, options = rest.partition(" ")
+        if budget:
+            rows.append(row | {"name": (name, options), "budget": int(budget)})
+    full = next(row for row in result["summary"] if row["policy"] == "full")
+    counted = {
+        "right": lambda row: f"{100 * row['score']:.0f} %",
+        "scored": lambda row: f"{row['scored_tokens']:,.0f}",
+        "ms": lambda row: f"{1e3 * row['decode_seconds'] / row['decoded_tokens']:.1f}",
+    }
+    columns: dict[str, str | Callable[[Any], str]] = {
+        "policy": "`{name[0]}`",
+        "options": "{name[1]}",
+    }
+    for budget, name in itertools.product(sorted({row["budget"] for row in rows}), counted):
+        cell = context_columns(rows, counted[name], "budget")[f"{budget:,} tokens"]
+        columns[f"{budget:,}: {name}"] = cell
+    prompts = sum(cell["samples"] for cell in result["cells"])
+    return "\n\n".join(
+        [
+            f"{settings['model']}, {settings['dtype']}, {prompts} prompts of "
+            f"{', '.join(f'{n:,}' for n in settings['lengths'])} tokens "
+            f"({', '.join(settings['tasks'])}), seed {settings['seed']}: right answers, keys scored "
+            "for each token, layer and head, and milliseconds per token on "
+            f"{settings['threads']} CPU threads, beside each other in one run; by budget. Full "
+            f"attention: {100 * full['score']:.0f} %.",
+            table(columns, by_context(rows, lambda row: row["name"], "budget")),
             machine_line(result["machine"], spreads=False),
         ]
     )

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 
 from offload.bench.decode.engines import OURS, DecodePlan, measure_engines
-from offload.bench.decode.models import TextModel, ignore
+from offload.bench.decode.models import DecodeModel, ignore
+from offload.bench.decode.shared_text import SharedText
+from offload.loading.names import load_tokenizer
 from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
+from offload.runtime.config import runtime_config
 from offload.runtime.runtime import Runtime
+from offload.runtime.shared_model import SharedModel
+from offload.system.stdlib_text import stdlib_paragraphs
 
 Row = dict[str, Any]
 _ROLES = {"dense": DENSE, "retrieve": RETRIEVE, "select": SELECT, "reuse": REUSE}
@@ -51,15 +57,11 @@ class Timed:
 
 def speed_rows(timed: Timed, lengths: Sequence[int]) -> Iterator[list[Row]]:
     """The rows of each length."""
-    text = TextModel(
-        timed.model,
-        timed.policies,
-        reads_on=timed.reads_on,
-        dtype=timed.dtype,
-        device=timed.device,
-        num_threads=timed.num_threads,
-    )
-    shared = text.shared
+    config = runtime_config(dtype=timed.dtype, device=timed.device, num_threads=timed.num_threads)
+    shared = SharedModel(timed.model, timed.policies, config, reads_on=timed.reads_on)
+    words = "\n\n".join(stdlib_paragraphs())
+    tokens = torch.tensor(load_tokenizer(timed.model)(words, verbose=False)["input_ids"])
+    text = SharedText(shared, timed.policies, tokens)
     own = {
         "device": timed.device,
         "threads": shared.runtimes[0]._decoder.pool.num_threads,
@@ -76,7 +78,7 @@ def speed_rows(timed: Timed, lengths: Sequence[int]) -> Iterator[list[Row]]:
         )
         rows = []
         runtimes = iter(zip(timed.labels, shared.runtimes, strict=True))
-        for measured in measure_engines(text, plan, ignore):
+        for measured in measure_engines(cast(DecodeModel, text), plan, ignore):
             row = {"part": "speed", "length": length, "label": measured["engine"], **own}
             row |= {name: measured.get(name) for name in _KEPT}
             if measured["engine"] == OURS:

@@ -17,6 +17,7 @@ from offload.bench.made.model_cache import (
     structured_model_cache,
     unrotated,
 )
+from offload.bench.made.one_slab import PAGE_TOKENS, page_bytes
 from offload.bench.made.random_model import random_model
 from offload.bench.made.structured_cache import structured_layer
 from offload.decode.attention import DecodeAttention
@@ -64,6 +65,26 @@ def layer_of(layer_idx: int, seed: int = 0) -> Any:
         seed=seed,
         layer_idx=layer_idx,
     )
+
+
+def test_steps_need_no_second_slab(
+    pool: WorkerPool, rotary_emb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the caches take more than an eighth of the memory, and end with their pages."""
+    kv_len, batch_size = 3 * PAGE_TOKENS, 3
+    need = SHAPE.num_layers * batch_size * 5 * page_bytes(SHAPE, torch.float32)
+    for module in ("offload.kv.store", "offload.kv.page_pool"):
+        monkeypatch.setattr(f"{module}.host_memory_limit_bytes", lambda: 2 * need)
+    policies = [make_policy("quest", budget_tokens=128)]
+    cache = make(pool, rotary_emb, kv_len=kv_len, batch_size=batch_size, policies=policies)
+    taken = cache.store.host_bytes_reserved
+    assert taken <= need
+    for _ in range(2):
+        cache.store.reserve(cache.seqs, [NUM_STEPS] * batch_size)
+        cache.store.commit(cache.seqs, [NUM_STEPS] * batch_size)
+        cache.rewind()
+    assert cache.store.host_bytes_reserved == taken
+    cache.close()
 
 
 def test_random_model() -> None:

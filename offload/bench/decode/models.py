@@ -21,14 +21,17 @@ from offload.bench.pipeline.session import make_cache, make_model, open_session
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.bench.pipeline.step_timeline import StepTimeline
 from offload.decode.sampling import SamplingOptions
-from offload.loading.names import load_tokenizer
+from offload.loading.checkpoint import check_checkpoint
+from offload.loading.huge_pages import move_to_huge_pages
+from offload.loading.names import load_tokenizer, resolve_folder
+from offload.loading.stock_model import load_stock_model
 from offload.models import LeanModel, lean_model_maker
 from offload.models.batch import pack
 from offload.policies import Policy
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.config import runtime_config
+from offload.runtime.config import RuntimeConfig, runtime_config
+from offload.runtime.opening import open_loaded, with_calibrated_policy
 from offload.runtime.runtime import Runtime
-from offload.runtime.shared_model import ReadPrompt, SharedModel
 from offload.system.errors import DeviceMemoryError
 from offload.system.torch_threads import torch_threads
 
@@ -187,14 +190,11 @@ class RandomModel:
 class TextModel:
     """A checkpoint that reads real text, and goes on reading it token by token.
 
-    As `offload eval` does, it reads each prompt once for all policies: what is timed is what is
-    judged.
-
     Args:
-        name_or_path, reads_on: as `SharedModel` takes them.
-        policies: that may be asked for: the very objects.
+        name_or_path: what `OffloadedModel.from_pretrained` takes.
+        policies: of the sessions; they learn from the model before its weights move to a GPU.
         text: default: docstrings of Python's standard library, about 100,000 tokens.
-        options: of `RuntimeConfig`.
+        options: `device`, `backend`, `dtype` and `num_threads` of `RuntimeConfig`.
     """
 
     def __init__(
@@ -203,28 +203,41 @@ class TextModel:
         policies: Sequence[Policy],
         *,
         text: str | None = None,
-        reads_on: str | None = None,
         **options: Any,
     ) -> None:
         from offload.system.stdlib_text import stdlib_paragraphs
 
-        words = "\n\n".join(stdlib_paragraphs()) if text is None else text
         config = runtime_config(**options)
-        self.shared = SharedModel(name_or_path, policies, config, reads_on=reads_on)
-        self.stock, self.device = self.shared.stock, self.shared.device
-        self._policies = list(policies)
-        self._tokens = torch.tensor(load_tokenizer(name_or_path)(words, verbose=False).input_ids)
+        self._folder = resolve_folder(name_or_path)
+        self._checkpoint = check_checkpoint(self._folder)
+        words = "\n\n".join(stdlib_paragraphs()) if text is None else text
+        self._tokens = torch.tensor(load_tokenizer(self._folder)(words, verbose=False).input_ids)
+        self.device = torch.device(config.device)
+        for policy in policies:
+            policy.check_model(**self._checkpoint.shape.heads)
+        self.stock: Any = load_stock_model(self._checkpoint, config.dtype).eval()
+        self._configs = {
+            policy: with_calibrated_policy(
+                self.stock, replace(config, policy=policy), self._folder
+            )
+            for policy in policies
+        }
+        if self.device.type == "cpu":
+            move_to_huge_pages(self.stock)
+        else:
+            with _room_for_weights(str(name_or_path)):
+                self.stock.to(self.device)
 
     @contextmanager
     def sessions(
         self, kv_len: int, policies: Sequence[Policy], *, num_steps: int, on_done: OnDone = ignore
     ) -> Iterator[Opener]:
-        """As `RandomModel.sessions`.
+        """As `RandomModel.sessions`; each session reads the prompt anew.
 
         Raises:
             ValueError: more tokens than the model has positions, or the text has.
         """
-        limit = self.shared.max_context
+        limit = lean_model(self.stock).shape.max_context
         for name, most in (("the model has positions", limit), ("the text has", len(self._tokens))):
             if kv_len + num_steps > most:
                 raise ValueError(
@@ -232,42 +245,24 @@ class TextModel:
                     f"{most}; lower --contexts or --steps"
                     + ("" if name.endswith("positions") else ", or give a longer --text")
                 )
-        on_done("reading the text", 0, 1)
+
+        weight_bytes = sum(weight.nbytes for weight in self.stock.parameters())
+
+        def opened(policy: Policy) -> DecodeSession:
+            on_done(f"{policy.name} reads the text", 0, 1)
+            session = TextSession(
+                self._runtime(policy), weight_bytes, self._tokens, kv_len, num_steps
+            )
+            on_done(f"{policy.name} reads the text", 1, 1)
+            return session
+
         try:
-            with self.shared.read(self._tokens[:kv_len].tolist()) as prompt:
-                on_done("reading the text", 1, 1)
-
-                def opened(policy: Policy) -> DecodeSession:
-                    index = next(i for i, x in enumerate(self._policies) if x is policy)
-                    return _SharedSession(self.shared, index, prompt, self._tokens, num_steps)
-
-                yield opened
+            yield opened
         finally:
             release(self.device)
 
-
-class _SharedSession(TextSession):
-    """Behind a prompt that was read for all; the runtime stays open."""
-
-    def __init__(
-        self, shared: SharedModel, index: int, prompt: ReadPrompt, tokens: Tensor, num_steps: int
-    ) -> None:
-        (self._read_seq,) = prompt.cache.seqs
-        weight_bytes = sum(weight.nbytes for weight in shared.stock.parameters())
-        runtime, kv_len = shared.runtimes[index], len(prompt.tokens)
-        super().__init__(runtime, weight_bytes, tokens, kv_len, num_steps)
-
-    @torch.no_grad()
-    def _read(self, prompt: Tensor) -> None:
-        runtime = self._runtime
-        self._prompt.take(runtime.sequences.fork(self._read_seq))
-        # Where no GPU has built it: once, and not in every repeat.
-        runtime.attention.build_states(self._prompt.seqs, [len(prompt) + 1])
-
-    def close(self) -> None:
-        for cache in (self._cache, self._prompt):
-            if cache is not None:
-                cache.reset()
+    def _runtime(self, policy: Policy) -> Runtime:
+        return Runtime(open_loaded(self.stock, self._configs[policy], self._folder))
 
 
 DecodeModel = RandomModel | TextModel  # weights that every engine of one run shares

@@ -19,7 +19,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.bench.made.one_slab import num_pages, one_slab_store
 from offload.bench.made.structured_cache import structured_layer
 from offload.decode.attention import DecodeAttention
-from offload.models.shape import ModelShape, layer_elements
+from offload.models.shape import ModelShape
 from offload.planning.placement_bytes import head_state_bytes
 from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel
@@ -30,7 +30,7 @@ from offload.system.machine import last_level_cache_bytes
 from offload.system.memory import host_memory_limit_bytes
 
 _LAYERS = 2
-_WARM_UPS, _REPEATS = 4, 16
+_REPEATS = 5
 _MAX_EVICTED_BYTES = 512 * 2**20
 
 
@@ -69,37 +69,23 @@ def _with_member(
     layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * tokens
     if 4 * _LAYERS * layer_bytes > host_memory_limit_bytes():
         return profile
-    alone = policy.members[0].in_every_layer()
+    measured = measure_policy_us(policy, shape, dtype, tokens, profile.num_threads)
     work = Workload(
         replace(shape, num_layers=_LAYERS),
-        alone,
+        policy.members[0].in_every_layer(),
         tokens,
         dtype=dtype,
-        head_state_bytes=head_state_bytes(alone, shape, dtype, tokens),
+        head_state_bytes=head_state_bytes(policy.members[0].in_every_layer(), shape, dtype, tokens),
     )
     model = StepModel(profile, work, on_gpu=False)
-    between = (shape.num_layers - 1) * shape.num_kv_heads * model.selected_bytes(0)
-    if profile.device is None:
-        between += (shape.num_layers - 1) * layer_elements(shape) * dtype.itemsize
-    measured = measure_policy_us(policy, shape, dtype, tokens, profile.num_threads, int(between))
     predicted = model.attend_us(work.roles()[-1], work.unit_members[-1])
     return replace(profile, select_scale={**profile.select_scale, key: measured / predicted})
 
 
 def measure_policy_us(
-    policy: Policy,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    kv_len: int,
-    num_threads: int,
-    between_bytes: int = _MAX_EVICTED_BYTES,
+    policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int, num_threads: int
 ) -> float:
-    """Median microseconds of attending to `kv_len` tokens of one layer.
-
-    Args:
-        between_bytes: that a step reads before it comes to the layer again, and so are read here:
-            a small model's selected rows may stay in a cache.
-    """
+    """Median microseconds of attending to `kv_len` tokens of one layer, none of it in a cache."""
     pages = _LAYERS * num_pages(kv_len)
     store = one_slab_store(shape, dtype, num_layers=_LAYERS, pages=pages)
     with closing(store), closing(WorkerPool(num_threads)) as pool:
@@ -124,13 +110,14 @@ def measure_policy_us(
         queries = [layer.queries[:, -1].reshape(1, -1).contiguous()] * _LAYERS
         step = attention.begin_step([seq], [kv_len])
         out = torch.empty_like(queries[0])
-        # Of a large cache no more than leaves nothing of the layer there.
-        evicted_bytes = min(between_bytes, _MAX_EVICTED_BYTES, 5 * last_level_cache_bytes() // 4)
-        evicted = torch.ones(max(2**20, evicted_bytes), dtype=torch.uint8)
+        evicted = torch.ones(
+            min(_MAX_EVICTED_BYTES, max(2**20, 5 * last_level_cache_bytes() // 4)),
+            dtype=torch.uint8,
+        )
         times = []
-        for repeat in range(_WARM_UPS + _REPEATS):  # the first ones also load code
+        for repeat in range(_REPEATS + 1):
             measure_read_bandwidth(pool, evicted, repeats=1)
             layers = attention.time_layers(step, queries, out)
-            if repeat >= _WARM_UPS:
+            if repeat:  # the first one also loads code
                 times += [1e6 * seconds for seconds, _ in layers]
     return float(np.median(times))

@@ -157,10 +157,10 @@ def structured_model_cache(
     rows = torch.empty(num_steps, shape.num_layers, batch_size, width, dtype=dtype, device=device)
     positions = torch.arange(kv_len, kv_len + num_steps, device=device)
     cos, sin = (x[0] for x in rotary_emb(rows, positions[None]))
-    seqs = []
-    for row in range(batch_size):
-        seq = store.new_sequence()
-        store.reserve([seq], [kv_len + num_steps])  # at once: a second slab may be as large
+    seqs = [store.new_sequence() for _ in range(batch_size)]
+    # At once: what is missing later is taken as another slab of this size, as far as it fits.
+    store.reserve(seqs, [kv_len + num_steps] * batch_size)
+    for row, seq in enumerate(seqs):
         layers_of: dict[Policy, PolicyArrays] = {policy: {} for policy in policies}
         for source in range(distinct):
             layer = structured_layer(
@@ -205,7 +205,6 @@ def structured_model_cache(
         for policy in policies:
             arrays[policy].append(layers_of[policy])
         store.commit([seq], [kv_len])
-        seqs.append(seq)
     step = torch.zeros(1, dtype=torch.int64, device=device)
     return ModelCache(store, seqs, kv_len, QKVRows(rows, kv_len, step), arrays)
 

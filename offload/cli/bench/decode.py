@@ -277,7 +277,7 @@ def _model(
         words = None if text is None else text.read_text(encoding="utf-8")
         found = TextModel(
             model,
-            plan.policies,
+            plan.policies if "offload" in plan.engines else (),
             text=words,
             device=str(device),
             backend=options["backend"],

@@ -59,7 +59,7 @@ def prepare(pointer: Any) -> None:
         asked += prefetch_unit(ctx, index, units[i])
     # Which chunks there will be is not known: all lists and starts, where they are small.
     capacity = header.capacity_chunks
-    num_links = num_groups + num_chunks
+    num_links = num_groups + (num_chunks if header.paper else 0)  # as `search` follows them
     lists = (2 + header.has_high_links) * num_links + num_chunks + (num_chunks >> 2)
     if asked + lists > _MOST_BYTES:
         return

@@ -86,8 +86,8 @@ def ruler_ablation_table(result: dict[str, Any]) -> str:
             f"{', '.join(f'{n:,}' for n in settings['lengths'])} tokens "
             f"({', '.join(settings['tasks'])}), seed {settings['seed']}: right answers, keys scored "
             "for each token, layer and head, and milliseconds per token on "
-            f"{settings['threads']} CPU threads, beside each other in one run; by budget. Full "
-            f"attention: {100 * full['score']:.0f} %.",
+            f"{settings['threads']} CPU threads; by budget. Full attention: "
+            f"{100 * full['score']:.0f} %.",
             table(columns, by_context(rows, lambda row: row["name"], "budget")),
             machine_line(result["machine"], spreads=False),
         ]

@@ -29,7 +29,7 @@ from offload.models import LeanModel, lean_model_maker
 from offload.models.batch import pack
 from offload.policies import Policy
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.config import RuntimeConfig, runtime_config
+from offload.runtime.config import runtime_config
 from offload.runtime.opening import open_loaded, with_calibrated_policy
 from offload.runtime.runtime import Runtime
 from offload.system.errors import DeviceMemoryError
@@ -217,9 +217,7 @@ class TextModel:
             policy.check_model(**self._checkpoint.shape.heads)
         self.stock: Any = load_stock_model(self._checkpoint, config.dtype).eval()
         self._configs = {
-            policy: with_calibrated_policy(
-                self.stock, replace(config, policy=policy), self._folder
-            )
+            policy: with_calibrated_policy(self.stock, replace(config, policy=policy), self._folder)
             for policy in policies
         }
         if self.device.type == "cpu":

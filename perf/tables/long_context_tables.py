@@ -84,8 +84,8 @@ def ruler_ablation_table(result: dict[str, Any]) -> str:
         [
             f"{settings['model']}, {settings['dtype']}, {prompts} prompts of "
             f"{', '.join(f'{n:,}' for n in settings['lengths'])} tokens "
-            f"({', '.join(settings['tasks'])}), seed {settings['seed']}: right answers, keys scored "
-            "for each token, layer and head, and milliseconds per token on "
+            f"({', '.join(settings['tasks'])}), seed {settings['seed']}: right answers, keys "
+            "scored for each token, layer and head, and milliseconds per token on "
             f"{settings['threads']} CPU threads; by budget. Full attention: "
             f"{100 * full['score']:.0f} %.",
             table(columns, by_context(rows, lambda row: row["name"], "budget")),

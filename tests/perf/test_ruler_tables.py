@@ -23,7 +23,11 @@ def test_an_ablation_has_a_row_of_each_variant_and_columns_of_each_budget() -> N
     header, _, *lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, *lines)]
     assert cells == [
-        ["policy", "options", *(f"{n}: {x}" for n in (160, 320) for x in ("right", "scored", "ms"))],
+        [
+            "policy",
+            "options",
+            *(f"{n}: {x}" for n in (160, 320) for x in ("right", "scored", "ms")),
+        ],
         ["`lfps`", "", "25 %", "1,234", "20.0", "75 %", "1,234", "20.0"],
         ["`lfps`", "alpha=0.2 spread=0", "50 %", "1,234", "20.0", "", "", ""],
         ["`quest`", "", "", "", "", "100 %", "1,234", "20.0"],

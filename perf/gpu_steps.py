@@ -28,6 +28,7 @@ from offload.bench.decode.engines import (
     stock_row,
 )
 from offload.bench.decode.models import RandomModel, release, synchronize
+from offload.bench.decode.peers.transformers_compiled import CannotCompileError
 from offload.bench.decode.peers.transformers_decode import prefill_seconds
 from offload.bench.machine.measure import measure_profile
 from offload.bench.made.model_cache import ModelCache
@@ -158,7 +159,10 @@ def peers(bench: GPUBench, *, kv_lens: Sequence[int]) -> Iterator[Row]:
         for offloaded in (False, True) if bench.is_cuda else (False,):
             yield stock_row(bench.model, kv_len, offloaded=offloaded, num_steps=STOCK_STEPS)
         if bench.is_cuda:
-            yield compiled_row(bench.model, kv_len, num_steps=bench.num_steps)
+            try:
+                yield compiled_row(bench.model, kv_len, num_steps=bench.num_steps)
+            except (CannotCompileError, torch.OutOfMemoryError) as error:  # keeps the others' rows
+                bench.say(f"transformers, compiled, {kv_len:,} tokens: {error}")
 
 
 def batch(

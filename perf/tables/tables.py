@@ -159,11 +159,14 @@ def machine_line(machine: dict[str, Any], *, spreads: bool = True) -> str:
     """
     versions = machine["versions"]
     commit = machine["commit"][:12] + (" with changes" if machine["uncommitted_changes"] else "")
+    load = ""
+    if "load_average" in machine:  # `offload eval` does not tell it
+        load = f", load {machine['load_average']:.1f} at the start"
     return (
         f"*{machine['cpu']}, {machine['cpus_usable']} of {machine['cpus_present']} CPUs, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, ISA {machine['isa']}, "
         f"{', '.join(machine['gpus']) or 'no GPU'}; Python {versions['python']}, "
         f"torch {versions['torch']}, transformers {versions['transformers']}; commit {commit}, "
-        f"{machine['date']}, load {machine['load_average']:.1f} at the start."
+        f"{machine['date']}{load}."
         f"{' ±: half of the 10th to 90th percentile.' * spreads}*"
     )

@@ -30,7 +30,7 @@ from offload.system.machine import cpu_model, nvidia_driver
 from offload.system.version import __version__
 
 _FORMATS = "offload-profile-"
-_FORMAT = _FORMATS + "3"
+_FORMAT = _FORMATS + "4"
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -113,6 +113,8 @@ class MachineProfile:
         step_us: without a GPU: of a step beside its layers and the last projection.
         select_scale: by `workload.policy_key`, what its units that select took, as a multiple
             of what `StepModel` says of the bytes they look at; 1 where it was not measured.
+        select_behind: likewise, the share of that time after the answer, in which the policy
+            learns: a GPU does not wait for it.
         device: the GPU, or None.
     """
 
@@ -130,6 +132,7 @@ class MachineProfile:
     lm_head_us: dict[str, dict[int, float]]
     step_us: float
     select_scale: dict[str, float]
+    select_behind: dict[str, float]
     device: DeviceProfile | None = None
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ kernels. Without a GPU it is the same without anything beside anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from offload.decode.gpu.placement import HeadPlacement, Place, UInt8Array
@@ -93,6 +93,17 @@ class StepTime:
             for name in ("linear", "gpu", "gather", "reply", "exposed", "merge", "total"):
                 row[name] = row.get(name, 0.0) + getattr(layer, name)
         return list(rows.values())
+
+
+@dataclass
+class _ReadBytes:
+    """Bytes of host memory that one sequence's heads read of a layer, by how; `selected` by the
+    policy's members."""
+
+    dense: float = 0.0
+    retrieved: float = 0.0
+    certain: float = 0.0
+    selected: dict[int, float] = field(default_factory=dict)
 
 
 class StepModel:
@@ -180,7 +191,7 @@ class StepModel:
         if num_on_cpu:
             # The request waits for what the CPU's heads reuse.
             reply = max(0.0, top_k_us - self.linear_us) + device.round_trip_us
-            reply += self.attend_us(roles[on_cpu], members[on_cpu], window_on_gpu=True)
+            reply += self._reply_us(roles[on_cpu], members[on_cpu])
         # The link is done when all rows are there, whatever else the GPU did meanwhile.
         gpu += attend_fetched
         side = max(gpu + slowed, window + attend_fetched + gather, reply + slowed)
@@ -226,53 +237,79 @@ class StepModel:
         table = device.retrieval if self._publishes(roles) else device.attention
         return table.us(len(roles) * of_head)
 
-    def attend_us(
-        self, roles: UInt8Array, members: UInt8Array, *, window_on_gpu: bool = False
-    ) -> float:
+    def attend_us(self, roles: UInt8Array, members: UInt8Array) -> float:
         """The worker pool's part of a layer, its heads with these roles and selected for by these
         members of the policy."""
-        work, profile = self.work, self.profile
-        window = work.window_tokens if window_on_gpu else 0
-        dense = retrieved = certain = selected = scaled = 0.0
+        return self._pool_us(self._read_bytes(roles, members, self.work.window_tokens))[0]
+
+    def touched_bytes(self, roles: UInt8Array, members: UInt8Array) -> float:
+        """Host memory that the worker pool reads in such a layer."""
+        read = self._read_bytes(roles, members, self.work.window_tokens)
+        return read.dense + read.retrieved + read.certain + sum(read.selected.values())
+
+    def _reply_us(self, roles: UInt8Array, members: UInt8Array) -> float:
+        """The same where a GPU attends to the window, and asks again a layer later: what a policy
+        does after its answer costs what it takes longer than the GPU's layer."""
+        whole, behind = self._pool_us(self._read_bytes(roles, members, 0))
+        return whole - min(behind, self.linear_us)
+
+    def _read_bytes(self, roles: UInt8Array, members: UInt8Array, window: int) -> _ReadBytes:
+        """Of a layer, with `window` tokens of the window."""
+        work, read = self.work, _ReadBytes()
         for role, index in zip(roles.tolist(), members.tolist(), strict=True):
             if role in (DENSE, RETRIEVE) or not work.is_sparse:
-                scanned = (work.kv_len - window) * 2 * work.row_bytes
+                scanned = (work.kv_len - work.window_tokens + window) * 2 * work.row_bytes
                 if role == RETRIEVE and work.is_sparse:
-                    retrieved += scanned
+                    read.retrieved += scanned
                 else:
-                    dense += scanned
+                    read.dense += scanned
                 continue
-            attended = (work.chosen_tokens + work.window_tokens - window) * 2 * work.row_bytes
+            attended = (work.chosen_tokens + window) * 2 * work.row_bytes
             if role == REUSE:
-                certain += attended
+                read.certain += attended
             elif role == SELECT:
-                member = work.policy.members[index]
-                num_bytes, rereads_keys = member.looked_at_bytes(
+                num_bytes, rereads_keys = work.policy.members[index].looked_at_bytes(
                     kv_len=work.kv_len,
                     chosen_tokens=work.chosen_tokens,
                     row_bytes=work.row_bytes,
                     state_bytes=work.head_state_bytes[index] if work.head_state_bytes else 0.0,
                 )
                 num_bytes += attended if rereads_keys else attended / 2
-                selected += num_bytes
-                scaled += num_bytes * self._select_scale(member)
-        scale = scaled / selected if selected else 1.0
-        dense, retrieved, certain, selected = (
-            work.batch_size * x for x in (dense, retrieved, certain, selected)
-        )
-        cost = profile.scan_dense.us(dense) + profile.scan_retrieve.us(retrieved)
-        if certain or selected:
-            cost += self._rows_us(certain + selected) * scale
-        return cost if cost else profile.attend_cold.fixed_us
+                read.selected[index] = read.selected.get(index, 0.0) + num_bytes
+        return read
 
-    def _select_scale(self, member: Policy) -> float:
-        """Of a policy's own kernels."""
+    def _pool_us(self, read: _ReadBytes) -> tuple[float, float]:
+        """What the worker pool takes in all, and of that what comes after its answer."""
+        work, profile = self.work, self.profile
+        cost = profile.scan_dense.us(work.batch_size * read.dense)
+        cost += profile.scan_retrieve.us(work.batch_size * read.retrieved)
+        selected, behind = sum(read.selected.values()), 0.0
+        if read.certain or selected:
+            rows = self._rows_us(work.batch_size * (read.certain + selected))
+            scales = {
+                index: self._select_scale(work.policy.members[index]) for index in read.selected
+            }
+            scale = 1.0
+            if selected:
+                scale = (
+                    sum(read.selected[i] * of_all for i, (of_all, _) in scales.items()) / selected
+                )
+                late = sum(
+                    read.selected[i] * of_all * share for i, (of_all, share) in scales.items()
+                )
+                behind = rows * late / selected
+            cost += rows * scale
+        return (cost, behind) if cost else (profile.attend_cold.fixed_us, 0.0)
+
+    def _select_scale(self, member: Policy) -> tuple[float, float]:
+        """Of a policy's own kernels, and the share of them that comes after its answer."""
         work = self.work
-        scale = self.profile.select_scale.get(policy_key(member, work.shape, work.kv_len))
+        key = policy_key(member, work.shape, work.kv_len)
+        scale = self.profile.select_scale.get(key)
         if scale is None:
             self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
-            return 1.0
-        return scale
+            return 1.0, 0.0
+        return scale, self.profile.select_behind.get(key, 0.0)
 
     def _rows_us(self, num_bytes: float) -> float:
         """Attending to selected rows, as many of which were read ahead as there is time for."""

@@ -114,9 +114,11 @@ def timed_tokens(policy: Policy, kv_len: int) -> int:
 
 def policy_key(policy: Policy, shape: ModelShape, kv_len: int) -> str:
     """Names what a policy does in a layer in which it selects: its name and options, the layer's
-    heads, and the length as far as it is timed, to the next power of two, and whether it is short.
+    heads, how many layers take its place in caches, and the length as far as it is timed, to the
+    next power of two, and whether it is short.
     """
     tokens = 1 << (timed_tokens(policy, kv_len) - 1).bit_length()
     length = "short" if kv_len <= _SHORT_BUDGETS * policy.budget_tokens else "long"
     heads = f"{shape.num_qo_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
-    return f"{policy.members[0]!r}, {heads}, {length}, up to {tokens} tokens"
+    layers = f"{shape.num_layers} layers of {heads}"
+    return f"{policy.members[0]!r}, {layers}, {length}, up to {tokens} tokens"

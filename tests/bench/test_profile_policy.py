@@ -10,7 +10,7 @@ import torch
 from cases.profile_cases import machine_profile
 
 from offload.bench.machine.policy import measure_policy_us, selects_on_host, with_policy
-from offload.models.shape import MODEL_SHAPES
+from offload.models.shape import MODEL_SHAPES, layer_elements
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key
 from offload.policies import PerHead, Policy
@@ -28,6 +28,8 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     key = policy_key(policy, SHAPE, KV_LEN)
     scale = found.select_scale[key]
     assert 1e-3 < scale < 1e4
+    learns = policy.observe is not None or policy.append is not None
+    assert (0.0 < found.select_behind[key] < 1.0) if learns else found.select_behind[key] == 0.0
     monkeypatch.setattr("offload.bench.machine.policy.measure_policy_us", None)  # not called again
     assert with_policy(found, policy, SHAPE, torch.float32, KV_LEN) is found
 
@@ -48,14 +50,36 @@ def test_each_member_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(policy, PerHead)
     measured = []
 
-    def measure(member: Policy, *_: Any) -> float:
+    def measure(member: Policy, *_: Any) -> tuple[float, float]:
         measured.append(member)
-        return 100.0
+        return 100.0, 0.0
 
     monkeypatch.setattr("offload.bench.machine.policy.measure_policy_us", measure)
     found = with_policy(machine_profile(), policy, SHAPE, torch.float32, KV_LEN)
     assert measured == [policy.rest, policy.retrieval]
     assert found.select_scale.keys() == {policy_key(m, SHAPE, KV_LEN) for m in policy.members}
+
+
+def test_what_a_step_reads_between_two_visits_of_a_layer_leaves_the_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All its other layers; without a GPU their weights, too."""
+    between = []
+
+    def measure(*arguments: Any) -> tuple[float, float]:
+        between.append(arguments[-1])
+        return 100.0, 0.0
+
+    monkeypatch.setattr("offload.bench.machine.policy.measure_policy_us", measure)
+    policy = make_policy("exact_topk", budget_tokens=256)
+    profile = machine_profile()
+    assert profile.device is not None
+    for machine in (profile, replace(profile, device=None)):
+        with_policy(machine, policy, SHAPE, torch.float32, KV_LEN)
+    # Keys and importance, then values of what was chosen, of 3 heads in 29 layers.
+    touched = 29 * 3 * (KV_LEN * (256 + 4) + 256 * 256)
+    weights = 29 * 4 * layer_elements(SHAPE)
+    assert between == [touched, touched + weights]
 
 
 def test_options_are_measured_by_themselves() -> None:
@@ -77,8 +101,8 @@ def test_other_heads_and_lengths_are_measured_by_themselves() -> None:
 def test_more_attended_tokens_take_longer() -> None:
     times = [
         measure_policy_us(
-            make_policy("exact_topk", budget_tokens=256), SHAPE, torch.float32, kv_len, 1
-        )
+            make_policy("exact_topk", budget_tokens=256), SHAPE, torch.float32, kv_len, 1, 2**28
+        )[0]
         for kv_len in (1024, 16384)
     ]
     assert times[1] > 2 * times[0] > 0.0

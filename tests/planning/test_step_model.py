@@ -203,6 +203,22 @@ def test_a_scale_that_was_measured_counts_for_that_policy_only() -> None:
         assert (scaled > 1.5 * plain) == grows
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
+def test_a_gpu_waits_for_what_comes_after_an_answer_only_where_it_is_quick_itself(
+    share: float,
+) -> None:
+    work = workload("lychee_cluster")
+    key = policy_key(work.policy, LLAMA, work.kv_len)
+    on_cpu = row(*[C] * 8)
+    whole = model_of(work, select_scale={key: 8.0})
+    other = model_of(work, select_scale={key: 8.0}, select_behind={key: share})
+    everything = whole.layer(5, on_cpu).reply
+    attends = everything - device_profile().round_trip_us
+    hidden = min(share * attends, whole.linear_us)
+    assert other.layer(5, on_cpu).reply == pytest.approx(everything - hidden)
+    assert attends > 0.9 * attends > whole.linear_us  # so that one of the shares is cut
+
+
 def test_without_a_gpu_it_is_weights_and_attention() -> None:
     work = workload("quest", kv_len=8192, shape=SMALL)
     profile = machine_profile(read_bandwidth=1e9)

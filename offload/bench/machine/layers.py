@@ -21,7 +21,7 @@ from offload.decode.gpu.handshake import Beside, SideStream
 from offload.planning.cost_table import CostTable
 
 LAYERS = 8  # in a graph
-_FETCHED_BYTES = tuple(n * 2**20 for n in (1, 2, 4, 8, 16))  # of a layer
+_FETCHED_BYTES = tuple(2**n for n in (18, 19, 20, 21, 22, 23, 24))  # of a layer
 _KV_LEN = 65536
 Call = Callable[[], Any]
 

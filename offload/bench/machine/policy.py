@@ -19,7 +19,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.bench.made.one_slab import num_pages, one_slab_store
 from offload.bench.made.structured_cache import structured_layer
 from offload.decode.attention import DecodeAttention
-from offload.models.shape import ModelShape
+from offload.models.shape import ModelShape, layer_elements
 from offload.planning.placement_bytes import head_state_bytes
 from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel
@@ -69,23 +69,43 @@ def _with_member(
     layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * tokens
     if 4 * _LAYERS * layer_bytes > host_memory_limit_bytes():
         return profile
-    measured = measure_policy_us(policy, shape, dtype, tokens, profile.num_threads)
-    work = Workload(
-        replace(shape, num_layers=_LAYERS),
-        policy.members[0].in_every_layer(),
-        tokens,
-        dtype=dtype,
-        head_state_bytes=head_state_bytes(policy.members[0].in_every_layer(), shape, dtype, tokens),
+    timed = policy.members[0].in_every_layer()
+
+    def model_of(kv_len: int, num_layers: int) -> StepModel:
+        state_bytes = head_state_bytes(timed, shape, dtype, kv_len)
+        layers = replace(shape, num_layers=num_layers)
+        work = Workload(layers, timed, kv_len, dtype=dtype, head_state_bytes=state_bytes)
+        return StepModel(profile, work, on_gpu=False)
+
+    whole = model_of(kv_len, shape.num_layers)
+    between = whole.touched_bytes(whole.roles[-1], whole.work.unit_members[-1])
+    if profile.device is None:
+        between += layer_elements(shape) * dtype.itemsize
+    measured, behind = measure_policy_us(
+        policy, shape, dtype, tokens, profile.num_threads, int((shape.num_layers - 1) * between)
     )
-    model = StepModel(profile, work, on_gpu=False)
-    predicted = model.attend_us(work.roles()[-1], work.unit_members[-1])
-    return replace(profile, select_scale={**profile.select_scale, key: measured / predicted})
+    model = model_of(tokens, _LAYERS)
+    predicted = model.attend_us(model.roles[-1], model.work.unit_members[-1])
+    return replace(
+        profile,
+        select_scale={**profile.select_scale, key: measured / predicted},
+        select_behind={**profile.select_behind, key: behind},
+    )
 
 
 def measure_policy_us(
-    policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int, num_threads: int
-) -> float:
-    """Median microseconds of attending to `kv_len` tokens of one layer, none of it in a cache."""
+    policy: Policy,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    kv_len: int,
+    num_threads: int,
+    bytes_between: int,
+) -> tuple[float, float]:
+    """Of one layer's attention to `kv_len` tokens, after so many other bytes were read.
+
+    Returns:
+        Median microseconds, and which share of the time comes after the answer.
+    """
     pages = _LAYERS * num_pages(kv_len)
     store = one_slab_store(shape, dtype, num_layers=_LAYERS, pages=pages)
     with closing(store), closing(WorkerPool(num_threads)) as pool:
@@ -111,13 +131,19 @@ def measure_policy_us(
         step = attention.begin_step([seq], [kv_len])
         out = torch.empty_like(queries[0])
         evicted = torch.ones(
-            min(_MAX_EVICTED_BYTES, max(2**20, 5 * last_level_cache_bytes() // 4)),
+            max(
+                2**20,
+                min(bytes_between, _MAX_EVICTED_BYTES, 5 * last_level_cache_bytes() // 4),
+            ),
             dtype=torch.uint8,
         )
-        times = []
+        times: list[float] = []
+        behind: list[float] = []
         for repeat in range(_REPEATS + 1):
             measure_read_bandwidth(pool, evicted, repeats=1)
             layers = attention.time_layers(step, queries, out)
             if repeat:  # the first one also loads code
                 times += [1e6 * seconds for seconds, _ in layers]
-    return float(np.median(times))
+                phases = [profile["seconds"] for _, profile in layers]
+                behind += [x["update"] / max(sum(x.values()), 1e-9) for x in phases]
+    return float(np.median(times)), float(np.median(behind))

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -224,7 +225,8 @@ class DeviceDecoder:
         kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
         if self._keeps_placement:
             return self._bind_lens(seqs, kv_lens), kv_lens
-        for less in (*self._fallbacks(), None):
+        fallbacks: Iterator[HeadPlacement] | None = None
+        while True:
             slots: list[int] = []
             failure: DeviceMemoryError | None = None
             try:
@@ -234,10 +236,12 @@ class DeviceDecoder:
             if not self._fails_anywhere(failure, seqs, kv_lens):
                 return slots, kv_lens
             why = failure or DeviceMemoryError("the GPU of another rank has no room for its part")
+            if fallbacks is None:  # only now: a step has no time for it
+                fallbacks = iter(self._fallbacks())
+            less = next(fallbacks, None)
             if less is None:
                 raise why
             self._give_up(less, why, sum(self._num_pages(kv_len) for kv_len in kv_lens))
-        raise AssertionError("the last one raises")
 
     def _fallbacks(self) -> list[HeadPlacement]:
         """Placements that need less of the GPU, as many on all ranks: the codes go first."""
@@ -321,12 +325,14 @@ class DeviceDecoder:
         position_ids: Tensor,
         tokens: Tensor | None = None,
     ) -> None:
+        rows = np.zeros((3, len(slots)), np.int64)
+        rows[0], rows[1] = kv_lens, position_ids.numpy()
+        rows[0] -= 1
+        if tokens is not None:
+            rows[2] = tokens.numpy()
         state = self._prepared.step.buffers.host_state.numpy()
         state.fill(-1)
-        state[0, slots] = kv_lens
-        state[0, slots] -= 1
-        state[1, slots] = position_ids.numpy()
-        state[2, slots] = 0 if tokens is None else tokens.numpy()
+        state[:, slots] = rows
 
     def _run(
         self,

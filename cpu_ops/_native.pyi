@@ -205,6 +205,7 @@ class DecodeAttention:
         output: int,
         step: StepRows,
         sparse_layers: list[bool],
+        prepares: bool,
     ) -> list[tuple[float, dict[str, Any]]]: ...
     def attend_csr(
         self,

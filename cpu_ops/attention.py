@@ -194,7 +194,7 @@ class NativeAttention:
             )
 
     def time_layers(
-        self, step: DecodeStep, queries: Sequence[Tensor], out: Tensor
+        self, step: DecodeStep, queries: Sequence[Tensor], out: Tensor, *, prepares: bool = True
     ) -> list[tuple[float, dict[str, Any]]]:
         """Attend layer after layer as the CPU's decode step does, without its linear layers: for
         benches. Policies prepare, and keep no queries for a later `build`.
@@ -202,6 +202,7 @@ class NativeAttention:
         Args:
             queries: of each layer [n, num_qo_heads * head_dim], rotated, contiguous.
             out: of the same shape; holds the last layer's o then.
+            prepares: whether preparing counts; else it is done by then, as with a GPU.
 
         Returns:
             (seconds, what `profile` would return) of each layer.
@@ -222,6 +223,7 @@ class NativeAttention:
             out.data_ptr(),
             step.native,
             self.sparse_layers.tolist(),
+            prepares,
         )
 
     def last_selection(self) -> list[list[int]]:

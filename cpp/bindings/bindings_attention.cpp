@@ -167,19 +167,21 @@ py::dict as_dict(const WorkerProfile& sum) {
 }
 
 // Attends layers one after the other as DecoderLayers::run does, without its linear layers: for benches. `queries`:
-// address of each layer's, contiguous. Returns (seconds, profile) of each layer.
+// address of each layer's, contiguous. With `prepares` what comes before the query counts, too. Returns (seconds,
+// profile) of each layer.
 py::list time_layers(DecodeAttention& attention, const std::vector<int64_t>& queries, int64_t output,
-                     const KeptRows& step, const std::vector<bool>& sparse_layers) {
+                     const KeptRows& step, const std::vector<bool>& sparse_layers, bool prepares) {
   using Clock = std::chrono::steady_clock;
   const int64_t row_bytes = attention.shape().num_qo_heads * attention.shape().row_bytes();
   std::vector<std::pair<double, WorkerProfile>> measured;
   {
     const py::gil_scoped_release release;
     for (size_t layer_idx = 0; layer_idx < queries.size(); ++layer_idx) {
+      if (!prepares && sparse_layers[layer_idx]) prepare(attention, static_cast<int64_t>(layer_idx), step);
       attention.start_profile();
       const Clock::time_point start = Clock::now();
       attend(attention, static_cast<int64_t>(layer_idx), queries[layer_idx], row_bytes, output, row_bytes, 0, step, 0,
-             static_cast<int>(step.rows.num_rows), sparse_layers[layer_idx], true);
+             static_cast<int>(step.rows.num_rows), sparse_layers[layer_idx], prepares);
       const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
       measured.emplace_back(seconds, attention.profile());
     }

@@ -236,8 +236,9 @@ def test_steps_that_do_not_fit(pool):
         LayersStep(stack, case.hidden, case.rope, many)
 
 
+@pytest.mark.parametrize("prepares", [True, False])
 @pytest.mark.parametrize("name", ["full", "exact_topk", "lychee_cluster"])
-def test_timed_layers_attend_as_others_do(pool, name):
+def test_timed_layers_attend_as_others_do(pool, name, prepares):
     options = {} if name == "full" else {"budget_tokens": 64, "sink_tokens": 4, "recent_tokens": 8}
     policy = make_policy(name, **options)
     case = make_case(pool, torch.float32, rows=2, policy=policy, kv_len=300)
@@ -246,7 +247,7 @@ def test_timed_layers_attend_as_others_do(pool, name):
     shape = (NUM_LAYERS, 2, QUERY_FEATURES)
     queries = list(torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)))
     out = torch.zeros(2, QUERY_FEATURES)
-    timed = attention.time_layers(rows, queries, out)
+    timed = attention.time_layers(rows, queries, out, prepares=prepares)
     assert len(timed) == NUM_LAYERS
     for seconds, profile in timed:
         assert 0 < sum(profile["seconds"].values()) < 2 * pool.num_threads * seconds

@@ -8,6 +8,7 @@ the profile as a multiple of what the model says of that context.
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -30,7 +31,8 @@ from offload.system.machine import last_level_cache_bytes
 from offload.system.memory import host_memory_limit_bytes
 
 _LAYERS = 2
-_REPEATS = 5
+_REPEATS = 7
+_WARM_UP_SECONDS = 0.2
 _MAX_EVICTED_BYTES = 512 * 2**20
 
 
@@ -137,13 +139,19 @@ def measure_policy_us(
             ),
             dtype=torch.uint8,
         )
-        times: list[float] = []
-        behind: list[float] = []
-        for repeat in range(_REPEATS + 1):
-            measure_read_bandwidth(pool, evicted, repeats=1)
-            layers = attention.time_layers(step, queries, out)
-            if repeat:  # the first one also loads code
-                times += [1e6 * seconds for seconds, _ in layers]
-                phases = [profile["seconds"] for _, profile in layers]
-                behind += [x["update"] / max(sum(x.values()), 1e-9) for x in phases]
-    return float(np.median(times)), float(np.median(behind))
+        times: list[list[float]] = [[], []]  # of everything; of what a GPU waits for
+        begin = time.perf_counter()
+        while len(times[1]) < _LAYERS * _REPEATS:
+            for answers, prepares in enumerate((True, False)):
+                measure_read_bandwidth(pool, evicted, repeats=1)
+                layers = attention.time_layers(step, queries, out, prepares=prepares)
+                if time.perf_counter() - begin < _WARM_UP_SECONDS:
+                    continue  # code is loaded, and threads come back to their CPUs
+                for seconds, profile in layers:
+                    phases = profile["seconds"]
+                    updates = phases["update"] / max(sum(phases.values()), 1e-9)
+                    times[answers].append(1e6 * seconds * (1.0 - answers * updates))
+    whole, answer = (float(np.median(x)) for x in times)
+    chooser = policy.selecting
+    is_done = chooser.prepare is chooser.observe is chooser.append is None
+    return whole, 0.0 if is_done else max(0.0, 1.0 - answer / whole)

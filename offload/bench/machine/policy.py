@@ -8,6 +8,7 @@ the profile as a multiple of what the model says of that context.
 
 from __future__ import annotations
 
+import itertools
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -27,13 +28,13 @@ from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key, timed_tokens
 from offload.policies import Policy
 from offload.policies.base import SELECT
-from offload.system.machine import last_level_cache_bytes
 from offload.system.memory import host_memory_limit_bytes
 
 _LAYERS = 2
 _REPEATS = 7
 _WARM_UP_SECONDS = 0.2
-_MAX_EVICTED_BYTES = 512 * 2**20
+_QUERIES = range(1, 17)  # of the last tokens
+_MAX_BYTES_BETWEEN = 2**30
 
 
 def selects_on_host(policy: Policy, shape: ModelShape, kv_len: int) -> bool:
@@ -122,29 +123,26 @@ def measure_policy_us(
             num_steps=1,
             dtype=dtype,
             seed=0,
-            prompt_queries=max(1, attention.policy.observed_queries),
+            prompt_queries=max(len(_QUERIES), attention.policy.observed_queries),
         )
         keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
         for layer_idx in range(_LAYERS):  # one and the same, each in memory of its own
             store.append(seq, layer_idx, keys, values, start=0)
             attention.record_queries(seq, layer_idx, layer.queries, kv_len)
         store.commit([seq], [kv_len])
-        queries = [layer.queries[:, -1].reshape(1, -1).contiguous()] * _LAYERS
+        # Others each time: the rows that a query chooses would be in a cache the second time.
+        queries = itertools.cycle(layer.queries[:, -i].reshape(1, -1).clone() for i in _QUERIES)
         step = attention.begin_step([seq], [kv_len])
-        out = torch.empty_like(queries[0])
-        evicted = torch.ones(
-            max(
-                2**20,
-                min(bytes_between, _MAX_EVICTED_BYTES, 5 * last_level_cache_bytes() // 4),
-            ),
-            dtype=torch.uint8,
-        )
+        out = torch.empty(1, shape.num_qo_heads * shape.head_dim, dtype=dtype)
+        most = min(_MAX_BYTES_BETWEEN, host_memory_limit_bytes() // 8)
+        between = torch.ones(max(2**20, min(bytes_between, most)), dtype=torch.uint8)
         times: list[list[float]] = [[], []]  # of everything; of what a GPU waits for
         begin = time.perf_counter()
         while len(times[1]) < _LAYERS * _REPEATS:
             for answers, prepares in enumerate((True, False)):
-                measure_read_bandwidth(pool, evicted, repeats=1)
-                layers = attention.time_layers(step, queries, out, prepares=prepares)
+                measure_read_bandwidth(pool, between, repeats=1)
+                of_layers = [next(queries)] * _LAYERS
+                layers = attention.time_layers(step, of_layers, out, prepares=prepares)
                 if time.perf_counter() - begin < _WARM_UP_SECONDS:
                     continue  # code is loaded, and threads come back to their CPUs
                 for seconds, profile in layers:

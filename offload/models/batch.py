@@ -6,7 +6,6 @@ prefill and decode see ragged sequences. Here is the only place that knows both.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -79,9 +78,8 @@ class RaggedBatch:
         return [first_row[sequence] for sequence in self.sequence_of_row]
 
 
-@functools.lru_cache(maxsize=64)  # a step has no time to make it
 def one_token_each(batch_size: int) -> RaggedBatch:
-    """One new token in each row, whose position the caller knows: not to be written to."""
+    """One new token in each row, whose position the caller knows."""
     rows = list(range(batch_size))
     return RaggedBatch(
         indptr=[*rows, batch_size],

@@ -113,8 +113,8 @@ class MachineProfile:
         step_us: without a GPU: of a step beside its layers and the last projection.
         select_scale: by `workload.policy_key`, what its units that select took, as a multiple
             of what `StepModel` says of the bytes they look at; 1 where it was not measured.
-        select_behind: likewise, the share of that time after the answer, in which the policy
-            learns: a GPU does not wait for it.
+        select_hidden: likewise, the share of that time in which the policy prepares, before the
+            query, or learns, after the answer: a GPU does not wait while it has work itself.
         device: the GPU, or None.
     """
 
@@ -132,7 +132,7 @@ class MachineProfile:
     lm_head_us: dict[str, dict[int, float]]
     step_us: float
     select_scale: dict[str, float]
-    select_behind: dict[str, float]
+    select_hidden: dict[str, float]
     device: DeviceProfile | None = None
 
     def __post_init__(self) -> None:

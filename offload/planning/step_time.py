@@ -248,10 +248,10 @@ class StepModel:
         return read.dense + read.retrieved + read.certain + sum(read.selected.values())
 
     def _reply_us(self, roles: UInt8Array, members: UInt8Array) -> float:
-        """The same where a GPU attends to the window, and asks again a layer later: what a policy
-        does after its answer costs what it takes longer than the GPU's layer."""
-        whole, behind = self._pool_us(self._read_bytes(roles, members, 0))
-        return whole - min(behind, self.linear_us)
+        """The same where a GPU attends to the window: what a policy does before the query and after
+        its answer costs what it takes longer than the GPU's linear layers."""
+        whole, hidden = self._pool_us(self._read_bytes(roles, members, 0))
+        return whole - min(hidden, self.linear_us)
 
     def _read_bytes(self, roles: UInt8Array, members: UInt8Array, window: int) -> _ReadBytes:
         """Of a layer, with `window` tokens of the window."""
@@ -279,11 +279,11 @@ class StepModel:
         return read
 
     def _pool_us(self, read: _ReadBytes) -> tuple[float, float]:
-        """What the worker pool takes in all, and of that what comes after its answer."""
+        """What the worker pool takes in all, and of that before a query and after its answer."""
         work, profile = self.work, self.profile
         cost = profile.scan_dense.us(work.batch_size * read.dense)
         cost += profile.scan_retrieve.us(work.batch_size * read.retrieved)
-        selected, behind = sum(read.selected.values()), 0.0
+        selected, hidden = sum(read.selected.values()), 0.0
         if read.certain or selected:
             rows = self._rows_us(work.batch_size * (read.certain + selected))
             scales = {
@@ -297,19 +297,19 @@ class StepModel:
                 late = sum(
                     read.selected[i] * of_all * share for i, (of_all, share) in scales.items()
                 )
-                behind = rows * late / selected
+                hidden = rows * late / selected
             cost += rows * scale
-        return (cost, behind) if cost else (profile.attend_cold.fixed_us, 0.0)
+        return (cost, hidden) if cost else (profile.attend_cold.fixed_us, 0.0)
 
     def _select_scale(self, member: Policy) -> tuple[float, float]:
-        """Of a policy's own kernels, and the share of them that comes after its answer."""
+        """Of a policy's own kernels, and the share of them beside query and answer."""
         work = self.work
         key = policy_key(member, work.shape, work.kv_len)
         scale = self.profile.select_scale.get(key)
         if scale is None:
             self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
             return 1.0, 0.0
-        return scale, self.profile.select_behind.get(key, 0.0)
+        return scale, self.profile.select_hidden.get(key, 0.0)
 
     def _rows_us(self, num_bytes: float) -> float:
         """Attending to selected rows, as many of which were read ahead as there is time for."""

@@ -28,8 +28,8 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     key = policy_key(policy, SHAPE, KV_LEN)
     scale = found.select_scale[key]
     assert 1e-3 < scale < 1e4
-    assert 0.0 <= found.select_behind[key] < 1.0
-    assert found.select_behind[key] == 0.0 or name != "exact_topk"  # which does nothing else
+    assert 0.0 <= found.select_hidden[key] < 1.0
+    assert found.select_hidden[key] == 0.0 or name != "exact_topk"  # which does nothing else
     monkeypatch.setattr("offload.bench.machine.policy.measure_policy_us", None)  # not called again
     assert with_policy(found, policy, SHAPE, torch.float32, KV_LEN) is found
 

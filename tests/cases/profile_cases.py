@@ -70,7 +70,7 @@ def machine_profile(**changes: Any) -> MachineProfile:
             lm_head_us={},
             step_us=0.0,
             select_scale={},
-            select_behind={},
+            select_hidden={},
             device=device_profile(),
         ),
         **changes,

@@ -211,7 +211,7 @@ def test_a_gpu_waits_for_what_comes_after_an_answer_only_where_it_is_quick_itsel
     key = policy_key(work.policy, LLAMA, work.kv_len)
     on_cpu = row(*[C] * 8)
     whole = model_of(work, select_scale={key: 8.0})
-    other = model_of(work, select_scale={key: 8.0}, select_behind={key: share})
+    other = model_of(work, select_scale={key: 8.0}, select_hidden={key: share})
     everything = whole.layer(5, on_cpu).reply
     attends = everything - device_profile().round_trip_us
     hidden = min(share * attends, whole.linear_us)

@@ -76,7 +76,7 @@ def measure_host(
         "scan_dense": scans[0],
         "scan_retrieve": scans[1],
         "select_scale": {},
-        "select_behind": {},
+        "select_hidden": {},
     }
 
 

@@ -74,25 +74,25 @@ def _with_member(
         return profile
     timed = policy.members[0].in_every_layer()
 
-    def model_of(kv_len: int, num_layers: int) -> StepModel:
-        state_bytes = head_state_bytes(timed, shape, dtype, kv_len)
+    def model_of(num_layers: int) -> StepModel:
+        state_bytes = head_state_bytes(timed, shape, dtype, tokens)
         layers = replace(shape, num_layers=num_layers)
-        work = Workload(layers, timed, kv_len, dtype=dtype, head_state_bytes=state_bytes)
+        work = Workload(layers, timed, tokens, dtype=dtype, head_state_bytes=state_bytes)
         return StepModel(profile, work, on_gpu=False)
 
-    whole = model_of(kv_len, shape.num_layers)
+    whole = model_of(shape.num_layers)
     between = whole.touched_bytes(whole.roles[-1], whole.work.unit_members[-1])
     if profile.device is None:
         between += layer_elements(shape) * dtype.itemsize
-    measured, behind = measure_policy_us(
+    measured, hidden = measure_policy_us(
         policy, shape, dtype, tokens, profile.num_threads, int((shape.num_layers - 1) * between)
     )
-    model = model_of(tokens, _LAYERS)
+    model = model_of(_LAYERS)
     predicted = model.attend_us(model.roles[-1], model.work.unit_members[-1])
     return replace(
         profile,
         select_scale={**profile.select_scale, key: measured / predicted},
-        select_behind={**profile.select_behind, key: behind},
+        select_hidden={**profile.select_hidden, key: hidden},
     )
 
 
@@ -107,7 +107,7 @@ def measure_policy_us(
     """Of one layer's attention to `kv_len` tokens, after so many other bytes were read.
 
     Returns:
-        Median microseconds, and which share of the time comes after the answer.
+        Median microseconds, and which share of the time is before the query and after the answer.
     """
     pages = _LAYERS * num_pages(kv_len)
     store = one_slab_store(shape, dtype, num_layers=_LAYERS, pages=pages)
@@ -137,18 +137,19 @@ def measure_policy_us(
         most = min(_MAX_BYTES_BETWEEN, host_memory_limit_bytes() // 8)
         between = torch.ones(max(2**20, min(bytes_between, most)), dtype=torch.uint8)
         times: list[list[float]] = [[], []]  # of everything; of what a GPU waits for
-        begin = time.perf_counter()
+        begin, is_first = time.perf_counter(), True
         while len(times[1]) < _LAYERS * _REPEATS:
             for answers, prepares in enumerate((True, False)):
                 measure_read_bandwidth(pool, between, repeats=1)
                 of_layers = [next(queries)] * _LAYERS
                 layers = attention.time_layers(step, of_layers, out, prepares=prepares)
-                if time.perf_counter() - begin < _WARM_UP_SECONDS:
+                if is_first or time.perf_counter() - begin < _WARM_UP_SECONDS:
                     continue  # code is loaded, and threads come back to their CPUs
                 for seconds, profile in layers:
                     phases = profile["seconds"]
                     updates = phases["update"] / max(sum(phases.values()), 1e-9)
                     times[answers].append(1e6 * seconds * (1.0 - answers * updates))
+            is_first = False
     whole, answer = (float(np.median(x)) for x in times)
     chooser = policy.selecting
     is_done = chooser.prepare is chooser.observe is chooser.append is None

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from offload.bench.selection.metrics import kl_divergence, negative_log_likelihood
+from offload.bench.selection.observed_text import observe_text
 from offload.policies import HardKV, Policy
 from offload.policies.registry import make_policy
 from offload.runtime.shared_model import SharedModel
 from offload.system.memory import available_cpus
 from perf.papers.lychee_cluster import text_window
-from perf.papers.observed import MODEL, observe_text, open_model
+from perf.papers.observed import MODEL, open_model
 from perf.results_file import Run, hide_loading_bars, script_options
 
 INNER = ("exact_topk", "sketch", "lychee_cluster", "lfps", "union")

@@ -11,11 +11,12 @@ import itertools
 from typing import Any
 
 from offload import load_tokenizer
+from offload.bench.selection.observed_text import observe_text
 from offload.policies import Policy
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
 from perf.papers.lfps_replay import AsInThePaper
-from perf.papers.observed import MODEL, observe_text, open_model
+from perf.papers.observed import MODEL, open_model
 from perf.results_file import Run, hide_loading_bars, script_options
 
 ALPHAS = (0.1, 0.2, 0.3, 0.4)

@@ -33,11 +33,12 @@ from offload.bench.eval.ruler import RULER_TASKS, ruler_samples
 from offload.bench.eval.sample import Sample
 from offload.bench.eval.structured import STRUCTURED_TASKS, structured_samples
 from offload.bench.selection.metrics import kl_divergence, mean, negative_log_likelihood
+from offload.bench.selection.observed_text import observe_text, observer_of
 from offload.bench.selection.observer import SelectionObserver
 from offload.loading.names import load_tokenizer
 from offload.system.stdlib_text import stdlib_paragraphs, stdlib_sources
 from perf.papers.lychee_variants import answering, variants
-from perf.papers.observed import MODEL, observe_text, observer_of, open_model
+from perf.papers.observed import MODEL, open_model
 from perf.results_file import Run, hide_loading_bars, script_options
 
 TEXTS = ("prose", "code", "json")

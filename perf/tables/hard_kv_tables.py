@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
+from offload.bench.budget.equal_error import tokens_of_equal_error
 from perf.tables.markdown import TIMES, Columns, Row, table
 from perf.tables.tables import machine_line
 
@@ -64,11 +64,7 @@ def _line(row: Row) -> Row:
 
 
 def _ratio(row: Row, fixed: Sequence[Row], measure: str) -> str:
-    """Of the tokens that a fixed budget needs for as much of a measure, between two measured."""
-    known = sorted((x[measure], x["attended_tokens"]) for x in fixed)
-    for (low, many), (high, few) in pairwise(known):
-        if low <= row[measure] <= high and high > low:
-            share = math.log(row[measure] / low) / math.log(high / low)
-            tokens = math.exp(math.log(many) + share * (math.log(few) - math.log(many)))
-            return f"{row['attended_tokens'] / tokens:.2f}"
-    return ""
+    """Of the tokens that a fixed budget needs for as much of a measure."""
+    known = [(x["attended_tokens"], x[measure]) for x in fixed]
+    tokens = tokens_of_equal_error(row[measure], known)
+    return "" if tokens is None else f"{row['attended_tokens'] / tokens:.2f}"

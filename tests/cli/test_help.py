@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
         (["generate"], ["--policy", "--needle", "--max-memory", "offload generate --demo", "| jq"]),
         (["plan"], ["--profile", "--remeasure", "--budget-tokens", "--json", "offload plan"]),
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
-        (["bench"], ["attention", "decode", "latency", "pipeline", "selection"]),
+        (["bench"], ["attention", "budget", "decode", "latency", "pipeline", "selection"]),
         (["eval"], ["ruler", "needle", "structured", "perplexity"]),
         (["bench", "attention"], ["--kv-len", "--threads", "dense", "sparse", "topk"]),
     ],

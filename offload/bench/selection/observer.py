@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,27 @@ _MEANS = (
 )
 
 
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class SeenLayer:
+    """One layer of a step, for `SelectionObserver.on_seen`.
+
+    Attributes:
+        num_tokens: [num_units], that each unit attended to.
+        importance: float [num_units, kv_len], as `importance_of_units` has it; None at steps that
+            are not sampled.
+        tokens: of each unit, the attended ones; None: all.
+    """
+
+    layer_idx: int
+    kv_len: int
+    num_tokens: list[int]
+    importance: npt.NDArray[np.floating] | None
+    tokens: list[Tokens | None]
+
+
 @dataclass
 class SelectionObserver:
     """Give `attended` to `DecodeAttention.on_attended`; set `sampling` before each step.
@@ -46,6 +68,7 @@ class SelectionObserver:
         capacity_tokens: of the longest sequence to come.
         window: of the window hit rate, in steps.
         possible_tokens: keys that units of observed layers could have scored.
+        on_seen: called with each layer of each step from `dense_layers` on.
     """
 
     attention: DecodeAttention
@@ -56,6 +79,7 @@ class SelectionObserver:
     window: int
     sampling: bool = False
     possible_tokens: int = 0
+    on_seen: Callable[[SeenLayer], None] | None = None
 
     def __post_init__(self) -> None:
         attention, policy = self.attention, self.attention.policy
@@ -90,8 +114,20 @@ class SelectionObserver:
                 chosen = np.empty(0, np.int32) if selection is None else selection
                 chosen = chosen[(chosen >= first) & (chosen < last)]
                 self._stability[layer_idx, unit].update(chosen)
+        importance = None
         if self.sampling:
-            self._compare(layer_idx, step.seqs[0], query, out, selections, kv_len)
+            importance = self._compare(layer_idx, step.seqs[0], query, out, selections, kv_len)
+        if self.on_seen is not None:
+            tokens = self._resolved(layer_idx, selections)
+            counts = [kv_len if of_unit is None else len(of_unit) for of_unit in tokens]
+            self.on_seen(SeenLayer(layer_idx, kv_len, counts, importance, tokens))
+
+    def _resolved(self, layer_idx: int, selections: list[Tokens | None]) -> list[Tokens | None]:
+        """What each unit attended to: None for all tokens."""
+        return [
+            np.empty(0, np.int32) if x is None and not self._none_means_all[layer_idx, unit] else x
+            for unit, x in enumerate(selections or [None] * self._num_units)
+        ]
 
     def measured(self) -> dict[str, float | None]:
         """Means over sampled steps, layers and units by `_MEANS`; of the stability over all."""
@@ -112,9 +148,9 @@ class SelectionObserver:
         seq: int,
         query: Tensor,
         out: Tensor,
-        selections: list[npt.NDArray[np.int32] | None],
+        selections: list[Tokens | None],
         kv_len: int,
-    ) -> None:
+    ) -> npt.NDArray[np.floating]:
         store, num_qo_heads = self.attention.store, self.attention.num_qo_heads
         keys, values = (rows.float() for rows in store.gather(seq, layer_idx, 0, kv_len))
         row = slice(0, num_qo_heads * store.head_dim)
@@ -122,6 +158,7 @@ class SelectionObserver:
             query[0, row].float().view(num_qo_heads, -1), keys, values, self.sm_scale
         )
         self._add("output_error", relative_error(out[0, row], exact))
+        importance: npt.NDArray[np.floating]
         importance = importance_of_units(weights, self._num_units).numpy()
         for unit in range(self._num_units):
             selection = selections[unit] if selections else None
@@ -140,3 +177,4 @@ class SelectionObserver:
             self._add("recall", quality.recall)
             if self.reference is not None:
                 self._add("mass_of_topk", quality.mass_of_topk)
+        return importance

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli.bench import decode, latency, pipeline, selection
+from offload.cli.bench import budget, decode, latency, pipeline, selection
 from offload.cli.bench.options import (
     DTYPE_NAMES,
     LAYER_SHAPE_NAMES,
@@ -142,5 +142,5 @@ def _print_table(title: str, measurements: list[AttentionMeasurement]) -> None:
     stdout().print(make_table(header, map(cells, measurements), title=title, caption=caption))
 
 
-for command in (decode.decode, latency.latency, pipeline.pipeline):
+for command in (budget.budget, decode.decode, latency.latency, pipeline.pipeline):
     app.command()(command)

@@ -1,0 +1,316 @@
+"""Budgets of heads on a real model and text: what they are, what was needed, and what that costs.
+
+Every policy continues the same prompt (`SharedModel` reads it once) with the text's next tokens,
+then some more of them with nobody looking on, which are timed, and then with tokens of its own.
+Full attention is the reference and runs first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.bench.budget.drift import QUARTERS, Drift, measure_drift
+from offload.bench.budget.equal_error import tokens_of_equal_error
+from offload.bench.budget.head_counts import HeadCounter, HeadCounts, over_heads
+from offload.bench.eval.perplexity import teacher_forced
+from offload.bench.selection.measure import TIMED_STEPS, policy_label, policy_options
+from offload.bench.selection.metrics import kl_divergence, negative_log_likelihood
+from offload.bench.selection.observed_text import observe_text
+from offload.policies import HardKV, Policy
+from offload.runtime.shared_model import ReadPrompt, SharedModel
+
+Progress = Callable[[int], None]
+_KEPT = ("attended_tokens", "output_error", "mass_kept")  # of what is observed
+
+
+@dataclass(frozen=True)
+class BudgetSettings:
+    """What is measured.
+
+    Attributes:
+        length: tokens that are read.
+        steps: next tokens of the text that are decoded and looked at.
+        sample_every: every n-th of them is compared with exact attention.
+        timed_steps: tokens after them that are timed.
+        generate: tokens that are then generated; 0 for none.
+        top_p: share of the attention that fixed budgets are asked for.
+    """
+
+    length: int = 4096
+    steps: int = 64
+    sample_every: int = 4
+    timed_steps: int = TIMED_STEPS
+    generate: int = 64
+    top_p: float = 0.95
+
+    def __post_init__(self) -> None:
+        for name in ("length", "steps", "sample_every", "timed_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.generate and self.generate < QUARTERS:
+            raise ValueError(
+                f"generate must be 0 or at least {QUARTERS}, one token a quarter, got "
+                f"{self.generate}"
+            )
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of text that are needed: the last one is only predicted."""
+        return self.length + max(self.steps, self.timed_steps) + 1
+
+    @property
+    def positions(self) -> int:
+        """That the model must have."""
+        return max(self.text_tokens - 1, self.length + self.generate)
+
+    @property
+    def decode_steps(self) -> int:
+        """Of each policy."""
+        return self.steps + self.timed_steps + self.generate
+
+
+@dataclass(frozen=True)
+class BudgetMeasurement:
+    """One policy on the text. None: does not apply.
+
+    Attributes:
+        label: `curve_label`: policies of one label are one curve of tokens and error.
+        budget_tokens: attended tokens per unit at most; None for full attention.
+        top_p: where it cuts; None for a fixed budget.
+        needed_top_p: the share that `heads` are asked for: top_p, or the settings'.
+        attended_tokens: mean per unit, of sampled steps and layers that are not dense.
+        output_error: relative L2 error of a layer's attention output.
+        mass_kept: attention mass of what was attended, sinks excluded.
+        kl, perplexity_change: of the next token, against full attention; KL in nats.
+        tokens_share: by the labels of fixed budgets: tokens attended, of those that such a budget
+            takes for the same error; without those whose errors do not enclose it.
+        seconds, seconds_p10, seconds_p90: of a decode step; the median, and around it.
+        kv_bytes, policy_bytes: host memory of the sequence, and what the policy keeps of it.
+        heads: of each unit of each layer that is not dense; none for full attention.
+        over_heads: `head_counts.over_heads` of them.
+        drift: of generated tokens; empty lists where none were.
+    """
+
+    policy: str
+    label: str
+    options: dict[str, Any]
+    budget_tokens: int | None
+    top_p: float | None
+    needed_top_p: float
+    attended_tokens: float
+    output_error: float
+    mass_kept: float | None
+    kl: float
+    perplexity_change: float
+    seconds: float
+    seconds_p10: float
+    seconds_p90: float
+    kv_bytes: int
+    policy_bytes: int
+    heads: list[HeadCounts]
+    over_heads: dict[str, float]
+    drift: Drift
+    tokens_share: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def byte_seconds(self) -> float:
+        """Memory x latency (the integral of the paper's Figure 16) of one token."""
+        return (self.kv_bytes + self.policy_bytes) * self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, and byte_seconds."""
+        return asdict(self) | {"byte_seconds": self.byte_seconds}
+
+
+def check_budgets(policies: Sequence[Policy], settings: BudgetSettings, num_layers: int) -> None:
+    """Refuse what leaves nothing to select, before anything is loaded.
+
+    Args:
+        num_layers: of the model.
+    """
+    for policy in policies:
+        if policy.selects and policy.dense_layers >= num_layers:
+            raise ValueError(
+                f"{policy.name}: dense_layers={policy.dense_layers} are all {num_layers} layers of "
+                "this model, so nothing is selected; lower it by --option dense_layers=0"
+            )
+        if policy.selects and policy.budget_tokens >= settings.length:
+            option = "--max-tokens" if isinstance(policy, HardKV) else "--budget-tokens"
+            raise ValueError(
+                f"{policy.name}: {policy.budget_tokens:,} tokens hold the whole text of "
+                f"{settings.length:,}, so nothing is selected; raise --length or lower {option}"
+            )
+
+
+def check_text(num_tokens: int, settings: BudgetSettings) -> None:
+    """Refuse a text that is too short, before anything is loaded."""
+    if num_tokens < settings.text_tokens:
+        raise ValueError(
+            f"the text has {num_tokens:,} tokens, but --length {settings.length:,}, --steps "
+            f"{settings.steps:,} and {settings.timed_steps} timed steps need "
+            f"{settings.text_tokens:,}; give a longer --text, or lower --length or --steps"
+        )
+
+
+def measure_budgets(
+    model: SharedModel,
+    policies: Sequence[Policy],
+    tokens: Sequence[int],
+    settings: BudgetSettings,
+    *,
+    on_policy: Callable[[str], None] = lambda label: None,
+    on_progress: Progress = lambda steps: None,
+) -> list[BudgetMeasurement]:
+    """Measure policies on one text.
+
+    Args:
+        policies: those of `model.runtimes`, as they were before they were calibrated; full
+            attention first.
+        tokens: the text, at least `settings.text_tokens`.
+        on_progress: called with the number of decode steps done since the last call.
+
+    Raises:
+        ValueError: a text that is too short, a length the model does not have, a budget that
+            leaves nothing to select.
+    """
+    check_budgets(policies, settings, model.runtimes[0].store.num_layers)
+    check_text(len(tokens), settings)
+    following = tokens[settings.length : settings.text_tokens]
+    targets = torch.tensor(following[1 : settings.steps + 1])
+    dense_layers = max((policy.dense_layers for policy in policies if policy.selects), default=0)
+    measured, full = [], None
+    with model.read(tokens[: settings.length]) as prompt:
+        for index, policy in enumerate(policies):
+            on_policy(_described(policy))
+            counter = HeadCounter(needed_top_p(policy, settings.top_p), _window(policy))
+            seen, logits = observe_text(
+                model,
+                index,
+                prompt,
+                following[: settings.steps],
+                sample_every=settings.sample_every,
+                dense_layers=dense_layers,
+                on_seen=counter.seen if policy.selects else None,
+                on_progress=on_progress,
+            )
+            full = logits if full is None else full
+            losses = [negative_log_likelihood(x, targets).mean() for x in (logits, full)]
+            heads = counter.counted()
+            drift = Drift()
+            timed = _timed(model, index, prompt, following[: settings.timed_steps], on_progress)
+            if settings.generate:
+                drift = measure_drift(
+                    model,
+                    index,
+                    prompt,
+                    settings.generate,
+                    sample_every=settings.sample_every,
+                    dense_layers=dense_layers,
+                    on_progress=on_progress,
+                )
+            measured.append(
+                BudgetMeasurement(
+                    policy=policy.name,
+                    label=curve_label(policy),
+                    options=policy_options(policy),
+                    budget_tokens=policy.budget_tokens if policy.selects else None,
+                    top_p=policy.top_p if isinstance(policy, HardKV) else None,
+                    needed_top_p=needed_top_p(policy, settings.top_p),
+                    **{name: seen[name] for name in _KEPT},
+                    kl=float(kl_divergence(logits, full).mean()),
+                    perplexity_change=float(torch.expm1(losses[0] - losses[1])),
+                    **timed,
+                    heads=heads,
+                    over_heads=over_heads(heads),
+                    drift=drift,
+                )
+            )
+    return with_tokens_share(measured)
+
+
+def with_tokens_share(rows: Sequence[BudgetMeasurement]) -> list[BudgetMeasurement]:
+    """The same, where heads differ in their budgets with the tokens of fixed ones for the error."""
+    curves: dict[str, list[BudgetMeasurement]] = {}
+    for row in rows:
+        if row.top_p is None and row.budget_tokens is not None:
+            curves.setdefault(row.label, []).append(row)
+    return [row if row.top_p is None else _with_share(row, curves) for row in rows]
+
+
+def needed_top_p(policy: Policy, top_p: float) -> float:
+    """The share that a policy's heads are asked for: its own where it has one."""
+    return float(policy.top_p) if isinstance(policy, HardKV) else top_p
+
+
+def curve_label(policy: Policy) -> str:
+    """Name and options that are not the defaults, but for the budget, be it tokens or a share."""
+    if not isinstance(policy, HardKV):
+        return policy_label(policy)
+    cap = "" if policy.max_tokens is None else f" max_tokens={policy.max_tokens}"
+    return f"{policy.name} of {policy_label(policy.inner)}{cap}"
+
+
+def _with_share(
+    row: BudgetMeasurement, curves: Mapping[str, Sequence[BudgetMeasurement]]
+) -> BudgetMeasurement:
+    shares: dict[str, float] = {}
+    for label, fixed in curves.items():
+        points = [(of_fixed.attended_tokens, of_fixed.output_error) for of_fixed in fixed]
+        tokens = tokens_of_equal_error(row.output_error, points)
+        if tokens is not None:
+            shares[label] = row.attended_tokens / tokens
+    return replace(row, tokens_share=shares)
+
+
+def _described(policy: Policy) -> str:
+    """For the progress bar."""
+    if not policy.selects:
+        return policy.name
+    budget = policy.top_p if isinstance(policy, HardKV) else f"{policy.budget_tokens:,}"
+    return f"{curve_label(policy)} {budget}"
+
+
+def _window(policy: Policy) -> tuple[int, int]:
+    return (policy.sink_tokens, policy.recent_tokens) if policy.selects else (0, 0)
+
+
+def _timed(
+    model: SharedModel,
+    index: int,
+    prompt: ReadPrompt,
+    following: Sequence[int],
+    on_progress: Progress,
+) -> dict[str, Any]:
+    """Seconds of decode steps with nobody looking on, and bytes at their end.
+
+    What the policy builds at the first one is not in them.
+    """
+    runtime, seconds, built = model.runtimes[index], [], 0.0
+    store = runtime.store
+    with teacher_forced(model, index, prompt) as decode:
+        for token in following:
+            start = time.perf_counter()
+            decode(token)
+            took, index_seconds = time.perf_counter() - start, runtime.stats.index_seconds
+            seconds.append(took - (index_seconds - built))
+            built = index_seconds
+            on_progress(1)
+        stats = runtime.stats
+    # The prompt has its last page, where that is not full, beside the copy that was written to.
+    both = store.num_layers * store.page_bytes if len(prompt.tokens) % store.page_tokens else 0
+    low, median, high = np.percentile(seconds, (10, 50, 90))
+    return {
+        "seconds": float(median),
+        "seconds_p10": float(low),
+        "seconds_p90": float(high),
+        "kv_bytes": stats.kv_host_bytes - both,
+        "policy_bytes": stats.policy_host_bytes,
+    }

@@ -1,0 +1,129 @@
+"""Measured budgets as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload.bench.budget.head_counts import HeadCounts
+from offload.bench.budget.measure import BudgetMeasurement
+from offload.bench.eval.output import UNKNOWN, Table
+
+Rows = Sequence[BudgetMeasurement]
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+LEGEND = (
+    "attended: tokens per head, step and layer, without the dense first layers. error: relative L2 "
+    "error of a layer's attention output. mass: attention kept, sinks excluded. "
+    f"{TIMES}: tokens attended, of those that the fixed budget takes for the same error; {UNKNOWN} "
+    "where its errors do not enclose it. KL (nats), perplexity: of the next token, against full "
+    "attention. memory: KV cache and what the policy keeps; MB·s: times the time of a token.\n"
+    "needed: of what heads attend to, the share that holds top-p of their exact attention. true: "
+    "the fewest tokens that do, sinks and recent window included, or of any tokens. reached: steps "
+    "whose selection holds it. off: |attended / true - 1|, medians over steps, of the median head "
+    "and of the 90th percentile."
+)
+
+
+def main_table(rows: Rows) -> Table:
+    """A row per policy and budget: tokens, what they lose, time and memory."""
+    curves = list(dict.fromkeys(label for row in rows for label in row.tokens_share))
+    header = ["policy", "budget", "attended", "error", "mass"]
+    header += [f"{TIMES} {label}" for label in curves]
+    header += ["KL", "perplexity", "ms/token", "p10-p90", "memory MB", "MB·s"]
+    return header, [
+        [
+            row.label,
+            budget_of(row),
+            _number(row.attended_tokens, ",.0f"),
+            _number(row.output_error, ".4f"),
+            _number(row.mass_kept, ".1%"),
+            *(_number(row.tokens_share.get(label), ".2f") for label in curves),
+            f"{row.kl:.4f}",
+            f"{row.perplexity_change:+.2%}",
+            f"{1e3 * row.seconds:.1f}",
+            f"{1e3 * row.seconds_p10:.1f}-{1e3 * row.seconds_p90:.1f}",
+            f"{(row.kv_bytes + row.policy_bytes) / 1e6:,.1f}",
+            f"{row.byte_seconds / 1e6:.2f}",
+        ]
+        for row in rows
+    ]
+
+
+def needed_table(rows: Rows) -> Table:
+    """A row per policy that selects: what its heads attend to, and what they needed."""
+    header = ["policy", "budget", "top-p", "attended", "true", "of any"]
+    header += ["needed", "reached", "off, median", "off, 90th"]
+    return header, [
+        [
+            row.label,
+            budget_of(row),
+            f"{row.needed_top_p:.0%}",
+            f"{heads['attended_median']:,.0f}",
+            f"{heads['true_median']:,.0f}",
+            f"{heads['true_without_window']:,.0f}",
+            f"{heads['utilisation_of_all']:.0%}",
+            f"{heads['reached_share']:.0%}",
+            f"{heads['deviation_median']:.0%}",
+            f"{heads['deviation_p90_of_heads']:.0%}",
+        ]
+        for row in rows
+        if (heads := row.over_heads)
+    ]
+
+
+def layer_table(row: BudgetMeasurement) -> Table:
+    """A row per layer of one policy; in each column the layer's heads, one after the other."""
+    header = ["layer", "attended, median", "5th-95th percentile", "true", "needed", "off, median"]
+    layers: dict[int, list[HeadCounts]] = {}
+    for head in row.heads:
+        layers.setdefault(head.layer, []).append(head)
+    return header, [
+        [
+            str(layer),
+            "  ".join(f"{head.attended_median:,.0f}" for head in heads),
+            "  ".join(f"{head.attended_p5:,.0f}-{head.attended_p95:,.0f}" for head in heads),
+            "  ".join(f"{head.true_median:,.0f}" for head in heads),
+            "  ".join(f"{head.utilisation:.0%}" for head in heads),
+            "  ".join(f"{head.deviation_median:.0%}" for head in heads),
+        ]
+        for layer, heads in layers.items()
+    ]
+
+
+def drift_table(rows: Rows) -> Table:
+    """A row per policy: errors and tokens of each quarter of what it generated."""
+    header = ["policy", "budget", "1st quarter", "2nd", "3rd", "4th", "4th / 2nd"]
+    header.append("attended, all layers")
+    return header, [
+        [
+            row.label,
+            budget_of(row),
+            *(_number(error, ".4f") for error in row.drift.output_error),
+            _number(drift_ratio(row), ".2f"),
+            "  ".join(_number(count, ",.0f") for count in row.drift.attended_tokens),
+        ]
+        for row in rows
+        if row.drift.output_error
+    ]
+
+
+def drift_ratio(row: BudgetMeasurement) -> float | None:
+    """The error of the last quarter over that of the second."""
+    _, second, _, last = row.drift.output_error
+    return last / second if last is not None and second else None
+
+
+def adaptive_of(rows: Rows) -> list[BudgetMeasurement]:
+    """Those whose heads differ in their budgets."""
+    return [row for row in rows if row.top_p is not None]
+
+
+def budget_of(row: BudgetMeasurement) -> str:
+    """A share or a number of tokens."""
+    if row.top_p is not None:
+        return f"{row.top_p:.4g}"
+    return UNKNOWN if row.budget_tokens is None else f"{row.budget_tokens:,}"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return UNKNOWN if value is None else format(value, spec)

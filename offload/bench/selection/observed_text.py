@@ -1,0 +1,81 @@
+"""A model under many policies (`SharedModel`), looked at while it decodes what follows a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from offload.bench.eval.perplexity import teacher_forced
+from offload.bench.selection.measure import STABILITY_WINDOW
+from offload.bench.selection.metrics import ReferenceBudget
+from offload.bench.selection.observer import SeenLayer, SelectionObserver
+from offload.policies.registry import make_policy
+from offload.runtime.shared_model import ReadPrompt, SharedModel
+
+
+def observer_of(
+    model: SharedModel, index: int, capacity_tokens: int, *, dense_layers: int | None = None
+) -> SelectionObserver:
+    """Of a policy's decode steps, beside exact top-k of its budget.
+
+    Args:
+        index: of the policy's runtime.
+        dense_layers: first layers that are left out; None: as many as exact top-k has by default.
+    """
+    runtime = model.runtimes[index]
+    topk, policy = make_policy("exact_topk"), runtime.config.policy
+    reference = None
+    if policy.selects:
+        reference = ReferenceBudget(policy.budget_tokens, topk.sink_tokens, topk.recent_tokens)
+    return SelectionObserver(
+        runtime.attention,
+        reference=reference,
+        dense_layers=topk.dense_layers if dense_layers is None else dense_layers,
+        sm_scale=runtime.lean.sm_scale,
+        capacity_tokens=capacity_tokens,
+        window=STABILITY_WINDOW,
+    )
+
+
+def observe_text(
+    model: SharedModel,
+    index: int,
+    prompt: ReadPrompt,
+    following: Sequence[int],
+    *,
+    sample_every: int,
+    dense_layers: int | None = None,
+    on_seen: Callable[[SeenLayer], None] | None = None,
+    on_progress: Callable[[int], None] = lambda steps: None,
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Decode what follows a prompt in its text.
+
+    Args:
+        sample_every: n-th step is compared with exact attention.
+        dense_layers: as `observer_of` takes it.
+        on_seen: as `SelectionObserver` calls it.
+        on_progress: called with the number of steps done since the last call.
+
+    Returns:
+        The observer's means, candidate_share (keys scored exactly, of all) and build_seconds; and
+        the logits [steps, vocab_size].
+    """
+    runtime = model.runtimes[index]
+    capacity_tokens = len(prompt.tokens) + len(following)
+    observer = observer_of(model, index, capacity_tokens, dense_layers=dense_layers)
+    observer.on_seen = on_seen
+    logits = []
+    with teacher_forced(model, index, prompt) as decode:
+        runtime.attention.on_attended = observer.attended
+        runtime.attention.start_profile()
+        for step, token in enumerate(following):
+            observer.sampling = step % sample_every == 0
+            logits.append(decode(token))
+            on_progress(1)
+        runtime.attention.on_attended = None
+        scored = runtime.attention.profile()["scored_tokens"] / observer.possible_tokens
+        seconds = runtime.stats.index_seconds
+    row: dict[str, Any] = {**observer.measured(), "candidate_share": scored}
+    return row | {"build_seconds": seconds}, torch.stack(logits)

@@ -1,0 +1,291 @@
+"""`offload bench budget`: how many tokens each head gets and needs, and what that costs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.bench.options import Threads, check_name, option_values, policy_grid
+from offload.cli.console import no_loading_bars, print_json, quiet_transformers, running, stderr
+from offload.cli.options import comma_separated, counts
+from offload.policies.registry import policy_names
+
+if TYPE_CHECKING:
+    from offload.bench.budget.measure import BudgetMeasurement, BudgetSettings
+    from offload.policies import Policy
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+OUTPUTS = ("table", "json", "md")
+ADAPTIVE = "hard_kv"  # the policy whose budget is a share of the attention
+_read = functools.partial(typer.Option, rich_help_panel="What is read")
+_compared = functools.partial(typer.Option, rich_help_panel="What is compared")
+_output = functools.partial(typer.Option, rich_help_panel="Output")
+
+
+def budget(
+    model: Annotated[
+        str,
+        _read(metavar="NAME", help="Folder, .gguf file, hub id, or an embedded model's name."),
+    ] = DEFAULT_MODEL,
+    text: Annotated[
+        Path | None,
+        _read(
+            metavar="PATH",
+            help=r"A file, or a folder of .txt and .md files. \[default: docstrings of Python's "
+            r"library]",
+            show_default=False,
+        ),
+    ] = None,
+    length: Annotated[int, _read(min=1, help="Tokens read before decoding.")] = 4096,
+    steps: Annotated[int, _read(min=1, help="Next tokens of the text to decode.")] = 64,
+    sample_every: Annotated[
+        int, _read(min=1, metavar="N", help="Compare every n-th step with exact attention.")
+    ] = 4,
+    generate: Annotated[
+        int,
+        _read(
+            min=0,
+            metavar="N",
+            help="Then let every policy generate so many tokens, and tell the error by quarter; "
+            "0 for none. Keeps a second copy of the KV cache meanwhile.",
+        ),
+    ] = 64,
+    policy: Annotated[
+        str,
+        _compared(
+            metavar="NAMES",
+            help=f"Comma-separated: {', '.join(policy_names())}. "
+            "Full attention is always measured: it is the reference.",
+        ),
+    ] = f"{ADAPTIVE},exact_topk",
+    top_p: Annotated[
+        str,
+        _compared(
+            metavar="SHARES",
+            help=f"Shares of the attention at which {ADAPTIVE} cuts, such as 0.9,0.95. Heads of "
+            "fixed budgets are asked how much of what they attend to the first of them needs.",
+        ),
+    ] = "0.95",
+    max_tokens: Annotated[
+        int | None,
+        _compared(
+            min=1,
+            help=f"The most tokens that a head of {ADAPTIVE} may take. "
+            r"\[default: half of --length]",
+            show_default=False,
+        ),
+    ] = None,
+    budget_tokens: Annotated[
+        str,
+        _compared(metavar="COUNTS", help="Tokens per KV head of the policies with a fixed budget."),
+    ] = "128,256,512,1024",
+    option: Annotated[
+        list[str] | None,
+        _compared(
+            metavar="[POLICY.]KEY=VALUES",
+            help="An option of one or of all policies; each of several values is measured, such as "
+            f"{ADAPTIVE}.inner=exact_topk,sketch. Repeatable.",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or auto.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu: a GPU does not tell what it selects.")] = "cpu",
+    threads: Threads = None,
+    output: Annotated[str, _output("--output", "-o", help=", ".join(OUTPUTS))] = "table",
+    plot: Annotated[
+        Path | None,
+        _output(
+            metavar="PATH",
+            help="Draw maps of heads, utilisation and errors, as .png, .svg or .pdf (needs "
+            "matplotlib).",
+        ),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="More on stderr.")] = False,
+) -> None:
+    """Show how many tokens each head attends to, how many it needed, and what that costs.
+
+    A fixed budget gives every head the same number of tokens; [bold]hard_kv[/bold] gives each the
+    fewest that hold a share of its attention ([bold]--top-p[/bold]), up to a cap
+    ([bold]--max-tokens[/bold]). The model reads [bold]--length[/bold] tokens of real text, is fed
+    the next [bold]--steps[/bold] of the same text under every policy, and its heads are compared
+    with exact attention.
+
+    The first table sets tokens against output error, and says how many tokens a fixed budget takes
+    for the same error; with time per token, memory, and both multiplied. The second says how much
+    of what heads attend to was [bold]needed[/bold] to reach top-p (utilisation), and how far they
+    are from the true count. Then budgets by layer and head, and the error by quarter of
+    [bold]--generate[/bold] tokens: what grows there, drifts.
+
+    [bold]Examples[/bold]
+
+        offload bench budget
+
+        offload bench budget --top-p 0.85,0.9,0.95,0.98 --option hard_kv.inner=exact_topk
+
+        offload bench budget --policy hard_kv,lychee_cluster,exact_topk --max-tokens 1024
+
+        offload bench budget --text book.txt --length 7168 --generate 512 --plot budget.png -o json
+    """
+    names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
+    check_name("--output", output, OUTPUTS)
+    check_name("--device", device, ("cpu",))
+    shares = _shares(top_p)
+    budgets = counts(budget_tokens, option="--budget-tokens")
+    options = option_values(option or [], option="--option")
+    _check_options(names, options, shares, max_tokens)
+
+    with running(verbose=verbose):
+        from offload.bench.budget.measure import BudgetSettings, check_budgets
+        from offload.bench.budget.picture import plot_budgets
+        from offload.bench.selection.output import check_plot
+        from offload.cli.eval.scored import check_lengths
+
+        if ADAPTIVE in names:
+            cap = max_tokens or length // 2
+            options |= {f"{ADAPTIVE}.top_p": list(shares), f"{ADAPTIVE}.budget_tokens": [cap]}
+        policies = _policies(names, budgets, options)
+        settings = BudgetSettings(
+            length=length,
+            steps=steps,
+            sample_every=sample_every,
+            generate=generate,
+            top_p=shares[0],
+        )
+        check_budgets(policies, settings, _num_layers(model))
+        check_lengths(model, [settings.positions], "--length, --steps or --generate")
+        if plot is not None:
+            check_plot(plot)
+        with quiet_transformers(verbose=verbose):
+            rows = _measure(model, text, dtype, threads, policies, settings)
+        _print(rows, settings, {"model": model, "text": text, "dtype": dtype}, output)
+        if plot is not None:
+            plot_budgets(rows, plot, f"{model}, {length:,} tokens, {steps} steps")
+            stderr().print(f"wrote {plot}")
+
+
+def _num_layers(model: str) -> int:
+    from offload.loading.checkpoint import check_checkpoint
+    from offload.loading.names import resolve_folder
+
+    return check_checkpoint(resolve_folder(model)).shape.num_layers
+
+
+def _check_options(
+    names: Sequence[str],
+    options: Mapping[str, Any],
+    shares: Sequence[float],
+    max_tokens: int | None,
+) -> None:
+    """A usage error for what has an option of its own, or none of the policies would take."""
+    for key in options:
+        owner, _, name = key.rpartition(".")
+        if name == "budget_tokens":
+            raise typer.BadParameter("use --budget-tokens or --max-tokens", param_hint="--option")
+        if name == "top_p" and owner in ("", ADAPTIVE):
+            raise typer.BadParameter("use --top-p for it", param_hint="--option")
+    if ADAPTIVE not in names:
+        for option, given in (("--max-tokens", max_tokens), ("--top-p", shares[1:])):
+            if given:
+                raise typer.BadParameter(
+                    f"{given} is for {ADAPTIVE}, which is not among --policy {','.join(names)}",
+                    param_hint=option,
+                )
+
+
+def _policies(
+    names: Sequence[str], budgets: Sequence[int], options: dict[str, list[Any]]
+) -> list[Policy]:
+    """Full attention first; a usage error for numbers that a policy refuses."""
+    others = [name for name in names if name != "full"]
+    try:
+        policies = policy_grid(["full", *others], budgets, options, option="--option")
+    except ValueError as error:
+        hint = "--budget-tokens, --max-tokens or --option"
+        raise typer.BadParameter(str(error), param_hint=hint) from error
+    return list(dict.fromkeys(policies))
+
+
+def _shares(text: str) -> list[float]:
+    """`"0.9,0.95"` -> `[0.9, 0.95]`, each once."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise typer.BadParameter(
+            f"expected shares above 0 and at most 1, separated by commas, got {text!r}",
+            param_hint="--top-p",
+        )
+    return list(dict.fromkeys(shares))
+
+
+def _measure(
+    model: str,
+    text: Path | None,
+    dtype: str,
+    threads: int | None,
+    policies: Sequence[Policy],
+    settings: BudgetSettings,
+) -> list[BudgetMeasurement]:
+    from rich import progress as bars
+
+    from offload.bench.budget.measure import check_text, measure_budgets
+    from offload.bench.eval.haystack import prose_text
+    from offload.bench.eval.perplexity import text_tokens
+    from offload.loading.names import load_tokenizer
+    from offload.runtime.config import runtime_config
+    from offload.runtime.shared_model import SharedModel
+
+    config = runtime_config(dtype=dtype, device="cpu", num_threads=threads)
+    beginning, tokens = text_tokens(prose_text(text, "--text"), load_tokenizer(model))
+    tokens = beginning + tokens
+    check_text(len(tokens), settings)
+    bar = bars.Progress(
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeRemainingColumn(),
+        console=stderr(),
+        transient=True,
+    )
+    with no_loading_bars(), bar as progress:
+        task = progress.add_task("loading", total=len(policies) * settings.decode_steps)
+        shared = SharedModel(model, policies, config)
+        progress.update(task, description=f"reading {settings.length:,} tokens")
+        return measure_budgets(
+            shared,
+            policies,
+            tokens,
+            settings,
+            on_policy=lambda label: progress.update(task, description=label),
+            on_progress=lambda done: progress.advance(task, done),
+        )
+
+
+def _print(
+    rows: Sequence[BudgetMeasurement], settings: BudgetSettings, run: dict[str, Any], output: str
+) -> None:
+    from dataclasses import asdict
+
+    from offload.bench.budget import output as tables
+    from offload.bench.eval.haystack import described
+    from offload.cli.eval.scored import print_tables
+    from offload.system.machine import describe_machine
+
+    if output == "json":
+        run |= {"text": described(run["text"], "--text"), **asdict(settings)}
+        found = [row.as_json() for row in rows]
+        print_json({"machine": describe_machine(), "settings": run, "rows": found})
+        return
+    title = f"{run['model']}, {settings.length:,} tokens, {settings.steps:,} decode steps"
+    shown = {title: tables.main_table(rows), "What heads needed": tables.needed_table(rows)}
+    for row in tables.adaptive_of(rows):
+        name = f"{row.label}, {tables.budget_of(row)}: tokens of the heads of each layer"
+        shown[name] = tables.layer_table(row)
+    if settings.generate:
+        name = f"Output error of {settings.generate:,} generated tokens, by quarter"
+        shown[name] = tables.drift_table(rows)
+    print_tables(shown, tables.LEGEND, output)

@@ -73,6 +73,7 @@ def test_percentiles_are_of_all_steps() -> None:
         counter.seen(layer if count % 5 == 1 else replace(layer, importance=None))
     (head,) = counter.counted()
     assert (head.attended_p5, head.attended_median, head.attended_p95) == (2, 11, 20)
+    assert head.attended_sampled == 11
     # 1, 6, 11, 16 and 21 of 16 tokens at the sampled steps.
     assert head.deviation_median == pytest.approx(5 / 16)
     assert head.reached_share == pytest.approx(2 / 5)

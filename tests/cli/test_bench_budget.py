@@ -78,7 +78,8 @@ def test_table_and_picture(command: list[str], tmp_path: Path) -> None:
 
 
 def test_markdown_without_generation(command: list[str]) -> None:
-    result = runner.invoke(app, [*command, "--generate", "0", "-o", "md"])
+    options = ["--generate", "0", "--runtime-option", "page_tokens=64", "-o", "md"]
+    result = runner.invoke(app, [*command, *options])
     assert result.exit_code == 0, result.output
     tables = result.stdout.strip().split("\n\n")
     assert [table.split(" | ")[0] for table in tables] == ["| policy", "| policy", "| layer"]
@@ -86,6 +87,11 @@ def test_markdown_without_generation(command: list[str]) -> None:
         assert len({line.count("|") for line in table.splitlines()}) == 1
     rows = tables[0].splitlines()[2:]
     assert [row.split(" | ")[1] for row in rows] == ["\N{EN DASH}", "0.95", "24", "100"]
+    memory = tables[0].splitlines()[0].split(" | ").index("memory MB")
+    # 159 tokens in three pages of 64, of three layers, two KV heads of 32 and four bytes.
+    assert {row.split(" | ")[memory] for row in rows} == {
+        f"{3 * 3 * 64 * 2 * 2 * 32 * 4 / 1e6:.1f}"
+    }
 
 
 @pytest.mark.parametrize("names", ["full", "exact_topk", "full,hard_kv", "per_head,quest,lfps"])
@@ -118,6 +124,10 @@ def test_other_policies(plain: list[str], names: str, tmp_path: Path) -> None:
         (["--generate", "3"], 1, "generate must be 0 or at least 4, one token a quarter, got 3"),
         (["--generate", "400"], 1, "550 tokens are more than the 512 positions"),
         (["--option", "exact_topk.dense_layers=3"], 1, "dense_layers=3 are all 3 layers"),
+        (["--runtime-option", "pages=3"], 2, "unknown option 'pages'; available: policy, dtype"),
+        (["--runtime-option", "device=cuda"], 2, "use --device for device"),
+        (["--runtime-option", "page_tokens=0"], 1, "page_tokens must be an integer of at least 1"),
+        (["--dtype", "int8"], 1, "unknown dtype 'int8'"),
         (["--text", "/no/such/file"], 1, "No such file or directory: '/no/such/file'"),
         (["--model", "/no/such/model"], 1, "/no/such/model"),
         (["--plot", "picture.gif"], 1, "must end in one of .png, .svg, .pdf"),

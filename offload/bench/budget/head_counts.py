@@ -25,8 +25,9 @@ class HeadCounts:
 
     Attributes:
         attended_p5, attended_median, attended_p95: tokens attended, of all steps.
+        attended_sampled: the median of sampled steps, as all below.
         true_median: the fewest tokens with top_p of the head's exact attention, sinks and the
-            recent window included, which are attended in any case; of sampled steps, as all below.
+            recent window included, which are attended in any case.
         true_without_window: the same of any tokens.
         utilisation: median share of the attended tokens that top_p needs; all of them where they
             hold less.
@@ -39,6 +40,7 @@ class HeadCounts:
     attended_p5: float
     attended_median: float
     attended_p95: float
+    attended_sampled: float
     true_median: float
     true_without_window: float
     utilisation: float
@@ -121,6 +123,7 @@ def _counts(layer: int, head: int, attended: FloatArray, sampled: FloatArray) ->
         float(p5),
         float(median),
         float(p95),
+        float(np.median(chosen)),
         float(np.median(true)),
         float(np.median(without_window)),
         float(np.median(needed / np.maximum(chosen, 1))),
@@ -141,7 +144,7 @@ def over_heads(heads: list[HeadCounts]) -> dict[str, Any]:
     rows = [asdict(head) for head in heads]
     names = [name for name in rows[0] if name not in ("layer", "head")]
     columns = {name: np.array([row[name] for row in rows]) for name in names}
-    attended = columns["attended_median"]
+    attended = columns["attended_sampled"]
     return {name: float(np.median(column)) for name, column in columns.items()} | {
         "utilisation_of_all": float(columns["utilisation"] @ attended / max(attended.sum(), 1)),
         "deviation_p90_of_heads": float(np.percentile(columns["deviation_median"], 90)),

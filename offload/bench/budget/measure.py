@@ -1,24 +1,22 @@
 """Budgets of heads on a real model and text: what they are, what was needed, and what that costs.
 
-Every policy continues the same prompt (`SharedModel` reads it once) with the text's next tokens,
-then some more of them with nobody looking on, which are timed, and then with tokens of its own.
+Every policy continues the same prompt (`SharedModel` reads it once) with the text's next tokens:
+first in turns with nobody looking on, which is timed, then alone, and then with tokens of its own.
 Full attention is the reference and runs first.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from offload.bench.budget.drift import QUARTERS, Drift, measure_drift
 from offload.bench.budget.equal_error import tokens_of_equal_error
 from offload.bench.budget.head_counts import HeadCounter, HeadCounts, over_heads
-from offload.bench.eval.perplexity import teacher_forced
+from offload.bench.budget.timing import step_seconds
 from offload.bench.selection.measure import TIMED_STEPS, policy_label, policy_options
 from offload.bench.selection.metrics import kl_divergence, negative_log_likelihood
 from offload.bench.selection.observed_text import observe_text
@@ -37,7 +35,7 @@ class BudgetSettings:
         length: tokens that are read.
         steps: next tokens of the text that are decoded and looked at.
         sample_every: every n-th of them is compared with exact attention.
-        timed_steps: tokens after them that are timed.
+        timed_steps: the first of these tokens, or more, that are decoded to be timed.
         generate: tokens that are then generated; 0 for none.
         top_p: share of the attention that fixed budgets are asked for.
     """
@@ -188,6 +186,8 @@ def measure_budgets(
     dense_layers = max((policy.dense_layers for policy in policies if policy.selects), default=0)
     measured, full = [], None
     with model.read(tokens[: settings.length]) as prompt:
+        on_policy("timing")
+        seconds = step_seconds(model, prompt, following[: settings.timed_steps], on_progress)
         for index, policy in enumerate(policies):
             on_policy(_described(policy))
             counter = HeadCounter(needed_top_p(policy, settings.top_p), _window(policy))
@@ -205,7 +205,6 @@ def measure_budgets(
             losses = [negative_log_likelihood(x, targets).mean() for x in (logits, full)]
             heads = counter.counted()
             drift = Drift()
-            timed = _timed(model, index, prompt, following[: settings.timed_steps], on_progress)
             if settings.generate:
                 drift = measure_drift(
                     model,
@@ -227,7 +226,11 @@ def measure_budgets(
                     **{name: seen[name] for name in _KEPT},
                     kl=float(kl_divergence(logits, full).mean()),
                     perplexity_change=float(torch.expm1(losses[0] - losses[1])),
-                    **timed,
+                    seconds=seconds[index][1],
+                    seconds_p10=seconds[index][0],
+                    seconds_p90=seconds[index][2],
+                    kv_bytes=_kv_bytes(model, prompt, seen["kv_host_bytes"]),
+                    policy_bytes=seen["policy_host_bytes"],
                     heads=heads,
                     over_heads=over_heads(heads),
                     drift=drift,
@@ -282,35 +285,11 @@ def _window(policy: Policy) -> tuple[int, int]:
     return (policy.sink_tokens, policy.recent_tokens) if policy.selects else (0, 0)
 
 
-def _timed(
-    model: SharedModel,
-    index: int,
-    prompt: ReadPrompt,
-    following: Sequence[int],
-    on_progress: Progress,
-) -> dict[str, Any]:
-    """Seconds of decode steps with nobody looking on, and bytes at their end.
+def _kv_bytes(model: SharedModel, prompt: ReadPrompt, used_bytes: int) -> int:
+    """Of a prompt's continuation, where both use `used_bytes`.
 
-    What the policy builds at the first one is not in them.
+    The prompt has its last page, if that is not full, beside the copy that was written to.
     """
-    runtime, seconds, built = model.runtimes[index], [], 0.0
-    store = runtime.store
-    with teacher_forced(model, index, prompt) as decode:
-        for token in following:
-            start = time.perf_counter()
-            decode(token)
-            took, index_seconds = time.perf_counter() - start, runtime.stats.index_seconds
-            seconds.append(took - (index_seconds - built))
-            built = index_seconds
-            on_progress(1)
-        stats = runtime.stats
-    # The prompt has its last page, where that is not full, beside the copy that was written to.
-    both = store.num_layers * store.page_bytes if len(prompt.tokens) % store.page_tokens else 0
-    low, median, high = np.percentile(seconds, (10, 50, 90))
-    return {
-        "seconds": float(median),
-        "seconds_p10": float(low),
-        "seconds_p90": float(high),
-        "kv_bytes": stats.kv_host_bytes - both,
-        "policy_bytes": stats.policy_host_bytes,
-    }
+    store = model.runtimes[0].store
+    has_tail = len(prompt.tokens) % store.page_tokens > 0
+    return used_bytes - has_tail * store.num_layers * store.page_bytes

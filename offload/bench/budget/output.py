@@ -17,10 +17,11 @@ LEGEND = (
     f"{TIMES}: tokens attended, of those that the fixed budget takes for the same error; {UNKNOWN} "
     "where its errors do not enclose it. KL (nats), perplexity: of the next token, against full "
     "attention. memory: KV cache and what the policy keeps; MB·s: times the time of a token.\n"
-    "needed: of what heads attend to, the share that holds top-p of their exact attention. true: "
-    "the fewest tokens that do, sinks and recent window included, or of any tokens. reached: steps "
-    "whose selection holds it. off: |attended / true - 1|, medians over steps, of the median head "
-    "and of the 90th percentile."
+    "Heads, at the steps that are compared with exact attention: needed: of what they attend to, "
+    "the share that holds top-p of their attention. true: the fewest tokens that do, sinks and "
+    "recent window included, or of any tokens. reached: steps whose selection holds it. off: "
+    "|attended / true - 1|, medians over steps, of the median head and of the 90th percentile. By "
+    "layer, median and percentiles are of all steps; compared: what is attended to at these."
 )
 
 
@@ -58,7 +59,7 @@ def needed_table(rows: Rows) -> Table:
             row.label,
             budget_of(row),
             f"{row.needed_top_p:.0%}",
-            f"{heads['attended_median']:,.0f}",
+            f"{heads['attended_sampled']:,.0f}",
             f"{heads['true_median']:,.0f}",
             f"{heads['true_without_window']:,.0f}",
             f"{heads['utilisation_of_all']:.0%}",
@@ -73,7 +74,8 @@ def needed_table(rows: Rows) -> Table:
 
 def layer_table(row: BudgetMeasurement) -> Table:
     """A row per layer of one policy; in each column the layer's heads, one after the other."""
-    header = ["layer", "attended, median", "5th-95th percentile", "true", "needed", "off, median"]
+    header = ["layer", "attended, median", "5th-95th percentile", "compared / true"]
+    header += ["needed", "off, median"]
     layers: dict[int, list[HeadCounts]] = {}
     for head in row.heads:
         layers.setdefault(head.layer, []).append(head)
@@ -82,7 +84,7 @@ def layer_table(row: BudgetMeasurement) -> Table:
             str(layer),
             "  ".join(f"{head.attended_median:,.0f}" for head in heads),
             "  ".join(f"{head.attended_p5:,.0f}-{head.attended_p95:,.0f}" for head in heads),
-            "  ".join(f"{head.true_median:,.0f}" for head in heads),
+            "  ".join(f"{head.attended_sampled:,.0f} / {head.true_median:,.0f}" for head in heads),
             "  ".join(f"{head.utilisation:.0%}" for head in heads),
             "  ".join(f"{head.deviation_median:.0%}" for head in heads),
         ]

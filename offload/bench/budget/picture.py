@@ -71,9 +71,9 @@ def _heat_map(axes: Axes, row: BudgetMeasurement, key: str, norm: object) -> obj
 
 def _utilisation(axes: Axes, row: BudgetMeasurement) -> None:
     """Heads by what they attend to, and how much of it top-p needed."""
-    heads = sorted(row.heads, key=lambda head: -head.attended_median)
-    attended = [head.attended_median for head in heads]
-    needed = [head.attended_median * head.utilisation for head in heads]
+    heads = sorted(row.heads, key=lambda head: -head.attended_sampled)
+    attended = [head.attended_sampled for head in heads]
+    needed = [head.attended_sampled * head.utilisation for head in heads]
     places = range(len(heads))
     axes.fill_between(places, attended, step="mid", alpha=0.3, label="attended")
     axes.fill_between(places, needed, step="mid", alpha=0.8, label="needed of it")

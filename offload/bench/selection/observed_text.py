@@ -59,8 +59,9 @@ def observe_text(
         on_progress: called with the number of steps done since the last call.
 
     Returns:
-        The observer's means, candidate_share (keys scored exactly, of all) and build_seconds; and
-        the logits [steps, vocab_size].
+        The observer's means, candidate_share (keys scored exactly, of all), and build_seconds,
+        kv_host_bytes and policy_host_bytes as `OffloadStats` has them; and the logits
+        [steps, vocab_size].
     """
     runtime = model.runtimes[index]
     capacity_tokens = len(prompt.tokens) + len(following)
@@ -76,6 +77,12 @@ def observe_text(
             on_progress(1)
         runtime.attention.on_attended = None
         scored = runtime.attention.profile()["scored_tokens"] / observer.possible_tokens
-        seconds = runtime.stats.index_seconds
-    row: dict[str, Any] = {**observer.measured(), "candidate_share": scored}
-    return row | {"build_seconds": seconds}, torch.stack(logits)
+        stats = runtime.stats
+    row: dict[str, Any] = {
+        **observer.measured(),
+        "candidate_share": scored,
+        "build_seconds": stats.index_seconds,
+        "kv_host_bytes": stats.kv_host_bytes,
+        "policy_host_bytes": stats.policy_host_bytes,
+    }
+    return row, torch.stack(logits)

@@ -11,15 +11,22 @@ import typer
 
 from offload.cli.bench.options import Threads, check_name, option_values, policy_grid
 from offload.cli.console import no_loading_bars, print_json, quiet_transformers, running, stderr
-from offload.cli.options import comma_separated, counts
+from offload.cli.options import Scalar, comma_separated, counts, key_values, scalar
 from offload.policies.registry import policy_names
 
 if TYPE_CHECKING:
     from offload.bench.budget.measure import BudgetMeasurement, BudgetSettings
     from offload.policies import Policy
+    from offload.runtime.config import RuntimeConfig
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 OUTPUTS = ("table", "json", "md")
+_OWN = {
+    "policy": "--policy",
+    "dtype": "--dtype",
+    "device": "--device",
+    "num_threads": "--threads",
+}
 ADAPTIVE = "hard_kv"  # the policy whose budget is a share of the attention
 _read = functools.partial(typer.Option, rich_help_panel="What is read")
 _compared = functools.partial(typer.Option, rich_help_panel="What is compared")
@@ -94,6 +101,13 @@ def budget(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or auto.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu: a GPU does not tell what it selects.")] = "cpu",
     threads: Threads = None,
+    runtime_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Of OffloadedModel.from_pretrained, such as page_tokens=64. Repeatable.",
+        ),
+    ] = None,
     output: Annotated[str, _output("--output", "-o", help=", ".join(OUTPUTS))] = "table",
     plot: Annotated[
         Path | None,
@@ -136,6 +150,8 @@ def budget(
     budgets = counts(budget_tokens, option="--budget-tokens")
     options = option_values(option or [], option="--option")
     _check_options(names, options, shares, max_tokens)
+    runtime: dict[str, Any] = {"dtype": dtype, "device": device, "num_threads": threads}
+    runtime |= _runtime_options(runtime_option or [])
 
     with running(verbose=verbose):
         from offload.bench.budget.measure import BudgetSettings, check_budgets
@@ -159,8 +175,8 @@ def budget(
         if plot is not None:
             check_plot(plot)
         with quiet_transformers(verbose=verbose):
-            rows = _measure(model, text, dtype, threads, policies, settings)
-        _print(rows, settings, {"model": model, "text": text, "dtype": dtype}, output)
+            rows = _measure(model, text, runtime, policies, settings)
+        _print(rows, settings, {"model": model, "text": text, **runtime}, output)
         if plot is not None:
             plot_budgets(rows, plot, f"{model}, {length:,} tokens, {steps} steps")
             stderr().print(f"wrote {plot}")
@@ -195,6 +211,26 @@ def _check_options(
                 )
 
 
+def _runtime_options(pairs: list[str]) -> dict[str, Scalar]:
+    """A usage error for one that has an option of its own."""
+    options = {
+        key: scalar(value) for key, value in key_values(pairs, option="--runtime-option").items()
+    }
+    for key, instead in _OWN.items():
+        if key in options:
+            raise typer.BadParameter(f"use {instead} for {key}", param_hint="--runtime-option")
+    return options
+
+
+def _config(runtime: Mapping[str, Any]) -> RuntimeConfig:
+    from offload.runtime.config import runtime_config
+
+    try:
+        return runtime_config(**runtime)
+    except TypeError as error:  # one that it does not know
+        raise typer.BadParameter(str(error), param_hint="--runtime-option") from error
+
+
 def _policies(
     names: Sequence[str], budgets: Sequence[int], options: dict[str, list[Any]]
 ) -> list[Policy]:
@@ -225,8 +261,7 @@ def _shares(text: str) -> list[float]:
 def _measure(
     model: str,
     text: Path | None,
-    dtype: str,
-    threads: int | None,
+    runtime: Mapping[str, Any],
     policies: Sequence[Policy],
     settings: BudgetSettings,
 ) -> list[BudgetMeasurement]:
@@ -236,10 +271,9 @@ def _measure(
     from offload.bench.eval.haystack import prose_text
     from offload.bench.eval.perplexity import text_tokens
     from offload.loading.names import load_tokenizer
-    from offload.runtime.config import runtime_config
     from offload.runtime.shared_model import SharedModel
 
-    config = runtime_config(dtype=dtype, device="cpu", num_threads=threads)
+    config = _config(runtime)
     beginning, tokens = text_tokens(prose_text(text, "--text"), load_tokenizer(model))
     tokens = beginning + tokens
     check_text(len(tokens), settings)

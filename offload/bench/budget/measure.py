@@ -190,50 +190,27 @@ def measure_budgets(
         seconds = step_seconds(model, prompt, following[: settings.timed_steps], on_progress)
         for index, policy in enumerate(policies):
             on_policy(_described(policy))
-            counter = HeadCounter(needed_top_p(policy, settings.top_p), _window(policy))
-            seen, logits = observe_text(
+            row, logits = _measured(
                 model,
                 index,
+                policy,
                 prompt,
                 following[: settings.steps],
-                sample_every=settings.sample_every,
+                settings,
                 dense_layers=dense_layers,
-                on_seen=counter.seen if policy.selects else None,
                 on_progress=on_progress,
             )
             full = logits if full is None else full
             losses = [negative_log_likelihood(x, targets).mean() for x in (logits, full)]
-            heads = counter.counted()
-            drift = Drift()
-            if settings.generate:
-                drift = measure_drift(
-                    model,
-                    index,
-                    prompt,
-                    settings.generate,
-                    sample_every=settings.sample_every,
-                    dense_layers=dense_layers,
-                    on_progress=on_progress,
-                )
+            low, median, high = seconds[index]
             measured.append(
                 BudgetMeasurement(
-                    policy=policy.name,
-                    label=curve_label(policy),
-                    options=policy_options(policy),
-                    budget_tokens=policy.budget_tokens if policy.selects else None,
-                    top_p=policy.top_p if isinstance(policy, HardKV) else None,
-                    needed_top_p=needed_top_p(policy, settings.top_p),
-                    **{name: seen[name] for name in _KEPT},
+                    **row,
                     kl=float(kl_divergence(logits, full).mean()),
                     perplexity_change=float(torch.expm1(losses[0] - losses[1])),
-                    seconds=seconds[index][1],
-                    seconds_p10=seconds[index][0],
-                    seconds_p90=seconds[index][2],
-                    kv_bytes=_kv_bytes(model, prompt, seen["kv_host_bytes"]),
-                    policy_bytes=seen["policy_host_bytes"],
-                    heads=heads,
-                    over_heads=over_heads(heads),
-                    drift=drift,
+                    seconds=median,
+                    seconds_p10=low,
+                    seconds_p90=high,
                 )
             )
     return with_tokens_share(measured)
@@ -246,6 +223,47 @@ def with_tokens_share(rows: Sequence[BudgetMeasurement]) -> list[BudgetMeasureme
         if row.top_p is None and row.budget_tokens is not None:
             curves.setdefault(row.label, []).append(row)
     return [row if row.top_p is None else _with_share(row, curves) for row in rows]
+
+
+def _measured(
+    model: SharedModel,
+    index: int,
+    policy: Policy,
+    prompt: ReadPrompt,
+    following: Sequence[int],
+    settings: BudgetSettings,
+    *,
+    dense_layers: int,
+    on_progress: Progress,
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """The fields of a row that need no other policy, and the logits [steps, vocab_size]."""
+    top_p = needed_top_p(policy, settings.top_p)
+    counter = HeadCounter(top_p, _window(policy))
+    common: dict[str, Any] = {
+        "sample_every": settings.sample_every,
+        "dense_layers": dense_layers,
+        "on_progress": on_progress,
+    }
+    on_seen = counter.seen if policy.selects else None
+    seen, logits = observe_text(model, index, prompt, following, on_seen=on_seen, **common)
+    drift = Drift()
+    if settings.generate:
+        drift = measure_drift(model, index, prompt, settings.generate, **common)
+    heads = counter.counted()
+    row = {name: seen[name] for name in _KEPT} | {
+        "policy": policy.name,
+        "label": curve_label(policy),
+        "options": policy_options(policy),
+        "budget_tokens": policy.budget_tokens if policy.selects else None,
+        "top_p": policy.top_p if isinstance(policy, HardKV) else None,
+        "needed_top_p": top_p,
+        "kv_bytes": _kv_bytes(model, prompt, seen["kv_host_bytes"]),
+        "policy_bytes": seen["policy_host_bytes"],
+        "heads": heads,
+        "over_heads": over_heads(heads),
+        "drift": drift,
+    }
+    return row, logits
 
 
 def needed_top_p(policy: Policy, top_p: float) -> float:

@@ -21,7 +21,8 @@ LEGEND = (
     "the share that holds top-p of their attention. true: the fewest tokens that do, sinks and "
     "recent window included, or of any tokens. reached: steps whose selection holds it. off: "
     "|attended / true - 1|, medians over steps, of the median head and of the 90th percentile. By "
-    "layer, median and percentiles are of all steps; compared: what is attended to at these."
+    "layer, median and percentiles are of all steps, and off has the 90th percentile of steps; "
+    "compared: what is attended to where true is known."
 )
 
 
@@ -75,7 +76,7 @@ def needed_table(rows: Rows) -> Table:
 def layer_table(row: BudgetMeasurement) -> Table:
     """A row per layer of one policy; in each column the layer's heads, one after the other."""
     header = ["layer", "attended, median", "5th-95th percentile", "compared / true"]
-    header += ["needed", "off, median"]
+    header += ["needed", "off, median / 90th"]
     layers: dict[int, list[HeadCounts]] = {}
     for head in row.heads:
         layers.setdefault(head.layer, []).append(head)
@@ -86,7 +87,7 @@ def layer_table(row: BudgetMeasurement) -> Table:
             "  ".join(f"{head.attended_p5:,.0f}-{head.attended_p95:,.0f}" for head in heads),
             "  ".join(f"{head.attended_sampled:,.0f} / {head.true_median:,.0f}" for head in heads),
             "  ".join(f"{head.utilisation:.0%}" for head in heads),
-            "  ".join(f"{head.deviation_median:.0%}" for head in heads),
+            "  ".join(f"{head.deviation_median:.0%} / {head.deviation_p90:.0%}" for head in heads),
         ]
         for layer, heads in layers.items()
     ]

@@ -51,7 +51,7 @@ def test_json(command: list[str]) -> None:
         ("exact_topk", None, 24),
         ("exact_topk", None, 100),
     ]
-    assert {"byte_seconds", *BudgetMeasurement.__dataclass_fields__} == set(rows[0])
+    assert {"byte_seconds", "utilisation", *BudgetMeasurement.__dataclass_fields__} == set(rows[0])
     for row in rows[1:]:
         assert [(head["layer"], head["head"]) for head in row["heads"]] == [
             (layer, head) for layer in (1, 2) for head in (0, 1)
@@ -72,21 +72,32 @@ def test_table_and_picture(command: list[str], tmp_path: Path) -> None:
     assert "150 tokens, 9 decode steps" in text
     assert "What heads needed" in text
     assert "Output error of 4 generated tokens, by quarter" in text
-    assert "0.95: tokens of the heads of each layer" in text
+    assert "0.95 to 75: tokens of the heads of each layer" in text
     assert "wrote" in result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_markdown_without_generation(command: list[str]) -> None:
     options = ["--generate", "0", "--runtime-option", "page_tokens=64", "-o", "md"]
+    options += ["--top-p", "0.99991,0.99992"]
     result = runner.invoke(app, [*command, *options])
     assert result.exit_code == 0, result.output
-    tables = result.stdout.strip().split("\n\n")
-    assert [table.split(" | ")[0] for table in tables] == ["| policy", "| policy", "| layer"]
+    *parts, legend = result.stdout.strip().split("\n\n")
+    titles, tables = parts[::2], parts[1::2]
+    assert legend.startswith("Steps that are compared")
+    assert titles[1:2] == ["What heads needed"]
+    label = "hard_kv of exact_topk recent_tokens=8 dense_layers=1"
+    assert titles[2:] == [
+        f"{label}, {share} to 75: tokens of the heads of each layer"
+        for share in ("0.99991", "0.99992")
+    ]
+    assert [table.split(" | ")[0] for table in tables] == ["| policy"] * 2 + ["| layer"] * 2
     for table in tables:
         assert len({line.count("|") for line in table.splitlines()}) == 1
     rows = tables[0].splitlines()[2:]
-    assert [row.split(" | ")[1] for row in rows] == ["\N{EN DASH}", "0.95", "24", "100"]
+    assert [row.split(" | ")[1] for row in rows] == [
+        *("\N{EN DASH}", "0.99991 to 75", "0.99992 to 75", "24", "100")
+    ]
     memory = tables[0].splitlines()[0].split(" | ").index("memory MB")
     # 159 tokens in three pages of 64, of three layers, two KV heads of 32 and four bytes.
     assert {row.split(" | ")[memory] for row in rows} == {
@@ -110,12 +121,12 @@ def test_other_policies(plain: list[str], names: str, tmp_path: Path) -> None:
     [
         (["--policy", "hard"], 2, "unknown 'hard'; available:"),
         (["--output", "csv"], 2, "unknown 'csv'; available: table, json, md"),
-        (["--device", "cuda"], 2, "unknown 'cuda'; available: cpu"),
         (["--top-p", "1.2"], 2, "shares above 0 and at most 1, separated by commas, got '1.2'"),
         (["--top-p", "much"], 2, "got 'much'"),
         (["--budget-tokens", "0"], 2, "integers of at least 1"),
         (["--option", "hard_kv.top_p=0.9"], 2, "use --top-p for it"),
         (["--option", "exact_topk.budget_tokens=9"], 2, "use --budget-tokens or --max-tokens"),
+        (["--option", "hard_kv.max_tokens=9"], 2, "use --budget-tokens or --max-tokens"),
         (["--option", "lfps.alpha=0.2"], 2, "'lfps' is not among the policies"),
         (["--budget-tokens", "11"], 2, "budget_tokens=11 cannot hold sink_tokens=4"),
         (["--max-tokens", "9"], 2, "budget_tokens=9 cannot hold sink_tokens=4"),
@@ -125,7 +136,7 @@ def test_other_policies(plain: list[str], names: str, tmp_path: Path) -> None:
         (["--generate", "400"], 1, "550 tokens are more than the 512 positions"),
         (["--option", "exact_topk.dense_layers=3"], 1, "dense_layers=3 are all 3 layers"),
         (["--runtime-option", "pages=3"], 2, "unknown option 'pages'; available: policy, dtype"),
-        (["--runtime-option", "device=cuda"], 2, "use --device for device"),
+        (["--runtime-option", "device=cuda"], 2, "device: always cpu"),
         (["--runtime-option", "page_tokens=0"], 1, "page_tokens must be an integer of at least 1"),
         (["--dtype", "int8"], 1, "unknown dtype 'int8'"),
         (["--text", "/no/such/file"], 1, "No such file or directory: '/no/such/file'"),
@@ -152,7 +163,10 @@ def test_options_of_a_share_need_one(plain: list[str]) -> None:
     for option, given in (("--max-tokens", "64"), ("--top-p", "0.8,0.9")):
         result = runner.invoke(app, [*plain, "--policy", "exact_topk", option, given])
         assert result.exit_code == 2
-        assert "is for hard_kv, which is not among --policy exact_topk" in flat(result.stderr)
+        assert (
+            f"{given.removeprefix('0.8,')} is for hard_kv, which is not among --policy exact_topk"
+            in flat(result.stderr)
+        )
 
 
 def test_a_short_text(command: list[str], tmp_path: Path) -> None:
@@ -160,8 +174,9 @@ def test_a_short_text(command: list[str], tmp_path: Path) -> None:
     text.write_text("Too short.", encoding="utf-8")
     result = runner.invoke(app, [*command, "--text", str(text)])
     assert result.exit_code == 1
-    assert "the text has 10 tokens, but --length 150, --steps 9 and 32 timed steps need 183" in (
-        flat(result.stderr)
+    assert (
+        "the text has 10 tokens, but --length 150, --steps 9 and 40 tokens of timing need 191"
+        in (flat(result.stderr))
     )
 
 

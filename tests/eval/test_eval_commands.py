@@ -72,7 +72,9 @@ def test_tables_and_markdown(ruler: list[str]) -> None:
     assert "niah_single_1 *" in result.stdout
     assert "full attention scores nothing there" in flat(result.stdout)
     result = runner.invoke(app, [*ruler, "-o", "md"])
-    assert result.stdout.startswith("| task | length | samples | full | exact_topk 64 |")
+    assert result.stdout.startswith("ruler: ")
+    header = "| task | length | samples | full | exact_topk 64 |"
+    assert f", scores in per cent\n\n{header}" in result.stdout
     assert "\n| policy | mean | difference | 95 % interval | attended | tokens/s |" in result.stdout
 
 

@@ -12,6 +12,7 @@ from cpu_ops.step_rows import DecodeStep
 from offload.bench.eval.answers import attended_tokens
 from offload.bench.eval.perplexity import teacher_forced
 from offload.bench.selection.metrics import exact_attention, mean, relative_error
+from offload.bench.selection.observer import looked_at
 from offload.kv.store import KVStore
 from offload.runtime.runtime import Runtime
 from offload.runtime.shared_model import ReadPrompt, SharedModel
@@ -26,7 +27,7 @@ class Drift:
     Attributes:
         output_error: relative L2 error of a layer's attention output, over sampled steps and
             layers; None where nothing was sampled.
-        attended_tokens: per step, layer and unit, dense layers included.
+        attended_tokens: mean per step, layer and unit, dense layers included.
     """
 
     output_error: list[float | None] = field(default_factory=list)
@@ -111,8 +112,10 @@ def measure_drift(
     observer = _ErrorObserver(runtime, rows, dense_layers)
     drift, token = Drift(), int(prompt.logits[0].argmax())
     ends = [num_tokens * (quarter + 1) // QUARTERS for quarter in range(QUARTERS)]
-    with teacher_forced(model, index, prompt) as decode:
-        runtime.attention.on_attended = observer.attended
+    with (
+        teacher_forced(model, index, prompt) as decode,
+        looked_at(runtime.attention, observer.attended),
+    ):
         for start, end in zip([0, *ends], ends, strict=False):
             observer.errors.clear()
             runtime.attention.start_profile()
@@ -122,5 +125,4 @@ def measure_drift(
                 on_progress(1)
             drift.output_error.append(mean(observer.errors))
             drift.attended_tokens.append(attended_tokens(runtime, end - start))
-        runtime.attention.on_attended = None
     return drift

@@ -14,12 +14,12 @@ def tokens_of_equal_error(
 
     Args:
         error: output error, KL, or another positive measure that falls as tokens grow.
-        fixed_budgets: (tokens attended, error) of each.
+        fixed_budgets: (tokens attended, error) of each; one without tokens does not count.
 
     Returns:
         On a straight line between logarithms; None for an error outside of the measured ones.
     """
-    known = sorted((of_budget, tokens) for tokens, of_budget in fixed_budgets)
+    known = sorted((of_budget, tokens) for tokens, of_budget in fixed_budgets if tokens > 0)
     for (low, many), (high, few) in pairwise(known):
         if 0 < low <= error <= high and high > low:
             share = math.log(error / low) / math.log(high / low)

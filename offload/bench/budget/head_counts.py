@@ -1,13 +1,13 @@
 """How many tokens heads attend to, and how many held a share of their attention.
 
-The share is HARD-KV's top-p (arXiv 2606.28831); what of a selection was needed for it is the
-paper's utilisation (Figure 9). The attention of a head is that of its group of query heads
-together, as `importance_of_units` has it.
+The share is HARD-KV's top-p (arXiv 2606.28831). The attention of a head is that of its group of
+query heads together, as `importance_of_units` has it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from offload.bench.selection.observer import SeenLayer
 
 FloatArray = npt.NDArray[np.floating]
+_ROUNDING = 1e-12  # of sums of the same weights in another order, relative
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class HeadCounts:
         true_median: the fewest tokens with top_p of the head's exact attention, sinks and the
             recent window included, which are attended in any case.
         true_without_window: the same of any tokens.
-        utilisation: median share of the attended tokens that top_p needs; all of them where they
-            hold less.
         reached_share: of the steps, those where what was attended holds top_p.
+        attended_reached, needed_mean: means of these steps: tokens attended, and the fewest of
+            them that hold top_p; None where no step does.
         deviation_median, deviation_p90: of |attended / true - 1|.
     """
 
@@ -43,10 +44,16 @@ class HeadCounts:
     attended_sampled: float
     true_median: float
     true_without_window: float
-    utilisation: float
     reached_share: float
+    attended_reached: float | None
+    needed_mean: float | None
     deviation_median: float
     deviation_p90: float
+
+    @property
+    def needed_share(self) -> float | None:
+        """Of the tokens attended where they hold top_p, those that it needs."""
+        return needed_share([self])
 
 
 class _Sampled(NamedTuple):
@@ -99,7 +106,7 @@ class HeadCounter:
     def _sample(self, weights: FloatArray, tokens: npt.NDArray[np.int32] | None) -> _Sampled:
         kv_len, (sinks, recent) = len(weights), self._window
         attended = weights if tokens is None else weights[tokens]
-        mass = self._top_p * float(weights.sum())
+        mass = self._top_p * float(weights.sum()) * (1 - _ROUNDING)
         rest = weights[sinks : max(sinks, kv_len - recent)]
         of_window = float(weights.sum()) - float(rest.sum())
         return _Sampled(
@@ -107,14 +114,14 @@ class HeadCounter:
             true=kv_len - len(rest) + fewest_tokens(rest, mass - of_window),
             without_window=fewest_tokens(weights, mass),
             needed=fewest_tokens(attended, mass),
-            # A selection of all tokens in another order has a sum that rounds otherwise.
-            reached=float(attended.sum()) >= mass * (1 - 1e-12),
+            reached=float(attended.sum()) >= mass,
         )
 
 
 def _counts(layer: int, head: int, attended: FloatArray, sampled: FloatArray) -> HeadCounts:
     """Args: attended: [steps]; sampled: [sampled steps, fields of `_Sampled`]."""
     chosen, true, without_window, needed, reached = sampled.T
+    held = reached > 0
     deviation = np.abs(chosen / np.maximum(true, 1) - 1)
     p5, median, p95 = np.percentile(attended, (5, 50, 95))
     return HeadCounts(
@@ -126,26 +133,36 @@ def _counts(layer: int, head: int, attended: FloatArray, sampled: FloatArray) ->
         float(np.median(chosen)),
         float(np.median(true)),
         float(np.median(without_window)),
-        float(np.median(needed / np.maximum(chosen, 1))),
         float(reached.mean()),
+        float(chosen[held].mean()) if held.any() else None,
+        float(needed[held].mean()) if held.any() else None,
         float(np.median(deviation)),
         float(np.percentile(deviation, 90)),
     )
 
 
-def over_heads(heads: list[HeadCounts]) -> dict[str, Any]:
+def needed_share(heads: Sequence[HeadCounts]) -> float | None:
+    """Needed tokens over attended ones, sums of the heads' means; None if none reached top_p."""
+    attended = sum(head.attended_reached or 0 for head in heads)
+    return sum(head.needed_mean or 0 for head in heads) / attended if attended else None
+
+
+def over_heads(heads: Sequence[HeadCounts]) -> dict[str, Any]:
     """Of all heads: medians by `HeadCounts`' names, and two of all heads together.
 
-    utilisation_of_all: what top-p needs, of all tokens that are attended to.
+    needed_share: as the function has it.
     deviation_p90_of_heads: nine of ten heads deviate less, at the median of their steps.
     """
     if not heads:
         return {}
     rows = [asdict(head) for head in heads]
-    names = [name for name in rows[0] if name not in ("layer", "head")]
-    columns = {name: np.array([row[name] for row in rows]) for name in names}
-    attended = columns["attended_sampled"]
-    return {name: float(np.median(column)) for name, column in columns.items()} | {
-        "utilisation_of_all": float(columns["utilisation"] @ attended / max(attended.sum(), 1)),
+    columns = {
+        name: [row[name] for row in rows if row[name] is not None]
+        for name in rows[0]
+        if name not in ("layer", "head")
+    }
+    medians = {name: float(np.median(x)) if x else None for name, x in columns.items()}
+    return medians | {
+        "needed_share": needed_share(heads),
         "deviation_p90_of_heads": float(np.percentile(columns["deviation_median"], 90)),
     }

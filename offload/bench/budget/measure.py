@@ -11,15 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload.bench.budget.drift import QUARTERS, Drift, measure_drift
 from offload.bench.budget.equal_error import tokens_of_equal_error
 from offload.bench.budget.head_counts import HeadCounter, HeadCounts, over_heads
-from offload.bench.budget.timing import step_seconds
+from offload.bench.budget.timing import STEPS_IN_TURN, step_seconds
 from offload.bench.selection.measure import TIMED_STEPS, policy_label, policy_options
-from offload.bench.selection.metrics import kl_divergence, negative_log_likelihood
+from offload.bench.selection.metrics import kl_divergence, mean_by_rows, negative_log_likelihood
 from offload.bench.selection.observed_text import observe_text
+from offload.models.shape import ModelShape
 from offload.policies import HardKV, Policy
 from offload.runtime.shared_model import ReadPrompt, SharedModel
 
@@ -35,7 +37,8 @@ class BudgetSettings:
         length: tokens that are read.
         steps: next tokens of the text that are decoded and looked at.
         sample_every: every n-th of them is compared with exact attention.
-        timed_steps: the first of these tokens, or more, that are decoded to be timed.
+        timed_steps: of each policy, in turns; they and one before each turn decode the first of
+            these tokens, or more.
         generate: tokens that are then generated; 0 for none.
         top_p: share of the attention that fixed budgets are asked for.
     """
@@ -60,19 +63,24 @@ class BudgetSettings:
             )
 
     @property
+    def timing_tokens(self) -> int:
+        """Timed steps, and one before each turn of them."""
+        return self.timed_steps + -(-self.timed_steps // STEPS_IN_TURN)
+
+    @property
     def text_tokens(self) -> int:
         """Tokens of text that are needed: the last one is only predicted."""
-        return self.length + max(self.steps, self.timed_steps) + 1
+        return self.length + max(self.steps, self.timing_tokens) + 1
 
     @property
     def positions(self) -> int:
-        """That the model must have."""
+        """That the model must have: what is timed, observed and generated begins at `length`."""
         return max(self.text_tokens - 1, self.length + self.generate)
 
     @property
     def decode_steps(self) -> int:
         """Of each policy."""
-        return self.steps + self.timed_steps + self.generate
+        return self.steps + self.timing_tokens + self.generate
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class BudgetMeasurement:
 
     Attributes:
         label: `curve_label`: policies of one label are one curve of tokens and error.
-        budget_tokens: attended tokens per unit at most; None for full attention.
+        budget_tokens: attended tokens per unit at most, a share's cap; None for full attention.
         top_p: where it cuts; None for a fixed budget.
         needed_top_p: the share that `heads` are asked for: top_p, or the settings'.
         attended_tokens: mean per unit, of sampled steps and layers that are not dense.
@@ -120,25 +128,32 @@ class BudgetMeasurement:
 
     @property
     def byte_seconds(self) -> float:
-        """Memory x latency (the integral of the paper's Figure 16) of one token."""
+        """Host memory after the last step x the median time of a step."""
         return (self.kv_bytes + self.policy_bytes) * self.seconds
 
+    @property
+    def utilisation(self) -> float | None:
+        """Tokens attended, of the cap of all heads (HARD-KV, Figure 9); None without a cap."""
+        return None if self.budget_tokens is None else self.attended_tokens / self.budget_tokens
+
     def as_json(self) -> dict[str, Any]:
-        """All fields, and byte_seconds."""
-        return asdict(self) | {"byte_seconds": self.byte_seconds}
+        """All fields, byte_seconds and utilisation."""
+        derived = {"byte_seconds": self.byte_seconds, "utilisation": self.utilisation}
+        return asdict(self) | derived
 
 
-def check_budgets(policies: Sequence[Policy], settings: BudgetSettings, num_layers: int) -> None:
-    """Refuse what leaves nothing to select, before anything is loaded.
-
-    Args:
-        num_layers: of the model.
-    """
+def check_budgets(policies: Sequence[Policy], settings: BudgetSettings, shape: ModelShape) -> None:
+    """Refuse what the model has no positions for, or leaves nothing to select, before loading."""
+    if settings.positions > shape.max_context:
+        raise ValueError(
+            f"{settings.positions:,} tokens are more than the {shape.max_context:,} positions of "
+            "this model; lower --length, --steps or --generate"
+        )
     for policy in policies:
-        if policy.selects and policy.dense_layers >= num_layers:
+        if policy.selects and policy.dense_layers >= shape.num_layers:
             raise ValueError(
-                f"{policy.name}: dense_layers={policy.dense_layers} are all {num_layers} layers of "
-                "this model, so nothing is selected; lower it by --option dense_layers=0"
+                f"{policy.name}: dense_layers={policy.dense_layers} are all {shape.num_layers} "
+                "layers of this model, so nothing is selected; lower it by --option dense_layers=0"
             )
         if policy.selects and policy.budget_tokens >= settings.length:
             option = "--max-tokens" if isinstance(policy, HardKV) else "--budget-tokens"
@@ -153,7 +168,7 @@ def check_text(num_tokens: int, settings: BudgetSettings) -> None:
     if num_tokens < settings.text_tokens:
         raise ValueError(
             f"the text has {num_tokens:,} tokens, but --length {settings.length:,}, --steps "
-            f"{settings.steps:,} and {settings.timed_steps} timed steps need "
+            f"{settings.steps:,} and {settings.timing_tokens} tokens of timing need "
             f"{settings.text_tokens:,}; give a longer --text, or lower --length or --steps"
         )
 
@@ -179,15 +194,15 @@ def measure_budgets(
         ValueError: a text that is too short, a length the model does not have, a budget that
             leaves nothing to select.
     """
-    check_budgets(policies, settings, model.runtimes[0].store.num_layers)
+    check_budgets(policies, settings, model.runtimes[0].lean.shape)
     check_text(len(tokens), settings)
     following = tokens[settings.length : settings.text_tokens]
     targets = torch.tensor(following[1 : settings.steps + 1])
     dense_layers = max((policy.dense_layers for policy in policies if policy.selects), default=0)
-    measured, full = [], None
+    measured: list[BudgetMeasurement] = []
     with model.read(tokens[: settings.length]) as prompt:
         on_policy("timing")
-        seconds = step_seconds(model, prompt, following[: settings.timed_steps], on_progress)
+        seconds = step_seconds(model, prompt, following[: settings.timing_tokens], on_progress)
         for index, policy in enumerate(policies):
             on_policy(_described(policy))
             row, logits = _measured(
@@ -200,14 +215,15 @@ def measure_budgets(
                 dense_layers=dense_layers,
                 on_progress=on_progress,
             )
-            full = logits if full is None else full
-            losses = [negative_log_likelihood(x, targets).mean() for x in (logits, full)]
-            low, median, high = seconds[index]
+            loss = mean_by_rows(negative_log_likelihood, logits, targets)
+            if index == 0:
+                full, full_loss = logits, loss
+            low, median, high = np.percentile(seconds[index], (10, 50, 90)).tolist()
             measured.append(
                 BudgetMeasurement(
                     **row,
-                    kl=float(kl_divergence(logits, full).mean()),
-                    perplexity_change=float(torch.expm1(losses[0] - losses[1])),
+                    kl=mean_by_rows(kl_divergence, logits, full),
+                    perplexity_change=float(np.expm1(loss - full_loss)),
                     seconds=median,
                     seconds_p10=low,
                     seconds_p90=high,
@@ -272,11 +288,10 @@ def needed_top_p(policy: Policy, top_p: float) -> float:
 
 
 def curve_label(policy: Policy) -> str:
-    """Name and options that are not the defaults, but for the budget, be it tokens or a share."""
+    """Name and options that are not the defaults, but for the budget: tokens, a share, a cap."""
     if not isinstance(policy, HardKV):
         return policy_label(policy)
-    cap = "" if policy.max_tokens is None else f" max_tokens={policy.max_tokens}"
-    return f"{policy.name} of {policy_label(policy.inner)}{cap}"
+    return f"{policy.name} of {policy_label(policy.inner)}"
 
 
 def _with_share(

@@ -12,24 +12,28 @@ Rows = Sequence[BudgetMeasurement]
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 LEGEND = (
-    "attended: tokens per head, step and layer, without the dense first layers. error: relative L2 "
-    "error of a layer's attention output. mass: attention kept, sinks excluded. "
+    "Steps that are compared with exact attention: attended: mean per head, step and layer, "
+    "without the dense first layers. used: of the budget, a share's cap (HARD-KV's utilisation, "
+    "Figure 9). error: relative L2 error of a layer's attention output. mass: attention kept, "
+    "sinks excluded. "
     f"{TIMES}: tokens attended, of those that the fixed budget takes for the same error; {UNKNOWN} "
     "where its errors do not enclose it. KL (nats), perplexity: of the next token, against full "
-    "attention. memory: KV cache and what the policy keeps; MB·s: times the time of a token.\n"
-    "Heads, at the steps that are compared with exact attention: needed: of what they attend to, "
-    "the share that holds top-p of their attention. true: the fewest tokens that do, sinks and "
-    "recent window included, or of any tokens. reached: steps whose selection holds it. off: "
-    "|attended / true - 1|, medians over steps, of the median head and of the 90th percentile. By "
-    "layer, median and percentiles are of all steps, and off has the 90th percentile of steps; "
-    "compared: what is attended to where true is known."
+    "attention. memory: KV cache and what the policy keeps, after the last step; MB·s: times "
+    "ms/token, the median of timed steps.\n"
+    "Heads, at the steps that are compared: attended, true: medians of heads' medians over steps; "
+    "true: the fewest tokens that hold top-p of the attention, sinks and recent window included, "
+    "or of any tokens. reached: steps whose selection holds it. needed: at these alone, the share "
+    f"of what is attended to that it needs ({UNKNOWN}: none). off: |attended / true - 1|, medians "
+    "over steps, of the median head and of the 90th percentile. By layer, medians and percentiles "
+    "of attended are of all steps, and off has the 90th percentile of steps; compared: the median "
+    "where true is known."
 )
 
 
 def main_table(rows: Rows) -> Table:
     """A row per policy and budget: tokens, what they lose, time and memory."""
     curves = list(dict.fromkeys(label for row in rows for label in row.tokens_share))
-    header = ["policy", "budget", "attended", "error", "mass"]
+    header = ["policy", "budget", "attended, mean", "used", "error", "mass"]
     header += [f"{TIMES} {label}" for label in curves]
     header += ["KL", "perplexity", "ms/token", "p10-p90", "memory MB", "MB·s"]
     return header, [
@@ -37,6 +41,7 @@ def main_table(rows: Rows) -> Table:
             row.label,
             budget_of(row),
             _number(row.attended_tokens, ",.0f"),
+            _number(row.utilisation, ".0%"),
             _number(row.output_error, ".4f"),
             _number(row.mass_kept, ".1%"),
             *(_number(row.tokens_share.get(label), ".2f") for label in curves),
@@ -53,18 +58,18 @@ def main_table(rows: Rows) -> Table:
 
 def needed_table(rows: Rows) -> Table:
     """A row per policy that selects: what its heads attend to, and what they needed."""
-    header = ["policy", "budget", "top-p", "attended", "true", "of any"]
-    header += ["needed", "reached", "off, median", "off, 90th"]
+    header = ["policy", "budget", "top-p", "attended, median", "true", "of any"]
+    header += ["reached", "needed", "off, median", "off, 90th"]
     return header, [
         [
             row.label,
             budget_of(row),
-            f"{row.needed_top_p:.0%}",
+            f"{row.needed_top_p}",
             f"{heads['attended_sampled']:,.0f}",
             f"{heads['true_median']:,.0f}",
             f"{heads['true_without_window']:,.0f}",
-            f"{heads['utilisation_of_all']:.0%}",
             f"{heads['reached_share']:.0%}",
+            _number(heads["needed_share"], ".0%"),
             f"{heads['deviation_median']:.0%}",
             f"{heads['deviation_p90_of_heads']:.0%}",
         ]
@@ -86,7 +91,7 @@ def layer_table(row: BudgetMeasurement) -> Table:
             "  ".join(f"{head.attended_median:,.0f}" for head in heads),
             "  ".join(f"{head.attended_p5:,.0f}-{head.attended_p95:,.0f}" for head in heads),
             "  ".join(f"{head.attended_sampled:,.0f} / {head.true_median:,.0f}" for head in heads),
-            "  ".join(f"{head.utilisation:.0%}" for head in heads),
+            "  ".join(_number(head.needed_share, ".0%") for head in heads),
             "  ".join(f"{head.deviation_median:.0%} / {head.deviation_p90:.0%}" for head in heads),
         ]
         for layer, heads in layers.items()
@@ -96,7 +101,7 @@ def layer_table(row: BudgetMeasurement) -> Table:
 def drift_table(rows: Rows) -> Table:
     """A row per policy: errors and tokens of each quarter of what it generated."""
     header = ["policy", "budget", "1st quarter", "2nd", "3rd", "4th", "4th / 2nd"]
-    header.append("attended, all layers")
+    header.append("attended, mean with dense layers")
     return header, [
         [
             row.label,
@@ -122,10 +127,11 @@ def adaptive_of(rows: Rows) -> list[BudgetMeasurement]:
 
 
 def budget_of(row: BudgetMeasurement) -> str:
-    """A share or a number of tokens."""
-    if row.top_p is not None:
-        return f"{row.top_p:.4g}"
-    return UNKNOWN if row.budget_tokens is None else f"{row.budget_tokens:,}"
+    """A number of tokens, or a share and its cap."""
+    if row.budget_tokens is None:
+        return UNKNOWN
+    share = "" if row.top_p is None else f"{row.top_p} to "
+    return f"{share}{row.budget_tokens:,}"
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -21,8 +21,8 @@ Rows = Sequence[BudgetMeasurement]
 def plot_budgets(rows: Rows, path: Path, title: str) -> None:
     """A line of panels for each policy whose heads differ, or else for all that select.
 
-    Its heads' median tokens by layer, the true ones in the same colours, and both sorted with what
-    was needed; below, error against tokens, and by quarter where tokens were generated.
+    Its heads' median tokens by layer, the true ones in the same colours, and the former sorted
+    beside the cap; below, error against tokens, and by quarter where tokens were generated.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ def plot_budgets(rows: Rows, path: Path, title: str) -> None:
         name = f"{row.label}, {budget_of(row)}"
         for axes, key, what in (
             (chosen, "attended_median", f"{name}:\ntokens attended"),
-            (true, "true_median", f"true top-{row.needed_top_p:.4g}"),
+            (true, "true_median", f"true top-{row.needed_top_p}"),
         ):
             image = _heat_map(axes, row, key, norm)
             axes.set_title(what, fontsize="medium")
@@ -70,17 +70,13 @@ def _heat_map(axes: Axes, row: BudgetMeasurement, key: str, norm: object) -> obj
 
 
 def _utilisation(axes: Axes, row: BudgetMeasurement) -> None:
-    """Heads by what they attend to, and how much of it top-p needed."""
-    heads = sorted(row.heads, key=lambda head: -head.attended_sampled)
-    attended = [head.attended_sampled for head in heads]
-    needed = [head.attended_sampled * head.utilisation for head in heads]
-    places = range(len(heads))
-    axes.fill_between(places, attended, step="mid", alpha=0.3, label="attended")
-    axes.fill_between(places, needed, step="mid", alpha=0.8, label="needed of it")
+    """Heads by what they attend to, below the cap (Figure 9)."""
+    attended = sorted((head.attended_median for head in row.heads), reverse=True)
+    axes.fill_between(range(len(attended)), attended, step="mid", alpha=0.8)
+    axes.axhline(row.budget_tokens or 0, color="black", linestyle="--")
     axes.set_xlabel("heads of all layers, sorted")
-    used = row.over_heads["utilisation_of_all"]
-    axes.set_title(f"{used:.0%} needed for top-{row.needed_top_p:.4g}", fontsize="medium")
-    axes.legend(fontsize="small")
+    axes.set_ylabel("tokens, median of steps")
+    axes.set_title(f"{row.utilisation:.0%} of {row.budget_tokens:,} attended", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.bench.selection.metrics import ReferenceBudget, kl_divergence, negative_log_likelihood
+from offload.bench.selection.metrics import (
+    ReferenceBudget,
+    kl_divergence,
+    mean_by_rows,
+    negative_log_likelihood,
+)
 from offload.bench.selection.observer import SelectionObserver
 from offload.bench.selection.shared_prefill import SharedPrefill
 from offload.policies import Policy
@@ -25,7 +30,6 @@ from offload.system.torch_threads import torch_threads
 
 STABILITY_WINDOW = 32
 TIMED_STEPS = 32  # decoded after the observed steps, with nobody looking on
-_ROWS_AT_A_TIME = 64  # of logits in float64
 
 Progress = Callable[[int], None]
 
@@ -146,7 +150,7 @@ def measure_selection(
         on_policy(policy_label(policy) + budget)
         logits, seen = _run(load, shared, policy, text, settings, on_progress)
         gc.collect()  # the model is gone: its cache and weights leave the memory
-        loss = _mean_by_rows(negative_log_likelihood, logits, predicted)
+        loss = mean_by_rows(negative_log_likelihood, logits, predicted)
         if full_logits is None:
             full_logits, full_loss = logits, loss
         measurements.append(
@@ -157,7 +161,7 @@ def measure_selection(
                 budget_tokens=policy.budget_tokens if policy.selects else None,
                 context=settings.context,
                 steps=settings.steps,
-                kl=_mean_by_rows(kl_divergence, logits, full_logits),
+                kl=mean_by_rows(kl_divergence, logits, full_logits),
                 perplexity=float(np.exp(loss)),
                 perplexity_change=float(np.exp(loss - full_loss)) - 1.0,
                 **seen,
@@ -293,12 +297,3 @@ def _run(
         "candidate_share": candidate_share,
         "tokens_per_second": 1.0 / float(np.median(seconds)),
     }
-
-
-def _mean_by_rows(
-    metric: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    logits: torch.Tensor,
-    other: torch.Tensor,
-) -> float:
-    pairs = zip(*(torch.split(x, _ROWS_AT_A_TIME) for x in (logits, other)), strict=True)
-    return float(torch.cat([metric(*pair) for pair in pairs]).mean())

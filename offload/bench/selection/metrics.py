@@ -7,7 +7,7 @@ importance of a token for a unit is the exact attention weight, summed over the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.floating]
+_ROWS_AT_A_TIME = 64  # of logits in float64
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,16 @@ def kl_divergence(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch
 def negative_log_likelihood(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """-log p of each row's token, in nats: float64 [n] of logits [n, vocab_size], tokens [n]."""
     return -torch.log_softmax(logits.double(), -1).gather(1, tokens[:, None])[:, 0]
+
+
+def mean_by_rows(
+    metric: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    logits: torch.Tensor,
+    other: torch.Tensor,
+) -> float:
+    """The mean over all rows of one of the two above, which is taken of a few rows at a time."""
+    pairs = zip(*(torch.split(x, _ROWS_AT_A_TIME) for x in (logits, other)), strict=True)
+    return float(torch.cat([metric(*pair) for pair in pairs]).mean())
 
 
 @dataclass

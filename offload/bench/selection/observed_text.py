@@ -10,7 +10,7 @@ import torch
 from offload.bench.eval.perplexity import teacher_forced
 from offload.bench.selection.measure import STABILITY_WINDOW
 from offload.bench.selection.metrics import ReferenceBudget
-from offload.bench.selection.observer import SeenLayer, SelectionObserver
+from offload.bench.selection.observer import SeenLayer, SelectionObserver, looked_at
 from offload.policies.registry import make_policy
 from offload.runtime.shared_model import ReadPrompt, SharedModel
 
@@ -68,14 +68,15 @@ def observe_text(
     observer = observer_of(model, index, capacity_tokens, dense_layers=dense_layers)
     observer.on_seen = on_seen
     logits = []
-    with teacher_forced(model, index, prompt) as decode:
-        runtime.attention.on_attended = observer.attended
+    with (
+        teacher_forced(model, index, prompt) as decode,
+        looked_at(runtime.attention, observer.attended),
+    ):
         runtime.attention.start_profile()
         for step, token in enumerate(following):
             observer.sampling = step % sample_every == 0
             logits.append(decode(token))
             on_progress(1)
-        runtime.attention.on_attended = None
         scored = runtime.attention.profile()["scored_tokens"] / observer.possible_tokens
         stats = runtime.stats
     row: dict[str, Any] = {

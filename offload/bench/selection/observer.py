@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,16 @@ _MEANS = (
 Tokens = npt.NDArray[np.int32]
 
 
+@contextmanager
+def looked_at(attention: DecodeAttention, attended: Callable[..., None]) -> Iterator[None]:
+    """`attended` sees each layer of each decode step, until the end or an error."""
+    attention.on_attended = attended
+    try:
+        yield
+    finally:
+        attention.on_attended = None
+
+
 @dataclass(frozen=True)
 class SeenLayer:
     """One layer of a step, for `SelectionObserver.on_seen`.
@@ -50,7 +61,6 @@ class SeenLayer:
     """
 
     layer_idx: int
-    kv_len: int
     num_tokens: list[int]
     importance: npt.NDArray[np.floating] | None
     tokens: list[Tokens | None]
@@ -120,7 +130,7 @@ class SelectionObserver:
         if self.on_seen is not None:
             tokens = self._resolved(layer_idx, selections)
             counts = [kv_len if of_unit is None else len(of_unit) for of_unit in tokens]
-            self.on_seen(SeenLayer(layer_idx, kv_len, counts, importance, tokens))
+            self.on_seen(SeenLayer(layer_idx, counts, importance, tokens))
 
     def _resolved(self, layer_idx: int, selections: list[Tokens | None]) -> list[Tokens | None]:
         """What each unit attended to: None for all tokens."""

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m-instruct"
 OUTPUTS = ("table", "json", "md")
 _OWN = {
-    "policy": "--policy",
-    "dtype": "--dtype",
-    "device": "--device",
-    "num_threads": "--threads",
+    "policy": "use --policy",
+    "dtype": "use --dtype",
+    "num_threads": "use --threads",
+    "device": "always cpu, as a GPU does not tell what it selects",
 }
 ADAPTIVE = "hard_kv"  # the policy whose budget is a share of the attention
 _read = functools.partial(typer.Option, rich_help_panel="What is read")
@@ -66,7 +66,8 @@ def budget(
         _compared(
             metavar="NAMES",
             help=f"Comma-separated: {', '.join(policy_names())}. "
-            "Full attention is always measured: it is the reference.",
+            "Full attention is always measured: it is the reference. While they are timed, what "
+            "all of them keep of the text is in memory at once.",
         ),
     ] = f"{ADAPTIVE},exact_topk",
     top_p: Annotated[
@@ -81,7 +82,8 @@ def budget(
         int | None,
         _compared(
             min=1,
-            help=f"The most tokens that a head of {ADAPTIVE} may take. "
+            help=f"The most tokens that a head of {ADAPTIVE} may take: the budget_tokens of its "
+            "inner policy, which so has more candidates. "
             r"\[default: half of --length]",
             show_default=False,
         ),
@@ -99,7 +101,6 @@ def budget(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or auto.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="cpu: a GPU does not tell what it selects.")] = "cpu",
     threads: Threads = None,
     runtime_option: Annotated[
         list[str] | None,
@@ -127,11 +128,12 @@ def budget(
     the next [bold]--steps[/bold] of the same text under every policy, and its heads are compared
     with exact attention.
 
-    The first table sets tokens against output error, and says how many tokens a fixed budget takes
-    for the same error; with time per token, memory, and both multiplied. The second says how much
-    of what heads attend to was [bold]needed[/bold] to reach top-p (utilisation), and how far they
-    are from the true count. Then budgets by layer and head, and the error by quarter of
-    [bold]--generate[/bold] tokens: what grows there, drifts.
+    The first table sets tokens against output error, and says how much of the budget is used
+    (utilisation) and how many tokens a fixed budget takes for the same error; with time per token,
+    memory, and both multiplied. The second says how often what heads attend to reaches top-p, how
+    much of it is then [bold]needed[/bold], and how far they are from the true count. Then budgets
+    by layer and head, and the error by quarter of [bold]--generate[/bold] tokens: what grows there,
+    drifts.
 
     [bold]Examples[/bold]
 
@@ -145,19 +147,19 @@ def budget(
     """
     names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
     check_name("--output", output, OUTPUTS)
-    check_name("--device", device, ("cpu",))
     shares = _shares(top_p)
     budgets = counts(budget_tokens, option="--budget-tokens")
     options = option_values(option or [], option="--option")
     _check_options(names, options, shares, max_tokens)
-    runtime: dict[str, Any] = {"dtype": dtype, "device": device, "num_threads": threads}
+    runtime: dict[str, Any] = {"dtype": dtype, "device": "cpu", "num_threads": threads}
     runtime |= _runtime_options(runtime_option or [])
 
     with running(verbose=verbose):
         from offload.bench.budget.measure import BudgetSettings, check_budgets
         from offload.bench.budget.picture import plot_budgets
         from offload.bench.selection.output import check_plot
-        from offload.cli.eval.scored import check_lengths
+        from offload.loading.checkpoint import check_checkpoint
+        from offload.loading.names import resolve_folder
 
         if ADAPTIVE in names:
             cap = max_tokens or length // 2
@@ -170,8 +172,7 @@ def budget(
             generate=generate,
             top_p=shares[0],
         )
-        check_budgets(policies, settings, _num_layers(model))
-        check_lengths(model, [settings.positions], "--length, --steps or --generate")
+        check_budgets(policies, settings, check_checkpoint(resolve_folder(model)).shape)
         if plot is not None:
             check_plot(plot)
         with quiet_transformers(verbose=verbose):
@@ -180,13 +181,6 @@ def budget(
         if plot is not None:
             plot_budgets(rows, plot, f"{model}, {length:,} tokens, {steps} steps")
             stderr().print(f"wrote {plot}")
-
-
-def _num_layers(model: str) -> int:
-    from offload.loading.checkpoint import check_checkpoint
-    from offload.loading.names import resolve_folder
-
-    return check_checkpoint(resolve_folder(model)).shape.num_layers
 
 
 def _check_options(
@@ -198,12 +192,13 @@ def _check_options(
     """A usage error for what has an option of its own, or none of the policies would take."""
     for key in options:
         owner, _, name = key.rpartition(".")
-        if name == "budget_tokens":
+        if name in ("budget_tokens", "max_tokens"):
             raise typer.BadParameter("use --budget-tokens or --max-tokens", param_hint="--option")
         if name == "top_p" and owner in ("", ADAPTIVE):
             raise typer.BadParameter("use --top-p for it", param_hint="--option")
     if ADAPTIVE not in names:
-        for option, given in (("--max-tokens", max_tokens), ("--top-p", shares[1:])):
+        further = ",".join(map(str, shares[1:]))
+        for option, given in (("--max-tokens", max_tokens), ("--top-p", further)):
             if given:
                 raise typer.BadParameter(
                     f"{given} is for {ADAPTIVE}, which is not among --policy {','.join(names)}",
@@ -218,7 +213,7 @@ def _runtime_options(pairs: list[str]) -> dict[str, Scalar]:
     }
     for key, instead in _OWN.items():
         if key in options:
-            raise typer.BadParameter(f"use {instead} for {key}", param_hint="--runtime-option")
+            raise typer.BadParameter(f"{key}: {instead}", param_hint="--runtime-option")
     return options
 
 
@@ -265,11 +260,10 @@ def _measure(
     policies: Sequence[Policy],
     settings: BudgetSettings,
 ) -> list[BudgetMeasurement]:
-    from rich import progress as bars
-
     from offload.bench.budget.measure import check_text, measure_budgets
     from offload.bench.eval.haystack import prose_text
     from offload.bench.eval.perplexity import text_tokens
+    from offload.cli.eval.scored import progress_bar
     from offload.loading.names import load_tokenizer
     from offload.runtime.shared_model import SharedModel
 
@@ -277,25 +271,19 @@ def _measure(
     beginning, tokens = text_tokens(prose_text(text, "--text"), load_tokenizer(model))
     tokens = beginning + tokens
     check_text(len(tokens), settings)
-    bar = bars.Progress(
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeRemainingColumn(),
-        console=stderr(),
-        transient=True,
-    )
-    with no_loading_bars(), bar as progress:
+    # No thread of its own, which would draw during steps that are timed.
+    with no_loading_bars(), progress_bar(auto_refresh=False) as progress:
         task = progress.add_task("loading", total=len(policies) * settings.decode_steps)
         shared = SharedModel(model, policies, config)
-        progress.update(task, description=f"reading {settings.length:,} tokens")
+        show = functools.partial(progress.update, task, refresh=True)
+        show(description=f"reading {settings.length:,} tokens")
         return measure_budgets(
             shared,
             policies,
             tokens,
             settings,
-            on_policy=lambda label: progress.update(task, description=label),
-            on_progress=lambda done: progress.advance(task, done),
+            on_policy=lambda label: show(description=label),
+            on_progress=lambda done: show(advance=done),
         )
 
 

@@ -172,13 +172,12 @@ def _measure(
     options: dict[str, list[Any]],
     threads: int | None,
 ) -> dict[str, Any]:
-    from rich import progress as bars
-
     from offload.bench.selection.measure import (
         SelectionSettings,
         measure_selection,
         reference_options,
     )
+    from offload.cli.eval.scored import progress_bar
     from offload.loading.names import load_tokenizer
     from offload.runtime.model import OffloadedModel
     from offload.system.machine import describe_machine
@@ -194,15 +193,7 @@ def _measure(
     words = "\n\n".join(stdlib_paragraphs()) if text is None else Path(text).read_text("utf-8")
     tokens = load_tokenizer(model)(words, verbose=False)["input_ids"]
     runs = 1 + sum(policy.name != "full" for policy in policies)
-    bar = bars.Progress(
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeRemainingColumn(),
-        console=stderr(),
-        transient=True,
-    )
-    with no_loading_bars(), bar as progress:
+    with no_loading_bars(), progress_bar() as progress:
         task = progress.add_task("", total=runs * settings.decode_steps)
         measurements = measure_selection(
             lambda made: OffloadedModel.from_pretrained(

@@ -107,7 +107,7 @@ def measure_all(
         quiet_transformers(verbose=setup.verbose),
         no_loading_bars(),
         RecordFile(resume, options) as file,
-        _progress() as progress,
+        progress_bar() as progress,
     ):
         bar = progress.add_task("making prompts", total=None)
         tokenizer = load_tokenizer(setup.model)
@@ -207,7 +207,8 @@ def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> No
     from offload.bench.eval.output import markdown
 
     if shown == "md":
-        print("\n\n".join(markdown(header, rows) for header, rows in tables.values()))
+        parts = [x for title, table in tables.items() for x in (title, markdown(*table))]
+        print("\n\n".join([*filter(None, parts), legend]))
         return
     from rich.table import Table
 
@@ -221,7 +222,8 @@ def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> No
     stdout().print(legend)
 
 
-def _progress() -> Progress:
+def progress_bar(*, auto_refresh: bool = True) -> Progress:
+    """On stderr, gone when done. Without auto_refresh only `update(refresh=True)` draws it."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -230,5 +232,11 @@ def _progress() -> Progress:
         TimeRemainingColumn,
     )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=stderr(),
+        transient=True,
+        auto_refresh=auto_refresh,
+    )

@@ -146,6 +146,7 @@ class DecodeAttention:
     def set_policy(
         self,
         budget_tokens: int,
+        dense_tokens: int,
         sink_tokens: int,
         recent_tokens: int,
         top_p: float,

@@ -36,7 +36,7 @@ class NativeAttention:
 
     Attributes:
         native: the C++ object, for native code that attends by itself.
-        sparse_layers: bool [num_layers], where rows of more than `budget_tokens` select.
+        sparse_layers: bool [num_layers], where rows of more than `dense_tokens` select.
         window: sink tokens and recent tokens of every selection; None without a policy.
         is_probed: whether selections are compared with exact attention (`start_probe`).
 
@@ -77,6 +77,7 @@ class NativeAttention:
         self.sparse_layers = np.zeros(num_layers, bool)
         self.window: tuple[int, int] | None = None
         self.budget_tokens = 0
+        self.dense_tokens = 0
         self.is_probed = False
         self._prepares = False  # whether the policy has a `prepare`
         self._row_elements, self._kv_elements = num_qo_heads * head_dim, num_kv_heads * head_dim

@@ -347,7 +347,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
   bool scans = false;
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
     const QueryRow& row = rows[static_cast<size_t>(r)];
-    const bool chosen = sparse && row.indptr == nullptr && row.kv_len > policy_.budget_tokens;
+    const bool chosen = sparse && row.indptr == nullptr && row.kv_len > policy_.dense_tokens;
     if (chosen) sparse_rows_.push_back(r);
     for (int u = 0; u < units(); ++u) {
       Unit& unit = unit_of(r, u);

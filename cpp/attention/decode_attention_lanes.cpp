@@ -59,7 +59,8 @@ int64_t DecodeAttention::plan_lanes(int64_t layer_idx, const std::vector<QueryRo
   int64_t num_asking = 0;
   for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()); ++i) {
     Unit& unit = units_[i];
-    if (unit.asks && unit.role == Role::select) unit.n = policy_.budget_tokens;
+    const int64_t kv_len = rows[i / static_cast<size_t>(units())].kv_len;
+    if (unit.asks && unit.role == Role::select) unit.n = std::min(policy_.budget_tokens, kv_len);
     set_range(unit);
     all_tokens += unit.end - unit.begin;
     num_asking += unit.asks;

@@ -163,7 +163,7 @@ void DecodeAttention::prepare_task(int64_t layer_idx, const std::vector<QueryRow
   const int r = static_cast<int>(task / units());
   const int unit = static_cast<int>(task % units());
   const QueryRow& row = rows[static_cast<size_t>(r)];
-  if (row.kv_len <= policy_.budget_tokens || !asks_policy(role_of(layer_idx, unit))) return;
+  if (row.kv_len <= policy_.dense_tokens || !asks_policy(role_of(layer_idx, unit))) return;
   const TraceSpan span = task_span(TraceKind::prepare, layer_idx, r, unit, worker);
   prepare_unit(layer_idx, row, r, unit, worker);
 }

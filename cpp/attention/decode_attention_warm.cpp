@@ -95,7 +95,7 @@ void DecodeAttention::remember(int64_t layer_idx, const std::vector<QueryRow>& r
 // before.
 DecodeAttention::Forecast DecodeAttention::forecast(int64_t layer_idx, const QueryRow& row, int row_of_step, int unit) {
   Forecast result;
-  if (row.kv_len <= policy_.budget_tokens) return result;
+  if (row.kv_len <= policy_.dense_tokens) return result;
   if (role_of(layer_idx, unit) == Role::reuse) {
     const auto i = static_cast<size_t>(row_of_step * units() + unit);
     if (i >= published_.size()) return result;

@@ -71,7 +71,7 @@ struct PolicyContext {
   CodesRequest* deferred;
 };
 
-// What a unit does in a layer where its row is longer than the budget.
+// What a unit does in a layer where its row has more than dense_tokens.
 enum class Role : uint8_t {
   dense = 0,      // full attention
   retrieve = 1,   // full attention, and publishes the policy's selection
@@ -101,6 +101,7 @@ struct PolicyMember {
 // A policy is its first member, and may have others for some units.
 struct PolicyFunctions : PolicyMember {
   int64_t budget_tokens = 0;  // tokens attended, sinks and recent ones included
+  int64_t dense_tokens = 0;   // rows of at most so many attend to all of them; no less than sinks and recent ones
   int64_t sink_tokens = 0;
   int64_t recent_tokens = 0;
   double top_p = 1.0;  // a selection ends where it has this share of the attention weight

@@ -47,8 +47,8 @@ PolicyMember member_from(const Member& member, int64_t first_array) {
 }
 
 // `roles`, `member_of`, `number_of`: of each [layer, unit], or empty.
-void set_policy(DecodeAttention& attention, int64_t budget_tokens, int64_t sink_tokens, int64_t recent_tokens,
-                double top_p, bool per_query_head, const std::vector<Member>& members,
+void set_policy(DecodeAttention& attention, int64_t budget_tokens, int64_t dense_tokens, int64_t sink_tokens,
+                int64_t recent_tokens, double top_p, bool per_query_head, const std::vector<Member>& members,
                 const std::vector<uint8_t>& roles, bool shares_selection, const std::vector<uint8_t>& member_of,
                 const std::vector<int32_t>& number_of) {
   PolicyFunctions policy;
@@ -58,6 +58,7 @@ void set_policy(DecodeAttention& attention, int64_t budget_tokens, int64_t sink_
     policy.num_arrays += std::get<3>(member);
   }
   policy.budget_tokens = budget_tokens;
+  policy.dense_tokens = dense_tokens;
   policy.sink_tokens = sink_tokens;
   policy.recent_tokens = recent_tokens;
   policy.top_p = top_p;

@@ -28,10 +28,10 @@ from offload.policies.base import (
     REUSE,
     SELECT,
     Policy,
-    check_roles,
 )
 from offload.policies.prefill_build import PrefillBuild
 from offload.policies.state import PolicyStates
+from offload.policies.unit_roles import check_roles
 from offload.prefill.forward import OnQueries
 
 
@@ -110,10 +110,12 @@ class DecodeAttention(NativeAttention):
             self._prepares = any(member.prepare is not None for member in policy.members)
             self.sparse_layers = sparse
             self.budget_tokens = policy.budget_tokens
+            self.dense_tokens = policy.dense_tokens
             self.window = (policy.sink_tokens, policy.recent_tokens)
             members = policy.unit_members(store.num_layers, num_units)
             self.native.set_policy(
                 policy.budget_tokens,
+                policy.dense_tokens,
                 *self.window,
                 policy.selection_top_p,
                 policy.per_query_head,
@@ -157,7 +159,7 @@ class DecodeAttention(NativeAttention):
         if not self.is_probed:
             return
         num_units = len(kv_lens) * self.num_layers * self.num_kv_heads
-        rows = int(np.count_nonzero(kv_lens > self.budget_tokens))
+        rows = int(np.count_nonzero(kv_lens > self.dense_tokens))
         selecting, gathered = rows * self._selecting_heads, rows * self._gathered_heads
         self.decoded.selecting += selecting
         self.decoded.gathered += gathered
@@ -174,8 +176,8 @@ class DecodeAttention(NativeAttention):
 
     @property
     def selecting_heads(self) -> npt.NDArray[np.bool_]:
-        """[num_layers, num_kv_heads], where rows longer than the budget attend to a selection, if
-        the CPU attends."""
+        """[num_layers, num_kv_heads], where rows longer than `dense_tokens` attend to a selection,
+        if the CPU attends."""
         if self.roles is None:
             return np.repeat(self.sparse_layers[:, None], self.num_kv_heads, axis=1)
         selecting = (self.roles == SELECT) | (self.roles == REUSE)
@@ -190,7 +192,7 @@ class DecodeAttention(NativeAttention):
         """
         start = time.perf_counter()
         for seq, kv_len in zip(seqs, kv_lens, strict=True):
-            if self.has_state and kv_len > self.budget_tokens:
+            if self.has_state and kv_len > self.dense_tokens:
                 self.states.ensure(seq, kv_len)
         return time.perf_counter() - start
 
@@ -202,13 +204,13 @@ class DecodeAttention(NativeAttention):
         """What builds the policy's state during a prefill on a device; None if there is none.
 
         Args:
-            kv_lens: tokens that each of `seqs` will have after it. Those that will still be within
-                the budget with one more are not built for.
+            kv_lens: tokens that each of `seqs` will have after it. Those that will still
+                attend to everything with one more are not built for.
         """
         if not self.has_state or not self._builds_on_device:
             return None
         lens = zip(seqs, kv_lens, strict=True)
-        built = {seq: n for seq, n in lens if n >= self.budget_tokens}
+        built = {seq: n for seq, n in lens if n >= self.dense_tokens}
         return PrefillBuild(self.states, built) if built else None
 
     def begin_step(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> DecodeStep:
@@ -230,16 +232,16 @@ class DecodeAttention(NativeAttention):
                 )
         arrays = text_marks = NO_ARRAYS
         kept: list[Any] = list(tables)
-        if self.has_state and int(lens.max()) > self.budget_tokens:
+        if self.has_state and int(lens.max()) > self.dense_tokens:
             longest: dict[int, int] = {}  # build and grow before any address is taken
             for seq, kv_len in sorted(zip(seqs, kv_lens, strict=True)):
                 longest[seq] = kv_len
-                if kv_len > self.budget_tokens:
+                if kv_len > self.dense_tokens:
                     self.states.ensure(seq, kv_len)
             states = {
                 seq: self.states.ensure(seq, kv_len)
                 for seq, kv_len in longest.items()
-                if kv_len > self.budget_tokens
+                if kv_len > self.dense_tokens
             }
             kept += states.values()
             tables_of = {seq: state.pointers.ctypes.data for seq, state in states.items()}
@@ -260,7 +262,7 @@ class DecodeAttention(NativeAttention):
             kept=tuple(kept),
             in_turns=self.has_state and len(set(seqs)) < len(seqs),
             keeps_queries=self.states.records_rows
-            or (self._observes_queries and int(lens.min()) <= self.budget_tokens),
+            or (self._observes_queries and int(lens.min()) <= self.dense_tokens),
             prepared=set(),
         )
 
@@ -304,7 +306,7 @@ class DecodeAttention(NativeAttention):
             query = query[:, : self._row_elements]
             heads = query.view(len(query), self.num_qo_heads, -1)
             for row, (seq, kv_len) in enumerate(zip(step.seqs, kv_lens, strict=True)):
-                if self._observes_queries and kv_len <= self.budget_tokens:
+                if self._observes_queries and kv_len <= self.dense_tokens:
                     self.states.record_queries(seq, layer_idx, heads[row][:, None], kv_len)
                 if self.states.records_rows:
                     self.states.record_row(seq, layer_idx, query[row])

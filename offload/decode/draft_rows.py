@@ -39,12 +39,12 @@ def attend_again(attention: DecodeAttention, seq: int, rows: DraftRows) -> None:
 
 def _attend_row(attention: DecodeAttention, seq: int, rows: DraftRows, row: int) -> None:
     states, kv_len = attention.states, rows.first_kv_len + row
-    if kv_len > attention.policy.budget_tokens:
+    if kv_len > attention.policy.dense_tokens:
         states.ensure(seq, kv_len, kv_len - 1)
     step = attention.begin_step([seq], [kv_len])
     for layer_idx, queries in rows.queries.items():
         query = queries[row : row + 1]
-        if kv_len <= attention.policy.budget_tokens:
+        if kv_len <= attention.policy.dense_tokens:
             attention.record_step_queries(step, {layer_idx: query})
         else:
             _learn(attention, layer_idx, step, query)

@@ -180,7 +180,7 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
     It is built from random keys of two short contexts; what grows, grows with the room for tokens.
     """
     selecting = policy.selecting
-    if not policy.selects or not policy.has_state() or kv_len <= policy.budget_tokens:
+    if not policy.selects or not policy.has_state() or kv_len <= policy.dense_tokens:
         return 0.0
     from cpu_ops.worker_pool import WorkerPool
 

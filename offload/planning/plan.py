@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gpu_ops.layout import layout_bytes
-from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.placement import HeadPlacement, Place, check_dense_until
 from offload.kv.page_pool import page_shape
 from offload.loading.planned_model import PlannedModel
 from offload.planning.choose import DeviceRoom, choose_placement
@@ -69,6 +69,8 @@ class PlanRequest:
                     f"max_memory names {key!r}, but device is {self.device!r}; it may name {named}"
                 )
         self.policy.check_model(**self.model.shape.heads)
+        if self.on_gpu:
+            check_dense_until(self.policy)
 
     @property
     def on_gpu(self) -> bool:

@@ -60,7 +60,7 @@ class Workload:
     @property
     def is_sparse(self) -> bool:
         """Whether the policy has a say at this length."""
-        return self.policy.selects and self.kv_len > self.policy.budget_tokens
+        return self.policy.selects and self.kv_len > self.policy.dense_tokens
 
     @property
     def window_tokens(self) -> int:
@@ -72,7 +72,7 @@ class Workload:
         """Tokens of a head that the policy chooses beside the window."""
         if not self.is_sparse:
             return self.kv_len - self.window_tokens
-        return max(0, self.policy.budget_tokens - self.window_tokens)
+        return max(0, min(self.kv_len, self.policy.budget_tokens) - self.window_tokens)
 
     @cached_property
     def selected_roles(self) -> UInt8Array | None:
@@ -109,7 +109,8 @@ class Workload:
 
 def timed_tokens(policy: Policy, kv_len: int) -> int:
     """Of the context in which a policy's choosing is timed, for one of `kv_len` tokens."""
-    return min(kv_len, max(_LEAST_TOKENS, (_SHORT_BUDGETS + 1) * policy.budget_tokens))
+    dense = max(policy.budget_tokens, policy.dense_tokens)
+    return min(kv_len, max(_LEAST_TOKENS, (_SHORT_BUDGETS + 1) * dense))
 
 
 def policy_key(policy: Policy, shape: ModelShape, kv_len: int) -> str:

@@ -14,8 +14,9 @@ the C++ worker pool calls without the GIL for every query row and selection unit
 `propose`; it may be missing then: the heaviest are kept), or by the policy's own means.
 
 Sink tokens, the recent window and the first dense layers belong to the runtime: a policy chooses
-among tokens [sink_tokens, kv_len - recent_tokens) only. While kv_len <= budget_tokens every policy
-is exactly full attention.
+among tokens [sink_tokens, kv_len - recent_tokens) only. While kv_len <= dense_tokens (budget_tokens
+unless `dense_until` says otherwise) every policy is exactly full attention; beyond, it may have to
+choose among fewer tokens than the budget has room for.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from offload.policies.callback import Callback
     from offload.policies.layouts import NumberLayout, StateLayout
 
-# What a unit does in a layer where its sequence is longer than the budget: Role of
+# What a unit does in a layer where its sequence is longer than `dense_tokens`: Role of
 # cpp/attention/policy.h.
 DENSE = 0  # full attention
 RETRIEVE = 1  # full attention, and publishes the policy's selection
@@ -176,6 +177,8 @@ class Policy:
         def recent_tokens(self) -> int: ...
         @property
         def dense_layers(self) -> int: ...
+        @property
+        def dense_until(self) -> int | None: ...
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By its options: callbacks of a policy that this is made of cannot be pickled."""
@@ -190,6 +193,11 @@ class Policy:
     def from_options(cls, **options: Any) -> Policy:
         """The policy with these options; policies made of others also take those' options."""
         return cls(**options)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Sequences of at most so many tokens attend to all of them."""
+        return self.budget_tokens if self.dense_until is None else self.dense_until
 
     @property
     def selecting(self) -> Policy:
@@ -379,16 +387,27 @@ class SparsePolicy(Policy):
         sink_tokens: first tokens, always attended.
         recent_tokens: last tokens, always attended (the newest one included).
         dense_layers: first layers that attend to everything.
+        dense_until: sequences of at most so many tokens attend to all of them; None: budget_tokens.
+            At least sinks and recent window. A GPU takes no other number than budget_tokens.
     """
 
     budget_tokens: int = 1024
     sink_tokens: int = 4
     recent_tokens: int = 64
     dense_layers: int = 2
+    dense_until: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers"):
+        for name in (
+            "budget_tokens",
+            "sink_tokens",
+            "recent_tokens",
+            "dense_layers",
+            "dense_until",
+        ):
             value = getattr(self, name)
+            if name == "dense_until" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an int, got {value!r}")
         if self.sink_tokens < 0 or self.dense_layers < 0:
@@ -405,32 +424,8 @@ class SparsePolicy(Policy):
                 f"budget_tokens={self.budget_tokens} cannot hold sink_tokens={self.sink_tokens}"
                 f" + recent_tokens={self.recent_tokens}; raise budget_tokens or lower the others"
             )
-
-
-def check_roles(
-    policy: Policy, roles: npt.NDArray[np.uint8] | None
-) -> npt.NDArray[np.uint8] | None:
-    """Refuse roles that the kernels cannot follow."""
-    if roles is None:
-        return None
-    roles = np.ascontiguousarray(roles, np.uint8)
-    published = np.zeros(roles.shape[1], bool)
-    for layer_idx, of_layer in enumerate(roles):
-        if (of_layer == DENSE).any() and (of_layer == RETRIEVE).any():
+        if self.dense_tokens < self.sink_tokens + self.recent_tokens:
             raise ValueError(
-                f"policy {policy.name!r}: layer {layer_idx} has units that are DENSE beside units "
-                "that RETRIEVE"
+                f"dense_until={self.dense_until} cannot hold sink_tokens={self.sink_tokens}"
+                f" + recent_tokens={self.recent_tokens}; raise dense_until or lower the others"
             )
-        if (of_layer == RETRIEVE).any() and not policy.scans_keys:
-            raise ValueError(
-                f"policy {policy.name!r}: layer {layer_idx} retrieves, but the policy that selects "
-                "does not scan keys"
-            )
-        orphans = np.flatnonzero((of_layer == REUSE) & ~published)
-        if orphans.size:
-            raise ValueError(
-                f"policy {policy.name!r}: unit {orphans[0]} of layer {layer_idx} reuses a "
-                "selection, but no layer above publishes one"
-            )
-        published |= (of_layer == RETRIEVE) | (of_layer == SELECT)
-    return roles

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from offload.models.base import LeanModel
 
 _OF_INNER = (
-    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers"),
+    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until"),
     *("scans_keys", "per_query_head", "observed_queries", "reads_text"),
 )
 
@@ -45,8 +45,8 @@ class HardKV(Policy):
         inner: a policy that weighs tokens exactly: exact_topk, lfps, lychee_cluster, sketch, union,
             or a per_head of these. Its budget_tokens say how many candidates it names.
         top_p: share of the attention weights, sinks and recent window included, in (0, 1].
-        max_tokens: the cap, up to which attention is full; None: inner's budget_tokens, which it
-            must not be above.
+        max_tokens: the cap; None: inner's budget_tokens, which it must not be above. Up to where
+            attention is full says inner's dense_until, or the cap does.
 
     Raises:
         ValueError: numbers out of range, or a policy without weights or that hands selections down.

@@ -212,7 +212,7 @@ class PolicyStates:
 
     def serves(self, seq: int, kv_len: int) -> bool:
         """Whether a step of `kv_len` tokens would leave everything where it is."""
-        if not self._has_state or kv_len <= self.policy.budget_tokens:
+        if not self._has_state or kv_len <= self.policy.dense_tokens:
             return True
         arrays = self._known[seq].arrays
         return arrays is not None and kv_len <= arrays.capacity_tokens

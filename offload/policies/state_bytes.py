@@ -29,7 +29,7 @@ class StateBytes:
     def at(self, kv_len: int) -> int:
         """At most so many are in the arrays of a sequence that comes to `kv_len` tokens."""
         policy, store = self._policy, self._store
-        if not (policy.selects and policy.has_state()) or kv_len <= policy.budget_tokens:
+        if not (policy.selects and policy.has_state()) or kv_len <= policy.dense_tokens:
             return 0
         capacity = capacity_for(kv_len)
         if capacity not in self._sizes:

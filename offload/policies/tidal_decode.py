@@ -37,7 +37,7 @@ from offload.policies.exact_topk import ExactTopK
 _SELECT_LAYERS = {(32, 8): (2, 13), (32, 32): (2, 7), (30, 3): (2, 6, 17, 21)}
 # What the runtime asks of a policy object, and is the inner policy's.
 _OF_INNER = (
-    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers"),
+    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until"),
     *("scans_keys", "per_query_head", "observed_queries", "reads_text"),
     *("prepare", "propose", "select", "observe", "append"),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.decode.gpu.placement import HeadPlacement
+from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.models.dtypes import DTYPES
 from offload.policies import Policy
 from offload.policies.full import Full
@@ -70,6 +70,8 @@ class RuntimeConfig:
             raise _unknown("dtype", self.dtype, ["auto", *DTYPES])
         device = checked_device(self.device)
         check_backend(self.backend, device)
+        if device.type == "cuda":
+            check_dense_until(self.policy)
         for name in _COUNTS:
             number = getattr(self, name)
             if number is None and name == "num_threads":

@@ -48,7 +48,7 @@ int64_t propose(PolicyContext* context) {
 
 PolicyFunctions make_policy(bool proposes) {
   PolicyFunctions policy;
-  policy.budget_tokens = 40;
+  policy.budget_tokens = policy.dense_tokens = 40;
   policy.sink_tokens = 2;
   policy.recent_tokens = 6;
   policy.num_arrays = 2;

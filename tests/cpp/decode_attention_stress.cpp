@@ -247,7 +247,7 @@ std::vector<uint8_t> make_roles(int64_t units, bool scans_keys) {
 
 PolicyFunctions make_policy(bool scans_keys, bool per_query_head) {
   PolicyFunctions policy;
-  policy.budget_tokens = 64;
+  policy.budget_tokens = policy.dense_tokens = 64;
   policy.sink_tokens = 4;
   policy.recent_tokens = 8;
   policy.scans_keys = scans_keys;
@@ -391,7 +391,7 @@ void check_null_work(const AttentionShape& shape) {
   WorkerPool pool(2, 30);
   DecodeAttention attention(shape, *scalar_table(), pool);
   PolicyFunctions policy;  // sinks and recent tokens, all in the window
-  policy.budget_tokens = 64;
+  policy.budget_tokens = policy.dense_tokens = 64;
   policy.sink_tokens = 4;
   policy.recent_tokens = 60;
   attention.set_policy(policy);

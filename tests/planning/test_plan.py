@@ -226,6 +226,11 @@ def test_a_second_prompt_that_does_not_fit_is_noted() -> None:
             "lower the policy's dense_layers, the context or the batch size",
         ),
         (
+            {"policy": "exact_topk", "policy_options": {"dense_until": 2048}},
+            ValueError,
+            "dense_until=2048 must be its budget_tokens=1024 where a GPU decodes; leave",
+        ),
+        (
             {"max_memory": {"cpu": 8 * GIB}},
             HostBudgetError,
             r"the KV cache of 1 x 131,072 tokens need 16.00 GiB .* is 8.00 GiB; raise max_memory",

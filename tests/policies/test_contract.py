@@ -21,6 +21,8 @@ SELECTING = [
     for name in available_policies()
     if make_policy(name).selects and make_policy(name).roles(2, 2) is None
 ]
+# Of what is no more than the budget they choose everything.
+TAKES_ALL = ("exact_topk", "hard_kv", "quest", "sketch", "lychee_cluster")
 GROUP_SIZE = 3
 
 
@@ -112,6 +114,33 @@ def test_selection(name, dtype, kv_len, pool):
     expected, expected_lse, _ = reference_of(cache, queries, kv_len, selection[0])
     assert relative_error(out[0], expected) < TOLERANCE[dtype]
     np.testing.assert_allclose(lse[0], expected_lse, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("dense_until", [24, 49, 300])
+def test_dense_until_is_not_the_budget(name, dense_until, pool):
+    """The budget is the cap alone: shorter sequences select, or longer ones are dense."""
+    policy = small(name, dense_until=max(dense_until, small(name).recent_tokens + 16))
+    cache, queries = make_case(torch.float32, 400)
+    for kv_len in (policy.dense_tokens, policy.dense_tokens + 1, policy.dense_tokens + 20):
+        out, _, selection = run(cache, policy, pool, queries, [kv_len])
+        assert any(len(tokens) for tokens in selection[0]) == (kv_len > policy.dense_tokens)
+        if kv_len <= policy.dense_tokens:
+            expected, _, _ = reference_of(cache, queries, kv_len)
+        else:
+            expected, _, _ = reference_of(cache, queries, kv_len, selection[0])
+        assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
+        for tokens in selection[0]:
+            assert len(tokens) <= min(kv_len, policy.budget_tokens)
+            assert (np.diff(tokens) > 0).all()
+            if kv_len <= policy.budget_tokens and policy.name in TAKES_ALL:
+                assert len(tokens) == (kv_len if kv_len > policy.dense_tokens else 0)
+
+
+@pytest.mark.parametrize("wrong", [23, 24.0, True, "all"])
+def test_dense_until_holds_sinks_and_recent_window(wrong):
+    with pytest.raises(ValueError, match=f"dense_until(=| must be an int, got ).*{wrong}"):
+        ExactTopK(budget_tokens=48, sink_tokens=16, recent_tokens=8, dense_until=wrong)
 
 
 @pytest.mark.parametrize("name", SELECTING)

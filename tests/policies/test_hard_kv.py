@@ -123,6 +123,23 @@ def test_all_of_the_attention_is_the_inner_policy(name, pool):
         assert chosen == selected
 
 
+def test_the_cap_is_not_where_attention_is_full(pool):
+    """A share of short sequences, too; and all of those that are longer than the cap."""
+    inner = ExactTopK(**SMALL | {"budget_tokens": 200, "dense_until": 100})
+    for policy, dense in (
+        (HardKV(inner, 0.8, 40), 100),
+        (HardKV(replace(inner, dense_until=None), 0.8, 40), 40),
+        (HardKV(replace(inner, dense_until=180), 0.8), 180),
+    ):
+        assert policy.dense_tokens == dense
+        world = world_of(policy, pool)
+        _, chosen = world.decode(world.random_step(new_rng()))
+        for layer_idx, row, head in heads_of(world):
+            kept = chosen[layer_idx][row * SHAPE.num_kv_heads + head]
+            kv_len = KV_LENS[row] + 1
+            assert 0 < len(kept) <= policy.budget_tokens if kv_len > dense else not kept
+
+
 def test_options():
     policy = make_policy("hard_kv", inner="sketch", top_p=0.9, max_tokens=512, bits=1)
     assert policy == HardKV(Sketch(bits=1), 0.9, 512)

@@ -300,6 +300,13 @@ def test_default_retrieval():
     assert make_policy("per_head", rest="lfps", granularity="query_head").retrieval.name == "full"
 
 
+def test_a_gpu_takes_no_length_but_the_budget_for_dense():
+    places = HeadPlacement(np.full((3, 4), Place.CPU))
+    places.check_policy(per_head(MIXED, retrieval="exact_topk", dense_until=48), 12)
+    with pytest.raises(ValueError, match="dense_until=49 must be its budget_tokens=48 where a GPU"):
+        places.check_policy(per_head(MIXED, retrieval="exact_topk", dense_until=49), 12)
+
+
 def test_heads_on_a_gpu_are_those_that_retrieve():
     for retrieval in ("full", "exact_topk"):
         policy = per_head(MIXED, retrieval=retrieval)

@@ -349,7 +349,7 @@ class _Turns:
     def _of_layer(self, layer_idx: int) -> tuple[list[bool], list[list[int]]]:
         """Whether each unit of the last turn attended to everything, and to what."""
         everything = self._attends_to_all[layer_idx].copy()
-        if self._policy.selects and self._workload.kv_len < self._policy.budget_tokens:
+        if self._policy.selects and self._workload.kv_len < self._policy.dense_tokens:
             everything[:] = True
         return everything.tolist(), self._selections[layer_idx]
 

@@ -96,10 +96,10 @@ def run_latency(
         HostBudgetError: a depth that does not fit.
         ArithmeticError: an output that differs from the reference.
     """
-    budget = max((p.budget_tokens for p in run.policies.values() if p.selects), default=0)
-    if run.depths[0] <= budget:
+    dense = max((p.dense_tokens for p in run.policies.values() if p.selects), default=0)
+    if run.depths[0] <= dense:
         raise ValueError(
-            f"a depth of {run.depths[0]} tokens is within the budget of {budget} tokens, where "
+            f"a depth of {run.depths[0]} tokens is within the budget of {dense} tokens, where "
             "every policy is full attention; raise --n-depth or lower --budget-tokens"
         )
     reader = None if run.model is None else TextReader(run.model)

@@ -188,7 +188,7 @@ def structured_model_cache(
                 )
             for policy, attention in attentions.items():
                 asks = [layer_idx for layer_idx in alike if layer_idx in attention.states.layers]
-                if not asks or kv_len <= policy.budget_tokens:
+                if not asks or kv_len <= policy.dense_tokens:
                     continue
                 members = policy.unit_members(shape.num_layers, shape.num_kv_heads)
                 built: dict[int, State] = {}

@@ -181,9 +181,10 @@ def check_settings(
             f"{settings.text_tokens:,}; give a longer --text, or lower --context or --steps"
         )
     for policy in policies:
-        if policy.selects and policy.budget_tokens >= settings.context:
+        if policy.selects and policy.dense_tokens >= settings.context:
+            option = "budget_tokens" if policy.dense_until is None else "dense_until"
             raise ValueError(
-                f"{policy.name}: budget_tokens={policy.budget_tokens:,} holds the whole context of "
+                f"{policy.name}: {option}={policy.dense_tokens:,} holds the whole context of "
                 f"{settings.context:,} tokens, so nothing is selected; raise --context or lower "
                 "--budget-tokens"
             )

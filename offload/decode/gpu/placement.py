@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy, check_roles
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
+from offload.policies.unit_roles import check_roles
 from offload.system.json_file import read_json
 
 UInt8Array = npt.NDArray[np.uint8]
@@ -123,6 +124,7 @@ class HeadPlacement:
         Raises:
             ValueError: names the layer, the head and the rule.
         """
+        check_dense_until(policy)
         roles = kv_head_roles(policy, self.num_layers, num_qo_heads, self.num_kv_heads)
         if roles is None:
             self._check_full(policy)
@@ -371,6 +373,22 @@ def has_codes(policy: Policy, roles: UInt8Array) -> BoolArray:
         return np.zeros(roles.shape, np.bool_)
     coded: BoolArray = codes.heads & (roles == SELECT)
     return coded
+
+
+def check_dense_until(policy: Policy) -> None:
+    """Refuse, where a GPU decodes, a policy that is dense up to anything but its budget.
+
+    What a GPU lists has room for the budget, and its kernels take shorter rows to be dense.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    if policy.selects and policy.dense_tokens != policy.budget_tokens:
+        raise ValueError(
+            f"policy {policy.name!r}: dense_until={policy.dense_tokens} must be its budget_tokens="
+            f"{policy.budget_tokens} where a GPU decodes; leave dense_until out, or decode on the "
+            "CPU"
+        )
 
 
 def may_be_gathered(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArray:

@@ -59,7 +59,10 @@ logger = logging.getLogger(__name__)
 _REST, _RETRIEVAL = 0, 1  # of `members`
 _NAMES = ("rest", "retrieval")  # of their arrays
 # Options that hold for all heads: the runtime's share of the budget, and what a unit is.
-_SHARED = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "per_query_head")
+_SHARED = (
+    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until"),
+    "per_query_head",
+)
 
 
 @dataclass(frozen=True)
@@ -359,7 +362,7 @@ def _joined(states: dict[int, State]) -> State:
 
 
 def _shared(policy: Policy) -> dict[str, Any]:
-    return {name: getattr(policy, name) for name in _SHARED[:4]}
+    return {name: getattr(policy, name) for name in _SHARED[:-1]}
 
 
 def _default_retrieval(rest: Policy) -> Policy:

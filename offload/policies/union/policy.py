@@ -31,7 +31,7 @@ from offload.policies.union.layout import FOUND, NAMES, UnionArrays, UnionNumber
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SAME = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers")
+_SAME = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from perf.plots import (
 )
 from perf.results_file import ROOT, read_results
 from perf.tables import (
+    calibration_tables,
     gpu_tables,
     hard_kv_tables,
     latency_tables,
@@ -91,6 +92,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "lychee-cluster-pooling": (LYCHEE_CLUSTER, lychee_cluster_tables.pooling_table),
     "lychee-cluster-stability": (LYCHEE_CLUSTER, lychee_cluster_tables.stability_table),
     "niah": ("niah", selection_tables.niah_table),
+    "paper-calibration": ("paper-calibration", calibration_tables.calibration_table),
+    "paper-calibration-steps": ("paper-calibration", calibration_tables.steps_table),
     "paper-hard-kv": ("paper-hard-kv", hard_kv_tables.hard_kv_table),
     "paper-lychee-decode-roles": (
         "paper-lychee-decode-roles",

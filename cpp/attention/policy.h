@@ -63,6 +63,11 @@ struct PolicyContext {
   void (*load_keys)(const PolicyContext*, int64_t first, int64_t n, float* out);
   void (*store_rows)(const PolicyContext*, const float* x, int64_t n, void* out);
   int64_t (*filter_at_least)(const PolicyContext*, const float* x, int64_t n, float threshold, int32_t* positions);
+  // What select ranked, for a policy that is asked through another one: where it ranks blocks of tokens, a score of
+  // each and where they begin, and behind the last one where that ends. Later tokens were chosen whatever they are.
+  const float* block_scores;    // [num_blocks]
+  const int32_t* block_starts;  // [num_blocks + 1]
+  int64_t num_blocks;
   // For the primitives only.
   const void* kernels;
   int64_t dtype;

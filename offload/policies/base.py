@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -46,6 +46,9 @@ REUSE = 3  # attends to what the same unit of a layer above last published in th
 NO_MEMBER = 255  # of `Policy.unit_members`
 
 
+# Of `Policy.scores`: exact attention weights of all tokens; those of its candidates, as a share of
+# theirs; bounds of blocks of tokens (`offload.policies.blocks`).
+Scores = Literal["exact", "candidates", "page bound"]
 # A policy's own arrays of one layer of one sequence, by the names of its `state_layout`.
 State = dict[str, "npt.NDArray[Any]"]
 # What `Policy.build_on_device` returns: called once, after the device has done what was queued.
@@ -193,6 +196,13 @@ class Policy:
     def from_options(cls, **options: Any) -> Policy:
         """The policy with these options; policies made of others also take those' options."""
         return cls(**options)
+
+    @property
+    def scores(self) -> Scores | None:
+        """What it ranks by, for wrappers that budget it; None: nothing that can be budgeted."""
+        if self.scans_keys:
+            return "exact"
+        return "candidates" if self.propose is not None else None
 
     @property
     def dense_tokens(self) -> int:

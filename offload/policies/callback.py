@@ -58,6 +58,9 @@ CONTEXT_DTYPE = np.dtype(
         ("load_keys", np.int64),
         ("store_rows", np.int64),
         ("filter_at_least", np.int64),
+        ("block_scores", np.int64),
+        ("block_starts", np.int64),
+        ("num_blocks", np.int64),
     ]
 )
 CACHE_LINE = 64

@@ -8,10 +8,11 @@ head's query heads share one selection: p is of their attention together, and be
 them keeps at least half of its own.
 
 Any policy that weighs candidates exactly says which tokens there are; the cut is the runtime's
-(cpp/attention/top_mass.cpp), after the policy's own choice. Of the paper's this is the budget: its
-scores need no calibration, because they are attention weights, of the candidates instead of all
-tokens. What lies outside them is not estimated: a policy whose candidates hold less than all of
-the attention keeps less than p of it (docs/policies.md has how much). Plans predict the cap.
+(cpp/attention/top_mass.cpp), after the policy's own choice. These scores need no calibration,
+because they are attention weights, of the candidates instead of all tokens. What lies outside them
+is not estimated: a policy whose candidates hold less than all of the attention keeps less than p of
+it (docs/policies.md has how much). Scores that are no weights, Quest's bounds, are calibrated
+(`logits_calibration`), and the cut is `block_share`'s. Plans predict the cap.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy.typing as npt
 
 from offload.policies.base import DeviceCodes, Policy, State
+from offload.policies.block_share import BlockShare
+from offload.policies.blocks import BlockPolicy
+from offload.policies.logits_calibration import CALIBRATE, Calibrate
 from offload.policies.per_head import PerHead
 
 if TYPE_CHECKING:
@@ -43,35 +47,47 @@ class HardKV(Policy):
 
     Args:
         inner: a policy that weighs tokens exactly: exact_topk, lfps, lychee_cluster, sketch, union,
-            or a per_head of these. Its budget_tokens say how many candidates it names.
+            or a per_head of these, whose budget_tokens say how many candidates it names; or quest.
         top_p: share of the attention weights, sinks and recent window included, in (0, 1].
         max_tokens: the cap; None: inner's budget_tokens, which it must not be above. Up to where
             attention is full says inner's dense_until, or the cap does.
+        calibrate: over quest, what temperatures are solved for; see `logits_calibration`.
 
     Raises:
-        ValueError: numbers out of range, or a policy without weights or that hands selections down.
+        ValueError: numbers out of range, or a policy that scores nothing that can be budgeted
+            (`Policy.scores`) or that hands selections down.
     """
 
     name: ClassVar[str] = "hard_kv"
+    _share: ClassVar[BlockShare | None] = None  # over a policy that ranks blocks
 
     inner: Policy = field(default_factory=PerHead)
     top_p: float = 0.95
     max_tokens: int | None = None
+    calibrate: Calibrate = "mass"
 
     def __post_init__(self) -> None:
         _check_inner(self.inner)
         is_number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
         if not is_number or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be a number in (0, 1], got {self.top_p!r}")
+        if self.calibrate not in CALIBRATE:
+            given = " or ".join(map(repr, CALIBRATE))
+            raise ValueError(f"calibrate must be {given}, got {self.calibrate!r}")
         for name in _OF_INNER:
             object.__setattr__(self, name, getattr(self.inner, name))
-        object.__setattr__(self, "selection_top_p", float(self.top_p))
         if self.max_tokens is not None:
             object.__setattr__(self, "budget_tokens", self._checked_cap(self.max_tokens))
+        object.__setattr__(self, "selection_top_p", float(self.top_p))
+        ranked = self.inner.selecting
+        if isinstance(ranked, BlockPolicy) and self.top_p < 1:
+            share = BlockShare(ranked, float(self.top_p), self.budget_tokens, self.calibrate)
+            object.__setattr__(self, "observed_queries", share.observed_queries)
+            object.__setattr__(self, "_share", share)
 
     @classmethod
     def option_names(cls) -> list[str]:
-        """inner, top_p and max_tokens, and the options of any inner policy."""
+        """Its own, and the options of any inner policy."""
         names = [option.name for option in fields(cls)]
         return [*names, *(x for x in PerHead.option_names() if x not in names)]
 
@@ -81,20 +97,21 @@ class HardKV(Policy):
         inner: str | Policy = "auto",
         top_p: float = 0.95,
         max_tokens: int | None = None,
+        calibrate: Calibrate = "mass",
         **options: Any,
     ) -> HardKV:
         """From what a user writes: inner="sketch"; the rest is for `inner`."""
         from offload.policies.registry import make_policy
 
-        return cls(make_policy(inner, **options), top_p, max_tokens)
+        return cls(make_policy(inner, **options), top_p, max_tokens, calibrate)
 
     @property
     def selecting(self) -> Policy:
-        return self.inner.selecting
+        return self.inner.selecting if self._share is None else self._share
 
     @property
     def members(self) -> tuple[Policy, ...]:
-        return self.inner.members
+        return self.inner.members if self._share is None else (self._share,)
 
     def unit_members(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8] | None:
         return self.inner.unit_members(num_layers, num_units)
@@ -153,14 +170,16 @@ class HardKV(Policy):
 def _check_inner(inner: Policy) -> None:
     if not isinstance(inner, Policy):
         raise ValueError(f"hard_kv: inner must be a policy, got {inner!r}")
-    give = "give exact_topk, sketch, lfps, lychee_cluster, union, or a per_head of these"
+    give = "give exact_topk, sketch, lfps, lychee_cluster, union, or a per_head of these, or quest"
     selects_everywhere = isinstance(inner, PerHead) or type(inner).roles is Policy.roles
     if isinstance(inner, HardKV) or inner.shares_selection or not selects_everywhere:
         raise ValueError(
             f"hard_kv: inner must select for each head in every layer, which {inner.name} does "
             f"not; {give}"
         )
-    if not inner.selects or not all(x.scans_keys or x.propose for x in inner.members):
+    ranks = isinstance(inner.selecting, BlockPolicy)
+    weighs = all(x.scores in ("exact", "candidates") for x in inner.members)
+    if not inner.selects or not (weighs or ranks):
         raise ValueError(
             f"hard_kv cuts selections by attention weights, which {inner.name} has none of, or "
             f"not for all heads; {give}"

@@ -90,6 +90,28 @@ def score_bounds(pointer: Any, ctx: Any, state: Any, sizes: Any, num_runs: Any) 
     return scores_at
 
 
+def past_scores(arrays: State, queries: Tensor, sm_scale: float, num_runs: int) -> Tensor:
+    """What `score_bounds` gives queries [num_qo_heads, n, head_dim], before a step: float32
+    [num_kv_heads, n, num_runs].
+    """
+    bounds = arrays["bounds"][:, :, :num_runs]
+    rows = torch.from_numpy(bounds.view(np.int16) if bounds.dtype == np.uint16 else bounds)
+    rows = (rows.view(torch.bfloat16) if bounds.dtype == np.uint16 else rows).float()
+    num_kv_heads, parts, _, width = rows.shape
+    n = queries.shape[1]
+    groups = queries.float().reshape(num_kv_heads, -1, n, queries.shape[2])
+    split = torch.cat([groups.clamp(min=0.0).sum(1), groups.clamp(max=0.0).sum(1)], dim=-1)
+    split = split.view(num_kv_heads, n, parts, width).transpose(1, 2)
+    scores: Tensor = sm_scale * (split @ rows.transpose(2, 3)).sum(1)
+    return scores
+
+
+@numba.njit(cache=True)
+def hand_over(ctx: Any, scores_at: Any, starts_at: Any, num_runs: Any) -> None:
+    """Leave in the context what was ranked, as `offload.policies.blocks` says."""
+    ctx.block_scores, ctx.block_starts, ctx.num_blocks = scores_at, starts_at, num_runs
+
+
 @numba.njit(cache=True)
 def store_bounds(
     pointer: Any, ctx: Any, state: Any, sizes: Any, run: Any, first: Any, length: Any, longest: Any

@@ -27,7 +27,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import BuildContext, DeviceBuild, Policy, SparsePolicy, State, StateShape
+from offload.policies.base import BuildContext, DeviceBuild, Policy, State, StateShape
+from offload.policies.blocks import BlockPolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -44,6 +45,8 @@ from offload.policies.key_bounds import (
     bounds_arrays,
     bounds_bytes,
     bounds_of,
+    hand_over,
+    past_scores,
     score_bounds,
     store_bounds,
     take_last,
@@ -54,6 +57,7 @@ from offload.policies.quest_chunks import ChunkedQuest
 STATE = StateLayout(
     **BOUNDS,
     pages=np.int32,  # [num_kv_heads] that have bounds
+    starts=np.int32,  # [max_runs + 1]: first tokens of pages
     sizes=np.int32,  # SIZES
 )
 SIZES = ("page_tokens", *BOUNDS_SIZES)
@@ -111,6 +115,7 @@ def select(pointer: Any) -> int:
     count: int = 0
     if budget > 0 and num_pages > 0:
         scores_at = score_bounds(pointer, ctx, state, sizes, num_pages)
+        hand_over(ctx, scores_at, state.starts, num_pages)
         pages_at = offset_floats(state.chosen, ctx.kv_head * sizes.max_runs)
         wanted = min((budget + page_tokens - 1) // page_tokens, num_pages)
         chosen = top_k(pointer, ctx.top_k, scores_at, num_pages, wanted, pages_at)
@@ -147,7 +152,7 @@ def append(pointer: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Quest(SparsePolicy):
+class Quest(BlockPolicy):
     """The pages whose bound on the group's summed scores is largest, up to `budget_tokens`.
 
     The last page is cut where the budget ends. Tokens after the last complete page are always
@@ -221,12 +226,20 @@ class Quest(SparsePolicy):
         """All arrays, for these bounds [num_kv_heads, parts, num_pages, width] and more."""
         max_pages = max(1, bounds.shape[2], self._pages_of(capacity_tokens))
         arrays = bounds_arrays(bounds, max_pages, self.page_tokens, [self.page_tokens])
-        return arrays | {"pages": pages}
+        starts = self.sink_tokens + self.page_tokens * np.arange(max_pages + 1, dtype=np.int32)
+        return arrays | {"pages": pages, "starts": starts}
 
     def state_bytes(self, shape: StateShape) -> int:
         max_pages = max(1, self._pages_of(shape.capacity_tokens))
         shared = bounds_bytes(shape, max_pages, self.page_tokens)
-        return shared + 4 * shape.num_kv_heads + 4 * len(SIZES)
+        return shared + 4 * shape.num_kv_heads + 4 * (max_pages + 1) + 4 * len(SIZES)
+
+    def block_scores(
+        self, arrays: State, queries: Tensor, sm_scale: float
+    ) -> tuple[Tensor, npt.NDArray[np.int32]]:
+        num_pages = int(arrays["pages"][0])
+        scores = past_scores(arrays, queries, sm_scale, num_pages)
+        return scores, arrays["starts"][: num_pages + 1]
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""

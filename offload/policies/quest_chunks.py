@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.policies.base import BuildContext, SparsePolicy, State, StateShape
+from offload.policies.base import BuildContext, State, StateShape
+from offload.policies.blocks import BlockPolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -33,6 +34,8 @@ from offload.policies.key_bounds import (
     bounds_arrays,
     bounds_bytes,
     bounds_of,
+    hand_over,
+    past_scores,
     score_bounds,
     store_bounds,
     take_last,
@@ -112,6 +115,8 @@ def select(pointer: Any) -> int:
     count: int = 0
     if budget > 0 and num_chunks > 0:
         scores_at = score_bounds(pointer, ctx, state, sizes, num_chunks)
+        starts_at = offset_floats(state.starts, ctx.kv_head * (sizes.max_runs + 1))
+        hand_over(ctx, scores_at, starts_at, num_chunks)
         chosen_at = offset_floats(state.chosen, ctx.kv_head * sizes.max_runs)
         # All but the last chunk have min_tokens.
         wanted = min(budget // sizes.min_tokens + 2, num_chunks)
@@ -146,7 +151,7 @@ def append(pointer: Any) -> None:
 
 
 @dataclass(frozen=True)
-class ChunkedQuest(SparsePolicy):
+class ChunkedQuest(BlockPolicy):
     """What `Quest` with chunks=True asks; its options are Quest's."""
 
     name: ClassVar[str] = "quest"
@@ -205,6 +210,13 @@ class ChunkedQuest(SparsePolicy):
         max_chunks = self._max_chunks(shape.capacity_tokens)
         shared = bounds_bytes(shape, max_chunks, self.max_tokens)
         return shared + 4 * shape.num_kv_heads * (max_chunks + 2) + 4 * len(SIZES)
+
+    def block_scores(
+        self, arrays: State, queries: torch.Tensor, sm_scale: float
+    ) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+        num_chunks = int(arrays["chunks"][0])
+        scores = past_scores(arrays, queries, sm_scale, num_chunks)
+        return scores, arrays["starts"][0, : num_chunks + 1]
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""

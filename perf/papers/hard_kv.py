@@ -8,7 +8,7 @@ attention, KL and perplexity against full attention's on the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -73,13 +73,21 @@ def main() -> None:
 
 
 def measured(
-    model: SharedModel, tokens: list[int], length: int, sample_every: int
+    model: SharedModel,
+    tokens: list[int],
+    length: int,
+    sample_every: int,
+    policies: Iterable[int] | None = None,
 ) -> Iterator[Row]:
-    """A row of each policy: the first `length` tokens are read, the others decoded."""
+    """A row of each policy: the first `length` tokens are read, the others decoded.
+
+    Args:
+        policies: of the model's, full attention first; default: all.
+    """
     following = tokens[length:]
     full: torch.Tensor | None = None
     with model.read(tokens[:length]) as prompt:
-        for index in range(len(model.runtimes)):
+        for index in range(len(model.runtimes)) if policies is None else policies:
             row, logits = observe_text(
                 model, index, prompt, following[:-1], sample_every=sample_every
             )

@@ -32,7 +32,8 @@ def hard_kv_table(result: dict[str, Any]) -> str:
         texts = {(row["text"], row["window"]) for row in of_length}
         lines = [_line(x) for x in _means(of_length) if x["inner"] != "full"]
         for line in lines:
-            fixed = [x for x in lines if x["inner"] == line["inner"] and "top_p" not in x]
+            inner = line["inner"].split(",")[0]  # behind it is how it was calibrated
+            fixed = [x for x in lines if x["inner"] == inner and "top_p" not in x]
             for name, measure in (("by_error", "output_error"), ("by_kl", "kl")):
                 line[name] = _ratio(line, fixed, measure) if "top_p" in line else ""
         kinds = sorted({text for text, _ in texts})

@@ -162,7 +162,7 @@ def test_options():
 
 
 def test_policies_that_weigh_nothing_or_hand_down_are_refused():
-    for policy in (Quest(), StreamingLLM(), Full(), PerHead(rest=Quest(sink_tokens=16))):
+    for policy in (StreamingLLM(), Full(), PerHead(rest=Quest(sink_tokens=16))):
         with pytest.raises(ValueError, match=f"attention weights, which {policy.name} has none of"):
             HardKV(policy)
     for policy in (TidalDecode(), LycheeDecode(), HardKV(Sketch())):

@@ -1,0 +1,280 @@
+"""Of the blocks that another policy ranks, those that hold a share: `hard_kv` over page bounds.
+
+What the policy selects is cut to its first blocks that hold a share of the softmax of all blocks'
+scores, each counting for its tokens, at the temperature that its KV head got when the state was
+built (`logits_calibration`). Tokens behind the last block stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offload.policies.base import BuildContext, Policy, State, StateShape
+from offload.policies.blocks import BlockPolicy
+from offload.policies.callback import (
+    Callback,
+    ask_callback,
+    callback,
+    offset_floats,
+    read_context,
+    run_callback,
+    view_float32,
+    view_float64,
+    view_int32,
+)
+from offload.policies.layouts import NumberLayout, StateLayout
+from offload.policies.logits_calibration import (
+    WINDOW_QUERIES,
+    Blocks,
+    Calibrate,
+    inverse_temperatures,
+    needed_tokens,
+    share_of,
+)
+from offload.policies.members import joined, of_member
+
+OWN = StateLayout(
+    betas=np.float64,  # [num_kv_heads], 1 / temperature; 0: nothing is cut
+    # Scratch of each KV head, with room for all that may be chosen: blocks, and their masses.
+    room=np.int64,  # [1]
+    blocks=np.int32,
+    masses=np.float32,
+)
+NUMBERS = NumberLayout("select_address", "append_address", "share")
+read_own, read_numbers = OWN.read, NUMBERS.read
+_ARRAYS, _NUMBERS = len(OWN), 3
+_ROUNDS = 40  # of bisection: scores are float32
+_INNER = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
+
+
+@numba.njit(cache=True)
+def cut_to_share(
+    indices: Any, scores: Any, starts: Any, last: Any, beta: Any, share: Any, blocks: Any, mass: Any
+) -> Any:
+    """Keep of ascending tokens, which are those of the highest scores, the first blocks that hold
+    a share of all; blocks of equal scores stay or go together.
+
+    Args:
+        indices: tokens; those behind the last block stay.
+        scores, starts: [num_blocks], [num_blocks + 1].
+        last: no token from here on was there to choose.
+        blocks, mass: scratch, as long as `indices`.
+
+    Returns:
+        how many are kept, at the beginning of `indices`.
+    """
+    num_blocks = len(scores)
+    top = scores[0]
+    for b in range(num_blocks):
+        top = max(top, scores[b])
+    wanted = 0.0
+    for b in range(num_blocks):
+        wanted += (min(starts[b + 1], last) - starts[b]) * np.exp(beta * (scores[b] - top))
+    wanted *= share
+    chosen = 0
+    block = 0
+    held = 0.0
+    low = top
+    for token in indices:
+        if token >= starts[num_blocks]:
+            break
+        while starts[block + 1] <= token:
+            block += 1
+        if chosen == 0 or blocks[chosen - 1] != block:
+            blocks[chosen] = block
+            mass[chosen] = 0.0
+            chosen += 1
+        weight = np.exp(beta * (scores[block] - top))
+        mass[chosen - 1] += weight
+        held += weight
+        low = min(low, scores[block])
+    if not held > wanted:
+        return len(indices)
+    # The highest threshold above which enough is held.
+    least, most = np.float64(low), np.float64(top)
+    for _ in range(_ROUNDS):
+        middle = 0.5 * (least + most)
+        above = 0.0
+        for i in range(chosen):
+            if scores[blocks[i]] >= middle:
+                above += mass[i]
+        if above >= wanted:
+            least = middle
+        else:
+            most = middle
+    above = 0.0
+    for i in range(chosen):
+        if scores[blocks[i]] >= most:
+            above += mass[i]
+    if above >= wanted:
+        least = most
+    count = 0
+    block = 0
+    for token in indices:
+        while block < num_blocks and starts[block + 1] <= token:
+            block += 1
+        if block == num_blocks or scores[block] >= least:
+            indices[count] = token
+            count += 1
+    return count
+
+
+@callback
+def select(pointer: Any) -> int:
+    ctx = read_context(pointer)
+    arrays, numbers = ctx.arrays, ctx.parameters
+    state, own = read_own(arrays), read_numbers(numbers)
+    ctx.arrays, ctx.parameters = arrays + 8 * _ARRAYS, numbers + 8 * _NUMBERS
+    count: int = ask_callback(pointer, np.int64(own.select_address))
+    ctx.arrays, ctx.parameters = arrays, numbers
+    beta = view_float64(state.betas, ctx.kv_head + 1)[ctx.kv_head]
+    num_blocks = ctx.num_blocks
+    if count <= 0 or num_blocks <= 0 or not beta > 0.0:
+        return count
+    at = ctx.kv_head * view_int32(state.room, 1)[0]
+    kept: int = cut_to_share(
+        view_int32(ctx.indices, count),
+        view_float32(ctx.block_scores, num_blocks),
+        view_int32(ctx.block_starts, num_blocks + 1),
+        ctx.last,
+        beta,
+        own.share,
+        view_int32(offset_floats(state.blocks, at), count),
+        view_float32(offset_floats(state.masses, at), count),
+    )
+    return kept
+
+
+@callback
+def append(pointer: Any) -> None:
+    ctx = read_context(pointer)
+    arrays, numbers = ctx.arrays, ctx.parameters
+    own = read_numbers(numbers)
+    ctx.arrays, ctx.parameters = arrays + 8 * _ARRAYS, numbers + 8 * _NUMBERS
+    run_callback(pointer, np.int64(own.append_address))
+    ctx.arrays, ctx.parameters = arrays, numbers
+
+
+def past_blocks(
+    policy: BlockPolicy, arrays: State, queries: Tensor, kv_len: int, sm_scale: float
+) -> Blocks:
+    """How `policy` would have ranked blocks for queries [num_qo_heads, n, head_dim] of the last n
+    of `kv_len` tokens, each of which saw the whole blocks of its time.
+    """
+    scores, starts = policy.block_scores(arrays, queries, sm_scale)
+    newest = torch.arange(kv_len - queries.shape[1], kv_len)[:, None]
+    begins, ends = (torch.from_numpy(x).long() for x in (starts[:-1], starts[1:]))
+    tokens = (ends.minimum(newest + 1 - policy.recent_tokens) - begins).clamp(min=0)
+    return Blocks(scores, tokens * (ends <= newest + 1), torch.from_numpy(starts).long())
+
+
+class _Arrays(StateLayout):
+    """Its own, then those of the policy that ranks."""
+
+    def __init__(self, inner: StateLayout) -> None:
+        self._inner = inner
+
+    def __len__(self) -> int:
+        return len(OWN) + len(self._inner)
+
+    def addresses(self, state: Mapping[str, npt.NDArray[Any]]) -> list[int]:
+        return OWN.addresses(_own(dict(state))) + self._inner.addresses(of_member(state, "inner"))
+
+
+class _Numbers(NumberLayout):
+    """What its callbacks call, then the numbers of the policy that ranks."""
+
+    def __init__(self) -> None:
+        """Nothing reads them by these names but `NUMBERS`."""
+
+    def values(self, policy: Any) -> list[float]:
+        inner = policy.inner
+        of_inner = [] if inner.number_layout is None else inner.number_layout.values(inner)
+        return [*map(float, (inner.select.address, inner.append.address, policy.share)), *of_inner]
+
+
+@dataclass(frozen=True)
+class BlockShare(Policy):
+    """What `HardKV` asks over a policy that ranks blocks, in its place.
+
+    Args:
+        top_p: of the attention, see `HardKV`.
+        budget_tokens: the cap.
+        calibrate: as of `HardKV`.
+    """
+
+    name: ClassVar[str] = "block_share"
+    observed_queries: ClassVar[int] = WINDOW_QUERIES
+    select: ClassVar[Callback | None] = select
+    append: ClassVar[Callback | None] = append
+    number_layout: ClassVar[NumberLayout | None] = _Numbers()
+
+    inner: BlockPolicy
+    top_p: float
+    budget_tokens: int
+    calibrate: Calibrate
+
+    def __post_init__(self) -> None:
+        inner = self.inner
+        assert inner.state_layout is not None
+        assert inner.observe is None
+        assert inner.prepare is None
+        for name in _INNER[1:]:
+            object.__setattr__(self, name, getattr(inner, name))
+        object.__setattr__(self, "reads_text", inner.reads_text)
+        object.__setattr__(self, "state_layout", _Arrays(inner.state_layout))
+
+    @property
+    def share(self) -> float:
+        """Of the calibrated softmax, that is selected."""
+        return share_of(self.calibrate, self.top_p)
+
+    def build(self, context: BuildContext) -> State:
+        """The arrays of `inner`, and temperatures from the queries that were kept."""
+        arrays, inner = self.inner.build(context), self.inner
+        num_kv_heads, kv_len, _ = context.keys.shape
+        queries = context.queries
+        room = self.budget_tokens - inner.sink_tokens - inner.recent_tokens
+        blocks = past_blocks(inner, arrays, queries, kv_len, context.sm_scale)
+        needed = needed_tokens(
+            context.keys,
+            queries,
+            None if self.calibrate == "tokens" else blocks,
+            sm_scale=context.sm_scale,
+            sink_tokens=inner.sink_tokens,
+            recent_tokens=inner.recent_tokens,
+            top_p=self.top_p,
+        )
+        betas = inverse_temperatures(blocks, needed, room, self.share)
+        own = {
+            "betas": betas.numpy(),
+            "room": np.array([self.budget_tokens]),
+            "blocks": np.zeros((num_kv_heads, self.budget_tokens), np.int32),
+            "masses": np.zeros((num_kv_heads, self.budget_tokens), np.float32),
+        }
+        return own | joined({"inner": arrays})
+
+    def state_bytes(self, shape: StateShape) -> int:
+        return self.inner.state_bytes(shape) + 8 + shape.num_kv_heads * 8 * (1 + self.budget_tokens)
+
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+        grown = self.inner.grow(layer_idx, of_member(arrays, "inner"), capacity_tokens)
+        return _own(arrays) | joined({"inner": grown})
+
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        return self.inner.truncate(layer_idx, of_member(arrays, "inner"), kv_len)
+
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        return self.inner.rewind(layer_idx, of_member(arrays, "inner"), kv_len)
+
+
+def _own(arrays: State) -> State:
+    return {name: x for name, x in arrays.items() if "." not in name}

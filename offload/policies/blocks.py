@@ -1,0 +1,44 @@
+"""Policies that rank blocks of tokens by something that is not their attention.
+
+Such a policy says so (`scores`), and hands over what it ranks by: in a step `select` leaves
+`block_scores`, `block_starts` and `num_blocks` in its context; for queries of the past
+`BlockPolicy.block_scores` gives the same. So a wrapper can budget what it selects
+(`offload.policies.block_share`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.policies.base import Scores, SparsePolicy, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BlockPolicy(SparsePolicy):
+    """Of blocks with higher scores it selects all tokens before any of those with lower ones."""
+
+    @property
+    def scores(self) -> Scores:
+        return "page bound"
+
+    @abstractmethod
+    def block_scores(
+        self, arrays: State, queries: Tensor, sm_scale: float
+    ) -> tuple[Tensor, npt.NDArray[np.int32]]:
+        """Of all blocks of `build`'s arrays, what `select` would rank them by.
+
+        Args:
+            queries: [num_qo_heads, n, head_dim].
+
+        Returns:
+            float32 [num_kv_heads, n, num_blocks], and [num_blocks + 1] where blocks begin, and the
+            last one ends.
+        """

@@ -1,0 +1,153 @@
+"""Temperatures at which scores of blocks count as attention: HARD-KV's logits calibration.
+
+Source: Zeng et al., HARD-KV (arXiv 2606.28831), Problem 1 and Constraint 1: of each head a
+temperature at which the metric's own top-N holds a given probability, N being what true attention
+needs for p; dividing by a temperature keeps the order. N is rounded up to blocks, which share a
+score.
+
+One number per KV head of a layer is solved for, by bisection, for all queries of a window together:
+the blocks that it selects for them have as many tokens as they need in all. What they need is a
+choice (`Calibrate`). In the paper it is what exact attention takes for p, "tokens". Where a metric
+finds less than that, as bounds do, fewer weights are kept where more tokens were needed; "mass" is
+what its own order takes until p of true attention is held. docs/policies.md has how they compare.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+# Tokens that a head's temperature is solved for: as many as its blocks need, in their order, or as
+# many as exact top-p takes.
+Calibrate = Literal["mass", "tokens"]
+CALIBRATE: tuple[Calibrate, ...] = get_args(Calibrate)
+WINDOW_QUERIES = 64
+# The probability that the metric's top-N shall hold under "tokens". Any selects as many tokens in
+# the window; after it a small one does better: the tail of bounds is long and says little.
+SHARE_OF_TOKENS = 0.35
+LEAST_OF_HEAD = 0.5  # of its attention, a query head keeps: as cpp/attention cuts by weights
+_COLDEST, _HOTTEST = 4.0, -8.0  # log(1 / temperature)
+_ROUNDS = 24  # of bisection: to 1e-6 of that
+
+
+def share_of(calibrate: Calibrate, top_p: float) -> float:
+    """Of the calibrated softmax, that is selected.
+
+    Under "mass" it is p, as in the paper: many heads need most of the tokens in the order of their
+    bounds, which a smaller share would not reach.
+    """
+    return top_p if calibrate == "mass" else SHARE_OF_TOKENS
+
+
+class Blocks(NamedTuple):
+    """How a policy ranks blocks of tokens for past queries.
+
+    Attributes:
+        scores: [num_kv_heads, n, num_blocks].
+        tokens: [n, num_blocks], of a block that a query may select.
+        starts: [num_blocks + 1], where blocks begin and the last one ends.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    starts: Tensor
+
+    def ranked(self) -> tuple[Tensor, Tensor]:
+        """Scores in descending order, blocks without tokens last, and which blocks those are."""
+        return self.scores.masked_fill(self.tokens == 0, -torch.inf).sort(-1, descending=True)
+
+
+def needed_tokens(
+    keys: Tensor,
+    queries: Tensor,
+    blocks: Blocks | None = None,
+    *,
+    sm_scale: float,
+    sink_tokens: int,
+    recent_tokens: int,
+    top_p: float,
+) -> Tensor:
+    """How many tokens beside sinks and recent window have top_p of past queries' attention.
+
+    Args:
+        keys: [num_kv_heads, kv_len, head_dim].
+        queries: [num_qo_heads, n, head_dim] of the last n tokens, oldest first.
+        blocks: are taken in their order, each as a whole; None: the heaviest tokens are taken.
+
+    Returns:
+        float32 [num_kv_heads, n].
+    """
+    num_kv_heads, kv_len, _ = keys.shape
+    group_size, n = len(queries) // num_kv_heads, queries.shape[1]
+    positions, newest = torch.arange(kv_len), torch.arange(kv_len - n, kv_len)[:, None]
+    in_window = (positions < sink_tokens) | (positions > newest - recent_tokens)  # [n, kv_len]
+    mass = max(top_p * group_size, group_size - LEAST_OF_HEAD)
+    needed = torch.empty(num_kv_heads, n)
+    order = None if blocks is None else blocks.ranked()[1]
+    for head, of_head in enumerate(queries.reshape(num_kv_heads, group_size, n, -1)):
+        logits = sm_scale * of_head.float() @ keys[head].float().T
+        weights = logits.masked_fill_(positions > newest, -torch.inf).softmax(-1).sum(0)
+        held = weights.masked_fill(in_window, 0.0)
+        always = weights.sum(-1, keepdim=True) - held.sum(-1, keepdim=True)
+        if blocks is None or order is None:
+            held = held.sort(-1, descending=True).values
+            sizes = (held > 0.0).long()
+        else:
+            block = torch.bucketize(positions, blocks.starts[1:], right=True)
+            num_blocks = blocks.scores.shape[2]
+            held = torch.zeros(n, num_blocks + 1).index_add_(1, block, held)[:, :num_blocks]
+            held, sizes = (x.gather(-1, order[head]) for x in (held, blocks.tokens))
+        before = always + held.double().cumsum(-1) - held
+        needed[head] = (sizes * (before < mass)).sum(-1)
+    return needed
+
+
+def selected_tokens(ranked: Tensor, tokens: Tensor, beta: Tensor, share: float) -> Tensor:
+    """How many tokens the first blocks have that hold a share of the calibrated softmax.
+
+    Args:
+        ranked: [heads, n, num_blocks] scores, descending.
+        tokens: of these blocks.
+        beta: [heads], 1 / temperature.
+
+    Returns:
+        [heads, n].
+    """
+    masses = tokens * torch.exp(beta[:, None, None] * (ranked - ranked[..., :1]).clamp(min=-1e30))
+    before = masses.cumsum(-1) - masses
+    return (tokens * (before < share * masses.sum(-1, keepdim=True))).sum(-1)
+
+
+def inverse_temperatures(blocks: Blocks, needed: Tensor, room: int, share: float) -> Tensor:
+    """Of each head the largest 1 / temperature that selects what is needed in all.
+
+    Args:
+        needed: tokens [num_kv_heads, n].
+        room: a selection has no more tokens.
+
+    Returns:
+        float64 [heads]; 0 where the flattest softmax selects too few, where scores are not finite,
+        or without queries: nothing says how much to leave out there.
+    """
+    scores = blocks.scores
+    num_heads = len(scores)
+    found = torch.zeros(num_heads, dtype=torch.float64)
+    if not scores.numel():
+        return found
+    ranked, order = blocks.ranked()
+    ordered = blocks.tokens.float().expand_as(scores).gather(-1, order)
+    wanted = needed.clamp(max=room).sum(-1)
+
+    def enough(logs: Tensor) -> Tensor:
+        counts = selected_tokens(ranked, ordered, logs.exp(), share)
+        return counts.clamp(max=room).sum(-1) >= wanted
+
+    low, high = (torch.full((num_heads,), x) for x in (_HOTTEST, _COLDEST))
+    solved = enough(low) & scores.isfinite().all(-1).all(-1)
+    for _ in range(_ROUNDS):
+        middle = (low + high) / 2
+        is_enough = enough(middle)
+        low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle)
+    return torch.where(solved, low.double().exp(), found)

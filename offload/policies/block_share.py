@@ -81,7 +81,7 @@ def cut_to_share(
     wanted *= share
     chosen = 0
     block = 0
-    held = 0.0
+    held = weight = 0.0
     low = top
     for token in indices:
         if token >= starts[num_blocks]:
@@ -89,13 +89,12 @@ def cut_to_share(
         while starts[block + 1] <= token:
             block += 1
         if chosen == 0 or blocks[chosen - 1] != block:
-            blocks[chosen] = block
-            mass[chosen] = 0.0
+            blocks[chosen], mass[chosen] = block, 0.0
+            weight = np.exp(beta * (scores[block] - top))
+            low = min(low, scores[block])
             chosen += 1
-        weight = np.exp(beta * (scores[block] - top))
         mass[chosen - 1] += weight
         held += weight
-        low = min(low, scores[block])
     if not held > wanted:
         return len(indices)
     # The highest threshold above which enough is held.
@@ -110,12 +109,6 @@ def cut_to_share(
             least = middle
         else:
             most = middle
-    above = 0.0
-    for i in range(chosen):
-        if scores[blocks[i]] >= most:
-            above += mass[i]
-    if above >= wanted:
-        least = most
     count = 0
     block = 0
     for token in indices:

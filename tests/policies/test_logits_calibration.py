@@ -14,6 +14,7 @@ from test_quest import built
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK, HardKV, LycheeCluster, Policy, Quest, Sketch, StreamingLLM
+from offload.policies.base import StateShape
 from offload.policies.logits_calibration import (
     SHARE_OF_TOKENS,
     Blocks,
@@ -342,3 +343,17 @@ def test_calibrations_have_names():
     assert HardKV(Quest(), calibrate="tokens") != HardKV(Quest())
     with pytest.raises(ValueError, match="calibrate must be 'mass' or 'tokens', got 'mas'"):
         make_policy("hard_kv", inner="quest", calibrate="mas")
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+def test_its_arrays_take_what_is_said(chunks, pool):
+    policy = HardKV(Quest(**OPTIONS, chunks=chunks), 0.8)
+    world = world_of(policy, pool)
+    world.decode(world.random_step(new_rng()))
+    for seq in world.seqs:
+        arrays = world.attention.states.arrays_of(seq)
+        shape = StateShape(SHAPE.num_qo_heads, 2, 32, 4, arrays.capacity_tokens)
+        made = sum(array.nbytes for array in arrays.layers[1].values())
+        assert 0 < made <= policy.selecting.state_bytes(shape)
+        if not chunks:  # whose number depends on the text
+            assert made == policy.selecting.state_bytes(shape)

@@ -56,5 +56,9 @@ def steps_table(result: dict[str, Any]) -> str:
 def _kind(row: Row) -> str:
     if not row["share"]:
         return "no: the window's mean"
-    own = " (the paper's)" if row["share"] == row["top_p"] else ""
-    return f"pages that hold {row['share']:.0%}{own}"
+    is_p = row["share"] == row["top_p"]
+    if is_p and row["calibrate"] == "tokens":
+        of = ": the paper's"
+    else:  # as `share_of` has it, or not
+        of = f": `{row['calibrate']}`" if is_p == (row["calibrate"] == "mass") else ""
+    return f"pages that hold {row['share']:.0%}{of}"

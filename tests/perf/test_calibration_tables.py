@@ -42,8 +42,8 @@ def test_means_of_windows_by_kind() -> None:
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [line[2] for line in cells] == [
         "no: the window's mean",
-        "pages that hold 35%",
-        "pages that hold 90% (the paper's)",
+        "pages that hold 35%: `tokens`",
+        "pages that hold 90%: the paper's",
     ]
     for line in cells:
         assert line[1] == "90%"

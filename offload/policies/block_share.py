@@ -51,6 +51,7 @@ OWN = StateLayout(
 NUMBERS = NumberLayout("select_address", "append_address", "share")
 read_own, read_numbers = OWN.read, NUMBERS.read
 _ARRAYS, _NUMBERS = len(OWN), 3
+_CALLBACKS = ("prepare", "propose", "select", "observe", "append")
 _ROUNDS = 40  # of bisection: scores are float32
 _INNER = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
 
@@ -217,9 +218,12 @@ class BlockShare(Policy):
 
     def __post_init__(self) -> None:
         inner = self.inner
-        assert inner.state_layout is not None
-        assert inner.observe is None
-        assert inner.prepare is None
+        called = {name for name in _CALLBACKS if getattr(inner, name) is not None}
+        if called != {"select", "append"} or inner.state_layout is None:
+            raise ValueError(
+                f"hard_kv: {inner.name} must rank blocks by its arrays, select and append alone, "
+                f"but has {', '.join(sorted(called))}"
+            )
         for name in _INNER[1:]:
             object.__setattr__(self, name, getattr(inner, name))
         object.__setattr__(self, "reads_text", inner.reads_text)

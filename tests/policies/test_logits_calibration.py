@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from test_quest import built
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK, HardKV, LycheeCluster, Policy, Quest, Sketch, StreamingLLM
 from offload.policies.base import StateShape
+from offload.policies.callback import Callback
 from offload.policies.logits_calibration import (
     SHARE_OF_TOKENS,
     Blocks,
@@ -357,3 +359,12 @@ def test_its_arrays_take_what_is_said(chunks, pool):
         assert 0 < made <= policy.selecting.state_bytes(shape)
         if not chunks:  # whose number depends on the text
             assert made == policy.selecting.state_bytes(shape)
+
+
+def test_what_ranks_blocks_by_more_than_its_arrays_is_refused():
+    @dataclass(frozen=True)
+    class Watches(Quest):
+        observe: ClassVar[Callback | None] = Quest.append
+
+    with pytest.raises(ValueError, match="select and append alone, but has append, observe, sele"):
+        HardKV(Watches(), 0.9)

@@ -116,6 +116,10 @@ class DecodeAttention {
   Trace& trace() { return trace_; }  // of each worker's tasks, and of who leads them
 
   const PolicyFunctions& policy() const { return policy_; }
+  // Between steps: the share of the attention weight at which selections end from now on.
+  void set_top_p(double top_p) { policy_.top_p = top_p; }
+  // Units whose selections ended at a share of the weight, and the tokens of these, since the last call.
+  std::pair<int64_t, int64_t> take_chosen() { return {chosen_units_.exchange(0), chosen_tokens_.exchange(0)}; }
   void set_policy(const PolicyFunctions& policy) {
     policy_ = policy;
     per_query_head_ = policy.per_query_head;
@@ -310,6 +314,11 @@ class DecodeAttention {
   void consider(const QueryRow& row, Unit& unit, const int32_t* candidates, int64_t n) const;
   bool takes_list(const QueryRow& row, int row_idx, int unit);
   void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
+  void count_chosen(const Unit& unit) {
+    if (policy_.top_p >= 1.0) return;
+    chosen_units_.fetch_add(1, std::memory_order_relaxed);
+    chosen_tokens_.fetch_add(unit.n, std::memory_order_relaxed);
+  }
   int64_t cut_to_mass(int32_t* chosen, int64_t count, const float* importance, int64_t sinks_before, int64_t last,
                       int64_t recent) const;
   void gather_weights(Unit& unit, int64_t first, int64_t last) const;
@@ -394,6 +403,7 @@ class DecodeAttention {
   std::vector<Forecast> forecasts_;
   std::vector<WorkerProfile> profiles_;  // of each worker; empty while nobody asks
   std::atomic<bool> failed_{false};
+  std::atomic<int64_t> chosen_units_{0}, chosen_tokens_{0};  // since take_chosen()
   std::string failure_;
 };
 

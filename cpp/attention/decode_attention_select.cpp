@@ -361,6 +361,7 @@ void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, in
   for (int64_t i = 0; i < count; ++i) ctx.indices[i] += static_cast<int32_t>(ctx.first);
   std::iota(ctx.indices + count, ctx.indices + count + recent, static_cast<int32_t>(n - recent));
   unit.n = ctx.first + count + recent;
+  count_chosen(unit);
   std::vector<int32_t>& chosen = selection_[static_cast<size_t>(row_idx * units() + unit_idx)];
   chosen.resize(static_cast<size_t>(unit.n));
   for (int64_t i = 0; i < unit.n; ++i) {
@@ -413,6 +414,7 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   if (attends_to_all) return published_of(row_idx, unit_idx).set_own();
   unit.indices = chosen.data();
   unit.n = end;
+  if (importance != nullptr) count_chosen(unit);
   if (!policy_.roles.empty()) published_of(row_idx, unit_idx).set(chosen);
 }
 

@@ -226,6 +226,8 @@ void bind_attention(py::module_& m) {
       .def("learn", &learn, WithoutGil())
       .def("prepare", &prepare, WithoutGil())
       .def("time_layers", &time_layers)
+      .def("set_top_p", &DecodeAttention::set_top_p)
+      .def("take_chosen", &DecodeAttention::take_chosen)
       .def("attend_csr", &attend_csr, WithoutGil())
       .def("start_probe",
            [](DecodeAttention& attention, double share, uint64_t seed) { attention.probe().start(share, seed); })

@@ -20,6 +20,7 @@ from cpu_ops.attention import NativeAttention
 from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
+from offload.decode.budget_hold import BudgetHold
 from offload.kv.store import KVStore
 from offload.policies.base import (
     DENSE,
@@ -64,6 +65,7 @@ class DecodeAttention(NativeAttention):
             [num_layers, num_kv_heads]; None: nothing.
         roles: the policy's, of each [layer, unit]; see `Policy.roles`.
         has_state: whether the policy remembers anything of a sequence.
+        hold: of the mean of tokens that are attended to; None: the policy names none.
         decoded: units of decode steps so far, as `count_rows` is told of them.
 
     Raises:
@@ -133,6 +135,11 @@ class DecodeAttention(NativeAttention):
             layers=asking,
         )
         self.has_state = policy.selects and policy.has_state()
+        self.hold = None
+        if policy.selection_mean_tokens is not None:
+            self.hold = BudgetHold(
+                self.native, policy.selection_top_p, policy.selection_mean_tokens
+            )
         self.decoded = DecodedUnits()
         self._selecting_heads = self._gathered_heads = 0
         self._count_heads(None, None)
@@ -155,7 +162,9 @@ class DecodeAttention(NativeAttention):
         self._count_heads(heads, gathered)
 
     def count_rows(self, kv_lens: npt.NDArray[np.int64]) -> None:
-        """A step of rows with `kv_lens` tokens was decoded; counts while `is_probed`."""
+        """A step of rows with `kv_lens` tokens was decoded; `decoded` counts while `is_probed`."""
+        if self.hold is not None:
+            self.hold.after_step()
         if not self.is_probed:
             return
         num_units = len(kv_lens) * self.num_layers * self.num_kv_heads

@@ -150,6 +150,7 @@ class Policy:
         number_layout: the numbers that callbacks read.
         builds_on_device: `build_on_device` is there.
         selection_top_p: a selection by weights ends where it has this share of them.
+        selection_mean_tokens: or a smaller one, so that selections have so many tokens on the mean.
     A policy that selects also has the options of `SparsePolicy`, or properties of these names.
     """
 
@@ -164,6 +165,7 @@ class Policy:
     number_layout: ClassVar[NumberLayout | None] = None
     builds_on_device: ClassVar[bool] = False
     selection_top_p: ClassVar[float] = 1.0
+    selection_mean_tokens: ClassVar[int | None] = None
     prepare: ClassVar[Callback | None] = None
     propose: ClassVar[Callback | None] = None
     select: ClassVar[Callback | None] = None

@@ -52,6 +52,9 @@ class HardKV(Policy):
         max_tokens: the cap; None: inner's budget_tokens, which it must not be above. Up to where
             attention is full says inner's dense_until, or the cap does.
         calibrate: over quest, what temperatures are solved for; see `logits_calibration`.
+        mean_tokens: KV heads attend to so many on the mean, sinks and recent window included: from
+            step to step a share below top_p is found that does (`offload.decode.budget_hold`).
+            None: the share is top_p, whatever that takes.
 
     Raises:
         ValueError: numbers out of range, or a policy that scores nothing that can be budgeted
@@ -65,6 +68,7 @@ class HardKV(Policy):
     top_p: float = 0.95
     max_tokens: int | None = None
     calibrate: Calibrate = "mass"
+    mean_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _check_inner(self.inner)
@@ -84,6 +88,9 @@ class HardKV(Policy):
             share = BlockShare(ranked, float(self.top_p), self.budget_tokens, self.calibrate)
             object.__setattr__(self, "observed_queries", share.observed_queries)
             object.__setattr__(self, "_share", share)
+        if self.mean_tokens is not None:
+            self._check_mean(self.mean_tokens)
+            object.__setattr__(self, "selection_mean_tokens", self.mean_tokens)
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -98,12 +105,13 @@ class HardKV(Policy):
         top_p: float = 0.95,
         max_tokens: int | None = None,
         calibrate: Calibrate = "mass",
+        mean_tokens: int | None = None,
         **options: Any,
     ) -> HardKV:
         """From what a user writes: inner="sketch"; the rest is for `inner`."""
         from offload.policies.registry import make_policy
 
-        return cls(make_policy(inner, **options), top_p, max_tokens, calibrate)
+        return cls(make_policy(inner, **options), top_p, max_tokens, calibrate, mean_tokens)
 
     @property
     def selecting(self) -> Policy:
@@ -165,6 +173,22 @@ class HardKV(Policy):
                 "more"
             )
         return max_tokens
+
+    def _check_mean(self, mean_tokens: int) -> None:
+        least, most = self.sink_tokens + self.recent_tokens, self.budget_tokens
+        is_count = isinstance(mean_tokens, int) and not isinstance(mean_tokens, bool)
+        if not is_count or not least < mean_tokens <= most:
+            raise ValueError(
+                f"mean_tokens must be in [{least + 1}, {most}], more than sinks and recent window "
+                f"and at most the cap, got {mean_tokens!r}; raise max_tokens or budget_tokens for "
+                "more"
+            )
+        if self._share is not None:
+            raise ValueError(
+                f"mean_tokens={mean_tokens} needs a policy that weighs tokens, and "
+                f"{self.inner.name} ranks blocks of them; leave mean_tokens out, or give another "
+                "inner policy"
+            )
 
 
 def _check_inner(inner: Policy) -> None:

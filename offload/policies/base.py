@@ -201,7 +201,10 @@ class Policy:
 
     @property
     def scores(self) -> Scores | None:
-        """What it ranks by, for wrappers that budget it; None: nothing that can be budgeted."""
+        """What it ranks by, for wrappers that budget it; None: nothing that can be budgeted.
+
+        Of a policy that selects for itself: ask `members` of one that is made of others.
+        """
         if self.scans_keys:
             return "exact"
         return "candidates" if self.propose is not None else None

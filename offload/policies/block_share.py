@@ -8,7 +8,7 @@ built (`logits_calibration`). Tokens behind the last block stay.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numba
@@ -43,14 +43,15 @@ from offload.policies.members import joined, of_member
 
 OWN = StateLayout(
     betas=np.float64,  # [num_kv_heads], 1 / temperature; 0: nothing is cut
+    share=np.float64,  # [1], of the calibrated softmax
     # Scratch of each KV head, with room for all that may be chosen: blocks, and their masses.
     room=np.int64,  # [1]
     blocks=np.int32,
     masses=np.float32,
 )
-NUMBERS = NumberLayout("select_address", "append_address", "share")
+NUMBERS = NumberLayout("select_address", "append_address")
 read_own, read_numbers = OWN.read, NUMBERS.read
-_ARRAYS, _NUMBERS = len(OWN), 3
+_ARRAYS, _NUMBERS = len(OWN), 2
 _CALLBACKS = ("prepare", "propose", "select", "observe", "append")
 _ROUNDS = 40  # of bisection: scores are float32
 _INNER = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
@@ -140,7 +141,7 @@ def select(pointer: Any) -> int:
         view_int32(ctx.block_starts, num_blocks + 1),
         ctx.last,
         beta,
-        own.share,
+        view_float64(state.share, 1)[0],
         view_int32(offset_floats(state.blocks, at), count),
         view_float32(offset_floats(state.masses, at), count),
     )
@@ -192,7 +193,7 @@ class _Numbers(NumberLayout):
     def values(self, policy: Any) -> list[float]:
         inner = policy.inner
         of_inner = [] if inner.number_layout is None else inner.number_layout.values(inner)
-        return [*map(float, (inner.select.address, inner.append.address, policy.share)), *of_inner]
+        return [*map(float, (inner.select.address, inner.append.address)), *of_inner]
 
 
 @dataclass(frozen=True)
@@ -229,13 +230,12 @@ class BlockShare(Policy):
         object.__setattr__(self, "reads_text", inner.reads_text)
         object.__setattr__(self, "state_layout", _Arrays(inner.state_layout))
 
-    @property
-    def share(self) -> float:
-        """Of the calibrated softmax, that is selected."""
-        return share_of(self.calibrate, self.top_p)
-
     def build(self, context: BuildContext) -> State:
-        """The arrays of `inner`, and temperatures from the queries that were kept."""
+        """The arrays of `inner`, and temperatures from the queries that were kept.
+
+        They stay while the text gets longer, until it is built again. Built where there are few
+        blocks (`logits_calibration.LEAST_BLOCKS`) there are none: nothing is cut but by the cap.
+        """
         arrays, inner = self.inner.build(context), self.inner
         num_kv_heads, kv_len, _ = context.keys.shape
         queries = context.queries
@@ -244,15 +244,18 @@ class BlockShare(Policy):
         needed = needed_tokens(
             context.keys,
             queries,
-            None if self.calibrate == "tokens" else blocks,
+            blocks,
+            in_order=self.calibrate == "mass",
             sm_scale=context.sm_scale,
             sink_tokens=inner.sink_tokens,
             recent_tokens=inner.recent_tokens,
             top_p=self.top_p,
         )
-        betas = inverse_temperatures(blocks, needed, room, self.share)
+        share = share_of(self.calibrate, self.top_p, len(queries) // num_kv_heads)
+        betas = inverse_temperatures(blocks, needed, room, share)
         own = {
             "betas": betas.numpy(),
+            "share": np.array([share]),
             "room": np.array([self.budget_tokens]),
             "blocks": np.zeros((num_kv_heads, self.budget_tokens), np.int32),
             "masses": np.zeros((num_kv_heads, self.budget_tokens), np.float32),
@@ -260,7 +263,12 @@ class BlockShare(Policy):
         return own | joined({"inner": arrays})
 
     def state_bytes(self, shape: StateShape) -> int:
-        return self.inner.state_bytes(shape) + 8 + shape.num_kv_heads * 8 * (1 + self.budget_tokens)
+        return (
+            self.inner.state_bytes(shape) + 16 + shape.num_kv_heads * 8 * (1 + self.budget_tokens)
+        )
+
+    def in_every_layer(self) -> Policy:
+        return replace(self, inner=replace(self.inner, dense_layers=0))
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         grown = self.inner.grow(layer_idx, of_member(arrays, "inner"), capacity_tokens)

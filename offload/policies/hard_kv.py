@@ -2,17 +2,19 @@
 
 Source: Zeng et al., HARD-KV: Head-Adaptive Regularization for Decoding-time KV Compression
 (arXiv 2606.28831). How many tokens matter differs between heads, layers and steps by orders of
-magnitude. A fixed budget gives all the same: most get more than they need, a few less. Top-p gives
-each head the fewest tokens that hold the share p of its attention, and never more than a cap. A KV
-head's query heads share one selection: p is of their attention together, and below the cap each of
-them keeps at least half of its own.
+magnitude. A fixed budget gives all the same: most get more than they need, a few less. Top-p over
+exact weights gives each head the fewest tokens that hold the share p of its attention, and never
+more than a cap. A KV head's query heads share one selection: p is of their attention together, and
+below the cap each of them keeps at least half of its own.
 
 Any policy that weighs candidates exactly says which tokens there are; the cut is the runtime's
 (cpp/attention/top_mass.cpp), after the policy's own choice. These scores need no calibration,
 because they are attention weights, of the candidates instead of all tokens. What lies outside them
 is not estimated: a policy whose candidates hold less than all of the attention keeps less than p of
 it (docs/policies.md has how much). Scores that are no weights, Quest's bounds, are calibrated
-(`logits_calibration`), and the cut is `block_share`'s. Plans predict the cap.
+(`logits_calibration`), and the cut is `block_share`'s: whole pages in the order of their bounds,
+more than the fewest tokens that hold p, or with calibrate="tokens" less of p. Plans predict the
+cap.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torch import Tensor
 Calibrate = Literal["mass", "tokens"]
 CALIBRATE: tuple[Calibrate, ...] = get_args(Calibrate)
 WINDOW_QUERIES = 64
+LEAST_BLOCKS = 32  # to choose from: of fewer a temperature says little of later steps
 # The probability that the metric's top-N shall hold under "tokens". Any selects as many tokens in
 # the window; after it a small one does better: the tail of bounds is long and says little.
 SHARE_OF_TOKENS = 0.35
@@ -32,13 +33,18 @@ _COLDEST, _HOTTEST = 4.0, -8.0  # log(1 / temperature)
 _ROUNDS = 24  # of bisection: to 1e-6 of that
 
 
-def share_of(calibrate: Calibrate, top_p: float) -> float:
+def share_of(calibrate: Calibrate, top_p: float, group_size: int) -> float:
     """Of the calibrated softmax, that is selected.
 
     Under "mass" it is p, as in the paper: many heads need most of the tokens in the order of their
-    bounds, which a smaller share would not reach.
+    bounds, which a smaller share would not reach. And so is what `needed_tokens` asks at least.
     """
-    return top_p if calibrate == "mass" else SHARE_OF_TOKENS
+    return _least_share(top_p, group_size) if calibrate == "mass" else SHARE_OF_TOKENS
+
+
+def _least_share(top_p: float, group_size: int) -> float:
+    """Of a group's attention, so that none of its query heads keeps less than LEAST_OF_HEAD."""
+    return max(top_p, (group_size - LEAST_OF_HEAD) / group_size)
 
 
 class Blocks(NamedTuple):
@@ -58,23 +64,33 @@ class Blocks(NamedTuple):
         """Scores in descending order, blocks without tokens last, and which blocks those are."""
         return self.scores.masked_fill(self.tokens == 0, -torch.inf).sort(-1, descending=True)
 
+    def ends(self) -> Tensor:
+        """[n, 1], behind which no token can be chosen: all there are attended."""
+        ends = (self.starts[:-1] + self.tokens) * (self.tokens > 0)
+        first = self.starts[:1].expand(len(ends), 1)
+        return torch.cat([first, ends], dim=1).amax(1, keepdim=True)
+
 
 def needed_tokens(
     keys: Tensor,
     queries: Tensor,
     blocks: Blocks | None = None,
     *,
+    in_order: bool = True,
     sm_scale: float,
     sink_tokens: int,
     recent_tokens: int,
     top_p: float,
 ) -> Tensor:
-    """How many tokens beside sinks and recent window have top_p of past queries' attention.
+    """How many tokens beside those always attended have top_p of past queries' attention.
+
+    Always attended are sinks, recent window, and tokens between the last block and that.
 
     Args:
         keys: [num_kv_heads, kv_len, head_dim].
         queries: [num_qo_heads, n, head_dim] of the last n tokens, oldest first.
-        blocks: are taken in their order, each as a whole; None: the heaviest tokens are taken.
+        blocks: of tokens that can be chosen; None: each for itself.
+        in_order: blocks are taken in their order, each as a whole; else the heaviest tokens are.
 
     Returns:
         float32 [num_kv_heads, n].
@@ -82,14 +98,16 @@ def needed_tokens(
     num_kv_heads, kv_len, _ = keys.shape
     group_size, n = len(queries) // num_kv_heads, queries.shape[1]
     positions, newest = torch.arange(kv_len), torch.arange(kv_len - n, kv_len)[:, None]
-    in_window = (positions < sink_tokens) | (positions > newest - recent_tokens)  # [n, kv_len]
-    mass = max(top_p * group_size, group_size - LEAST_OF_HEAD)
+    is_always = (positions < sink_tokens) | (positions > newest - recent_tokens)  # [n, kv_len]
+    if blocks is not None:
+        is_always |= positions >= blocks.ends()
+    mass = group_size * _least_share(top_p, group_size)
     needed = torch.empty(num_kv_heads, n)
-    order = None if blocks is None else blocks.ranked()[1]
+    order = None if blocks is None or not in_order else blocks.ranked()[1]
     for head, of_head in enumerate(queries.reshape(num_kv_heads, group_size, n, -1)):
         logits = sm_scale * of_head.float() @ keys[head].float().T
         weights = logits.masked_fill_(positions > newest, -torch.inf).softmax(-1).sum(0)
-        held = weights.masked_fill(in_window, 0.0)
+        held = weights.masked_fill(is_always, 0.0)
         always = weights.sum(-1, keepdim=True) - held.sum(-1, keepdim=True)
         if blocks is None or order is None:
             held = held.sort(-1, descending=True).values
@@ -129,12 +147,13 @@ def inverse_temperatures(blocks: Blocks, needed: Tensor, room: int, share: float
 
     Returns:
         float64 [heads]; 0 where the flattest softmax selects too few, where scores are not finite,
-        or without queries: nothing says how much to leave out there.
+        without queries, or where the newest has fewer than LEAST_BLOCKS to choose from: nothing
+        says how much to leave out there.
     """
     scores = blocks.scores
     num_heads = len(scores)
     found = torch.zeros(num_heads, dtype=torch.float64)
-    if not scores.numel():
+    if not scores.numel() or (blocks.tokens[-1] > 0).sum() < LEAST_BLOCKS:
         return found
     ranked, order = blocks.ranked()
     ordered = blocks.tokens.float().expand_as(scores).gather(-1, order)

@@ -113,7 +113,8 @@ def _layer_counts(
             needed_tokens(
                 context.keys[:, :end],
                 queries[when],
-                blocks[when] if calibrate == "mass" else None,
+                blocks[when],
+                in_order=calibrate == "mass",
                 **sizes,
             )
             for when, end in ends.items()

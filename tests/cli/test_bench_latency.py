@@ -128,6 +128,7 @@ def test_keys_unlike_real_attention_are_announced(monkeypatch: pytest.MonkeyPatc
         (["--option", "quest.sink_tokens=300"], 1, "budget_tokens=256 cannot hold"),
         (["--threads", "4096"], 1, "--threads 4096: this process may use"),
         (["-d", "200"], 1, "a depth of 200 tokens is within the budget of 256 tokens"),
+        (["--option", "quest.dense_until=900"], 1, "dense_until=900 of quest, where it"),
         (["-d", "900000000"], 1, "lower the batch size or the depth"),
         (["--plot", "no/such/folder/x.png"], 1, "--plot"),
     ],

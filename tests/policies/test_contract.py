@@ -192,6 +192,14 @@ def test_nan_in_the_query_is_an_error(name, pool):
         run(cache, small(name), pool, queries, [300])
 
 
+@pytest.mark.parametrize("name", [*available_policies(), "hard_kv over quest"])
+def test_benches_time_what_selects_in_every_layer(name):
+    policy = make_policy("hard_kv", inner="quest") if " " in name else make_policy(name)
+    if policy.selects:
+        assert policy.members
+        assert not any(x.in_every_layer().dense_layers for x in policy.members)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kv_len", [49, 300, 5000])
 def test_exact_topk_keeps_the_largest_weights(dtype, kv_len, pool):

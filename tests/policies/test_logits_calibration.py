@@ -18,6 +18,8 @@ from offload.policies import ExactTopK, HardKV, LycheeCluster, Policy, Quest, Sk
 from offload.policies.base import StateShape
 from offload.policies.callback import Callback
 from offload.policies.logits_calibration import (
+    CALIBRATE,
+    LEAST_BLOCKS,
     SHARE_OF_TOKENS,
     Blocks,
     inverse_temperatures,
@@ -27,7 +29,7 @@ from offload.policies.logits_calibration import (
 from offload.policies.registry import make_policy
 
 SHAPE = Shape(group_size=2)
-KV_LENS = [300, 150]
+KV_LENS = [900, 600]  # more than LEAST_BLOCKS pages
 STEEP = 6.0  # queries whose attention is not on everything
 FIRST, LAST = SMALL["sink_tokens"], SMALL["recent_tokens"]
 OPTIONS: dict[str, Any] = SMALL | {"budget_tokens": 100}
@@ -66,13 +68,14 @@ def test_what_is_needed_in_the_order_of_blocks():
     rng, n, group, kv_len, top_p = new_rng(), 6, 2, 90, 0.85
     keys, queries = normal(rng, 2, kv_len, 16), 2 * normal(rng, 4, n, 16)
     newest = torch.arange(kv_len - n, kv_len)[:, None]
-    starts = FIRST + 8 * torch.arange(10)
+    starts = FIRST + 8 * torch.arange(10)  # up to 76, of 90 tokens
     tokens = (starts[1:].minimum(newest + 1 - LAST) - starts[:-1]).clamp(min=0)
     blocks = Blocks(normal(rng, 2, n, 9), tokens, starts)
-    sizes = {"sink_tokens": FIRST, "recent_tokens": LAST}
-    found = needed_tokens(keys, queries, blocks, sm_scale=0.5, top_p=top_p, **sizes)
-    fewest = needed_tokens(keys, queries, sm_scale=0.5, top_p=top_p, **sizes)
-    assert (found >= fewest).all()
+    sizes = {"sink_tokens": FIRST, "recent_tokens": LAST, "sm_scale": 0.5, "top_p": top_p}
+    found = needed_tokens(keys, queries, blocks, **sizes)
+    heaviest = needed_tokens(keys, queries, blocks, in_order=False, **sizes)
+    assert (found >= heaviest).all()
+    loose = 0
     for head in range(2):
         for i in range(n):
             length = kv_len - n + i + 1
@@ -80,7 +83,12 @@ def test_what_is_needed_in_the_order_of_blocks():
             for query in queries[group * head : group * (head + 1), i].double().numpy():
                 logits = np.exp(0.5 * keys[head, :length].double().numpy() @ query)
                 weights += logits / logits.sum()
-            mass = weights[:FIRST].sum() + weights[length - LAST :].sum()
+            last = min(int(starts[-1]), length - LAST)  # from here on all are attended
+            mass = weights[:FIRST].sum() + weights[last:].sum()
+            free = -np.sort(-weights[FIRST:last])
+            missing = max(top_p * group, group - 0.5) - mass
+            assert heaviest[head, i] == (np.r_[0.0, np.cumsum(free)] < missing).sum()
+            loose += last < length - LAST
             count = 0
             for block in np.argsort(-blocks.scores[head, i].numpy()):
                 if mass >= max(top_p * group, group - 0.5):
@@ -89,6 +97,7 @@ def test_what_is_needed_in_the_order_of_blocks():
                 inside = weights[first : first + int(tokens[i, block])]
                 mass, count = mass + inside.sum(), count + len(inside)
             assert found[head, i] == count
+    assert loose
 
 
 def reference_count(scores, tokens, beta, share) -> float:
@@ -237,9 +246,11 @@ def test_pages_in_order_until_the_calibrated_softmax_holds_the_share(top_p, pool
     assert min(counts) < max(counts)
 
 
-def test_more_of_the_attention_is_never_fewer_tokens(pool):
+@pytest.mark.parametrize(("calibrate", "budget"), [("mass", 550), ("tokens", 100)])
+def test_more_of_the_attention_is_never_fewer_tokens(calibrate, budget, pool):
     shares = (0.3, 0.6, 0.8, 0.95, 0.999)
-    policies = [HardKV(Quest(**OPTIONS), p, calibrate="tokens") for p in shares]
+    quest = Quest(**OPTIONS | {"budget_tokens": budget})
+    policies = [HardKV(quest, p, calibrate=calibrate) for p in shares]
     worlds = [world_of(policy, pool) for policy in policies]
     given = random_step(worlds[0], new_rng())
     steps = [world.decode(given)[1] for world in worlds]
@@ -326,6 +337,35 @@ def test_counts_for_queries_after_the_window_are_those_of_exact_top_p():
     ordered = tokens[later].float().expand_as(ranked).gather(-1, order)
     counts = selected_tokens(ranked, ordered, betas.float(), SHARE_OF_TOKENS).mean(-1)
     np.testing.assert_allclose(counts, needed[:, later].mean(-1), rtol=0.1)
+
+
+@pytest.mark.parametrize("calibrate", CALIBRATE)
+def test_few_blocks_say_nothing_of_the_text_that_follows(calibrate, pool):
+    """Built on fewer tokens than the budget, at the end of three times as many."""
+    quest = Quest(**OPTIONS)
+    ours, alone = (
+        world_of(policy, pool, kv_lens=[85])
+        for policy in (HardKV(quest, 0.9, calibrate=calibrate), quest)
+    )
+    rng = new_rng()
+    for _ in range(170):
+        given = random_step(ours, rng)
+        (out, chosen), (expected, selected) = ours.decode(given), alone.decode(given)
+    assert torch.equal(out, expected)
+    assert chosen == selected
+    for layer_idx, row, head in heads_of(ours):
+        assert len(chosen_of(ours, chosen, layer_idx, row, head)) == 100 - FIRST - LAST
+        state = ours.attention.states.arrays_of(ours.seqs[row]).layers[layer_idx]
+        assert not state["betas"][head]
+
+
+def test_temperatures_need_blocks_to_choose_from():
+    scores, tokens = cases()
+    for seen in (LEAST_BLOCKS - 1, LEAST_BLOCKS):
+        tokens[:, seen:] = 0
+        betas = inverse_temperatures(blocks_of(scores, tokens), torch.full((4, 5), 90.0), 400, 0.9)
+        assert (betas > 0).all() == betas.any() == (seen == LEAST_BLOCKS)
+        tokens = torch.full((5, 40), 16)
 
 
 def test_policies_say_how_they_score():

@@ -96,12 +96,16 @@ def run_latency(
         HostBudgetError: a depth that does not fit.
         ArithmeticError: an output that differs from the reference.
     """
-    dense = max((p.dense_tokens for p in run.policies.values() if p.selects), default=0)
-    if run.depths[0] <= dense:
-        raise ValueError(
-            f"a depth of {run.depths[0]} tokens is within the budget of {dense} tokens, where "
-            "every policy is full attention; raise --n-depth or lower --budget-tokens"
-        )
+    selecting = [p for p in run.policies.values() if p.selects]
+    for policy in selecting:
+        if run.depths[0] <= policy.dense_tokens:
+            of, lower = f"budget of {policy.dense_tokens} tokens", "--budget-tokens"
+            if policy.dense_until is not None:
+                of, lower = f"dense_until={policy.dense_tokens}", "dense_until"
+            raise ValueError(
+                f"a depth of {run.depths[0]} tokens is within the {of} of {policy.name}, where it "
+                f"is full attention; raise --n-depth or lower {lower}"
+            )
     reader = None if run.model is None else TextReader(run.model)
     shape = reader.shape if reader else SHAPES[run.shape or ""]
     layers = {

@@ -182,11 +182,13 @@ def check_settings(
         )
     for policy in policies:
         if policy.selects and policy.dense_tokens >= settings.context:
-            option = "budget_tokens" if policy.dense_until is None else "dense_until"
+            option, lower = "budget_tokens", "--budget-tokens"
+            if policy.dense_until is not None:
+                option = lower = "dense_until"
             raise ValueError(
                 f"{policy.name}: {option}={policy.dense_tokens:,} holds the whole context of "
-                f"{settings.context:,} tokens, so nothing is selected; raise --context or lower "
-                "--budget-tokens"
+                f"{settings.context:,} tokens, so nothing is selected; raise --context or "
+                f"lower {lower}"
             )
 
 

@@ -116,8 +116,12 @@ class DecodeAttention {
   Trace& trace() { return trace_; }  // of each worker's tasks, and of who leads them
 
   const PolicyFunctions& policy() const { return policy_; }
-  // Between steps: the share of the attention weight at which selections end from now on.
-  void set_top_p(double top_p) { policy_.top_p = top_p; }
+  // Between steps: the share of the attention weight at which selections end from now on, whatever a head keeps of its
+  // own.
+  void hold_top_p(double top_p) {
+    policy_.top_p = top_p;
+    policy_.least_of_head = 0.0;
+  }
   // Units whose selections ended at a share of the weight, and the tokens of these, since the last call.
   std::pair<int64_t, int64_t> take_chosen() { return {chosen_units_.exchange(0), chosen_tokens_.exchange(0)}; }
   void set_policy(const PolicyFunctions& policy) {

@@ -8,7 +8,6 @@
 namespace offload {
 namespace {
 
-constexpr double kLeastOfHead = 0.5;  // of its attention, a query head keeps where a selection is cut
 constexpr int64_t kMinDeferredCodes = 2 * kMinScanCodes;  // fewer are scored where they are asked for
 
 const KernelTable& kernels_of(const PolicyContext* context) {
@@ -312,7 +311,7 @@ int64_t DecodeAttention::cut_to_mass(int32_t* chosen, int64_t count, const float
                                      int64_t last, int64_t recent) const {
   if (policy_.top_p >= 1.0) return count;
   const float* sinks = importance - sinks_before;
-  double mass = std::max(policy_.top_p * unit_group(), unit_group() - kLeastOfHead);
+  double mass = std::max(policy_.top_p * unit_group(), unit_group() - 1.0 + policy_.least_of_head);
   mass -= std::accumulate(sinks, sinks + policy_.sink_tokens, 0.0);
   mass -= std::accumulate(importance + last, importance + last + recent, 0.0);
   return top_mass(importance, chosen, count, mass);

@@ -109,7 +109,8 @@ struct PolicyFunctions : PolicyMember {
   int64_t dense_tokens = 0;   // rows of at most so many attend to all of them; no less than sinks and recent ones
   int64_t sink_tokens = 0;
   int64_t recent_tokens = 0;
-  double top_p = 1.0;  // a selection ends where it has this share of the attention weight
+  double top_p = 1.0;          // a selection ends where it has this share of the attention weight
+  double least_of_head = 0.5;  // and each query head has this one of its own, below the budget
   bool per_query_head = false;
   bool shares_selection = false;  // units of a row that retrieve publish one selection, by their summed importance
   std::vector<uint8_t> roles;     // Role of each [layer, unit]

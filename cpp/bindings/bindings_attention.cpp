@@ -226,7 +226,7 @@ void bind_attention(py::module_& m) {
       .def("learn", &learn, WithoutGil())
       .def("prepare", &prepare, WithoutGil())
       .def("time_layers", &time_layers)
-      .def("set_top_p", &DecodeAttention::set_top_p)
+      .def("hold_top_p", &DecodeAttention::hold_top_p)
       .def("take_chosen", &DecodeAttention::take_chosen)
       .def("attend_csr", &attend_csr, WithoutGil())
       .def("start_probe",

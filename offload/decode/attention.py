@@ -137,8 +137,9 @@ class DecodeAttention(NativeAttention):
         self.has_state = policy.selects and policy.has_state()
         self.hold = None
         if policy.selection_mean_tokens is not None:
+            group_size = 1 if policy.per_query_head else num_qo_heads // store.num_kv_heads
             self.hold = BudgetHold(
-                self.native, policy.selection_top_p, policy.selection_mean_tokens
+                self.native, policy.selection_top_p, policy.selection_mean_tokens, group_size
             )
         self.decoded = DecodedUnits()
         self._selecting_heads = self._gathered_heads = 0
@@ -162,9 +163,7 @@ class DecodeAttention(NativeAttention):
         self._count_heads(heads, gathered)
 
     def count_rows(self, kv_lens: npt.NDArray[np.int64]) -> None:
-        """A step of rows with `kv_lens` tokens was decoded; `decoded` counts while `is_probed`."""
-        if self.hold is not None:
-            self.hold.after_step()
+        """A step of rows with `kv_lens` tokens was decoded; counts while `is_probed`."""
         if not self.is_probed:
             return
         num_units = len(kv_lens) * self.num_layers * self.num_kv_heads

@@ -70,6 +70,8 @@ class NativeDecoder:
             )
             self._run_layers(hidden[block], (cos[block], sin[block]), step)
             self.attention.count_rows(step.kv_lens)
+        if self.attention.hold is not None:
+            self.attention.hold.after_step()
         return hidden
 
     def _blocks(self, rows: Sequence[tuple[int, int]]) -> Iterator[slice]:

@@ -7,6 +7,7 @@ the rows that were accepted are all it takes to have the state that decoding the
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,10 +27,11 @@ def attend_again(attention: DecodeAttention, seq: int, rows: DraftRows) -> None:
 
     Where there is no memory for it the state is dropped: it is built again from the keys.
     """
-    states = attention.states
+    states, hold = attention.states, attention.hold
     try:
-        for row in range(len(next(iter(rows.queries.values()), ()))):
-            _attend_row(attention, seq, rows, row)
+        with contextlib.nullcontext() if hold is None else hold.as_last_step():
+            for row in range(len(next(iter(rows.queries.values()), ()))):
+                _attend_row(attention, seq, rows, row)
     except MemoryError:
         states.rebuild(seq)
     except BaseException:

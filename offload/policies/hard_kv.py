@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from offload.models.base import LeanModel
 
+LEAST_SHARE = 0.5  # that a mean is held by
 _OF_INNER = (
     *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until"),
     *("scans_keys", "per_query_head", "observed_queries", "reads_text"),
@@ -54,9 +55,9 @@ class HardKV(Policy):
         max_tokens: the cap; None: inner's budget_tokens, which it must not be above. Up to where
             attention is full says inner's dense_until, or the cap does.
         calibrate: over quest, what temperatures are solved for; see `logits_calibration`.
-        mean_tokens: KV heads attend to so many on the mean, sinks and recent window included: from
-            step to step a share below top_p is found that does (`offload.decode.budget_hold`).
-            None: the share is top_p, whatever that takes.
+        mean_tokens: KV heads that select attend to so many on the mean, sinks and recent window
+            included: from step to step a share below top_p is found that does, and no query head
+            is sure of its half then (`offload.decode.budget_hold`). None: the share is top_p.
 
     Raises:
         ValueError: numbers out of range, or a policy that scores nothing that can be budgeted
@@ -145,6 +146,11 @@ class HardKV(Policy):
         self.inner.check_model(**shape)
 
     def of_heads(self, heads: range, **shape: int) -> Policy:
+        if self.mean_tokens is not None:
+            raise NotImplementedError(
+                f"hard_kv with mean_tokens={self.mean_tokens} needs all heads in one process, "
+                "whose mean it holds; leave mean_tokens out, or decode on one GPU"
+            )
         return replace(self, inner=self.inner.of_heads(heads, **shape))
 
     def calibrated(
@@ -185,7 +191,12 @@ class HardKV(Policy):
                 f"and at most the cap, got {mean_tokens!r}; raise max_tokens or budget_tokens for "
                 "more"
             )
-        if self._share is not None:
+        if self.top_p <= LEAST_SHARE:
+            raise ValueError(
+                f"mean_tokens={mean_tokens} is held by shares from {LEAST_SHARE} to top_p, which "
+                f"is {self.top_p}; raise top_p, or leave mean_tokens out"
+            )
+        if isinstance(self.inner.selecting, BlockPolicy):
             raise ValueError(
                 f"mean_tokens={mean_tokens} needs a policy that weighs tokens, and "
                 f"{self.inner.name} ranks blocks of them; leave mean_tokens out, or give another "

@@ -285,8 +285,6 @@ class Runtime:
         builds = self.attention.builds_in_prefill(self.device)
         request.check(used, self.attention.states, self.check_context, builds=builds)
         self._decoder.begin_generation(len(request.prompt_lens), request.max_tokens)
-        if self.attention.hold is not None:
-            self.attention.hold.restart()
         generation, past_columns = self.generation_now or Generation(), used.get_seq_length()
         generation.cache, generation.owns_cache = used, cache is None
         generation.gives_all = request.gives_all
@@ -366,6 +364,8 @@ class Runtime:
         self, hidden: torch.Tensor, batch: RaggedBatch, store: KVStore | None, seqs: list[int]
     ) -> torch.Tensor:
         states = self.attention.states
+        if self.attention.hold is not None:
+            self.attention.hold.restart()
         with torch_threads(self._prefill_threads):
             self._decoder.trim()
             for seq in seqs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from cases.seeded import new_rng
 from cases.tiny_models import random_tokens
 
 from cpu_ops.worker_pool import WorkerPool
-from offload import OffloadedModel
 from offload.decode.budget_hold import LEAST_SHARE, BudgetHold
 from offload.decode.gpu.handshake import GraphHandshake, Step
 from offload.policies import ExactTopK, HardKV, PerHead, Quest, Sketch
@@ -29,7 +27,7 @@ class Text:
     def __init__(self, scale: float, slope: float = 0.8) -> None:
         self.scale, self.slope, self.top_p = scale, slope, 0.5
 
-    def set_top_p(self, top_p: float) -> None:
+    def hold_top_p(self, top_p: float) -> None:
         self.top_p = top_p
 
     def take_chosen(self) -> tuple[int, int]:
@@ -67,7 +65,7 @@ def test_it_stays_within_its_bounds_and_begins_anew():
     assert text.top_p < 0.9
     hold.restart()
     assert text.top_p == pytest.approx(0.9)
-    assert BudgetHold(Text(1.0), 0.3, 100).top_p == pytest.approx(0.3)  # below the least
+    assert BudgetHold(Text(1.0), 0.8, 100, 4).top_p == pytest.approx(0.875)  # half of each head
     assert BudgetHold(Text(1.0), 1.0, 100).top_p < 1.0  # selections are counted
 
 
@@ -81,27 +79,41 @@ def test_steps_that_select_nothing_change_nothing():
     assert hold.top_p == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize("inner", ["exact_topk", "sketch", "lychee_cluster", "lfps", "union"])
-def test_heads_attend_to_the_mean_of_all(inner, pool):
-    """Each head to what it needs, all together to so many."""
-    options = SMALL | {"budget_tokens": 120, "dense_layers": 0}
-    policy = HardKV(make_policy(inner, **options), 0.99, mean_tokens=40)
-    lens, shape = [400, 300], Shape(group_size=2)
+def held_means(policy: HardKV, pool: WorkerPool, shape: Shape, scale: float) -> list[float]:
+    """Of the steps of two sequences whose queries differ in what they ask for."""
+    lens = [400, 300]
     world = World.random(new_rng(), shape, policy, pool, lens)
     world.record_random_queries(new_rng(), lens)
     hold, rng, means = world.attention.hold, new_rng(), []
     assert hold is not None
     for _ in range(40):
         queries, *rows = world.random_step(rng)
-        _, chosen = world.decode((2 * queries, *rows))  # that differ in what they ask for
+        _, chosen = world.decode((scale * queries, *rows))
         counts = [len(tokens) for of_layer in chosen for tokens in of_layer]
-        assert max(counts) <= 120
-        assert len(set(counts)) > 1
+        assert max(counts) <= policy.budget_tokens
         means.append(float(np.mean(counts)))
-        world.attention.count_rows(np.array(lens))
+        hold.after_step()
     assert len(set(counts)) > 4  # each what it needs
+    return means
+
+
+@pytest.mark.parametrize("inner", ["exact_topk", "sketch", "lychee_cluster", "lfps", "union"])
+def test_heads_attend_to_the_mean_of_all(inner, pool):
+    """Each head to what it needs, all together to so many."""
+    options = SMALL | {"budget_tokens": 120, "dense_layers": 0}
+    policy = HardKV(make_policy(inner, **options), 0.99, mean_tokens=40)
+    means = held_means(policy, pool, Shape(group_size=2), 2.0)
     assert means[0] > 44  # what the share would take
     assert statistics.mean(means[10:]) == pytest.approx(40, rel=0.1)
+
+
+@pytest.mark.parametrize(("group_size", "mean"), [(1, 40), (4, 70), (8, 125)])
+def test_groups_of_any_size_are_held(group_size, mean, pool):
+    """Also where half of each query head's attention would take more."""
+    options = SMALL | {"budget_tokens": 200, "dense_layers": 0}
+    policy = HardKV(ExactTopK(**options), 0.95, mean_tokens=mean)
+    means = held_means(policy, pool, Shape(group_size=group_size), 1.5)
+    assert statistics.mean(means[10:]) == pytest.approx(mean, rel=0.1)
 
 
 def test_a_mean_that_is_never_reached_is_the_share_alone(pool):
@@ -117,27 +129,68 @@ def test_a_mean_that_is_never_reached_is_the_share_alone(pool):
         (out, chosen), (expected, selected) = held.decode(given), alone.decode(given)
         assert torch.equal(out, expected)
         assert chosen == selected
-        held.attention.count_rows(np.array(lens))
+        assert held.attention.hold is not None
+        held.attention.hold.after_step()
 
 
-def test_in_a_model_a_generation_does_not_depend_on_the_one_before(tiny_folders):
-    policy = small("hard_kv")
+def reachable() -> HardKV:
+    """A mean that random weights do not need all of the share for, nor more than all of it."""
+    policy = small("hard_kv", 96)
     assert isinstance(policy, HardKV)
-    policy = replace(policy, mean_tokens=policy.sink_tokens + policy.recent_tokens + 6)
-    model: Any = OffloadedModel.from_pretrained(
-        tiny_folders["llama"], policy=policy, dtype="float32", num_threads=2
-    )
+    return replace(policy, mean_tokens=60)
+
+
+def test_in_a_model_the_mean_is_held_and_each_prompt_begins_anew(tiny_folders):
+    model = load(tiny_folders["llama"], reachable(), ("cpu", None))
     prompts = [random_tokens(1, 220), random_tokens(1, 180)]
+    hold, means = model._offload.attention.hold, []
+    take = hold._cuts.take_chosen
 
-    def generated(tokens: torch.Tensor) -> torch.Tensor:
-        return model.generate(tokens, do_sample=False, max_new_tokens=24, eos_token_id=None)
+    class Counted:
+        hold_top_p = hold._cuts.hold_top_p
 
-    first = [generated(tokens) for tokens in prompts]
-    for tokens, expected in itertools.chain(zip(prompts, first, strict=True)):
-        assert torch.equal(generated(tokens), expected)
+        def take_chosen(self) -> tuple[int, int]:
+            num_units, num_tokens = take()
+            if num_units:
+                means.append(num_tokens / num_units)
+            return num_units, num_tokens
+
+    hold._cuts = Counted()
+    first = [greedy(model, tokens, 60) for tokens in prompts]
+    assert statistics.mean(means[10:60]) == pytest.approx(60, rel=0.1)
+    assert max(means) - min(means) > 2  # the share moves
+    for tokens, expected in zip(prompts, first, strict=True):
+        assert torch.equal(greedy(model, tokens, 60), expected)
+
+
+@pytest.mark.parametrize("lookup", [2, 5])
+def test_drafts_do_not_count_twice(tiny_folders, lookup):
+    """What a policy learns again is as the step had it, and no tokens of its own."""
+    model = load(tiny_folders["llama"], reachable(), ("cpu", None))
     hold = model._offload.attention.hold
-    assert hold is not None
-    assert LEAST_SHARE <= hold.top_p < policy.top_p
+    units, after_step, take = [], hold.after_step, hold._cuts.take_chosen
+
+    class Counted:
+        hold_top_p = hold._cuts.hold_top_p
+
+        def take_chosen(self) -> tuple[int, int]:
+            taken = take()
+            units.append(taken[0])
+            return taken
+
+    counted = Counted()
+
+    def noted() -> None:
+        hold._cuts = counted
+        after_step()
+        hold._cuts = hold_cuts
+
+    hold_cuts, hold.after_step = hold._cuts, noted
+    tokens = random_tokens(1, 40).repeat(1, 5)
+    greedy(model, tokens, 40, prompt_lookup_num_tokens=lookup)
+    of_row = int(model._offload.attention.selecting_heads.sum())
+    assert units
+    assert all(num % of_row == 0 and num <= (lookup + 1) * of_row for num in units)
 
 
 @pytest.mark.cuda
@@ -149,13 +202,7 @@ def test_a_thousand_steps_of_changing_shares_are_captured_once(tiny_folders, mon
         return capture(self, step)
 
     monkeypatch.setattr(GraphHandshake, "_capture", counted)
-    policy = small("hard_kv")
-    assert isinstance(policy, HardKV)
-    held = replace(policy, mean_tokens=policy.sink_tokens + policy.recent_tokens + 6)
-    model = load(tiny_folders["llama"], held, ("cuda", "graph"))
-    greedy(model, random_tokens(1, 200), 8)
-    first = len(captured)
-    assert first > 0
+    model = load(tiny_folders["llama"], reachable(), ("cuda", "graph"))
     hold = model._offload.attention.hold
     after_step = hold.after_step
 
@@ -164,10 +211,12 @@ def test_a_thousand_steps_of_changing_shares_are_captured_once(tiny_folders, mon
         shares.add(hold.top_p)
 
     hold.after_step = noted
-    for _ in range(4):
-        greedy(model, random_tokens(1, 200), 260)
-    assert len(shares) > 100
-    assert len(captured) == first
+    for index in range(4):
+        greedy(model, random_tokens(1, 200 + index), 260)
+        if index == 0:
+            first = len(captured)
+    assert len(shares) > 500
+    assert len(captured) == first > 0
 
 
 def test_options():
@@ -179,8 +228,13 @@ def test_options():
     for mean in wrong:
         with pytest.raises(ValueError, match=r"mean_tokens must be in \[69, 512\], .* raise max_"):
             HardKV(Sketch(), max_tokens=512, mean_tokens=mean)
-    with pytest.raises(ValueError, match="quest ranks blocks of them; leave mean_tokens out"):
-        HardKV(Quest(), mean_tokens=300)
+    for top_p in (0.95, 1.0):
+        with pytest.raises(ValueError, match="quest ranks blocks of them; leave mean_tokens out"):
+            HardKV(Quest(), top_p, mean_tokens=300)
+    with pytest.raises(ValueError, match=r"shares from 0\.5 to top_p, which is 0\.4; raise top_p"):
+        HardKV(Sketch(), 0.4, mean_tokens=300)
+    with pytest.raises(NotImplementedError, match="mean_tokens=200 needs all heads in one process"):
+        policy.of_heads(range(1), num_layers=2, num_kv_heads=2, head_dim=64)
 
 
 @pytest.fixture(scope="module")

@@ -356,6 +356,8 @@ class DeviceDecoder:
             raise
         steps.step.resident.advance(slots, kv_lens)
         self.attention.count_rows(rows.kv_lens)
+        if self.attention.hold is not None:
+            self.attention.hold.after_step()
         if self._num_parts is None:
             steps.record(link, time.perf_counter() - start)
 

@@ -54,8 +54,8 @@ class LayersStep:
 
     Attributes:
         qkv, attended: what a layer's attention reads and writes.
-        kept_queries: [num_layers, n, num_qo_heads * head_dim], rotated queries of the layers where
-            the policy has a say, if they were asked for.
+        kept_queries: [num_layers, n, num_qo_heads * head_dim], rotated queries, if they were asked
+            for.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ ranks kv
 models
 prefill
 policies
+cascade
 loading decode
 planning
 runtime

@@ -59,7 +59,7 @@ std::string DecoderLayers::attend(int64_t layer_idx, const DecoderStep& step) {
     QueryRow& row = rows_[static_cast<size_t>(r)];
     row.query = step.qkv + r * qkv_bytes;
     row.output = step.attended + r * query_bytes;
-    if (sparse && step.kept_queries != nullptr) {
+    if (step.kept_queries != nullptr) {
       std::memcpy(step.kept_queries + (layer_idx * step.rows.num_rows + r) * query_bytes, row.query,
                   static_cast<size_t>(query_bytes));
     }

@@ -48,7 +48,7 @@ struct DecoderStep {
   char* qkv;           // scratch [num_rows, (num_qo_heads + 2 * num_kv_heads) * head_dim]
   char* attended;      // scratch [num_rows, num_qo_heads * head_dim]
   char* gate_up;       // scratch [num_rows, 2 * intermediate_size]
-  char* kept_queries;  // [num_layers, num_rows, num_qo_heads * head_dim], for those of sparse layers, or null
+  char* kept_queries;  // [num_layers, num_rows, num_qo_heads * head_dim], for those of all layers, or null
   StepRows rows;
 };
 

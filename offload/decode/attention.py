@@ -21,6 +21,7 @@ from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.budget_hold import BudgetHold
+from offload.cascade.cascade import Cascade
 from offload.kv.store import KVStore
 from offload.policies.base import (
     DENSE,
@@ -66,6 +67,7 @@ class DecodeAttention(NativeAttention):
         roles: the policy's, of each [layer, unit]; see `Policy.roles`.
         has_state: whether the policy remembers anything of a sequence.
         hold: of the mean of tokens that are attended to; None: the policy names none.
+        cascade: what wants queries to condense sequences by; None: none of them has a bound.
         decoded: units of decode steps so far, as `count_rows` is told of them.
 
     Raises:
@@ -74,6 +76,7 @@ class DecodeAttention(NativeAttention):
 
     on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
     beside: tuple[int, int, npt.NDArray[np.bool_]] | None = None
+    cascade: Cascade | None = None
     roles: npt.NDArray[np.uint8] | None = None
 
     def __init__(
@@ -286,22 +289,27 @@ class DecodeAttention(NativeAttention):
         super().attend(layer_idx, step, query, out, lse)
         if step.keeps_queries and self.sparse_layers[layer_idx]:
             self.record_step_queries(step, {layer_idx: query})
+        if self.cascade is not None:
+            self.cascade.record_step(step, layer_idx, query[:, : self._row_elements])
         if self.on_attended is not None:
             self.on_attended(layer_idx, step, query, out)
 
     @property
     def on_prefill_queries(self) -> OnQueries | None:
-        """What `prefill` shows its queries to: None unless the policy observes queries."""
-        return self.record_queries if self._observes_queries else None
+        """What `prefill` shows its queries to: None unless somebody observes queries."""
+        wanted = self._observes_queries or self.cascade is not None
+        return self.record_queries if wanted else None
 
     def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
-        """Keep the last queries of a layer for the policy's `build`.
+        """Keep the last queries of a layer for the policy's `build`, and to condense by.
 
         Args:
             queries: [num_qo_heads, n, head_dim], rotated, of the last n of `kv_len` tokens.
         """
         if self._observes_queries:
             self.states.record_queries(seq, layer_idx, queries, kv_len)
+        if self.cascade is not None:
+            self.cascade.record_queries(seq, layer_idx, queries, kv_len)
 
     def record_step_queries(self, step: DecodeStep, queries: Mapping[int, Tensor]) -> None:
         """Keep the queries of rows that attended densely, for the policy's `build`, and of drafts.

@@ -121,9 +121,15 @@ class NativeDecoder:
                 attention.attend(layer_idx, rows, step.qkv, step.attended)
                 stack.finish(layer_idx, step)
             return
-        step = LayersStep(stack, hidden, rope, rows, keeps_queries=rows.keeps_queries)
+        cascade = attention.cascade
+        if cascade is not None and not cascade.wants_queries(rows.seqs, rows.kv_lens.tolist()):
+            cascade = None
+        keeps_queries = rows.keeps_queries or cascade is not None
+        step = LayersStep(stack, hidden, rope, rows, keeps_queries=keeps_queries)
         stack.run(step)
-        if step.kept_queries is not None:
+        if cascade is not None and step.kept_queries is not None:
+            cascade.record_step(rows, slice(None), step.kept_queries)
+        if rows.keeps_queries and step.kept_queries is not None:
             sparse = attention.sparse_layers.nonzero()[0].tolist()
             attention.record_step_queries(rows, {i: step.kept_queries[i] for i in sparse})
 

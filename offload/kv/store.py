@@ -31,7 +31,7 @@ import torch
 
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
 from offload.kv.sequence_pages import SequencePages
-from offload.kv.transfer import Piece, copy_from_pages, copy_to_pages, runs_of
+from offload.kv.transfer import Piece, all_finite, copy_from_pages, copy_to_pages, runs_of
 from offload.system.errors import HostBudgetError
 from offload.system.memory import host_memory_limit_bytes
 from offload.system.pinned_memory import CudaRegistration, HostRegistration
@@ -162,6 +162,12 @@ class KVStore:
         is_copied = tail_id is not None and self._pool.refcounts[tail_id] > 1
         return -(-sequence.kv_len // self.page_tokens) - int(is_copied)
 
+    def num_unshared_pages(self, seq: int) -> int:
+        """Pages per layer of the committed tokens of `seq`; 0 if a fork shares any of them."""
+        sequence = self._sequence(seq)
+        shares = sequence.is_shared(0, 0, sequence.kv_len)
+        return 0 if shares else -(-sequence.kv_len // self.page_tokens)
+
     def page_table(self, seq: int) -> Int64Array:
         """int64 [num_layers, capacity_pages], C-contiguous: addresses of pages, 0 where none is.
 
@@ -230,7 +236,7 @@ class KVStore:
         pieces = self._writable(seq, layer_idx, keys, values, start)
         keys, values = keys.detach(), values.detach()
         for name, rows in (("keys", keys), ("values", values)):
-            if not _all_finite(rows):
+            if not all_finite(rows):
                 raise ValueError(f"non-finite {name} in layer {layer_idx} of sequence {seq}")
 
         for sides, pages in runs_of((keys, values), pieces):
@@ -342,6 +348,33 @@ class KVStore:
             )
         sequence.truncate(kv_len)
 
+    def begin_rewrite(self, seq: int, num_tokens: int) -> int:
+        """Where to `append`, from 0 on, what shall take the place of all tokens of `seq`.
+
+        `seq` itself, or a new sequence where a fork shares its pages; see `end_rewrite`.
+
+        Raises:
+            HostBudgetError: no room for these `num_tokens`; nothing has changed then.
+        """
+        if self.num_unshared_pages(seq):
+            return seq
+        target = self.new_sequence()
+        try:
+            self.reserve([target], [num_tokens])
+        except BaseException:
+            self.free(target)
+            raise
+        return target
+
+    def end_rewrite(self, seq: int, target: int, num_tokens: int) -> None:
+        """`seq` has the first `num_tokens` of `target`, of which the handle is gone if it is not
+        `seq`."""
+        if target != seq:
+            self.commit([target], [num_tokens])
+            self._sequence(seq).truncate(0)
+            self._sequences[seq] = self._sequences.pop(target)
+        self.truncate(seq, num_tokens)
+
     def free(self, seq: int) -> None:
         """Drop `seq`; its pages become free unless a fork shares them. The handle is gone."""
         self._sequence(seq).truncate(0)
@@ -419,11 +452,3 @@ class KVStore:
         if len(num_new_tokens) and min(num_new_tokens) < 0:
             raise ValueError(f"num_new_tokens must not be negative, got {list(num_new_tokens)}")
         return [(self._sequence(seq), int(n)) for seq, n in zip(seqs, num_new_tokens, strict=True)]
-
-
-def _all_finite(rows: torch.Tensor) -> bool:
-    # A NaN or infinity makes every sum it is in non-finite, and sums run at memory speed; isfinite
-    # over every element is some ten times slower, so it only decides when a sum overflowed.
-    if bool(torch.isfinite(rows.sum(dim=-1)).all()):
-        return True
-    return bool(torch.isfinite(rows).all())

@@ -139,6 +139,16 @@ class TextMarks:
         """Forget the marks of tokens from `kv_len` on."""
         self.length = min(self.length, kv_len)
 
+    def renumber(self, kv_len: int, new_len: int, first: int, last: int) -> None:
+        """Of `kv_len` tokens the first and last ones stay; the marks of the others are dropped."""
+        if self.length < kv_len:
+            self.length = 0
+            return
+        tail = self._marks[kv_len - last : kv_len].copy()
+        self._marks[first:new_len] = 0
+        self._marks[new_len - last : new_len] = tail
+        self.length = new_len
+
     def address(self, kv_len: int) -> int:
         """Of the first mark; 0 if not all of `kv_len` tokens have one."""
         return int(self._marks.ctypes.data) if self.length >= kv_len else 0

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from transformers import Cache
 
+from offload.cascade.bound import SequenceBound
+from offload.cascade.cascade import SequenceTokens
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch
 from offload.runtime.sequences import Sequences
@@ -57,8 +59,27 @@ class OffloadedCache(Cache):
 
     @property
     def kv_lens(self) -> list[int]:
-        """Tokens of each row, without padding."""
+        """Tokens in the store of each row, without padding."""
         return [self.store.kv_len(seq) for seq in self._seqs]
+
+    @property
+    def seen_lens(self) -> list[int]:
+        """Tokens that each row has seen, those that were condensed included."""
+        return [self.store.kv_len(seq) + self._dropped(seq) for seq in self._seqs]
+
+    @property
+    def tokens(self) -> list[SequenceTokens]:
+        """What became of the tokens of each row."""
+        cascade = self._sequences.cascade
+        if cascade is None:
+            return [SequenceTokens(n, n, 0) for n in self.kv_lens]
+        return [cascade.tokens(seq) for seq in self._seqs]
+
+    @property
+    def bound(self) -> SequenceBound | None:
+        """What each row may have in the store, if that is bounded."""
+        cascade = self._sequences.cascade
+        return None if cascade is None else cascade.bound
 
     @property
     def attended(self) -> torch.Tensor:
@@ -71,7 +92,7 @@ class OffloadedCache(Cache):
         """Become a batch of one row without padding: sequence `seq`, which nobody else frees."""
         self.reset()
         self._seqs.append(seq)
-        self._num_columns = self.store.kv_len(seq)
+        self._num_columns = self.store.kv_len(seq) + self._dropped(seq)
 
     # What the model calls around a forward pass.
 
@@ -79,11 +100,13 @@ class OffloadedCache(Cache):
         """Make room for `batch`; returns the sequence of each of its rows without padding.
 
         Raises:
-            HostBudgetError: if it does not fit; nothing has changed then.
+            HostBudgetError: if it does not fit; nothing has changed then, but that rows may have
+                been condensed.
         """
         self._sequences.collect()
         seqs = self._seqs or [self._sequences.new() for _ in range(batch.num_sequences)]
         try:
+            self._sequences.make_room(seqs, batch.num_new_tokens)
             self.store.reserve(seqs, batch.num_new_tokens)
         except BaseException:
             if not self._seqs:
@@ -176,7 +199,11 @@ class OffloadedCache(Cache):
         return self._num_columns + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` columns (transformers wants 0 or less)."""
+        """Drop the last `-tokens_to_remove` columns (transformers wants 0 or less).
+
+        Raises:
+            ValueError: for a positive number, or to where tokens were condensed.
+        """
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
@@ -185,11 +212,17 @@ class OffloadedCache(Cache):
             if self._num_columns + int(tokens_to_remove) <= 0:
                 self.reset()  # rows without a column are no rows: the next batch may have others
                 return
-            self._num_columns += int(tokens_to_remove)
-            kv_lens = [self._num_columns] * len(self._seqs)
+            num_columns = self._num_columns + int(tokens_to_remove)
+            seen_lens = [num_columns] * len(self._seqs)
             if self._attended is not None:
-                kv_lens = self.attended.sum(dim=1).tolist()
-            for seq, kv_len in zip(self._seqs, kv_lens, strict=True):
+                seen_lens = self._attended[:, :num_columns].sum(dim=1).tolist()
+            lens = [n - self._dropped(seq) for seq, n in zip(self._seqs, seen_lens, strict=True)]
+            cascade = self._sequences.cascade
+            for seq, kv_len in zip(self._seqs, lens, strict=True):
+                if cascade is not None:
+                    cascade.check_truncate(seq, kv_len)
+            self._num_columns = num_columns
+            for seq, kv_len in zip(self._seqs, lens, strict=True):
                 if kv_len < self.store.kv_len(seq):
                     self._sequences.truncate(seq, kv_len)
 
@@ -261,6 +294,11 @@ class OffloadedCache(Cache):
     def __copy__(self) -> OffloadedCache:
         # A shallow copy would share handles that the first of the two to go frees.
         return self.__deepcopy__({})
+
+    def _dropped(self, seq: int) -> int:
+        """Tokens that `seq` has seen less those in the store."""
+        cascade = self._sequences.cascade
+        return 0 if cascade is None else cascade.dropped(seq)
 
     def _choose(self, rows: list[int]) -> None:
         """Row i becomes what row rows[i] was; negative ones count from the last. No rows: as new.
@@ -346,6 +384,11 @@ class CachedLayer:
     def _gather(self) -> torch.Tensor:
         """[K|V, batch_size, num_kv_heads, columns, head_dim]."""
         store, attended = self._cache.store, self._cache.attended
+        if any(row.condensed or row.seen > row.kept for row in self._cache.tokens):
+            raise ValueError(
+                "the tokens of this cache were condensed to stay within host_bytes_per_sequence: "
+                "there are no keys and values of each column"
+            )
         batch_size, columns = attended.shape
         shape = (2, batch_size, store.num_kv_heads, columns, store.head_dim)
         both = torch.zeros(shape, dtype=store.dtype)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from offload.decode.gpu.placement import HeadPlacement, check_dense_until
+from offload.cascade.bound import CONDENSED_SHARE
 from offload.models.dtypes import DTYPES
 from offload.policies import Policy
 from offload.policies.full import Full
 from offload.policies.registry import make_policy
 from offload.system.errors import NoGPUError
-from offload.system.memory import check_max_memory
+from offload.system.memory import check_max_memory, parse_size
 
 BACKENDS = ("graph", "stream", "inline")
 _COUNTS = ("num_threads", "prefill_slice_tokens", "page_tokens", "tensor_parallel_size")
@@ -49,6 +50,11 @@ class RuntimeConfig:
         quality_probe: share of the selections of decode steps that are compared with exact
             attention, for `OffloadedModel.quality`; 0.001 costs next to nothing.
         quality_floor: warn once if the attention mass kept is surely below this; needs a probe.
+        host_bytes_per_sequence: of host memory, whatever its length, that one sequence's KV cache
+            and what the policy keeps of it take at most; tokens that attention has left behind are
+            condensed (see `offload.cascade`). None: no such bound. Without a GPU only.
+        condensed_share: of the slots that these bytes hold, for condensed tokens at most; with 0
+            tokens are dropped instead.
     """
 
     policy: Policy = field(default_factory=Full)
@@ -64,6 +70,8 @@ class RuntimeConfig:
     placement: HeadPlacement | None = None
     quality_probe: float = 0.0
     quality_floor: float | None = None
+    host_bytes_per_sequence: int | None = None
+    condensed_share: float = CONDENSED_SHARE
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES.values():
@@ -103,6 +111,16 @@ class RuntimeConfig:
                     f"quality_floor={self.quality_floor} needs quality_probe, such as 0.001"
                 )
 
+        _check_share("condensed_share", self.condensed_share)
+        if self.host_bytes_per_sequence is not None:
+            native = device.type == "cpu" and self.backend is None
+            if not native or self.tensor_parallel_size > 1:
+                raise ValueError(
+                    f"host_bytes_per_sequence={self.host_bytes_per_sequence} is for the kernels of "
+                    f"a CPU, but device is {self.device!r}, backend {self.backend!r} and "
+                    f"tensor_parallel_size {self.tensor_parallel_size}; leave it out"
+                )
+
     def _gpus(self, device: torch.device) -> range:
         """Indices of the GPUs that may have a limit."""
         if device.index is None and self.tensor_parallel_size > 1:
@@ -115,7 +133,7 @@ def runtime_config(**options: Any) -> RuntimeConfig:
 
     `policy` may be a name ("auto", "full", "exact_topk", …) or a policy object, `dtype` a name,
     "auto" or a torch.dtype, `device` a string or a torch.device, `max_memory` a dict with size
-    strings, `placement` the path of a file.
+    strings, `host_bytes_per_sequence` a size string, `placement` the path of a file.
 
     Raises:
         ValueError: an unknown policy, dtype or device, or a value out of range.
@@ -135,6 +153,10 @@ def runtime_config(**options: Any) -> RuntimeConfig:
         options["device"] = str(options["device"])
     if "max_memory" in options:
         options["max_memory"] = check_max_memory(options["max_memory"])
+    per_sequence = options.get("host_bytes_per_sequence")
+    if per_sequence is not None:
+        size = parse_size(per_sequence, name="host_bytes_per_sequence")
+        options["host_bytes_per_sequence"] = size
     if isinstance(options.get("placement"), (str, Path)):
         options["placement"] = HeadPlacement.load(options["placement"])
     if not isinstance(options.get("placement"), (HeadPlacement, type(None))):

@@ -152,8 +152,13 @@ class GenerationRequest:
 
     def _pages_needed(self, cache: OffloadedCache) -> int:
         """Pages per layer that are added to what is cached."""
-        page_tokens = cache.store.page_tokens
+        page_tokens, bound = cache.store.page_tokens, cache.bound
         ends = [-(-(kv_len + self.max_new_tokens) // page_tokens) for kv_len in self.prompt_lens]
+        if bound is not None and max(ends) * page_tokens > bound.slots:
+            # Condensed rows share no pages.
+            most = bound.slots // page_tokens
+            ends = [min(end, most) for end in ends]
+            return sum(ends) - sum(cache.store.num_unshared_pages(seq) for seq in cache.seqs)
         if cache.seqs:
             return sum(ends) - sum(cache.store.num_own_pages(seq) for seq in cache.seqs)
         shared = [kv_len // page_tokens for kv_len in self.shared_lens]
@@ -169,6 +174,8 @@ class GenerationRequest:
         # Or while a prefill on a GPU builds it anew beside what is there (`PolicyStates.begin`).
         anew = builds and (self.chunked or states.bytes_of(cache.seqs) > 0)
         times = 2 if self.drafts or self.copies > 1 or grows or anew else 1
-        state = sum(states.bytes.at(kv_len + self.max_new_tokens) for kv_len in self.prompt_lens)
+        most = self.max_tokens if cache.bound is None else cache.bound.slots
+        ends = [min(kv_len + self.max_new_tokens, most) for kv_len in self.prompt_lens]
+        state = sum(map(states.bytes.at, ends))
         state = times * state + len(self.prompt_lens) * states.bytes.of_queries
         return max(0, state - states.bytes_of(cache.seqs))

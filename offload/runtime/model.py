@@ -55,6 +55,8 @@ _RUNTIME_OPTIONS = (
     "placement",
     "quality_probe",
     "quality_floor",
+    "host_bytes_per_sequence",
+    "condensed_share",
 )
 
 
@@ -90,8 +92,8 @@ class OffloadedModel(FixedModel):
             num_threads: CPU threads; default: all this process may use.
             kwargs: the standard cache_dir, force_download, local_files_only, token, revision and
                 gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend`, `deadline_seconds`,
-                `tensor_parallel_size`, `placement`, `quality_probe` and `quality_floor` of
-                `RuntimeConfig`.
+                `tensor_parallel_size`, `placement`, `quality_probe`, `quality_floor`,
+                `host_bytes_per_sequence` and `condensed_share` of `RuntimeConfig`.
 
         Raises:
             TypeError: an unknown keyword argument.
@@ -295,9 +297,9 @@ class OffloadedModel(FixedModel):
         # Beams and samples of one prompt start as equal rows: compute and store them once.
         shared_rows = input_ids if past_columns == 0 else None
         batch = pack(shape, attended, position_ids, shared_rows)
-        kv_lens = cache.kv_lens if cache is not None and past_columns else [0] * batch.num_sequences
-        for kv_len, num_new in zip(kv_lens, batch.num_new_tokens, strict=True):
-            self._offload.check_context(kv_len + num_new)
+        seen = cache.seen_lens if cache is not None and past_columns else [0] * batch.num_sequences
+        for num_seen, num_new in zip(seen, batch.num_new_tokens, strict=True):
+            self._offload.check_context(num_seen + num_new)
         return batch
 
     def _embed(

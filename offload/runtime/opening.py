@@ -28,6 +28,7 @@ from offload.runtime.budgets import (
     rank_kv_budget_bytes,
     weight_bytes_of,
 )
+from offload.runtime.cascading import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import placement_for
 from offload.system.memory import worker_threads
@@ -152,6 +153,7 @@ def check_before_loading(
     kv_budget_bytes(config, weight_bytes, loaded=False)
     shape = checkpoint.shape
     config.policy.check_model(**shape.heads)
+    check_bound(config, shape, weight_bytes // checkpoint.num_parameters)
     if config.placement is not None:
         config.placement.check_model(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads)
     if ranks is None:

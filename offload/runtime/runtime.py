@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.runtime.cascading import cascade_for
 from offload.decode.cpu import NativeDecoder
 from offload.decode.decoder import Decoder
 from offload.decode.sampling import SamplingOptions, check_chosen
@@ -23,6 +24,7 @@ from offload.runtime.opening import OpenedModel
 from offload.runtime.phases import BatchPart, parts_of, prompt_columns_of
 from offload.runtime.quality import FloorWatch, Quality, quality_of
 from offload.runtime.sequences import Sequences
+from offload.runtime.slices import run_in_slices
 from offload.runtime.stats import OffloadStats
 from offload.system.autocast import without_autocast
 from offload.system.interrupts import shielded
@@ -56,7 +58,8 @@ class Runtime:
         self._decoder = _make_decoder(opened, self.store)
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self._decoder.attention
-        self.sequences = Sequences(self.store, self.attention, self._decoder.forget)
+        self.attention.cascade = cascade = cascade_for(config, self.lean, self.attention)
+        self.sequences = Sequences(self.store, self.attention, self._decoder.forget, cascade)
         self.turns = self.sequences.turns
         self._vocabulary_marks = opened.vocabulary_marks
         self.generation_now: Generation | None = None
@@ -91,10 +94,14 @@ class Runtime:
         Raises:
             HostBudgetError: before anything is computed.
             ValueError, RuntimeError: keys or values that are not finite. The cache is then as it
-                was before.
+                was before, or as `run_in_slices` leaves it.
         """
         with self._current_device(), without_autocast(self.device), self.together():
-            return self._run(hidden, batch, cache, tokens)
+            cascade = self.sequences.cascade
+            if cache is None or cascade is None:
+                return self._run(hidden, batch, cache, tokens)
+            prompt = prompt_columns_of(batch, cache, self.generation_now)
+            return run_in_slices(self._run, hidden, batch, cache, cascade, tokens, prompt)
 
     def _run(
         self,
@@ -102,6 +109,7 @@ class Runtime:
         batch: RaggedBatch,
         cache: OffloadedCache | None,
         tokens: torch.Tensor | None,
+        prompt_columns: int | None = None,
     ) -> tuple[torch.Tensor, str]:
         start = time.perf_counter()
         if self.ranks is not None:
@@ -111,7 +119,8 @@ class Runtime:
             hidden = self._prefill(hidden, batch, None, [])
             self._record("prefill", batch.num_tokens, start)
             return hidden, "prefill"
-        prompt_columns = prompt_columns_of(batch, cache, self.generation_now)
+        if prompt_columns is None:
+            prompt_columns = prompt_columns_of(batch, cache, self.generation_now)
         parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
 
         def compute(seqs: list[int]) -> torch.Tensor:
@@ -177,7 +186,7 @@ class Runtime:
             As `run`; ValueError for a context that is too long.
         """
         start = time.perf_counter()
-        self.check_context(max(cache.kv_lens) + 1)
+        self.check_context(max(cache.seen_lens) + 1)
         batch = one_token_each(cache.batch_size)
 
         def compute(seqs: list[int]) -> torch.Tensor:

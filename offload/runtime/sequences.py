@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from offload.cascade.cascade import Cascade
 from offload.decode.attention import DecodeAttention
 from offload.decode.draft_rows import attend_again
 from offload.kv.store import KVStore
@@ -17,6 +18,7 @@ class Sequences:
 
     Args:
         on_changed: told of each sequence that is shortened or freed.
+        cascade: keeps each sequence within a bound; None: they have none.
 
     Attributes:
         turns: whose lock the caller has, except for `free_later` and `collect_if_idle`.
@@ -27,8 +29,10 @@ class Sequences:
         store: KVStore,
         attention: DecodeAttention,
         on_changed: Callable[[int], None] = lambda seq: None,
+        cascade: Cascade | None = None,
     ) -> None:
         self.store = store
+        self.cascade = cascade
         self._attention = attention
         self._on_changed = on_changed
         self._unreachable: deque[int] = deque()
@@ -43,10 +47,29 @@ class Sequences:
         child = self.store.fork(seq)
         try:
             self._attention.states.fork(seq, child)
+            if self.cascade is not None:
+                self.cascade.fork(seq, child)
         except BaseException:
             self.free([child])
             raise
         return child
+
+    def make_room(self, seqs: Iterable[int], num_new_tokens: Iterable[int]) -> None:
+        """Condense those of `seqs` that `num_new_tokens` more would take past the bound.
+
+        Raises:
+            HostBudgetError: no room beside a fork's pages; what was not condensed is as it was.
+        """
+        if self.cascade is None:
+            return
+        for seq, num_new in zip(seqs, num_new_tokens, strict=True):
+            if self.cascade.needs_room(seq, num_new):
+                self._on_changed(seq)
+                num_slots, bound = self.store.kv_len(seq), self.cascade.bound
+                self.cascade.condense(seq)
+                self._attention.states.renumber(
+                    seq, num_slots, bound.sinks, bound.recent, self.cascade.last_queries(seq)
+                )
 
     def truncate(self, seq: int, kv_len: int) -> None:
         """Keep the first `kv_len` tokens, and nothing that is reserved.
@@ -71,6 +94,8 @@ class Sequences:
         for seq in seqs:
             self._on_changed(seq)
             self._attention.states.forget(seq)
+            if self.cascade is not None:
+                self.cascade.forget(seq)
             self.store.free(seq)
 
     def free_later(self, seqs: Iterable[int]) -> None:

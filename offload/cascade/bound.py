@@ -1,0 +1,89 @@
+"""What `host_bytes_per_sequence` comes to in slots of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offload.policies.base import Policy
+from offload.system.memory import format_bytes
+
+SINK_TOKENS, RECENT_TOKENS = 4, 64  # kept as they are, where the policy does not ask for more
+CONDENSED_SHARE = 0.125
+_SHARE_FREED = 4  # of the slots, by condensing: what that costs a token is the same at any bound
+_NEW_SHARE = 4  # of the condensed ones, that each time makes anew
+
+
+@dataclass(frozen=True)
+class SequenceBound:
+    """Slots of one sequence: positions of the KV store, whole pages of them.
+
+    Attributes:
+        slots: at most so many.
+        low: so many are left when they were condensed.
+        sinks, recent: first and last tokens, which are never condensed.
+        condensed: slots at most that stand for several tokens each.
+    """
+
+    slots: int
+    low: int
+    sinks: int
+    recent: int
+    condensed: int
+
+    @classmethod
+    def of(
+        cls,
+        num_bytes: int,
+        *,
+        token_bytes: int,
+        page_tokens: int,
+        policy: Policy,
+        condensed_share: float = CONDENSED_SHARE,
+        beside: Callable[[int], int] = lambda slots: 0,
+    ) -> SequenceBound:
+        """The largest that `num_bytes` allow.
+
+        Args:
+            token_bytes: of a token's keys and values in all layers.
+            condensed_share: of the slots.
+            beside: bytes that are kept of a sequence of so many slots beside its pages.
+
+        Raises:
+            ValueError: there is no room for sinks, recent tokens and a page.
+        """
+        sinks, recent = SINK_TOKENS, RECENT_TOKENS
+        if policy.selects:
+            sinks, recent = max(sinks, policy.sink_tokens), max(recent, policy.recent_tokens)
+        fewest = -(-(sinks + recent + max(page_tokens, 16)) // page_tokens)
+
+        def need(pages: int) -> int:
+            return pages * page_tokens * token_bytes + beside(pages * page_tokens)
+
+        pages = num_bytes // (page_tokens * token_bytes)
+        if pages >= fewest and need(pages) > num_bytes:  # then the most that fit, by halving
+            fit, too_many = fewest - 1, pages
+            while too_many - fit > 1:
+                middle = (fit + too_many) // 2
+                fit, too_many = (fit, middle) if need(middle) > num_bytes else (middle, too_many)
+            pages = fit
+        if pages < fewest:
+            raise ValueError(
+                f"host_bytes_per_sequence={num_bytes} ({format_bytes(num_bytes)}) is too little: "
+                f"{sinks} sink tokens, {recent} recent ones and a page of {page_tokens} tokens "
+                f"need {need(fewest)} bytes; raise host_bytes_per_sequence or lower page_tokens"
+            )
+        slots = pages * page_tokens
+        low = slots - min(slots // _SHARE_FREED, slots - sinks - recent - 1)
+        condensed = min(int(condensed_share * slots), low - sinks - recent)
+        return cls(slots, low, sinks, recent, condensed)
+
+    @property
+    def freed(self) -> int:
+        """Slots that are free when a full sequence was condensed."""
+        return self.slots - self.low
+
+    @property
+    def new_condensed(self) -> int:
+        """Slots that condensing makes anew, of tokens and of condensed ones before."""
+        return -(-self.condensed // _NEW_SHARE)

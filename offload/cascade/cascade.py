@@ -1,0 +1,241 @@
+"""The cascade of one model: its sequences never have more slots than their bound allows.
+
+A slot is a position of the KV store. Keys are rotated before they are stored, so that a key may be
+in any slot, and the heads of a layer may have different tokens there, as long as they are as many:
+pages, kernels and policies need not know. When a pass would take a sequence past its bound, it is
+condensed first (`condense`), to `SequenceBound.low` slots:
+
+    [sinks | condensed | exact, those that were asked for most | recent]
+
+Nothing changes before all that shall be written is known, and the pages of forks are not written to
+but left to them. Beside the pages there are a window of queries for each sequence, and while it is
+condensed the rows of a layer and the logits of a head.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cpu_ops.step_rows import DecodeStep
+from offload.cascade.bound import SequenceBound
+from offload.cascade.condense import Condensed, Split, condense
+from offload.cascade.window import SPACING, QueryWindow
+from offload.kv.store import KVStore
+
+if TYPE_CHECKING:
+    from offload.models import LeanModel
+
+# Condensed keys are fitted for the last queries and these as tokens would ask them that come later
+# by so many times the bound: measured, beyond what is generated until they are fitted again.
+_AHEAD = (0.5, 1.5)
+
+
+@dataclass(frozen=True)
+class SequenceTokens:
+    """What became of the tokens of a sequence, in every KV head.
+
+    Attributes:
+        seen: by the model.
+        kept: that are in the cache as they were.
+        condensed: slots that the others have become.
+    """
+
+    seen: int
+    kept: int
+    condensed: int
+
+
+@dataclass
+class _Record:
+    """Of a sequence: tokens that have no slot of their own any more, slots that are condensed, and
+    from where on slots are tokens one after the other."""
+
+    window: QueryWindow
+    dropped: int = 0
+    condensed: int = 0
+    exact_from: int = 0
+
+
+class Cascade:
+    """Keeps the sequences of one store within `bound`.
+
+    Args:
+        rotary: of the model: (x, position_ids) -> cos, sin.
+        sm_scale: of its attention.
+
+    Attributes:
+        seconds, condensed_tokens: that condensing took, and tokens that lost their slots, so far.
+    """
+
+    def __init__(
+        self, bound: SequenceBound, store: KVStore, *, num_qo_heads: int, rotary: Any, sm_scale: float
+    ) -> None:
+        self.bound = bound
+        self.seconds, self.condensed_tokens = 0.0, 0
+        self._store = store
+        self._num_qo_heads = num_qo_heads
+        self._sm_scale = sm_scale
+        self._turns = _rotations(rotary, [round(share * bound.slots) for share in _AHEAD])
+        self._records: defaultdict[int, _Record] = defaultdict(self._new_record)
+
+    # What a sequence is.
+
+    def dropped(self, seq: int) -> int:
+        """Tokens seen less slots."""
+        return self._records[seq].dropped if seq in self._records else 0
+
+    def tokens(self, seq: int) -> SequenceTokens:
+        """What became of the tokens of `seq`."""
+        slots, condensed = self._store.kv_len(seq), 0
+        if seq in self._records:
+            condensed = self._records[seq].condensed
+        return SequenceTokens(slots + self.dropped(seq), slots - condensed, condensed)
+
+    def check_truncate(self, seq: int, kv_len: int) -> None:
+        """Refuse to cut `seq` to `kv_len` slots where these are not its first tokens.
+
+        Raises:
+            ValueError: tokens that would be the last are condensed.
+        """
+        record = self._records.get(seq)
+        if record is not None and kv_len < record.exact_from:
+            raise ValueError(
+                f"cannot crop a sequence of {self._store.kv_len(seq) + record.dropped} tokens to "
+                f"{kv_len + record.dropped}: the first {record.exact_from + record.dropped} were "
+                "condensed to stay within host_bytes_per_sequence; start a new cache, or raise it"
+            )
+
+    def fork(self, seq: int, child: int) -> None:
+        """`child` is as `seq` is."""
+        if seq in self._records:
+            record = self._records[seq]
+            self._records[child] = replace(record, window=record.window.copy())
+
+    def forget(self, seq: int) -> None:
+        """The sequence is gone."""
+        self._records.pop(seq, None)
+
+    # What it was asked for.
+
+    def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
+        """Queries [num_qo_heads, n, head_dim] of one layer, of the last n of `kv_len` slots."""
+        record = self._records[seq]
+        record.window.record(layer_idx, queries, kv_len + record.dropped)
+
+    def wants_queries(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> bool:
+        """Whether `record_step` would keep any, of rows of one token each."""
+        return any(
+            (kv_len - 1 + self.dropped(seq)) % SPACING == 0
+            for seq, kv_len in zip(seqs, kv_lens, strict=True)
+        )
+
+    def record_step(self, step: DecodeStep, layer_idx: int | slice, queries: Tensor) -> None:
+        """Queries [(layers,) n, num_qo_heads * head_dim] of the rows of a step."""
+        heads = queries.unflatten(-1, (self._num_qo_heads, -1))
+        for row, (seq, kv_len) in enumerate(zip(step.seqs, step.kv_lens.tolist(), strict=True)):
+            record, token = self._records[seq], kv_len - 1 + self.dropped(seq)
+            if token % SPACING == 0:
+                record.window.record(layer_idx, heads[..., row, :, None, :], token + 1)
+
+    # Making room.
+
+    def needs_room(self, seq: int, num_new: int) -> bool:
+        """Whether `num_new` more tokens would exceed the bound."""
+        return num_new > 0 and self._store.kv_len(seq) + num_new > self.bound.slots
+
+    def room(self, seq: int, num_new: int) -> int:
+        """How many of `num_new` tokens can come next, after condensing if that is worth it."""
+        free = self.bound.slots - self._store.kv_len(seq)
+        return max(free, self.bound.freed) if num_new > free else num_new
+
+    def condense(self, seq: int) -> None:
+        """Bring `seq` down to `bound.low` slots.
+
+        Raises:
+            HostBudgetError: a fork has its pages, and there is no room for others; nothing has
+                changed then.
+        """
+        start, store, record = time.perf_counter(), self._store, self._records[seq]
+        split = Split.of(self.bound, store.kv_len(seq), record.condensed)
+        queries = self.last_queries(seq)
+        layers = [self._condense_layer(seq, i, queries[i], split) for i in range(store.num_layers)]
+        rows = torch.empty(2, store.num_kv_heads, split.num_slots, store.head_dim, dtype=store.dtype)
+        left = torch.empty_like(rows[:, :, : split.num_left])
+        target = store.begin_rewrite(seq, split.num_left)
+        for layer_idx, heads in enumerate(layers):
+            store.gather(seq, layer_idx, out=(rows[0], rows[1]))
+            for head, condensed in enumerate(heads):
+                _place(rows[:, head], condensed, split.before_new, left[:, head])
+            keys, values = left.transpose(1, 2)
+            store.append(target, layer_idx, keys, values, start=0)
+        store.end_rewrite(seq, target, split.num_left)
+        record.dropped += split.num_slots - split.num_left
+        record.condensed = split.stay + split.new
+        record.exact_from = split.num_left - split.recent
+        self.condensed_tokens += split.num_slots - split.num_left
+        self.seconds += time.perf_counter() - start
+
+    def last_queries(self, seq: int) -> Tensor:
+        """[num_layers, num_qo_heads, n, head_dim] of the window, of slots `SPACING` apart."""
+        record = self._records[seq]
+        return record.window.last(self._store.kv_len(seq) + record.dropped)
+
+    def _condense_layer(
+        self, seq: int, layer_idx: int, queries: Tensor, split: Split
+    ) -> list[Condensed]:
+        """What becomes of each KV head; `queries` [num_qo_heads, n, head_dim]."""
+        keys, values = self._store.gather(seq, layer_idx)
+        of_kv_heads = queries.unflatten(0, (len(keys), -1))
+        if not queries.shape[1]:  # taken back: the newest keys ask for what is like them
+            of_kv_heads = keys[:, None, -split.recent :]
+        heads = []
+        for k, v, q in zip(keys.float(), values.float(), of_kv_heads.float(), strict=True):
+            asked = self._now_and_later(q.flatten(0, 1)) * self._sm_scale
+            heads.append(_storable(condense(k, v, asked, split), self._store.dtype))
+        return heads
+
+    def _now_and_later(self, queries: Tensor) -> Tensor:
+        """Rotated queries [n, head_dim], and as later tokens would ask them."""
+        half = queries.shape[1] // 2
+        turned = torch.cat([-queries[:, half:], queries[:, :half]], dim=1)
+        later = [queries * cos + turned * sin for cos, sin in self._turns]
+        return torch.cat([queries, *later])
+
+    def _new_record(self) -> _Record:
+        store = self._store
+        shape = {"num_layers": store.num_layers, "head_dim": store.head_dim}
+        window = QueryWindow(**shape, num_qo_heads=self._num_qo_heads, dtype=store.dtype)
+        return _Record(window)
+
+
+def _rotations(rotary: Any, distances: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """cos, sin [head_dim] that take a rotated query further; some models scale theirs, too."""
+    cos, sin = rotary(torch.zeros(1), torch.tensor([distances]))
+    scale = (cos.square() + sin.square()).sqrt()
+    return list(zip((cos / scale)[0].float(), (sin / scale)[0].float(), strict=True))
+
+
+def _storable(condensed: Condensed, dtype: torch.dtype) -> Condensed:
+    """In the store's dtype, within its range."""
+    most = torch.finfo(dtype).max
+    keys, values = (
+        x.nan_to_num().clamp(-most, most).to(dtype)
+        for x in (condensed.keys, condensed.values)
+    )
+    return Condensed(condensed.kept, keys, values)
+
+
+def _place(rows: Tensor, condensed: Condensed, before_new: int, out: Tensor) -> None:
+    """The slots [K|V, num_left, head_dim] of one head after it was condensed, from those before."""
+    kept, stop = condensed.kept, before_new + len(condensed.keys)
+    for old, new, out_rows in zip(rows, (condensed.keys, condensed.values), out, strict=True):
+        torch.index_select(old, 0, kept[:before_new], out=out_rows[:before_new])
+        out_rows[before_new:stop] = new
+        torch.index_select(old, 0, kept[before_new:], out=out_rows[stop:])

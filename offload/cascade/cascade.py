@@ -28,9 +28,10 @@ from offload.cascade.bound import SequenceBound
 from offload.cascade.condense import Condensed, Split, condense
 from offload.cascade.window import SPACING, QueryWindow
 from offload.kv.store import KVStore
+from offload.system.torch_threads import torch_threads
 
 if TYPE_CHECKING:
-    from offload.models import LeanModel
+    pass
 
 # Condensed keys are fitted for the last queries and these as tokens would ask them that come later
 # by so many times the bound: measured, beyond what is generated until they are fitted again.
@@ -72,13 +73,21 @@ class Cascade:
 
     Attributes:
         seconds, condensed_tokens: that condensing took, and tokens that lost their slots, so far.
+        condense_head: what condenses one KV head.
     """
 
     def __init__(
-        self, bound: SequenceBound, store: KVStore, *, num_qo_heads: int, rotary: Any, sm_scale: float
+        self,
+        bound: SequenceBound,
+        store: KVStore,
+        *,
+        num_qo_heads: int,
+        rotary: Any,
+        sm_scale: float,
     ) -> None:
         self.bound = bound
         self.seconds, self.condensed_tokens = 0.0, 0
+        self.condense_head = condense
         self._store = store
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
@@ -165,8 +174,15 @@ class Cascade:
         start, store, record = time.perf_counter(), self._store, self._records[seq]
         split = Split.of(self.bound, store.kv_len(seq), record.condensed)
         queries = self.last_queries(seq)
-        layers = [self._condense_layer(seq, i, queries[i], split) for i in range(store.num_layers)]
-        rows = torch.empty(2, store.num_kv_heads, split.num_slots, store.head_dim, dtype=store.dtype)
+        # Small operators: another thread would wait for a CPU more than it works.
+        with torch_threads(1):
+            layers = [
+                self._condense_layer(seq, layer_idx, queries[layer_idx], split)
+                for layer_idx in range(store.num_layers)
+            ]
+        rows = torch.empty(
+            2, store.num_kv_heads, split.num_slots, store.head_dim, dtype=store.dtype
+        )
         left = torch.empty_like(rows[:, :, : split.num_left])
         target = store.begin_rewrite(seq, split.num_left)
         for layer_idx, heads in enumerate(layers):
@@ -198,7 +214,7 @@ class Cascade:
         heads = []
         for k, v, q in zip(keys.float(), values.float(), of_kv_heads.float(), strict=True):
             asked = self._now_and_later(q.flatten(0, 1)) * self._sm_scale
-            heads.append(_storable(condense(k, v, asked, split), self._store.dtype))
+            heads.append(_storable(self.condense_head(k, v, asked, split), self._store.dtype))
         return heads
 
     def _now_and_later(self, queries: Tensor) -> Tensor:
@@ -226,8 +242,7 @@ def _storable(condensed: Condensed, dtype: torch.dtype) -> Condensed:
     """In the store's dtype, within its range."""
     most = torch.finfo(dtype).max
     keys, values = (
-        x.nan_to_num().clamp(-most, most).to(dtype)
-        for x in (condensed.keys, condensed.values)
+        x.nan_to_num().clamp(-most, most).to(dtype) for x in (condensed.keys, condensed.values)
     )
     return Condensed(condensed.kept, keys, values)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.cascade.bound import SequenceBound
 
-RIDGE = 0.01  # of the mean square of an element of the queries
+RIDGE = 1.0  # of the mean square of an element of the queries: less, and some queries find too much
 _LEAST_WEIGHT = 1e-20  # a run that no query asks for has a mean, too
 
 
@@ -72,27 +72,38 @@ class Condensed:
     values: Tensor
 
 
-def condense(keys: Tensor, values: Tensor, queries: Tensor, split: Split) -> Condensed:
+def condense(
+    keys: Tensor, values: Tensor, queries: Tensor, split: Split, *, fits: bool = True
+) -> Condensed:
     """One KV head, all in float32.
 
     Args:
         keys, values: [num_slots, head_dim].
         queries: [n, head_dim] of its query heads, rotated, times the softmax scale.
+        fits: False leaves the keys of runs at their weighted means (to compare).
     """
-    logits = queries @ keys.T
-    lse = logits.logsumexp(dim=1, keepdim=True)
-    weights = (logits - lse).exp_().mean(dim=0)
+    # [num_slots, n]: the queries of a slot are neighbours, as the slots of a run are gathered.
+    masses = keys @ queries.T
+    most = masses.amax(dim=0)
+    masses.sub_(most).exp_()
+    weights = masses @ masses.sum(dim=0).reciprocal_() / len(queries)
     kept, others = _chosen(weights * values.norm(dim=1), split)
     if not split.new:
         empty = keys.new_empty(0, keys.shape[1])
         return Condensed(kept.int(), empty, empty)
-    runs, is_member = _runs(others, split.new)
-    of_runs = logits[:, runs.flatten()].view(len(logits), *runs.shape)
-    run_lse = of_runs.masked_fill_(~is_member, -torch.inf).logsumexp(dim=2)
-    shares = (weights[runs] + _LEAST_WEIGHT) * is_member
-    shares = shares / shares.sum(dim=1, keepdim=True)
-    means, run_values = (torch.einsum("rm,rmd->rd", shares, x[runs]) for x in (keys, values))
-    return Condensed(kept.int(), means + _correction(queries, run_lse - queries @ means.T), run_values)
+    # Runs of neighbours, all as long but for one token.
+    run = torch.arange(len(others)) * split.new // len(others)
+    sums = masses.new_zeros(split.new, len(queries)).index_add_(0, run, masses[others])
+    run_lse = sums.clamp_min_(torch.finfo(sums.dtype).tiny).log_().add_(most)
+    shares = weights[others] + _LEAST_WEIGHT
+    shares /= shares.new_zeros(split.new).index_add_(0, run, shares)[run]
+    means, run_values = (
+        x.new_zeros(split.new, x.shape[1]).index_add_(0, run, shares[:, None] * x[others])
+        for x in (keys, values)
+    )
+    if fits:
+        means += _correction(queries, run_lse - means @ queries.T)
+    return Condensed(kept.int(), means, run_values)
 
 
 def _chosen(scores: Tensor, split: Split) -> tuple[Tensor, Tensor]:
@@ -109,17 +120,9 @@ def _chosen(scores: Tensor, split: Split) -> tuple[Tensor, Tensor]:
     return stays.nonzero().squeeze(1), (~stays).nonzero().squeeze(1)
 
 
-def _runs(slots: Tensor, num_runs: int) -> tuple[Tensor, Tensor]:
-    """Slots [n] as [num_runs, longest] one after the other, and where there are any: bool."""
-    ends = torch.arange(num_runs + 1) * len(slots) // num_runs
-    starts, sizes = ends[:-1], ends.diff()
-    offsets = torch.arange(int(sizes.max()))
-    is_member = offsets < sizes[:, None]
-    return slots[torch.where(is_member, starts[:, None] + offsets, starts[:, None])], is_member
-
-
 def _correction(queries: Tensor, missing: Tensor) -> Tensor:
-    """[runs, head_dim] to add to keys whose logits lack `missing` [n, runs]: ridge regression."""
+    """[runs, head_dim] to add to keys whose logits lack `missing` [runs, n]: ridge regression."""
     gram = queries.T @ queries
     gram.diagonal().add_(RIDGE * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny)
-    return torch.linalg.solve(gram, queries.T @ missing).T
+    added: Tensor = torch.linalg.solve(gram, missing @ queries, left=False)
+    return added

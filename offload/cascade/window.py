@@ -23,9 +23,7 @@ class QueryWindow:
         self._start = self._end = 0  # tokens whose queries are valid
 
     @staticmethod
-    def bytes_for(
-        *, num_layers: int, num_qo_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
+    def bytes_for(*, num_layers: int, num_qo_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return num_layers * NUM_QUERIES * num_qo_heads * head_dim * dtype.itemsize
 
     def record(self, layer_idx: int | slice, queries: Tensor, end: int) -> None:

@@ -288,9 +288,7 @@ class PolicyStates:
             self._change(known, self._selecting.truncate, kv_len)
         return None
 
-    def renumber(
-        self, seq: int, kv_len: int, first: int, last: int, queries: Tensor
-    ) -> None:
+    def renumber(self, seq: int, kv_len: int, first: int, last: int, queries: Tensor) -> None:
         """Of `kv_len` tokens only the `first` and `last` are where they were, counted from either
         end: what was built is built again, when it is needed.
 

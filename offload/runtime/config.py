@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.cascade.bound import CONDENSED_SHARE
+from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.models.dtypes import DTYPES
 from offload.policies import Policy
 from offload.policies.full import Full

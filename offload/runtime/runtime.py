@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.runtime.cascading import cascade_for
 from offload.decode.cpu import NativeDecoder
 from offload.decode.decoder import Decoder
 from offload.decode.sampling import SamplingOptions, check_chosen
@@ -18,6 +17,7 @@ from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, one_token_each
 from offload.prefill.forward import prefill
 from offload.runtime.cache import OffloadedCache
+from offload.runtime.cascading import cascade_for
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.opening import OpenedModel

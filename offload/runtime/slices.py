@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from offload.cascade.cascade import Cascade
@@ -16,9 +15,7 @@ from offload.models.batch import RaggedBatch
 from offload.runtime.cache import OffloadedCache
 
 # Gets (hidden, batch, cache, tokens, prompt_columns): `Runtime.run` of what fits.
-Run = Callable[
-    [Tensor, RaggedBatch, OffloadedCache, Tensor | None, int], tuple[Tensor, str]
-]
+Run = Callable[[Tensor, RaggedBatch, OffloadedCache, Tensor | None, int], tuple[Tensor, str]]
 
 
 @dataclass(frozen=True)

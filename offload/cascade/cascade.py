@@ -72,7 +72,6 @@ class Cascade:
         sm_scale: of its attention.
 
     Attributes:
-        seconds, condensed_tokens: that condensing took, and tokens that lost their slots, so far.
         condense_head: what condenses one KV head.
     """
 
@@ -86,7 +85,7 @@ class Cascade:
         sm_scale: float,
     ) -> None:
         self.bound = bound
-        self.seconds, self.condensed_tokens = 0.0, 0
+        self._condensed_tokens, self._seconds = 0, 0.0
         self.condense_head = condense
         self._store = store
         self._num_qo_heads = num_qo_heads
@@ -106,6 +105,12 @@ class Cascade:
         if seq in self._records:
             condensed = self._records[seq].condensed
         return SequenceTokens(slots + self.dropped(seq), slots - condensed, condensed)
+
+    def take_counts(self) -> tuple[int, float]:
+        """Tokens that have lost their slots, and the seconds it took, since this was asked last."""
+        counts = self._condensed_tokens, self._seconds
+        self._condensed_tokens, self._seconds = 0, 0.0
+        return counts
 
     def check_truncate(self, seq: int, kv_len: int) -> None:
         """Refuse to cut `seq` to `kv_len` slots where these are not its first tokens.
@@ -147,7 +152,7 @@ class Cascade:
 
     def record_step(self, step: DecodeStep, layer_idx: int | slice, queries: Tensor) -> None:
         """Queries [(layers,) n, num_qo_heads * head_dim] of the rows of a step."""
-        heads = queries.unflatten(-1, (self._num_qo_heads, -1))
+        heads = queries.view(*queries.shape[:-1], self._num_qo_heads, -1)
         for row, (seq, kv_len) in enumerate(zip(step.seqs, step.kv_lens.tolist(), strict=True)):
             record, token = self._records[seq], kv_len - 1 + self.dropped(seq)
             if token % SPACING == 0:
@@ -180,9 +185,8 @@ class Cascade:
                 self._condense_layer(seq, layer_idx, queries[layer_idx], split)
                 for layer_idx in range(store.num_layers)
             ]
-        rows = torch.empty(
-            2, store.num_kv_heads, split.num_slots, store.head_dim, dtype=store.dtype
-        )
+        shape = (2, store.num_kv_heads, split.num_slots, store.head_dim)
+        rows = torch.empty(shape, dtype=store.dtype)
         left = torch.empty_like(rows[:, :, : split.num_left])
         target = store.begin_rewrite(seq, split.num_left)
         for layer_idx, heads in enumerate(layers):
@@ -195,8 +199,8 @@ class Cascade:
         record.dropped += split.num_slots - split.num_left
         record.condensed = split.stay + split.new
         record.exact_from = split.num_left - split.recent
-        self.condensed_tokens += split.num_slots - split.num_left
-        self.seconds += time.perf_counter() - start
+        self._condensed_tokens += split.num_slots - split.num_left
+        self._seconds += time.perf_counter() - start
 
     def last_queries(self, seq: int) -> Tensor:
         """[num_layers, num_qo_heads, n, head_dim] of the window, of slots `SPACING` apart."""
@@ -208,7 +212,7 @@ class Cascade:
     ) -> list[Condensed]:
         """What becomes of each KV head; `queries` [num_qo_heads, n, head_dim]."""
         keys, values = self._store.gather(seq, layer_idx)
-        of_kv_heads = queries.unflatten(0, (len(keys), -1))
+        of_kv_heads = queries.reshape(len(keys), -1, *queries.shape[1:])
         if not queries.shape[1]:  # taken back: the newest keys ask for what is like them
             of_kv_heads = keys[:, None, -split.recent :]
         heads = []

@@ -30,19 +30,16 @@ class QueryWindow:
         """`queries` [(layers,) num_qo_heads, n, head_dim] of tokens end - n … end - 1."""
         first = end - queries.shape[-2]
         self._note(first, end)
-        kept = first + -first % SPACING
-        kept = max(kept, (end - 1) // SPACING * SPACING - (NUM_QUERIES - 1) * SPACING)
-        tokens = torch.arange(kept, end, SPACING)
-        if len(tokens):
-            rows = queries[..., kept - first :: SPACING, :].transpose(-3, -2)
-            self._ring[layer_idx, tokens // SPACING % NUM_QUERIES] = rows
+        kept = _kept(first, end)[-NUM_QUERIES:]
+        if kept:
+            rows = queries[..., kept.start - first :: SPACING, :].transpose(-3, -2)
+            self._ring[layer_idx, _slots(kept)] = rows
 
     def last(self, num_tokens: int) -> Tensor:
         """[num_layers, num_qo_heads, n, head_dim]: those known of the first `num_tokens`, oldest
         first, n at most `NUM_QUERIES`."""
-        end = min(self._end, num_tokens)
-        tokens = torch.arange(self._start + -self._start % SPACING, end, SPACING)
-        return self._ring[:, tokens // SPACING % NUM_QUERIES].transpose(1, 2)
+        kept = _kept(self._start, min(self._end, num_tokens))
+        return self._ring[:, _slots(kept)].transpose(1, 2)
 
     def copy(self) -> QueryWindow:
         copied = QueryWindow.__new__(QueryWindow)
@@ -54,7 +51,16 @@ class QueryWindow:
         if (first, end) == self._span:
             return  # of the layer before
         self._span = (first, end)
-        if not self._start <= first <= self._end:  # tokens went by unseen, or all were taken back
+        if first < self._start or _kept(self._end, first):  # all taken back, or some not seen
             self._start = first
         self._start = max(self._start, end - SPACING * NUM_QUERIES)
         self._end = end
+
+
+def _kept(first: int, end: int) -> range:
+    """The tokens of first … end - 1 whose queries are kept."""
+    return range(first + -first % SPACING, end, SPACING)
+
+
+def _slots(kept: range) -> list[int]:
+    return [token // SPACING % NUM_QUERIES for token in kept]

@@ -123,6 +123,14 @@ def generate(
             help="Hard limit for weights and KV cache, such as cpu=8GiB or 0=20GiB. Repeatable.",
         ),
     ] = None,
+    host_bytes_per_sequence: Annotated[
+        str | None,
+        _runtime_option(
+            metavar="SIZE",
+            help="Hard limit for what is kept of one sequence, however long it gets, such as "
+            "64MiB; tokens that attention has left behind are condensed. Without a GPU only.",
+        ),
+    ] = None,
     placement: Annotated[
         Path | None,
         _runtime_option(
@@ -238,6 +246,7 @@ def generate(
                     max_memory=budgets,
                     num_threads=num_threads,
                     tensor_parallel_size=tensor_parallel_size,
+                    host_bytes_per_sequence=host_bytes_per_sequence,
                     placement=placement,
                     quality_probe=quality_probe,
                     quality_floor=quality_floor,
@@ -304,7 +313,7 @@ def _print_result(
         return
     from rich.table import Table
 
-    from offload.cli.generation import quality_line
+    from offload.cli.generation import condensed_line, quality_line
     from offload.system.memory import format_bytes
 
     table = Table(title=model, title_justify="left")
@@ -327,5 +336,7 @@ def _print_result(
         )
     stdout().print(table)
     for run in runs:
+        if run["condensed"] is not None:
+            stdout().print(f"{run['policy']}: {condensed_line(run['condensed'])}", highlight=False)
         if run["quality"] is not None:
             stdout().print(f"{run['policy']}: {quality_line(run['quality'])}", highlight=False)

@@ -97,8 +97,13 @@ def answer(
         torch.manual_seed(seed)
     input_ids = input_ids.to(model.device)
     streamer: Any = CallbackStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    cache = model.new_cache()
     output_ids = model.generate(
-        input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **sampling
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        streamer=streamer,
+        **sampling,
     )
     new_ids = output_ids[0, input_ids.shape[1] :]
     stats = model.offload_stats()
@@ -115,6 +120,7 @@ def answer(
         "new_tokens": len(new_ids),
         **dict(zip(_SIZES, sizes, strict=True)),
         **{name: getattr(stats, name) for name in _TIMES},
+        "condensed": None if cache.bound is None else asdict(cache.tokens[0]),
         "quality": quality_row(model.quality()) if model._offload.config.quality_probe else None,
     }
 
@@ -128,6 +134,17 @@ def quality_row(quality: Quality) -> dict[str, Any]:
             known[np.isnan(value)] = None
             row[name] = known.tolist()
     return row
+
+
+def condensed_line(row: dict[str, Any]) -> str:
+    """What became of a sequence with a bound, in words."""
+    if row["seen"] == row["kept"]:
+        return f"all {row['seen']:,} tokens are in the cache as they were"
+    merged = f"condensed into {row['condensed']:,}" if row["condensed"] else "dropped"
+    return (
+        f"of {row['seen']:,} tokens {row['kept']:,} are in the cache as they were, "
+        f"{row['seen'] - row['kept']:,} {merged}"
+    )
 
 
 def quality_line(row: dict[str, Any]) -> str:

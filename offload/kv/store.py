@@ -165,8 +165,8 @@ class KVStore:
     def num_unshared_pages(self, seq: int) -> int:
         """Pages per layer of the committed tokens of `seq`; 0 if a fork shares any of them."""
         sequence = self._sequence(seq)
-        shares = sequence.is_shared(0, 0, sequence.kv_len)
-        return 0 if shares else -(-sequence.kv_len // self.page_tokens)
+        kv_len = 0 if sequence.is_shared(0, 0, sequence.kv_len) else sequence.kv_len
+        return -(-kv_len // self.page_tokens)
 
     def page_table(self, seq: int) -> Int64Array:
         """int64 [num_layers, capacity_pages], C-contiguous: addresses of pages, 0 where none is.
@@ -349,12 +349,10 @@ class KVStore:
         sequence.truncate(kv_len)
 
     def begin_rewrite(self, seq: int, num_tokens: int) -> int:
-        """Where to `append`, from 0 on, what shall take the place of all tokens of `seq`.
+        """Where to `append` what replaces all tokens of `seq`: there, or in a new sequence if a fork
+        shares its pages. See `end_rewrite`.
 
-        `seq` itself, or a new sequence where a fork shares its pages; see `end_rewrite`.
-
-        Raises:
-            HostBudgetError: no room for these `num_tokens`; nothing has changed then.
+        HostBudgetError if there is no room for `num_tokens`; nothing has changed then.
         """
         if self.num_unshared_pages(seq):
             return seq
@@ -367,8 +365,7 @@ class KVStore:
         return target
 
     def end_rewrite(self, seq: int, target: int, num_tokens: int) -> None:
-        """`seq` has the first `num_tokens` of `target`, of which the handle is gone if it is not
-        `seq`."""
+        """`seq` has the first `num_tokens` of `target`, which is gone if it is another."""
         if target != seq:
             self.commit([target], [num_tokens])
             self._sequence(seq).truncate(0)

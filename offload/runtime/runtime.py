@@ -416,6 +416,10 @@ class Runtime:
         else:
             stats.prefill_tokens += num_tokens
             stats.prefill_seconds += end - start
+        if self.sequences.cascade is not None:
+            condensed_tokens, seconds = self.sequences.cascade.take_counts()
+            stats.condensed_tokens += condensed_tokens
+            stats.condense_seconds += seconds
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
         stats.kv_device_bytes = max(stats.kv_device_bytes, self._decoder.device_bytes)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)

@@ -82,6 +82,11 @@ class SharedModel:
         *,
         reads_on: str | None = None,
     ) -> None:
+        if config.host_bytes_per_sequence is not None:
+            raise ValueError(
+                "host_bytes_per_sequence is for one policy: a prompt that is read once for several "
+                "is kept whole; leave it out"
+            )
         folder = resolve_folder(name_or_path)
         checkpoint = check_checkpoint(folder)
         configs = [replace(config, policy=policy) for policy in policies]

@@ -13,7 +13,8 @@ class OffloadStats:
     next, so they include choosing and streaming tokens. index_seconds went into building what the
     policy keeps of a context, and setup_seconds into what a GPU needs before the first step of its
     kind or size, such as its graph; both are in neither. kv_host_bytes is the most that was in use,
-    policy_host_bytes what the policy keeps beside it. With threads: what the last one did, or does.
+    policy_host_bytes what the policy keeps beside it. Of a model with `host_bytes_per_sequence`,
+    condensed_tokens have lost their places, which took condense_seconds of the others. With threads: what the last one did, or does.
     """
 
     prefill_tokens: int = 0
@@ -25,6 +26,8 @@ class OffloadStats:
     index_seconds: float = 0.0
     policy_host_bytes: int = 0
     setup_seconds: float = 0.0
+    condensed_tokens: int = 0
+    condense_seconds: float = 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float:

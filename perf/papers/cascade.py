@@ -3,7 +3,7 @@
 A text is read and its next tokens are decoded, teacher-forced, with all keys and values and within
 a share of their bytes (`host_bytes_per_sequence`). What attention has left behind is merged into
 condensed tokens whose keys are fitted to weigh as much ("fitted"), merged with keys that are means
-("means"), or dropped ("dropped"). KL and perplexity are against full attention's on the same tokens.
+("means"), or dropped ("dropped"). KL and perplexity are against full attention on the same tokens.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def decoded(
     with torch.no_grad():
         prompt = model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
         logits, start = [prompt.logits[0, -1]], time.perf_counter()
-        before = 0.0 if cascade is None else cascade.seconds
+        before = model.offload_stats().condense_seconds
         for position in range(length, len(tokens) - 2):
             step = model(ids[:, position : position + 1], past_key_values=cache)
             logits.append(step.logits[0, -1])
@@ -118,7 +118,7 @@ def decoded(
     if cascade is not None:
         found["slots"] = cascade.bound.slots
         found["prompt_condense_seconds"] = before
-        found["condense_seconds"] = cascade.seconds - before
+        found["condense_seconds"] = model.offload_stats().condense_seconds - before
     return found
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.cascade.bound import SequenceBound
 
-RIDGE = 1.0  # of the mean square of an element of the queries: less, and some queries find too much
+RIDGE = 10.0  # of the mean square of an element of the queries; with less, some find too much
 _LEAST_WEIGHT = 1e-20  # a run that no query asks for has a mean, too
 
 

@@ -1,0 +1,277 @@
+"""Sequences of a model with `host_bytes_per_sequence`: never more, and right where they can be."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.drafts import verifying
+from cases.tiny_models import random_tokens
+
+from offload import OffloadedModel
+from offload.kv.store import HostBudgetError
+from offload.policies.registry import make_policy
+
+Load = Callable[..., Any]
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+SLOTS = 192
+
+
+def generate(model: Any, tokens: torch.Tensor, num_new: int, **options: Any) -> Any:
+    return model.generate(tokens, max_new_tokens=num_new, **GREEDY, **options)
+
+
+def step(model: Any, cache: Any, token: int = 65) -> torch.Tensor:
+    """Logits [batch_size, vocab_size] after one more token in each row."""
+    with torch.no_grad():
+        tokens = torch.full((cache.batch_size, 1), token)
+        logits: torch.Tensor = model(tokens, past_key_values=cache).logits[:, -1]
+    return logits
+
+
+def rows_of(cache: Any, row: int = 0) -> list[torch.Tensor]:
+    """Keys and values of every layer: [num_kv_heads, kv_len, head_dim]."""
+    layers = range(cache.store.num_layers)
+    return [rows for i in layers for rows in cache.store.gather(cache.seqs[row], i)]
+
+
+@pytest.mark.parametrize("policy", ["full", "exact_topk"])
+def test_a_bound_that_is_not_reached_changes_nothing(bounded: Load, policy: str) -> None:
+    chosen = policy if policy == "full" else make_policy(policy, budget_tokens=80)
+    tokens = random_tokens(2, 100)
+    expected = generate(bounded(None, chosen), tokens, 80)
+    model = bounded(SLOTS, chosen)
+    cache = model.new_cache()
+    assert torch.equal(generate(model, tokens, 80, past_key_values=cache), expected)
+    assert [(row.seen, row.kept, row.condensed) for row in cache.tokens] == [(179, 179, 0)] * 2
+    assert model.offload_stats().condensed_tokens == 0
+
+
+@pytest.mark.parametrize("policy", ["full", "exact_topk", "lychee_cluster", "lfps", "sketch"])
+def test_never_more_than_the_bound(bounded: Load, policy: str) -> None:
+    """Pages and what a policy keeps, after every step."""
+    chosen = policy if policy == "full" else make_policy(policy, budget_tokens=96)
+    per_sequence = 2**20 if policy == "full" else 9 * 2**18
+    model = bounded(None, chosen, host_bytes_per_sequence=per_sequence)
+    cache, most = model.new_cache(), 0
+    bound = model._offload.sequences.cascade.bound
+    begin = bound.slots - 20
+    with torch.no_grad():
+        model(random_tokens(1, begin), past_key_values=cache)
+    for num_seen in range(begin + 1, bound.slots + bound.freed + 20):
+        step(model, cache, num_seen % 250)
+        states = model._offload.attention.states
+        used = cache.store.host_bytes_used + states.num_bytes
+        assert used <= per_sequence
+        (row,), most = cache.tokens, max(most, cache.kv_lens[0])
+        assert row.seen == num_seen == cache.get_seq_length()
+        assert row.kept + row.condensed == cache.kv_lens[0] <= bound.slots
+    assert most == bound.slots
+    assert row.condensed == 2 * bound.new_condensed
+    assert model.offload_stats().condensed_tokens == row.seen - cache.kv_lens[0]
+
+
+def test_a_prompt_longer_than_the_bound(bounded: Load) -> None:
+    """All of its logits are there, and its beginning is as without a bound."""
+    tokens, model = random_tokens(1, 700), bounded(SLOTS)
+    cache = model.new_cache()
+    with torch.no_grad():
+        expected = bounded(None)(tokens[:, :SLOTS]).logits
+        logits = model(tokens, past_key_values=cache).logits
+    assert logits.shape[1] == 700
+    torch.testing.assert_close(logits[:, :SLOTS], expected, rtol=1e-4, atol=1e-4)
+    assert torch.isfinite(logits).all()
+    assert cache.get_seq_length() == 700 > SLOTS >= cache.kv_lens[0]
+    assert cache.store.host_bytes_used <= SLOTS * cache.store.page_bytes * 3 // 16
+
+
+@pytest.mark.parametrize("slots", [SLOTS, 272])
+def test_padded_rows_are_as_alone(bounded: Load, slots: int) -> None:
+    """Each is condensed when it is full itself, whatever stands beside it."""
+    model, tokens = bounded(slots), random_tokens(2, 500)
+    mask = torch.ones(2, 500, dtype=torch.long)
+    mask[0, :350] = 0
+    together = generate(model, tokens, 60, attention_mask=mask)
+    positions = {"attention_mask": mask[:1, 350:]}
+    alone = generate(model, tokens[:1, 350:], 60, **positions)
+    assert torch.equal(together[0, 500:], alone[0, 150:])
+
+
+def test_rows_of_one_prompt(bounded: Load) -> None:
+    """It is read once, in slices; its copies part afterwards."""
+    model, tokens = bounded(SLOTS), random_tokens(1, 400)
+    alone = generate(model, tokens, 30)
+    beams = generate(model, tokens, 90, num_beams=3, num_return_sequences=2)
+    assert beams.shape == (2, 490)
+    both = generate(model, tokens.repeat(2, 1), 30)
+    assert torch.equal(both, alone.repeat(2, 1))
+
+
+def test_a_fork_goes_its_own_way(bounded: Load) -> None:
+    """Pages that both have are left alone by the one that is condensed."""
+    model, tokens = bounded(SLOTS), random_tokens(1, SLOTS)
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    before = rows_of(cache)
+    fork = copy.deepcopy(cache)
+    logits = step(model, fork)
+    assert fork.kv_lens[0] < SLOTS == cache.kv_lens[0]
+    for now, then in zip(rows_of(cache), before, strict=True):
+        assert torch.equal(now, then)
+    assert torch.equal(step(model, cache), logits)
+    for ours, of_fork in zip(rows_of(cache), rows_of(fork), strict=True):
+        assert torch.equal(ours, of_fork)
+    again = copy.deepcopy(fork)  # of a condensed one
+    assert again.tokens == fork.tokens
+    assert torch.equal(step(model, again), step(model, fork))
+
+
+def test_crop(bounded: Load) -> None:
+    """Within the recent tokens it is as if they had not come; further back it is refused."""
+    model, tokens = bounded(SLOTS), random_tokens(1, 230)
+    caches = [model.new_cache() for _ in range(2)]
+    with torch.no_grad():
+        for cache, length in zip(caches, (210, 230), strict=True):
+            model(tokens[:, :200], past_key_values=cache)
+            for i in range(200, length):
+                model(tokens[:, i : i + 1], past_key_values=cache)
+    cache = caches[1]
+    cache.crop(-20)
+    assert cache.get_seq_length() == 210
+    assert cache.tokens == caches[0].tokens
+    torch.testing.assert_close(step(model, cache), step(model, caches[0]), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="cannot crop a sequence of 211 tokens to 61: the first"):
+        cache.crop(-150)
+    assert cache.get_seq_length() == 211
+    step(model, cache)
+    cache.crop(-1000)
+    assert cache.seqs == ()
+
+
+def test_drafts(bounded: Load) -> None:
+    """What is refused of a draft is forgotten, though it was condensed for it."""
+    model, tokens = bounded(SLOTS), random_tokens(1, 300)
+    expected = generate(model, tokens[:, :150], 100)
+    drafted = generate(model, tokens[:, :150], 100, prompt_lookup_num_tokens=6)
+    assert drafted.shape == expected.shape
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(tokens[:, : SLOTS - 2], past_key_values=cache)
+        with verifying(model, cache):
+            model(tokens[:, SLOTS - 2 : SLOTS + 6], past_key_values=cache)
+    assert cache.tokens[0].condensed > 0
+    cache.crop(-6)
+    assert cache.tokens[0].seen == SLOTS
+    step(model, cache)
+
+
+def test_a_cached_prefix_is_continued(bounded: Load) -> None:
+    model, tokens = bounded(SLOTS), random_tokens(1, 420)
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(tokens[:, :300], past_key_values=cache)
+    output = generate(model, tokens, 40, past_key_values=cache)
+    assert output.shape == (1, 460)
+    assert cache.tokens[0].seen == 459
+    assert cache.kv_lens[0] <= SLOTS
+
+
+def test_a_failure_changes_nothing(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one while it is condensed, nor for want of room beside a fork's pages."""
+    model, tokens = bounded(SLOTS), random_tokens(1, SLOTS)
+    cascade, cache = model._offload.sequences.cascade, model.new_cache()
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    before, calls = rows_of(cache), []
+
+    def fails(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise MemoryError("no more")
+        return condense(*arguments)
+
+    condense = cascade.condense_head
+    monkeypatch.setattr(cascade, "condense_head", fails)
+    with pytest.raises(MemoryError, match="no more"):
+        step(model, cache)
+    monkeypatch.undo()
+    fork = copy.deepcopy(cache)
+    pool = cache.store._pool
+    monkeypatch.setattr(type(pool), "allocate", lambda self, n: out_of_budget())
+    with pytest.raises(HostBudgetError, match="full"):
+        step(model, fork)
+    monkeypatch.undo()
+    for now, then in zip(rows_of(cache) + rows_of(fork), before * 2, strict=True):
+        assert torch.equal(now, then)
+    assert cache.tokens == fork.tokens
+    assert torch.equal(step(model, cache), step(model, fork))
+
+
+def out_of_budget() -> Any:
+    raise HostBudgetError("full")
+
+
+def test_a_failed_slice_leaves_a_new_cache_new(
+    bounded: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that had tokens has those of the slices that were done, and says so."""
+    model, tokens = bounded(SLOTS), random_tokens(1, 500)
+    cascade, cache, filled = model._offload.sequences.cascade, model.new_cache(), model.new_cache()
+    with torch.no_grad():
+        model(tokens[:, :100], past_key_values=filled)
+        monkeypatch.setattr(cascade, "condense_head", lambda *arguments: out_of_budget())
+        for of_cache in (cache, filled):
+            with pytest.raises(HostBudgetError, match="full"):
+                model(tokens, past_key_values=of_cache)
+    assert cache.seqs == ()
+    assert cache.get_seq_length() == 0
+    assert filled.get_seq_length() == SLOTS == filled.kv_lens[0]
+
+
+def test_keys_of_columns_are_refused(bounded: Load) -> None:
+    model = bounded(SLOTS)
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(random_tokens(1, 300), past_key_values=cache)
+    with pytest.raises(ValueError, match="were condensed to stay within host_bytes_per_sequence"):
+        _ = cache.layers[0].keys
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_bytes_per_sequence": "100KiB"}, "too little: 4 sink tokens, 64 recent ones"),
+        ({"host_bytes_per_sequence": 0}, "too little"),
+        ({"host_bytes_per_sequence": -1}, "host_bytes_per_sequence must not be negative"),
+        ({"host_bytes_per_sequence": "1 parsec"}, "host_bytes_per_sequence: cannot read"),
+        ({"host_bytes_per_sequence": 2**20, "backend": "inline"}, "for the kernels of a CPU"),
+        ({"condensed_share": 1.5}, "condensed_share must be a number from 0 to 1"),
+    ],
+)
+def test_refused_when_loaded(
+    long_folder: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.runtime import opening
+
+    monkeypatch.setattr(opening, "load_stock_model", lambda *a: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=message):
+        OffloadedModel.from_pretrained(long_folder, page_tokens=16, **options)
+
+
+@pytest.mark.parametrize("num_new", [3000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_memory_of_a_long_generation(bounded: Load, num_new: int) -> None:
+    """What the store has taken from the system is the slab that the bound fits into."""
+    model = bounded(SLOTS)
+    output = generate(model, random_tokens(1, 64), num_new)
+    assert output.shape == (1, 64 + num_new)
+    stats = model.offload_stats()
+    assert stats.kv_host_bytes == SLOTS * model.kv_store.page_bytes * 3 // 16
+    assert stats.condensed_tokens >= num_new + 63 - SLOTS
+    del output
+    gc.collect()

@@ -28,6 +28,7 @@ from perf.plots import (
 from perf.results_file import ROOT, read_results
 from perf.tables import (
     calibration_tables,
+    cascade_tables,
     gpu_tables,
     hard_kv_tables,
     latency_tables,
@@ -94,6 +95,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "niah": ("niah", selection_tables.niah_table),
     "paper-calibration": ("paper-calibration", calibration_tables.calibration_table),
     "paper-calibration-steps": ("paper-calibration", calibration_tables.steps_table),
+    "paper-cascade": ("paper-cascade", cascade_tables.cascade_table),
     "paper-hard-kv": ("paper-hard-kv", hard_kv_tables.hard_kv_table),
     "paper-lychee-decode-roles": (
         "paper-lychee-decode-roles",

@@ -349,8 +349,7 @@ class KVStore:
         sequence.truncate(kv_len)
 
     def begin_rewrite(self, seq: int, num_tokens: int) -> int:
-        """Where to `append` what replaces all tokens of `seq`: there, or in a new sequence if a fork
-        shares its pages. See `end_rewrite`.
+        """Where to `append` what replaces all of `seq`: there, or elsewhere if a fork shares pages.
 
         HostBudgetError if there is no room for `num_tokens`; nothing has changed then.
         """

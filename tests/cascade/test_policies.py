@@ -1,4 +1,4 @@
-"""Policies on a condensed sequence: as on one whose tokens have the keys and values of its slots."""
+"""Policies on a condensed sequence: as where tokens have the keys and values of its slots."""
 
 from __future__ import annotations
 

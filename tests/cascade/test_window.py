@@ -14,7 +14,9 @@ LAYERS, HEADS, HEAD_DIM = 2, 3, 8
 def queries_of(tokens: range, salt: int) -> torch.Tensor:
     """[LAYERS, HEADS, n, HEAD_DIM] that tell token, layer, head and `salt`."""
     told = torch.tensor([[[salt * 1e6 + t + h / 10 for t in tokens] for h in range(HEADS)]])
-    return (told + torch.arange(LAYERS)[:, None, None] * 1e5)[..., None].expand(-1, -1, -1, HEAD_DIM)
+    return (told + torch.arange(LAYERS)[:, None, None] * 1e5)[..., None].expand(
+        -1, -1, -1, HEAD_DIM
+    )
 
 
 def test_against_a_list() -> None:

@@ -13,6 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from offload.cli import app
+from offload.cli.generation import condensed_line
 
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 
@@ -59,6 +60,28 @@ def test_json(generate: Any) -> None:
     assert first["kv_device_bytes"] == 0
     assert first["prefill_tokens_per_second"] > 0
     assert first["decode_tokens_per_second"] > 0
+
+
+def test_a_bound_for_the_sequence(generate: Any) -> None:
+    """What became of its tokens is in a line, and in the JSON."""
+    text = " ".join(f"word {i}" for i in range(40))
+    options = ["-p", text, "-n", "12", "--host-bytes-per-sequence"]
+    small = generate(*options, "1MiB", "--json")
+    run = json.loads(small.stdout)["runs"][0]
+    told = {"seen": run["context_tokens"] + run["new_tokens"] - 1, "condensed": 0}
+    assert run["condensed"] == told | {"kept": told["seen"]}
+    told_text = f"full: all {told['seen']} tokens are in the cache as they were"
+    assert told_text in generate(*options, "1MiB").stdout
+    refused = generate(*options, "100KiB")
+    assert refused.exit_code == 1
+    assert "host_bytes_per_sequence=102400 (100.00 KiB) is too little" in refused.stderr
+
+
+def test_condensed_in_words() -> None:
+    assert condensed_line({"seen": 9000, "kept": 2000, "condensed": 48}) == (
+        "of 9,000 tokens 2,000 are in the cache as they were, 7,000 condensed into 48"
+    )
+    assert condensed_line({"seen": 90, "kept": 20, "condensed": 0}).endswith("70 dropped")
 
 
 def test_quality(generate: Any) -> None:

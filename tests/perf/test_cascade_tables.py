@@ -1,0 +1,39 @@
+"""The table of what a bound on a sequence costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from perf.tables.cascade_tables import cascade_table
+
+
+def row(kind: str, window: int, kl: float) -> dict[str, Any]:
+    return {
+        "window": window,
+        "share": 0.25,
+        "kind": kind,
+        "condensed_share": 0.0 if kind == "dropped" else 0.03125,
+        "slots": 1024,
+        "kept": 900,
+        "condensed": 32,
+        "kl": kl,
+        "kl_of_quarters": [kl / 2, kl, kl, 3 * kl / 2],
+        "loss_change": 0.02,
+        "condense_seconds": 1.0,
+        "decode_seconds": 50.0,
+    }
+
+
+def test_means_over_windows() -> None:
+    kinds = ("fitted", "dropped")
+    rows = [row(kind, window, 0.1 * (window + 1)) for window in (0, 1) for kind in kinds]
+    settings = {"length": 4096, "steps": 512, "text": "prose", "model": "m", "windows": [0, 1]}
+    ruler = Path(__file__).parents[2] / "perf/results/ruler.json"
+    machine = json.loads(ruler.read_text("utf-8"))["machine"]
+    text = cascade_table({"settings": settings, "rows": rows, "machine": machine})
+    assert "**4,096 tokens** of prose of m read, 512 decoded; 2 windows" in text
+    fitted = "| 25% | fitted, 3.1% of the slots | 1,024 | 32 | 0.1500 | "
+    assert f"{fitted}0.0750 0.1500 0.1500 0.2250 | +2.02% | 2.0% |" in text
+    assert "| 25% | dropped | 1,024 |" in text

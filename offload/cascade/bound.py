@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from offload.cascade.window import SPACING
 from offload.policies.base import Policy
 from offload.system.memory import format_bytes
 
@@ -74,7 +75,9 @@ class SequenceBound:
                 f"need {need(fewest)} bytes; raise host_bytes_per_sequence or lower page_tokens"
             )
         slots = pages * page_tokens
-        low = slots - min(slots // _SHARE_FREED, slots - sinks - recent - 1)
+        freed = min(slots // _SHARE_FREED, slots - sinks - recent - 1)
+        # The newest query of a window is then the last token's, where tokens came one by one.
+        low = slots - max(1, freed // SPACING * SPACING)
         condensed = min(int(condensed_share * slots), low - sinks - recent)
         return cls(slots, low, sinks, recent, condensed)
 
@@ -82,6 +85,11 @@ class SequenceBound:
     def freed(self) -> int:
         """Slots that are free when a full sequence was condensed."""
         return self.slots - self.low
+
+    @property
+    def most_cropped(self) -> int:
+        """Tokens of one pass, at most, all of which may be taken back, however full it was."""
+        return max(self.freed, self.recent)
 
     @property
     def new_condensed(self) -> int:

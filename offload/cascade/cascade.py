@@ -7,18 +7,26 @@ condensed first (`condense`), to `SequenceBound.low` slots:
 
     [sinks | condensed | exact, those that were asked for most | recent]
 
-Nothing changes before all that shall be written is known, and the pages of forks are not written to
-but left to them. Beside the pages there are a window of queries for each sequence, and while it is
-condensed the rows of a layer and the logits of a head.
+Nothing changes before all that shall be written is known, and ctrl-C comes until then. The pages
+of forks are left to them: of those that stay and are shared, a sequence gets its own. Beside the
+pages there is a window of queries for each sequence, which forks share until one of the two records
+more. While it is condensed, there are besides
+
+- the keys and values of one layer, before and after,
+- those of one KV head in float32,
+- the logits of one KV head in float32, [slots, 3 * NUM_QUERIES * query heads of it], once more those
+  of the slots that go,
+- of every head of every layer an int32 for each slot that stays, and the new rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +36,17 @@ from offload.cascade.bound import SequenceBound
 from offload.cascade.condense import Condensed, Split, condense
 from offload.cascade.window import SPACING, QueryWindow
 from offload.kv.store import KVStore
+from offload.system.errors import HostBudgetError
+from offload.system.memory import format_bytes
 from offload.system.torch_threads import torch_threads
-
-if TYPE_CHECKING:
-    pass
 
 # Condensed keys are fitted for the last queries and these as tokens would ask them that come later
 # by so many times the bound: measured, beyond what is generated until they are fitted again.
 _AHEAD = (0.5, 1.5)
+# Of one KV head, for which another thread is worth waiting for.
+_MANY_LOGITS = 2**19
+
+Exposed = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class _Record:
     dropped: int = 0
     condensed: int = 0
     exact_from: int = 0
+    is_broken: bool = False  # writing to its pages failed half way
 
 
 class Cascade:
@@ -70,6 +82,7 @@ class Cascade:
     Args:
         rotary: of the model: (x, position_ids) -> cos, sin.
         sm_scale: of its attention.
+        num_threads: that torch uses for long sequences.
 
     Attributes:
         condense_head: what condenses one KV head.
@@ -83,7 +96,9 @@ class Cascade:
         num_qo_heads: int,
         rotary: Any,
         sm_scale: float,
+        num_threads: int | None = None,
     ) -> None:
+        self._num_threads = num_threads or torch.get_num_threads()
         self.bound = bound
         self._condensed_tokens, self._seconds = 0, 0.0
         self.condense_head = condense
@@ -134,7 +149,43 @@ class Cascade:
 
     def forget(self, seq: int) -> None:
         """The sequence is gone."""
-        self._records.pop(seq, None)
+        record = self._records.pop(seq, None)
+        if record is not None:
+            record.window.release()
+
+    # What queries take, within the budget of the store.
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all windows."""
+        return QueryWindow.held_bytes(record.window for record in self._records.values())
+
+    def window_bytes_needed(self, num_rows: int, seqs: Sequence[int]) -> int:
+        """That the windows of `num_rows` sequences, among them `seqs`, will take beyond now."""
+        own = sum(seq in self._records and self._records[seq].window.is_own for seq in seqs)
+        return (num_rows - own) * QueryWindow.bytes_for(**self._window_shape)
+
+    def make_windows(self, seqs: Sequence[int]) -> None:
+        """Give each of `seqs` a window of its own.
+
+        Raises:
+            HostBudgetError: they do not fit; nothing has changed then.
+        """
+        need = self.window_bytes_needed(len(seqs), seqs)
+        if not need:
+            return
+        if need > self._store.left_bytes():
+            self._store.trim()
+        left = self._store.left_bytes()
+        if need > left:
+            raise HostBudgetError(
+                f"the queries that are kept of sequences with host_bytes_per_sequence need "
+                f"{format_bytes(need)} more, but {format_bytes(max(0, left))} of the host budget "
+                f"of {format_bytes(self._store.host_budget_bytes)} are left; raise "
+                "max_memory={'cpu': ...} or lower the batch size"
+            )
+        for seq in seqs:
+            self._records[seq].window.make_own()
 
     # What it was asked for.
 
@@ -146,7 +197,7 @@ class Cascade:
     def wants_queries(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> bool:
         """Whether `record_step` would keep any, of rows of one token each."""
         return any(
-            (kv_len - 1 + self.dropped(seq)) % SPACING == 0
+            (kv_len + self.dropped(seq)) % SPACING == 0
             for seq, kv_len in zip(seqs, kv_lens, strict=True)
         )
 
@@ -154,11 +205,23 @@ class Cascade:
         """Queries [(layers,) n, num_qo_heads * head_dim] of the rows of a step."""
         heads = queries.view(*queries.shape[:-1], self._num_qo_heads, -1)
         for row, (seq, kv_len) in enumerate(zip(step.seqs, step.kv_lens.tolist(), strict=True)):
-            record, token = self._records[seq], kv_len - 1 + self.dropped(seq)
-            if token % SPACING == 0:
-                record.window.record(layer_idx, heads[..., row, :, None, :], token + 1)
+            record, num_tokens = self._records[seq], kv_len + self.dropped(seq)
+            if num_tokens % SPACING == 0:
+                record.window.record(layer_idx, heads[..., row, :, None, :], num_tokens)
 
     # Making room.
+
+    def check_usable(self, seq: int) -> None:
+        """Refuse a sequence of which only some layers are condensed.
+
+        Raises:
+            RuntimeError: an error came while it was written to.
+        """
+        if seq in self._records and self._records[seq].is_broken:
+            raise RuntimeError(
+                "an error came while the tokens of this cache were condensed to stay within "
+                "host_bytes_per_sequence, and its layers no longer have the same; start a new cache"
+            )
 
     def needs_room(self, seq: int, num_new: int) -> bool:
         """Whether `num_new` more tokens would exceed the bound."""
@@ -169,33 +232,40 @@ class Cascade:
         free = self.bound.slots - self._store.kv_len(seq)
         return max(free, self.bound.freed) if num_new > free else num_new
 
-    def condense(self, seq: int) -> None:
+    def condense(self, seq: int, exposed: Exposed = contextlib.nullcontext) -> None:
         """Bring `seq` down to `bound.low` slots.
 
+        Args:
+            exposed: of the `shielded` part that the caller is in: around what only computes.
+
         Raises:
-            HostBudgetError: a fork has its pages, and there is no room for others; nothing has
+            HostBudgetError: forks have its pages, and there is no room for others; nothing has
                 changed then.
         """
         start, store, record = time.perf_counter(), self._store, self._records[seq]
         split = Split.of(self.bound, store.kv_len(seq), record.condensed)
         queries = self.last_queries(seq)
-        # Small operators: another thread would wait for a CPU more than it works.
-        with torch_threads(1):
-            layers = [
-                self._condense_layer(seq, layer_idx, queries[layer_idx], split)
-                for layer_idx in range(store.num_layers)
-            ]
         shape = (2, store.num_kv_heads, split.num_slots, store.head_dim)
-        rows = torch.empty(shape, dtype=store.dtype)
+        is_much = split.num_slots * queries[0, :, :, 0].numel() > _MANY_LOGITS * store.num_kv_heads
+        with exposed(), torch_threads(self._num_threads if is_much else 1):
+            rows = torch.empty(shape, dtype=store.dtype)
+            layers = []
+            for layer_idx in range(store.num_layers):
+                store.gather(seq, layer_idx, out=(rows[0], rows[1]))
+                layers.append(self._condense_layer(rows, queries[layer_idx], split))
         left = torch.empty_like(rows[:, :, : split.num_left])
-        target = store.begin_rewrite(seq, split.num_left)
-        for layer_idx, heads in enumerate(layers):
-            store.gather(seq, layer_idx, out=(rows[0], rows[1]))
-            for head, condensed in enumerate(heads):
-                _place(rows[:, head], condensed, split.before_new, left[:, head])
-            keys, values = left.transpose(1, 2)
-            store.append(target, layer_idx, keys, values, start=0)
-        store.end_rewrite(seq, target, split.num_left)
+        store.unshare(seq, split.num_left)
+        try:
+            for layer_idx, heads in enumerate(layers):
+                store.gather(seq, layer_idx, out=(rows[0], rows[1]))
+                for head, condensed in enumerate(heads):
+                    _place(rows[:, head], condensed, split.before_new, left[:, head])
+                keys, values = left.transpose(1, 2)
+                store.append(seq, layer_idx, keys, values, start=0)
+            store.truncate(seq, split.num_left)
+        except BaseException:
+            record.is_broken = True  # some layers are condensed, and others are not
+            raise
         record.dropped += split.num_slots - split.num_left
         record.condensed = split.stay + split.new
         record.exact_from = split.num_left - split.recent
@@ -207,18 +277,24 @@ class Cascade:
         record = self._records[seq]
         return record.window.last(self._store.kv_len(seq) + record.dropped)
 
-    def _condense_layer(
-        self, seq: int, layer_idx: int, queries: Tensor, split: Split
-    ) -> list[Condensed]:
-        """What becomes of each KV head; `queries` [num_qo_heads, n, head_dim]."""
-        keys, values = self._store.gather(seq, layer_idx)
+    def newest_query(self, seq: int) -> tuple[Tensor, int]:
+        """The last of `last_queries`, n = 1, if there is any, and of how many slots it is."""
+        kv_len = self._store.kv_len(seq)
+        after = (kv_len + self.dropped(seq)) % SPACING
+        return self.last_queries(seq)[:, :, -1:], kv_len - after
+
+    def _condense_layer(self, rows: Tensor, queries: Tensor, split: Split) -> list[Condensed]:
+        """What becomes of each KV head of `rows` [K|V, num_kv_heads, num_slots, head_dim], with
+        `queries` [num_qo_heads, n, head_dim]."""
+        keys, values = rows
         of_kv_heads = queries.reshape(len(keys), -1, *queries.shape[1:])
         if not queries.shape[1]:  # taken back: the newest keys ask for what is like them
             of_kv_heads = keys[:, None, -split.recent :]
         heads = []
-        for k, v, q in zip(keys.float(), values.float(), of_kv_heads.float(), strict=True):
-            asked = self._now_and_later(q.flatten(0, 1)) * self._sm_scale
-            heads.append(_storable(self.condense_head(k, v, asked, split), self._store.dtype))
+        for k, v, q in zip(keys, values, of_kv_heads, strict=True):
+            asked = self._now_and_later(q.float().flatten(0, 1)) * self._sm_scale
+            condensed = self.condense_head(k.float(), v.float(), asked, split)
+            heads.append(_storable(condensed, self._store.dtype))
         return heads
 
     def _now_and_later(self, queries: Tensor) -> Tensor:
@@ -228,11 +304,14 @@ class Cascade:
         later = [queries * cos + turned * sin for cos, sin in self._turns]
         return torch.cat([queries, *later])
 
-    def _new_record(self) -> _Record:
+    @property
+    def _window_shape(self) -> dict[str, Any]:
         store = self._store
         shape = {"num_layers": store.num_layers, "head_dim": store.head_dim}
-        window = QueryWindow(**shape, num_qo_heads=self._num_qo_heads, dtype=store.dtype)
-        return _Record(window)
+        return {**shape, "num_qo_heads": self._num_qo_heads, "dtype": store.dtype}
+
+    def _new_record(self) -> _Record:
+        return _Record(QueryWindow(**self._window_shape))
 
 
 def _rotations(rotary: Any, distances: Sequence[int]) -> list[tuple[Tensor, Tensor]]:

@@ -94,7 +94,8 @@ def condense(
     # Runs of neighbours, all as long but for one token.
     run = torch.arange(len(others)) * split.new // len(others)
     sums = masses.new_zeros(split.new, len(queries)).index_add_(0, run, masses[others])
-    run_lse = sums.clamp_min_(torch.finfo(sums.dtype).tiny).log_().add_(most)
+    is_nothing = sums < torch.finfo(sums.dtype).tiny  # their log-sum-exp is not known
+    run_lse = sums.log_().add_(most)
     shares = weights[others] + _LEAST_WEIGHT
     shares /= shares.new_zeros(split.new).index_add_(0, run, shares)[run]
     means, run_values = (
@@ -102,7 +103,8 @@ def condense(
         for x in (keys, values)
     )
     if fits:
-        means += _correction(queries, run_lse - means @ queries.T)
+        missing = (run_lse - means @ queries.T).masked_fill_(is_nothing, 0.0)
+        means += _correction(queries, missing)
     return Condensed(kept.int(), means, run_values)
 
 

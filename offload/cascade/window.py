@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,8 @@ SPACING = 4  # tokens from one that is kept to the next
 
 
 class QueryWindow:
-    """Every `SPACING`-th query, rotated, of the last tokens of one sequence, in a ring.
+    """Every `SPACING`-th query, rotated, of the last tokens of one sequence, in a ring: the
+    `SPACING`-th token's, twice that one's, and so on.
 
     Tokens are counted from the first that the sequence has seen, whatever became of it since.
     """
@@ -19,6 +22,7 @@ class QueryWindow:
         self, *, num_layers: int, num_qo_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
         self._ring = torch.zeros(num_layers, NUM_QUERIES, num_qo_heads, head_dim, dtype=dtype)
+        self._owners = [1]  # of the ring: it is copied when one of several records
         self._span = (0, 0)  # tokens that were recorded last
         self._start = self._end = 0  # tokens whose queries are valid
 
@@ -28,6 +32,7 @@ class QueryWindow:
 
     def record(self, layer_idx: int | slice, queries: Tensor, end: int) -> None:
         """`queries` [(layers,) num_qo_heads, n, head_dim] of tokens end - n … end - 1."""
+        self.make_own()
         first = end - queries.shape[-2]
         self._note(first, end)
         kept = _kept(first, end)[-NUM_QUERIES:]
@@ -43,9 +48,31 @@ class QueryWindow:
 
     def copy(self) -> QueryWindow:
         copied = QueryWindow.__new__(QueryWindow)
-        copied._ring, copied._span = self._ring.clone(), self._span
+        copied._ring, copied._owners, copied._span = self._ring, self._owners, self._span
+        self._owners[0] += 1
         copied._start, copied._end = self._start, self._end
         return copied
+
+    @property
+    def is_own(self) -> bool:
+        """Whether no copy has the same memory."""
+        return self._owners[0] == 1
+
+    def make_own(self) -> None:
+        """Part from copies that have the same memory."""
+        if not self.is_own:
+            ring = self._ring.clone()
+            self.release()
+            self._ring, self._owners = ring, [1]
+
+    def release(self) -> None:
+        """It is used no more."""
+        self._owners[0] -= 1
+
+    @staticmethod
+    def held_bytes(windows: Iterable[QueryWindow]) -> int:
+        """Memory of several, of which some may have the same."""
+        return sum({id(x._ring): x._ring.nbytes for x in windows}.values())
 
     def _note(self, first: int, end: int) -> None:
         if (first, end) == self._span:
@@ -59,7 +86,7 @@ class QueryWindow:
 
 def _kept(first: int, end: int) -> range:
     """The tokens of first … end - 1 whose queries are kept."""
-    return range(first + -first % SPACING, end, SPACING)
+    return range(first + -(first + 1) % SPACING, end, SPACING)
 
 
 def _slots(kept: range) -> list[int]:

@@ -97,7 +97,8 @@ def answer(
         torch.manual_seed(seed)
     input_ids = input_ids.to(model.device)
     streamer: Any = CallbackStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    cache = model.new_cache()
+    has_bound = model._offload.config.host_bytes_per_sequence is not None
+    cache = model.new_cache() if has_bound else None
     output_ids = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -120,7 +121,7 @@ def answer(
         "new_tokens": len(new_ids),
         **dict(zip(_SIZES, sizes, strict=True)),
         **{name: getattr(stats, name) for name in _TIMES},
-        "condensed": None if cache.bound is None else asdict(cache.tokens[0]),
+        "condensed": None if cache is None else asdict(cache.tokens[0]),
         "quality": quality_row(model.quality()) if model._offload.config.quality_probe else None,
     }
 

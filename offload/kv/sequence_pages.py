@@ -47,6 +47,12 @@ class SequencePages:
         pages = slice(start // self.page_tokens, self._pages_of(stop))
         return bool((self._pool.refcounts[self.page_ids[layer_idx, pages]] > 1).any())
 
+    def shared_pages(self, num_tokens: int) -> list[int]:
+        """Which pages of the first `num_tokens` positions have another owner."""
+        page_ids = self.page_ids[0, : self._pages_of(num_tokens)]
+        pages: list[int] = np.flatnonzero(self._pool.refcounts[page_ids] > 1).tolist()
+        return pages
+
     def extend(self, new_ids: Int64Array) -> None:
         """Add `new_ids` [num_layers, num_new_pages] at the end."""
         first, stop = self.num_pages, self.num_pages + new_ids.shape[1]
@@ -62,15 +68,20 @@ class SequencePages:
     def replace_tail(self, new_ids: Int64Array) -> None:
         """Put copies, `new_ids` [num_layers], in the place of the shared pages that hold kv_len."""
         tail, filled = divmod(self.kv_len, self.page_tokens)
-        old_ids = self.page_ids[:, tail].copy()
+        self.replace_page(tail, new_ids, filled)
+
+    def replace_page(self, page: int, new_ids: Int64Array, filled: int) -> None:
+        """Put copies, `new_ids` [num_layers], in the place of the `page`-th pages, of which the
+        first `filled` tokens matter."""
+        old_ids = self.page_ids[:, page].copy()
         # NumPy, because torch would start all its threads for each of these small copies.
         for old_id, new_id in zip(old_ids.tolist(), new_ids.tolist(), strict=True):
             old_page = self._pool.page(old_id).view(torch.uint8).numpy()
             new_page = self._pool.page(new_id).view(torch.uint8).numpy()
             new_page[:, :, :filled] = old_page[:, :, :filled]
         self._pool.release(old_ids)
-        self.page_ids[:, tail] = new_ids
-        self.page_table[:, tail] = self._pool.addresses[new_ids]
+        self.page_ids[:, page] = new_ids
+        self.page_table[:, page] = self._pool.addresses[new_ids]
 
     def truncate(self, kv_len: int) -> None:
         """Keep the pages of the first `kv_len` positions and no reservation."""

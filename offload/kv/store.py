@@ -163,10 +163,10 @@ class KVStore:
         return -(-sequence.kv_len // self.page_tokens) - int(is_copied)
 
     def num_unshared_pages(self, seq: int) -> int:
-        """Pages per layer of the committed tokens of `seq`; 0 if a fork shares any of them."""
+        """Pages per layer of the committed tokens of `seq` that no fork has."""
         sequence = self._sequence(seq)
-        kv_len = 0 if sequence.is_shared(0, 0, sequence.kv_len) else sequence.kv_len
-        return -(-kv_len // self.page_tokens)
+        num_pages = -(-sequence.kv_len // self.page_tokens)
+        return num_pages - len(sequence.shared_pages(sequence.kv_len))
 
     def page_table(self, seq: int) -> Int64Array:
         """int64 [num_layers, capacity_pages], C-contiguous: addresses of pages, 0 where none is.
@@ -348,28 +348,17 @@ class KVStore:
             )
         sequence.truncate(kv_len)
 
-    def begin_rewrite(self, seq: int, num_tokens: int) -> int:
-        """Where to `append` what replaces all of `seq`: there, or elsewhere if a fork shares pages.
+    def unshare(self, seq: int, num_tokens: int) -> None:
+        """Give `seq` copies of those pages of its first `num_tokens` that forks have, too, so that
+        all of these may be written to.
 
-        HostBudgetError if there is no room for `num_tokens`; nothing has changed then.
+        HostBudgetError if there is no room for the copies; nothing has changed then.
         """
-        if self.num_unshared_pages(seq):
-            return seq
-        target = self.new_sequence()
-        try:
-            self.reserve([target], [num_tokens])
-        except BaseException:
-            self.free(target)
-            raise
-        return target
-
-    def end_rewrite(self, seq: int, target: int, num_tokens: int) -> None:
-        """`seq` has the first `num_tokens` of `target`, which is gone if it is another."""
-        if target != seq:
-            self.commit([target], [num_tokens])
-            self._sequence(seq).truncate(0)
-            self._sequences[seq] = self._sequences.pop(target)
-        self.truncate(seq, num_tokens)
+        sequence = self._sequence(seq)
+        shared = sequence.shared_pages(num_tokens)
+        new_ids = self._pool.allocate(self.num_layers * len(shared))
+        for page, page_ids in zip(shared, new_ids.reshape(-1, self.num_layers), strict=True):
+            sequence.replace_page(page, page_ids, self.page_tokens)
 
     def free(self, seq: int) -> None:
         """Drop `seq`; its pages become free unless a fork shares them. The handle is gone."""

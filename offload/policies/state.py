@@ -288,20 +288,23 @@ class PolicyStates:
             self._change(known, self._selecting.truncate, kv_len)
         return None
 
-    def renumber(self, seq: int, kv_len: int, first: int, last: int, queries: Tensor) -> None:
+    def renumber(
+        self, seq: int, kv_len: int, first: int, last: int, query: Tensor, query_len: int
+    ) -> None:
         """Of `kv_len` tokens only the `first` and `last` are where they were, counted from either
         end: what was built is built again, when it is needed.
 
         Args:
-            queries: [num_layers, num_qo_heads, n, head_dim], some of the last tokens'.
+            query: [num_layers, num_qo_heads, 0 or 1, head_dim], of the last of `query_len` of the
+                tokens that there are now.
         """
-        known, new_len = self._known[seq], self._store.kv_len(seq)
-        known.marks.renumber(kv_len, new_len, first, last)
+        known = self._known[seq]
+        known.marks.renumber(kv_len, self._store.kv_len(seq), first, last)
         known.arrays = known.draft = known.spare = known.built = None
         known.queries = None
         if self.policy.selects and self.policy.observed_queries:
             for layer_idx in self.layers:
-                self.record_queries(seq, layer_idx, queries[layer_idx], new_len)
+                self.record_queries(seq, layer_idx, query[layer_idx], query_len)
 
     def rebuild(self, seq: int) -> None:
         """What is known is not true: build again when it is needed."""

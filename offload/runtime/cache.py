@@ -8,6 +8,7 @@ mask that hides others later would be wrong.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ import torch
 from transformers import Cache
 
 from offload.cascade.bound import SequenceBound
-from offload.cascade.cascade import SequenceTokens
+from offload.cascade.cascade import Exposed, SequenceTokens
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch
 from offload.runtime.sequences import Sequences
@@ -81,6 +82,11 @@ class OffloadedCache(Cache):
         cascade = self._sequences.cascade
         return None if cascade is None else cascade.bound
 
+    def window_bytes_needed(self, num_rows: int) -> int:
+        """What is kept of the queries of `num_rows` rows, if they are bounded, beyond now."""
+        cascade = self._sequences.cascade
+        return 0 if cascade is None else cascade.window_bytes_needed(num_rows, self._seqs)
+
     @property
     def attended(self) -> torch.Tensor:
         """bool [rows, columns], False at padding."""
@@ -96,17 +102,20 @@ class OffloadedCache(Cache):
 
     # What the model calls around a forward pass.
 
-    def reserve(self, batch: RaggedBatch) -> list[int]:
+    def reserve(self, batch: RaggedBatch, exposed: Exposed = contextlib.nullcontext) -> list[int]:
         """Make room for `batch`; returns the sequence of each of its rows without padding.
+
+        Ctrl-C comes in what is `exposed`, as an error does.
 
         Raises:
             HostBudgetError: if it does not fit; nothing has changed then, but that rows may have
                 been condensed.
+            RuntimeError: as `Cascade.check_usable`.
         """
         self._sequences.collect()
         seqs = self._seqs or [self._sequences.new() for _ in range(batch.num_sequences)]
         try:
-            self._sequences.make_room(seqs, batch.num_new_tokens)
+            self._sequences.make_room(seqs, batch.num_new_tokens, exposed)
             self.store.reserve(seqs, batch.num_new_tokens)
         except BaseException:
             if not self._seqs:

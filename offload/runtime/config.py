@@ -112,7 +112,12 @@ class RuntimeConfig:
                 )
 
         _check_share("condensed_share", self.condensed_share)
-        if self.host_bytes_per_sequence is not None:
+        if self.host_bytes_per_sequence is None:
+            if self.condensed_share != CONDENSED_SHARE:
+                raise ValueError(
+                    f"condensed_share={self.condensed_share} needs host_bytes_per_sequence"
+                )
+        else:
             native = device.type == "cpu" and self.backend is None
             if not native or self.tensor_parallel_size > 1:
                 raise ValueError(

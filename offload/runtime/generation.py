@@ -57,6 +57,7 @@ class GenerationRequest:
         copies: rows of one prompt.
         drafts: tokens are proposed, and verified several at a time.
         chunked: the prompt comes in several prefills.
+        draft_tokens: that are proposed at most; None: the model that drafts chooses how many.
     """
 
     prompt_columns: int
@@ -67,6 +68,7 @@ class GenerationRequest:
     copies: int
     drafts: bool
     chunked: bool = False
+    draft_tokens: int | None = None
 
     @classmethod
     def of(
@@ -104,7 +106,7 @@ class GenerationRequest:
         gives_all = embeds is not None or generation_config._given_ids == columns
         chunked = 0 < (generation_config.prefill_chunk_size or 0) < columns
         sizes = (columns, gives_all, prompt_lens, shared_lens, max_new_tokens, copies)
-        return cls(*sizes, drafts, chunked)
+        return cls(*sizes, drafts, chunked, generation_config.prompt_lookup_num_tokens)
 
     @property
     def max_tokens(self) -> int:
@@ -126,6 +128,8 @@ class GenerationRequest:
             HostBudgetError: the host budget does not suffice for KV cache and policy state.
         """
         check_context(self.max_tokens)
+        if cache.bound is not None and self.drafts:
+            self._check_draft(cache.bound.most_cropped)
         past_columns = cache.get_seq_length()
         if past_columns >= self.prompt_columns:
             raise ValueError(
@@ -136,7 +140,7 @@ class GenerationRequest:
         store = cache.store
         pages = self._pages_needed(cache) * store.num_layers
         state = self._state_bytes_needed(cache, states, builds=builds)
-        need = pages * store.page_bytes + state
+        need = pages * store.page_bytes + state + cache.window_bytes_needed(len(self.prompt_lens))
         if need > store.left_bytes(pages):
             store.trim()
         free = store.left_bytes(pages)
@@ -150,12 +154,27 @@ class GenerationRequest:
                 "max_memory={'cpu': ...} or lower max_new_tokens"
             )
 
+    def _check_draft(self, most: int) -> None:
+        """A draft may be taken back whole: its tokens must not have been condensed meanwhile."""
+        if self.draft_tokens is None:
+            raise ValueError(
+                "assistant_model with host_bytes_per_sequence: how many tokens it proposes is not "
+                "known before; use prompt_lookup_num_tokens, or leave host_bytes_per_sequence out"
+            )
+        if self.draft_tokens + 1 > most:
+            raise ValueError(
+                f"prompt_lookup_num_tokens={self.draft_tokens} with host_bytes_per_sequence: of a "
+                f"full sequence {most} tokens can be taken back, fewer than a draft and the token "
+                "before it have; lower prompt_lookup_num_tokens or raise "
+                "host_bytes_per_sequence"
+            )
+
     def _pages_needed(self, cache: OffloadedCache) -> int:
         """Pages per layer that are added to what is cached."""
         page_tokens, bound = cache.store.page_tokens, cache.bound
         ends = [-(-(kv_len + self.max_new_tokens) // page_tokens) for kv_len in self.prompt_lens]
         if bound is not None and max(ends) * page_tokens > bound.slots:
-            # Condensed rows share no pages.
+            # What is condensed, and stays, is shared no more.
             most = bound.slots // page_tokens
             ends = [min(end, most) for end in ends]
             return sum(ends) - sum(cache.store.num_unshared_pages(seq) for seq in cache.seqs)

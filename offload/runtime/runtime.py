@@ -139,7 +139,7 @@ class Runtime:
     ) -> torch.Tensor:
         """Embeddings [num_tokens, hidden_size] through all layers, overwritten."""
         for i, part in enumerate(parts):
-            start = time.perf_counter()
+            start = time.perf_counter() - self.sequences.count_condensed(self.stats)
             of_part = [seqs[sequence] for sequence in part.sequences]
             if i > 0 and part.phase != parts[i - 1].phase:
                 self.attention.states.begin_draft(of_part)
@@ -191,6 +191,7 @@ class Runtime:
 
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
+            self.sequences.count_condensed(self.stats)
             self.mark_text(batch, seqs, tokens)
             start += self._build_index(seqs)
             before = self._decoder.setup_seconds
@@ -293,6 +294,8 @@ class Runtime:
         self.sequences.collect()
         builds = self.attention.builds_in_prefill(self.device)
         request.check(used, self.attention.states, self.check_context, builds=builds)
+        if is_draft and used.bound is not None:
+            raise ValueError("an assistant_model cannot have host_bytes_per_sequence; leave it out")
         self._decoder.begin_generation(len(request.prompt_lens), request.max_tokens)
         generation, past_columns = self.generation_now or Generation(), used.get_seq_length()
         generation.cache, generation.owns_cache = used, cache is None
@@ -318,7 +321,7 @@ class Runtime:
         self._decoder.check_usable()
         states = self.attention.states
         with shielded() as exposed:
-            seqs = cache.reserve(batch)
+            seqs = cache.reserve(batch, exposed)
             try:
                 states.begin(seqs, batch.num_new_tokens, prefill=prefill, builds=builds)
                 with exposed():
@@ -416,10 +419,6 @@ class Runtime:
         else:
             stats.prefill_tokens += num_tokens
             stats.prefill_seconds += end - start
-        if self.sequences.cascade is not None:
-            condensed_tokens, seconds = self.sequences.cascade.take_counts()
-            stats.condensed_tokens += condensed_tokens
-            stats.condense_seconds += seconds
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
         stats.kv_device_bytes = max(stats.kv_device_bytes, self._decoder.device_bytes)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from offload.cascade.cascade import Cascade
+from offload.cascade.cascade import Cascade, Exposed
 from offload.decode.attention import DecodeAttention
 from offload.decode.draft_rows import attend_again
 from offload.kv.store import KVStore
+from offload.runtime.stats import OffloadStats
 from offload.runtime.turns import Turns
 from offload.system.interrupts import shielded
 
@@ -54,22 +56,43 @@ class Sequences:
             raise
         return child
 
-    def make_room(self, seqs: Iterable[int], num_new_tokens: Iterable[int]) -> None:
+    def make_room(
+        self,
+        seqs: Sequence[int],
+        num_new_tokens: Iterable[int],
+        exposed: Exposed = contextlib.nullcontext,
+    ) -> None:
         """Condense those of `seqs` that `num_new_tokens` more would take past the bound.
 
+        `exposed` is as `Cascade.condense` wants it.
+
         Raises:
-            HostBudgetError: no room beside a fork's pages; what was not condensed is as it was.
+            HostBudgetError: no room beside a fork's pages, or for queries; what was not condensed
+                is as it was.
+            RuntimeError: as `Cascade.check_usable`.
         """
         if self.cascade is None:
             return
+        for seq in seqs:
+            self.cascade.check_usable(seq)
+        self.cascade.make_windows(seqs)
         for seq, num_new in zip(seqs, num_new_tokens, strict=True):
             if self.cascade.needs_room(seq, num_new):
                 self._on_changed(seq)
                 num_slots, bound = self.store.kv_len(seq), self.cascade.bound
-                self.cascade.condense(seq)
+                self.cascade.condense(seq, exposed)
                 self._attention.states.renumber(
-                    seq, num_slots, bound.sinks, bound.recent, self.cascade.last_queries(seq)
+                    seq, num_slots, bound.sinks, bound.recent, *self.cascade.newest_query(seq)
                 )
+
+    def count_condensed(self, stats: OffloadStats) -> float:
+        """Note what was condensed since this was asked last; the seconds that it took."""
+        if self.cascade is None:
+            return 0.0
+        num_tokens, seconds = self.cascade.take_counts()
+        stats.condensed_tokens += num_tokens
+        stats.condense_seconds += seconds
+        return seconds
 
     def truncate(self, seq: int, kv_len: int) -> None:
         """Keep the first `kv_len` tokens, and nothing that is reserved.

@@ -69,6 +69,11 @@ def slices_of(
 ) -> Iterator[BatchSlice]:
     """Slices that fit, each to be run before the next is asked for."""
     seq_len, start = batch.rows_shape[1], 0
+    used = cache.kv_lens or [0] * batch.num_sequences
+    ends = (n + new for n, new in zip(used, batch.num_new_tokens, strict=True))
+    if all(end <= cascade.bound.slots for end in ends):
+        yield BatchSlice(batch, slice(None), prompt_columns)
+        return
     columns = batch.columns % seq_len
     while start < seq_len:
         stop = seq_len

@@ -14,8 +14,8 @@ class OffloadStats:
     policy keeps of a context, and setup_seconds into what a GPU needs before the first step of its
     kind or size, such as its graph; both are in neither. kv_host_bytes is the most that was in use,
     policy_host_bytes what the policy keeps beside it. Of a model with `host_bytes_per_sequence`,
-    condensed_tokens have lost their places, which took condense_seconds of the others. With
-    threads: what the last one did, or does.
+    condensed_tokens have lost their places, which took condense_seconds of prefill and decode
+    seconds. With threads: what the last one did, or does.
     """
 
     prefill_tokens: int = 0

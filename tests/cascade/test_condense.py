@@ -109,6 +109,10 @@ def test_runs_that_nobody_asks_for() -> None:
     for rows in (result.keys, result.values):
         assert torch.isfinite(rows).all()
     assert (queries.abs() @ result.keys.T).max() < -50
+    means = condense(keys, values, queries.abs(), Split.of(BOUND, 256, 0), fits=False).keys
+    nothing = ((means + 200).abs() < 0.1).all(dim=1)
+    assert nothing.any()
+    torch.testing.assert_close(result.keys[nothing], means[nothing], rtol=0, atol=0)
 
 
 def test_without_condensed_slots_tokens_are_dropped() -> None:

@@ -29,7 +29,9 @@ def test_equal_to_a_cache_of_these_slots(bounded: Callable[..., Any], name: str)
         slots._offload.sequences.make_room(condensed.seqs, [1])
     kv_len = condensed.kv_lens[0]
     assert kv_len == bound.low > 96
-    seq = copy_of_slots(slots, plain, condensed.seqs[0], kv_len)
+    newest = newest_queries(plain, tokens[:, : bound.slots])
+    assert (name == "lfps") == bool(newest)
+    seq = copy_of_slots(slots, plain, condensed.seqs[0], kv_len, newest)
     copied.take(seq)
     with torch.no_grad():
         for i in range(bound.slots, bound.slots + 20):
@@ -41,18 +43,28 @@ def test_equal_to_a_cache_of_these_slots(bounded: Callable[..., Any], name: str)
             torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
-def copy_of_slots(slots: Any, plain: Any, seq: int, kv_len: int) -> int:
-    """A sequence of `plain` with the keys and values of `seq`, the queries that were kept of it,
+def newest_queries(plain: Any, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Of each layer that observes any: [num_qo_heads, 1, head_dim], of the last of `tokens`."""
+    cache = plain.new_cache()
+    with torch.no_grad():
+        plain(tokens, past_key_values=cache)
+    queries = plain._offload.attention.states._known[cache.seqs[0]].queries or {}
+    return {i: recent.in_order(tokens.shape[1])[:, -1:] for i, recent in queries.items()}
+
+
+def copy_of_slots(
+    slots: Any, plain: Any, seq: int, kv_len: int, newest: dict[int, torch.Tensor]
+) -> int:
+    """A sequence of `plain` with the keys and values of `seq`, the query of its last token alone,
     and the marks of its text."""
     store, states = plain._offload.store, plain._offload.attention.states
     copied = store.new_sequence()
     store.reserve([copied], [kv_len])
-    queries = slots._offload.sequences.cascade.last_queries(seq)
     for layer_idx in range(store.num_layers):
         keys, values = slots._offload.store.gather(seq, layer_idx)
         store.append(copied, layer_idx, keys.transpose(0, 1), values.transpose(0, 1))
-        if plain._offload.config.policy.selects and plain._offload.config.policy.observed_queries:
-            states.record_queries(copied, layer_idx, queries[layer_idx], kv_len)
+        if layer_idx in newest:
+            states.record_queries(copied, layer_idx, newest[layer_idx], kv_len)
     store.commit([copied], [kv_len])
     marks = slots._offload.attention.states._known[seq].marks.first(kv_len)
     if marks is not None and len(marks):

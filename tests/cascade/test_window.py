@@ -36,7 +36,7 @@ def test_against_a_list() -> None:
             for layer_idx in range(LAYERS):
                 window.record(layer_idx, new[layer_idx], tokens.stop)
             valid = {t: q for t, q in valid.items() if t < length}
-            valid |= {t: new[:, :, t - length] for t in tokens if t % SPACING == 0}
+            valid |= {t: new[:, :, t - length] for t in tokens if t % SPACING == SPACING - 1}
             written, length = max(written, tokens.stop), tokens.stop
             known = window.last(length)
             expected = [valid[t] for t in sorted(valid)][-NUM_QUERIES:][::-1]
@@ -59,6 +59,22 @@ def test_steps_and_prompts_leave_the_same() -> None:
             window.record(slice(None), all_queries[:, :, end : end + size], end + size)
             end += size
         windows.append(window.last(500))
-    expected = all_queries[:, :, 500 - SPACING * NUM_QUERIES :: SPACING]
+    expected = all_queries[:, :, 500 - SPACING * NUM_QUERIES + SPACING - 1 :: SPACING]
     for window in windows:
         torch.testing.assert_close(window, expected, rtol=0, atol=0)
+
+
+def test_copies_part_when_one_records() -> None:
+    window = QueryWindow(
+        num_layers=LAYERS, num_qo_heads=HEADS, head_dim=HEAD_DIM, dtype=torch.float32
+    )
+    window.record(slice(None), queries_of(range(8), 1), 8)
+    copies = [window.copy() for _ in range(2)]
+    before, num_bytes = window.last(8).clone(), QueryWindow.held_bytes([window])
+    assert QueryWindow.held_bytes([window, *copies]) == num_bytes
+    copies[0].record(slice(None), queries_of(range(8, 12), 2), 12)
+    assert QueryWindow.held_bytes([window, *copies]) == 2 * num_bytes
+    assert copies[0].last(12).shape[2] == 3
+    copies[1].release()
+    assert window.is_own
+    torch.testing.assert_close(window.last(8), before, rtol=0, atol=0)

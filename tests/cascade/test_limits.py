@@ -1,0 +1,242 @@
+"""What a model with `host_bytes_per_sequence` refuses, and how it fails: in time, and whole."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.tiny_models import make_tiny_model, random_tokens
+
+from offload import OffloadedModel
+from offload.kv.page_pool import PagePool
+from offload.kv.store import HostBudgetError
+from offload.policies.registry import make_policy
+
+Load = Callable[..., Any]
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+SLOTS, PAGE_TOKENS = 192, 16
+WINDOW_BYTES = 3 * 32 * 6 * 32 * 4  # layers, queries, query heads, head_dim, float32
+
+
+def generate(model: Any, tokens: torch.Tensor, num_new: int, **options: Any) -> Any:
+    return model.generate(tokens, max_new_tokens=num_new, **GREEDY, **options)
+
+
+def step(model: Any, cache: Any, token: int = 65) -> torch.Tensor:
+    """Logits [batch_size, vocab_size] after one more token in each row."""
+    with torch.no_grad():
+        tokens = torch.full((cache.batch_size, 1), token)
+        logits: torch.Tensor = model(tokens, past_key_values=cache).logits[:, -1]
+    return logits
+
+
+def rows_of(cache: Any, row: int = 0) -> list[torch.Tensor]:
+    """Keys and values of every layer: [num_kv_heads, kv_len, head_dim]."""
+    layers = range(cache.store.num_layers)
+    return [rows for i in layers for rows in cache.store.gather(cache.seqs[row], i)]
+
+
+@pytest.mark.parametrize("num_tokens", [20, 47, 63])
+def test_long_drafts(bounded: Load, num_tokens: int) -> None:
+    """As long as one can be taken back whole; longer ones are refused before anything."""
+    model, text = bounded(SLOTS), random_tokens(1, 30).repeat(1, 5)
+    output = generate(model, text, 150, prompt_lookup_num_tokens=num_tokens)
+    assert output.shape == (1, 300)
+    with pytest.raises(ValueError, match=r"prompt_lookup_num_tokens=64 .* full sequence 64 tokens"):
+        generate(model, text, 150, prompt_lookup_num_tokens=64)
+    with pytest.raises(ValueError, match="assistant_model with host_bytes_per_sequence"):
+        generate(model, text, 150, assistant_model=bounded(None))
+    with pytest.raises(ValueError, match="an assistant_model cannot have host_bytes_per_sequence"):
+        generate(bounded(None), text, 150, assistant_model=model)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_failure_while_writing(
+    bounded: Load, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers are condensed, others not: the sequence is refused, and its fork is as it was."""
+    model, tokens = bounded(SLOTS), random_tokens(1, SLOTS)
+    cache, calls = model.new_cache(), []
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    fork = copy.deepcopy(cache) if shared else None
+    before, append = rows_of(cache), type(cache.store).append
+
+    def fails(*arguments: Any, **options: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("no more")
+        append(*arguments, **options)
+
+    monkeypatch.setattr(type(cache.store), "append", fails)
+    with pytest.raises(MemoryError, match="no more"):
+        step(model, cache)
+    monkeypatch.undo()
+    for broken in (cache, copy.deepcopy(cache)):
+        with pytest.raises(RuntimeError, match="start a new cache"):
+            step(model, broken)
+    if fork is not None:
+        for now, then in zip(rows_of(fork), before, strict=True):
+            assert torch.equal(now, then)
+        step(model, fork)
+    cache.reset()
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    step(model, cache)
+
+
+def test_ctrl_c_while_condensing(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes at once, and nothing has changed."""
+    model, tokens = bounded(SLOTS), random_tokens(1, SLOTS)
+    cascade, cache, calls = model._offload.sequences.cascade, model.new_cache(), []
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    fork = copy.deepcopy(cache)
+    condense = cascade.condense_head
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        signal.raise_signal(signal.SIGINT)
+        return condense(*arguments)
+
+    monkeypatch.setattr(cascade, "condense_head", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, cache)
+    assert len(calls) == 1
+    monkeypatch.undo()
+    assert cache.tokens == fork.tokens
+    assert torch.equal(step(model, cache), step(model, fork))
+
+
+def test_forks_keep_within_the_budget_that_was_checked(bounded: Load) -> None:
+    """Rows of one prompt, each of which comes to its bound: not a page more than they have."""
+    model, tokens = bounded(SLOTS), random_tokens(1, 20)
+    pool = model.kv_store._pool
+    pool.budget_bytes = 3 * (SLOTS // PAGE_TOKENS * 3 * pool.page_bytes + WINDOW_BYTES)
+    options = {"max_new_tokens": 200, "num_return_sequences": 3, "eos_token_id": None}
+    torch.manual_seed(0)
+    assert model.generate(tokens, do_sample=True, **options).shape == (3, 220)
+    pool.budget_bytes -= 1
+    with pytest.raises(HostBudgetError, match="3 sequences of up to 219 tokens"):
+        model.generate(tokens, do_sample=True, **options)
+
+
+def test_windows_are_within_the_budget(bounded: Load) -> None:
+    """Refused before anything is computed, where it is the window that does not fit."""
+    model, tokens = bounded(SLOTS), random_tokens(1, 16)
+    pool = model.kv_store._pool
+    cache = model.new_cache()
+    pool.budget_bytes = WINDOW_BYTES - 1
+    with pytest.raises(HostBudgetError, match="queries that are kept"), torch.no_grad():
+        model(tokens, past_key_values=cache)
+    pool.budget_bytes = 3 * pool.page_bytes + WINDOW_BYTES - 1
+    with pytest.raises(HostBudgetError, match="the host KV cache needs"), torch.no_grad():
+        model(tokens, past_key_values=cache)
+    assert cache.seqs == ()
+    pool.budget_bytes += 1
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+
+
+def test_condensing_is_in_the_times(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bounded(SLOTS)
+    cascade = model._offload.sequences.cascade
+    condense = cascade.condense_head
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        return condense(*arguments)
+
+    monkeypatch.setattr(cascade, "condense_head", slow)
+    generate(model, random_tokens(1, SLOTS + 40), 20)
+    stats = model.offload_stats()
+    assert stats.prefill_seconds > 6 * 0.02
+    assert stats.decode_seconds > 6 * 0.02
+    assert stats.condense_seconds > 2 * 6 * 0.02
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_bytes_per_sequence": "100KiB"}, "too little: 4 sink tokens, 64 recent ones"),
+        ({"host_bytes_per_sequence": 0}, "too little"),
+        ({"host_bytes_per_sequence": -1}, "host_bytes_per_sequence must not be negative"),
+        ({"host_bytes_per_sequence": "1 parsec"}, "host_bytes_per_sequence: cannot read"),
+        ({"host_bytes_per_sequence": 2**20, "backend": "inline"}, "for the kernels of a CPU"),
+        ({"condensed_share": 0.5}, "condensed_share=0.5 needs host_bytes_per_sequence"),
+        ({"condensed_share": 1.5}, "condensed_share must be a number from 0 to 1"),
+    ],
+)
+def test_refused_when_loaded(
+    long_folder: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.runtime import opening
+
+    monkeypatch.setattr(opening, "load_stock_model", lambda *a: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=message):
+        OffloadedModel.from_pretrained(long_folder, page_tokens=16, **options)
+
+
+@pytest.mark.parametrize("policy", ["full", "lfps", "lychee_cluster", "sketch"])
+def test_the_bytes_that_an_error_names_are_enough(long_folder: Path, policy: str) -> None:
+    chosen = policy if policy == "full" else make_policy(policy, budget_tokens=90)
+    options: dict[str, Any] = {"page_tokens": PAGE_TOKENS, "num_threads": 1, "policy": chosen}
+    with pytest.raises(ValueError, match="too little") as caught:
+        OffloadedModel.from_pretrained(long_folder, host_bytes_per_sequence=1, **options)
+    named = re.search(r"need (\d+) bytes", str(caught.value))
+    assert named is not None
+    least = int(named[1])
+    with pytest.raises(ValueError, match=f"need {least} bytes"):
+        OffloadedModel.from_pretrained(long_folder, host_bytes_per_sequence=least - 1, **options)
+    model = OffloadedModel.from_pretrained(long_folder, host_bytes_per_sequence=least, **options)
+    assert model.new_cache().bound.slots >= 96
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rope_that_follows_the_longest_position(
+    rope_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of a prompt would be rotated otherwise than all of it."""
+    from offload.runtime import opening
+
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 8.0}
+    if rope_type == "longrope":
+        factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+        rope |= {**factors, "original_max_position_embeddings": 128}
+    model = make_tiny_model("llama", max_position_embeddings=256, rope_parameters=rope)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(opening, "load_stock_model", lambda *a: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=rf"host_bytes_per_sequence .* rope_type='{rope_type}'"):
+        OffloadedModel.from_pretrained(tmp_path, host_bytes_per_sequence="1GiB")
+
+
+@pytest.mark.parametrize("num_new", [3000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_memory_of_a_long_generation(
+    bounded: Load, num_new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never more pages than the bound has, in the middle of a pass neither."""
+    model, most = bounded(SLOTS), [0]
+    allocate = PagePool.allocate
+
+    def watched(self: PagePool, n: int) -> Any:
+        taken = allocate(self, n)
+        most[0] = max(most[0], self.num_used)
+        return taken
+
+    monkeypatch.setattr(PagePool, "allocate", watched)
+    output = generate(model, random_tokens(1, 64), num_new)
+    assert output.shape == (1, 64 + num_new)
+    stats = model.offload_stats()
+    assert stats.kv_host_bytes == SLOTS * model.kv_store.page_bytes * 3 // 16
+    assert most[0] == SLOTS // PAGE_TOKENS * 3
+    assert stats.condensed_tokens >= num_new + 63 - SLOTS
+    del output
+    gc.collect()

@@ -14,9 +14,10 @@ more. While it is condensed, there are besides
 
 - the keys and values of one layer, before and after,
 - those of one KV head in float32,
-- the logits of one KV head in float32, [slots, 3 * NUM_QUERIES * query heads of it], once more those
-  of the slots that go,
-- of every head of every layer an int32 for each slot that stays, and the new rows.
+- the logits of one KV head in float32, [slots, 3 * NUM_QUERIES * query heads of it], once more
+  those of the slots that go,
+- of every head of every layer an int32 for each slot that stays, and the new rows,
+- a second copy of the window of queries.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def check_bound(
     if config.host_bytes_per_sequence is None:
         return
     rope = of_model.get("rope_parameters") or of_model.get("rope_scaling") or {}
-    _check_rope(rope.get("rope_type", rope.get("type", "default")))
+    _check_rope(rope.get("rope_type") or rope.get("type") or "default")
     store = KVStore(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,

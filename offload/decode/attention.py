@@ -20,8 +20,8 @@ from cpu_ops.attention import NativeAttention
 from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
-from offload.decode.budget_hold import BudgetHold
 from offload.cascade.cascade import Cascade
+from offload.decode.budget_hold import BudgetHold
 from offload.kv.store import KVStore
 from offload.policies.base import (
     DENSE,

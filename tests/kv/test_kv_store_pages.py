@@ -107,6 +107,22 @@ class TestSharing:
         assert_same(read_tokens(store, parent), written)
         assert_same(read_tokens(store, child), joined([rows[:, :5] for rows in written], tail))
 
+    def test_unshare_copies_what_a_fork_has_of_the_first_tokens(self):
+        store = make_store()
+        parent = store.new_sequence()
+        written = write_tokens(store, parent, 3 * store.page_tokens)
+        child = store.fork(parent)
+        used = store.host_bytes_used
+        store.unshare(child, store.page_tokens + 1)
+        assert store.host_bytes_used == used + 2 * store.num_layers * store.page_bytes
+        assert store.num_unshared_pages(child) == store.num_unshared_pages(parent) == 2
+        assert_same(read_tokens(store, child), written)
+        rows = random_rows(store.page_tokens + 1, store)
+        store.append(child, 0, rows, rows, start=0)
+        assert_same(read_tokens(store, parent), written)
+        store.unshare(child, store.page_tokens + 1)
+        assert store.host_bytes_used == used + 2 * store.num_layers * store.page_bytes
+
     def test_rewriting_a_shared_page_in_place_is_refused(self):
         store = make_store()
         parent = store.new_sequence()

@@ -152,7 +152,7 @@ def test_bad_options(command: list[str], arguments: list[str], code: int, messag
 
 
 def test_a_share_needs_weights(plain: list[str]) -> None:
-    result = runner.invoke(app, [*plain, *SMALL, "--option", "hard_kv.inner=streaming_llm"])
+    result = runner.invoke(app, [*plain, "--option", "hard_kv.inner=streaming_llm"])
     assert result.exit_code == 2
     assert "hard_kv cuts selections by attention weights, which streaming_llm has none of" in (
         flat(result.stderr)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.bounded_cases import generate, rows_of, step
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload import OffloadedModel
@@ -21,27 +22,8 @@ from offload.kv.store import HostBudgetError
 from offload.policies.registry import make_policy
 
 Load = Callable[..., Any]
-GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 SLOTS, PAGE_TOKENS = 192, 16
 WINDOW_BYTES = 3 * 32 * 6 * 32 * 4  # layers, queries, query heads, head_dim, float32
-
-
-def generate(model: Any, tokens: torch.Tensor, num_new: int, **options: Any) -> Any:
-    return model.generate(tokens, max_new_tokens=num_new, **GREEDY, **options)
-
-
-def step(model: Any, cache: Any, token: int = 65) -> torch.Tensor:
-    """Logits [batch_size, vocab_size] after one more token in each row."""
-    with torch.no_grad():
-        tokens = torch.full((cache.batch_size, 1), token)
-        logits: torch.Tensor = model(tokens, past_key_values=cache).logits[:, -1]
-    return logits
-
-
-def rows_of(cache: Any, row: int = 0) -> list[torch.Tensor]:
-    """Keys and values of every layer: [num_kv_heads, kv_len, head_dim]."""
-    layers = range(cache.store.num_layers)
-    return [rows for i in layers for rows in cache.store.gather(cache.seqs[row], i)]
 
 
 @pytest.mark.parametrize("num_tokens", [20, 47, 63])

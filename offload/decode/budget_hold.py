@@ -65,7 +65,7 @@ class BudgetHold:
     @contextlib.contextmanager
     def as_last_step(self) -> Iterator[None]:
         """Attend inside as the step before has done it; it does not count."""
-        at, self._at = self._at, self._last
+        at = self._at
         self._use(self._last)
         try:
             yield

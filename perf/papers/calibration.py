@@ -30,11 +30,10 @@ from offload.policies.logits_calibration import (
     selected_tokens,
 )
 from offload.policies.registry import make_policy
-from offload.system.memory import available_cpus
-from perf.papers.hard_kv import measured
+from perf.papers.hard_kv import measured, share_options
 from perf.papers.lychee_cluster import text_window
 from perf.papers.observed import MODEL, open_model
-from perf.results_file import Run, hide_loading_bars, script_options
+from perf.results_file import Run, hide_loading_bars
 
 BUDGETS = (256, 512, 1024, 1536)
 SHARES = (0.9, 0.95)  # of exact attention
@@ -132,15 +131,7 @@ def _layer_counts(
 
 
 def main() -> None:
-    parser = script_options(__doc__, "paper-calibration")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[7168])
-    parser.add_argument("--texts", nargs="+", default=TEXTS, choices=(*TEXTS, "json"))
-    parser.add_argument("--windows", type=int, default=2, help="of each text and length")
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--sample-every", type=int, default=8)
-    parser.add_argument("--most", type=int, default=2048, help="the cap of a share's tokens")
-    parser.add_argument("--threads", type=int, default=available_cpus())
-    options = parser.parse_args()
+    options = share_options(__doc__, "paper-calibration").parse_args()
     hide_loading_bars()
     run = Run(options)
     kinds = compared(options.most)

@@ -8,6 +8,7 @@ attention, KL and perplexity against full attention's on the same tokens.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -46,15 +47,7 @@ def compared(most: int) -> list[tuple[Row, Policy]]:
 
 
 def main() -> None:
-    parser = script_options(__doc__, "paper-hard-kv")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[7168])
-    parser.add_argument("--texts", nargs="+", default=TEXTS, choices=(*TEXTS, "json"))
-    parser.add_argument("--windows", type=int, default=2, help="of each text and length")
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--sample-every", type=int, default=8)
-    parser.add_argument("--most", type=int, default=2048, help="the cap of a share's tokens")
-    parser.add_argument("--threads", type=int, default=available_cpus())
-    options = parser.parse_args()
+    options = share_options(__doc__, "paper-hard-kv").parse_args()
     hide_loading_bars()
     run = Run(options)
     kinds = compared(options.most)
@@ -70,6 +63,19 @@ def main() -> None:
                     rows.append(of_text | said | row)
                 settings = run.named("lengths", "windows", "steps", "most") | {"model": MODEL}
                 run.write(settings, rows)
+
+
+def share_options(description: str | None, name: str) -> argparse.ArgumentParser:
+    """Of scripts that compare shares on texts."""
+    parser = script_options(description, name)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[7168])
+    parser.add_argument("--texts", nargs="+", default=TEXTS, choices=(*TEXTS, "json"))
+    parser.add_argument("--windows", type=int, default=2, help="of each text and length")
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--sample-every", type=int, default=8)
+    parser.add_argument("--most", type=int, default=2048, help="the cap of a share's tokens")
+    parser.add_argument("--threads", type=int, default=available_cpus())
+    return parser
 
 
 def measured(

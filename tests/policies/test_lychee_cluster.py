@@ -67,7 +67,7 @@ def test_thousands_of_grafts(policy, text, pool):
 @pytest.mark.parametrize("policy", [SMALL, PAPER], ids=["chunks", "paper"])
 def test_an_empty_index_fills_up(policy, pool):
     """A budget just below the length, all of it recent: the first chunk makes the first group."""
-    policy = replace(policy, budget_tokens=40, recent_tokens=30, sink_tokens=4)
+    policy = replace(policy, budget_tokens=40, recent_tokens=34, sink_tokens=4)
     stream = Stream(policy, pool)
     stream.prefill(41)
     stream.step()
@@ -353,7 +353,7 @@ def test_growing_keeps_the_index_and_widens_links(policy, pool):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("options", "share"),
-    [({"paper": True}, 0.013), ({}, 0.045)],
+    [({"paper": True}, 0.013), ({}, 0.066)],
 )
 def test_index_bytes(options, share, head_dim, pool):
     """Of the keys and values, of text in pieces of 13 tokens."""
@@ -376,7 +376,7 @@ def test_index_bytes(options, share, head_dim, pool):
         pool=pool,
     )
     index = LycheeIndex(policy.build(context))
-    length = 13 if policy.paper else 6.5
+    length = 13 if policy.paper else 13 / 3
     assert index.indexed_end / index.num_chunks == pytest.approx(length, rel=0.08)
     assert index.index_bytes <= share * 2 * keys.numel() * 2
 
@@ -386,7 +386,7 @@ def test_lengths_of_chunks_follow_the_search():
         (x.min_chunk_tokens, x.max_chunk_tokens)
         for x in (LycheeCluster(), LycheeCluster(paper=True), LycheeCluster(max_chunk_tokens=6))
     ]
-    assert lengths == [(4, 8), (8, 16), (4, 6)]
+    assert lengths == [(3, 5), (8, 16), (3, 6)]
     assert make_policy("lychee_cluster", paper=True, max_chunk_tokens=12).min_chunk_tokens == 8
 
 
@@ -394,7 +394,7 @@ def test_lengths_of_chunks_follow_the_search():
     ("options", "message"),
     [
         ({"buffer_tokens": -1}, "buffer_tokens must be an int in"),
-        ({"min_chunk_tokens": 9}, r"min_chunk_tokens must be an int in \[1, 8\], got 9"),
+        ({"min_chunk_tokens": 6}, r"min_chunk_tokens must be an int in \[1, 5\], got 6"),
         ({"max_chunk_tokens": 17}, r"max_chunk_tokens must be an int in \[1, 16\], got 17"),
         ({"paper": True, "chunks_per_cluster": 0}, "chunks_per_cluster must be an int in"),
         ({"chunks_per_cluster": 4}, "chunks_per_cluster=4 means nothing with paper=False"),
@@ -431,6 +431,7 @@ def test_a_unit_has_the_box_of_its_chunks(pool):
             high = (centres[of_unit] + widths[of_unit]).max(axis=0)
             centre = centres[of_unit].mean(axis=0) / 2 + (low + high) / 4
             width = (high - low) / 3
-            # All of them are rounded to four bits.
+            # All of them are rounded to four bits, centres to half a 14th, widths to half a 15th.
+            off = np.abs(centres[of_unit]).max() / 14 + widths[of_unit].max() / 30
             assert np.abs(centres[unit] - centre).max() < 0.16 * np.abs(centre).max()
-            assert np.abs(widths[unit] - width).max() < 0.1 * width.max()
+            assert np.abs(widths[unit] - width).max() < 2 / 3 * off + width.max() / 28

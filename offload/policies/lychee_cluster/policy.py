@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _MAX_PAPER_UNITS = 64
 _CHUNKS_PER_UNIT = 8  # at least, where chunks are few
 _LIMITS = ("min_chunk_tokens", "max_chunk_tokens")
-_CHUNK_TOKENS, _PAPER_CHUNK_TOKENS = (4, 8), (8, 16)
+_CHUNK_TOKENS, _PAPER_CHUNK_TOKENS = (3, 5), (8, 16)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LycheeCluster(SparsePolicy):
     Args:
         buffer_tokens: newest tokens kept out of the index, the recent window included; all are
             candidates. At small budgets less, so that the buffer takes at most a quarter.
-        min_chunk_tokens, max_chunk_tokens: a chunk ends at the best delimiter in between; 4 and 8
+        min_chunk_tokens, max_chunk_tokens: a chunk ends at the best delimiter in between; 3 and 5
             by default, with `paper` 8 and 16.
         ranked_chunks: of so many a search looks at the keys: of all chunks where there are no more,
             and else of those of the best coarse units.
@@ -99,7 +99,7 @@ class LycheeCluster(SparsePolicy):
     min_chunk_tokens: int = None  # type: ignore[assignment]
     max_chunk_tokens: int = None  # type: ignore[assignment]
     max_units: int = MAX_UNITS
-    ranked_chunks: int = 2048
+    ranked_chunks: int = 4096
     candidate_ratio: float = 1.5
     least_candidates: int = 1792
     carried_share: float = 0.25

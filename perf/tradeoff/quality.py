@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -31,6 +31,7 @@ class Judged:
 
     Attributes:
         labels: of the policies, full attention's "full" first.
+        samples: of each length and task that is asked.
         device, reads_on: as `RuntimeConfig` and `SharedModel` take them.
         num_threads: of each process.
         seconds: after which no answer is waited for.
@@ -44,9 +45,7 @@ class Judged:
     reads_on: str | None
     num_threads: int
     num_processes: int
-    lengths: Sequence[int]
-    tasks: Sequence[str]
-    samples: int
+    samples: Mapping[Cell, int]
     seed: int
     seconds: float
 
@@ -74,7 +73,7 @@ class _Process:
         return ruler_samples(
             task,
             length,
-            self.judged.samples,
+            self.judged.samples[cell],
             seed=self.judged.seed,
             count_tokens=count_tokens,
             prose=self._prose,
@@ -115,7 +114,7 @@ def answer_all(
     """
     end = time.monotonic() + judged.seconds
     # The longest first: what is left at the end is short.
-    cells = [(length, task) for length in sorted(judged.lengths)[::-1] for task in judged.tasks]
+    cells = sorted(judged.samples, key=lambda cell: -cell[0])
     done = file.keys
     with _processes(judged) as (make, answer):
         made = iter(make(cells))

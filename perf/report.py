@@ -71,6 +71,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "gpu-hybrid": ("gpu-hybrid", placement_tables.gpu_hybrid_table),
     "gpu-plan": ("gpu-plan", placement_tables.gpu_plan_table),
     "plan-text": ("plan-text", placement_tables.text_plan_table),
+    "gpu-plan-text": ("gpu-plan-text", placement_tables.text_plan_table),
     "gpu-retrieval": ("gpu-retrieval", placement_tables.gpu_retrieval_table),
     "gpu-selectors-heads": ("gpu-selectors-heads", placement_tables.gpu_heads_table),
     "gpu-selectors-decode": (

@@ -113,8 +113,9 @@ class Judge:
                 loss = functional.cross_entropy(logits.float(), ids[0, -kept:])
                 found.append(float(loss))
             row = {"task": "nll", "length": length, "spans": len(found), "longest": longest,
-                   "nll": round(float(np.mean(found)), 4)}  # fmt: skip
-            print(json.dumps(row), flush=True)
+                   "nll": round(float(np.mean(found)), 4),
+                   "nll_by_span": [round(nll, 4) for nll in found]}  # fmt: skip
+            print(json.dumps(row | {"nll_by_span": "..."}), flush=True)
             rows.append(row)
         return rows
 
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--spans", type=int, default=24)
+    parser.add_argument("--only", choices=("nll",), help="nothing else, and no targets")
     parser.add_argument("--scale", type=int, default=1, help="divides lengths, to try it out")
     arguments = parser.parse_args()
     lengths = [8192 // arguments.scale, 16384 // arguments.scale, 32768 // arguments.scale]
@@ -221,11 +223,14 @@ def main() -> None:
         merge_adapter(read_adapter(arguments.adapter), arguments.model, Path(merged))
         model = judge.load(Path(merged))
     keep("long", judge.nll(model, lengths, arguments.spans))
-    for length in reversed(lengths):
-        keep("long", [judge.retrieval(model, length, count, 1)])
-    keep("long", [judge.retrieval(model, short, count, 4)])
+    if arguments.only is None:
+        for length in reversed(lengths):
+            keep("long", [judge.retrieval(model, length, count, 1)])
+        keep("long", [judge.retrieval(model, short, count, 4)])
     model = judge.load(arguments.model)
     keep("stock", judge.nll(model, [short], arguments.spans))
+    if arguments.only is not None:
+        return
     keep("stock", [judge.retrieval(model, short, count, num_keys) for num_keys in (4, 1)])
     checks = targets(rows)
     for text, reached in checks:

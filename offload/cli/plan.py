@@ -142,6 +142,7 @@ def plan(
         from offload.loading.planned_model import planned_model
         from offload.planning.plan import PlanRequest, make_plan
         from offload.planning.profile import MachineProfile
+        from offload.planning.step_cap import in_tokens, step_predictor
         from offload.system.memory import check_max_memory, parse_size
 
         planned = planned_model(model, dtype)
@@ -155,6 +156,26 @@ def plan(
             )
         else:
             measured = MachineProfile.load(profile)
+        places = None if placement is None else HeadPlacement.load(placement)
+        where = device or ("cuda" if measured.device is not None else "cpu")
+        capped = in_tokens(
+            made_policy,
+            planned.shape,
+            planned.dtype.itemsize,
+            lambda: step_predictor(
+                made_policy,
+                planned.shape,
+                planned.dtype,
+                kv_len=tokens,
+                profile=measured,
+                placement=places,
+                on_gpu=where != "cpu",
+                batch_size=batch,
+            ),
+        )
+        if capped is not made_policy:
+            cap = f"max_tokens={capped.budget_tokens}"
+            stderr().print(f"[dim]the step's cap allows {capped.name} {cap}[/dim]")
         if save_profile is not None:
             measured.save(save_profile)
         if profile is None:
@@ -163,13 +184,13 @@ def plan(
             limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in budgets.items()}
         request = PlanRequest(
             model=planned,
-            policy=made_policy,
+            policy=capped,
             context=tokens,
             batch_size=batch,
-            device=device or ("cuda" if measured.device is not None else "cpu"),
+            device=where,
             max_memory=limits,
             on_this_machine=profile is None,
-            placement=None if placement is None else HeadPlacement.load(placement),
+            placement=places,
         )
         found = make_plan(request, measured)
         if as_json:

@@ -109,6 +109,7 @@ class Plan:
             "model_type": model.model_type,
             "dtype": model.dtype_name,
             "policy": request.policy.name,
+            "max_tokens": request.policy.budget_tokens if request.policy.selects else None,
             "context": request.context,
             "batch_size": request.batch_size,
             "device": request.device,

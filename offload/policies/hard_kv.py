@@ -19,6 +19,7 @@ cap.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,6 +31,7 @@ from offload.policies.block_share import BlockShare
 from offload.policies.blocks import BlockPolicy
 from offload.policies.logits_calibration import CALIBRATE, Calibrate
 from offload.policies.per_head import PerHead
+from offload.system.memory import parse_size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,6 +60,11 @@ class HardKV(Policy):
         mean_tokens: KV heads that select attend to so many on the mean, sinks and recent window
             included: from step to step a share below top_p is found that does, and no query head
             is sure of its half then (`offload.decode.budget_hold`). None: the share is top_p.
+        max_step_bytes: instead of max_tokens, of keys and values that the heads that select attend
+            to in a step of one sequence, sinks and recent window included: bytes, or "16MiB".
+        max_step_us: instead of max_tokens, what `offload plan` predicts of a step, whatever the
+            policy selects. Loading a model, or planning, turns either into max_tokens
+            (`offload.planning.step_cap`), once; until then the policy is for no model.
 
     Raises:
         ValueError: numbers out of range, or a policy that scores nothing that can be budgeted
@@ -72,6 +79,8 @@ class HardKV(Policy):
     max_tokens: int | None = None
     calibrate: Calibrate = "mass"
     mean_tokens: int | None = None
+    max_step_bytes: int | str | None = None
+    max_step_us: float | None = None
 
     def __post_init__(self) -> None:
         _check_inner(self.inner)
@@ -86,6 +95,7 @@ class HardKV(Policy):
         if self.max_tokens is not None:
             object.__setattr__(self, "budget_tokens", self._checked_cap(self.max_tokens))
         object.__setattr__(self, "selection_top_p", float(self.top_p))
+        self._check_step_caps()
         ranked = self.inner.selecting
         if isinstance(ranked, BlockPolicy) and self.top_p < 1:
             share = BlockShare(ranked, float(self.top_p), self.budget_tokens, self.calibrate)
@@ -109,12 +119,33 @@ class HardKV(Policy):
         max_tokens: int | None = None,
         calibrate: Calibrate = "mass",
         mean_tokens: int | None = None,
+        max_step_bytes: int | str | None = None,
+        max_step_us: float | None = None,
         **options: Any,
     ) -> HardKV:
         """From what a user writes: inner="sketch"; the rest is for `inner`."""
         from offload.policies.registry import make_policy
 
-        return cls(make_policy(inner, **options), top_p, max_tokens, calibrate, mean_tokens)
+        made = make_policy(inner, **options)
+        caps = max_step_bytes, max_step_us
+        return cls(made, top_p, max_tokens, calibrate, mean_tokens, *caps)
+
+    @property
+    def step_cap(self) -> str:
+        """The option that caps a step and its value, until `with_max_tokens`; "": there is none."""
+        if self.max_step_bytes is not None:
+            return f"max_step_bytes={self.max_step_bytes}"
+        return "" if self.max_step_us is None else f"max_step_us={self.max_step_us:g}"
+
+    @property
+    def least_max_tokens(self) -> int:
+        """What a step's cap must leave: sinks, recent window, and a page where pages are ranked."""
+        page_tokens: int = getattr(self.inner.selecting, "page_tokens", 1)
+        return self.sink_tokens + self.recent_tokens + page_tokens
+
+    def with_max_tokens(self, max_tokens: int) -> HardKV:
+        """With this cap instead of a step's."""
+        return replace(self, max_tokens=max_tokens, max_step_bytes=None, max_step_us=None)
 
     @property
     def selecting(self) -> Policy:
@@ -144,6 +175,11 @@ class HardKV(Policy):
 
     def check_model(self, **shape: int) -> None:
         self.inner.check_model(**shape)
+        if self.step_cap:
+            raise ValueError(
+                f"{self.step_cap} of hard_kv is turned into max_tokens where a model is loaded or "
+                "planned, which here it is not; give max_tokens"
+            )
 
     def of_heads(self, heads: range, **shape: int) -> Policy:
         if self.mean_tokens is not None:
@@ -181,6 +217,26 @@ class HardKV(Policy):
                 "more"
             )
         return max_tokens
+
+    def _check_step_caps(self) -> None:
+        names = ("max_tokens", "max_step_bytes", "max_step_us")
+        given = {name: x for name in names if (x := getattr(self, name)) is not None}
+        if len(given) > 1:
+            both = " and ".join(f"{name}={x}" for name, x in given.items())
+            raise ValueError(f"hard_kv takes one cap, got {both}; leave all but one out")
+        if self.max_step_bytes is not None:
+            num_bytes = parse_size(self.max_step_bytes, name="max_step_bytes")
+            object.__setattr__(self, "max_step_bytes", num_bytes)
+        us = self.max_step_us
+        if us is None:
+            return
+        if not isinstance(us, (int, float)) or isinstance(us, bool) or not 0 < us < math.inf:
+            raise ValueError(f"max_step_us must be a positive number of microseconds, got {us!r}")
+        if isinstance(self.inner.selecting, BlockPolicy):
+            raise ValueError(
+                f"max_step_us={us:g} needs a policy that weighs tokens: what {self.inner.name} "
+                "takes is measured for one cap only; give max_step_bytes or max_tokens"
+            )
 
     def _check_mean(self, mean_tokens: int) -> None:
         least, most = self.sink_tokens + self.recent_tokens, self.budget_tokens

@@ -28,6 +28,7 @@ from offload.runtime.budgets import (
     rank_kv_budget_bytes,
     weight_bytes_of,
 )
+from offload.runtime.capping import with_cap_in_tokens
 from offload.runtime.cascading import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import placement_for
@@ -76,6 +77,7 @@ def open_model(
     find = partial(resolve_folder, name_or_path, hub)  # which may have to download or to convert
     folder: Path = find() if ranks is None else ranks.once(find)
     checkpoint = check_checkpoint(folder)
+    config = with_cap_in_tokens(checkpoint, config, ranks)
     check_before_loading(checkpoint, config, ranks)
     stock = load_stock_model(checkpoint, config.dtype).eval()
     config = with_calibrated_policy(stock, config, folder, ranks)

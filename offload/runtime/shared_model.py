@@ -26,6 +26,7 @@ from offload.policies.full import Full
 from offload.policies.prefill_build import PrefillBuild
 from offload.prefill.forward import OnQueries, prefill
 from offload.runtime.cache import OffloadedCache
+from offload.runtime.capping import with_cap_in_tokens
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.opening import (
     check_before_loading,
@@ -89,7 +90,10 @@ class SharedModel:
             )
         folder = resolve_folder(name_or_path)
         checkpoint = check_checkpoint(folder)
-        configs = [replace(config, policy=policy) for policy in policies]
+        configs = [
+            with_cap_in_tokens(checkpoint, replace(config, policy=policy), None)
+            for policy in policies
+        ]
         for of_policy in configs:
             check_before_loading(checkpoint, of_policy, None)
         self.stock = load_stock_model(checkpoint, config.dtype).eval()

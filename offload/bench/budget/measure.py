@@ -150,6 +150,7 @@ def check_budgets(policies: Sequence[Policy], settings: BudgetSettings, shape: M
             "this model; lower --length, --steps or --generate"
         )
     for policy in policies:
+        policy.check_model(**shape.heads)
         if policy.selects and policy.dense_layers >= shape.num_layers:
             raise ValueError(
                 f"{policy.name}: dense_layers={policy.dense_layers} are all {shape.num_layers} "

@@ -1,0 +1,140 @@
+"""`hard_kv`'s caps of a step, in bytes or predicted microseconds, as the tokens that they leave.
+
+Each is turned into max_tokens once, before anything is allocated: no step waits for a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.models.shape import ModelShape
+from offload.planning.placement_bytes import head_state_bytes
+from offload.planning.profile import MachineProfile
+from offload.planning.step_time import StepModel, StepTime
+from offload.planning.workload import Workload
+from offload.policies import HardKV, Policy
+from offload.policies.base import SELECT
+from offload.system.memory import format_bytes
+
+Predict = Callable[[Policy], StepTime]
+
+
+def in_tokens(
+    policy: Policy, shape: ModelShape, item_bytes: int, predict: Callable[[], Predict]
+) -> Policy:
+    """`policy`, with the most max_tokens that a step's cap allows, if it has one.
+
+    Args:
+        item_bytes: of an element of the KV cache.
+        predict: what `step_predictor` returns; called where microseconds are capped.
+
+    Raises:
+        ValueError: the cap leaves less than sinks, recent window and one page, or less than other
+            options ask for; names the numbers and the options.
+    """
+    if not isinstance(policy, HardKV) or not policy.step_cap:
+        return policy
+    policy.inner.check_model(**shape.heads)
+    if policy.max_step_us is None:
+        tokens = _tokens_of_bytes(policy, shape, item_bytes)
+    else:
+        tokens = _tokens_of_us(policy, policy.max_step_us, predict())
+    for name in ("mean_tokens", "dense_until"):
+        asked = getattr(policy, name)
+        if asked is not None and asked > tokens:
+            raise ValueError(
+                f"{policy.step_cap} allows {tokens} tokens of a head, but {name}={asked}; raise "
+                f"the one or lower the other"
+            )
+    return policy.with_max_tokens(tokens)
+
+
+def attended_token_bytes(policy: Policy, shape: ModelShape, item_bytes: int) -> int:
+    """Keys and values of one token in every head that selects, of all layers."""
+    heads = Workload(shape, policy, shape.max_context or 1).roles() == SELECT
+    units = int(heads.sum()) * (shape.group_size if policy.per_query_head else 1)
+    return units * 2 * shape.head_dim * item_bytes
+
+
+def step_predictor(
+    policy: Policy,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    *,
+    kv_len: int,
+    profile: MachineProfile,
+    placement: HeadPlacement | None,
+    on_gpu: bool,
+    batch_size: int = 1,
+    page_tokens: int = 256,
+) -> Predict:
+    """What predicts steps under `policy` with any cap, each as `make_plan` does.
+
+    Args:
+        placement: where heads are, needed for a GPU.
+
+    Raises:
+        ValueError: a GPU without a placement.
+    """
+    if on_gpu and placement is None:
+        raise ValueError(
+            f"{getattr(policy, 'step_cap', policy.name)} cannot be predicted for a GPU before its "
+            "heads have their places; give placement, which `offload plan --json` makes for "
+            "max_tokens, or give max_tokens"
+        )
+    all_on_cpu = HeadPlacement.filled(shape.num_layers, shape.num_kv_heads, Place.CPU)
+    # The same for every cap: the inner policy keeps it.
+    work = Workload(shape, policy, kv_len, batch_size, dtype, page_tokens)
+    state_bytes = head_state_bytes(policy, shape, dtype, kv_len)
+
+    def predict(capped: Policy) -> StepTime:
+        of_cap = replace(work, policy=capped, head_state_bytes=state_bytes)
+        step_model = StepModel(profile, of_cap, on_gpu=on_gpu)
+        return step_model.step(placement if on_gpu and placement is not None else all_on_cpu)
+
+    return predict
+
+
+def _tokens_of_bytes(policy: HardKV, shape: ModelShape, item_bytes: int) -> int:
+    token_bytes = attended_token_bytes(policy, shape, item_bytes)
+    limit, least = int(policy.max_step_bytes or 0), policy.least_max_tokens
+    if limit < least * token_bytes:
+        raise ValueError(
+            f"max_step_bytes={limit} is less than {least * token_bytes} "
+            f"({format_bytes(least * token_bytes)}), which the heads that select read for "
+            f"{_what_is_least(policy)}; raise it, or lower sink_tokens or recent_tokens"
+        )
+    return min(limit // max(1, token_bytes), policy.budget_tokens)
+
+
+def _tokens_of_us(policy: HardKV, limit: float, predict: Predict) -> int:
+    """The most whose step is predicted to take no longer; more tokens never take less, but where
+    there are so many that attention is full."""
+
+    def holds(tokens: int) -> bool:
+        return 1e3 * predict(policy.with_max_tokens(tokens)).milliseconds <= limit
+
+    most, least = policy.budget_tokens, policy.least_max_tokens
+    if least > most or holds(most):
+        return most
+    if not holds(least):
+        us = 1e3 * predict(policy.with_max_tokens(least)).milliseconds
+        raise ValueError(
+            f"max_step_us={limit:g} is less than the {us:,.0f} us that a step is predicted to take "
+            f"with {_what_is_least(policy)}; raise it, lower the context, or give another policy "
+            "or fewer dense_layers"
+        )
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if holds(middle) else (least, middle)
+    return least
+
+
+def _what_is_least(policy: HardKV) -> str:
+    page = policy.least_max_tokens - policy.sink_tokens - policy.recent_tokens
+    what = "one token" if page == 1 else f"a page of {page}"
+    return f"{policy.sink_tokens} sinks, {policy.recent_tokens} recent tokens and {what}"

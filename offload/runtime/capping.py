@@ -1,0 +1,79 @@
+"""Caps of a step as tokens, when a model is loaded: see `offload.planning.step_cap`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from offload.loading.checkpoint import Checkpoint
+from offload.planning.profile import cached_profile
+from offload.planning.step_cap import Predict, in_tokens, step_predictor
+from offload.policies import HardKV, Policy
+from offload.ranks.group import TensorParallel
+from offload.runtime.budgets import kv_budget_bytes
+from offload.runtime.config import RuntimeConfig
+from offload.system.memory import worker_threads
+
+logger = logging.getLogger(__name__)
+
+
+def with_cap_in_tokens(
+    checkpoint: Checkpoint, config: RuntimeConfig, ranks: TensorParallel | None
+) -> RuntimeConfig:
+    """The config, its policy's cap of a step turned into tokens; before any weight is read.
+
+    Microseconds are those of one sequence, as long as the model and the host's budget allow, by the
+    profile that `offload plan` keeps of this machine: loading does not wait for a measurement.
+
+    Raises:
+        ValueError: the cap cannot hold, or nothing was measured that predicts a step.
+        NotImplementedError: microseconds of ranks, or of the GPU's code path on the CPU.
+    """
+    policy, shape = config.policy, checkpoint.shape
+    if not isinstance(policy, HardKV) or not policy.step_cap:
+        return config
+    weight_bytes = checkpoint.weight_bytes(config.dtype)
+    item_bytes = weight_bytes // checkpoint.num_parameters
+
+    def predict() -> Predict:
+        if ranks is not None or config.backend == "inline":
+            raise NotImplementedError(
+                f"{policy.step_cap}: nothing predicts steps of several ranks, or with "
+                "backend='inline'; give max_tokens"
+            )
+        device = torch.device(config.device)
+        threads = worker_threads(config.num_threads, with_gpu=device.type == "cuda")
+        profile = cached_profile(device, threads)
+        if profile is None:
+            raise ValueError(
+                f"{policy.step_cap} is of predicted steps, but this machine was not measured with "
+                f"{threads} threads; run `offload plan` with this model and policy and "
+                f"--threads {threads} once, or give max_tokens"
+            )
+        if not shape.max_context:
+            raise ValueError(
+                f"{policy.step_cap} is of steps at the longest context, which the model's "
+                "config.json does not name (max_position_embeddings); give max_tokens"
+            )
+        token_bytes = shape.kv_token_bytes * item_bytes // 2
+        room = kv_budget_bytes(config, weight_bytes, loaded=False)
+        dtype = config.dtype or (torch.float32 if item_bytes == 4 else torch.bfloat16)
+        predicted = step_predictor(
+            policy,
+            shape,
+            dtype,
+            kv_len=min(shape.max_context, max(config.page_tokens, room // token_bytes)),
+            profile=profile,
+            placement=config.placement,
+            on_gpu=device.type == "cuda",
+            page_tokens=config.page_tokens,
+        )
+        for what in predicted(policy).assumed:
+            logger.warning("%s is predicted with less than was measured: %s", policy.step_cap, what)
+        return predicted
+
+    capped: Policy = in_tokens(policy, shape, item_bytes, predict)
+    logger.info("%s: max_tokens=%d", policy.step_cap, capped.budget_tokens)
+    return replace(config, policy=capped)

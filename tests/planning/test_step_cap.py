@@ -1,0 +1,240 @@
+"""Caps of a step in bytes and predicted microseconds, against counted bytes and against plans."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.profile_cases import SMALL, machine_profile, straight
+from cases.tiny_models import random_tokens
+from typer.testing import CliRunner
+
+from offload import OffloadedModel
+from offload.bench.eval.answers import attended_tokens
+from offload.cli import app
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.loading.planned_model import planned_model
+from offload.planning.plan import PlanRequest, make_plan
+from offload.planning.profile import MachineProfile, machine_key, store_profile
+from offload.planning.step_cap import in_tokens, step_predictor
+from offload.policies import ExactTopK, HardKV, PerHead, Quest
+from offload.policies.full import Full
+from offload.policies.registry import make_policy
+
+OPTIONS: dict[str, Any] = {
+    "budget_tokens": 64,
+    "sink_tokens": 4,
+    "recent_tokens": 16,
+    "dense_layers": 1,
+}
+ALMOST_ALL = 0.9999999  # below 1 selections are counted; the cap decides
+runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def hard_kv(inner: str = "exact_topk", **options: Any) -> HardKV:
+    made = make_policy("hard_kv", inner=inner, **{"top_p": ALMOST_ALL, **OPTIONS, **options})
+    assert isinstance(made, HardKV)
+    return made
+
+
+def never() -> Any:
+    raise AssertionError("bytes need no prediction")
+
+
+def loaded(folder: Path, policy: HardKV, **options: Any) -> Any:
+    options = {"dtype": "float32", "num_threads": 1, "page_tokens": 16} | options
+    return OffloadedModel.from_pretrained(folder, policy=policy, **options)
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineProfile:
+    """Of this machine with one thread, with made costs: every byte counts."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
+    key = machine_key(torch.device("cpu"), 1)
+    made = machine_profile(
+        attend_cold=straight(10.0, 1e-3),
+        scan_dense=straight(10.0, 1e-3),
+        device=None,
+        **{name: key[name] for name in ("cpu", "isa", "num_threads", "version")},
+    )
+    store_profile(made)
+    return made
+
+
+def planned_us(folder: Path, policy: HardKV, tokens: int, profile: MachineProfile) -> float:
+    """What a plan of the same model says at a cap."""
+    model = planned_model(str(folder), "float32")
+    request = PlanRequest(
+        model=model,
+        policy=policy.with_max_tokens(tokens),
+        context=model.shape.max_context,
+        batch_size=1,
+        device="cpu",
+        max_memory={},
+        page_tokens=16,
+    )
+    return 1e3 * make_plan(request, profile).step.milliseconds
+
+
+@pytest.mark.parametrize("inner", ["exact_topk", "lfps", "lychee_cluster", "sketch", "quest"])
+def test_no_step_reads_more_bytes(tiny_folders: dict[str, Path], inner: str) -> None:
+    limit, steps = 45 * 1024 - 1, 6  # a token is 1,024 bytes in the four heads that select
+    model = loaded(tiny_folders["llama"], hard_kv(inner, max_step_bytes=limit))
+    runtime = model._offload
+    shape = runtime.lean.shape
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (3, 2, 32)
+    assert runtime.config.policy.budget_tokens == 44
+    tokens = random_tokens(1, 150, seed=3)
+    cache = model(tokens, use_cache=True).past_key_values
+    for step in range(steps):
+        runtime.attention.start_profile()
+        model(tokens[:, :1], past_key_values=cache, use_cache=True)
+        attended = 6 * (attended_tokens(runtime, 1) or 0.0) - 2 * (151 + step)  # less a dense layer
+        read_bytes = attended * 2 * shape.head_dim * runtime.store.dtype.itemsize
+        assert 0.9 * limit < read_bytes <= limit
+
+
+@pytest.mark.parametrize("spare", [0, 1, 1023])
+def test_as_many_tokens_as_fit(spare: int) -> None:
+    shape = replace(SMALL, num_layers=3, num_kv_heads=2, num_qo_heads=4, head_dim=32)
+    for tokens in (21, 40, 64, 900):
+        policy = hard_kv(max_step_bytes=1024 * tokens + spare)
+        capped = in_tokens(policy, shape, 4, never)
+        assert capped == hard_kv(max_tokens=min(tokens, 64))
+    assert in_tokens(hard_kv(max_step_bytes="32KiB"), shape, 2, never).budget_tokens == 64
+    assert in_tokens(hard_kv(max_step_bytes="32KiB"), shape, 4, never).budget_tokens == 32
+    # Heads that attend to everything are not in it: one of the six.
+    inner = PerHead(Full(), ExactTopK(**OPTIONS), retrieval_heads=1)
+    whole = HardKV(inner, max_step_bytes=40 * 1280)
+    assert in_tokens(whole, replace(shape, num_layers=4), 4, never).budget_tokens == 40
+    assert in_tokens(Quest(), shape, 4, never) == Quest()
+
+
+def test_microseconds_hold_by_what_a_plan_says(
+    tiny_folders: dict[str, Path], profile: MachineProfile
+) -> None:
+    folder, policy = tiny_folders["llama"], hard_kv("lychee_cluster", max_step_us=1.0)
+    least, most = (planned_us(folder, policy, n, profile) for n in (21, 64))
+    assert least < most
+    for limit in (least, least + 0.3 * (most - least), most - 1e-6, most):
+        model = loaded(folder, replace(policy, max_step_us=limit))
+        tokens = model._offload.config.policy.max_tokens
+        assert planned_us(folder, policy, tokens, profile) <= limit
+        assert tokens == 64 or planned_us(folder, policy, tokens + 1, profile) > limit
+    with pytest.raises(ValueError, match=r"max_step_us=.* is less than the .* us that a step is"):
+        loaded(folder, replace(policy, max_step_us=0.99 * least))
+
+
+def test_what_a_policy_looks_at_does_not_fall_with_the_cap() -> None:
+    """Its candidates are for its own budget: only what is attended to gets less."""
+    policy, profile = hard_kv("lychee_cluster"), machine_profile(device=None)
+    predict = step_predictor(
+        policy,
+        SMALL,
+        torch.bfloat16,
+        kv_len=8192,
+        profile=replace(profile, attend_cold=straight(0.0, 1.0)),
+        placement=None,
+        on_gpu=False,
+    )
+    few, many = (predict(policy.with_max_tokens(n)).layers[1].reply for n in (24, 64))
+    assert many - few == pytest.approx(4 * 40 * 32 * 2)  # values: keys were read to choose
+
+
+def test_bad_caps() -> None:
+    for given in ({"max_tokens": 40}, {"max_step_us": 9.0}):
+        with pytest.raises(ValueError, match="one cap, got .*max_step_bytes=9000.*leave all but"):
+            hard_kv(max_step_bytes=9000, **given)
+    for wrong in ("many", "5 apples", 1.5, True, -1):
+        with pytest.raises(ValueError, match="max_step_bytes"):
+            hard_kv(max_step_bytes=wrong)
+    for us in (0, -3.0, float("nan"), float("inf"), True, "9"):
+        with pytest.raises(ValueError, match="max_step_us must be a positive number of microsec"):
+            hard_kv(max_step_us=us)
+    with pytest.raises(ValueError, match="max_step_us=9 needs a policy that weighs tokens: what"):
+        hard_kv("quest", max_step_us=9)
+    shape = replace(SMALL, num_layers=3, num_kv_heads=2, num_qo_heads=4, head_dim=32)
+    few = r"max_step_bytes=20480 is less than 21504 \(21.00 KiB\), .* for 4 sinks, 16 recent tokens"
+    with pytest.raises(ValueError, match=few + " and one token; raise it, or lower sink_tokens or"):
+        in_tokens(hard_kv(max_step_bytes=20 * 1024), shape, 4, never)
+    with pytest.raises(ValueError, match="and a page of 16; raise it"):
+        in_tokens(hard_kv("quest", max_step_bytes=35 * 1024), shape, 4, never)
+    for option in ("mean_tokens", "dense_until"):
+        asks = hard_kv(max_step_bytes=40 * 1024, **{option: 50})
+        with pytest.raises(ValueError, match=rf"allows 40 tokens of a head, but {option}=50; raise"):
+            in_tokens(asks, shape, 4, never)
+    capped = hard_kv(max_step_bytes="40KiB")
+    assert pickle.loads(pickle.dumps(capped)) == capped
+    with pytest.raises(ValueError, match="max_step_bytes=40960 of hard_kv is turned into max_tok"):
+        capped.check_model(**shape.heads)
+
+
+def test_what_nothing_predicts(
+    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
+    folder, policy = tiny_folders["llama"], hard_kv(max_step_us=100)
+    with pytest.raises(ValueError, match=r"not measured with 1 threads; run `offload plan` with"):
+        loaded(folder, policy)
+    with pytest.raises(NotImplementedError, match="nothing predicts steps of several ranks, or wi"):
+        loaded(folder, policy, backend="inline")
+    with pytest.raises(ValueError, match="for a GPU before its heads have their places; give plac"):
+        step_predictor(
+            policy,
+            SMALL,
+            torch.bfloat16,
+            kv_len=100,
+            profile=machine_profile(),
+            placement=None,
+            on_gpu=True,
+        )
+
+
+def test_a_plan_for_a_gpu_with_places(tmp_path: Path) -> None:
+    machine, places = tmp_path / "machine.json", tmp_path / "places.json"
+    machine_profile().save(machine)
+    shape = planned_model("llama-3.1-8b").shape
+    kinds = HeadPlacement.filled(shape.num_layers, shape.num_kv_heads, Place.CPU).places.copy()
+    kinds[:2] = Place.GPU  # dense layers
+    places.write_text(json.dumps({"placement": HeadPlacement(kinds).as_json()}))
+    arguments = ["plan", "llama-3.1-8b", "--context", "32768", "--profile", str(machine), "--json"]
+    arguments += ["--policy", "hard_kv", "--placement", str(places)]
+
+    def planned(*options: str) -> dict[str, Any]:
+        given = [x for option in ("inner=exact_topk", *options) for x in ("--policy-option", option)]
+        result = runner.invoke(app, [*arguments, *given])
+        assert result.exit_code == 0, result.output
+        document: dict[str, Any] = json.loads(result.stdout)
+        return document
+
+    whole = planned()
+    assert whole["max_tokens"] == 1024
+    limit = 1e3 * planned("max_tokens=500")["milliseconds_per_step"]
+    found = planned(f"max_step_us={limit}")
+    assert found["max_tokens"] == 500
+    assert found["milliseconds_per_step"] < whole["milliseconds_per_step"]
+    by_bytes = planned("max_step_bytes=100MiB")
+    assert by_bytes["max_tokens"] == 100 * 2**20 // (30 * 8 * 2 * 128 * 2)
+    wrong = ["--policy-option", "inner=exact_topk", "--policy-option", "max_step_us=10"]
+    result = runner.invoke(app, [*arguments, *wrong])
+    assert result.exit_code == 1
+    assert "max_step_us=10 is less than the" in " ".join(result.output.split())
+
+
+def test_generate_takes_it(tiny_folders: dict[str, Path]) -> None:
+    arguments = ["generate", str(tiny_folders["llama"]), "--num-threads", "1", "-n", "4", "--json"]
+    arguments += ["-p", "the quick brown fox " * 9, "--policy", "hard_kv"]
+    for name, value in {**OPTIONS, "inner": "exact_topk"}.items():
+        arguments += ["--policy-option", f"{name}={value}"]
+    result = runner.invoke(app, [*arguments, "--policy-option", "max_step_bytes=40KiB"])
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(result.stdout)["runs"]
+    assert run["policy"] == "hard_kv"
+    result = runner.invoke(app, [*arguments, "--policy-option", "max_step_bytes=9KiB"])
+    assert result.exit_code == 1
+    assert "max_step_bytes=9216 is less than 21504" in " ".join(result.output.split())

@@ -14,7 +14,9 @@ what its own order takes until p of true attention is held. docs/policies.md has
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -47,7 +49,8 @@ def _least_share(top_p: float, group_size: int) -> float:
     return max(top_p, (group_size - LEAST_OF_HEAD) / group_size)
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Blocks:
     """How a policy ranks blocks of tokens for past queries.
 
     Attributes:
@@ -60,6 +63,7 @@ class Blocks(NamedTuple):
     tokens: Tensor
     starts: Tensor
 
+    @cached_property
     def ranked(self) -> tuple[Tensor, Tensor]:
         """Scores in descending order, blocks without tokens last, and which blocks those are."""
         return self.scores.masked_fill(self.tokens == 0, -torch.inf).sort(-1, descending=True)
@@ -103,21 +107,30 @@ def needed_tokens(
         is_always |= positions >= blocks.ends()
     mass = group_size * _least_share(top_p, group_size)
     needed = torch.empty(num_kv_heads, n)
-    order = None if blocks is None or not in_order else blocks.ranked()[1]
-    for head, of_head in enumerate(queries.reshape(num_kv_heads, group_size, n, -1)):
-        logits = sm_scale * of_head.float() @ keys[head].float().T
-        weights = logits.masked_fill_(positions > newest, -torch.inf).softmax(-1).sum(0)
-        held = weights.masked_fill(is_always, 0.0)
-        always = weights.sum(-1, keepdim=True) - held.sum(-1, keepdim=True)
-        if blocks is None or order is None:
-            held = held.sort(-1, descending=True).values
-            sizes = (held > 0.0).long()
+    order = block = None
+    if blocks is not None and in_order:
+        order = blocks.ranked[1]
+        block = torch.bucketize(positions, blocks.starts[1:], right=True)
+    # Of one head each, used again by the next: fresh memory takes longer than what is done in it.
+    logits = torch.empty(group_size * n, kv_len)
+    weights, held, total = torch.empty_like(logits), torch.empty(n, kv_len), torch.empty(n, kv_len)
+    for head, of_head in enumerate(queries.reshape(num_kv_heads, group_size * n, queries.shape[2])):
+        torch.mm(sm_scale * of_head.float(), keys[head].float().T, out=logits)
+        newer = positions[kv_len - n :] > newest
+        logits.view(group_size, n, kv_len)[..., kv_len - n :].masked_fill_(newer, -torch.inf)
+        torch.softmax(logits, -1, out=weights)
+        torch.sum(weights.view(group_size, n, kv_len), 0, out=total)
+        held.copy_(total).masked_fill_(is_always, 0.0)
+        always = total.sum(-1, keepdim=True) - held.sum(-1, keepdim=True)
+        if blocks is None or order is None or block is None:
+            # In place, and NumPy's: torch's sort takes several times as long.
+            held.neg_().numpy().sort(axis=-1)
+            of_blocks, sizes = held.neg_(), (held > 0.0).long()
         else:
-            block = torch.bucketize(positions, blocks.starts[1:], right=True)
             num_blocks = blocks.scores.shape[2]
-            held = torch.zeros(n, num_blocks + 1).index_add_(1, block, held)[:, :num_blocks]
-            held, sizes = (x.gather(-1, order[head]) for x in (held, blocks.tokens))
-        before = always + held.double().cumsum(-1) - held
+            of_blocks = torch.zeros(n, num_blocks + 1).index_add_(1, block, held)[:, :num_blocks]
+            of_blocks, sizes = (x.gather(-1, order[head]) for x in (of_blocks, blocks.tokens))
+        before = of_blocks.double().cumsum(-1).add_(always).sub_(of_blocks)
         needed[head] = (sizes * (before < mass)).sum(-1)
     return needed
 
@@ -133,9 +146,15 @@ def selected_tokens(ranked: Tensor, tokens: Tensor, beta: Tensor, share: float) 
     Returns:
         [heads, n].
     """
-    masses = tokens * torch.exp(beta[:, None, None] * (ranked - ranked[..., :1]).clamp(min=-1e30))
-    before = masses.cumsum(-1) - masses
-    return (tokens * (before < share * masses.sum(-1, keepdim=True))).sum(-1)
+    return _selected((ranked - ranked[..., :1]).clamp_(min=-1e30), tokens, beta, share)
+
+
+def _selected(below: Tensor, tokens: Tensor, beta: Tensor, share: float) -> Tensor:
+    """The same by how far scores are below the highest."""
+    masses = torch.mul(below, beta[:, None, None]).exp_().mul_(tokens)
+    before = masses.cumsum(-1).sub_(masses)
+    is_in = before < share * masses.sum(-1, keepdim=True)
+    return torch.mul(tokens, is_in, out=masses).sum(-1)
 
 
 def inverse_temperatures(blocks: Blocks, needed: Tensor, room: int, share: float) -> Tensor:
@@ -155,12 +174,13 @@ def inverse_temperatures(blocks: Blocks, needed: Tensor, room: int, share: float
     found = torch.zeros(num_heads, dtype=torch.float64)
     if not scores.numel() or (blocks.tokens[-1] > 0).sum() < LEAST_BLOCKS:
         return found
-    ranked, order = blocks.ranked()
+    ranked, order = blocks.ranked
     ordered = blocks.tokens.float().expand_as(scores).gather(-1, order)
     wanted = needed.clamp(max=room).sum(-1)
+    below = (ranked - ranked[..., :1]).clamp_(min=-1e30)
 
     def enough(logs: Tensor) -> Tensor:
-        counts = selected_tokens(ranked, ordered, logs.exp(), share)
+        counts = _selected(below, ordered, logs.exp(), share)
         return counts.clamp(max=room).sum(-1) >= wanted
 
     low, high = (torch.full((num_heads,), x) for x in (_HOTTEST, _COLDEST))

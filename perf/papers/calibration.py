@@ -122,7 +122,7 @@ def _layer_counts(
         yield (calibrate, 0.0), always + window.mean(-1), needed
         for share in (SHARE_OF_TOKENS, top_p):
             betas = inverse_temperatures(blocks["window"], window, kv_len, share)
-            ranked, order = blocks["later"].ranked()
+            ranked, order = blocks["later"].ranked
             tokens = blocks["later"].tokens.expand_as(order).gather(-1, order).float()
             selected = selected_tokens(ranked, tokens, betas.float(), share)
             everything = tokens.sum(-1)

@@ -85,7 +85,7 @@ def layer_errors(
             recent_tokens=quest.recent_tokens,
             top_p=top_p,
         )
-        ranked, order = blocks.ranked()
+        ranked, order = blocks.ranked
         tokens = blocks.tokens.expand_as(order).gather(-1, order).float()
         for name, found in errors.items():
             if name in betas:

@@ -48,7 +48,7 @@ def in_tokens(
         if asked is not None and asked > tokens:
             raise ValueError(
                 f"{policy.step_cap} allows {tokens} tokens of a head, but {name}={asked}; raise "
-                f"the one or lower the other"
+                "the one or lower the other"
             )
     return policy.with_max_tokens(tokens)
 

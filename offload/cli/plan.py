@@ -57,7 +57,14 @@ def plan(
             help=r"Tokens of each sequence at its end. \[default: the model's longest]",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
+    batch: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Sequences that decode together; a cap of a step (max_step_bytes, max_step_us) is "
+            "of all of them.",
+        ),
+    ] = 1,
     max_memory: Annotated[
         list[str] | None,
         typer.Option(
@@ -172,10 +179,13 @@ def plan(
                 on_gpu=where != "cpu",
                 batch_size=batch,
             ),
+            batch_size=batch,
         )
         if capped is not made_policy:
-            cap = f"max_tokens={capped.budget_tokens}"
-            stderr().print(f"[dim]the step's cap allows {capped.name} {cap}[/dim]")
+            stderr().print(
+                f"[dim]the cap of a step of {batch} x {tokens:,} tokens allows {capped.name} "
+                f"max_tokens={capped.budget_tokens}[/dim]"
+            )
         if save_profile is not None:
             measured.save(save_profile)
         if profile is None:

@@ -6,7 +6,7 @@ Each is turned into max_tokens once, before anything is allocated: no step waits
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,17 +20,45 @@ from offload.policies import HardKV, Policy
 from offload.policies.base import SELECT
 from offload.system.memory import format_bytes
 
-Predict = Callable[[Policy], StepTime]
+
+@dataclass(frozen=True)
+class StepPredictor:
+    """Predicts steps of the same work under a policy with any cap, each as `make_plan` does.
+
+    Attributes:
+        work: of the policy before it has a cap.
+        placement: of the heads, all on the CPU where there is no GPU.
+    """
+
+    work: Workload
+    profile: MachineProfile
+    placement: HeadPlacement
+    on_gpu: bool
+
+    def __call__(self, policy: Policy) -> StepTime:
+        work = replace(self.work, policy=policy)
+        return StepModel(self.profile, work, on_gpu=self.on_gpu).step(self.placement)
+
+    @property
+    def sequences(self) -> str:
+        """What a step is of, in words."""
+        return _sequences(self.work.batch_size, self.work.kv_len)
 
 
 def in_tokens(
-    policy: Policy, shape: ModelShape, item_bytes: int, predict: Callable[[], Predict]
+    policy: Policy,
+    shape: ModelShape,
+    item_bytes: int,
+    predict: Callable[[], StepPredictor],
+    *,
+    batch_size: int = 1,
 ) -> Policy:
     """`policy`, with the most max_tokens that a step's cap allows, if it has one.
 
     Args:
         item_bytes: of an element of the KV cache.
         predict: what `step_predictor` returns; called where microseconds are capped.
+        batch_size: sequences that share the bytes; microseconds are of the predictor's.
 
     Raises:
         ValueError: the cap leaves less than sinks, recent window and one page, or less than other
@@ -40,7 +68,7 @@ def in_tokens(
         return policy
     policy.inner.check_model(**shape.heads)
     if policy.max_step_us is None:
-        tokens = _tokens_of_bytes(policy, shape, item_bytes)
+        tokens = _tokens_of_bytes(policy, shape, item_bytes, batch_size)
     else:
         tokens = _tokens_of_us(policy, policy.max_step_us, predict())
     for name in ("mean_tokens", "dense_until"):
@@ -71,47 +99,49 @@ def step_predictor(
     on_gpu: bool,
     batch_size: int = 1,
     page_tokens: int = 256,
-) -> Predict:
-    """What predicts steps under `policy` with any cap, each as `make_plan` does.
+) -> StepPredictor:
+    """What predicts steps under `policy` with any cap.
 
     Args:
         placement: where heads are, needed for a GPU.
 
     Raises:
-        ValueError: a GPU without a placement.
+        ValueError: a GPU without a placement, or one that is not for this model and policy.
     """
-    if on_gpu and placement is None:
+    if placement is not None:
+        placement.check_model(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads)
+    if not on_gpu:
+        placement = HeadPlacement.filled(shape.num_layers, shape.num_kv_heads, Place.CPU)
+    elif placement is None:
         raise ValueError(
             f"{getattr(policy, 'step_cap', policy.name)} cannot be predicted for a GPU before its "
             "heads have their places; give placement, which `offload plan --json` makes for "
             "max_tokens, or give max_tokens"
         )
-    all_on_cpu = HeadPlacement.filled(shape.num_layers, shape.num_kv_heads, Place.CPU)
+    else:
+        placement.check_policy(policy, shape.num_qo_heads)
     # The same for every cap: the inner policy keeps it.
-    work = Workload(shape, policy, kv_len, batch_size, dtype, page_tokens)
     state_bytes = head_state_bytes(policy, shape, dtype, kv_len)
-
-    def predict(capped: Policy) -> StepTime:
-        of_cap = replace(work, policy=capped, head_state_bytes=state_bytes)
-        step_model = StepModel(profile, of_cap, on_gpu=on_gpu)
-        return step_model.step(placement if on_gpu and placement is not None else all_on_cpu)
-
-    return predict
+    work = Workload(shape, policy, kv_len, batch_size, dtype, page_tokens, state_bytes)
+    return StepPredictor(work, profile, placement, on_gpu)
 
 
-def _tokens_of_bytes(policy: HardKV, shape: ModelShape, item_bytes: int) -> int:
-    token_bytes = attended_token_bytes(policy, shape, item_bytes)
+def _tokens_of_bytes(policy: HardKV, shape: ModelShape, item_bytes: int, batch_size: int) -> int:
+    token_bytes = batch_size * attended_token_bytes(policy, shape, item_bytes)
     limit, least = int(policy.max_step_bytes or 0), policy.least_max_tokens
+    if not token_bytes:  # all layers are dense
+        return policy.budget_tokens
     if limit < least * token_bytes:
         raise ValueError(
             f"max_step_bytes={limit} is less than {least * token_bytes} "
-            f"({format_bytes(least * token_bytes)}), which the heads that select read for "
-            f"{_what_is_least(policy)}; raise it, or lower sink_tokens or recent_tokens"
+            f"({format_bytes(least * token_bytes)}), which the heads that select read of "
+            f"{_sequences(batch_size)} for {_what_is_least(policy)}; raise it, or lower "
+            "sink_tokens or recent_tokens"
         )
-    return min(limit // max(1, token_bytes), policy.budget_tokens)
+    return min(limit // token_bytes, policy.budget_tokens)
 
 
-def _tokens_of_us(policy: HardKV, limit: float, predict: Predict) -> int:
+def _tokens_of_us(policy: HardKV, limit: float, predict: StepPredictor) -> int:
     """The most whose step is predicted to take no longer; more tokens never take less, but where
     there are so many that attention is full."""
 
@@ -119,14 +149,15 @@ def _tokens_of_us(policy: HardKV, limit: float, predict: Predict) -> int:
         return 1e3 * predict(policy.with_max_tokens(tokens)).milliseconds <= limit
 
     most, least = policy.budget_tokens, policy.least_max_tokens
-    if least > most or holds(most):
+    if holds(most):
         return most
     if not holds(least):
         us = 1e3 * predict(policy.with_max_tokens(least)).milliseconds
         raise ValueError(
-            f"max_step_us={limit:g} is less than the {us:,.0f} us that a step is predicted to take "
-            f"with {_what_is_least(policy)}; raise it, lower the context, or give another policy "
-            "or fewer dense_layers"
+            f"max_step_us={limit:g} is less than the {us:,.0f} us that a step of "
+            f"{predict.sequences} is predicted to take with {_what_is_least(policy)}; raise it, "
+            "let `offload plan` find max_tokens for a shorter --context and give that, or give "
+            "another policy or fewer dense_layers"
         )
     while most - least > 1:
         middle = (least + most) // 2
@@ -134,7 +165,13 @@ def _tokens_of_us(policy: HardKV, limit: float, predict: Predict) -> int:
     return least
 
 
+def _sequences(batch_size: int, kv_len: int | None = None) -> str:
+    count = "one sequence" if batch_size == 1 else f"{batch_size} sequences"
+    return count if kv_len is None else f"{count} of {kv_len:,} tokens"
+
+
 def _what_is_least(policy: HardKV) -> str:
-    page = policy.least_max_tokens - policy.sink_tokens - policy.recent_tokens
-    what = "one token" if page == 1 else f"a page of {page}"
-    return f"{policy.sink_tokens} sinks, {policy.recent_tokens} recent tokens and {what}"
+    more = policy.least_max_tokens - policy.sink_tokens - policy.recent_tokens
+    window = f"{policy.sink_tokens} sinks, {policy.recent_tokens} recent tokens"
+    what = {0: "", 1: " and one token"}
+    return window + what.get(more, f" and a page of {more}")

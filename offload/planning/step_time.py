@@ -268,11 +268,9 @@ class StepModel:
             if role == REUSE:
                 read.certain += attended
             elif role == SELECT:
-                member = work.policy.members[index]
-                num_bytes, rereads_keys = member.looked_at_bytes(
+                num_bytes, rereads_keys = work.policy.members[index].looked_at_bytes(
                     kv_len=work.kv_len,
-                    # What it names candidates for: hard_kv's cap comes after it has looked.
-                    chosen_tokens=min(work.kv_len, member.budget_tokens) - work.window_tokens,
+                    chosen_tokens=work.chosen_tokens,
                     row_bytes=work.row_bytes,
                     state_bytes=work.head_state_bytes[index] if work.head_state_bytes else 0.0,
                 )

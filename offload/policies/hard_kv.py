@@ -52,7 +52,7 @@ class HardKV(Policy):
 
     Args:
         inner: a policy that weighs tokens exactly: exact_topk, lfps, lychee_cluster, sketch, union,
-            or a per_head of these, whose budget_tokens say how many candidates it names; or quest.
+            or a per_head of these; or quest. It names its candidates for the cap.
         top_p: share of the attention weights, sinks and recent window included, in (0, 1].
         max_tokens: the cap; None: inner's budget_tokens, which it must not be above. Up to where
             attention is full says inner's dense_until, or the cap does.
@@ -61,7 +61,8 @@ class HardKV(Policy):
             included: from step to step a share below top_p is found that does, and no query head
             is sure of its half then (`offload.decode.budget_hold`). None: the share is top_p.
         max_step_bytes: instead of max_tokens, of keys and values that the heads that select attend
-            to in a step of one sequence, sinks and recent window included: bytes, or "16MiB".
+            to in a step, of one sequence where a model is loaded and of all where a batch is
+            planned, sinks and recent window included: bytes, or "16MiB".
         max_step_us: instead of max_tokens, what `offload plan` predicts of a step, whatever the
             policy selects. Loading a model, or planning, turns either into max_tokens
             (`offload.planning.step_cap`), once; until then the policy is for no model.
@@ -139,9 +140,10 @@ class HardKV(Policy):
 
     @property
     def least_max_tokens(self) -> int:
-        """What a step's cap must leave: sinks, recent window, and a page where pages are ranked."""
+        """What a step's cap must leave: sinks, recent window, and a token, or a page where pages
+        are ranked, as far as the budget has room for it."""
         page_tokens: int = getattr(self.inner.selecting, "page_tokens", 1)
-        return self.sink_tokens + self.recent_tokens + page_tokens
+        return min(self.sink_tokens + self.recent_tokens + page_tokens, self.budget_tokens)
 
     def with_max_tokens(self, max_tokens: int) -> HardKV:
         """With this cap instead of a step's."""
@@ -175,6 +177,14 @@ class HardKV(Policy):
 
     def check_model(self, **shape: int) -> None:
         self.inner.check_model(**shape)
+        self.check_cap()
+
+    def check_cap(self) -> None:
+        """Refuse a cap of a step that nobody has turned into max_tokens.
+
+        Raises:
+            ValueError: names the cap and what to give instead.
+        """
         if self.step_cap:
             raise ValueError(
                 f"{self.step_cap} of hard_kv is turned into max_tokens where a model is loaded or "

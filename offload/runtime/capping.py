@@ -9,7 +9,7 @@ import torch
 
 from offload.loading.checkpoint import Checkpoint
 from offload.planning.profile import cached_profile
-from offload.planning.step_cap import Predict, in_tokens, step_predictor
+from offload.planning.step_cap import StepPredictor, in_tokens, step_predictor
 from offload.policies import HardKV, Policy
 from offload.ranks.group import TensorParallel
 from offload.runtime.budgets import kv_budget_bytes
@@ -37,7 +37,7 @@ def with_cap_in_tokens(
     weight_bytes = checkpoint.weight_bytes(config.dtype)
     item_bytes = weight_bytes // checkpoint.num_parameters
 
-    def predict() -> Predict:
+    def predict() -> StepPredictor:
         if ranks is not None or config.backend == "inline":
             raise NotImplementedError(
                 f"{policy.step_cap}: nothing predicts steps of several ranks, or with "
@@ -45,13 +45,6 @@ def with_cap_in_tokens(
             )
         device = torch.device(config.device)
         threads = worker_threads(config.num_threads, with_gpu=device.type == "cuda")
-        profile = cached_profile(device, threads)
-        if profile is None:
-            raise ValueError(
-                f"{policy.step_cap} is of predicted steps, but this machine was not measured with "
-                f"{threads} threads; run `offload plan` with this model and policy and "
-                f"--threads {threads} once, or give max_tokens"
-            )
         if not shape.max_context:
             raise ValueError(
                 f"{policy.step_cap} is of steps at the longest context, which the model's "
@@ -60,18 +53,33 @@ def with_cap_in_tokens(
         token_bytes = shape.kv_token_bytes * item_bytes // 2
         room = kv_budget_bytes(config, weight_bytes, loaded=False)
         dtype = config.dtype or (torch.float32 if item_bytes == 4 else torch.bfloat16)
+        kv_len = min(shape.max_context, max(config.page_tokens, room // token_bytes))
+        to_measure = (
+            f"run `offload plan --context {kv_len} --dtype {str(dtype).removeprefix('torch.')} "
+            f"--threads {threads} --device {config.device}` with this model and policy once"
+        )
+        profile = cached_profile(device, threads)
+        if profile is None:
+            raise ValueError(
+                f"{policy.step_cap} is of predicted steps, but this machine was not measured with "
+                f"{threads} threads; {to_measure}, or give max_tokens"
+            )
         predicted = step_predictor(
             policy,
             shape,
             dtype,
-            kv_len=min(shape.max_context, max(config.page_tokens, room // token_bytes)),
+            kv_len=kv_len,
             profile=profile,
             placement=config.placement,
             on_gpu=device.type == "cuda",
             page_tokens=config.page_tokens,
         )
-        for what in predicted(policy).assumed:
-            logger.warning("%s is predicted with less than was measured: %s", policy.step_cap, what)
+        logger.info("%s: of a step of %s", policy.step_cap, predicted.sequences)
+        if assumed := predicted(policy).assumed:
+            logger.warning(
+                "%s is predicted with less than was measured (%s); %s",
+                *(policy.step_cap, "; ".join(assumed), to_measure),
+            )
         return predicted
 
     capped: Policy = in_tokens(policy, shape, item_bytes, predict)

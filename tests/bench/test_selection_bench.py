@@ -154,6 +154,9 @@ def test_a_fresh_text_and_budget_are_checked_before_loading() -> None:
         check_settings(policies, SETTINGS.text_tokens - 1, SETTINGS)
     with pytest.raises(ValueError, match="exact_topk: budget_tokens=150 holds the whole context"):
         check_settings(policies, SETTINGS.text_tokens, SETTINGS)
+    capped = make_policy("hard_kv", budget_tokens=100, max_step_bytes=99999)
+    with pytest.raises(ValueError, match=r"max_step_bytes=99999 of hard_kv is turned .* give max_"):
+        check_settings([capped], SETTINGS.text_tokens, SETTINGS)
     with pytest.raises(ValueError, match="sample_every must be at least 1, got 0"):
         SelectionSettings(sample_every=0)
 

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from offload import OffloadedModel
 from offload.bench.eval.answers import attended_tokens
 from offload.cli import app
+from offload.cli.eval.scored import Setup
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.planned_model import planned_model
 from offload.planning.plan import PlanRequest, make_plan
 from offload.planning.profile import MachineProfile, machine_key, store_profile
-from offload.planning.step_cap import in_tokens, step_predictor
+from offload.planning.step_cap import attended_token_bytes, in_tokens, step_predictor
 from offload.policies import ExactTopK, HardKV, PerHead, Quest
 from offload.policies.full import Full
 from offload.policies.registry import make_policy
@@ -82,7 +83,7 @@ def planned_us(folder: Path, policy: HardKV, tokens: int, profile: MachineProfil
 
 
 @pytest.mark.parametrize("inner", ["exact_topk", "lfps", "lychee_cluster", "sketch", "quest"])
-def test_no_step_reads_more_bytes(tiny_folders: dict[str, Path], inner: str) -> None:
+def test_no_step_attends_to_more_bytes(tiny_folders: dict[str, Path], inner: str) -> None:
     limit, steps = 45 * 1024 - 1, 6  # a token is 1,024 bytes in the four heads that select
     model = loaded(tiny_folders["llama"], hard_kv(inner, max_step_bytes=limit))
     runtime = model._offload
@@ -113,6 +114,16 @@ def test_as_many_tokens_as_fit(spare: int) -> None:
     whole = HardKV(inner, max_step_bytes=40 * 1280)
     assert in_tokens(whole, replace(shape, num_layers=4), 4, never).budget_tokens == 40
     assert in_tokens(Quest(), shape, 4, never) == Quest()
+    four = in_tokens(hard_kv(max_step_bytes=4 * 1024 * 40), shape, 4, never, batch_size=4)
+    assert four.budget_tokens == 40
+    with pytest.raises(
+        ValueError, match=r"less than 86016 .* select read of 4 sequences for 4 sin"
+    ):
+        in_tokens(hard_kv(max_step_bytes=80 * 1024), shape, 4, never, batch_size=4)
+    # Where all layers are dense nothing reads them.
+    assert in_tokens(hard_kv(dense_layers=3, max_step_bytes=10), shape, 4, never) == hard_kv(
+        dense_layers=3, max_tokens=64
+    )
 
 
 def test_microseconds_hold_by_what_a_plan_says(
@@ -126,13 +137,14 @@ def test_microseconds_hold_by_what_a_plan_says(
         tokens = model._offload.config.policy.max_tokens
         assert planned_us(folder, policy, tokens, profile) <= limit
         assert tokens == 64 or planned_us(folder, policy, tokens + 1, profile) > limit
-    with pytest.raises(ValueError, match=r"max_step_us=.* is less than the .* us that a step is"):
+    few = r"max_step_us=.* is less than the .* us that a step of one sequence of 512 tokens is pred"
+    with pytest.raises(ValueError, match=few):
         loaded(folder, replace(policy, max_step_us=0.99 * least))
 
 
-def test_what_a_policy_looks_at_does_not_fall_with_the_cap() -> None:
-    """Its candidates are for its own budget: only what is attended to gets less."""
-    policy, profile = hard_kv("lychee_cluster"), machine_profile(device=None)
+def test_candidates_are_named_for_the_cap(tiny_folders: dict[str, Path]) -> None:
+    """A lower cap has fewer keys scored, in a step as in what is predicted of it."""
+    policy, profile = hard_kv("sketch"), machine_profile(device=None)
     predict = step_predictor(
         policy,
         SMALL,
@@ -142,13 +154,49 @@ def test_what_a_policy_looks_at_does_not_fall_with_the_cap() -> None:
         placement=None,
         on_gpu=False,
     )
-    few, many = (predict(policy.with_max_tokens(n)).layers[1].reply for n in (24, 64))
-    assert many - few == pytest.approx(4 * 40 * 32 * 2)  # values: keys were read to choose
+    few, many = (predict(policy.with_max_tokens(n)).layers[1].reply for n in (24, 60))
+    assert many - few == pytest.approx(4 * (3 + 1) * 36 * 32 * 2)  # keys scored, values attended
+    tokens, scored = random_tokens(1, 200, seed=3), []
+    for cap in (24, 60):
+        model = loaded(tiny_folders["llama"], policy.with_max_tokens(cap))
+        cache = model(tokens, use_cache=True).past_key_values
+        model._offload.attention.start_profile()
+        model(tokens[:, :1], past_key_values=cache, use_cache=True)
+        count = attended_tokens(model._offload, 1, "scored_tokens") or 0.0
+        scored.append(6 / 4 * count)  # of the four heads that select
+    assert scored == pytest.approx([20 + 3 * 4, 20 + 3 * 40])  # sinks and recent window, too
+
+
+@pytest.mark.parametrize("limit", [0.001, 1e9])
+def test_a_budget_of_sinks_and_recent_window_is_checked(limit: float) -> None:
+    inner = ExactTopK(budget_tokens=20, sink_tokens=4, recent_tokens=16, dense_layers=1)
+    policy = HardKV(inner, max_step_us=limit)
+    predict = step_predictor(
+        policy,
+        SMALL,
+        torch.bfloat16,
+        kv_len=8192,
+        profile=machine_profile(device=None),
+        placement=None,
+        on_gpu=False,
+        batch_size=3,
+    )
+    if limit > 1:
+        assert in_tokens(policy, SMALL, 2, lambda: predict).budget_tokens == 20
+        return
+    of_what = "a step of 3 sequences of 8,192 tokens .* with 4 sinks, 16 recent tokens; raise it, "
+    with pytest.raises(ValueError, match=rf"max_step_us=0.001 .* {of_what}let `offload plan`"):
+        in_tokens(policy, SMALL, 2, lambda: predict)
+    bytes_of_20 = attended_token_bytes(policy, SMALL, 2) * 20
+    exact = HardKV(inner, max_step_bytes=bytes_of_20)
+    assert in_tokens(exact, SMALL, 2, never).budget_tokens == 20
+    with pytest.raises(ValueError, match=rf"is less than {bytes_of_20} .* 16 recent tokens; raise"):
+        in_tokens(HardKV(inner, max_step_bytes=bytes_of_20 - 1), SMALL, 2, never)
 
 
 def test_bad_caps() -> None:
     for given in ({"max_tokens": 40}, {"max_step_us": 9.0}):
-        with pytest.raises(ValueError, match="one cap, got .*max_step_bytes=9000.*leave all but"):
+        with pytest.raises(ValueError, match=r"one cap, got .*max_step_bytes=9000.*leave all"):
             hard_kv(max_step_bytes=9000, **given)
     for wrong in ("many", "5 apples", 1.5, True, -1):
         with pytest.raises(ValueError, match="max_step_bytes"):
@@ -166,7 +214,9 @@ def test_bad_caps() -> None:
         in_tokens(hard_kv("quest", max_step_bytes=35 * 1024), shape, 4, never)
     for option in ("mean_tokens", "dense_until"):
         asks = hard_kv(max_step_bytes=40 * 1024, **{option: 50})
-        with pytest.raises(ValueError, match=rf"allows 40 tokens of a head, but {option}=50; raise"):
+        with pytest.raises(
+            ValueError, match=rf"allows 40 tokens of a head, but {option}=50; raise"
+        ):
             in_tokens(asks, shape, 4, never)
     capped = hard_kv(max_step_bytes="40KiB")
     assert pickle.loads(pickle.dumps(capped)) == capped
@@ -179,7 +229,8 @@ def test_what_nothing_predicts(
 ) -> None:
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
     folder, policy = tiny_folders["llama"], hard_kv(max_step_us=100)
-    with pytest.raises(ValueError, match=r"not measured with 1 threads; run `offload plan` with"):
+    how = r"`offload plan --context 512 --dtype float32 --threads 1 --device cpu` with this model"
+    with pytest.raises(ValueError, match=f"not measured with 1 threads; run {how}"):
         loaded(folder, policy)
     with pytest.raises(NotImplementedError, match="nothing predicts steps of several ranks, or wi"):
         loaded(folder, policy, backend="inline")
@@ -191,6 +242,17 @@ def test_what_nothing_predicts(
             kv_len=100,
             profile=machine_profile(),
             placement=None,
+            on_gpu=True,
+        )
+    other = HeadPlacement.filled(SMALL.num_layers + 1, SMALL.num_kv_heads, Place.CPU)
+    with pytest.raises(ValueError, match=f"made for another model: .*={SMALL.num_layers + 1}"):
+        step_predictor(
+            policy,
+            SMALL,
+            torch.bfloat16,
+            kv_len=100,
+            profile=machine_profile(),
+            placement=other,
             on_gpu=True,
         )
 
@@ -205,9 +267,11 @@ def test_a_plan_for_a_gpu_with_places(tmp_path: Path) -> None:
     arguments = ["plan", "llama-3.1-8b", "--context", "32768", "--profile", str(machine), "--json"]
     arguments += ["--policy", "hard_kv", "--placement", str(places)]
 
-    def planned(*options: str) -> dict[str, Any]:
-        given = [x for option in ("inner=exact_topk", *options) for x in ("--policy-option", option)]
-        result = runner.invoke(app, [*arguments, *given])
+    def planned(*options: str, batch: int = 1) -> dict[str, Any]:
+        given = [
+            x for option in ("inner=exact_topk", *options) for x in ("--policy-option", option)
+        ]
+        result = runner.invoke(app, [*arguments, *given, "--batch", str(batch)])
         assert result.exit_code == 0, result.output
         document: dict[str, Any] = json.loads(result.stdout)
         return document
@@ -220,13 +284,26 @@ def test_a_plan_for_a_gpu_with_places(tmp_path: Path) -> None:
     assert found["milliseconds_per_step"] < whole["milliseconds_per_step"]
     by_bytes = planned("max_step_bytes=100MiB")
     assert by_bytes["max_tokens"] == 100 * 2**20 // (30 * 8 * 2 * 128 * 2)
+    assert planned("max_step_bytes=400MiB", batch=4)["max_tokens"] == by_bytes["max_tokens"]
     wrong = ["--policy-option", "inner=exact_topk", "--policy-option", "max_step_us=10"]
     result = runner.invoke(app, [*arguments, *wrong])
     assert result.exit_code == 1
     assert "max_step_us=10 is less than the" in " ".join(result.output.split())
+    places.write_text(json.dumps({"placement": HeadPlacement(kinds[:4]).as_json()}))
+    result = runner.invoke(app, [*arguments, *wrong])
+    assert result.exit_code == 1
+    assert "made for another model: it has num_layers=4" in " ".join(result.output.split())
 
 
-def test_generate_takes_it(tiny_folders: dict[str, Path]) -> None:
+def test_generate_takes_it(tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    load, caps = OffloadedModel.from_pretrained, []
+
+    def keeping(*arguments: Any, **options: Any) -> Any:
+        model = load(*arguments, **options)
+        caps.append(model._offload.attention.policy.budget_tokens)
+        return model
+
+    monkeypatch.setattr(OffloadedModel, "from_pretrained", keeping)
     arguments = ["generate", str(tiny_folders["llama"]), "--num-threads", "1", "-n", "4", "--json"]
     arguments += ["-p", "the quick brown fox " * 9, "--policy", "hard_kv"]
     for name, value in {**OPTIONS, "inner": "exact_topk"}.items():
@@ -234,7 +311,14 @@ def test_generate_takes_it(tiny_folders: dict[str, Path]) -> None:
     result = runner.invoke(app, [*arguments, "--policy-option", "max_step_bytes=40KiB"])
     assert result.exit_code == 0, result.output
     (run,) = json.loads(result.stdout)["runs"]
-    assert run["policy"] == "hard_kv"
+    assert (run["policy"], caps) == ("hard_kv", [40])
     result = runner.invoke(app, [*arguments, "--policy-option", "max_step_bytes=9KiB"])
     assert result.exit_code == 1
     assert "max_step_bytes=9216 is less than 21504" in " ".join(result.output.split())
+
+
+def test_evaluations_name_the_tokens(tiny_folders: dict[str, Path]) -> None:
+    policies = [Full(), hard_kv(max_step_bytes="40KiB")]
+    setup = Setup(str(tiny_folders["llama"]), policies, "float32", "cpu", 1, verbose=False)
+    options = setup.described()["policies"][setup.labels[1]]
+    assert (options["max_tokens"], options["max_step_bytes"]) == (40, None)

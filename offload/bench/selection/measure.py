@@ -24,7 +24,7 @@ from offload.bench.selection.metrics import (
 )
 from offload.bench.selection.observer import SelectionObserver
 from offload.bench.selection.shared_prefill import SharedPrefill
-from offload.policies import Policy
+from offload.policies import HardKV, Policy
 from offload.policies.registry import make_policy
 from offload.system.torch_threads import torch_threads
 
@@ -181,6 +181,8 @@ def check_settings(
             f"{settings.text_tokens:,}; give a longer --text, or lower --context or --steps"
         )
     for policy in policies:
+        if isinstance(policy, HardKV):
+            policy.check_cap()
         if policy.selects and policy.dense_tokens >= settings.context:
             option, lower = "budget_tokens", "--budget-tokens"
             if policy.dense_until is not None:

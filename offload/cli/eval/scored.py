@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,15 +46,21 @@ class Setup:
         return runtime_config(dtype=self.dtype, device=self.device, num_threads=self.threads)
 
     def described(self) -> dict[str, Any]:
-        """For JSON, and to tell runs apart."""
+        """For JSON, and to tell runs apart: a cap of a step as the tokens that it allows here."""
         from offload.bench.selection.measure import policy_options
+        from offload.loading.checkpoint import check_checkpoint
         from offload.loading.checkpoint_digest import checkpoint_digest
         from offload.loading.names import resolve_folder
+        from offload.runtime.capping import with_cap_in_tokens
 
-        options = [policy_options(policy) for policy in self.policies]
+        folder, config = resolve_folder(self.model), self.config()
+        checkpoint = check_checkpoint(folder)
+        configs = [replace(config, policy=policy) for policy in self.policies]
+        capped = [with_cap_in_tokens(checkpoint, of_policy, None).policy for of_policy in configs]
+        options = [policy_options(policy) for policy in capped]
         return {
             "model": self.model,
-            "checkpoint": checkpoint_digest(resolve_folder(self.model)),
+            "checkpoint": checkpoint_digest(folder),
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,

@@ -45,7 +45,8 @@ def test_temperatures_are_solved_for_again_when_due(
                     assert found["never", quarter] == found["every 512", quarter]
                 for quarter in (2, 3):  # after 64 and 128 tokens, but not after 192
                     assert found["doubled", quarter] == found["every 64", quarter]
-                if calibrate == "mass":  # random keys: in any order nearly all pages are needed
+                if calibrate == "tokens":  # 35 % are too few of random keys: nothing is cut
+                    assert found["never", 0] == found["every 64", 0]
                     continue
                 for quarter in (2, 3):
                     assert found["doubled", quarter] != found["never", quarter]

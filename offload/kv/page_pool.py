@@ -84,6 +84,12 @@ class PagePool:
         beside = 0 if self.count_beside is None else self.count_beside()
         return self.budget_bytes - self.reserved_bytes - beside
 
+    def fit_slabs(self, num_pages: int) -> None:
+        """From now on slabs are as large as each other, and no larger than before, so that some of
+        them hold `num_pages` and no more but for rounding."""
+        num_slabs = -(-num_pages * self.page_bytes // self._slab_bytes)
+        self._slab_bytes = -(-num_pages // num_slabs) * self.page_bytes
+
     def allocate(self, num_pages: int) -> Int64Array:
         """Ids int64 [num_pages], ascending, of pages with one owner each and undefined contents.
 

@@ -292,6 +292,22 @@ class TestBudget:
         store.close()
         assert process.memory_info().rss - before < 0.06 * resident
 
+    @pytest.mark.parametrize("pages", [1, 16, 17, 40])
+    def test_slabs_that_a_sequence_fills(self, pages):
+        store = make_store(num_layers=2, slab_bytes=1 << 16)
+        of_slab = (1 << 16) // store.page_bytes
+        store.fit_slabs(pages * store.page_tokens)
+        seq = store.new_sequence()
+        for page in range(pages):
+            store.reserve([seq], [1])
+            store.commit([seq], [1])
+            store.reserve([seq], [store.page_tokens - 1])
+            store.commit([seq], [store.page_tokens - 1])
+            assert store.host_bytes_used == 2 * (page + 1) * store.page_bytes
+        slabs = -(-2 * pages // of_slab)
+        most = 2 * pages * store.page_bytes + slabs * (store.page_bytes + 4096)
+        assert 2 * pages * store.page_bytes <= store.host_bytes_reserved <= most
+
     def test_memory_goes_back_when_the_store_is_collected(self):
         process = psutil.Process()
         store = make_store(slab_bytes=1 << 26, host_budget_bytes=1 << 26)

@@ -191,12 +191,12 @@ def test_a_failure_changes_nothing(bounded: Load, monkeypatch: pytest.MonkeyPatc
 
     def fails(*arguments: Any) -> Any:
         calls.append(arguments)
-        if len(calls) == 4:
+        if len(calls) == 2:
             raise MemoryError("no more")
         return condense(*arguments)
 
-    condense = cascade.condense_head
-    monkeypatch.setattr(cascade, "condense_head", fails)
+    condense = cascade.condense_heads
+    monkeypatch.setattr(cascade, "condense_heads", fails)
     with pytest.raises(MemoryError, match="no more"):
         step(model, cache)
     monkeypatch.undo()
@@ -224,7 +224,7 @@ def test_a_failed_slice_leaves_a_new_cache_new(
     cascade, cache, filled = model._offload.sequences.cascade, model.new_cache(), model.new_cache()
     with torch.no_grad():
         model(tokens[:, :100], past_key_values=filled)
-        monkeypatch.setattr(cascade, "condense_head", lambda *arguments: out_of_budget())
+        monkeypatch.setattr(cascade, "condense_heads", lambda *arguments: out_of_budget())
         for of_cache in (cache, filled):
             with pytest.raises(HostBudgetError, match="full"):
                 model(tokens, past_key_values=of_cache)

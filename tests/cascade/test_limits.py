@@ -23,7 +23,7 @@ from offload.policies.registry import make_policy
 
 Load = Callable[..., Any]
 SLOTS, PAGE_TOKENS = 192, 16
-WINDOW_BYTES = 3 * 32 * 6 * 32 * 4  # layers, queries, query heads, head_dim, float32
+WINDOW_BYTES = 3 * 16 * 6 * 32 * 4  # layers, queries, query heads, head_dim, float32
 
 
 @pytest.mark.parametrize("num_tokens", [20, 47, 63])
@@ -82,14 +82,14 @@ def test_ctrl_c_while_condensing(bounded: Load, monkeypatch: pytest.MonkeyPatch)
     with torch.no_grad():
         model(tokens, past_key_values=cache)
     fork = copy.deepcopy(cache)
-    condense = cascade.condense_head
+    condense = cascade.condense_heads
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(arguments)
         signal.raise_signal(signal.SIGINT)
         return condense(*arguments)
 
-    monkeypatch.setattr(cascade, "condense_head", interrupted)
+    monkeypatch.setattr(cascade, "condense_heads", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(model, cache)
     assert len(calls) == 1
@@ -131,18 +131,18 @@ def test_windows_are_within_the_budget(bounded: Load) -> None:
 def test_condensing_is_in_the_times(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bounded(SLOTS)
     cascade = model._offload.sequences.cascade
-    condense = cascade.condense_head
+    condense = cascade.condense_heads
 
     def slow(*arguments: Any) -> Any:
         time.sleep(0.02)
         return condense(*arguments)
 
-    monkeypatch.setattr(cascade, "condense_head", slow)
+    monkeypatch.setattr(cascade, "condense_heads", slow)
     generate(model, random_tokens(1, SLOTS + 40), 20)
     stats = model.offload_stats()
-    assert stats.prefill_seconds > 6 * 0.02
-    assert stats.decode_seconds > 6 * 0.02
-    assert stats.condense_seconds > 2 * 6 * 0.02
+    assert stats.prefill_seconds > 3 * 0.02
+    assert stats.decode_seconds > 3 * 0.02
+    assert stats.condense_seconds > 2 * 3 * 0.02
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,7 @@ def test_memory_of_a_long_generation(
     assert output.shape == (1, 64 + num_new)
     stats = model.offload_stats()
     assert stats.kv_host_bytes == SLOTS * model.kv_store.page_bytes * 3 // 16
+    assert model.kv_store.host_bytes_reserved == stats.kv_host_bytes  # no slab of 64 MiB
     assert most[0] == SLOTS // PAGE_TOKENS * 3
     assert stats.condensed_tokens >= num_new + 63 - SLOTS
     del output

@@ -4,7 +4,8 @@ HARD-KV (arXiv 2606.28831, appendix) merges what it evicts so that the log-sum-e
 preserved: a token that stands for a run of others must weigh as much as they do together. Here its
 key is fitted to that: over the last queries, and over these as later tokens would ask them, the
 logit of the condensed key comes as close to the log-sum-exp of the run as a ridge regression gets.
-No kernel knows of it, and it can be condensed again.
+No kernel knows of it, and it can be condensed again. Time and memory grow with slots times queries,
+not with slots times runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from offload.cascade.bound import SequenceBound
 
@@ -83,34 +85,58 @@ def condense(
         queries: [num_heads, n, head_dim] of their query heads, rotated, times the softmax scale.
         fits: False leaves the keys of runs at their weighted means (to compare).
     """
-    masses = queries @ keys.mT
-    most = masses.amax(dim=2, keepdim=True)
+    masses = keys @ queries.mT  # [num_heads, num_slots, n]
+    most = masses.amax(dim=1, keepdim=True)
     masses.sub_(most).exp_()
-    of_query = (masses.sum(dim=2) * queries.shape[1]).reciprocal_()
-    weights = (of_query[:, None] @ masses).squeeze(1)
+    of_query = (masses.sum(dim=1) * queries.shape[1]).reciprocal_()
+    # Head by head, as a product of all is not bit for bit that of one.
+    weights = torch.stack([x @ of for x, of in zip(masses, of_query, strict=True)])
     goes = _goes(weights * values.norm(dim=2), split)
     kept = _slots(~goes).int()
     if not split.new:
         empty = keys.new_empty(len(keys), 0, keys.shape[2])
         return Condensed(kept, empty, empty)
-    others = _slots(goes)
-    # Runs of neighbours, all as long but for one token: [new, tokens that go].
-    run = torch.arange(others.shape[1]) * split.new // others.shape[1]
-    in_run = (run == torch.arange(split.new)[:, None]).float()
-    sums = torch.stack([x.index_select(1, of) for x, of in zip(masses, others, strict=True)])
-    sums = sums @ in_run.T
+    runs = _Runs.of(_slots(goes), split)
+    sums = runs.sum(masses)
     is_nothing = sums < torch.finfo(sums.dtype).tiny  # their log-sum-exp is not known
     run_lse = sums.log_().add_(most)
-    shares = in_run * (weights.gather(1, others) + _LEAST_WEIGHT)[:, None]
-    shares /= shares.sum(dim=2, keepdim=True)
-    means, run_values = (
-        shares @ torch.stack([rows[of] for rows, of in zip(x, others, strict=True)])
-        for x in (keys, values)
-    )
+    weights += _LEAST_WEIGHT
+    of_runs = runs.sum(weights[:, :, None])
+    means, run_values = (runs.sum(x, weights).div_(of_runs) for x in (keys, values))
     if fits:
-        missing = (run_lse - queries @ means.mT).masked_fill_(is_nothing, 0.0)
+        missing = (run_lse - means @ queries.mT).masked_fill_(is_nothing, 0.0)
         means += _correction(queries, missing)
     return Condensed(kept, means, run_values)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Of neighbours among the slots that go, in each head all as long but for one token.
+
+    Attributes:
+        slots: int64 [num_heads * those that go of one], of all heads' slots.
+        starts: int64 [num_heads * new], of runs in `slots`.
+    """
+
+    slots: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, others: Tensor, split: Split) -> _Runs:
+        """Of slots [num_heads, those that go], ascending."""
+        head = torch.arange(len(others))[:, None]
+        starts = -(torch.arange(split.new) * -others.shape[1] // split.new)
+        slots = others + head * split.num_slots
+        return cls(slots.flatten(), (starts + head * others.shape[1]).flatten())
+
+    def sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[num_heads, new, dim] of rows [num_heads, num_slots, dim], which are not copied, times
+        weights [num_heads, num_slots]."""
+        of_slots = None if weights is None else weights.flatten()[self.slots]
+        sums = embedding_bag(
+            self.slots, rows.flatten(0, 1), self.starts, mode="sum", per_sample_weights=of_slots
+        )
+        return sums.view(len(rows), -1, rows.shape[2])
 
 
 def _goes(scores: Tensor, split: Split) -> Tensor:
@@ -132,10 +158,10 @@ def _slots(chosen: Tensor) -> Tensor:
 
 
 def _correction(queries: Tensor, missing: Tensor) -> Tensor:
-    """[heads, runs, head_dim] to add to keys whose logits lack `missing` [heads, n, runs]: ridge
+    """[heads, runs, head_dim] to add to keys whose logits lack `missing` [heads, runs, n]: ridge
     regression."""
     gram = queries.mT @ queries
     diagonal = gram.diagonal(dim1=1, dim2=2)
     diagonal += RIDGE * diagonal.mean(dim=1, keepdim=True) + torch.finfo(gram.dtype).tiny
-    added: Tensor = torch.linalg.solve(gram, queries.mT @ missing).mT
+    added: Tensor = torch.linalg.solve(gram, (missing @ queries).mT).mT
     return added

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.cascade.bound import SequenceBound
 from offload.cascade.condense import Condensed, Split, condense
@@ -132,6 +135,29 @@ def test_heads_of_a_call_are_as_alone(condensed: int) -> None:
         assert torch.equal(together.kept[i], alone.kept)
         torch.testing.assert_close(together.keys[i], alone.keys)
         torch.testing.assert_close(together.values[i], alone.values)
+
+
+def test_nothing_is_quadratic_in_slots() -> None:
+    """No tensor is larger than the logits, with many runs of few tokens."""
+    bound = SequenceBound(slots=8192, low=6144, sinks=4, recent=64, condensed=4096)
+    head = (rows[None] for rows in random_head(bound.slots))
+    with LargestTensor() as largest:
+        found = condense(*head, Split.of(bound, bound.slots, 0))
+    assert found.keys.shape == (1, 1024, HEAD_DIM)
+    assert largest.num_bytes == 96 * bound.slots * 4
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest that an operation returns."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in results if isinstance(results, tuple) else (results,):
+            if isinstance(tensor, Tensor):
+                self.num_bytes = max(self.num_bytes, tensor.nbytes)
+        return results
 
 
 def test_without_condensed_slots_tokens_are_dropped() -> None:

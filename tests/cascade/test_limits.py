@@ -16,6 +16,7 @@ import torch
 from cases.bounded_cases import generate, rows_of, step
 from cases.tiny_models import make_tiny_model, random_tokens
 
+import offload.cascade.cascade as cascade_module
 from offload import OffloadedModel
 from offload.kv.page_pool import PagePool
 from offload.kv.store import HostBudgetError
@@ -198,6 +199,31 @@ def test_rope_that_follows_the_longest_position(
     monkeypatch.setattr(opening, "load_stock_model", lambda *a: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match=rf"host_bytes_per_sequence .* rope_type='{rope_type}'"):
         OffloadedModel.from_pretrained(tmp_path, host_bytes_per_sequence="1GiB")
+
+
+@pytest.mark.parametrize("is_much", [False, True])
+def test_freed_memory_goes_back_once_in_a_pass(
+    bounded: Load, is_much: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all rows, also where one fails; not for what rows of this model take."""
+    calls: list[None] = []
+    monkeypatch.setattr(cascade_module, "give_back_free_memory", lambda: calls.append(None))
+    if is_much:
+        monkeypatch.setattr(cascade_module, "_MUCH_BYTES", 2**10)
+    model = bounded(SLOTS)
+    cascade, cache = model._offload.sequences.cascade, model.new_cache()
+    with torch.no_grad():
+        model(random_tokens(3, SLOTS), past_key_values=cache)
+    assert not calls
+    step(model, cache)
+    assert [row.seen for row in cache.tokens] == [SLOTS + 1] * 3
+    assert max(cache.kv_lens) < SLOTS
+    assert len(calls) == is_much
+    monkeypatch.setattr(cascade, "condense_heads", lambda *arguments: pytest.fail("no more"))
+    with torch.no_grad(), pytest.raises(pytest.fail.Exception, match="no more"):
+        model(random_tokens(3, SLOTS), past_key_values=cache)
+    assert len(calls) == 2 * is_much
+    del cache
 
 
 @pytest.mark.parametrize("num_new", [3000, pytest.param(50_000, marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from offload.system.memory import format_bytes
 
 SINK_TOKENS, RECENT_TOKENS = 4, 64  # kept as they are, where the policy does not ask for more
 CONDENSED_SHARE = 0.03125
-_SHARE_FREED = 4  # of the slots, by condensing: what that costs a token is the same at any bound
+_SHARE_FREED = 4  # of the slots, by condensing: that costs a token about the same at any bound
 _NEW_SHARE = 4  # of the condensed ones, that each time makes anew
 
 

@@ -13,9 +13,8 @@ pages there is a window of queries for each sequence, which forks share until on
 more. While it is condensed, there are besides
 
 - the keys and values of one layer, before and after,
-- those of one KV head in float32,
-- the logits of one KV head in float32, [slots, 3 * NUM_QUERIES * query heads of it], once more
-  those of the slots that go,
+- those of some of its KV heads in float32, and logits, [NUM_QUERIES * query heads of one, slots]
+  each: of as many heads as have `_MANY_LOGITS` together, of one at least,
 - of every head of every layer an int32 for each slot that stays, and the new rows,
 - a second copy of the window of queries.
 """
@@ -23,6 +22,7 @@ more. While it is condensed, there are besides
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -38,14 +38,18 @@ from offload.cascade.condense import Condensed, Split, condense
 from offload.cascade.window import SPACING, QueryWindow
 from offload.kv.store import KVStore
 from offload.system.errors import HostBudgetError
-from offload.system.memory import format_bytes
+from offload.system.memory import format_bytes, give_back_free_memory
 from offload.system.torch_threads import torch_threads
 
-# Condensed keys are fitted for the last queries and these as tokens would ask them that come later
-# by so many times the bound: measured, beyond what is generated until they are fitted again.
-_AHEAD = (0.5, 1.5)
-# Of one KV head, for which another thread is worth waiting for.
-_MANY_LOGITS = 2**19
+# Tokens are chosen, and condensed keys fitted, for the last queries, in turn as tokens would ask
+# them that come later by so many times the bound: measured, beyond what is generated until they are
+# fitted again. All queries at all of these are three times the work; with them, and of twice as
+# many tokens, KL was 2 to 8 % less in five of six rows of `perf.papers.cascade`, and perplexity of
+# fitted keys the same.
+_AHEAD = (0.0, 0.5, 1.5)
+# Of KV heads at a time; where one has more, another thread is worth waiting for.
+_MANY_LOGITS = 2**20
+_MUCH_BYTES = 2**20
 
 Exposed = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -86,7 +90,7 @@ class Cascade:
         num_threads: that torch uses for long sequences.
 
     Attributes:
-        condense_head: what condenses one KV head.
+        condense_heads: what condenses KV heads of a layer.
     """
 
     def __init__(
@@ -101,8 +105,8 @@ class Cascade:
     ) -> None:
         self._num_threads = num_threads or torch.get_num_threads()
         self.bound = bound
-        self._condensed_tokens, self._seconds = 0, 0.0
-        self.condense_head = condense
+        self._condensed_tokens, self._seconds, self._took_bytes = 0, 0.0, 0
+        self.condense_heads = condense
         self._store = store
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
@@ -243,12 +247,30 @@ class Cascade:
             HostBudgetError: forks have its pages, and there is no room for others; nothing has
                 changed then.
         """
-        start, store, record = time.perf_counter(), self._store, self._records[seq]
+        start, num_slots = time.perf_counter(), self._store.kv_len(seq)
+        self._condense(seq, exposed)
+        self._condensed_tokens += num_slots - self._store.kv_len(seq)
+        self._seconds += time.perf_counter() - start
+
+    def give_back_memory(self) -> None:
+        """What condensing took since the last time goes back to the system, where it was much: the
+        allocator keeps it otherwise, beside the bound. All of the heap is walked for it."""
+        took_bytes, self._took_bytes = self._took_bytes, 0
+        if took_bytes > _MUCH_BYTES:
+            start = time.perf_counter()
+            give_back_free_memory()
+            self._seconds += time.perf_counter() - start
+
+    def _condense(self, seq: int, exposed: Exposed) -> None:
+        store, record = self._store, self._records[seq]
         split = Split.of(self.bound, store.kv_len(seq), record.condensed)
         queries = self.last_queries(seq)
         shape = (2, store.num_kv_heads, split.num_slots, store.head_dim)
-        is_much = split.num_slots * queries[0, :, :, 0].numel() > _MANY_LOGITS * store.num_kv_heads
-        with exposed(), torch_threads(self._num_threads if is_much else 1):
+        logits_of_head = split.num_slots * queries[0, :, :, 0].numel() // store.num_kv_heads
+        together = max(logits_of_head, min(logits_of_head * store.num_kv_heads, _MANY_LOGITS))
+        took_bytes = math.prod(shape) * store.dtype.itemsize + 4 * together
+        self._took_bytes = max(self._took_bytes, took_bytes)
+        with exposed(), torch_threads(self._num_threads if logits_of_head > _MANY_LOGITS else 1):
             rows = torch.empty(shape, dtype=store.dtype)
             layers = []
             for layer_idx in range(store.num_layers):
@@ -257,10 +279,9 @@ class Cascade:
         left = torch.empty_like(rows[:, :, : split.num_left])
         store.unshare(seq, split.num_left)
         try:
-            for layer_idx, heads in enumerate(layers):
+            for layer_idx, condensed in enumerate(layers):
                 store.gather(seq, layer_idx, out=(rows[0], rows[1]))
-                for head, condensed in enumerate(heads):
-                    _place(rows[:, head], condensed, split.before_new, left[:, head])
+                _place(rows, condensed, split.before_new, left)
                 keys, values = left.transpose(1, 2)
                 store.append(seq, layer_idx, keys, values, start=0)
             store.truncate(seq, split.num_left)
@@ -270,8 +291,6 @@ class Cascade:
         record.dropped += split.num_slots - split.num_left
         record.condensed = split.stay + split.new
         record.exact_from = split.num_left - split.recent
-        self._condensed_tokens += split.num_slots - split.num_left
-        self._seconds += time.perf_counter() - start
 
     def last_queries(self, seq: int) -> Tensor:
         """[num_layers, num_qo_heads, n, head_dim] of the window, of slots `SPACING` apart."""
@@ -284,26 +303,30 @@ class Cascade:
         after = (kv_len + self.dropped(seq)) % SPACING
         return self.last_queries(seq)[:, :, -1:], kv_len - after
 
-    def _condense_layer(self, rows: Tensor, queries: Tensor, split: Split) -> list[Condensed]:
-        """What becomes of each KV head of `rows` [K|V, num_kv_heads, num_slots, head_dim], with
-        `queries` [num_qo_heads, n, head_dim]."""
+    def _condense_layer(self, rows: Tensor, queries: Tensor, split: Split) -> Condensed:
+        """What becomes of the KV heads of `rows` [K|V, num_kv_heads, num_slots, head_dim], some at
+        a time, with `queries` [num_qo_heads, n, head_dim]."""
         keys, values = rows
-        of_kv_heads = queries.reshape(len(keys), -1, *queries.shape[1:])
-        if not queries.shape[1]:  # taken back: the newest keys ask for what is like them
+        if queries.shape[1]:
+            of_kv_heads = queries.reshape(len(keys), -1, *queries.shape[1:])
+        else:  # taken back: the newest keys ask for what is like them
             of_kv_heads = keys[:, None, -split.recent :]
-        heads = []
-        for k, v, q in zip(keys, values, of_kv_heads, strict=True):
-            asked = self._now_and_later(q.float().flatten(0, 1)) * self._sm_scale
-            condensed = self.condense_head(k.float(), v.float(), asked, split)
-            heads.append(_storable(condensed, self._store.dtype))
-        return heads
+        asked = self._now_or_later(of_kv_heads.float()).flatten(1, 2) * self._sm_scale
+        size = max(1, _MANY_LOGITS // (split.num_slots * asked.shape[1]))
+        parts = [
+            self.condense_heads(k.float(), v.float(), q, split)
+            for k, v, q in zip(*(x.split(size) for x in (keys, values, asked)), strict=True)
+        ]
+        return _storable(parts, self._store.dtype)
 
-    def _now_and_later(self, queries: Tensor) -> Tensor:
-        """Rotated queries [n, head_dim], and as later tokens would ask them."""
-        half = queries.shape[1] // 2
-        turned = torch.cat([-queries[:, half:], queries[:, :half]], dim=1)
-        later = [queries * cos + turned * sin for cos, sin in self._turns]
-        return torch.cat([queries, *later])
+    def _now_or_later(self, queries: Tensor) -> Tensor:
+        """Rotated queries [..., n, head_dim], of three neighbours one as it is (so the newest), and
+        two as later tokens would ask them."""
+        half = queries.shape[-1] // 2
+        turned = torch.cat([-queries[..., half:], queries[..., :half]], dim=-1)
+        turn = torch.arange(queries.shape[-2] - 1, -1, -1) % len(self._turns[0])
+        cos, sin = (x[turn] for x in self._turns)
+        return queries * cos + turned * sin
 
     @property
     def _window_shape(self) -> dict[str, Any]:
@@ -315,26 +338,29 @@ class Cascade:
         return _Record(QueryWindow(**self._window_shape))
 
 
-def _rotations(rotary: Any, distances: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """cos, sin [head_dim] that take a rotated query further; some models scale theirs, too."""
+def _rotations(rotary: Any, distances: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """cos, sin [n, head_dim] that take a rotated query further; some models scale theirs, too."""
     cos, sin = rotary(torch.zeros(1), torch.tensor([distances]))
     scale = (cos.square() + sin.square()).sqrt()
-    return list(zip((cos / scale)[0].float(), (sin / scale)[0].float(), strict=True))
+    return (cos / scale)[0].float(), (sin / scale)[0].float()
 
 
-def _storable(condensed: Condensed, dtype: torch.dtype) -> Condensed:
-    """In the store's dtype, within its range."""
+def _storable(parts: Sequence[Condensed], dtype: torch.dtype) -> Condensed:
+    """All heads, in the store's dtype, within its range."""
     most = torch.finfo(dtype).max
     keys, values = (
-        x.nan_to_num().clamp(-most, most).to(dtype) for x in (condensed.keys, condensed.values)
+        torch.cat(rows).nan_to_num().clamp(-most, most).to(dtype)
+        for rows in ([x.keys for x in parts], [x.values for x in parts])
     )
-    return Condensed(condensed.kept, keys, values)
+    return Condensed(torch.cat([x.kept for x in parts]), keys, values)
 
 
 def _place(rows: Tensor, condensed: Condensed, before_new: int, out: Tensor) -> None:
-    """The slots [K|V, num_left, head_dim] of one head after it was condensed, from those before."""
-    kept, stop = condensed.kept, before_new + len(condensed.keys)
-    for old, new, out_rows in zip(rows, (condensed.keys, condensed.values), out, strict=True):
-        torch.index_select(old, 0, kept[:before_new], out=out_rows[:before_new])
-        out_rows[before_new:stop] = new
-        torch.index_select(old, 0, kept[before_new:], out=out_rows[stop:])
+    """The slots [K|V, num_heads, num_left, head_dim] of heads after they were condensed, from those
+    before."""
+    stop = before_new + condensed.keys.shape[1]
+    for old, new, left in zip(rows, (condensed.keys, condensed.values), out, strict=True):
+        left[:, before_new:stop] = new
+        for head, kept in enumerate(condensed.kept):
+            torch.index_select(old[head], 0, kept[:before_new], out=left[head, :before_new])
+            torch.index_select(old[head], 0, kept[before_new:], out=left[head, stop:])

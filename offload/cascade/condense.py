@@ -4,7 +4,8 @@ HARD-KV (arXiv 2606.28831, appendix) merges what it evicts so that the log-sum-e
 preserved: a token that stands for a run of others must weigh as much as they do together. Here its
 key is fitted to that: over the last queries, and over these as later tokens would ask them, the
 logit of the condensed key comes as close to the log-sum-exp of the run as a ridge regression gets.
-No kernel knows of it, and it can be condensed again.
+No kernel knows of it, and it can be condensed again. Time and memory grow with slots times queries,
+not with slots times runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from offload.cascade.bound import SequenceBound
 
@@ -60,11 +62,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Condensed:
-    """What becomes of one KV head.
+    """What becomes of KV heads.
 
     Attributes:
-        kept: int32 [num_left - new], slots that stay, ascending.
-        keys, values: [new, head_dim], of the slots that come after the first `before_new`.
+        kept: int32 [num_heads, num_left - new], slots that stay, ascending.
+        keys, values: [num_heads, new, head_dim], of the slots that come after the first
+            `before_new`.
     """
 
     kept: Tensor
@@ -75,56 +78,90 @@ class Condensed:
 def condense(
     keys: Tensor, values: Tensor, queries: Tensor, split: Split, *, fits: bool = True
 ) -> Condensed:
-    """One KV head, all in float32.
+    """KV heads of one layer, all in float32.
 
     Args:
-        keys, values: [num_slots, head_dim].
-        queries: [n, head_dim] of its query heads, rotated, times the softmax scale.
+        keys, values: [num_heads, num_slots, head_dim].
+        queries: [num_heads, n, head_dim] of their query heads, rotated, times the softmax scale.
         fits: False leaves the keys of runs at their weighted means (to compare).
     """
-    # [num_slots, n]: the queries of a slot are neighbours, as the slots of a run are gathered.
-    masses = keys @ queries.T
-    most = masses.amax(dim=0)
+    masses = keys @ queries.mT  # [num_heads, num_slots, n]
+    most = masses.amax(dim=1, keepdim=True)
     masses.sub_(most).exp_()
-    weights = masses @ masses.sum(dim=0).reciprocal_() / len(queries)
-    kept, others = _chosen(weights * values.norm(dim=1), split)
+    of_query = (masses.sum(dim=1) * queries.shape[1]).reciprocal_()
+    # Head by head, as a product of all is not bit for bit that of one.
+    weights = torch.stack([x @ of for x, of in zip(masses, of_query, strict=True)])
+    goes = _goes(weights * values.norm(dim=2), split)
+    kept = _slots(~goes).int()
     if not split.new:
-        empty = keys.new_empty(0, keys.shape[1])
-        return Condensed(kept.int(), empty, empty)
-    # Runs of neighbours, all as long but for one token.
-    run = torch.arange(len(others)) * split.new // len(others)
-    sums = masses.new_zeros(split.new, len(queries)).index_add_(0, run, masses[others])
+        empty = keys.new_empty(len(keys), 0, keys.shape[2])
+        return Condensed(kept, empty, empty)
+    runs = _Runs.of(_slots(goes), split)
+    sums = runs.sum(masses)
     is_nothing = sums < torch.finfo(sums.dtype).tiny  # their log-sum-exp is not known
     run_lse = sums.log_().add_(most)
-    shares = weights[others] + _LEAST_WEIGHT
-    shares /= shares.new_zeros(split.new).index_add_(0, run, shares)[run]
-    means, run_values = (
-        x.new_zeros(split.new, x.shape[1]).index_add_(0, run, shares[:, None] * x[others])
-        for x in (keys, values)
-    )
+    weights += _LEAST_WEIGHT
+    of_runs = runs.sum(weights[:, :, None])
+    means, run_values = (runs.sum(x, weights).div_(of_runs) for x in (keys, values))
     if fits:
-        missing = (run_lse - means @ queries.T).masked_fill_(is_nothing, 0.0)
+        missing = (run_lse - means @ queries.mT).masked_fill_(is_nothing, 0.0)
         means += _correction(queries, missing)
-    return Condensed(kept.int(), means, run_values)
+    return Condensed(kept, means, run_values)
 
 
-def _chosen(scores: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-    """Slots that stay, and the others, both ascending."""
-    stays = torch.zeros(split.num_slots, dtype=torch.bool)
-    stays[: split.sinks] = stays[split.num_slots - split.recent :] = True
-    first_exact = split.sinks + split.condensed
-    tiers = (
+@dataclass(frozen=True)
+class _Runs:
+    """Of neighbours among the slots that go, in each head all as long but for one token.
+
+    Attributes:
+        slots: int64 [num_heads * those that go of one], of all heads' slots.
+        starts: int64 [num_heads * new], of runs in `slots`.
+    """
+
+    slots: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, others: Tensor, split: Split) -> _Runs:
+        """Of slots [num_heads, those that go], ascending."""
+        head = torch.arange(len(others))[:, None]
+        starts = -(torch.arange(split.new) * -others.shape[1] // split.new)
+        slots = others + head * split.num_slots
+        return cls(slots.flatten(), (starts + head * others.shape[1]).flatten())
+
+    def sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[num_heads, new, dim] of rows [num_heads, num_slots, dim], which are not copied, times
+        weights [num_heads, num_slots]."""
+        of_slots = None if weights is None else weights.flatten()[self.slots]
+        sums = embedding_bag(
+            self.slots, rows.flatten(0, 1), self.starts, mode="sum", per_sample_weights=of_slots
+        )
+        return sums.view(len(rows), -1, rows.shape[2])
+
+
+def _goes(scores: Tensor, split: Split) -> Tensor:
+    """Whether it is not to stay, of each slot: those with the least of `scores` [num_heads, n]."""
+    goes = torch.zeros_like(scores, dtype=torch.bool)
+    first_exact, first_recent = split.sinks + split.condensed, split.num_slots - split.recent
+    for start, stop, stay in (
         (split.sinks, first_exact, split.stay),
-        (first_exact, split.num_slots - split.recent, split.exact),
-    )
-    for start, stop, count in tiers:
-        stays[scores[start:stop].topk(count).indices + start] = True
-    return stays.nonzero().squeeze(1), (~stays).nonzero().squeeze(1)
+        (first_exact, first_recent, split.exact),
+    ):
+        least = scores[:, start:stop].topk(stop - start - stay, largest=False, sorted=False)
+        goes[:, start:stop].scatter_(1, least.indices, True)
+    return goes
+
+
+def _slots(chosen: Tensor) -> Tensor:
+    """[num_heads, n] ascending, of bools of which as many are set in each head."""
+    return chosen.nonzero()[:, 1].view(len(chosen), -1)
 
 
 def _correction(queries: Tensor, missing: Tensor) -> Tensor:
-    """[runs, head_dim] to add to keys whose logits lack `missing` [runs, n]: ridge regression."""
-    gram = queries.T @ queries
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny)
-    added: Tensor = torch.linalg.solve(gram, missing @ queries, left=False)
+    """[heads, runs, head_dim] to add to keys whose logits lack `missing` [heads, runs, n]: ridge
+    regression."""
+    gram = queries.mT @ queries
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal += RIDGE * diagonal.mean(dim=1, keepdim=True) + torch.finfo(gram.dtype).tiny
+    added: Tensor = torch.linalg.solve(gram, (missing @ queries).mT).mT
     return added

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-NUM_QUERIES = 32  # of each query head
-SPACING = 4  # tokens from one that is kept to the next
+NUM_QUERIES = 16  # of each query head
+SPACING = 8  # tokens from one that is kept to the next
 
 
 class QueryWindow:

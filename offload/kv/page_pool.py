@@ -56,6 +56,7 @@ class PagePool:
         self.addresses: Int64Array = np.empty(0, np.int64)
         self.refcounts: Int32Array = np.empty(0, np.int32)
         self._slab_bytes = slab_bytes
+        self._fitted_pages: int | None = None
         self._slabs: dict[int, torch.Tensor] = {}  # each [num_pages_of_slab, *page_shape]
         self._slab_first_id: list[int] = []
         self._slab_of_page: Int32Array = np.empty(0, np.int32)
@@ -83,6 +84,13 @@ class PagePool:
         """Of the budget, for slabs and for what shares it."""
         beside = 0 if self.count_beside is None else self.count_beside()
         return self.budget_bytes - self.reserved_bytes - beside
+
+    def fit_slabs(self, num_pages: int) -> None:
+        """From now on slabs are no larger than before and end together with every `num_pages`
+        pages: the last of them has fewer, and none has pages beyond."""
+        num_slabs = -(-num_pages // max(1, self._slab_bytes // self.page_bytes))
+        self._slab_bytes = -(-num_pages // num_slabs) * self.page_bytes
+        self._fitted_pages = num_pages
 
     def allocate(self, num_pages: int) -> Int64Array:
         """Ids int64 [num_pages], ascending, of pages with one owner each and undefined contents.
@@ -170,6 +178,10 @@ class PagePool:
             raise self._budget_error(missing_pages, f", but only {left} of host memory are left")
 
         num_pages = pages_of_slabs(missing_pages, self.page_bytes, self._slab_bytes)
+        if self._fitted_pages is not None:
+            held = len(self.refcounts) - self._num_gone
+            end = -(-(held + missing_pages) // self._fitted_pages) * self._fitted_pages
+            num_pages = min(num_pages, end - held)
         # Pages that nobody asked for are taken from those who share the budget.
         spare_bytes = left_bytes if self.count_beside is None else left_bytes // 8
         num_pages = min(num_pages, min(spare_bytes, available_bytes) // self.page_bytes)

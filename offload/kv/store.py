@@ -348,6 +348,10 @@ class KVStore:
             )
         sequence.truncate(kv_len)
 
+    def fit_slabs(self, num_tokens: int) -> None:
+        """Take memory from now on in slabs that a sequence of so many tokens fills."""
+        self._pool.fit_slabs(self.num_layers * -(-num_tokens // self.page_tokens))
+
     def unshare(self, seq: int, num_tokens: int) -> None:
         """Give `seq` copies of those pages of its first `num_tokens` that forks have, too, so that
         all of these may be written to.

@@ -69,6 +69,7 @@ def cascade_for(
         num_threads=config.num_threads,
     )
     store.share_budget(lambda: states.held_bytes + cascade.held_bytes)
+    store.fit_slabs(cascade.bound.slots)
     return cascade
 
 

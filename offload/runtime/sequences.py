@@ -76,14 +76,17 @@ class Sequences:
         for seq in seqs:
             self.cascade.check_usable(seq)
         self.cascade.make_windows(seqs)
-        for seq, num_new in zip(seqs, num_new_tokens, strict=True):
-            if self.cascade.needs_room(seq, num_new):
-                self._on_changed(seq)
-                num_slots, bound = self.store.kv_len(seq), self.cascade.bound
-                self.cascade.condense(seq, exposed)
-                self._attention.states.renumber(
-                    seq, num_slots, bound.sinks, bound.recent, *self.cascade.newest_query(seq)
-                )
+        try:
+            for seq, num_new in zip(seqs, num_new_tokens, strict=True):
+                if self.cascade.needs_room(seq, num_new):
+                    self._on_changed(seq)
+                    num_slots, bound = self.store.kv_len(seq), self.cascade.bound
+                    self.cascade.condense(seq, exposed)
+                    self._attention.states.renumber(
+                        seq, num_slots, bound.sinks, bound.recent, *self.cascade.newest_query(seq)
+                    )
+        finally:
+            self.cascade.give_back_memory()
 
     def count_condensed(self, stats: OffloadStats) -> float:
         """Note what was condensed since this was asked last; the seconds that it took."""

@@ -8,6 +8,7 @@ condensed tokens whose keys are fitted to weigh as much ("fitted"), merged with 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -96,12 +97,12 @@ def decoded(
     )
     cascade = model._offload.sequences.cascade
     if cascade is not None:
-        cascade.condense_head = functools.partial(condense, fits=fits)
+        cascade.condense_heads = functools.partial(condense, fits=fits)
     ids, cache = torch.tensor([tokens]), model.new_cache()
     with torch.no_grad():
         prompt = model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
         logits, start = [prompt.logits[0, -1]], time.perf_counter()
-        before = model.offload_stats().condense_seconds
+        before = dataclasses.replace(model.offload_stats())
         for position in range(length, len(tokens) - 2):
             step = model(ids[:, position : position + 1], past_key_values=cache)
             logits.append(step.logits[0, -1])
@@ -116,9 +117,11 @@ def decoded(
         "bytes_per_token": store.num_layers * store.page_bytes // store.page_tokens,
     }
     if cascade is not None:
+        stats = model.offload_stats()
         found["slots"] = cascade.bound.slots
-        found["prompt_condense_seconds"] = before
-        found["condense_seconds"] = model.offload_stats().condense_seconds - before
+        found["prompt_condense_seconds"] = before.condense_seconds
+        found["condense_seconds"] = stats.condense_seconds - before.condense_seconds
+        found["condensed_tokens"] = stats.condensed_tokens - before.condensed_tokens
     return found
 
 

@@ -29,6 +29,7 @@ def cascade_table(result: dict[str, Any]) -> str:
         _line(
             {"share": key[0], "kind": _kind(key[1], key[2])},
             [row for row in rows if (row["share"], row["kind"], row["condensed_share"]) == key],
+            settings["steps"],
         )
         for key in keys
     ]
@@ -44,11 +45,18 @@ def _kind(kind: str, share: float) -> str:
     return kind if kind == "dropped" else f"{kind}, {share:.1%} of the slots"
 
 
-def _line(row: Row, rows: list[Row]) -> Row:
+def _line(row: Row, rows: list[Row], steps: int) -> Row:
     row = row | {name: sum(x[name] for x in rows) / len(rows) for name in _MEASURES}
     quarters = zip(*(x["kl_of_quarters"] for x in rows), strict=True)
     row["quarters"] = " ".join(f"{sum(quarter) / len(rows):.4f}" for quarter in quarters)
     row["perplexity"] = math.expm1(row["loss_change"])
-    seconds = sum(x["condense_seconds"] for x in rows)
-    row["condensing"] = seconds / sum(x["decode_seconds"] for x in rows)
+    row["condensing"] = _condensing_share(rows, steps)
     return row
+
+
+def _condensing_share(rows: list[Row], steps: int) -> float:
+    """Of decode time in the long run: of what a token takes, in which it is condensed once."""
+    seconds = sum(x["condense_seconds"] for x in rows)
+    of_step = (sum(x["decode_seconds"] for x in rows) - seconds) / (steps * len(rows))
+    of_token = seconds / max(1, sum(x["condensed_tokens"] for x in rows))
+    return float(of_token / (of_token + of_step))

@@ -13,7 +13,7 @@ from offload import OffloadedModel
 
 PAGE_TOKENS = 16
 TOKEN_BYTES = 3 * 2 * 2 * 32 * 4  # layers, K|V, KV heads, head_dim, float32
-WINDOW_BYTES = 3 * 32 * 6 * 32 * 4  # layers, queries, query heads, head_dim, float32
+WINDOW_BYTES = 3 * 16 * 6 * 32 * 4  # layers, queries, query heads, head_dim, float32
 
 
 @pytest.fixture(scope="session")

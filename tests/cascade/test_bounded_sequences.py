@@ -12,6 +12,8 @@ from cases.bounded_cases import generate, rows_of, step
 from cases.drafts import verifying
 from cases.tiny_models import random_tokens
 
+import offload.cascade.cascade as cascade_module
+from offload.cascade.condense import condense
 from offload.kv.store import HostBudgetError
 from offload.policies.registry import make_policy
 
@@ -96,6 +98,28 @@ def test_rows_of_one_prompt(bounded: Load) -> None:
     assert beams.shape == (2, 490)
     both = generate(model, tokens.repeat(2, 1), 30)
     assert torch.equal(both, alone.repeat(2, 1))
+
+
+def test_heads_of_a_layer_one_by_one(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there are so many logits that there is room for one head's: bit for bit."""
+    tokens, found, num_heads = random_tokens(1, 500), [], set()
+    for many_logits in (cascade_module._MANY_LOGITS, 1):
+        monkeypatch.setattr(cascade_module, "_MANY_LOGITS", many_logits)
+        model = bounded(SLOTS)
+        cascade, cache, at_once = model._offload.sequences.cascade, model.new_cache(), set()
+        monkeypatch.setattr(
+            cascade,
+            "condense_heads",
+            lambda keys, *others, sizes=at_once: sizes.add(len(keys)) or condense(keys, *others),
+        )
+        with torch.no_grad():
+            logits = model(tokens, past_key_values=cache).logits
+        found.append([logits, *rows_of(cache)])
+        num_heads |= at_once
+        assert len(at_once) == 1
+    assert num_heads == {1, 2}
+    for at_once, alone in zip(*found, strict=True):
+        assert torch.equal(at_once, alone)
 
 
 def test_a_fork_goes_its_own_way(bounded: Load) -> None:
@@ -191,12 +215,12 @@ def test_a_failure_changes_nothing(bounded: Load, monkeypatch: pytest.MonkeyPatc
 
     def fails(*arguments: Any) -> Any:
         calls.append(arguments)
-        if len(calls) == 4:
+        if len(calls) == 2:
             raise MemoryError("no more")
         return condense(*arguments)
 
-    condense = cascade.condense_head
-    monkeypatch.setattr(cascade, "condense_head", fails)
+    condense = cascade.condense_heads
+    monkeypatch.setattr(cascade, "condense_heads", fails)
     with pytest.raises(MemoryError, match="no more"):
         step(model, cache)
     monkeypatch.undo()
@@ -224,7 +248,7 @@ def test_a_failed_slice_leaves_a_new_cache_new(
     cascade, cache, filled = model._offload.sequences.cascade, model.new_cache(), model.new_cache()
     with torch.no_grad():
         model(tokens[:, :100], past_key_values=filled)
-        monkeypatch.setattr(cascade, "condense_head", lambda *arguments: out_of_budget())
+        monkeypatch.setattr(cascade, "condense_heads", lambda *arguments: out_of_budget())
         for of_cache in (cache, filled):
             with pytest.raises(HostBudgetError, match="full"):
                 model(tokens, past_key_values=of_cache)

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.cascade.bound import SequenceBound
-from offload.cascade.condense import Split, condense
+from offload.cascade.condense import Condensed, Split, condense
 
 BOUND = SequenceBound(slots=256, low=192, sinks=4, recent=64, condensed=16)
 HEAD_DIM = 16
 
 
-def random_head(num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_head(num_slots: int, seed: int = 256) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and queries that ask for some more than for others, and never for one alone."""
-    generator = torch.Generator().manual_seed(num_slots)
+    generator = torch.Generator().manual_seed(seed)
     keys, values, queries = (
         torch.randn(n, HEAD_DIM, generator=generator) for n in (num_slots, num_slots, 96)
     )
     return keys, values, 0.4 * queries + 0.5
+
+
+def condense_head(
+    keys: Tensor, values: Tensor, queries: Tensor, split: Split, **options: bool
+) -> Condensed:
+    """As if there were one head in the layer."""
+    found = condense(keys[None], values[None], queries[None], split, **options)
+    return Condensed(found.kept[0], found.keys[0], found.values[0])
 
 
 def runs_of(kept: Tensor, num_slots: int, num_runs: int) -> list[np.ndarray]:
@@ -40,7 +51,7 @@ def test_what_stays(condensed: int) -> None:
     keys, values, queries = random_head(256)
     keys[100] += 4.0  # asked for by all
     split = Split.of(BOUND, 256, condensed)
-    result = condense(keys, values, queries, split)
+    result = condense_head(keys, values, queries, split)
     kept = result.kept.tolist()
     assert kept == sorted(set(kept))
     assert len(kept) + len(result.keys) == split.num_left == BOUND.low
@@ -60,7 +71,7 @@ def test_the_heaviest_stay() -> None:
     weights = np.exp(logits - log_sum_exp(logits)[:, None]).mean(axis=0)
     scores = weights * np.linalg.norm(values, axis=1)
     split = Split.of(BOUND, 256, 0)
-    kept = condense(*random_head(256), split).kept.numpy()
+    kept = condense_head(*random_head(256), split).kept.numpy()
     expected = 4 + np.argsort(-scores[4:192])[: split.exact]
     assert set(kept[4:-64]) == set(expected)
 
@@ -72,7 +83,7 @@ def test_the_log_sum_exp_of_the_window_is_kept() -> None:
     before = log_sum_exp((queries.double() @ keys.double().T).numpy())
     errors, lost = {}, {}
     for fits in (True, False):
-        result = condense(keys, values, queries, split, fits=fits)
+        result = condense_head(keys, values, queries, split, fits=fits)
         logits = (queries.double() @ result.keys.double().T).numpy()
         of_runs = np.stack(
             [
@@ -93,7 +104,7 @@ def test_the_log_sum_exp_of_the_window_is_kept() -> None:
 
 def test_values_are_the_attention_of_their_run() -> None:
     keys, values, queries = random_head(256)
-    result = condense(keys, values, queries, Split.of(BOUND, 256, 0))
+    result = condense_head(keys, values, queries, Split.of(BOUND, 256, 0))
     logits = (queries.double() @ keys.double().T).numpy()
     weights = np.exp(logits - log_sum_exp(logits)[:, None]).mean(axis=0)
     for run, value in zip(runs_of(result.kept, 256, 4), result.values.numpy(), strict=True):
@@ -105,18 +116,52 @@ def test_runs_that_nobody_asks_for() -> None:
     """Their logits are far below what float32 can tell from nothing."""
     keys, values, queries = random_head(256)
     keys[4:150] = -200.0
-    result = condense(keys, values, queries.abs(), Split.of(BOUND, 256, 0))
+    result = condense_head(keys, values, queries.abs(), Split.of(BOUND, 256, 0))
     for rows in (result.keys, result.values):
         assert torch.isfinite(rows).all()
     assert (queries.abs() @ result.keys.T).max() < -50
-    means = condense(keys, values, queries.abs(), Split.of(BOUND, 256, 0), fits=False).keys
+    means = condense_head(keys, values, queries.abs(), Split.of(BOUND, 256, 0), fits=False).keys
     nothing = ((means + 200).abs() < 0.1).all(dim=1)
     assert nothing.any()
     torch.testing.assert_close(result.keys[nothing], means[nothing], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("condensed", [0, 16])
+def test_heads_of_a_call_are_as_alone(condensed: int) -> None:
+    split, heads = Split.of(BOUND, 256, condensed), [random_head(256, seed) for seed in range(3)]
+    together = condense(*(torch.stack(rows) for rows in zip(*heads, strict=True)), split)
+    for i, head in enumerate(heads):
+        alone = condense_head(*head, split)
+        assert torch.equal(together.kept[i], alone.kept)
+        torch.testing.assert_close(together.keys[i], alone.keys)
+        torch.testing.assert_close(together.values[i], alone.values)
+
+
+def test_nothing_is_quadratic_in_slots() -> None:
+    """No tensor is larger than the logits, with many runs of few tokens."""
+    bound = SequenceBound(slots=8192, low=6144, sinks=4, recent=64, condensed=4096)
+    head = (rows[None] for rows in random_head(bound.slots))
+    with LargestTensor() as largest:
+        found = condense(*head, Split.of(bound, bound.slots, 0))
+    assert found.keys.shape == (1, 1024, HEAD_DIM)
+    assert largest.num_bytes == 96 * bound.slots * 4
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest that an operation returns."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in results if isinstance(results, tuple) else (results,):
+            if isinstance(tensor, Tensor):
+                self.num_bytes = max(self.num_bytes, tensor.nbytes)
+        return results
+
+
 def test_without_condensed_slots_tokens_are_dropped() -> None:
     bound = SequenceBound(slots=256, low=192, sinks=4, recent=64, condensed=0)
-    result = condense(*random_head(256), Split.of(bound, 256, 0))
+    result = condense_head(*random_head(256), Split.of(bound, 256, 0))
     assert len(result.kept) == 192
     assert len(result.keys) == len(result.values) == 0

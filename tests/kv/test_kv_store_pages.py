@@ -292,6 +292,46 @@ class TestBudget:
         store.close()
         assert process.memory_info().rss - before < 0.06 * resident
 
+    @pytest.mark.parametrize("pages", [1, 16, 17, 40])
+    def test_slabs_that_a_sequence_fills(self, pages):
+        store = make_store(num_layers=2, slab_bytes=1 << 16)
+        of_slab = (1 << 16) // store.page_bytes
+        store.fit_slabs(pages * store.page_tokens)
+        seq = store.new_sequence()
+        for page in range(pages):
+            store.reserve([seq], [1])
+            store.commit([seq], [1])
+            store.reserve([seq], [store.page_tokens - 1])
+            store.commit([seq], [store.page_tokens - 1])
+            assert store.host_bytes_used == 2 * (page + 1) * store.page_bytes
+        slabs = -(-2 * pages // of_slab)
+        most = 2 * pages * store.page_bytes + slabs * (mmap.PAGESIZE - 1)
+        assert 2 * pages * store.page_bytes <= store.host_bytes_reserved <= most
+
+    @pytest.mark.parametrize("pages", [7, 80, 180])
+    @pytest.mark.parametrize("step", [1, 5])
+    def test_large_pages_fill_the_slabs_of_sequences(self, pages, step):
+        """12 and 4/5 of them in a slab: of what sequences are full with, none is without use."""
+        options = {"page_tokens": 64, "head_dim": 128, "host_budget_bytes": 1 << 28}
+        store = make_store(num_layers=2, **options)
+        store = make_store(num_layers=2, slab_bytes=store.page_bytes * 64 // 5, **options)
+        assert store.page_bytes % mmap.PAGESIZE == 0
+        store.fit_slabs(pages * store.page_tokens)
+        seqs = [store.new_sequence() for _ in range(3)]
+        for num_full, seq in enumerate(seqs):
+            for first in range(0, pages, step):
+                num_new = store.page_tokens * min(step, pages - first)
+                store.reserve([seq], [num_new])
+                store.commit([seq], [num_new])
+                full_bytes = 2 * pages * store.page_bytes
+                assert store.host_bytes_reserved <= (num_full + 1) * full_bytes
+            assert store.host_bytes_reserved == (num_full + 1) * full_bytes
+        store.free(seqs[1])
+        store.trim()
+        again = store.new_sequence()
+        store.reserve([again], [pages * store.page_tokens])
+        assert store.host_bytes_reserved == 3 * full_bytes
+
     def test_memory_goes_back_when_the_store_is_collected(self):
         process = psutil.Process()
         store = make_store(slab_bytes=1 << 26, host_budget_bytes=1 << 26)

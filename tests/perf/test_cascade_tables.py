@@ -22,6 +22,7 @@ def row(kind: str, window: int, kl: float) -> dict[str, Any]:
         "kl_of_quarters": [kl / 2, kl, kl, 3 * kl / 2],
         "loss_change": 0.02,
         "condense_seconds": 1.0,
+        "condensed_tokens": 256,
         "decode_seconds": 50.0,
     }
 
@@ -35,5 +36,5 @@ def test_means_over_windows() -> None:
     text = cascade_table({"settings": settings, "rows": rows, "machine": machine})
     assert "**4,096 tokens** of prose of m read, 512 decoded; 2 windows" in text
     fitted = "| 25% | fitted, 3.1% of the slots | 1,024 | 32 | 0.1500 | "
-    assert f"{fitted}0.0750 0.1500 0.1500 0.2250 | +2.02% | 2.0% |" in text
+    assert f"{fitted}0.0750 0.1500 0.1500 0.2250 | +2.02% | 3.9% |" in text
     assert "| 25% | dropped | 1,024 |" in text

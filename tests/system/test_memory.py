@@ -1,5 +1,6 @@
 """Budgets and CPU counts, against cgroup trees written into tmp_path."""
 
+import ctypes
 import os
 from collections import namedtuple
 from pathlib import Path
@@ -12,6 +13,7 @@ from offload.system.memory import (
     available_cpus,
     check_max_memory,
     format_bytes,
+    give_back_free_memory,
     host_memory_limit_bytes,
     parse_size,
 )
@@ -226,3 +228,21 @@ class TestMaxMemory:
     def test_more_than_the_process_may_use(self):
         with pytest.raises(ValueError, match=r"max_memory\['cpu'\] is 96.00 GiB.*only 10.00 GiB"):
             check_max_memory({"cpu": "96GiB"})
+
+
+@pytest.mark.skipif(os.name != "posix", reason="not glibc's allocator")
+def test_free_memory_goes_back() -> None:
+    """Blocks below one that is still used, which the allocator keeps otherwise."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        pytest.skip("not glibc's allocator")
+    libc.malloc.restype = ctypes.c_void_p
+    blocks = [libc.malloc(100_000) for _ in range(300)]  # less than what is mapped on its own
+    for block in blocks:
+        ctypes.memset(block, 1, 100_000)
+    for block in blocks[:-1]:
+        libc.free(ctypes.c_void_p(block))
+    before = psutil.Process().memory_info().rss
+    give_back_free_memory()
+    assert before - psutil.Process().memory_info().rss > 20 * 10**6
+    libc.free(ctypes.c_void_p(blocks[-1]))

@@ -97,6 +97,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "paper-calibration": ("paper-calibration", calibration_tables.calibration_table),
     "paper-calibration-steps": ("paper-calibration", calibration_tables.steps_table),
     "paper-cascade": ("paper-cascade", cascade_tables.cascade_table),
+    "paper-cascade-long": ("paper-cascade-long", cascade_tables.long_generation_table),
     "paper-hard-kv": ("paper-hard-kv", hard_kv_tables.hard_kv_table),
     "paper-lychee-decode-roles": (
         "paper-lychee-decode-roles",

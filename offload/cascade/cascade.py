@@ -46,7 +46,7 @@ from offload.system.torch_threads import torch_threads
 # fitted again. All queries at all of these are three times the work; with them, and of twice as
 # many tokens, KL was 2 to 8 % less in five of six rows of `perf.papers.cascade`, and perplexity of
 # fitted keys the same.
-_AHEAD = (0.0, 0.5, 1.5)
+AHEAD = (0.0, 0.5, 1.5)
 # Of KV heads at a time; where one has more, another thread is worth waiting for.
 _MANY_LOGITS = 2**20
 _MUCH_BYTES = 2**20
@@ -110,7 +110,7 @@ class Cascade:
         self._store = store
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
-        self._turns = _rotations(rotary, [round(share * bound.slots) for share in _AHEAD])
+        self._turns = _rotations(rotary, [round(share * bound.slots) for share in AHEAD])
         self._records: defaultdict[int, _Record] = defaultdict(self._new_record)
 
     # What a sequence is.

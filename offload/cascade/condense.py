@@ -10,6 +10,7 @@ not with slots times runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +77,13 @@ class Condensed:
 
 
 def condense(
-    keys: Tensor, values: Tensor, queries: Tensor, split: Split, *, fits: bool = True
+    keys: Tensor,
+    values: Tensor,
+    queries: Tensor,
+    split: Split,
+    *,
+    fits: bool = True,
+    scores: Callable[[Tensor, Tensor, Split], Tensor] | None = None,
 ) -> Condensed:
     """KV heads of one layer, all in float32.
 
@@ -84,6 +91,8 @@ def condense(
         keys, values: [num_heads, num_slots, head_dim].
         queries: [num_heads, n, head_dim] of their query heads, rotated, times the softmax scale.
         fits: False leaves the keys of runs at their weighted means (to compare).
+        scores: of keys and queries of one head, and split: [num_slots], of which the highest stay
+            (to compare).
     """
     masses = keys @ queries.mT  # [num_heads, num_slots, n]
     most = masses.amax(dim=1, keepdim=True)
@@ -91,7 +100,11 @@ def condense(
     of_query = (masses.sum(dim=1) * queries.shape[1]).reciprocal_()
     # Head by head, as a product of all is not bit for bit that of one.
     weights = torch.stack([x @ of for x, of in zip(masses, of_query, strict=True)])
-    goes = _goes(weights * values.norm(dim=2), split)
+    if scores is None:
+        of_slots = weights * values.norm(dim=2)
+    else:
+        of_slots = torch.stack([scores(k, q, split) for k, q in zip(keys, queries, strict=True)])
+    goes = _goes(of_slots, split)
     kept = _slots(~goes).int()
     if not split.new:
         empty = keys.new_empty(len(keys), 0, keys.shape[2])

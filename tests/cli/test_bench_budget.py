@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from offload.bench.budget.evictions import EVICTIONS
 from offload.bench.budget.measure import BudgetMeasurement
 from offload.cli import app
 
@@ -189,5 +190,56 @@ def test_help_teaches() -> None:
         "utilisation",
         "offload bench budget --top-p",
         "drifts",
+        *EVICTIONS,
     ):
         assert text in result.stdout
+
+
+def test_temperatures_over_time(plain: list[str]) -> None:
+    command = [*plain, *SMALL, "--option", "hard_kv.inner=quest", "--option", "page_tokens=4"]
+    command += ["--policy", "hard_kv", "--generate", "128", "-o"]
+    result = runner.invoke(app, [*command, "md"])
+    assert result.exit_code == 0, result.output
+    assert "Temperatures solved for again, of those of the prompt" in result.stdout
+    assert "| 128 |" in result.stdout
+    document = json.loads(runner.invoke(app, [*command, "json"]).stdout)
+    full, share = (row["drift"]["temperatures"] for row in document["rows"])
+    assert document["settings"]["temperature_every"] == 64
+    assert full == []
+    assert [later["tokens"] for later in share] == [64, 128]
+    assert [len(later["of_layers"]) for later in share] == [3, 3]
+    result = runner.invoke(app, [*command, "md", "--temperature-every", "63"])
+    assert result.exit_code == 1
+    assert "temperature_every must be at least 64" in flat(result.stderr)
+
+
+def test_evictions(plain: list[str]) -> None:
+    command = [*plain, *SMALL, "--policy", "exact_topk", "--generate", "60", "-o"]
+    few = ["--evictions", "fitted,rkv", "--host-share", "0.8", "--runtime-option", "page_tokens=16"]
+    result = runner.invoke(app, [*command, "md", *few])
+    assert result.exit_code == 0, result.output
+    assert "The text's next 60 tokens within 80% of the bytes" in result.stdout
+    assert "| rkv |" in result.stdout
+    document = json.loads(runner.invoke(app, [*command, "json", *few]).stdout)
+    fitted, rkv = document["evictions"]
+    assert (fitted["eviction"], rkv["eviction"]) == ("fitted", "rkv")
+    assert (fitted["share"], fitted["seen"], rkv["condensed"]) == (0.8, 209, 0)
+    assert len(rkv["error_of_quarters"]) == 4
+
+
+def test_evictions_that_cannot_be_compared(plain: list[str]) -> None:
+    """All of it before a model is loaded, so as usage errors."""
+    command = [*plain, *SMALL, "--policy", "exact_topk", "--generate", "60", "--evictions"]
+    too_little = "Invalid value for --host-share: 0.8 of the 322560 bytes of 210 tokens"
+    for arguments, message in (
+        (["rkv", "--host-share", "0.8", "--runtime-option", "page_tokens=256"], too_little),
+        (["rkv", "--host-share", "0.8"], "a page of 256 tokens need"),
+        (["", "--host-share", "7"], "must be above 0 and below 1, got 7"),
+        (["h2o"], "unknown 'h2o'; available: fitted, means"),
+        (["rkv", "--host-share", "1.5"], "must be above 0 and below 1, got 1.5"),
+        (["rkv", "--runtime-option", "condensed_share=0"], "condensed_share is not for"),
+        (["rkv", "--generate", "12"], "--sample-every 3 need at least 13 tokens"),
+    ):
+        result = runner.invoke(app, [*command, *arguments])
+        assert result.exit_code == 2
+        assert message in flat(result.stderr)

@@ -23,6 +23,7 @@ from offload.bench.selection.metrics import kl_divergence, mean_by_rows, negativ
 from offload.bench.selection.observed_text import observe_text
 from offload.models.shape import ModelShape
 from offload.policies import HardKV, Policy
+from offload.policies.logits_calibration import WINDOW_QUERIES
 from offload.runtime.shared_model import ReadPrompt, SharedModel
 
 Progress = Callable[[int], None]
@@ -40,6 +41,7 @@ class BudgetSettings:
         timed_steps: of each policy, in turns; they and one before each turn decode the first of
             these tokens, or more.
         generate: tokens that are then generated; 0 for none.
+        temperature_every: of these, after so many temperatures are solved for again.
         top_p: share of the attention that fixed budgets are asked for.
     """
 
@@ -48,12 +50,18 @@ class BudgetSettings:
     sample_every: int = 4
     timed_steps: int = TIMED_STEPS
     generate: int = 64
+    temperature_every: int = WINDOW_QUERIES
     top_p: float = 0.95
 
     def __post_init__(self) -> None:
         for name in ("length", "steps", "sample_every", "timed_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.temperature_every < WINDOW_QUERIES:
+            raise ValueError(
+                f"temperature_every must be at least {WINDOW_QUERIES}, the queries that "
+                f"temperatures are solved for, got {self.temperature_every}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.generate and self.generate < QUARTERS:
@@ -265,7 +273,14 @@ def _measured(
     seen, logits = observe_text(model, index, prompt, following, on_seen=on_seen, **common)
     drift = Drift()
     if settings.generate:
-        drift = measure_drift(model, index, prompt, settings.generate, **common)
+        drift = measure_drift(
+            model,
+            index,
+            prompt,
+            settings.generate,
+            temperature_every=settings.temperature_every,
+            **common,
+        )
     heads = counter.counted()
     row = {name: seen[name] for name in _KEPT} | {
         "policy": policy.name,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
+
+from offload.bench.budget.drift import last_to_second
 from offload.bench.budget.head_counts import HeadCounts
 from offload.bench.budget.measure import BudgetMeasurement
 from offload.bench.eval.output import UNKNOWN, Table
@@ -27,6 +31,17 @@ LEGEND = (
     "over steps, of the median head and of the 90th percentile. By layer, medians and percentiles "
     "of attended are of all steps, and off has the 90th percentile of steps; compared: the median "
     "where true is known."
+)
+
+TEMPERATURE_LEGEND = (
+    "\nTemperatures: after so many generated tokens, from all that was written and the last "
+    "window of queries, of those that the policy keeps; geometric means of a layer's KV heads; "
+    "solved: KV heads that have both."
+)
+EVICTION_LEGEND = (
+    "\nWithin a share of the bytes: all decode the text's own tokens. error: relative L2 error of "
+    "a layer's attention output against a run with all keys and values, with what the layers below "
+    "have lost; KL, perplexity: against the same run."
 )
 
 
@@ -107,7 +122,7 @@ def drift_table(rows: Rows) -> Table:
             row.label,
             budget_of(row),
             *(_number(error, ".4f") for error in row.drift.output_error),
-            _number(drift_ratio(row), ".2f"),
+            _number(last_to_second(row.drift.output_error), ".2f"),
             "  ".join(_number(count, ",.0f") for count in row.drift.attended_tokens),
         ]
         for row in rows
@@ -115,10 +130,38 @@ def drift_table(rows: Rows) -> Table:
     ]
 
 
-def drift_ratio(row: BudgetMeasurement) -> float | None:
-    """The error of the last quarter over that of the second."""
-    _, second, _, last = row.drift.output_error
-    return last / second if last is not None and second else None
+def temperature_table(rows: Rows) -> Table:
+    """A row per policy and number of tokens at which temperatures were solved for again."""
+    header = ["policy", "budget", "generated", "temperature, median layer", "lowest", "highest"]
+    header.append("solved")
+    lines = []
+    for row in rows:
+        for later in row.drift.temperatures:
+            known = [x for x in later.of_layers if x is not None]
+            spread = np.percentile(known, (50, 0, 100)).tolist() if known else [None] * 3
+            numbers = [_number(x, ".2f") for x in spread]
+            tokens = f"{later.tokens:,}"
+            lines.append([row.label, budget_of(row), tokens, *numbers, f"{later.solved:.0%}"])
+    return header, lines
+
+
+def eviction_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row per eviction: KL and output error of each quarter, as `measure_evictions` has them."""
+    header = ["eviction", "slots", "condensed", "KL", "perplexity", "KL by quarter"]
+    header += ["error by quarter", "4th / 2nd"]
+    return header, [
+        [
+            row["eviction"],
+            f"{row['slots']:,}",
+            f"{row['condensed']:,}",
+            f"{row['kl']:.4f}",
+            f"{np.expm1(row['loss_change']):+.2%}",
+            "  ".join(f"{x:.4f}" for x in row["kl_of_quarters"]),
+            "  ".join(f"{x:.4f}" for x in row["error_of_quarters"]),
+            _number(last_to_second(row["error_of_quarters"]), ".2f"),
+        ]
+        for row in rows
+    ]
 
 
 def adaptive_of(rows: Rows) -> list[BudgetMeasurement]:

@@ -16,6 +16,7 @@ from offload.policies.registry import policy_names
 
 if TYPE_CHECKING:
     from offload.bench.budget.measure import BudgetMeasurement, BudgetSettings
+    from offload.loading.checkpoint import Checkpoint
     from offload.policies import Policy
     from offload.runtime.config import RuntimeConfig
 
@@ -61,6 +62,14 @@ def budget(
             "0 for none. Keeps a second copy of the KV cache meanwhile.",
         ),
     ] = 64,
+    temperature_every: Annotated[
+        int,
+        _read(
+            metavar="N",
+            help="After every N of these, at least 64, solve again for the temperatures of a "
+            "policy that has any, and compare them with the prompt's.",
+        ),
+    ] = 64,
     policy: Annotated[
         str,
         _compared(
@@ -100,6 +109,19 @@ def budget(
             f"{ADAPTIVE}.inner=exact_topk,sketch. Repeatable.",
         ),
     ] = None,
+    evictions: Annotated[
+        str,
+        _compared(
+            metavar="NAMES",
+            help="Then decode the next --generate tokens of the text within --host-share of the "
+            "bytes, with these evictions, comma-separated: fitted, means, dropped (what "
+            "host_bytes_per_sequence does, without fitting, without merging), snapkv, rkv, "
+            "snapkv-fitted, rkv-fitted.",
+        ),
+    ] = "",
+    host_share: Annotated[
+        float, _compared(metavar="SHARE", help="Of the bytes of all keys and values.")
+    ] = 0.25,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or auto.")] = "bfloat16",
     threads: Threads = None,
     runtime_option: Annotated[
@@ -133,7 +155,7 @@ def budget(
     memory, and both multiplied. The second says how often what heads attend to reaches top-p, how
     much of it is then [bold]needed[/bold], and how far they are from the true count. Then budgets
     by layer and head, and the error by quarter of [bold]--generate[/bold] tokens: what grows there,
-    drifts.
+    drifts; and over page bounds ([bold]--option hard_kv.inner=quest[/bold]) how temperatures do.
 
     [bold]Examples[/bold]
 
@@ -144,6 +166,8 @@ def budget(
         offload bench budget --policy hard_kv,lychee_cluster,exact_topk --max-tokens 1024
 
         offload bench budget --text book.txt --length 7168 --generate 512 --plot budget.png -o json
+
+        offload bench budget --text book.txt --generate 4096 --evictions fitted,dropped,snapkv,rkv
     """
     names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
     check_name("--output", output, OUTPUTS)
@@ -170,14 +194,21 @@ def budget(
             steps=steps,
             sample_every=sample_every,
             generate=generate,
+            temperature_every=temperature_every,
             top_p=shares[0],
         )
-        check_budgets(policies, settings, check_checkpoint(resolve_folder(model)).shape)
+        checkpoint = check_checkpoint(resolve_folder(model))
+        bounded = _evictions(evictions, host_share, runtime, settings)
+        check_budgets(policies, settings, checkpoint.shape)
+        if bounded:
+            _check_bound(host_share, runtime, settings, checkpoint)
         if plot is not None:
             check_plot(plot)
         with quiet_transformers(verbose=verbose):
-            rows = _measure(model, text, runtime, policies, settings)
-        _print(rows, settings, {"model": model, "text": text, **runtime}, output)
+            tokens = _tokens(model, text, settings, settings.generate + 1 if bounded else 0)
+            rows = _measure(model, tokens, runtime, policies, settings)
+            within = _measure_evictions(model, tokens, runtime, bounded, host_share, settings)
+        _print(rows, within, settings, {"model": model, "text": text, **runtime}, output)
         if plot is not None:
             plot_budgets(rows, plot, f"{model}, {length:,} tokens, {steps} steps")
             stderr().print(f"wrote {plot}")
@@ -217,6 +248,50 @@ def _runtime_options(pairs: list[str]) -> dict[str, Scalar]:
     return options
 
 
+def _evictions(
+    names: str, share: float, runtime: Mapping[str, Any], settings: BudgetSettings
+) -> list[str]:
+    """A usage error for what is none, or cannot be compared; none of "", but for a bad share."""
+    from offload.bench.budget.bounded_text import check_share
+    from offload.bench.budget.drift import QUARTERS
+    from offload.bench.budget.evictions import EVICTIONS
+
+    try:
+        check_share(share)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--host-share") from error
+    if not names:
+        return []
+    found = comma_separated(names, option="--evictions", available=tuple(EVICTIONS))
+    for key in ("host_bytes_per_sequence", "condensed_share"):
+        if key in runtime:
+            raise typer.BadParameter(
+                f"{key} is not for --evictions, which have --host-share",
+                param_hint="--runtime-option",
+            )
+    fewest = QUARTERS * settings.sample_every + 1
+    if settings.generate < fewest:
+        raise typer.BadParameter(
+            f"--evictions with --sample-every {settings.sample_every} need at least {fewest} "
+            f"tokens, one step to compare in each quarter, got {settings.generate}",
+            param_hint="--generate",
+        )
+    return list(dict.fromkeys(found))
+
+
+def _check_bound(
+    share: float, runtime: Mapping[str, Any], settings: BudgetSettings, checkpoint: Checkpoint
+) -> None:
+    """A usage error for a share of the text's bytes that is too little for a sequence."""
+    from offload.bench.budget.bounded_text import check_text_bound
+
+    try:
+        num_tokens = settings.length + settings.generate
+        check_text_bound(checkpoint, _config(runtime), num_tokens, share)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--host-share") from error
+
+
 def _config(runtime: Mapping[str, Any]) -> RuntimeConfig:
     from offload.runtime.config import runtime_config
 
@@ -253,24 +328,37 @@ def _shares(text: str) -> list[float]:
     return list(dict.fromkeys(shares))
 
 
+def _tokens(model: str, text: Path | None, settings: BudgetSettings, further: int) -> list[int]:
+    """Of the text: with so many after `length` as are needed, or as `further` says."""
+    from offload.bench.budget.measure import check_text
+    from offload.bench.eval.haystack import prose_text
+    from offload.bench.eval.perplexity import text_tokens
+    from offload.loading.names import load_tokenizer
+
+    beginning, tokens = text_tokens(prose_text(text, "--text"), load_tokenizer(model))
+    tokens = [*beginning, *tokens]
+    check_text(len(tokens), settings)
+    if len(tokens) < settings.length + further:
+        raise ValueError(
+            f"the text has {len(tokens):,} tokens, but --length {settings.length:,} and --generate "
+            f"{settings.generate:,} with --evictions need {settings.length + further:,}; give a "
+            "longer --text, or lower --length or --generate"
+        )
+    return tokens
+
+
 def _measure(
     model: str,
-    text: Path | None,
+    tokens: Sequence[int],
     runtime: Mapping[str, Any],
     policies: Sequence[Policy],
     settings: BudgetSettings,
 ) -> list[BudgetMeasurement]:
-    from offload.bench.budget.measure import check_text, measure_budgets
-    from offload.bench.eval.haystack import prose_text
-    from offload.bench.eval.perplexity import text_tokens
+    from offload.bench.budget.measure import measure_budgets
     from offload.cli.eval.scored import progress_bar
-    from offload.loading.names import load_tokenizer
     from offload.runtime.shared_model import SharedModel
 
     config = _config(runtime)
-    beginning, tokens = text_tokens(prose_text(text, "--text"), load_tokenizer(model))
-    tokens = beginning + tokens
-    check_text(len(tokens), settings)
     # No thread of its own, which would draw during steps that are timed.
     with no_loading_bars(), progress_bar(auto_refresh=False) as progress:
         task = progress.add_task("loading", total=len(policies) * settings.decode_steps)
@@ -287,8 +375,41 @@ def _measure(
         )
 
 
+def _measure_evictions(
+    model: str,
+    tokens: Sequence[int],
+    runtime: Mapping[str, Any],
+    evictions: Sequence[str],
+    share: float,
+    settings: BudgetSettings,
+) -> list[dict[str, Any]]:
+    from offload.bench.budget.bounded_text import measure_evictions
+    from offload.cli.eval.scored import progress_bar
+
+    if not evictions:
+        return []
+    with no_loading_bars(), progress_bar() as progress:
+        total = (1 + len(evictions)) * (settings.generate - 1)
+        task = progress.add_task("loading", total=total)
+        return measure_evictions(
+            model,
+            tokens[: settings.length + settings.generate + 1],
+            settings.length,
+            evictions,
+            share=share,
+            sample_every=settings.sample_every,
+            on_eviction=lambda name: progress.update(task, description=name),
+            on_progress=lambda done: progress.update(task, advance=done),
+            **runtime,
+        )
+
+
 def _print(
-    rows: Sequence[BudgetMeasurement], settings: BudgetSettings, run: dict[str, Any], output: str
+    rows: Sequence[BudgetMeasurement],
+    within: Sequence[dict[str, Any]],
+    settings: BudgetSettings,
+    run: dict[str, Any],
+    output: str,
 ) -> None:
     from dataclasses import asdict
 
@@ -300,8 +421,10 @@ def _print(
     if output == "json":
         run |= {"text": described(run["text"], "--text"), **asdict(settings)}
         found = [row.as_json() for row in rows]
-        print_json({"machine": describe_machine(), "settings": run, "rows": found})
+        document = {"machine": describe_machine(), "settings": run, "rows": found}
+        print_json(document | ({"evictions": within} if within else {}))
         return
+    legend = tables.LEGEND
     title = f"{run['model']}, {settings.length:,} tokens, {settings.steps:,} decode steps"
     shown = {title: tables.main_table(rows), "What heads needed": tables.needed_table(rows)}
     for row in tables.adaptive_of(rows):
@@ -310,4 +433,13 @@ def _print(
     if settings.generate:
         name = f"Output error of {settings.generate:,} generated tokens, by quarter"
         shown[name] = tables.drift_table(rows)
-    print_tables(shown, tables.LEGEND, output)
+        if any(row.drift.temperatures for row in rows):
+            name = "Temperatures solved for again, of those of the prompt"
+            shown[name] = tables.temperature_table(rows)
+            legend += tables.TEMPERATURE_LEGEND
+    if within:
+        share = within[0]["share"]
+        name = f"The text's next {settings.generate:,} tokens within {share:.0%} of the bytes"
+        shown[name] = tables.eviction_table(within)
+        legend += tables.EVICTION_LEGEND
+    print_tables(shown, legend, output)

@@ -24,6 +24,7 @@ def test_temperatures_are_solved_for_again_when_due(
         return [int(x) for x in random_tokens(length, seed=len(kind) + index)]
 
     monkeypatch.setattr(drift, "text_window", text_window)
+    monkeypatch.setattr(drift, "hide_loading_bars", lambda: None)  # of the whole process
     monkeypatch.setattr(drift.KeepsAll, "observed_queries", drift.WINDOW_QUERIES)
     arguments = [f"--model={tmp_path / 'model'}", f"--read={READ}", f"--decode={DECODE}"]
     arguments += ["--windows=1", f"--output={tmp_path}", "--commit=0123456", "--name=drift"]

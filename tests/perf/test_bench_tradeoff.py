@@ -319,9 +319,7 @@ def test_a_policy_measured_again(
     with pytest.raises(ValueError, match=r"took 1\.200 times as long .* raise --tolerance"):
         with_newer(table, slower)
     next(row for row in of_full if row["part"] == "quality")["score"] = 1.5
-    with pytest.raises(
-        ValueError, match=r"score of full attention at 1,[12]00 tokens is .* 1\.500 now"
-    ):
+    with pytest.raises(ValueError, match=r"the score of full .* 1\.500 now"):
         with_newer(table, slower, tolerance=1.0)
     newer["settings"]["model"] = "another"
     with pytest.raises(ValueError, match=r"model: .* in the table, another now"):

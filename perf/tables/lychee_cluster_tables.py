@@ -50,7 +50,8 @@ def chunks_table(result: dict[str, Any]) -> str:
         lines.append(line)
     header = ["text", "windows"]
     header += [f"{rule}: {what}" for rule in RULES for what in ("recall", "mass", "KL")]
-    title = "Structure-aware chunks (published: 8 to 16 tokens, ours: 3 to 5) / fixed ones of 16; 1,024 tokens."
+    lengths = "published: 8 to 16 tokens, ours: 3 to 5"
+    title = f"Structure-aware chunks ({lengths}) / fixed ones of 16; 1,024 tokens."
     return _document(result, title, header, lines)
 
 

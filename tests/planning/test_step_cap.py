@@ -234,27 +234,21 @@ def test_what_nothing_predicts(
         loaded(folder, policy)
     with pytest.raises(NotImplementedError, match="nothing predicts steps of several ranks, or wi"):
         loaded(folder, policy, backend="inline")
-    with pytest.raises(ValueError, match="for a GPU before its heads have their places; give plac"):
-        step_predictor(
-            policy,
-            SMALL,
-            torch.bfloat16,
-            kv_len=100,
-            profile=machine_profile(),
-            placement=None,
-            on_gpu=True,
-        )
     other = HeadPlacement.filled(SMALL.num_layers + 1, SMALL.num_kv_heads, Place.CPU)
-    with pytest.raises(ValueError, match=f"made for another model: .*={SMALL.num_layers + 1}"):
-        step_predictor(
-            policy,
-            SMALL,
-            torch.bfloat16,
-            kv_len=100,
-            profile=machine_profile(),
-            placement=other,
-            on_gpu=True,
-        )
+    for placement, message in (
+        (None, "for a GPU before its heads have their places; give plac"),
+        (other, f"made for another model: .*={SMALL.num_layers + 1}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step_predictor(
+                policy,
+                SMALL,
+                torch.bfloat16,
+                kv_len=100,
+                profile=machine_profile(),
+                placement=placement,
+                on_gpu=True,
+            )
 
 
 def test_a_plan_for_a_gpu_with_places(tmp_path: Path) -> None:

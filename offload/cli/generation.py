@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.policies import Policy
+from offload.policies import HardKV, Policy
 from offload.runtime.quality import Quality
 from offload.system.stdlib_text import filler_prompt
 
@@ -115,7 +115,7 @@ def answer(
             sizes = ranks.total(*sizes)
     return {
         "policy": policy.name,
-        "policy_options": asdict(policy),
+        "policy_options": asdict(policy) | _resolved_cap(policy, model._offload.config.policy),
         "answer": tokenizer.decode(new_ids, skip_special_tokens=True).strip(),
         "context_tokens": input_ids.shape[1],
         "new_tokens": len(new_ids),
@@ -124,6 +124,12 @@ def answer(
         "condensed": None if cache is None else asdict(cache.tokens[0]),
         "quality": quality_row(model.quality()) if model._offload.config.quality_probe else None,
     }
+
+
+def _resolved_cap(policy: Policy, loaded: Policy) -> dict[str, Any]:
+    """What a cap of a step came to in tokens when the model was loaded, beside the cap itself."""
+    has_cap = isinstance(policy, HardKV) and policy.step_cap
+    return {"max_tokens": loaded.budget_tokens} if has_cap else {}
 
 
 def quality_row(quality: Quality) -> dict[str, Any]:

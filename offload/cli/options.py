@@ -80,6 +80,20 @@ def counts(text: str, *, option: str, least: int = 1) -> list[int]:
     return numbers
 
 
+def shares(text: str, *, option: str) -> list[float]:
+    """`"0.9,0.95"` -> `[0.9, 0.95]`, each once; a usage error unless all are in (0, 1]."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < share <= 1 for share in numbers):
+        raise typer.BadParameter(
+            f"expected shares above 0 and at most 1, separated by commas, got {text!r}",
+            param_hint=option,
+        )
+    return list(dict.fromkeys(numbers))
+
+
 def scalar(text: str) -> Scalar:
     """A number or a boolean if it looks like one, else the text."""
     if text.lower() in ("true", "false"):

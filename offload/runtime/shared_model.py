@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from offload.cascade.bound import CONDENSED_SHARE
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.names import resolve_folder
 from offload.loading.stock_model import load_stock_model
@@ -54,6 +55,50 @@ class ReadPrompt:
     cache: OffloadedCache
     logits: Tensor
     seconds: float
+
+
+class ContinuesPrompts(Protocol):
+    """What decodes after a prompt: `SharedModel` and `BoundedModel`."""
+
+    @property
+    def runtimes(self) -> Sequence[Runtime]:
+        """One per policy."""
+
+    def continued(self, index: int, prompt: ReadPrompt) -> AbstractContextManager[OffloadedCache]:
+        """A cache with the prompt for `runtimes[index]`, gone afterwards."""
+
+
+class BoundedModel:
+    """One runtime whose sequences have host_bytes_per_sequence, which reads its own prompts.
+
+    What is condensed of a prompt depends on the bound, so that nobody else can continue it. Weights
+    are those of the `SharedModel` that it is from; the KV store is not.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtimes: Sequence[Runtime] = (runtime,)
+
+    @contextmanager
+    def read(self, tokens: Sequence[int]) -> Iterator[ReadPrompt]:
+        """As `SharedModel.read`, in slices where the prompt is longer than the bound."""
+        (runtime,), ids = self.runtimes, torch.tensor(tokens)
+        runtime.check_context(len(ids))
+        cache = OffloadedCache(runtime.sequences)
+        batch = pack((1, len(ids)), None, torch.arange(len(ids))[None])
+        start = time.perf_counter()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                embedded = runtime.lean.embed_tokens(ids.to(runtime.device))
+                hidden, phase = runtime.run(embedded, batch, cache, ids)
+                logits = runtime.logits(hidden[-1:], phase)
+            yield ReadPrompt(ids, cache, logits, time.perf_counter() - start)
+        finally:
+            cache.reset()
+
+    @contextmanager
+    def continued(self, index: int, prompt: ReadPrompt) -> Iterator[OffloadedCache]:
+        """The prompt itself, which can be continued once."""
+        yield prompt.cache
 
 
 class SharedModel:
@@ -110,10 +155,12 @@ class SharedModel:
             move_to_device(stock, reading)
             reader = Runtime(open_loaded(stock, reading, folder))
         opened = open_loaded(self.stock, configs[0], folder)
+        self._opened = [opened]
         self.runtimes = [Runtime(opened, None if reader is None else reader.store)]
         store = self.runtimes[0].store
         for of_policy in configs[1:]:
             other = replace(open_loaded(self.stock, of_policy, folder), lean=opened.lean)
+            self._opened.append(other)
             self.runtimes.append(Runtime(other, store))
         self._reader = reader or self.runtimes[0]
         states = [runtime.attention.states for runtime in self.runtimes]
@@ -134,6 +181,20 @@ class SharedModel:
         """With which the model ends an answer."""
         eos = self.stock.generation_config.eos_token_id
         return set(eos) if isinstance(eos, list) else {eos} - {None}
+
+    def bounded(
+        self, index: int, num_bytes: int, *, condensed_share: float = CONDENSED_SHARE
+    ) -> BoundedModel:
+        """As `runtimes[index]`, with at most `num_bytes` of host memory for a sequence.
+
+        Raises:
+            ValueError: as `OffloadedModel.from_pretrained` with host_bytes_per_sequence.
+        """
+        opened = self._opened[index]
+        config = replace(
+            opened.config, host_bytes_per_sequence=num_bytes, condensed_share=condensed_share
+        )
+        return BoundedModel(Runtime(replace(opened, config=config)))
 
     @contextmanager
     def read(

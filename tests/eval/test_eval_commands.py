@@ -330,3 +330,64 @@ def test_help_teaches(kind: str) -> None:
     assert result.exit_code == 0
     for text in ("--policy", "--resume", "Examples", f"offload eval {kind}"):
         assert text in result.stdout
+
+
+def test_bounds_beside_the_whole(ruler: list[str]) -> None:
+    bounded = ["--host-share", "0.5", "--evictions", "fitted,dropped", "--page-tokens", "16"]
+    few = [*ruler, "--lengths", "1100", "--decode-last", "8", "--json"]
+    plain = json.loads(runner.invoke(app, few).stdout)
+    result = runner.invoke(app, [*few, *bounded])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    labels = ["full", "exact_topk 64", "streaming_llm 64"]
+    within = [f"{label} host=0.5{drops}" for label in labels for drops in ("", " dropped")]
+    lines = {line["policy"]: line for line in document["summary"]}
+    assert [*lines] == [
+        x for i, label in enumerate(labels) for x in (label, *within[2 * i : 2 * i + 2])
+    ]
+    (cell,), (before,) = document["cells"], plain["cells"]
+    for label in labels:
+        assert cell["attended_tokens"][label] == before["attended_tokens"][label]
+        assert "slots" not in lines[label]
+    of_full = [cell["attended_tokens"][label] for label in (labels[0], *within[:2])]
+    for label in within:
+        assert lines[label]["slots"] % 16 == 0
+        assert 300 < lines[label]["slots"] < 0.5 * 1100
+        assert lines[label]["condensed_tokens"] > 500
+    assert max(of_full[1:]) < 0.55 * of_full[0]
+    assert document["settings"]["bounds"][1] == {"share": 0.5, "eviction": "dropped"}
+    result = runner.invoke(app, [*few[:-1], *bounded])
+    assert "host=SHARE: prompt and answer within" in flat(result.stdout)
+    assert "full host=0.5 dropped" in flat(result.stdout)
+
+
+def test_perplexity_within_a_bound(roomy_folder: Path) -> None:
+    arguments = ["--lengths", "600", "--steps", "8", "--windows", "2", "--policy", "full"]
+    arguments += ["--host-share", "0.6,0.3", "--page-tokens", "16", "-o"]
+    result = runner.invoke(app, command("perplexity", roomy_folder, *arguments, "json"))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["policy"] for row in rows] == ["full", "full host=0.6", "full host=0.3"]
+    assert rows[2]["slots"] < rows[1]["slots"] < 0.6 * 608
+    assert len({row["nll"] for row in rows}) == 3
+    result = runner.invoke(app, command("perplexity", roomy_folder, *arguments, "md"))
+    assert "| tokens/s | slots | condensed |" in result.stdout
+
+
+def test_bounds_that_cannot_be(
+    ruler: list[str], roomy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it before the model is loaded."""
+    import offload.runtime.shared_model as shared_model
+
+    monkeypatch.setattr(shared_model, "load_stock_model", None)
+    for arguments, code, message in (
+        (["--host-share", "1"], 2, "must be above 0 and below 1, got 1.0"),
+        (["--host-share", "half"], 2, "expected shares above 0"),
+        (["--host-share", "0.5", "--evictions", "h2o"], 2, "unknown 'h2o'; available: fitted"),
+        (["--evictions", "dropped"], 2, "needs --host-share"),
+        (["--host-share", "0.2"], 1, "a page of 256 tokens need"),
+    ):
+        result = runner.invoke(app, [*ruler, *arguments])
+        assert result.exit_code == code, result.output
+        assert message in flat(result.stderr)

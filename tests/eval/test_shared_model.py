@@ -12,6 +12,7 @@ from cases.tiny_models import EOS_TOKEN, VOCAB_SIZE, random_tokens
 from offload import OffloadedModel
 from offload.bench.eval.answers import greedy_answer
 from offload.bench.eval.perplexity import measure_window, windows_of
+from offload.cascade.bound import CONDENSED_SHARE
 from offload.decode.attention import DecodeAttention
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
@@ -205,3 +206,36 @@ def test_another_device_reads_and_builds(
     store = apart.runtimes[0].store
     assert store.num_sequences == 0
     assert not any(runtime.attention.states._known for runtime in apart.runtimes)
+
+
+@pytest.mark.parametrize("share", [0.0, CONDENSED_SHARE])
+def test_within_a_bound_each_says_what_it_says_alone(
+    tiny_folders: dict[str, Path], share: float
+) -> None:
+    prompt = random_tokens(2 * PROMPT, seed=5).tolist()
+    config = runtime_config(num_threads=1, page_tokens=16)
+    some = [x for x in policies() if x.name in ("full", "exact_topk", "streaming_llm")]
+    shared = SharedModel(tiny_folders["llama"], some, config)
+    said = set()
+    for index, policy in enumerate(some):
+        options = {"host_bytes_per_sequence": "384KiB", "condensed_share": share}
+        bounded = shared.bounded(index, 384 * 2**10, condensed_share=share)
+        with bounded.read(prompt) as read:
+            answer = greedy_answer(bounded, 0, read, lambda said: said[-1] == EOS_TOKEN, NEW_TOKENS)
+            (row,) = read.cache.tokens
+        assert row.seen == 2 * PROMPT + len(answer.tokens) - 1
+        assert row.kept < row.seen
+        assert (row.condensed > 0) == (share > 0)
+        assert bounded.runtimes[0].store.num_sequences == 0
+        alone = OffloadedModel.from_pretrained(
+            tiny_folders["llama"], policy=policy, num_threads=1, page_tokens=16, **options
+        )
+        assert answer.tokens == greedy(alone, prompt), policy.name
+        said.add(tuple(answer.tokens))
+    assert len(said) > 2
+    assert shared.runtimes[0].store.host_bytes_used == 0
+
+
+def test_a_bound_that_is_too_little(shared: SharedModel) -> None:
+    with pytest.raises(ValueError, match="a page of 256 tokens need"):
+        shared.bounded(0, 64 * 2**10)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cpu_ops.step_rows import DecodeStep
 from offload.bench.budget.drift import QUARTERS
-from offload.bench.budget.evictions import EVICTIONS
+from offload.bench.budget.evictions import EVICTIONS, use_eviction
 from offload.bench.selection.metrics import by_rows, kl_divergence, negative_log_likelihood
 from offload.bench.selection.observer import looked_at
 from offload.cascade.bound import CONDENSED_SHARE
@@ -79,8 +79,7 @@ def decode_text(
     attention, cascade = model._offload.attention, model._offload.sequences.cascade
     num_qo_heads = attention.num_qo_heads
     if cascade is not None:
-        group_size = num_qo_heads // attention.store.num_kv_heads
-        cascade.condense_heads = EVICTIONS[eviction].condense_heads(group_size)
+        use_eviction(model._offload, eviction)
     outputs: list[Tensor] = []
 
     def attended(layer_idx: int, step: DecodeStep, query: Tensor, out: Tensor) -> None:

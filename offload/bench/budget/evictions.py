@@ -17,6 +17,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ from torch import Tensor
 from offload.cascade.cascade import AHEAD
 from offload.cascade.condense import Condensed, Split, condense
 from offload.cascade.window import SPACING
+
+if TYPE_CHECKING:
+    from offload.runtime.runtime import Runtime
 
 KERNEL_SIZE = 7  # of pooling over neighbours: R-KV's, and one of SnapKV's
 # R-KV: the weight of importance, and from which cosine on keys are alike.
@@ -126,3 +130,11 @@ EVICTIONS = {
     "snapkv-fitted": Eviction(snapkv_scores),
     "rkv-fitted": Eviction(rkv_scores),
 }
+
+
+def use_eviction(runtime: Runtime, name: str) -> None:
+    """Have the sequences of a runtime with a bound condensed as one of `EVICTIONS` says."""
+    cascade, attention = runtime.sequences.cascade, runtime.attention
+    assert cascade is not None
+    group_size = attention.num_qo_heads // attention.store.num_kv_heads
+    cascade.condense_heads = EVICTIONS[name].condense_heads(group_size)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.bench.eval.bounds import Bound, read_within
 from offload.bench.eval.prompt import prompt_text, prompt_tokens
 from offload.bench.eval.sample import Sample, string_match_all
 from offload.decode.sampling import SamplingOptions
 from offload.runtime.runtime import Runtime
-from offload.runtime.shared_model import ReadPrompt, SharedModel
+from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
 
 _GREEDY = SamplingOptions()
 
@@ -45,14 +46,16 @@ def answer_sample(
     *,
     chat: bool,
     decode_last: int = 0,
+    bounds: Sequence[Bound] = (),
 ) -> dict[str, Any]:
-    """What each policy answers to a sample, and the scores.
+    """What each policy answers to a sample, and the scores; then each within each bound.
 
     Args:
         labels: of the runtimes of `model`, as the record shall name them.
         chat: use the tokenizer's chat template.
         decode_last: tokens at the prompt's end, fewer than it has, that are decoded one by one
             under each policy.
+        bounds: on the host memory of prompt and answer, which is then as long as it may be.
     """
     text = prompt_text(sample, tokenizer, chat=chat)
     room = model.max_context - sample.max_new_tokens
@@ -77,33 +80,43 @@ def answer_sample(
             f"cannot decode the last {decode_last} of the {len(tokens)} tokens of a prompt; "
             "lower --decode-last or raise --lengths"
         )
+
+    def answered(by: ContinuesPrompts, index: int, prompt: ReadPrompt) -> dict[str, Any]:
+        answer = greedy_answer(
+            by,
+            index,
+            prompt,
+            # What comes after all right answers can take none of them back.
+            lambda tokens: tokens[-1] in stop or score_of(tokens) == 1,
+            sample.max_new_tokens,
+            unread=tokens[num_read:],
+        )
+        return {
+            "answer": said_by(answer.tokens),
+            "score": score_of(answer.tokens),
+            "new_tokens": len(answer.tokens),
+            "attended_tokens": answer.attended_tokens,
+            "scored_tokens": answer.scored_tokens,
+            "decode_seconds": round(answer.seconds, 4),
+            "build_seconds": round(answer.build_seconds, 4),
+        }
+
+    answers = {}
     with model.read(tokens[:num_read]) as prompt:
         record["prefill_seconds"] = round(prompt.seconds, 4)
-        answers = {}
         for index, label in enumerate(labels):
-            answer = greedy_answer(
-                model,
-                index,
-                prompt,
-                # What comes after all right answers can take none of them back.
-                lambda tokens: tokens[-1] in stop or score_of(tokens) == 1,
-                sample.max_new_tokens,
-                unread=tokens[num_read:],
-            )
-            answers[label] = {
-                "answer": said_by(answer.tokens),
-                "score": score_of(answer.tokens),
-                "new_tokens": len(answer.tokens),
-                "attended_tokens": answer.attended_tokens,
-                "scored_tokens": answer.scored_tokens,
-                "decode_seconds": round(answer.seconds, 4),
-                "build_seconds": round(answer.build_seconds, 4),
-            }
+            answers[label] = answered(model, index, prompt)
+    further = decode_last + sample.max_new_tokens
+    for index, label in enumerate(labels):
+        for bound in bounds:
+            with read_within(bound, model, index, tokens[:num_read], further) as read:
+                said = answered(read.model, 0, read.prompt)
+                answers[bound.label(label)] = said | read.measured()
     return record | {"answers": answers}
 
 
 def greedy_answer(
-    model: SharedModel,
+    model: ContinuesPrompts,
     index: int,
     prompt: ReadPrompt,
     is_done: Callable[[list[int]], bool],

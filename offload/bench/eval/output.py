@@ -20,6 +20,11 @@ PERPLEXITY_LEGEND = (
     "change: of the perplexity, relative to full attention's, 95 % interval by Student's t of the "
     "windows' differences. attended: tokens per decode step, layer and KV head."
 )
+BOUND_LEGEND = (
+    " host=SHARE: prompt and answer within this share of the bytes of their keys and values. "
+    "slots: tokens that the KV cache has then room for; condensed: tokens that have lost theirs at "
+    "the end, mean over prompts."
+)
 PLOT_COLUMNS = 4
 
 
@@ -41,36 +46,56 @@ def cell_table(cells: Sequence[Mapping[str, Any]]) -> Table:
 def summary_table(summary: Sequence[Mapping[str, Any]]) -> Table:
     """A row per policy."""
     header = ["policy", "mean", "difference", "95 % interval", "attended", "tokens/s"]
-    return header, [
+    return _with_bounds(
+        summary,
+        header,
         [
-            line["policy"],
-            _points(line["score"], ""),
-            _points(line["difference"], "+"),
-            _interval(line["interval"]),
-            _number(line["attended_tokens"]),
-            _number(_rate(line)),
-        ]
-        for line in summary
-    ]
+            [
+                line["policy"],
+                _points(line["score"], ""),
+                _points(line["difference"], "+"),
+                _interval(line["interval"]),
+                _number(line["attended_tokens"]),
+                _number(_rate(line)),
+            ]
+            for line in summary
+        ],
+    )
 
 
 def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A row per length and policy."""
     header = ["policy", "length", "perplexity", "change", "95 % interval", "attended", "tokens/s"]
-    return header, [
+    return _with_bounds(
+        rows,
+        header,
         [
-            row["policy"],
-            f"{row['length']:,}",
-            f"{row['perplexity']:.3f}",
-            f"{row['change']:+.2%}",
-            UNKNOWN
-            if row["interval"] is None
-            else " … ".join(f"{change:+.2%}" for change in row["interval"]),
-            _number(row["attended_tokens"]),
-            _number(_rate(row)),
-        ]
-        for row in rows
-    ]
+            [
+                row["policy"],
+                f"{row['length']:,}",
+                f"{row['perplexity']:.3f}",
+                f"{row['change']:+.2%}",
+                UNKNOWN
+                if row["interval"] is None
+                else " … ".join(f"{change:+.2%}" for change in row["interval"]),
+                _number(row["attended_tokens"]),
+                _number(_rate(row)),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _with_bounds(
+    lines: Sequence[Mapping[str, Any]], header: list[str], cells: list[list[str]]
+) -> Table:
+    """Cells of a table, with what bounds allowed and took where any of its lines has one."""
+    if not any("slots" in line for line in lines):
+        return header, cells
+    names = ("slots", "condensed_tokens")
+    of_bounds = [[_number(line.get(name)) for name in names] for line in lines]
+    both = zip(cells, of_bounds, strict=True)
+    return [*header, "slots", "condensed"], [[*row, *of_bound] for row, of_bound in both]
 
 
 def plot_cells(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from offload.bench.eval.answers import attended_tokens
+from offload.bench.eval.bounds import Bound, read_within
 from offload.bench.eval.intervals import student_interval
 from offload.bench.eval.record_file import Record
-from offload.bench.eval.summary import FULL, mean
+from offload.bench.eval.summary import FULL, bound_means, mean
 from offload.models.batch import one_token_each
-from offload.runtime.shared_model import ReadPrompt, SharedModel
+from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,28 @@ def windows_of(
     ]
 
 
-def measure_window(model: SharedModel, labels: Sequence[str], window: Window) -> dict[str, Any]:
-    """The negative log-likelihood of a window's last tokens under each policy, in nats."""
+def measure_window(
+    model: SharedModel, labels: Sequence[str], window: Window, bounds: Sequence[Bound] = ()
+) -> dict[str, Any]:
+    """The negative log-likelihood of a window's last tokens under each policy, in nats; then under
+    each within each bound."""
     context, following = window.tokens[: window.length], window.tokens[window.length :]
     with model.read(context) as prompt:
         answers = {
             label: _measure(model, index, prompt, following) for index, label in enumerate(labels)
         }
         seconds = round(prompt.seconds, 4)
+    for index, label in enumerate(labels):
+        for bound in bounds:
+            with read_within(bound, model, index, context, len(following) - 1) as read:
+                measured = _measure(read.model, 0, read.prompt, following)
+                answers[bound.label(label)] = measured | read.measured()
     return {"prefill_seconds": seconds, "answers": answers}
 
 
 @contextmanager
 def teacher_forced(
-    model: SharedModel, index: int, prompt: ReadPrompt
+    model: ContinuesPrompts, index: int, prompt: ReadPrompt
 ) -> Iterator[Callable[[int], torch.Tensor]]:
     """What decodes the next token of a prompt's text under a policy: logits [vocab_size] after it.
 
@@ -113,7 +122,7 @@ def teacher_forced(
 
 
 def _measure(
-    model: SharedModel, index: int, prompt: ReadPrompt, following: Sequence[int]
+    model: ContinuesPrompts, index: int, prompt: ReadPrompt, following: Sequence[int]
 ) -> dict[str, Any]:
     runtime = model.runtimes[index]
     # The first of them needs no decode step: it is the prompt's, and the same for all.
@@ -165,6 +174,7 @@ def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[di
                     "attended_tokens": mean([answer["attended_tokens"] for answer in answers]),
                     "decode_seconds": sum(answer["decode_seconds"] for answer in answers),
                     "decoded_tokens": sum(answer["tokens"] for answer in answers),
+                    **bound_means(answers),
                 }
             )
     return rows

@@ -62,6 +62,7 @@ def summaries(
                 "decode_seconds": sum(r["answers"][label]["decode_seconds"] for r in records),
                 "build_seconds": sum(r["answers"][label]["build_seconds"] for r in records),
                 "decoded_tokens": sum(r["answers"][label]["new_tokens"] - 1 for r in records),
+                **bound_means([r["answers"][label] for r in records]),
             }
         )
     return lines
@@ -112,6 +113,14 @@ def _scores(records: Sequence[Record], label: str) -> Values:
 
 def _mean_of(records: Sequence[Record], label: str, key: str) -> float | None:
     return mean([record["answers"][label].get(key) for record in records])
+
+
+def bound_means(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of answers within a bound: its mean in bytes and slots, and the mean count of tokens that
+    were condensed; nothing of others."""
+    names = ("host_bytes", "slots", "condensed_tokens")
+    bounded = [answer for answer in answers if "host_bytes" in answer]
+    return {n: float(np.mean([x[n] for x in bounded])) for n in names if bounded}
 
 
 def mean(values: Sequence[Any]) -> float | None:

@@ -11,7 +11,7 @@ import typer
 
 from offload.cli.bench.options import Threads, check_name, option_values, policy_grid
 from offload.cli.console import no_loading_bars, print_json, quiet_transformers, running, stderr
-from offload.cli.options import Scalar, comma_separated, counts, key_values, scalar
+from offload.cli.options import Scalar, comma_separated, counts, key_values, scalar, shares
 from offload.policies.registry import policy_names
 
 if TYPE_CHECKING:
@@ -171,10 +171,10 @@ def budget(
     """
     names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
     check_name("--output", output, OUTPUTS)
-    shares = _shares(top_p)
+    top_shares = shares(top_p, option="--top-p")
     budgets = counts(budget_tokens, option="--budget-tokens")
     options = option_values(option or [], option="--option")
-    _check_options(names, options, shares, max_tokens)
+    _check_options(names, options, top_shares, max_tokens)
     runtime: dict[str, Any] = {"dtype": dtype, "device": "cpu", "num_threads": threads}
     runtime |= _runtime_options(runtime_option or [])
 
@@ -187,7 +187,7 @@ def budget(
 
         if ADAPTIVE in names:
             cap = max_tokens or length // 2
-            options |= {f"{ADAPTIVE}.top_p": list(shares), f"{ADAPTIVE}.budget_tokens": [cap]}
+            options |= {f"{ADAPTIVE}.top_p": [*top_shares], f"{ADAPTIVE}.budget_tokens": [cap]}
         policies = _policies(names, budgets, options)
         settings = BudgetSettings(
             length=length,
@@ -195,7 +195,7 @@ def budget(
             sample_every=sample_every,
             generate=generate,
             temperature_every=temperature_every,
-            top_p=shares[0],
+            top_p=top_shares[0],
         )
         checkpoint = check_checkpoint(resolve_folder(model))
         bounded = _evictions(evictions, host_share, runtime, settings)
@@ -217,7 +217,7 @@ def budget(
 def _check_options(
     names: Sequence[str],
     options: Mapping[str, Any],
-    shares: Sequence[float],
+    top_shares: Sequence[float],
     max_tokens: int | None,
 ) -> None:
     """A usage error for what has an option of its own, or none of the policies would take."""
@@ -228,7 +228,7 @@ def _check_options(
         if name == "top_p" and owner in ("", ADAPTIVE):
             raise typer.BadParameter("use --top-p for it", param_hint="--option")
     if ADAPTIVE not in names:
-        further = ",".join(map(str, shares[1:]))
+        further = ",".join(map(str, top_shares[1:]))
         for option, given in (("--max-tokens", max_tokens), ("--top-p", further)):
             if given:
                 raise typer.BadParameter(
@@ -312,20 +312,6 @@ def _policies(
         hint = "--budget-tokens, --max-tokens or --option"
         raise typer.BadParameter(str(error), param_hint=hint) from error
     return list(dict.fromkeys(policies))
-
-
-def _shares(text: str) -> list[float]:
-    """`"0.9,0.95"` -> `[0.9, 0.95]`, each once."""
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        shares = []
-    if not shares or not all(0 < share <= 1 for share in shares):
-        raise typer.BadParameter(
-            f"expected shares above 0 and at most 1, separated by commas, got {text!r}",
-            param_hint="--top-p",
-        )
-    return list(dict.fromkeys(shares))
 
 
 def _tokens(model: str, text: Path | None, settings: BudgetSettings, further: int) -> list[int]:

@@ -25,6 +25,8 @@ def needle(
     policy: opt.Policies = "exact_topk",
     budget_tokens: opt.BudgetTokens = "1024",
     option: opt.PolicyOptions = None,
+    host_share: opt.HostShares = "",
+    evictions: opt.Evictions = opt.DEFAULT_EVICTIONS,
     lengths: opt.Lengths = "2048,4096,8192",
     depths: Annotated[
         str,
@@ -42,6 +44,7 @@ def needle(
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = "cpu",
     threads: opt.Threads = None,
+    page_tokens: opt.PageTokens = 256,
     resume: opt.Resume = None,
     output: opt.Output = "table",
     as_json: opt.AsJson = False,
@@ -67,7 +70,14 @@ def needle(
     all_lengths = counts(lengths, option="--lengths")
     shown = opt.output_format(output, as_json)
     setup = Setup(
-        model, opt.policies_of(policy, budget_tokens, option), dtype, device, threads, verbose
+        model,
+        opt.policies_of(policy, budget_tokens, option),
+        opt.bounds_of(host_share, evictions),
+        dtype,
+        device,
+        threads,
+        page_tokens,
+        verbose,
     )
 
     def make_samples(tokenizer: Any, chat: bool) -> list[Sample]:

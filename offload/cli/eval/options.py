@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload.cli.bench.options import option_values, policy_grid
-from offload.cli.options import Scalar, comma_separated, counts
+from offload.cli.options import Scalar, comma_separated, counts, shares
 from offload.policies.registry import policy_names
 
 if TYPE_CHECKING:
+    from offload.bench.eval.bounds import Bound
     from offload.policies import Policy
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_EVICTIONS = "fitted"
 OUTPUTS = ("table", "json", "md")
 MODEL_PANEL = "What runs"
 POLICY_PANEL = "What is compared"
@@ -53,6 +55,30 @@ PolicyOptions = Annotated[
         "lfps.alpha=0.1,0.2. Repeatable.",
         rich_help_panel=POLICY_PANEL,
     ),
+]
+HostShares = Annotated[
+    str,
+    typer.Option(
+        "--host-share",
+        metavar="SHARES",
+        help="Ask every policy, and full attention, again within these shares of the bytes of "
+        "prompt and answer (host_bytes_per_sequence), such as 0.5,0.25. Each reads each prompt by "
+        "itself then, and the smaller --page-tokens, the less is lost to whole pages.",
+        rich_help_panel=POLICY_PANEL,
+    ),
+]
+Evictions = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES",
+        help="What becomes of tokens beyond --host-share, comma-separated: fitted (what "
+        "host_bytes_per_sequence does), means (without fitting), dropped (without merging), "
+        "snapkv, rkv, snapkv-fitted, rkv-fitted.",
+        rich_help_panel=POLICY_PANEL,
+    ),
+]
+PageTokens = Annotated[
+    int, typer.Option(min=1, help="In a page of the KV cache.", rich_help_panel=MODEL_PANEL)
 ]
 Lengths = Annotated[
     str,
@@ -170,6 +196,26 @@ def policies_of(names: str, budgets: str, option: Sequence[str] | None) -> list[
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--option") from error
     return list(dict.fromkeys(policies))
+
+
+def bounds_of(host_shares: str, evictions: str) -> list[Bound]:
+    """Each share with each eviction; none of "", or a usage error."""
+    if not host_shares:
+        if evictions != DEFAULT_EVICTIONS:
+            raise typer.BadParameter("needs --host-share", param_hint="--evictions")
+        return []
+    from offload.bench.budget.bounded_text import check_share
+    from offload.bench.budget.evictions import EVICTIONS
+    from offload.bench.eval.bounds import Bound
+
+    found = shares(host_shares, option="--host-share")
+    names = comma_separated(evictions, option="--evictions", available=tuple(EVICTIONS))
+    try:
+        for share in found:
+            check_share(share)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--host-share") from error
+    return [Bound(share, name) for share in found for name in dict.fromkeys(names)]
 
 
 def _windows(

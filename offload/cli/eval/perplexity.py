@@ -27,6 +27,8 @@ def perplexity(
     policy: opt.Policies = "exact_topk",
     budget_tokens: opt.BudgetTokens = "1024",
     option: opt.PolicyOptions = None,
+    host_share: opt.HostShares = "",
+    evictions: opt.Evictions = opt.DEFAULT_EVICTIONS,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -64,6 +66,7 @@ def perplexity(
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = "cpu",
     threads: opt.Threads = None,
+    page_tokens: opt.PageTokens = 256,
     resume: opt.Resume = None,
     output: opt.Output = "table",
     as_json: opt.AsJson = False,
@@ -81,12 +84,21 @@ def perplexity(
 
         offload eval perplexity --text book.txt --lengths 2048,4096,7168 --windows 16
 
+        offload eval perplexity --policy full --host-share 0.5,0.25 --evictions fitted,dropped
+
         offload eval perplexity --steps 512 --stride 2048 --resume perplexity.jsonl --json
     """
     all_lengths = counts(lengths, option="--lengths")
     shown, distance = opt.output_format(output, as_json), stride or steps
     setup = Setup(
-        model, opt.policies_of(policy, budget_tokens, option), dtype, device, threads, verbose
+        model,
+        opt.policies_of(policy, budget_tokens, option),
+        opt.bounds_of(host_share, evictions),
+        dtype,
+        device,
+        threads,
+        page_tokens,
+        verbose,
     )
 
     def make_windows(tokenizer: Any) -> list[Window]:
@@ -103,7 +115,7 @@ def perplexity(
     def measure(model: SharedModel, tokenizer: Any, window: Window) -> dict[str, Any]:
         from offload.bench.eval.perplexity import measure_window
 
-        return measure_window(model, setup.labels, window)
+        return measure_window(model, setup.labels, window, setup.bounds)
 
     with running(verbose=verbose):
         from offload.bench.eval.haystack import described
@@ -114,6 +126,7 @@ def perplexity(
             setup,
             make_windows,
             measure,
+            lambda tokenizer, window: len(window.tokens) - 1,
             resume=resume,
             settings={
                 "text": described(text, "--text"),
@@ -123,13 +136,14 @@ def perplexity(
                 "stride": distance,
             },
         )
-        from offload.bench.eval.output import PERPLEXITY_LEGEND, perplexity_table
+        from offload.bench.eval.output import BOUND_LEGEND, PERPLEXITY_LEGEND, perplexity_table
         from offload.bench.eval.perplexity import perplexity_rows
         from offload.system.machine import describe_machine
 
-        rows = perplexity_rows(records, setup.labels)
+        rows = perplexity_rows(records, setup.all_labels)
         if shown == "json":
             print_json({"machine": describe_machine(), "settings": options, "rows": rows})
         else:
             title = f"perplexity: {model}, {steps} decode steps of {windows} windows"
-            print_tables({title: perplexity_table(rows)}, PERPLEXITY_LEGEND, shown)
+            legend = PERPLEXITY_LEGEND + BOUND_LEGEND * bool(setup.bounds)
+            print_tables({title: perplexity_table(rows)}, legend, shown)

@@ -41,6 +41,8 @@ def ruler(
     policy: opt.Policies = "exact_topk",
     budget_tokens: opt.BudgetTokens = "1024",
     option: opt.PolicyOptions = None,
+    host_share: opt.HostShares = "",
+    evictions: opt.Evictions = opt.DEFAULT_EVICTIONS,
     lengths: opt.Lengths = "4096",
     tasks: Annotated[
         str,
@@ -58,6 +60,7 @@ def ruler(
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = "cpu",
     threads: opt.Threads = None,
+    page_tokens: opt.PageTokens = 256,
     resume: opt.Resume = None,
     output: opt.Output = "table",
     as_json: opt.AsJson = False,
@@ -80,6 +83,8 @@ def ruler(
 
         offload eval ruler --policy lfps,quest --budget-tokens 256,1024 --resume ruler.jsonl
 
+        offload eval ruler --policy lychee_cluster --host-share 0.5,0.25 --page-tokens 64
+
         offload eval ruler ./Qwen3-0.6B --lengths 4096,16384 --haystack books/ --json > ruler.json
     """
     names = [*TASK_NAMES]
@@ -89,7 +94,14 @@ def ruler(
     shown = opt.output_format(output, as_json)
     has_prose = any(name in PROSE_NAMES for name in names)
     setup = Setup(
-        model, opt.policies_of(policy, budget_tokens, option), dtype, device, threads, verbose
+        model,
+        opt.policies_of(policy, budget_tokens, option),
+        opt.bounds_of(host_share, evictions),
+        dtype,
+        device,
+        threads,
+        page_tokens,
+        verbose,
     )
 
     def make_samples(tokenizer: Any, chat: bool) -> list[Sample]:

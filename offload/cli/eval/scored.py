@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from offload.system.version import __version__
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from offload.bench.eval.bounds import Bound
     from offload.bench.eval.output import Table as EvalTable
     from offload.bench.eval.record_file import Record
     from offload.bench.eval.sample import Item, Sample
@@ -27,9 +28,11 @@ class Setup:
 
     model: str
     policies: Sequence[Policy]
+    bounds: Sequence[Bound]
     dtype: str
     device: str
     threads: int | None
+    page_tokens: int
     verbose: bool
 
     @property
@@ -39,11 +42,39 @@ class Setup:
 
         return [label_of(policy) for policy in self.policies]
 
+    @property
+    def all_labels(self) -> list[str]:
+        """Of the policies, and of each within each bound."""
+        from offload.bench.eval.bounds import all_labels
+
+        return all_labels(self.labels, self.bounds)
+
     def config(self) -> RuntimeConfig:
         """How it runs; refuses a device or dtype that there is not."""
         from offload.runtime.config import runtime_config
 
-        return runtime_config(dtype=self.dtype, device=self.device, num_threads=self.threads)
+        return runtime_config(
+            dtype=self.dtype,
+            device=self.device,
+            num_threads=self.threads,
+            page_tokens=self.page_tokens,
+        )
+
+    def check_bounds(self, num_tokens: int) -> None:
+        """Refuse a bound that prompts with answers of `num_tokens` cannot have, before weights are
+        read.
+
+        Raises:
+            ValueError: names the share.
+        """
+        from offload.bench.budget.bounded_text import check_text_bound
+        from offload.loading.checkpoint import check_checkpoint
+        from offload.loading.names import resolve_folder
+
+        checkpoint, config = check_checkpoint(resolve_folder(self.model)), self.config()
+        for policy in self.policies:
+            for share in dict.fromkeys(bound.share for bound in self.bounds):
+                check_text_bound(checkpoint, replace(config, policy=policy), num_tokens, share)
 
     def described(self) -> dict[str, Any]:
         """For JSON, and to tell runs apart: a cap of a step as the tokens that it allows here."""
@@ -64,6 +95,8 @@ class Setup:
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
+            "page_tokens": self.page_tokens,
+            "bounds": [asdict(bound) for bound in self.bounds],
             "version": __version__,
             "policies": dict(zip(self.labels, options, strict=True)),
         }
@@ -91,6 +124,7 @@ def measure_all(
     setup: Setup,
     make_items: Callable[[Any], Sequence[Item]],
     measure: Callable[[SharedModel, Any, Any], dict[str, Any]],
+    count_tokens: Callable[[Any, Any], int],
     *,
     resume: Path | None,
     settings: Mapping[str, Any],
@@ -100,6 +134,7 @@ def measure_all(
     Args:
         make_items: gets the tokenizer.
         measure: gets the model, the tokenizer and an item.
+        count_tokens: gets the tokenizer and an item; its tokens, those that follow included.
         settings: of the items, by the names of the command's options.
     """
     from offload.bench.eval.record_file import RecordFile
@@ -118,6 +153,8 @@ def measure_all(
         bar = progress.add_task("making prompts", total=None)
         tokenizer = load_tokenizer(setup.model)
         items = list({key_of(item): item for item in make_items(tokenizer)}.values())
+        if setup.bounds:
+            setup.check_bounds(min(count_tokens(tokenizer, item) for item in items))
         done = file.keys
         left = [item for item in items if key_of(item) not in done]
         if left:
@@ -152,7 +189,7 @@ def answer_all(
         decode_last: as `answer_sample` has it.
     """
     from offload.bench.eval.answers import answer_sample
-    from offload.bench.eval.prompt import uses_chat_template
+    from offload.bench.eval.prompt import prompt_counter, uses_chat_template
     from offload.bench.eval.summary import cell_rows, summaries
     from offload.loading.names import load_tokenizer
     from offload.system.machine import describe_machine
@@ -170,28 +207,38 @@ def answer_all(
 
     def measure(model: SharedModel, tokenizer: Any, sample: Sample) -> dict[str, Any]:
         return answer_sample(
-            model, setup.labels, tokenizer, sample, chat=chat, decode_last=decode_last
+            model,
+            setup.labels,
+            tokenizer,
+            sample,
+            chat=chat,
+            decode_last=decode_last,
+            bounds=setup.bounds,
         )
+
+    def count_tokens(tokenizer: Any, sample: Sample) -> int:
+        return prompt_counter(tokenizer, chat=chat)(sample) + sample.max_new_tokens
 
     options, records = measure_all(
         command,
         setup,
         make,
         measure,
+        count_tokens,
         resume=resume,
         settings={**settings, "chat_template": chat, "decode_last": decode_last},
     )
     return {
         "machine": describe_machine(),
         "settings": options,
-        "summary": summaries(records, setup.labels, shared_texts=shared_texts),
-        "cells": cell_rows(records, setup.labels),
+        "summary": summaries(records, setup.all_labels, shared_texts=shared_texts),
+        "cells": cell_rows(records, setup.all_labels),
     }
 
 
 def print_document(document: Mapping[str, Any], shown: str) -> None:
     """As a table, Markdown or JSON."""
-    from offload.bench.eval.output import LEGEND, cell_table, summary_table
+    from offload.bench.eval.output import BOUND_LEGEND, LEGEND, cell_table, summary_table
 
     truncated = sum(cell["truncated_samples"] for cell in document["cells"])
     if truncated:
@@ -205,7 +252,7 @@ def print_document(document: Mapping[str, Any], shown: str) -> None:
     settings = document["settings"]
     title = f"{settings['command']}: {settings['model']}, scores in per cent"
     tables = {title: cell_table(document["cells"]), "": summary_table(document["summary"])}
-    print_tables(tables, LEGEND, shown)
+    print_tables(tables, LEGEND + BOUND_LEGEND * bool(settings["bounds"]), shown)
 
 
 def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> None:

@@ -28,6 +28,8 @@ def structured(
     policy: opt.Policies = "quest,lychee_cluster",
     budget_tokens: opt.BudgetTokens = "1024",
     option: opt.PolicyOptions = None,
+    host_share: opt.HostShares = "",
+    evictions: opt.Evictions = opt.DEFAULT_EVICTIONS,
     lengths: opt.Lengths = "4096",
     tasks: Annotated[
         str,
@@ -52,6 +54,7 @@ def structured(
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = "cpu",
     threads: opt.Threads = None,
+    page_tokens: opt.PageTokens = 256,
     resume: opt.Resume = None,
     output: opt.Output = "table",
     as_json: opt.AsJson = False,
@@ -77,7 +80,14 @@ def structured(
     all_lengths = counts(lengths, option="--lengths")
     shown = opt.output_format(output, as_json)
     setup = Setup(
-        model, opt.policies_of(policy, budget_tokens, option), dtype, device, threads, verbose
+        model,
+        opt.policies_of(policy, budget_tokens, option),
+        opt.bounds_of(host_share, evictions),
+        dtype,
+        device,
+        threads,
+        page_tokens,
+        verbose,
     )
 
     def make_samples(tokenizer: Any, chat: bool) -> list[Sample]:

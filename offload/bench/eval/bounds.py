@@ -1,0 +1,92 @@
+"""A bound on the host memory of each prompt and its answer: what is scored beside the whole KV.
+
+A bounded prompt is read by itself: what is condensed of it while it is read depends on the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from offload.bench.budget.evictions import EVICTIONS, use_eviction
+from offload.cascade.bound import CONDENSED_SHARE
+from offload.runtime.shared_model import BoundedModel, ReadPrompt, SharedModel
+
+FITTED = "fitted"  # what host_bytes_per_sequence does
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What one sequence may have.
+
+    Attributes:
+        share: of the bytes that the keys and values of prompt and answer take, in (0, 1).
+        eviction: one of `EVICTIONS`: what becomes of the tokens beyond.
+    """
+
+    share: float
+    eviction: str = FITTED
+
+    def label(self, policy: str) -> str:
+        """Of a policy within this bound, as records name it."""
+        words = [policy, f"host={self.share:g}"]
+        return " ".join(words if self.eviction == FITTED else [*words, self.eviction])
+
+
+def all_labels(policies: Sequence[str], bounds: Sequence[Bound]) -> list[str]:
+    """Each policy's, then those of it within each bound."""
+    return [label for policy in policies for label in (policy, *(b.label(policy) for b in bounds))]
+
+
+@dataclass(frozen=True)
+class BoundedPrompt:
+    """A prompt that was read within a bound.
+
+    Attributes:
+        model: continues it, once, as its runtime 0.
+    """
+
+    model: BoundedModel
+    prompt: ReadPrompt
+    host_bytes: int
+
+    def measured(self) -> dict[str, Any]:
+        """For the record: the bound, and what has become of the tokens by now.
+
+        condensed_tokens are no longer in the cache as they were; condensed_slots stand for them.
+        """
+        (row,), bound = self.prompt.cache.tokens, self.prompt.cache.bound
+        assert bound is not None
+        return {
+            "host_bytes": self.host_bytes,
+            "slots": bound.slots,
+            "seen_tokens": row.seen,
+            "condensed_tokens": row.seen - row.kept,
+            "condensed_slots": row.condensed,
+            "prefill_seconds": round(self.prompt.seconds, 4),
+        }
+
+
+@contextmanager
+def read_within(
+    bound: Bound, model: SharedModel, index: int, tokens: Sequence[int], num_further: int
+) -> Iterator[BoundedPrompt]:
+    """A prompt that `runtimes[index]` of `model` reads within a bound; its memory is free after.
+
+    Args:
+        num_further: tokens that the sequence may get after the prompt; the share is of all.
+
+    Raises:
+        ValueError: as `OffloadedModel.from_pretrained` with host_bytes_per_sequence.
+    """
+    store = model.runtimes[index].store
+    store.trim()  # its slabs are of no use to the other store, and both have the host's budget
+    of_token = store.num_layers * store.page_bytes // store.page_tokens
+    host_bytes = int(bound.share * of_token * (len(tokens) + num_further))
+    share = CONDENSED_SHARE if EVICTIONS[bound.eviction].merges else 0.0
+    bounded = model.bounded(index, host_bytes, condensed_share=share)
+    use_eviction(bounded.runtimes[0], bound.eviction)
+    with bounded.read(tokens) as prompt:
+        yield BoundedPrompt(bounded, prompt, host_bytes)

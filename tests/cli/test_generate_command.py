@@ -62,6 +62,19 @@ def test_json(generate: Any) -> None:
     assert first["decode_tokens_per_second"] > 0
 
 
+def test_a_cap_of_a_step_in_tokens(generate: Any) -> None:
+    """What it came to when the model was loaded."""
+    options = ["inner=exact_topk", "budget_tokens=128", "max_step_bytes=48KiB", "dense_layers=2"]
+    arguments = [x for option in options for x in ("--policy-option", option)]
+    arguments += ["--policy", "hard_kv", "-p", "the quick brown fox", "-n", "2", "--json"]
+    result = generate(*arguments)
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(result.stdout)["runs"]
+    assert run["policy_options"]["max_step_bytes"] == 48 * 1024
+    # float32 keys and values of 2 KV heads of 32 in the one layer that selects
+    assert run["policy_options"]["max_tokens"] == 48 * 1024 // (2 * 2 * 32 * 4)
+
+
 def test_a_bound_for_the_sequence(generate: Any) -> None:
     """What became of its tokens is in a line, and in the JSON."""
     text = " ".join(f"word {i}" for i in range(40))

@@ -88,6 +88,7 @@ class Cascade:
         rotary: of the model: (x, position_ids) -> cos, sin.
         sm_scale: of its attention.
         num_threads: that torch uses for long sequences.
+        device: that `rotary` is on. The store, and what is condensed, are on the host.
 
     Attributes:
         condense_heads: what condenses KV heads of a layer.
@@ -102,6 +103,7 @@ class Cascade:
         rotary: Any,
         sm_scale: float,
         num_threads: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._num_threads = num_threads or torch.get_num_threads()
         self.bound = bound
@@ -110,7 +112,7 @@ class Cascade:
         self._store = store
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
-        self._turns = _rotations(rotary, [round(share * bound.slots) for share in AHEAD])
+        self._turns = _rotations(rotary, [round(share * bound.slots) for share in AHEAD], device)
         self._records: defaultdict[int, _Record] = defaultdict(self._new_record)
 
     # What a sequence is.
@@ -338,11 +340,14 @@ class Cascade:
         return _Record(QueryWindow(**self._window_shape))
 
 
-def _rotations(rotary: Any, distances: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """cos, sin [n, head_dim] that take a rotated query further; some models scale theirs, too."""
-    cos, sin = rotary(torch.zeros(1), torch.tensor([distances]))
+def _rotations(
+    rotary: Any, distances: Sequence[int], device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """cos, sin [n, head_dim], on the CPU, that take a rotated query further; some models scale
+    theirs, too."""
+    cos, sin = rotary(torch.zeros(1, device=device), torch.tensor([distances], device=device))
     scale = (cos.square() + sin.square()).sqrt()
-    return (cos / scale)[0].float(), (sin / scale)[0].float()
+    return (cos / scale)[0].float().cpu(), (sin / scale)[0].float().cpu()
 
 
 def _storable(parts: Sequence[Condensed], dtype: torch.dtype) -> Condensed:

@@ -38,7 +38,7 @@ class QueryWindow:
         kept = _kept(first, end)[-NUM_QUERIES:]
         if kept:
             rows = queries[..., kept.start - first :: SPACING, :].transpose(-3, -2)
-            self._ring[layer_idx, _slots(kept)] = rows
+            self._ring[layer_idx, _slots(kept)] = rows.to(self._ring.device)
 
     def last(self, num_tokens: int) -> Tensor:
         """[num_layers, num_qo_heads, n, head_dim]: those known of the first `num_tokens`, oldest

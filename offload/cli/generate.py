@@ -128,7 +128,7 @@ def generate(
         _runtime_option(
             metavar="SIZE",
             help="Hard limit for what is kept of one sequence, however long it gets, such as "
-            "64MiB; tokens that attention has left behind are condensed. Without a GPU only.",
+            "64MiB; tokens that attention has left behind are condensed. Not with ranks.",
         ),
     ] = None,
     placement: Annotated[

@@ -67,6 +67,7 @@ def cascade_for(
         rotary=lean.rotary_emb,
         sm_scale=attention.sm_scale,
         num_threads=config.num_threads,
+        device=config.device,
     )
     store.share_budget(lambda: states.held_bytes + cascade.held_bytes)
     store.fit_slabs(cascade.bound.slots)

@@ -52,7 +52,7 @@ class RuntimeConfig:
         quality_floor: warn once if the attention mass kept is surely below this; needs a probe.
         host_bytes_per_sequence: of host memory, whatever its length, that one sequence's KV cache
             and what the policy keeps of it take at most; tokens that attention has left behind are
-            condensed (see `offload.cascade`). None: no such bound. Without a GPU only.
+            condensed (see `offload.cascade`). None: no such bound. Not with ranks.
         condensed_share: of the slots that these bytes hold, for condensed tokens at most; with 0
             tokens are dropped instead.
     """
@@ -117,14 +117,11 @@ class RuntimeConfig:
                 raise ValueError(
                     f"condensed_share={self.condensed_share} needs host_bytes_per_sequence"
                 )
-        else:
-            native = device.type == "cpu" and self.backend is None
-            if not native or self.tensor_parallel_size > 1:
-                raise ValueError(
-                    f"host_bytes_per_sequence={self.host_bytes_per_sequence} is for the kernels of "
-                    f"a CPU, but device is {self.device!r}, backend {self.backend!r} and "
-                    f"tensor_parallel_size {self.tensor_parallel_size}; leave it out"
-                )
+        elif self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"host_bytes_per_sequence={self.host_bytes_per_sequence} is for one process, but "
+                f"tensor_parallel_size is {self.tensor_parallel_size}; leave one of the two out"
+            )
 
     def _gpus(self, device: torch.device) -> range:
         """Indices of the GPUs that may have a limit."""

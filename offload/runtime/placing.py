@@ -84,7 +84,10 @@ def choose_automatically(
         profile: of this machine; None: it was never measured.
     """
     token_bytes = shape.kv_token_bytes * dtype.itemsize // 2
-    tokens = min(shape.max_context, max(config.page_tokens, host_kv_bytes // token_bytes))
+    of_sequence = host_kv_bytes
+    if config.host_bytes_per_sequence is not None:
+        of_sequence = min(of_sequence, config.host_bytes_per_sequence)
+    tokens = min(shape.max_context, max(config.page_tokens, of_sequence // token_bytes))
     work = Workload(shape, config.policy, tokens, dtype=dtype, page_tokens=config.page_tokens)
     prefill = prefill_bytes(work, config.prefill_slice_tokens)
     device = None if profile is None else profile.device

@@ -296,7 +296,10 @@ class Runtime:
         request.check(used, self.attention.states, self.check_context, builds=builds)
         if is_draft and used.bound is not None:
             raise ValueError("an assistant_model cannot have host_bytes_per_sequence; leave it out")
-        self._decoder.begin_generation(len(request.prompt_lens), request.max_tokens)
+        most = request.max_tokens
+        if used.bound is not None:
+            most = min(most, used.bound.slots)
+        self._decoder.begin_generation(len(request.prompt_lens), most)
         generation, past_columns = self.generation_now or Generation(), used.get_seq_length()
         generation.cache, generation.owns_cache = used, cache is None
         generation.gives_all = request.gives_all

@@ -153,7 +153,7 @@ def test_condensing_is_in_the_times(bounded: Load, monkeypatch: pytest.MonkeyPat
         ({"host_bytes_per_sequence": 0}, "too little"),
         ({"host_bytes_per_sequence": -1}, "host_bytes_per_sequence must not be negative"),
         ({"host_bytes_per_sequence": "1 parsec"}, "host_bytes_per_sequence: cannot read"),
-        ({"host_bytes_per_sequence": 2**20, "backend": "inline"}, "for the kernels of a CPU"),
+        ({"host_bytes_per_sequence": 2**20, "tensor_parallel_size": 2}, "is for one process"),
         ({"condensed_share": 0.5}, "condensed_share=0.5 needs host_bytes_per_sequence"),
         ({"condensed_share": 1.5}, "condensed_share must be a number from 0 to 1"),
     ],

@@ -185,7 +185,13 @@ def test_lists_are_those_of_the_hosts_codes(
             seq = decoder._prepared.step.resident.slots[row].seq
             state = decoder.attention.states.arrays_of(seq).layers[layer_idx]
             assert (state["encoded"] == position).all()
-            query = b.query[row].float().cpu().view(len(state["mean"]), -1, head_dim).numpy()
+            query = (
+                b.queries[layer_idx, row]
+                .float()
+                .cpu()
+                .view(len(state["mean"]), -1, head_dim)
+                .numpy()
+            )
             for head, of_head in enumerate(query * np.float32(head_dim**-0.5)):
                 scores = score_codes(
                     of_head @ rotation(head_dim),

@@ -34,7 +34,10 @@ class StepBuffers:
         buffers = allocate(layout, device)
         self.state = buffers["state"].fill_(-1)
         self.positions, self.rope_positions, self.tokens = self.state
-        self.hidden, self.query = buffers["hidden"], buffers["query"]
+        self.hidden = buffers["hidden"]
+        self.queries = buffers[
+            "queries"
+        ]  # rotated, of every layer: who wants them reads them later
         self.window_out, self.window_lse = buffers["window_out"], buffers["window_lse"]
         self.attended = buffers["attended"]
         # What the host attended to in layers in which it does nothing.
@@ -52,7 +55,7 @@ class StepBuffers:
         return {
             "state": ((3, num_rows), torch.int64),
             "hidden": ((num_rows, shape.hidden_size), dtype),
-            "query": (row, dtype),
+            "queries": ((shape.num_layers, *row), dtype),
             "window_out": (row, torch.float32),
             "window_lse": (lse, torch.float32),
             "attended": (row, dtype),

@@ -355,6 +355,9 @@ class DeviceDecoder:
                     self.store.renew_page_table(seq)
             raise
         steps.step.resident.advance(slots, kv_lens)
+        cascade = self.attention.cascade
+        if cascade is not None and cascade.wants_queries(seqs, kv_lens):
+            cascade.record_step(rows, slice(None), steps.step.buffers.queries[:, slots].cpu())
         self.attention.count_rows(rows.kv_lens)
         if self.attention.hold is not None:
             self.attention.hold.after_step()

@@ -145,7 +145,7 @@ class DeviceHeads:
         num_splits = num_retrieval_splits(len(heads), self._num_multiprocessors)
         partial_out, partial_lse = self._partials(rows, self._shape.num_kv_heads, num_splits)
         retrieval_attention(
-            b.query[rows],
+            b.queries[layer_idx, rows],
             page_table[rows],
             b.positions[rows],
             heads,
@@ -216,7 +216,7 @@ class DeviceHeads:
         num_splits = num_gathered_splits(num_heads, self._chosen_tokens, self._num_multiprocessors)
         partial_out, partial_lse = self._partials(rows, num_heads, num_splits)
         gathered_attention(
-            b.query[rows],
+            b.queries[layer_idx, rows],
             gathered,
             self.counts[rows],
             b.positions[rows],

@@ -314,7 +314,7 @@ class CodeLists:
             mailbox.counts[rows],
         )
         top_k_codes(
-            b.query[rows],
+            b.queries[layer_idx, rows],
             self._rotation,
             resident.means[layer_idx][rows],
             resident.page_tables[layer_idx][rows],

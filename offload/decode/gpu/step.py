@@ -129,7 +129,7 @@ class DeviceStep:
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             norm_eps=layer.qk_norm_eps,
-            query=b.query[rows],
+            query=b.queries[layer_idx, rows],
             host_query=link.mailbox.query[rows],
             host_kv=link.mailbox.kv[layer_idx, rows],
             window=None if window is None else window[rows],
@@ -157,7 +157,7 @@ class DeviceStep:
         if self.heads.layers[layer_idx].is_resident:
             self.gather_ahead(layer_idx + 1, part, link, early=True)
             paged_decode_attention(
-                b.query[rows],
+                b.queries[layer_idx, rows],
                 self.resident.page_tables[layer_idx][rows],
                 b.positions[rows],
                 num_kv_heads=shape.num_kv_heads,
@@ -182,7 +182,7 @@ class DeviceStep:
         host_out, host_lse = b.no_out[rows], b.no_lse[rows]
         if placed.has_window:
             window_attention(
-                b.query[rows],
+                b.queries[layer_idx, rows],
                 self.resident.windows[layer_idx][rows],
                 b.positions[rows],
                 sm_scale=self.model.sm_scale,

@@ -1,0 +1,109 @@
+"""`host_bytes_per_sequence` where a GPU decodes: as on the CPU, and never more than the bound."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.bounded_cases import rows_of
+from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
+from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
+
+POLICIES = ["full", "lfps", "lychee_cluster", "per_head", "hard_kv"]
+BYTES = 2**21
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama of many positions."""
+    folder = tmp_path_factory.mktemp("bounded")
+    make_tiny_model("llama", max_position_embeddings=8192).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def bounded(folder: Path) -> Callable[..., Any]:
+    def load_bounded(policy: str, device_and_backend: Any) -> Any:
+        chosen = "full" if policy == "full" else small(policy)
+        options = {"host_bytes_per_sequence": BYTES, "num_threads": 1}
+        return load(folder, chosen, device_and_backend, **options)
+
+    return load_bounded
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
+def test_as_on_the_cpu(bounded: Callable[..., Any], policy: str, device_and_backend: Any) -> None:
+    """A prompt that is condensed while it is read, and a generation that is, too."""
+    native, device = bounded(policy, ("cpu", None)), bounded(policy, device_and_backend)
+    bound = native.new_cache().bound
+    tokens = random_tokens(1, bound.slots + 40, seed=3)
+    num_new, caches = bound.freed + 60, [native.new_cache(), device.new_cache()]
+    expected = greedy(native, tokens, num_new, past_key_values=caches[0])
+    assert torch.equal(greedy(device, tokens, num_new, past_key_values=caches[1]), expected)
+    assert caches[0].tokens == caches[1].tokens
+    condensed = [model.offload_stats().condensed_tokens for model in (native, device)]
+    assert condensed[0] == condensed[1] >= 2 * bound.freed
+    for on_cpu, on_device in zip(*map(rows_of, caches), strict=True):
+        torch.testing.assert_close(on_device, on_cpu, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
+def test_never_more_than_the_bound(
+    bounded: Callable[..., Any],
+    policy: str,
+    device_and_backend: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pages, the window of queries and what the policy keeps, after each of 2,100 steps."""
+    model = bounded(policy, device_and_backend)
+    cascade, states = model._offload.sequences.cascade, model._offload.attention.states
+    cache, used, on_device = model.new_cache(), [], []
+    commit = type(states).commit
+
+    def watched(self: Any, seqs: Any) -> None:
+        commit(self, seqs)
+        used.append(cache.store.host_bytes_used + self.held_bytes + cascade.held_bytes)
+        slots = model._offload._decoder._steps
+        on_device.append(0 if slots is None else max(x.kv_len for x in slots.step.resident.slots))
+
+    monkeypatch.setattr(type(states), "commit", watched)
+    greedy(model, random_tokens(1, 60), 2100, past_key_values=cache)
+    assert len(used) == 2100
+    assert max(used) <= BYTES
+    assert max(on_device) <= cascade.bound.slots
+    (row,) = cache.tokens
+    assert row.seen == 2159
+    assert row.kept + row.condensed <= cascade.bound.slots
+
+
+@pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
+def test_forks_and_truncation(bounded: Callable[..., Any], device_and_backend: Any) -> None:
+    """As on the CPU: a fork goes its own way, and what was condensed is not cut into."""
+    tokens, found = random_tokens(1, 40, seed=1), []
+
+    def go_on(model: Any, text: torch.Tensor, num_new: int, cache: Any) -> torch.Tensor:
+        mask = torch.ones_like(text)  # the tokens may look like padding
+        return greedy(model, text, num_new, past_key_values=cache, attention_mask=mask)
+
+    for on in (("cpu", None), device_and_backend):
+        model = bounded("lfps", on)
+        cache = model.new_cache()
+        bound = cache.bound
+        first = go_on(model, tokens, bound.slots, cache)
+        fork = copy.deepcopy(cache)
+        longer = go_on(model, first, bound.freed + 20, cache)
+        assert torch.equal(go_on(model, first, bound.freed + 20, fork), longer)
+        with pytest.raises(ValueError, match="condensed to stay within host_bytes_per_sequence"):
+            cache.crop(-bound.slots)
+        before = cache.kv_lens[0]
+        cache.crop(-8)
+        assert cache.kv_lens[0] == before - 8
+        found.append(go_on(model, longer[:, :-8], 8, cache))
+    assert torch.equal(*found)

@@ -30,9 +30,8 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512_bf16() {
-  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-}
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 bool request_amx() {
   // CPUID.7.0:EDX bits 22 (AMX-BF16) and 24 (AMX-TILE); Linux grants the tile state to a process on request only.
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
@@ -62,11 +61,13 @@ constexpr Isa kIsas[] = {
 #if defined(__x86_64__)
     {"avx2", avx2_table, has_avx2},
     {"avx512", avx512_table, has_avx512},
+    {"avx512_vnni", avx512_vnni_table, has_avx512_vnni},
     {"avx512_bf16", avx512_bf16_table, has_avx512_bf16},
     {"amx", amx_table, has_amx},
 #else
     {"avx2"},
     {"avx512"},
+    {"avx512_vnni"},
     {"avx512_bf16"},
     {"amx"},
 #endif

@@ -237,6 +237,7 @@ struct KernelTable {
 const KernelTable* scalar_table();
 const KernelTable* avx2_table();
 const KernelTable* avx512_table();
+const KernelTable* avx512_vnni_table();
 const KernelTable* avx512_bf16_table();
 const KernelTable* amx_table();
 const KernelTable* neon_table();

@@ -18,7 +18,7 @@ FLAGS += [f"-I{CPP}", f"-I{HERE}"]
 # Of sanitizers, most of the time is the compiler's: what takes little of it at run time, the tables
 # of wide instructions beside the scalar one that each is compared with, is not optimised.
 OPTIMISED, PLAIN = "-O1", "-O0"
-ALL_ISAS = ["scalar", "neon", "avx2", "avx512", "avx512_bf16", "amx"]
+ALL_ISAS = ["scalar", "neon", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
 
 
 def run(command: Sequence[str | Path], timeout_s: int = 120) -> subprocess.CompletedProcess[str]:

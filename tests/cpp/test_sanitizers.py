@@ -141,7 +141,7 @@ def test_amx_agrees_on_modelled_tiles(address_folder):
     program = compile_program(
         address_folder,
         "amx_parity.cpp",
-        kernels=["scalar", "avx512", "avx512_bf16"],
+        kernels=["scalar", "avx512", "avx512_vnni", "avx512_bf16"],
         units=[],
         flags=ADDRESS,
     )

@@ -97,4 +97,4 @@ def test_available_isas_are_known_and_ordered():
     known = native.known_isas()
     assert AVAILABLE[0] == "scalar"
     assert sorted(AVAILABLE, key=known.index) == AVAILABLE
-    assert {"scalar", "neon", "avx2", "avx512", "avx512_bf16", "amx"} == set(known)
+    assert {"scalar", "neon", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"} == set(known)

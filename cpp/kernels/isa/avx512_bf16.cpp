@@ -1,5 +1,4 @@
-// AVX512-BF16 and VNNI on top of AVX-512: only the dot products of bf16 and of int8 change. Every CPU with the former
-// has the latter.
+// AVX512-BF16 on top of AVX-512 with VNNI, which every CPU with the former has: only the dot products of bf16 change.
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 
@@ -7,13 +6,10 @@
 #include <immintrin.h>
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 namespace offload::avx512_bf16 {
 
 #include "kernels/isa/avx512_primitives-inl.h"
-static inline I i_add_products(I sums, I row, const int16_t* query) {
-  return _mm512_dpwssd_epi32(sums, row, _mm512_loadu_si512(query));
-}
 
 // clang-format off
 #include "kernels/tile_ops-inl.h"
@@ -22,19 +18,17 @@ template <>
 struct TileOps<Bf16> : PairOps {};
 #include "kernels/attention-inl.h"
 #include "kernels/causal_attention_bf16-inl.h"
-#include "kernels/ranking-inl.h"
-#include "kernels/ranking_bytes-inl.h"
 // clang-format on
 
 // The pairwise kernels work on 32 columns at a time.
 static void score_any(const ScoreArgs& args) {
   if (args.head_dim % 32 == 0) return score<Bf16>(args);
-  avx512_table()->score[static_cast<int>(DType::bf16)](args);
+  avx512_vnni_table()->score[static_cast<int>(DType::bf16)](args);
 }
 
 static void attend_any(const AttendArgs& args) {
   if (args.head_dim % 32 == 0) return attend<Bf16>(args);
-  avx512_table()->attend[static_cast<int>(DType::bf16)](args);
+  avx512_vnni_table()->attend[static_cast<int>(DType::bf16)](args);
 }
 
 }  // namespace offload::avx512_bf16
@@ -42,7 +36,7 @@ static void attend_any(const AttendArgs& args) {
 
 const offload::KernelTable* offload::avx512_bf16_table() {
   static const KernelTable table = [] {
-    KernelTable improved = *avx512_table();
+    KernelTable improved = *avx512_vnni_table();
     improved.name = "avx512_bf16";
     const int bf16 = static_cast<int>(DType::bf16);
     improved.score[bf16] = avx512_bf16::score_any;
@@ -50,7 +44,6 @@ const offload::KernelTable* offload::avx512_bf16_table() {
     improved.attend_causal[bf16] = avx512_bf16::attend_causal;
     improved.pack_input[bf16] = avx512_bf16::pack_input<Bf16>;
     improved.linear[bf16] = avx512_bf16::linear<Bf16>;
-    improved.rank_rows = avx512_bf16::rank_rows<avx512_bf16::ByteBoxes>;
     return improved;
   }();
   return &table;

@@ -1,0 +1,35 @@
+// VNNI on top of AVX-512: only the dot products of bytes change. Cascade Lake and Ice Lake have it without bf16.
+#include "kernels/kernels.h"
+#include "kernels/number_formats.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
+namespace offload::avx512_vnni {
+
+#include "kernels/isa/avx512_primitives-inl.h"
+static inline I i_add_products(I sums, I row, const int16_t* query) {
+  return _mm512_dpwssd_epi32(sums, row, _mm512_loadu_si512(query));
+}
+
+#include "kernels/vector_math-inl.h"
+// clang-format off
+#include "kernels/ranking-inl.h"
+#include "kernels/ranking_bytes-inl.h"
+// clang-format on
+
+}  // namespace offload::avx512_vnni
+#pragma GCC pop_options
+
+const offload::KernelTable* offload::avx512_vnni_table() {
+  static const KernelTable table = [] {
+    KernelTable improved = *avx512_table();
+    improved.name = "avx512_vnni";
+    improved.rank_rows = avx512_vnni::rank_rows<avx512_vnni::ByteBoxes>;
+    return improved;
+  }();
+  return &table;
+}
+#endif

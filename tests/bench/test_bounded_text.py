@@ -53,6 +53,7 @@ def test_evictions_on_the_same_tokens(folder: str) -> None:
             assert len(of_layers) == 3
             assert error == pytest.approx(sum(of_layers) / 3)
         assert row["kl"] == pytest.approx(sum(row["kl_of_quarters"]) / 4)
+        assert row["kl_max"] >= max(row["kl_of_quarters"])
         assert row["kl"] > 0
     # Each drops, or merges, other tokens, or merges them in another way.
     assert len({row["kl"] for row in rows}) == len(names)

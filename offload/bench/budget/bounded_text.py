@@ -153,7 +153,8 @@ def compare_eviction(
     condensed_share: float = CONDENSED_SHARE,
     **options: Any,
 ) -> Row:
-    """Against `full`, the same without a bound: means of all steps, and of each quarter of them.
+    """Against `full`, the same without a bound: means of all steps, and of each quarter of them,
+    and the largest KL of a step.
 
     Args:
         share: of the bytes that all tokens take.
@@ -195,6 +196,7 @@ def compare_eviction(
     quarters = [part.mean(0).tolist() for part in errors.tensor_split(QUARTERS)]
     return {
         "kl": float(kl.mean()),
+        "kl_max": float(kl.max()),
         "kl_of_quarters": [float(part.mean()) for part in kl.tensor_split(QUARTERS)],
         "loss": float(of_full.mean()),
         "loss_change": float((loss - of_full).mean()),

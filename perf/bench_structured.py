@@ -7,28 +7,17 @@ of text and each seed, with its share of the CPUs; what is answered when the tim
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from offload.bench.eval.record_file import Record
 from offload.bench.eval.structured import STRUCTURED_TASKS
 from offload.loading.gguf import LONG_CONTEXT_MODEL
-from offload.system.memory import available_cpus
-from perf.results_file import ROOT, Run, script_options
+from perf.eval_parts import answered_parts
+from perf.results_file import Run, script_options
 
 POLICIES = ("--policy", "exact_topk,quest,lychee_cluster", "--option", "quest.chunks=false,true")
-
-
-def read_records(path: Path) -> tuple[dict[str, Any], list[Record]]:
-    """Options and whole records of a --resume file, which may not be there."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    whole = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    return (whole[0]["options"], whole[1:]) if whole else ({}, [])
 
 
 def score_rows(records: list[Record]) -> list[dict[str, Any]]:
@@ -61,34 +50,15 @@ def main() -> None:
     options = parser.parse_args()
     run = Run(options)
     parts = [(task, seed) for seed in range(options.seeds) for task in STRUCTURED_TASKS]
-    threads = max(1, available_cpus() // len(parts))
     asked = run.named("lengths", "budget_tokens", "fields", "samples", "device")
-    command = [sys.executable, "-c", "from offload.cli import app; app()", "eval", "structured"]
-    command += [options.model, *POLICIES, f"--threads={threads}"]
-    command += [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
-
-    with TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{task}-{seed}.jsonl" for task, seed in parts]
-        processes = []
-        for (task, seed), file in zip(parts, files, strict=True):
-            of_part = [f"--tasks={task}", f"--seed={seed}", f"--resume={file}"]
-            with file.with_suffix(".err").open("wb") as errors:
-                processes.append(
-                    subprocess.Popen(
-                        [*command, *of_part], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors
-                    )
-                )
-        for (task, seed), file, process in zip(parts, files, processes, strict=True):
-            try:
-                process.wait(max(0.0, options.limit_seconds - run.seconds))
-            except subprocess.TimeoutExpired:
-                process.kill()  # it loses the answer that it was at
-                process.wait()
-                run.say(f"{task}, seed {seed}: the time is over")
-            if process.returncode > 0:
-                run.say(f"{task}, seed {seed}: {file.with_suffix('.err').read_text()[-400:]}")
-        found = [read_records(file) for file in files]
-
+    arguments = ["structured", options.model, *POLICIES]
+    arguments += [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
+    found = answered_parts(
+        arguments,
+        [[f"--tasks={task}", f"--seed={seed}"] for task, seed in parts],
+        run,
+        options.limit_seconds,
+    )
     records = [record for _, of_part in found for record in of_part]
     run.say(f"samples: {dict(Counter((r['task'], r['length']) for r in records))}")
     if not records:

@@ -27,6 +27,7 @@ from perf.plots import (
 )
 from perf.results_file import ROOT, read_results
 from perf.tables import (
+    bounded_tables,
     calibration_tables,
     cascade_tables,
     gpu_tables,
@@ -120,6 +121,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quality-probe": ("quality-probe", selection_tables.quality_probe_table),
     "ruler": ("ruler", long_context_tables.ruler_table),
     "ruler-ablation": ("ruler-ablation", long_context_tables.ruler_ablation_table),
+    "bounded-ruler": ("bounded-ruler", bounded_tables.bounded_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),

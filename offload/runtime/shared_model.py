@@ -100,6 +100,12 @@ class BoundedModel:
         """The prompt itself, which can be continued once."""
         yield prompt.cache
 
+    def close(self) -> None:
+        """Give its threads and the memory of its store back."""
+        for runtime in self.runtimes:
+            runtime._decoder.close()
+            runtime.store.close()
+
 
 class SharedModel:
     """A model that is loaded once, and a runtime for each policy.

@@ -386,6 +386,7 @@ def test_bounds_that_cannot_be(
         (["--host-share", "half"], 2, "expected shares above 0"),
         (["--host-share", "0.5", "--evictions", "h2o"], 2, "unknown 'h2o'; available: fitted"),
         (["--evictions", "dropped"], 2, "needs --host-share"),
+        (["--host-share", "0.5", "--device", "cuda"], 2, "bounds are scored on the CPU, but"),
         (["--host-share", "0.2"], 1, "a page of 256 tokens need"),
     ):
         result = runner.invoke(app, [*ruler, *arguments])

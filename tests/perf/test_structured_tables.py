@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from perf.bench_structured import read_records, score_rows
+from perf.bench_structured import score_rows
+from perf.eval_parts import read_records
 from perf.tables.structured_tables import structured_table
 
 LABELS = ("full", "exact_topk 128", "quest 128", "quest 128 chunks=True", "lychee_cluster 128")

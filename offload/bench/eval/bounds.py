@@ -5,8 +5,8 @@ A bounded prompt is read by itself: what is condensed of it while it is read dep
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class BoundedPrompt:
         }
 
 
-@contextmanager
+@contextlib.contextmanager
 def read_within(
     bound: Bound, model: SharedModel, index: int, tokens: Sequence[int], num_further: int
 ) -> Iterator[BoundedPrompt]:
@@ -88,5 +88,5 @@ def read_within(
     share = CONDENSED_SHARE if EVICTIONS[bound.eviction].merges else 0.0
     bounded = model.bounded(index, host_bytes, condensed_share=share)
     use_eviction(bounded.runtimes[0], bound.eviction)
-    with bounded.read(tokens) as prompt:
+    with contextlib.closing(bounded), bounded.read(tokens) as prompt:
         yield BoundedPrompt(bounded, prompt, host_bytes)

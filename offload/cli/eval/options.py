@@ -62,7 +62,7 @@ HostShares = Annotated[
         "--host-share",
         metavar="SHARES",
         help="Ask every policy, and full attention, again within these shares of the bytes of "
-        "prompt and answer (host_bytes_per_sequence), such as 0.5,0.25. Each reads each prompt by "
+        "prompt and answer (host_bytes_per_sequence), such as 0.5,0.25, on the CPU. Each reads each prompt by "
         "itself then, and the smaller --page-tokens, the less is lost to whole pages.",
         rich_help_panel=POLICY_PANEL,
     ),
@@ -198,12 +198,17 @@ def policies_of(names: str, budgets: str, option: Sequence[str] | None) -> list[
     return list(dict.fromkeys(policies))
 
 
-def bounds_of(host_shares: str, evictions: str) -> list[Bound]:
+def bounds_of(host_shares: str, evictions: str, device: str) -> list[Bound]:
     """Each share with each eviction; none of "", or a usage error."""
     if not host_shares:
         if evictions != DEFAULT_EVICTIONS:
             raise typer.BadParameter("needs --host-share", param_hint="--evictions")
         return []
+    if device != "cpu":
+        raise typer.BadParameter(
+            f"bounds are scored on the CPU, but --device is {device}; leave one of them out",
+            param_hint="--host-share",
+        )
     from offload.bench.budget.bounded_text import check_share
     from offload.bench.budget.evictions import EVICTIONS
     from offload.bench.eval.bounds import Bound

@@ -93,7 +93,7 @@ def perplexity(
     setup = Setup(
         model,
         opt.policies_of(policy, budget_tokens, option),
-        opt.bounds_of(host_share, evictions),
+        opt.bounds_of(host_share, evictions, device),
         dtype,
         device,
         threads,

@@ -96,7 +96,7 @@ def ruler(
     setup = Setup(
         model,
         opt.policies_of(policy, budget_tokens, option),
-        opt.bounds_of(host_share, evictions),
+        opt.bounds_of(host_share, evictions, device),
         dtype,
         device,
         threads,

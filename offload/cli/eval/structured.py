@@ -82,7 +82,7 @@ def structured(
     setup = Setup(
         model,
         opt.policies_of(policy, budget_tokens, option),
-        opt.bounds_of(host_share, evictions),
+        opt.bounds_of(host_share, evictions, device),
         dtype,
         device,
         threads,

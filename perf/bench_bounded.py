@@ -1,0 +1,82 @@
+"""RULER within a bound on each sequence (`host_bytes_per_sequence`), beside all keys and values.
+
+Full attention and policies answer the prompts of `offload eval ruler` with all of them, and
+within shares of their bytes. A process of its own answers each task and seed; what is answered when
+the time is over counts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+from offload.bench.eval.record_file import Record
+from offload.bench.eval.ruler import RULER_TASKS
+from offload.loading.gguf import LONG_CONTEXT_MODEL
+from perf.eval_parts import answered_parts
+from perf.results_file import Run, script_options
+
+MEASURES = ("score", "slots", "condensed_tokens", "attended_tokens")
+
+
+def answer_rows(records: list[Record]) -> list[dict[str, Any]]:
+    """A row of each task and policy, with `MEASURES` of its samples: the same as other rows'."""
+    tasks: dict[str, list[Record]] = {}
+    for record in records:
+        tasks.setdefault(record["task"], []).append(record)
+    return [
+        {
+            "task": task,
+            "policy": label,
+            **{
+                measure: [record["answers"][label].get(measure) for record in of_task]
+                for measure in MEASURES
+            },
+        }
+        for task, of_task in sorted(tasks.items())
+        for label in of_task[0]["answers"]
+    ]
+
+
+def main() -> None:
+    parser = script_options(__doc__, "bounded-ruler")
+    parser.add_argument("--model", default=LONG_CONTEXT_MODEL)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--tasks", nargs="+", default=[*RULER_TASKS], choices=[*RULER_TASKS])
+    parser.add_argument("--policies", default="lychee_cluster,hard_kv")
+    parser.add_argument("--budget-tokens", type=int, default=512)
+    parser.add_argument("--option", nargs="*", default=["hard_kv.inner=exact_topk"])
+    parser.add_argument("--host-share", default="0.5,0.25")
+    parser.add_argument("--evictions", default="fitted,dropped")
+    parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=1, help="of each task and seed")
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--limit-seconds", type=float, default=3600.0)
+    options = parser.parse_args()
+    run = Run(options)
+    asked = run.named("budget_tokens", "host_share", "evictions", "page_tokens", "samples")
+    arguments = ["ruler", options.model, f"--lengths={options.length}"]
+    arguments += [f"--policy={options.policies}", *(f"--option={x}" for x in options.option)]
+    arguments += [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
+    found = answered_parts(
+        arguments,
+        [
+            [f"--tasks={t}", f"--seed={seed}"]
+            for seed in range(options.seeds)
+            for t in options.tasks
+        ],
+        run,
+        options.limit_seconds,
+    )
+    records = [record for _, of_part in found for record in of_part]
+    run.say(f"samples: {dict(Counter(record['task'] for record in records))}")
+    if not records:
+        sys.exit("nothing was answered")
+    settings = next(settings for settings, of_part in found if of_part)
+    del settings["tasks"], settings["seed"]
+    run.write(settings | run.named("seeds", "length"), answer_rows(records))
+
+
+if __name__ == "__main__":
+    main()

@@ -62,8 +62,8 @@ HostShares = Annotated[
         "--host-share",
         metavar="SHARES",
         help="Ask every policy, and full attention, again within these shares of the bytes of "
-        "prompt and answer (host_bytes_per_sequence), such as 0.5,0.25, on the CPU. Each reads each prompt by "
-        "itself then, and the smaller --page-tokens, the less is lost to whole pages.",
+        "prompt and answer (host_bytes_per_sequence), such as 0.5,0.25, on the CPU. Each reads "
+        "each prompt by itself then; with small --page-tokens less is lost to whole pages.",
         rich_help_panel=POLICY_PANEL,
     ),
 ]

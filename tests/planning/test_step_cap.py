@@ -313,6 +313,8 @@ def test_generate_takes_it(tiny_folders: dict[str, Path], monkeypatch: pytest.Mo
 
 def test_evaluations_name_the_tokens(tiny_folders: dict[str, Path]) -> None:
     policies = [Full(), hard_kv(max_step_bytes="40KiB")]
-    setup = Setup(str(tiny_folders["llama"]), policies, "float32", "cpu", 1, verbose=False)
+    setup = Setup(
+        str(tiny_folders["llama"]), policies, [], "float32", "cpu", 1, page_tokens=64, verbose=False
+    )
     options = setup.described()["policies"][setup.labels[1]]
     assert (options["max_tokens"], options["max_step_bytes"]) == (40, None)

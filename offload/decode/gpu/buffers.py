@@ -35,9 +35,7 @@ class StepBuffers:
         self.state = buffers["state"].fill_(-1)
         self.positions, self.rope_positions, self.tokens = self.state
         self.hidden = buffers["hidden"]
-        self.queries = buffers[
-            "queries"
-        ]  # rotated, of every layer: who wants them reads them later
+        self.queries = buffers["queries"]  # rotated, of every layer: to be read after a step, too
         self.window_out, self.window_lse = buffers["window_out"], buffers["window_lse"]
         self.attended = buffers["attended"]
         # What the host attended to in layers in which it does nothing.

@@ -7,14 +7,12 @@ the time is over counts.
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from typing import Any
 
 from offload.bench.eval.record_file import Record
 from offload.bench.eval.ruler import RULER_TASKS
 from offload.loading.gguf import LONG_CONTEXT_MODEL
-from perf.eval_parts import answered_parts
+from perf.eval_parts import answered_parts, write_answers
 from perf.results_file import Run, script_options
 
 MEASURES = ("score", "slots", "condensed_tokens", "attended_tokens")
@@ -69,13 +67,7 @@ def main() -> None:
         run,
         options.limit_seconds,
     )
-    records = [record for _, of_part in found for record in of_part]
-    run.say(f"samples: {dict(Counter(record['task'] for record in records))}")
-    if not records:
-        sys.exit("nothing was answered")
-    settings = next(settings for settings, of_part in found if of_part)
-    del settings["tasks"], settings["seed"]
-    run.write(settings | run.named("seeds", "length"), answer_rows(records))
+    write_answers(found, answer_rows, run, "seeds", "length")
 
 
 if __name__ == "__main__":

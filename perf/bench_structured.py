@@ -7,14 +7,12 @@ of text and each seed, with its share of the CPUs; what is answered when the tim
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from typing import Any
 
 from offload.bench.eval.record_file import Record
 from offload.bench.eval.structured import STRUCTURED_TASKS
 from offload.loading.gguf import LONG_CONTEXT_MODEL
-from perf.eval_parts import answered_parts
+from perf.eval_parts import answered_parts, write_answers
 from perf.results_file import Run, script_options
 
 POLICIES = ("--policy", "exact_topk,quest,lychee_cluster", "--option", "quest.chunks=false,true")
@@ -59,13 +57,7 @@ def main() -> None:
         run,
         options.limit_seconds,
     )
-    records = [record for _, of_part in found for record in of_part]
-    run.say(f"samples: {dict(Counter((r['task'], r['length']) for r in records))}")
-    if not records:
-        sys.exit("nothing was answered")
-    settings = next(settings for settings, of_part in found if of_part)
-    del settings["tasks"], settings["seed"]
-    run.write(settings | run.named("seeds"), score_rows(records))
+    write_answers(found, score_rows, run, "seeds")
 
 
 if __name__ == "__main__":

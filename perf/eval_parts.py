@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,3 +67,19 @@ def answered_parts(
         files = [Path(folder) / f"{i}.jsonl" for i in range(len(parts))]
         list(threads_of_parts.map(answer, parts, files))
         return [read_records(file) for file in files]
+
+
+def write_answers(
+    found: Sequence[Found],
+    rows_of: Callable[[list[Record]], list[dict[str, Any]]],
+    run: Run,
+    *names: str,
+) -> None:
+    """Rows of all records, beside the parts' options and those of the run that have `names`."""
+    records = [record for _, of_part in found for record in of_part]
+    run.say(f"samples: {dict(Counter((r['task'], r['length']) for r in records))}")
+    if not records:
+        sys.exit("nothing was answered")
+    settings = next(settings for settings, of_part in found if of_part)
+    of_all = {name: x for name, x in settings.items() if name not in ("tasks", "seed")}
+    run.write(of_all | run.named(*names), rows_of(records))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.tiny_models import byte_tokenizer, make_tiny_model
+from cases.tiny_models import save_long_model
 
 from offload import OffloadedModel
 
@@ -18,11 +18,7 @@ WINDOW_BYTES = 3 * 16 * 6 * 32 * 4  # layers, queries, query heads, head_dim, fl
 
 @pytest.fixture(scope="session")
 def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama of many positions."""
-    folder = tmp_path_factory.mktemp("long")
-    make_tiny_model("llama", max_position_embeddings=65536).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_long_model(tmp_path_factory.mktemp("long"))
 
 
 @pytest.fixture

@@ -91,6 +91,13 @@ def byte_tokenizer() -> Any:
     )
 
 
+def save_long_model(folder: Path) -> Path:
+    """A tiny llama of many positions, and its tokenizer."""
+    make_tiny_model("llama", max_position_embeddings=65536).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     """int64 tokens of the byte alphabet."""
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))

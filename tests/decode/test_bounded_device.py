@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases.bounded_cases import rows_of
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
-from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
+from cases.tiny_models import random_tokens, save_long_model
 
 POLICIES = ["full", "lfps", "lychee_cluster", "per_head", "hard_kv"]
 BYTES = 2**21
@@ -19,11 +19,7 @@ BYTES = 2**21
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama of many positions."""
-    folder = tmp_path_factory.mktemp("bounded")
-    make_tiny_model("llama", max_position_embeddings=8192).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_long_model(tmp_path_factory.mktemp("bounded"))
 
 
 @pytest.fixture

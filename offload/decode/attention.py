@@ -20,7 +20,7 @@ from cpu_ops.attention import NativeAttention
 from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
-from offload.cascade.cascade import Cascade
+from offload.cascade.base import Cascade
 from offload.decode.budget_hold import BudgetHold
 from offload.kv.store import KVStore
 from offload.policies.base import (
@@ -76,7 +76,7 @@ class DecodeAttention(NativeAttention):
 
     on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
     beside: tuple[int, int, npt.NDArray[np.bool_]] | None = None
-    cascade: Cascade | None = None
+    cascade: Cascade[Any] | None = None
     roles: npt.NDArray[np.uint8] | None = None
 
     def __init__(
@@ -297,7 +297,8 @@ class DecodeAttention(NativeAttention):
     @property
     def on_prefill_queries(self) -> OnQueries | None:
         """What `prefill` shows its queries to: None unless somebody observes queries."""
-        wanted = self._observes_queries or self.cascade is not None
+        condenses = self.cascade is not None and self.cascade.observes_queries
+        wanted = self._observes_queries or condenses
         return self.record_queries if wanted else None
 
     def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from transformers import Cache
 
 from offload.cascade.bound import SequenceBound
-from offload.cascade.cascade import Exposed, SequenceTokens
+from offload.cascade.base import Exposed, SequenceTokens
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch
 from offload.runtime.sequences import Sequences
@@ -85,7 +85,7 @@ class OffloadedCache(Cache):
     def window_bytes_needed(self, num_rows: int) -> int:
         """What is kept of the queries of `num_rows` rows, if they are bounded, beyond now."""
         cascade = self._sequences.cascade
-        return 0 if cascade is None else cascade.window_bytes_needed(num_rows, self._seqs)
+        return 0 if cascade is None else cascade.bytes_needed(num_rows, self._seqs)
 
     @property
     def attended(self) -> torch.Tensor:

@@ -17,7 +17,7 @@ from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, one_token_each
 from offload.prefill.forward import prefill
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.cascading import cascade_for
+from offload.runtime.cascading import cascade_for, page_tokens_of, rereads
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.opening import OpenedModel
@@ -52,13 +52,15 @@ class Runtime:
             head_dim=shape.head_dim,
             dtype=opened.stock.dtype,
             host_budget_bytes=opened.host_kv_bytes,
-            page_tokens=config.page_tokens,
+            page_tokens=page_tokens_of(config, shape),
             pinned=self.device.type == "cuda",
+            heads_apart=rereads(config, shape),
         )
         self._decoder = _make_decoder(opened, self.store)
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self._decoder.attention
-        self.attention.cascade = cascade = cascade_for(config, self.lean, self.attention)
+        cascade = cascade_for(config, self.lean, self.attention, self._decoder.pool)
+        self.attention.cascade = cascade
         self.sequences = Sequences(self.store, self.attention, self._decoder.forget, cascade)
         self.turns = self.sequences.turns
         self._vocabulary_marks = opened.vocabulary_marks

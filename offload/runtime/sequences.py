@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from offload.cascade.cascade import Cascade, Exposed
+from torch import Tensor
+
+from offload.cascade.base import Cascade, Exposed
 from offload.decode.attention import DecodeAttention
 from offload.decode.draft_rows import attend_again
 from offload.kv.store import KVStore
+from offload.models.batch import RaggedBatch
 from offload.runtime.stats import OffloadStats
 from offload.runtime.turns import Turns
 from offload.system.interrupts import shielded
@@ -31,7 +35,7 @@ class Sequences:
         store: KVStore,
         attention: DecodeAttention,
         on_changed: Callable[[int], None] = lambda seq: None,
-        cascade: Cascade | None = None,
+        cascade: Cascade[Any] | None = None,
     ) -> None:
         self.store = store
         self.cascade = cascade
@@ -75,18 +79,36 @@ class Sequences:
             return
         for seq in seqs:
             self.cascade.check_usable(seq)
-        self.cascade.make_windows(seqs)
+        self.cascade.check_room(seqs)
         try:
             for seq, num_new in zip(seqs, num_new_tokens, strict=True):
                 if self.cascade.needs_room(seq, num_new):
                     self._on_changed(seq)
                     num_slots, bound = self.store.kv_len(seq), self.cascade.bound
                     self.cascade.condense(seq, exposed)
-                    self._attention.states.renumber(
-                        seq, num_slots, bound.sinks, bound.recent, *self.cascade.newest_query(seq)
-                    )
+                    newest = self.cascade.newest_query(seq)
+                    if newest is not None:
+                        self._attention.states.renumber(
+                            seq, num_slots, bound.sinks, bound.recent, *newest
+                        )
         finally:
             self.cascade.give_back_memory()
+
+    def record_tokens(self, batch: RaggedBatch, seqs: Sequence[int], tokens: Tensor | None) -> None:
+        """The ids of `batch`, before they are in the store, where the cascade wants them.
+
+        Raises:
+            ValueError: they are not known.
+        """
+        if self.cascade is None or not self.cascade.wants_tokens:
+            return
+        if tokens is None:
+            raise ValueError(
+                "inputs_embeds with host_bytes_per_sequence: what is condensed is read again, for "
+                "which the ids are needed; load the model with condense_by='attention'"
+            )
+        for sequence, start, stop in batch.spans():
+            self.cascade.record_tokens(seqs[sequence], tokens[start:stop])
 
     def count_condensed(self, stats: OffloadStats) -> float:
         """Note what was condensed since this was asked last; the seconds that it took."""

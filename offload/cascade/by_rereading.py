@@ -1,0 +1,252 @@
+"""The cascade that condenses by rereading: what it takes to say the text again stays.
+
+Before a full sequence is condensed, what is new in it is read again, in pieces: the keys and values
+of a token that the piece's tokens look up, in any query head of a KV head, when they come a second
+time, are those that a later question can need, whether somebody has asked for them yet or not
+(KVzip, Kim et al., arXiv 2505.23416). The score of a token is the largest attention weight that it
+gets then, among the piece, its second reading, and the sinks; it stays as it is ever after.
+
+KV heads are as unlike as can be: some look up everything, most look at what is near. So the bound
+is one for all heads of all layers. The pages of those tokens stay whose scores are the highest
+anywhere, beside the sinks and recent tokens of each head, and the store has the heads apart: head
+`h` of layer `l` has `starts[l, h]` slots less than the one that has most. The rest is dropped.
+
+Beside the pages there are, for each sequence, a score of every token of every head, and the ids of
+tokens that were not read again yet. While it is condensed, there are besides what a prefill of a
+piece takes, and the keys and values of one layer, as many rows in each head as the longest has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.cascade.base import Cascade, Exposed, Record
+from offload.cascade.bound import SequenceBound
+from offload.kv.page_pool import Int64Array
+from offload.kv.store import HostBudgetError, KVStore
+
+PIECE = 256  # tokens that are read again at a time
+LEAD = 8  # tokens before a piece, which say where the text goes on
+SCORE_DTYPE = torch.float16
+_SINKS = 4  # columns of scores: without them, a head that looks up nothing would look up something
+
+Rows = tuple[Tensor, Tensor]  # keys, values
+# Gets (layer_idx, seq, queries [num_qo_heads, n, head_dim], (keys, values) [num_kv_heads, slots
+# and then the n tokens', head_dim]).
+OnAttended = Callable[[int, int, Tensor, Rows], None]
+
+
+class Reread(Protocol):
+    """A prefill of ids [n] behind a sequence, from `position` on, that leaves it as it was."""
+
+    def __call__(
+        self, seq: int, tokens: Tensor, position: int, on_attended: OnAttended
+    ) -> None: ...
+
+
+@dataclass
+class _Record(Record):
+    """
+    Attributes:
+        longer: slots of the store beyond those that count against the bound, which are the heads'
+            on average.
+        ids: of the tokens from `first_id` on.
+        num_scored: tokens seen that have scores.
+        scores: of each [layer][KV head] float16 [slots]; of those in the store the first.
+    """
+
+    longer: int = 0
+    ids: list[int] = field(default_factory=list)
+    first_id: int = 0
+    num_scored: int = 0
+    scores: list[list[Tensor]] = field(default_factory=list)
+
+
+class RereadingCascade(Cascade[_Record]):
+    """Condenses by what is looked up when the text is read again.
+
+    Args:
+        store: with `heads_apart`.
+        sm_scale: of attention.
+        reread: of the model.
+    """
+
+    wants_tokens = True
+
+    def __init__(
+        self, bound: SequenceBound, store: KVStore, *, sm_scale: float, reread: Reread
+    ) -> None:
+        super().__init__(bound, store, self._new_record)
+        self._sm_scale = sm_scale
+        self._reread = reread
+
+    @staticmethod
+    def beside_bytes(num_units: int, slots: int) -> int:
+        """Of scores and ids of a sequence of so many slots.
+
+        Args:
+            num_units: KV heads of all layers.
+        """
+        return slots * num_units * SCORE_DTYPE.itemsize
+
+    def used(self, seq: int) -> int:
+        return self._store.kv_len(seq) - (self._records[seq].longer if seq in self._records else 0)
+
+    def fork(self, seq: int, child: int) -> None:
+        if seq in self._records:
+            record = self._records[seq]
+            scores = [list(of_layer) for of_layer in record.scores]  # which are never written to
+            self._records[child] = replace(record, ids=list(record.ids), scores=scores)
+
+    @property
+    def held_bytes(self) -> int:
+        return _bytes_of(self._records.values())
+
+    def bytes_needed(self, num_rows: int, seqs: Sequence[int]) -> int:
+        store, own = self._store, [self._records[seq] for seq in seqs if seq in self._records]
+        most = self.beside_bytes(store.num_layers * store.num_kv_heads, self.bound.slots)
+        return num_rows * most - _bytes_of(own)
+
+    def record_tokens(self, seq: int, tokens: Tensor) -> None:
+        record, seen = self._records[seq], self._store.kv_len(seq) + self.dropped(seq)
+        if record.num_scored > seen:  # some were taken back
+            gone = record.num_scored - seen
+            record.scores = [[x[:-gone] for x in of_layer] for of_layer in record.scores]
+            record.num_scored = seen
+        del record.ids[seen - record.first_id :]
+        record.ids += tokens.tolist()
+
+    def _condense(self, seq: int, exposed: Exposed) -> None:
+        store, record = self._store, self._records[seq]
+        kv_len, starts = store.kv_len(seq), store.starts(seq)
+        with exposed():
+            self._score(seq, record)
+            lens = self._lens(record, kv_len - starts)
+            kept = [
+                [self._kept(scores, int(n)) for scores, n in zip(*of_layer, strict=True)]
+                for of_layer in zip(record.scores, lens, strict=True)
+            ]
+        of_layer = 2 * store.num_kv_heads * kv_len * store.head_dim * store.dtype.itemsize
+        self._took_bytes = max(self._took_bytes, of_layer)
+
+        def rows(layer_idx: int) -> list[Rows]:
+            keys, values = store.gather(seq, layer_idx)
+            slots = [
+                chosen + start
+                for chosen, start in zip(kept[layer_idx], starts[layer_idx].tolist(), strict=True)
+            ]
+            return [(keys[h, chosen], values[h, chosen]) for h, chosen in enumerate(slots)]
+
+        try:
+            store.rewrite(seq, lens, rows)
+        except HostBudgetError:
+            raise
+        except BaseException:
+            record.is_broken = True  # some heads are rewritten, and others are not
+            raise
+        record.scores = [
+            [scores[chosen] for scores, chosen in zip(*of_layer, strict=True)]
+            for of_layer in zip(record.scores, kept, strict=True)
+        ]
+        record.dropped += kv_len - store.kv_len(seq)
+        record.longer = store.kv_len(seq) - self.bound.low
+        record.exact_from = store.kv_len(seq) - self.bound.recent
+
+    def _score(self, seq: int, record: _Record) -> None:
+        """Read again what is new, and note which of it was looked up."""
+        store, seen = self._store, self._store.kv_len(seq) + record.dropped
+        while record.num_scored < seen:
+            start = record.num_scored
+            stop, lead = min(start + PIECE, seen), min(LEAD, start - record.first_id)
+            ids = record.ids[start - lead - record.first_id : stop - record.first_id]
+            scorer = _PieceScores(store, seq, start - record.dropped, lead, self._sm_scale)
+            self._reread(seq, torch.tensor(ids), seen, scorer)
+            new = scorer.found
+            before = record.scores or [[x.new_empty(0) for x in rows] for rows in new]
+            record.scores = [
+                [torch.cat(pair) for pair in zip(*of_layer, strict=True)]
+                for of_layer in zip(before, new, strict=True)
+            ]
+            record.num_scored = stop
+        del record.ids[: max(0, seen - LEAD - record.first_id)]
+        record.first_id = seen - len(record.ids)
+
+    def _lens(self, record: _Record, lens: Int64Array) -> Int64Array:
+        """How many slots each head will have, int64 [num_layers, num_kv_heads], whole pages: those
+        whose tokens have the highest scores."""
+        page, sinks, recent = self._store.page_tokens, self.bound.sinks, self.bound.recent
+        always = -(-(sinks + recent) // page)
+        units = zip((x for rows in record.scores for x in rows), lens.flat, strict=True)
+        pages, of_unit = [], []
+        for unit, (scores, n) in enumerate(units):
+            ranked = scores[sinks : n - recent].float().sort(descending=True).values
+            # Its middle token speaks for a page.
+            middle = torch.arange(n // page) * page + page // 2 - sinks - recent
+            values = ranked[middle.clamp(0, len(ranked) - 1)]
+            values[:always] = torch.inf
+            pages.append(values)
+            of_unit.append(torch.full_like(values, unit, dtype=torch.long))
+        num_pages = self.bound.low // page * lens.size
+        best = torch.cat(pages).topk(num_pages, sorted=False).indices
+        counts = torch.bincount(torch.cat(of_unit)[best], minlength=lens.size)
+        found: Int64Array = (counts * page).numpy().reshape(lens.shape)
+        return found
+
+    def _kept(self, scores: Tensor, n: int) -> Tensor:
+        """Which `n` slots of a head stay, ascending."""
+        ranked = scores.float()
+        ranked[: self.bound.sinks] = torch.inf
+        ranked[len(ranked) - self.bound.recent :] = torch.inf
+        return ranked.topk(n, sorted=False).indices.sort().values
+
+    def _new_record(self) -> _Record:
+        return _Record()
+
+
+def _bytes_of(records: Iterable[_Record]) -> int:
+    """Of scores, which forks share until they are condensed."""
+    scores = (x for record in records for of_layer in record.scores for x in of_layer)
+    return sum({id(x): x.nbytes for x in scores}.values())
+
+
+class _PieceScores:
+    """What is looked up of a piece while it is read again.
+
+    Args:
+        first: slot of its first token; all of them are in all heads.
+        lead: tokens that are read again before it.
+
+    Attributes:
+        found: of each layer [num_kv_heads, tokens of the piece], float16.
+    """
+
+    def __init__(self, store: KVStore, seq: int, first: int, lead: int, sm_scale: float) -> None:
+        self._kv_len, self._starts = store.kv_len(seq), store.starts(seq)
+        self._first, self._lead, self._sm_scale = first, lead, sm_scale
+        self.found: list[Tensor] = []
+
+    def __call__(self, layer_idx: int, seq: int, queries: Tensor, rows: Rows) -> None:
+        keys, kv_len = rows[0], self._kv_len
+        num_kv_heads, num_read = len(keys), queries.shape[1]
+        length = num_read - self._lead
+        piece = keys[:, self._first : self._first + length]
+        sinks = keys[:, :0]
+        if self._first >= _SINKS:
+            starts = self._starts[layer_idx].tolist()
+            sinks = torch.stack([keys[h, s : s + _SINKS] for h, s in enumerate(starts)])
+        columns = torch.cat([piece, sinks, keys[:, kv_len : kv_len + num_read]], dim=1).float()
+        # The token before the piece says what comes first in it.
+        asks = max(0, self._lead - 1)
+        asked = queries.unflatten(0, (num_kv_heads, -1))[:, :, asks:].float()
+        logits = asked.flatten(1, 2) @ columns.mT * self._sm_scale
+        logits = logits.unflatten(1, (-1, num_read - asks))
+        is_later = torch.ones(num_read, num_read, dtype=torch.bool).triu(1)[asks:]
+        logits[..., -num_read:].masked_fill_(is_later, -math.inf)
+        weights = logits.softmax(dim=-1)[..., :length]
+        self.found.append(weights.amax(dim=(1, 2)).to(SCORE_DTYPE))

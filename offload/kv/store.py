@@ -90,13 +90,8 @@ class KVStore:
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         pinned: bool | HostRegistration = False,
     ) -> None:
-        check_sizes(
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_tokens=page_tokens,
-            slab_bytes=slab_bytes,
-        )
+        heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        check_sizes(**heads, page_tokens=page_tokens, slab_bytes=slab_bytes)
         check_dtype(dtype)
         if host_budget_bytes is None:
             host_budget_bytes = host_memory_limit_bytes()

@@ -9,7 +9,7 @@ import torch
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.cascade.base import Cascade
-from offload.cascade.bound import SequenceBound
+from offload.cascade.bound import CONDENSED_SHARE, SequenceBound
 from offload.cascade.by_attention import AttentionCascade
 from offload.cascade.by_rereading import OnAttended, RereadingCascade
 from offload.cascade.window import QueryWindow
@@ -37,7 +37,9 @@ def rereads(config: RuntimeConfig, shape: ModelShape) -> bool:
     if config.host_bytes_per_sequence is None or config.condense_by == "attention":
         return False
     reason, policy = "", config.policy
-    if config.device != "cpu" or config.backend is not None:
+    if config.condensed_share != CONDENSED_SHARE:
+        reason = f"condensed_share={config.condensed_share} is for slots that all heads have"
+    elif config.device != "cpu" or config.backend is not None:
         reason = f"device={config.device!r} attends to windows that all heads have"
     elif policy.selects:
         num_units = shape.num_qo_heads if policy.per_query_head else shape.num_kv_heads

@@ -126,7 +126,7 @@ class Runtime:
         parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
 
         def compute(seqs: list[int]) -> torch.Tensor:
-            self.mark_text(batch, seqs, tokens)
+            self.note_text(batch, seqs, tokens)
             return self._run_parts(hidden, parts, seqs)
 
         phase = parts[0].phase
@@ -194,7 +194,7 @@ class Runtime:
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
             self.sequences.count_condensed(self.stats)
-            self.mark_text(batch, seqs, tokens)
+            self.note_text(batch, seqs, tokens)
             start += self._build_index(seqs)
             before = self._decoder.setup_seconds
             with self._current_device():
@@ -344,8 +344,10 @@ class Runtime:
             return torch.cuda.device(self.device)
         return contextlib.nullcontext()
 
-    def mark_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
-        """Marks of the new tokens; of those whose ids are not known none, that is, no delimiter."""
+    def note_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
+        """Ids and marks of the new tokens, for who wants them; of those whose ids are not known no
+        marks, that is, no delimiter."""
+        self.sequences.record_tokens(batch, seqs, tokens)
         if self._vocabulary_marks is None:
             return
         if tokens is None:

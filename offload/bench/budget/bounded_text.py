@@ -73,8 +73,8 @@ def decode_text(
     steps = len(tokens) - 1 - length
     if length < 1 or steps < 1:
         raise ValueError(f"{len(tokens)} tokens are too few to read {length} and decode one")
-    if options.get("host_bytes_per_sequence") is not None and not EVICTIONS[eviction].merges:
-        options["condensed_share"] = 0.0
+    if options.get("host_bytes_per_sequence") is not None:
+        options = {**options, **EVICTIONS[eviction].options}
     model = OffloadedModel.from_pretrained(name, **options)
     attention, cascade = model._offload.attention, model._offload.sequences.cascade
     num_qo_heads = attention.num_qo_heads

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.bench.budget.evictions import EVICTIONS, use_eviction
-from offload.cascade.bound import CONDENSED_SHARE
 from offload.runtime.shared_model import BoundedModel, ReadPrompt, SharedModel
 
 FITTED = "fitted"  # what host_bytes_per_sequence does
@@ -84,8 +83,7 @@ def read_within(
     store = model.runtimes[index].store
     store.trim()  # its slabs are of no use to the other store, and both have the host's budget
     host_bytes = int(bound.share * store.token_bytes * (len(tokens) + num_further))
-    share = CONDENSED_SHARE if EVICTIONS[bound.eviction].merges else 0.0
-    bounded = model.bounded(index, host_bytes, condensed_share=share)
+    bounded = model.bounded(index, host_bytes, **EVICTIONS[bound.eviction].options)
     use_eviction(bounded.runtimes[0], bound.eviction)
     with contextlib.closing(bounded), bounded.read(tokens) as prompt:
         yield BoundedPrompt(bounded, prompt, host_bytes)

@@ -71,14 +71,14 @@ struct AttentionShape {
 
 // One query token. Several rows may belong to one sequence, each with a kv_len of its own.
 struct QueryRow {
-  const int64_t* pages;       // page addresses of (sequence, layer)
-  int64_t kv_len;             // attends to tokens [0, kv_len)
-  const int64_t* starts;      // [num_kv_heads] where KV heads have pages of their own, and lack the first tokens; or null
-  int64_t head_stride;        // then: pages from one KV head's to the next
-  const void* query;          // [num_qo_heads, head_dim], dtype of the shape
-  void* output;               // the same, or float32 (AttendOptions)
-  float* lse;                 // optional [num_qo_heads]
-  void* const* arrays;        // of the policy: [num_layers, PolicyFunctions::num_arrays]; may be null
+  const int64_t* pages;   // page addresses of (sequence, layer)
+  int64_t kv_len;         // attends to tokens [0, kv_len)
+  const int64_t* starts;  // [num_kv_heads] where KV heads have pages of their own, and lack the first tokens; or null
+  int64_t head_stride;    // then: pages from one KV head's to the next
+  const void* query;      // [num_qo_heads, head_dim], dtype of the shape
+  void* output;           // the same, or float32 (AttendOptions)
+  float* lse;             // optional [num_qo_heads]
+  void* const* arrays;    // of the policy: [num_layers, PolicyFunctions::num_arrays]; may be null
   const uint8_t* text_marks;  // [kv_len] or null
   // An explicit selection instead of a policy's: CSR over units, sorted unique tokens. Null where a policy selects.
   const int64_t* indptr;

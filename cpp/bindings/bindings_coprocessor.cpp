@@ -37,7 +37,8 @@ Mailbox mailbox_of(const std::vector<int64_t>& addresses, int64_t max_rows, int6
 
 // Rows in the order of their slots.
 ServedStep step_of(const Int64s& slots, const StepRows& rows, int64_t queries) {
-  if (rows.starts != nullptr) throw py::value_error("a coprocessor takes no rows whose KV heads have pages of their own");
+  if (rows.starts != nullptr)
+    throw py::value_error("a coprocessor takes no rows whose KV heads have pages of their own");
   ServedStep step;
   std::vector<int64_t> order(static_cast<size_t>(slots.size()));
   std::iota(order.begin(), order.end(), 0);

@@ -168,13 +168,18 @@ class DecodeAttention(NativeAttention):
         self.beside = (*window, heads)
         self._count_heads(heads, gathered)
 
-    def count_rows(self, kv_lens: npt.NDArray[np.int64]) -> None:
-        """A step of rows with `kv_lens` tokens was decoded; counts while `is_probed`."""
+    def count_rows(self, step: DecodeStep) -> None:
+        """A step was decoded; counts its units while `is_probed`."""
         if not self.is_probed:
             return
-        num_units = len(kv_lens) * self.num_layers * self.num_kv_heads
-        rows = int(np.count_nonzero(kv_lens > self.dense_tokens))
-        selecting, gathered = rows * self._selecting_heads, rows * self._gathered_heads
+        num_units = len(step.seqs) * self.num_layers * self.num_kv_heads
+        if self.store.heads_apart:
+            starts = np.stack([self.store.starts(seq) for seq in step.seqs])
+            is_longer = step.kv_lens[:, None, None] - starts > self.dense_tokens
+            selecting, gathered = int((is_longer & self.selecting_heads).sum()), 0
+        else:
+            rows = int(np.count_nonzero(step.kv_lens > self.dense_tokens))
+            selecting, gathered = rows * self._selecting_heads, rows * self._gathered_heads
         self.decoded.selecting += selecting
         self.decoded.gathered += gathered
         self.decoded.exact += num_units - selecting - gathered

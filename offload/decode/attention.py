@@ -71,7 +71,8 @@ class DecodeAttention(NativeAttention):
         decoded: units of decode steps so far, as `count_rows` is told of them.
 
     Raises:
-        ValueError: shapes the kernels do not take, a policy that does not fit the model.
+        ValueError: shapes the kernels do not take, a policy that does not fit the model, or one
+            that numbers tokens across KV heads over a store with `heads_apart`.
     """
 
     on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
@@ -100,6 +101,8 @@ class DecodeAttention(NativeAttention):
             pool, **shape, page_tokens=tokens, dtype=store.dtype, sm_scale=sm_scale, isa=isa
         )
         policy.check_model(**shape)
+        if store.heads_apart:
+            _check_apart(policy, store.num_layers, num_qo_heads, store.num_kv_heads)
         self.policy = policy
         self.store = store
         asking: list[int] = []
@@ -165,13 +168,18 @@ class DecodeAttention(NativeAttention):
         self.beside = (*window, heads)
         self._count_heads(heads, gathered)
 
-    def count_rows(self, kv_lens: npt.NDArray[np.int64]) -> None:
-        """A step of rows with `kv_lens` tokens was decoded; counts while `is_probed`."""
+    def count_rows(self, step: DecodeStep) -> None:
+        """A step was decoded; counts its units while `is_probed`."""
         if not self.is_probed:
             return
-        num_units = len(kv_lens) * self.num_layers * self.num_kv_heads
-        rows = int(np.count_nonzero(kv_lens > self.dense_tokens))
-        selecting, gathered = rows * self._selecting_heads, rows * self._gathered_heads
+        num_units = len(step.seqs) * self.num_layers * self.num_kv_heads
+        if self.store.heads_apart:
+            starts = np.stack([self.store.starts(seq) for seq in step.seqs])
+            is_longer = step.kv_lens[:, None, None] - starts > self.dense_tokens
+            selecting, gathered = int((is_longer & self.selecting_heads).sum()), 0
+        else:
+            rows = int(np.count_nonzero(step.kv_lens > self.dense_tokens))
+            selecting, gathered = rows * self._selecting_heads, rows * self._gathered_heads
         self.decoded.selecting += selecting
         self.decoded.gathered += gathered
         self.decoded.exact += num_units - selecting - gathered
@@ -234,15 +242,18 @@ class DecodeAttention(NativeAttention):
         if len(seqs) != len(kv_lens) or not seqs:
             raise ValueError(f"expected one kv_len per row, got {len(seqs)} and {len(kv_lens)}")
         tables = [self.store.page_table(seq) for seq in seqs]
+        starts = [self.store.starts(seq) for seq in seqs] if self.store.heads_apart else []
+        least = [1 + int(of_seq.max()) for of_seq in starts] or [1] * len(seqs)
         lens = np.asarray(kv_lens, np.int64)
-        for seq, table, kv_len in zip(seqs, tables, kv_lens, strict=True):
-            if not 1 <= kv_len <= table.shape[1] * self.store.page_tokens:
+        for seq, table, shortest, kv_len in zip(seqs, tables, least, kv_lens, strict=True):
+            capacity = table.shape[1] * self.store.page_tokens
+            if not shortest <= kv_len <= capacity:
                 raise ValueError(
-                    f"kv_len of sequence {seq} must be in"
-                    f" [1, {table.shape[1] * self.store.page_tokens}] (its pages), got {kv_len}"
+                    f"kv_len of sequence {seq} must be in [{shortest}, {capacity}] (its pages),"
+                    f" got {kv_len}"
                 )
         arrays = text_marks = NO_ARRAYS
-        kept: list[Any] = list(tables)
+        kept: list[Any] = [*tables, *starts]
         if self.has_state and int(lens.max()) > self.dense_tokens:
             longest: dict[int, int] = {}  # build and grow before any address is taken
             for seq, kv_len in sorted(zip(seqs, kv_lens, strict=True)):
@@ -267,9 +278,10 @@ class DecodeAttention(NativeAttention):
             kv_lens=lens,
             positions=lens - 1,
             page_tables=np.array([table.ctypes.data for table in tables], np.int64),
-            table_strides=np.array([table.shape[1] for table in tables], np.int64),
+            table_strides=np.array([table.size // self.num_layers for table in tables], np.int64),
             arrays=arrays,
             text_marks=text_marks,
+            starts=np.array([of_seq.ctypes.data for of_seq in starts], np.int64),
             kept=tuple(kept),
             in_turns=self.has_state and len(set(seqs)) < len(seqs),
             keeps_queries=self.states.records_rows
@@ -327,6 +339,25 @@ class DecodeAttention(NativeAttention):
                     self.states.record_queries(seq, layer_idx, heads[row][:, None], kv_len)
                 if self.states.records_rows:
                     self.states.record_row(seq, layer_idx, query[row])
+
+
+def _check_apart(policy: Policy, num_layers: int, num_qo_heads: int, num_kv_heads: int) -> None:
+    """Refuse what heads that have different tokens cannot be asked: arrays and text marks are by
+    positions in the sequence, and what one unit hands to another is by the first one's tokens."""
+    if not policy.selects:
+        return
+    roles = policy.roles(num_layers, num_qo_heads if policy.per_query_head else num_kv_heads)
+    hands_down = roles is not None and bool(np.isin(roles, (RETRIEVE, REUSE)).any())
+    for holds, what in (
+        (policy.has_state(), "keeps arrays of a sequence's tokens"),
+        (policy.reads_text, "reads the text of tokens"),
+        (hands_down or policy.shares_selection, "hands selections from unit to unit"),
+    ):
+        if holds:
+            raise ValueError(
+                f"policy {policy.name} {what}, and KV heads of this store have different tokens;"
+                " give one that selects by the keys alone, as exact_topk does"
+            )
 
 
 def native_member(policy: Policy) -> tuple[bool, list[int], list[float], int]:

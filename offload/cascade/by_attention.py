@@ -198,7 +198,7 @@ class AttentionCascade(Cascade[_Record]):
         return {**shape, "num_qo_heads": self._num_qo_heads, "dtype": store.dtype}
 
     def _new_record(self) -> _Record:
-        return _Record(QueryWindow(**self._window_shape))
+        return _Record(window=QueryWindow(**self._window_shape))
 
 
 def _rotations(

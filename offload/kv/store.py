@@ -77,8 +77,6 @@ class KVStore:
     Not thread-safe. Handles that do not exist, or no longer, raise ValueError everywhere.
     """
 
-    heads_apart = False
-
     def __init__(
         self,
         *,

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload.bench.budget.evictions import EVICTIONS, use_eviction
+from offload.bench.budget.evictions import EVICTIONS, REREADING, use_eviction
 from offload.runtime.shared_model import BoundedModel, ReadPrompt, SharedModel
 
-FITTED = "fitted"  # what host_bytes_per_sequence does
 
 
 @dataclass(frozen=True)
@@ -26,12 +25,12 @@ class Bound:
     """
 
     share: float
-    eviction: str = FITTED
+    eviction: str = REREADING
 
     def label(self, policy: str) -> str:
         """Of a policy within this bound, as records name it."""
         words = [policy, f"host={self.share:g}"]
-        return " ".join(words if self.eviction == FITTED else [*words, self.eviction])
+        return " ".join(words if self.eviction == REREADING else [*words, self.eviction])
 
 
 def all_labels(policies: Sequence[str], bounds: Sequence[Bound]) -> list[str]:

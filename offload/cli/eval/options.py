@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from offload.policies import Policy
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DEFAULT_EVICTIONS = "fitted"
+DEFAULT_EVICTIONS = "reread"
 OUTPUTS = ("table", "json", "md")
 MODEL_PANEL = "What runs"
 POLICY_PANEL = "What is compared"

@@ -93,7 +93,7 @@ def _bound(
 
     return SequenceBound.of(
         config.host_bytes_per_sequence,
-        token_bytes=store.num_layers * store.page_bytes // store.page_tokens,
+        token_bytes=store.token_bytes,
         page_tokens=store.page_tokens,
         policy=policy,
         condensed_share=config.condensed_share,

@@ -105,7 +105,7 @@ def decode_text(
         "seen": row.seen,
         "kept": row.kept,
         "condensed": row.condensed,
-        "bytes_per_token": store.num_layers * store.page_bytes // store.page_tokens,
+        "bytes_per_token": store.token_bytes,
     }
     if cascade is not None:
         stats = model.offload_stats()

@@ -83,8 +83,7 @@ def read_within(
     """
     store = model.runtimes[index].store
     store.trim()  # its slabs are of no use to the other store, and both have the host's budget
-    of_token = store.num_layers * store.page_bytes // store.page_tokens
-    host_bytes = int(bound.share * of_token * (len(tokens) + num_further))
+    host_bytes = int(bound.share * store.token_bytes * (len(tokens) + num_further))
     share = CONDENSED_SHARE if EVICTIONS[bound.eviction].merges else 0.0
     bounded = model.bounded(index, host_bytes, condensed_share=share)
     use_eviction(bounded.runtimes[0], bound.eviction)

@@ -56,6 +56,7 @@ _RUNTIME_OPTIONS = (
     "quality_probe",
     "quality_floor",
     "host_bytes_per_sequence",
+    "condense_by",
     "condensed_share",
 )
 

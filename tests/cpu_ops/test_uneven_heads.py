@@ -281,6 +281,18 @@ def test_selections_do_not_depend_on_threads(pool):
     five.close()
 
 
+def test_layers_are_timed_on_their_own_tokens(pool):
+    pages, seqs, kv_lens, queries = make_step(new_rng(), torch.float32)
+    attention = pages.attention(pool, SELECTING["exact_topk"])
+    out = torch.empty_like(queries)
+    measured = attention.time_layers(attention.begin_step(seqs, kv_lens), [queries] * 2, out)
+    expected, _ = attend(attention, seqs, kv_lens, queries, NUM_LAYERS - 1)
+    assert relative_error(out.double().numpy(), expected.reshape(out.shape)) < 1e-6
+    tokens = np.array(kv_lens)[:, None, None] - [STARTS, STARTS, OTHER_STARTS]
+    scored = np.where(tokens > 64, tokens, 0).sum(axis=(0, 2))
+    assert [profile["scored_tokens"] for _, profile in measured] == scored.tolist()
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rope_append_writes_the_newest_slot_of_each_head(isa, dtype, pool):

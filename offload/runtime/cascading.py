@@ -158,7 +158,10 @@ class _Reread:
 def _bound_of_slots(
     config: RuntimeConfig, store: KVStore, state: StateBytes, num_qo_heads: int
 ) -> SequenceBound:
-    """Of slots that all heads have, beside which a window of queries and the policy keep theirs."""
+    """Of slots that all heads have, beside which a window of queries and the policy keep theirs.
+
+    `state` makes no more room than for these from now on.
+    """
     assert config.host_bytes_per_sequence is not None
     policy = config.policy
     of_window = QueryWindow.bytes_for(
@@ -169,11 +172,12 @@ def _bound_of_slots(
     )
 
     def beside(slots: int) -> int:
+        state.most_tokens = slots
         # While arrays grow, and after a draft, there are two of them; in a pass, of queries.
         of_policy = 2 * (state.at(slots) + state.of_queries)
         return of_window + of_policy + capacity_for(slots) * policy.reads_text
 
-    return SequenceBound.of(
+    bound = SequenceBound.of(
         config.host_bytes_per_sequence,
         token_bytes=store.token_bytes,
         page_tokens=store.page_tokens,
@@ -181,6 +185,8 @@ def _bound_of_slots(
         condensed_share=config.condensed_share,
         beside=beside,
     )
+    state.most_tokens = bound.slots
+    return bound
 
 
 def _bound_of_pages(config: RuntimeConfig, store: KVStore) -> SequenceBound:

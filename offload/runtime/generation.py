@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.kv.store import HostBudgetError
-from offload.policies.state import PolicyStates, capacity_for
+from offload.policies.state import PolicyStates
 from offload.runtime.cache import OffloadedCache
 from offload.system.memory import format_bytes
 
@@ -190,11 +190,11 @@ class GenerationRequest:
     ) -> int:
         """What the policy keeps at the end beyond what it keeps of `cache`."""
         # A second copy is needed while the state grows, is forked, or a draft is being verified.
-        grows = capacity_for(max(self.prompt_lens)) < self.max_tokens
+        most = self.max_tokens if cache.bound is None else cache.bound.slots
+        grows = states.bytes.capacity(max(self.prompt_lens)) < most
         # Or while a prefill on a GPU builds it anew beside what is there (`PolicyStates.begin`).
         anew = builds and (self.chunked or states.bytes_of(cache.seqs) > 0)
         times = 2 if self.drafts or self.copies > 1 or grows or anew else 1
-        most = self.max_tokens if cache.bound is None else cache.bound.slots
         ends = [min(kv_len + self.max_new_tokens, most) for kv_len in self.prompt_lens]
         state = sum(map(states.bytes.at, ends))
         state = times * state + len(self.prompt_lens) * states.bytes.of_queries

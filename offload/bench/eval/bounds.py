@@ -82,12 +82,7 @@ def read_within(
     store = model.runtimes[index].store
     store.trim()  # its slabs are of no use to the other store, and both have the host's budget
     host_bytes = int(bound.share * store.token_bytes * (len(tokens) + num_further))
-<<<<<<< HEAD
     bounded = model.bounded(index, host_bytes, **EVICTIONS[bound.eviction].options)
-=======
-    share = CONDENSED_SHARE if EVICTIONS[bound.eviction].merges else 0.0
-    bounded = model.bounded(index, host_bytes, condensed_share=share)
->>>>>>> h/ragged-store
     use_eviction(bounded.runtimes[0], bound.eviction)
     with contextlib.closing(bounded), bounded.read(tokens) as prompt:
         yield BoundedPrompt(bounded, prompt, host_bytes)

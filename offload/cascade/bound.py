@@ -56,6 +56,8 @@ class SequenceBound:
             ValueError: there is no room for sinks, recent tokens and a page.
         """
         sinks, recent = SINK_TOKENS, RECENT_TOKENS
+        if by_page:
+            recent -= sinks  # both in a page of 64
         if policy.selects:
             sinks, recent = max(sinks, policy.sink_tokens), max(recent, policy.recent_tokens)
         fewest = -(-(sinks + recent + max(page_tokens, 16)) // page_tokens)

@@ -19,7 +19,7 @@ piece takes, and the keys and values of one layer, as many rows in each head as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -58,7 +58,8 @@ class _Record(Record):
             on average.
         ids: of the tokens from `first_id` on.
         num_scored: tokens seen that have scores.
-        scores: of each [layer][KV head] float16 [slots]; of those in the store the first.
+        scores: of each [layer][KV head] float16 [slots]; of those in the store the first. They are
+            never written to: forks have the same.
     """
 
     longer: int = 0
@@ -66,6 +67,19 @@ class _Record(Record):
     first_id: int = 0
     num_scored: int = 0
     scores: list[list[Tensor]] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of scores, by what tokens that have them would have."""
+        return sum(x.nbytes for of_layer in self.scores for x in of_layer)
+
+    def crop(self, seen: int) -> None:
+        """Forget tokens that were taken back."""
+        del self.ids[seen - self.first_id :]
+        gone = self.num_scored - seen
+        if gone > 0:
+            self.scores = [[x[:-gone] for x in of_layer] for of_layer in self.scores]
+            self.num_scored = seen
 
 
 class RereadingCascade(Cascade[_Record]):
@@ -101,30 +115,31 @@ class RereadingCascade(Cascade[_Record]):
     def fork(self, seq: int, child: int) -> None:
         if seq in self._records:
             record = self._records[seq]
-            scores = [list(of_layer) for of_layer in record.scores]  # which are never written to
+            scores = [list(of_layer) for of_layer in record.scores]
             self._records[child] = replace(record, ids=list(record.ids), scores=scores)
 
     @property
     def held_bytes(self) -> int:
-        return _bytes_of(self._records.values())
+        return sum(record.num_bytes for record in self._records.values())
 
     def bytes_needed(self, num_rows: int, seqs: Sequence[int]) -> int:
         store, own = self._store, [self._records[seq] for seq in seqs if seq in self._records]
         most = self.beside_bytes(store.num_layers * store.num_kv_heads, self.bound.slots)
-        return num_rows * most - _bytes_of(own)
+        return num_rows * most - sum(record.num_bytes for record in own)
+
+    def check_room(self, seqs: Sequence[int]) -> None:
+        """Nothing: scores come when a sequence is condensed, and are counted then."""
 
     def record_tokens(self, seq: int, tokens: Tensor) -> None:
-        record, seen = self._records[seq], self._store.kv_len(seq) + self.dropped(seq)
-        if record.num_scored > seen:  # some were taken back
-            gone = record.num_scored - seen
-            record.scores = [[x[:-gone] for x in of_layer] for of_layer in record.scores]
-            record.num_scored = seen
-        del record.ids[seen - record.first_id :]
+        record = self._records[seq]
+        record.crop(self._store.kv_len(seq) + record.dropped)
         record.ids += tokens.tolist()
 
     def _condense(self, seq: int, exposed: Exposed) -> None:
         store, record = self._store, self._records[seq]
-        kv_len, starts = store.kv_len(seq), store.starts(seq)
+        kv_len, starts = store.kv_len(seq), store.starts(seq).copy()
+        super().check_room([seq])
+        record.crop(kv_len + record.dropped)
         with exposed():
             self._score(seq, record)
             lens = self._lens(record, kv_len - starts)
@@ -174,21 +189,20 @@ class RereadingCascade(Cascade[_Record]):
                 for of_layer in zip(before, new, strict=True)
             ]
             record.num_scored = stop
-        del record.ids[: max(0, seen - LEAD - record.first_id)]
+        # Recent tokens may be taken back.
+        del record.ids[: max(0, seen - self.bound.recent - LEAD - record.first_id)]
         record.first_id = seen - len(record.ids)
 
     def _lens(self, record: _Record, lens: Int64Array) -> Int64Array:
         """How many slots each head will have, int64 [num_layers, num_kv_heads], whole pages: those
         whose tokens have the highest scores."""
-        page, sinks, recent = self._store.page_tokens, self.bound.sinks, self.bound.recent
-        always = -(-(sinks + recent) // page)
+        page = self._store.page_tokens
+        always = -(-(self.bound.sinks + self.bound.recent) // page)
         units = zip((x for rows in record.scores for x in rows), lens.flat, strict=True)
         pages, of_unit = [], []
         for unit, (scores, n) in enumerate(units):
-            ranked = scores[sinks : n - recent].float().sort(descending=True).values
-            # Its middle token speaks for a page.
-            middle = torch.arange(n // page) * page + page // 2 - sinks - recent
-            values = ranked[middle.clamp(0, len(ranked) - 1)]
+            ranked = self._always_first(scores).sort(descending=True).values
+            values = ranked[page // 2 : n // page * page : page]  # a page's middle speaks for it
             values[:always] = torch.inf
             pages.append(values)
             of_unit.append(torch.full_like(values, unit, dtype=torch.long))
@@ -199,20 +213,18 @@ class RereadingCascade(Cascade[_Record]):
         return found
 
     def _kept(self, scores: Tensor, n: int) -> Tensor:
-        """Which `n` slots of a head stay, ascending."""
-        ranked = scores.float()
+        """Which `n` slots of a head stay, int32, ascending."""
+        return self._always_first(scores).topk(n, sorted=False).indices.sort().values.int()
+
+    def _always_first(self, scores: Tensor) -> Tensor:
+        """float32, with sinks and recent tokens above all others."""
+        ranked = scores.to(torch.float32, copy=True)
         ranked[: self.bound.sinks] = torch.inf
         ranked[len(ranked) - self.bound.recent :] = torch.inf
-        return ranked.topk(n, sorted=False).indices.sort().values
+        return ranked
 
     def _new_record(self) -> _Record:
         return _Record()
-
-
-def _bytes_of(records: Iterable[_Record]) -> int:
-    """Of scores, which forks share until they are condensed."""
-    scores = (x for record in records for of_layer in record.scores for x in of_layer)
-    return sum({id(x): x.nbytes for x in scores}.values())
 
 
 class _PieceScores:

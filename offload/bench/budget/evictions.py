@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offload.cascade.bound import CONDENSED_SHARE
 from offload.cascade.by_attention import AHEAD, AttentionCascade
 from offload.cascade.condense import Condensed, Split, condense
 from offload.cascade.window import SPACING
@@ -120,9 +121,9 @@ class Eviction:
     @property
     def options(self) -> dict[str, Any]:
         """Of `RuntimeConfig`, for a model with host_bytes_per_sequence."""
-        if self.merges or self.condense_by == "rereading":
-            return {"condense_by": self.condense_by}
-        return {"condense_by": self.condense_by, "condensed_share": 0.0}
+        if self.condense_by == "rereading":  # which has no use for a share
+            return {"condense_by": self.condense_by, "condensed_share": CONDENSED_SHARE}
+        return {"condense_by": self.condense_by} | ({} if self.merges else {"condensed_share": 0.0})
 
     def condense_heads(self, group_size: int) -> Callable[..., Condensed]:
         """For `AttentionCascade.condense_heads`; a cascade without condensed slots drops."""

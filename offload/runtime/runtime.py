@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from offload.decode.cpu import NativeDecoder
@@ -61,9 +60,10 @@ class Runtime:
         self.attention = self._decoder.attention
         cascade = cascade_for(config, self.lean, self.attention, self._decoder.pool)
         self.attention.cascade = cascade
-        self.sequences = Sequences(self.store, self.attention, self._decoder.forget, cascade)
+        self.sequences = Sequences(
+            self.store, self.attention, self._decoder.forget, cascade, opened.vocabulary_marks
+        )
         self.turns = self.sequences.turns
-        self._vocabulary_marks = opened.vocabulary_marks
         self.generation_now: Generation | None = None
         self._last_pass_end: float | None = None
         self._prefill_threads = config.num_threads  # None: as torch has it
@@ -126,7 +126,7 @@ class Runtime:
         parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
 
         def compute(seqs: list[int]) -> torch.Tensor:
-            self.note_text(batch, seqs, tokens)
+            self.sequences.note_text(batch, seqs, tokens)
             return self._run_parts(hidden, parts, seqs)
 
         phase = parts[0].phase
@@ -194,7 +194,7 @@ class Runtime:
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
             self.sequences.count_condensed(self.stats)
-            self.note_text(batch, seqs, tokens)
+            self.sequences.note_text(batch, seqs, tokens)
             start += self._build_index(seqs)
             before = self._decoder.setup_seconds
             with self._current_device():
@@ -343,19 +343,6 @@ class Runtime:
         if self.device.type == "cuda":
             return torch.cuda.device(self.device)
         return contextlib.nullcontext()
-
-    def note_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
-        """Ids and marks of the new tokens, for who wants them; of those whose ids are not known no
-        marks, that is, no delimiter."""
-        self.sequences.record_tokens(batch, seqs, tokens)
-        if self._vocabulary_marks is None:
-            return
-        if tokens is None:
-            marks = np.zeros(batch.num_tokens, np.uint8)
-        else:
-            marks = self._vocabulary_marks[tokens.numpy()]
-        for sequence, start, stop in batch.spans():
-            self.attention.states.append_marks(seqs[sequence], marks[start:stop])
 
     def _build_index(self, seqs: list[int]) -> float:
         """What the policy keeps of sequences that come past its budget with their next token;

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from offload.cascade.base import Cascade, Exposed
@@ -25,6 +27,8 @@ class Sequences:
     Args:
         on_changed: told of each sequence that is shortened or freed.
         cascade: keeps each sequence within a bound; None: they have none.
+        vocabulary_marks: uint8 [vocab_size], what the text of each token ends with, where the
+            policy wants to know.
 
     Attributes:
         turns: whose lock the caller has, except for `free_later` and `collect_if_idle`.
@@ -36,9 +40,11 @@ class Sequences:
         attention: DecodeAttention,
         on_changed: Callable[[int], None] = lambda seq: None,
         cascade: Cascade[Any] | None = None,
+        vocabulary_marks: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         self.store = store
         self.cascade = cascade
+        self._vocabulary_marks = vocabulary_marks
         self._attention = attention
         self._on_changed = on_changed
         self._unreachable: deque[int] = deque()
@@ -94,21 +100,29 @@ class Sequences:
         finally:
             self.cascade.give_back_memory()
 
-    def record_tokens(self, batch: RaggedBatch, seqs: Sequence[int], tokens: Tensor | None) -> None:
-        """The ids of `batch`, before they are in the store, where the cascade wants them.
+    def note_text(self, batch: RaggedBatch, seqs: Sequence[int], tokens: Tensor | None) -> None:
+        """Ids [num_tokens] of the new tokens, before they are in the store: for the cascade, and as
+        marks for the policy. Of those whose ids are not known no marks, that is, no delimiter.
 
         Raises:
-            ValueError: they are not known.
+            ValueError: the cascade needs ids.
         """
-        if self.cascade is None or not self.cascade.wants_tokens:
+        if self.cascade is not None and self.cascade.wants_tokens:
+            if tokens is None:
+                raise ValueError(
+                    "inputs_embeds with host_bytes_per_sequence: what is condensed is read again, "
+                    "for which ids are needed; load the model with condense_by='attention'"
+                )
+            for sequence, start, stop in batch.spans():
+                self.cascade.record_tokens(seqs[sequence], tokens[start:stop])
+        if self._vocabulary_marks is None:
             return
         if tokens is None:
-            raise ValueError(
-                "inputs_embeds with host_bytes_per_sequence: what is condensed is read again, for "
-                "which the ids are needed; load the model with condense_by='attention'"
-            )
+            marks = np.zeros(batch.num_tokens, np.uint8)
+        else:
+            marks = self._vocabulary_marks[tokens.numpy()]
         for sequence, start, stop in batch.spans():
-            self.cascade.record_tokens(seqs[sequence], tokens[start:stop])
+            self._attention.states.append_marks(seqs[sequence], marks[start:stop])
 
     def count_condensed(self, stats: OffloadStats) -> float:
         """Note what was condensed since this was asked last; the seconds that it took."""

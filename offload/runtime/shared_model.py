@@ -230,7 +230,7 @@ class SharedModel:
             ):
                 (seq,) = cache.reserve(batch)
                 for runtime in self.runtimes:
-                    runtime.note_text(batch, [seq], ids)
+                    runtime.sequences.note_text(batch, [seq], ids)
                 builds = self._builds(seq, len(ids))
                 hidden = prefill(
                     reader.lean,

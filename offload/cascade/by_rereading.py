@@ -255,9 +255,9 @@ class _PieceScores:
         columns = torch.cat([piece, sinks, keys[:, kv_len : kv_len + num_read]], dim=1).float()
         # The token before the piece says what comes first in it.
         asks = max(0, self._lead - 1)
-        asked = queries.unflatten(0, (num_kv_heads, -1))[:, :, asks:].float()
+        asked = queries.reshape(num_kv_heads, -1, *queries.shape[1:])[:, :, asks:].float()
         logits = asked.flatten(1, 2) @ columns.mT * self._sm_scale
-        logits = logits.unflatten(1, (-1, num_read - asks))
+        logits = logits.view(num_kv_heads, -1, num_read - asks, columns.shape[1])
         is_later = torch.ones(num_read, num_read, dtype=torch.bool).triu(1)[asks:]
         logits[..., -num_read:].masked_fill_(is_later, -math.inf)
         weights = logits.softmax(dim=-1)[..., :length]

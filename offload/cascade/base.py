@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ class Cascade(abc.ABC, Generic[R]):
     """Keeps the sequences of one store within `bound`.
 
     Attributes:
-        wants_tokens: ids of new tokens must be recorded before they are in the store.
+        wants_tokens: new tokens are to be recorded before they are in the store.
         observes_queries: queries are to be recorded.
     """
 
@@ -121,8 +122,11 @@ class Cascade(abc.ABC, Generic[R]):
         """Of all sequences."""
 
     @abc.abstractmethod
-    def bytes_needed(self, num_rows: int, seqs: Sequence[int]) -> int:
-        """That `num_rows` sequences, among them `seqs`, will take beyond now."""
+    def bytes_needed(
+        self, num_rows: int, seqs: Sequence[int], num_tokens: int = sys.maxsize
+    ) -> int:
+        """That `num_rows` sequences of at most `num_tokens`, among them `seqs`, will take beyond
+        now."""
 
     def check_room(self, seqs: Sequence[int]) -> None:
         """Have room for what `seqs` take.
@@ -144,8 +148,15 @@ class Cascade(abc.ABC, Generic[R]):
 
     # What it sees.
 
-    def record_tokens(self, seq: int, tokens: Tensor) -> None:
-        """Ids [n] of the tokens that will follow those in the store; where `wants_tokens`."""
+    def record_tokens(
+        self, seq: int, num_tokens: int, ids: Sequence[int] | None, position: int | None
+    ) -> None:
+        """Of the tokens that will follow those in the store, where `wants_tokens`.
+
+        Args:
+            ids: None: only embeddings are known.
+            position: of the first; None: the next.
+        """
 
     def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
         """Queries [num_qo_heads, n, head_dim] of one layer, of the last n of `kv_len` slots."""

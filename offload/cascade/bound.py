@@ -56,10 +56,10 @@ class SequenceBound:
             ValueError: there is no room for sinks, recent tokens and a page.
         """
         sinks, recent = SINK_TOKENS, RECENT_TOKENS
-        if by_page:
-            recent -= sinks  # both in a page of 64
         if policy.selects:
             sinks, recent = max(sinks, policy.sink_tokens), max(recent, policy.recent_tokens)
+        if by_page:  # a policy attends to the last that a head has, whichever these are
+            recent = max(1, recent - sinks)
         fewest = -(-(sinks + recent + max(page_tokens, 16)) // page_tokens)
 
         def need(pages: int) -> int:

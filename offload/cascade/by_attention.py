@@ -22,6 +22,7 @@ more. While it is condensed, there are besides
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -99,7 +100,9 @@ class AttentionCascade(Cascade[_Record]):
     def held_bytes(self) -> int:
         return QueryWindow.held_bytes(record.window for record in self._records.values())
 
-    def bytes_needed(self, num_rows: int, seqs: Sequence[int]) -> int:
+    def bytes_needed(
+        self, num_rows: int, seqs: Sequence[int], num_tokens: int = sys.maxsize
+    ) -> int:
         own = sum(seq in self._records and self._records[seq].window.is_own for seq in seqs)
         return (num_rows - own) * QueryWindow.bytes_for(**self._window_shape)
 

@@ -19,6 +19,8 @@ piece takes, and the keys and values of one layer, as many rows in each head as 
 from __future__ import annotations
 
 import math
+import sys
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -34,6 +36,10 @@ from offload.kv.store import HostBudgetError, KVStore
 PIECE = 256  # tokens that are read again at a time
 LEAD = 8  # tokens before a piece, which say where the text goes on
 SCORE_DTYPE = torch.float16
+_UNKNOWN = -1
+# A head has at most so many times the mean: the buffers of a layer are for the longest head.
+_LONGEST = 16
+_ID_BYTES, _TABLE_BYTES = 4, 16  # of a token; of a page
 _SINKS = 4  # columns of scores: without them, a head that looks up nothing would look up something
 
 Rows = tuple[Tensor, Tensor]  # keys, values
@@ -50,36 +56,50 @@ class Reread(Protocol):
     ) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Scores:
+    """Of the first `num_tokens` that a sequence has seen, those that have slots.
+
+    Attributes:
+        of_heads: of each [layer][KV head] float16 [slots]. Never written to: forks have the same.
+    """
+
+    num_tokens: int = 0
+    of_heads: Sequence[Sequence[Tensor]] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for of_layer in self.of_heads for x in of_layer)
+
+    def first(self, num_tokens: int) -> _Scores:
+        gone = self.num_tokens - num_tokens
+        if gone <= 0:
+            return self
+        return _Scores(num_tokens, [[x[:-gone] for x in of_layer] for of_layer in self.of_heads])
+
+    def then(self, num_tokens: int, of_heads: Sequence[Tensor]) -> _Scores:
+        """With those of so many more, [num_kv_heads, num_tokens] of each layer."""
+        before = self.of_heads or [[x.new_empty(0) for x in rows] for rows in of_heads]
+        pairs = (zip(*of_layer, strict=True) for of_layer in zip(before, of_heads, strict=True))
+        joined = [[torch.cat(pair) for pair in of_layer] for of_layer in pairs]
+        return _Scores(self.num_tokens + num_tokens, joined)
+
+
 @dataclass
 class _Record(Record):
     """
     Attributes:
         longer: slots of the store beyond those that count against the bound, which are the heads'
             on average.
-        ids: of the tokens from `first_id` on.
-        num_scored: tokens seen that have scores.
-        scores: of each [layer][KV head] float16 [slots]; of those in the store the first. They are
-            never written to: forks have the same.
+        ids: of the tokens from `first_id` on; _UNKNOWN where only an embedding was given.
+        later: positions of tokens less their numbers.
     """
 
     longer: int = 0
-    ids: list[int] = field(default_factory=list)
+    ids: array[int] = field(default_factory=lambda: array("i"))
     first_id: int = 0
-    num_scored: int = 0
-    scores: list[list[Tensor]] = field(default_factory=list)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of scores, by what tokens that have them would have."""
-        return sum(x.nbytes for of_layer in self.scores for x in of_layer)
-
-    def crop(self, seen: int) -> None:
-        """Forget tokens that were taken back."""
-        del self.ids[seen - self.first_id :]
-        gone = self.num_scored - seen
-        if gone > 0:
-            self.scores = [[x[:-gone] for x in of_layer] for of_layer in self.scores]
-            self.num_scored = seen
+    later: int = 0
+    scores: _Scores = _Scores()
 
 
 class RereadingCascade(Cascade[_Record]):
@@ -101,13 +121,14 @@ class RereadingCascade(Cascade[_Record]):
         self._reread = reread
 
     @staticmethod
-    def beside_bytes(num_units: int, slots: int) -> int:
-        """Of scores and ids of a sequence of so many slots.
+    def beside_bytes(num_units: int, slots: int, page_tokens: int) -> int:
+        """Of scores, ids and page tables of a sequence of so many slots.
 
         Args:
             num_units: KV heads of all layers.
         """
-        return slots * num_units * SCORE_DTYPE.itemsize
+        of_tables = 2 * _TABLE_BYTES * num_units * slots // page_tokens  # half of them may be spare
+        return slots * (num_units * SCORE_DTYPE.itemsize + _ID_BYTES) + of_tables
 
     def used(self, seq: int) -> int:
         return self._store.kv_len(seq) - (self._records[seq].longer if seq in self._records else 0)
@@ -115,40 +136,62 @@ class RereadingCascade(Cascade[_Record]):
     def fork(self, seq: int, child: int) -> None:
         if seq in self._records:
             record = self._records[seq]
-            scores = [list(of_layer) for of_layer in record.scores]
-            self._records[child] = replace(record, ids=list(record.ids), scores=scores)
+            self._records[child] = replace(record, ids=record.ids[:])
 
     @property
     def held_bytes(self) -> int:
-        return sum(record.num_bytes for record in self._records.values())
+        return sum(record.scores.num_bytes for record in self._records.values())
 
-    def bytes_needed(self, num_rows: int, seqs: Sequence[int]) -> int:
+    def bytes_needed(
+        self, num_rows: int, seqs: Sequence[int], num_tokens: int = sys.maxsize
+    ) -> int:
+        if num_tokens <= self.bound.slots:
+            return 0
         store, own = self._store, [self._records[seq] for seq in seqs if seq in self._records]
-        most = self.beside_bytes(store.num_layers * store.num_kv_heads, self.bound.slots)
-        return num_rows * most - sum(record.num_bytes for record in own)
+        num_units = store.num_layers * store.num_kv_heads
+        most = self.bound.slots * num_units * SCORE_DTYPE.itemsize
+        return num_rows * most - sum(record.scores.num_bytes for record in own)
 
     def check_room(self, seqs: Sequence[int]) -> None:
         """Nothing: scores come when a sequence is condensed, and are counted then."""
 
-    def record_tokens(self, seq: int, tokens: Tensor) -> None:
+    def record_tokens(
+        self, seq: int, num_tokens: int, ids: Sequence[int] | None, position: int | None
+    ) -> None:
         record = self._records[seq]
-        record.crop(self._store.kv_len(seq) + record.dropped)
-        record.ids += tokens.tolist()
+        seen = self._crop(seq, record)
+        record.ids.extend([_UNKNOWN] * num_tokens if ids is None else ids)
+        if position is not None:
+            record.later = position - seen
+
+    def _crop(self, seq: int, record: _Record) -> int:
+        """Forget tokens that were taken back; how many there are."""
+        seen = self._store.kv_len(seq) + record.dropped
+        del record.ids[seen - record.first_id :]
+        record.scores = record.scores.first(seen)
+        return seen
 
     def _condense(self, seq: int, exposed: Exposed) -> None:
         store, record = self._store, self._records[seq]
-        kv_len, starts = store.kv_len(seq), store.starts(seq).copy()
+        seen = self._crop(seq, record)
+        if _UNKNOWN in record.ids[max(0, record.scores.num_tokens - LEAD - record.first_id) :]:
+            raise ValueError(
+                "inputs_embeds with host_bytes_per_sequence: the sequence is full, and its tokens "
+                "cannot be read again without their ids; load the model with "
+                "condense_by='attention', or raise host_bytes_per_sequence"
+            )
         super().check_room([seq])
-        record.crop(kv_len + record.dropped)
+        kv_len, starts = store.kv_len(seq), store.starts(seq).copy()
         with exposed():
-            self._score(seq, record)
-            lens = self._lens(record, kv_len - starts)
+            self._score(seq, record, seen)
+            scores = record.scores.of_heads
+            lens = self._lens(scores, kv_len - starts)
             kept = [
-                [self._kept(scores, int(n)) for scores, n in zip(*of_layer, strict=True)]
-                for of_layer in zip(record.scores, lens, strict=True)
+                [self._kept(of_head, int(n)) for of_head, n in zip(*of_layer, strict=True)]
+                for of_layer in zip(scores, lens, strict=True)
             ]
         of_layer = 2 * store.num_kv_heads * kv_len * store.head_dim * store.dtype.itemsize
-        self._took_bytes = max(self._took_bytes, of_layer)
+        self._took_bytes = max(self._took_bytes, 2 * of_layer)
 
         def rows(layer_idx: int) -> list[Rows]:
             keys, values = store.gather(seq, layer_idx)
@@ -163,47 +206,42 @@ class RereadingCascade(Cascade[_Record]):
         except HostBudgetError:
             raise
         except BaseException:
-            record.is_broken = True  # some heads are rewritten, and others are not
+            record.is_broken = True  # it has no tokens any more
             raise
-        record.scores = [
-            [scores[chosen] for scores, chosen in zip(*of_layer, strict=True)]
-            for of_layer in zip(record.scores, kept, strict=True)
+        left = [
+            [of_head[chosen] for of_head, chosen in zip(*of_layer, strict=True)]
+            for of_layer in zip(scores, kept, strict=True)
         ]
-        record.dropped += kv_len - store.kv_len(seq)
+        record.scores = _Scores(seen, left)
+        record.dropped = seen - store.kv_len(seq)
         record.longer = store.kv_len(seq) - self.bound.low
         record.exact_from = store.kv_len(seq) - self.bound.recent
-
-    def _score(self, seq: int, record: _Record) -> None:
-        """Read again what is new, and note which of it was looked up."""
-        store, seen = self._store, self._store.kv_len(seq) + record.dropped
-        while record.num_scored < seen:
-            start = record.num_scored
-            stop, lead = min(start + PIECE, seen), min(LEAD, start - record.first_id)
-            ids = record.ids[start - lead - record.first_id : stop - record.first_id]
-            scorer = _PieceScores(store, seq, start - record.dropped, lead, self._sm_scale)
-            self._reread(seq, torch.tensor(ids), seen, scorer)
-            new = scorer.found
-            before = record.scores or [[x.new_empty(0) for x in rows] for rows in new]
-            record.scores = [
-                [torch.cat(pair) for pair in zip(*of_layer, strict=True)]
-                for of_layer in zip(before, new, strict=True)
-            ]
-            record.num_scored = stop
         # Recent tokens may be taken back.
         del record.ids[: max(0, seen - self.bound.recent - LEAD - record.first_id)]
         record.first_id = seen - len(record.ids)
 
-    def _lens(self, record: _Record, lens: Int64Array) -> Int64Array:
-        """How many slots each head will have, int64 [num_layers, num_kv_heads], whole pages: those
-        whose tokens have the highest scores."""
+    def _score(self, seq: int, record: _Record, seen: int) -> None:
+        """Read again what is new of `seen` tokens, and note which of it was looked up."""
+        while record.scores.num_tokens < seen:
+            start = record.scores.num_tokens
+            stop, lead = min(start + PIECE, seen), min(LEAD, start - record.first_id)
+            ids = record.ids[start - lead - record.first_id : stop - record.first_id]
+            scorer = _PieceScores(self._store, seq, start - record.dropped, lead, self._sm_scale)
+            self._reread(seq, torch.tensor(ids), seen + record.later, scorer)
+            record.scores = record.scores.then(stop - start, scorer.found)
+
+    def _lens(self, scores: Sequence[Sequence[Tensor]], lens: Int64Array) -> Int64Array:
+        """How many slots each head will have, of `lens` [num_layers, num_kv_heads]: whole pages,
+        those whose tokens have the highest scores."""
         page = self._store.page_tokens
         always = -(-(self.bound.sinks + self.bound.recent) // page)
-        units = zip((x for rows in record.scores for x in rows), lens.flat, strict=True)
+        units = zip((x for of_layer in scores for x in of_layer), lens.flat, strict=True)
         pages, of_unit = [], []
-        for unit, (scores, n) in enumerate(units):
-            ranked = self._always_first(scores).sort(descending=True).values
+        for unit, (of_head, n) in enumerate(units):
+            ranked = self._always_first(of_head).sort(descending=True).values
             values = ranked[page // 2 : n // page * page : page]  # a page's middle speaks for it
             values[:always] = torch.inf
+            values[_LONGEST * self.bound.low // page :] = -torch.inf
             pages.append(values)
             of_unit.append(torch.full_like(values, unit, dtype=torch.long))
         num_pages = self.bound.low // page * lens.size

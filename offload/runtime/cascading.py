@@ -48,7 +48,8 @@ def rereads(config: RuntimeConfig, shape: ModelShape) -> bool:
     if reason and config.condense_by == "rereading":
         raise ValueError(
             f"condense_by='rereading' leaves each KV head tokens of its own, but {reason}; use "
-            "condense_by='attention', or policy='full' or 'exact_topk' on the CPU"
+            "condense_by='attention', or none of device, backend and condensed_share and "
+            "policy='full' or 'exact_topk'"
         )
     return not reason
 
@@ -200,7 +201,7 @@ def _bound_of_pages(config: RuntimeConfig, store: KVStore) -> SequenceBound:
         policy=config.policy,
         condensed_share=0.0,
         by_page=True,
-        beside=lambda slots: RereadingCascade.beside_bytes(num_units, slots),
+        beside=lambda slots: RereadingCascade.beside_bytes(num_units, slots, store.page_tokens),
     )
 
 

@@ -39,7 +39,8 @@ class RuntimeConfig:
             with a GPU all but one: the driver and Python need it. With ranks, of each rank; None
             is its part of the CPUs.
         prefill_slice_tokens: tokens whose activations exist at one time during prefill.
-        page_tokens: tokens in a page of the KV store.
+        page_tokens: tokens in a page of the KV store; of one KV head at most 64, where sequences
+            are condensed by rereading.
         backend: how GPU and CPU wait for each other in a decode step, "graph" or "stream" (see
             `handshake`); None is the fastest the GPU can do. "inline" runs the GPU's code path on
             the CPU, for tests and debugging.
@@ -58,7 +59,7 @@ class RuntimeConfig:
             read a second time, of all heads of all layers together. "attention": in each head those
             that the last tokens have asked for; costs no second reading, and loses what nobody has
             asked for yet. "auto": the first, on a CPU under a policy that keeps nothing beside the
-            cache, such as `full` or `exact_topk`; else the second.
+            cache, such as `full` or `exact_topk`; else, or with a condensed_share, the second.
         condensed_share: by attention, of the slots that these bytes hold, for condensed tokens at
             most; with 0 tokens are dropped instead, as they are by rereading.
     """

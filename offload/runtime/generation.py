@@ -140,7 +140,11 @@ class GenerationRequest:
         store = cache.store
         pages = self._pages_needed(cache)
         state = self._state_bytes_needed(cache, states, builds=builds)
-        need = pages * store.page_bytes + state + cache.window_bytes_needed(len(self.prompt_lens))
+        need = (
+            pages * store.page_bytes
+            + state
+            + cache.condensing_bytes(len(self.prompt_lens), self.max_tokens)
+        )
         if need > store.left_bytes(pages):
             store.trim()
         free = store.left_bytes(pages)

@@ -126,7 +126,7 @@ class Runtime:
         parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
 
         def compute(seqs: list[int]) -> torch.Tensor:
-            self.sequences.note_text(batch, seqs, tokens)
+            self.sequences.note_text(batch, seqs, tokens, batch.position_ids)
             return self._run_parts(hidden, parts, seqs)
 
         phase = parts[0].phase

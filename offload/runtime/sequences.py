@@ -100,21 +100,28 @@ class Sequences:
         finally:
             self.cascade.give_back_memory()
 
-    def note_text(self, batch: RaggedBatch, seqs: Sequence[int], tokens: Tensor | None) -> None:
-        """Ids [num_tokens] of the new tokens, before they are in the store: for the cascade, and as
-        marks for the policy. Of those whose ids are not known no marks, that is, no delimiter.
+    def note_text(
+        self,
+        batch: RaggedBatch,
+        seqs: Sequence[int],
+        tokens: Tensor | None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """What comes, before it is in the store: ids [num_tokens] for the cascade, and as marks for
+        the policy. Of those whose ids are not known no marks, that is, no delimiter.
 
-        Raises:
-            ValueError: the cascade needs ids.
+        Args:
+            positions: [num_tokens]; None: the next.
         """
         if self.cascade is not None and self.cascade.wants_tokens:
-            if tokens is None:
-                raise ValueError(
-                    "inputs_embeds with host_bytes_per_sequence: what is condensed is read again, "
-                    "for which ids are needed; load the model with condense_by='attention'"
-                )
+            ids = None if tokens is None else tokens.tolist()
             for sequence, start, stop in batch.spans():
-                self.cascade.record_tokens(seqs[sequence], tokens[start:stop])
+                self.cascade.record_tokens(
+                    seqs[sequence],
+                    stop - start,
+                    None if ids is None else ids[start:stop],
+                    None if positions is None else int(positions[start]),
+                )
         if self._vocabulary_marks is None:
             return
         if tokens is None:

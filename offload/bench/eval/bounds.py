@@ -14,7 +14,6 @@ from offload.bench.budget.evictions import EVICTIONS, REREADING, use_eviction
 from offload.runtime.shared_model import BoundedModel, ReadPrompt, SharedModel
 
 
-
 @dataclass(frozen=True)
 class Bound:
     """What one sequence may have.

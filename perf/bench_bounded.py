@@ -2,8 +2,8 @@
 
 Full attention and policies answer the prompts of `offload eval ruler` with all of them, and
 within shares of their bytes: what stays is chosen by rereading ("reread") or by attention
-("fitted"); rereading is not for every policy. A process of its own answers each task and seed; what is answered when
-the time is over counts.
+("fitted"); rereading is not for every policy. A process of its own answers each task and seed; what
+is answered when the time is over counts.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def quality_row(quality: Quality) -> dict[str, Any]:
     return row
 
 
-def _condensed_by(model: OffloadedModel) -> str:
+def _condensed_by(model: Any) -> str:
     """What `condense_by` came to when the model was loaded."""
     return "rereading" if model._offload.store.heads_apart else "attention"
 

@@ -242,7 +242,8 @@ def check_text_bound(
         check_bound(bounded, shape, checkpoint.config, item_bytes)
     except ValueError as error:
         raise ValueError(
-            f"{share:g} of the {of_token * num_tokens} bytes of {num_tokens:,} tokens, {eviction}: {error}"
+            f"{share:g} of the {of_token * num_tokens} bytes of {num_tokens:,} tokens, "
+            f"{eviction}: {error}"
         ) from error
 
 

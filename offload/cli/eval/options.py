@@ -71,9 +71,12 @@ Evictions = Annotated[
     str,
     typer.Option(
         metavar="NAMES",
-        help="What becomes of tokens beyond --host-share, comma-separated: fitted (what "
-        "host_bytes_per_sequence does), means (without fitting), dropped (without merging), "
-        "snapkv, rkv, snapkv-fitted, rkv-fitted.",
+        help="What stays within --host-share, comma-separated. reread: tokens that are looked up "
+        "when the text is read again, of all heads together (condense_by=rereading; full, "
+        "exact_topk and others that keep nothing beside the cache). By attention, as many in each "
+        "head: fitted (condense_by=attention: others are merged), means (merged without "
+        "fitting), dropped (nothing is merged). By other scores: snapkv, rkv, snapkv-fitted, "
+        "rkv-fitted.",
         rich_help_panel=POLICY_PANEL,
     ),
 ]

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--budget-tokens", type=int, default=512)
     parser.add_argument("--option", nargs="*", default=[])
     parser.add_argument("--host-share", default="0.5,0.25")
-    parser.add_argument("--evictions", default="reread,fitted")
+    parser.add_argument("--evictions", default="auto,fitted")
     parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--samples", type=int, default=1, help="of each task and seed")
     parser.add_argument("--seeds", type=int, default=4)

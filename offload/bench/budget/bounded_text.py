@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cpu_ops.step_rows import DecodeStep
 from offload.bench.budget.drift import QUARTERS
-from offload.bench.budget.evictions import EVICTIONS, use_eviction
+from offload.bench.budget.evictions import EVICTIONS, eviction_options, use_eviction
 from offload.bench.selection.metrics import by_rows, kl_divergence, negative_log_likelihood
 from offload.bench.selection.observer import looked_at
 from offload.cascade.bound import CONDENSED_SHARE
@@ -74,7 +74,7 @@ def decode_text(
     if length < 1 or steps < 1:
         raise ValueError(f"{len(tokens)} tokens are too few to read {length} and decode one")
     if options.get("host_bytes_per_sequence") is not None:
-        options = {**options, **EVICTIONS[eviction].options}
+        options = {**options, **eviction_options(eviction)}
     model = OffloadedModel.from_pretrained(name, **options)
     attention, cascade = model._offload.attention, model._offload.sequences.cascade
     num_qo_heads = attention.num_qo_heads
@@ -227,7 +227,7 @@ def check_text_bound(
     """Refuse a share of the bytes of `num_tokens` that is too little, before weights are read.
 
     Args:
-        eviction: one of `EVICTIONS`; some are not for every policy.
+        eviction: one of `EVICTIONS`, or AUTO; some are not for every policy.
 
     Raises:
         ValueError: as `check_bound`, with the share.
@@ -237,7 +237,7 @@ def check_text_bound(
     of_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes
     bound = int(share * of_token * num_tokens)
     try:
-        options = EVICTIONS[eviction].options
+        options = eviction_options(eviction)
         bounded = replace(config, host_bytes_per_sequence=bound, **options)
         check_bound(bounded, shape, checkpoint.config, item_bytes)
     except ValueError as error:

@@ -110,7 +110,8 @@ class Eviction:
         scores: say which stay; None: those of `condense`.
         merges: what does not stay becomes a few condensed tokens; else it is dropped.
         fits: keys of condensed tokens are fitted to the log-sum-exp; else they are means.
-        condense_by: of `RuntimeConfig`; what is reread has scores of its own, and is dropped.
+        condense_by: of `RuntimeConfig`; what rereading finds has scores of its own, and the rest is
+            dropped.
     """
 
     scores: Callable[..., Tensor] | None = None
@@ -131,9 +132,8 @@ class Eviction:
         return functools.partial(condense, fits=self.fits, scores=scores)
 
 
-REREADING = "reread"
 EVICTIONS = {
-    REREADING: Eviction(merges=False, condense_by="rereading"),
+    "reread": Eviction(merges=False, condense_by="rereading"),
     "fitted": Eviction(),
     "means": Eviction(fits=False),
     "dropped": Eviction(merges=False),
@@ -144,10 +144,20 @@ EVICTIONS = {
 }
 
 
+AUTO = "auto"  # not one of them: what a runtime does by itself
+
+
+def eviction_options(name: str) -> dict[str, Any]:
+    """Of `RuntimeConfig`, beside host_bytes_per_sequence, for one of `EVICTIONS` or AUTO."""
+    return {} if name == AUTO else EVICTIONS[name].options
+
+
 def use_eviction(runtime: Runtime, name: str) -> None:
-    """Have the sequences of a runtime with a bound condensed as one of `EVICTIONS` says."""
+    """Have the sequences of a runtime with a bound, which has its `eviction_options`, condensed as
+    one of `EVICTIONS` or AUTO says."""
     cascade, attention = runtime.sequences.cascade, runtime.attention
-    if not isinstance(cascade, AttentionCascade):
+    if name == AUTO or EVICTIONS[name].condense_by == "rereading":
         return
+    assert isinstance(cascade, AttentionCascade)
     group_size = attention.num_qo_heads // attention.store.num_kv_heads
     cascade.condense_heads = EVICTIONS[name].condense_heads(group_size)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload.bench.budget.evictions import EVICTIONS, REREADING, use_eviction
+from offload.bench.budget.evictions import AUTO, eviction_options, use_eviction
 from offload.runtime.shared_model import BoundedModel, ReadPrompt, SharedModel
 
 
@@ -20,16 +20,16 @@ class Bound:
 
     Attributes:
         share: of the bytes that the keys and values of prompt and answer take, in (0, 1).
-        eviction: one of `EVICTIONS`: what becomes of the tokens beyond.
+        eviction: one of `EVICTIONS`, or AUTO: what becomes of the tokens beyond.
     """
 
     share: float
-    eviction: str = REREADING
+    eviction: str = AUTO
 
     def label(self, policy: str) -> str:
         """Of a policy within this bound, as records name it."""
         words = [policy, f"host={self.share:g}"]
-        return " ".join(words if self.eviction == REREADING else [*words, self.eviction])
+        return " ".join(words if self.eviction == AUTO else [*words, self.eviction])
 
 
 def all_labels(policies: Sequence[str], bounds: Sequence[Bound]) -> list[str]:
@@ -81,7 +81,7 @@ def read_within(
     store = model.runtimes[index].store
     store.trim()  # its slabs are of no use to the other store, and both have the host's budget
     host_bytes = int(bound.share * store.token_bytes * (len(tokens) + num_further))
-    bounded = model.bounded(index, host_bytes, **EVICTIONS[bound.eviction].options)
+    bounded = model.bounded(index, host_bytes, **eviction_options(bound.eviction))
     use_eviction(bounded.runtimes[0], bound.eviction)
     with contextlib.closing(bounded), bounded.read(tokens) as prompt:
         yield BoundedPrompt(bounded, prompt, host_bytes)

@@ -118,7 +118,10 @@ def test_windows_are_within_the_budget(bounded: Load) -> None:
     pool = model.kv_store._pool
     cache = model.new_cache()
     pool.budget_bytes = WINDOW_BYTES - 1
-    with pytest.raises(HostBudgetError, match="what is kept to condense sequences"), torch.no_grad():
+    with (
+        pytest.raises(HostBudgetError, match="what is kept to condense sequences"),
+        torch.no_grad(),
+    ):
         model(tokens, past_key_values=cache)
     pool.budget_bytes = 3 * pool.page_bytes + WINDOW_BYTES - 1
     with pytest.raises(HostBudgetError, match="the host KV cache needs"), torch.no_grad():

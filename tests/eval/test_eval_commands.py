@@ -340,7 +340,7 @@ def test_bounds_beside_the_whole(ruler: list[str]) -> None:
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     labels = ["full", "exact_topk 64", "streaming_llm 64"]
-    within = [f"{label} host=0.5{drops}" for label in labels for drops in ("", " dropped")]
+    within = [f"{label} host=0.5 {name}" for label in labels for name in ("fitted", "dropped")]
     lines = {line["policy"]: line for line in document["summary"]}
     assert [*lines] == [
         x for i, label in enumerate(labels) for x in (label, *within[2 * i : 2 * i + 2])
@@ -384,7 +384,7 @@ def test_bounds_that_cannot_be(
     for arguments, code, message in (
         (["--host-share", "1"], 2, "must be above 0 and below 1, got 1.0"),
         (["--host-share", "half"], 2, "expected shares above 0"),
-        (["--host-share", "0.5", "--evictions", "h2o"], 2, "unknown 'h2o'; available: fitted"),
+        (["--host-share", "0.5", "--evictions", "h2o"], 2, "unknown 'h2o'; available: reread"),
         (["--evictions", "dropped"], 2, "needs --host-share"),
         (["--host-share", "0.5", "--device", "cuda"], 2, "bounds are scored on the CPU, but"),
         (["--host-share", "0.2"], 1, "a page of 256 tokens need"),

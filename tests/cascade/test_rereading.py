@@ -80,14 +80,14 @@ def kept_positions(cache: Any, before: list[Tensor]) -> list[list[list[int]]]:
     for layer in range(NUM_LAYERS):
         found.append([])
         for head in range(NUM_KV_HEADS):
-            kept = []
-            for side in (0, 1):
-                rows = now[2 * layer + side][head, starts[layer, head] :]
-                is_same = (rows[:, None] == before[2 * layer + side][head]).all(-1)
-                assert is_same.sum(1).eq(1).all()
-                kept.append(is_same.int().argmax(1).tolist())
-            assert kept[0] == kept[1] == sorted(set(kept[0]))
-            found[-1].append(kept[0])
+            start, is_same = starts[layer, head], []
+            for rows, old in zip(now[2 * layer :][:2], before[2 * layer :][:2], strict=True):
+                is_same.append((rows[head, start:, None] == old[head]).all(-1))
+            both = is_same[0] & is_same[1]
+            assert both.sum(1).eq(1).all()
+            kept = both.int().argmax(1).tolist()
+            assert kept == sorted(set(kept))
+            found[-1].append(kept)
     return found
 
 
@@ -131,7 +131,7 @@ def test_scores_and_what_stays(rereading: Load, stock: Any, slots: int) -> None:
             gone = sorted({*range(bound.slots)} - set(kept))
             lowest = of_head[sorted(set(kept) - always)].tolist()
             assert min(lowest, default=1.0) >= max(of_head[gone].tolist(), default=0.0)
-            ranked = sorted((float(of_head[i]) for i in {*range(bound.slots)} - always))[::-1]
+            ranked = sorted(float(of_head[i]) for i in {*range(bound.slots)} - always)[::-1]
             ranked = [float("inf")] * len(always) + ranked
             middles = ranked[page // 2 :: page]
             fewest = -(-len(always) // page)

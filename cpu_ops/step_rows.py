@@ -29,7 +29,7 @@ class DecodeStep:
         text_marks: int64 [n], address of the text marks of the row's sequence, or empty.
         starts: where KV heads have pages of their own, int64 [n], address of the first slot that
             each has [num_layers, num_kv_heads], a multiple of page_tokens below all kv_lens of the
-            sequence; else empty. What a policy or a selection calls token t of a head is its slot
+            sequence; else empty. What a policy calls token t of a head is its slot
             starts + t.
         kept: what the addresses point into; a step's memory lives as long as the step.
         in_turns: rows must run one after the other, as they share their sequence's policy state.

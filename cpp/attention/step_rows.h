@@ -35,6 +35,7 @@ struct StepRows {
   // Rows [first, first + n) likewise.
   void of_layer(int64_t layer_idx, int num_kv_heads, std::vector<QueryRow>& rows, int64_t first, int64_t n) const {
     rows.clear();
+    rows.reserve(static_cast<size_t>(n));
     for (int64_t r = first; r < first + n; ++r) rows.push_back(row(r, layer_idx, num_kv_heads));
   }
   void of_layer(int64_t layer_idx, int num_kv_heads, std::vector<QueryRow>& rows) const {

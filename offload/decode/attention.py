@@ -101,13 +101,16 @@ class DecodeAttention(NativeAttention):
             pool, **shape, page_tokens=tokens, dtype=store.dtype, sm_scale=sm_scale, isa=isa
         )
         policy.check_model(**shape)
-        if store.heads_apart:
-            _check_apart(policy, store.num_layers, num_qo_heads, store.num_kv_heads)
+        num_units = num_qo_heads if policy.selects and policy.per_query_head else store.num_kv_heads
+        if store.heads_apart and (what := shares_positions(policy, store.num_layers, num_units)):
+            raise ValueError(
+                f"policy {policy.name} {what}, and KV heads of this store have different tokens;"
+                " give one that selects by the keys alone, as exact_topk does"
+            )
         self.policy = policy
         self.store = store
         asking: list[int] = []
         if policy.selects:
-            num_units = num_qo_heads if policy.per_query_head else store.num_kv_heads
             self.roles = roles = check_roles(policy, policy.roles(store.num_layers, num_units))
             if roles is None:
                 sparse = asks = np.arange(store.num_layers) >= policy.dense_layers
@@ -243,14 +246,16 @@ class DecodeAttention(NativeAttention):
             raise ValueError(f"expected one kv_len per row, got {len(seqs)} and {len(kv_lens)}")
         tables = [self.store.page_table(seq) for seq in seqs]
         starts = [self.store.starts(seq) for seq in seqs] if self.store.heads_apart else []
-        least = [1 + int(of_seq.max()) for of_seq in starts] or [1] * len(seqs)
+        least = [1] * len(seqs)
+        if starts:
+            least = [1 + int(of_seq.max()) for of_seq in starts]
         lens = np.asarray(kv_lens, np.int64)
         for seq, table, shortest, kv_len in zip(seqs, tables, least, kv_lens, strict=True):
             capacity = table.shape[1] * self.store.page_tokens
             if not shortest <= kv_len <= capacity:
                 raise ValueError(
-                    f"kv_len of sequence {seq} must be in [{shortest}, {capacity}] (its pages),"
-                    f" got {kv_len}"
+                    f"kv_len of sequence {seq} must be in [{shortest}, {capacity}] (its pages,"
+                    f" and a token of each head), got {kv_len}"
                 )
         arrays = text_marks = NO_ARRAYS
         kept: list[Any] = [*tables, *starts]
@@ -341,23 +346,19 @@ class DecodeAttention(NativeAttention):
                     self.states.record_row(seq, layer_idx, query[row])
 
 
-def _check_apart(policy: Policy, num_layers: int, num_qo_heads: int, num_kv_heads: int) -> None:
-    """Refuse what heads that have different tokens cannot be asked: arrays and text marks are by
-    positions in the sequence, and what one unit hands to another is by the first one's tokens."""
+def shares_positions(policy: Policy, num_layers: int, num_units: int) -> str:
+    """What a policy does that heads with different tokens cannot have, or "": arrays and text marks
+    are by positions in the sequence, and what a unit hands to another is by the first one's tokens.
+    """
     if not policy.selects:
-        return
-    roles = policy.roles(num_layers, num_qo_heads if policy.per_query_head else num_kv_heads)
+        return ""
+    if policy.has_state():
+        return "keeps arrays of a sequence's tokens"
+    if policy.reads_text:
+        return "reads the text of tokens"
+    roles = policy.roles(num_layers, num_units)
     hands_down = roles is not None and bool(np.isin(roles, (RETRIEVE, REUSE)).any())
-    for holds, what in (
-        (policy.has_state(), "keeps arrays of a sequence's tokens"),
-        (policy.reads_text, "reads the text of tokens"),
-        (hands_down or policy.shares_selection, "hands selections from unit to unit"),
-    ):
-        if holds:
-            raise ValueError(
-                f"policy {policy.name} {what}, and KV heads of this store have different tokens;"
-                " give one that selects by the keys alone, as exact_topk does"
-            )
+    return "hands selections from unit to unit" if hands_down or policy.shares_selection else ""
 
 
 def native_member(policy: Policy) -> tuple[bool, list[int], list[float], int]:

@@ -101,7 +101,8 @@ def check_writable(
         )
     if start == stop:
         return
-    if start < (first := int(sequence.starts[layer_idx].max())):
+    first = int(sequence.starts[layer_idx].max()) if sequence.heads_apart else 0
+    if start < first:
         raise ValueError(
             f"positions {start}..{stop} of sequence {seq} cannot be written to: a head of layer "
             f"{layer_idx} lacks the first {first}"

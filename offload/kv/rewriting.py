@@ -55,12 +55,14 @@ def _replace_layer(
     table_rows, page_tokens = sequence.rows_of(layer_idx), sequence.page_tokens
     sequence.drop(table_rows, slice(None))
     counts = [len(keys) // page_tokens for keys, _ in of_layer]
-    new_ids = pool.allocate(sum(counts))
-    for head, (count, (keys, values)) in enumerate(zip(counts, of_layer, strict=True)):
-        page_ids, new_ids = np.split(new_ids, [count])
-        start, row = kv_len - count * page_tokens, table_rows.start + head
-        sequence.put(row, start // page_tokens, page_ids)
+    parts = np.split(pool.allocate(sum(counts)), np.cumsum(counts)[:-1])
+    # All have an owner before anything is copied, which takes long enough for ctrl-C.
+    for head, page_ids in enumerate(parts):
+        start = kv_len - len(page_ids) * page_tokens
+        sequence.put(table_rows.start + head, start // page_tokens, page_ids)
         sequence.starts[layer_idx, head] = start
+    for head, (keys, values) in enumerate(of_layer):
+        start, row = kv_len - len(keys), table_rows.start + head
         by_token = keys.detach()[:, None], values.detach()[:, None]
         for sides, pages in runs_of(by_token, sequence.pieces(row, start, kv_len)):
             for side, of_side in enumerate(sides):

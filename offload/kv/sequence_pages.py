@@ -134,7 +134,8 @@ class SequencePages:
     def truncate(self, kv_len: int) -> None:
         """Keep the pages of the first `kv_len` positions and no reservation; 0 drops all."""
         num_pages = self.pages_of(kv_len)
-        self.drop(slice(None), slice(num_pages, None))
+        # A rewrite that failed has left pages anywhere.
+        self.drop(slice(None), slice(num_pages, self.num_pages if kv_len else None))
         self.num_pages = num_pages
         self.kv_len = self.reserved_len = kv_len
         self.tail_may_be_shared = True  # the tail is another page now

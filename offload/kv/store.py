@@ -355,7 +355,8 @@ class KVStore:
             raise ValueError(
                 f"cannot truncate sequence {seq} of {sequence.kv_len} tokens to {kv_len}"
             )
-        if 0 < kv_len < (first := int(sequence.starts.max())):
+        first = int(sequence.starts.max()) if self.heads_apart else 0
+        if 0 < kv_len < first:
             raise ValueError(
                 f"cannot truncate sequence {seq} to {kv_len} tokens: a head lacks the first {first}"
             )

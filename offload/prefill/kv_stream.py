@@ -142,14 +142,17 @@ class LayerStream:
         Raises:
             ValueError: for keys or values that are not finite; on a device `finish` raises it.
         """
-        if self._store is None or not self._keeps:
+        if self._store is None:
+            return
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+        if not self._keeps:
             return
         if self._side is None:
             for sequence, seq in enumerate(self._seqs):
                 keys, values = self.rows(sequence, self._past[sequence])
                 self._store.append(seq, layer_idx, keys.transpose(0, 1), values.transpose(0, 1))
             return
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             for sequence, seq in enumerate(self._seqs):
                 keys, values = self.rows(sequence, self._past[sequence])

@@ -13,7 +13,7 @@ from offload.cascade.bound import CONDENSED_SHARE, SequenceBound
 from offload.cascade.by_attention import AttentionCascade
 from offload.cascade.by_rereading import OnAttended, RereadingCascade
 from offload.cascade.window import QueryWindow
-from offload.decode.attention import DecodeAttention
+from offload.decode.attention import DecodeAttention, shares_positions
 from offload.kv.store import KVStore
 from offload.models import LeanModel, ModelShape
 from offload.models.batch import pack
@@ -43,8 +43,8 @@ def rereads(config: RuntimeConfig, shape: ModelShape) -> bool:
         reason = f"device={config.device!r} attends to windows that all heads have"
     elif policy.selects:
         num_units = shape.num_qo_heads if policy.per_query_head else shape.num_kv_heads
-        if policy.has_state() or policy.roles(shape.num_layers, num_units) is not None:
-            reason = f"policy={policy.name!r} keeps something of each slot that all heads share"
+        if what := shares_positions(policy, shape.num_layers, num_units):
+            reason = f"policy={policy.name!r} {what}"
     if reason and config.condense_by == "rereading":
         raise ValueError(
             f"condense_by='rereading' leaves each KV head tokens of its own, but {reason}; use "

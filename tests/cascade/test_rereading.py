@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cases.bounded_cases import generate, rows_of, step
 from cases.tiny_models import random_tokens
 from torch import Tensor
 
+import offload.kv.rewriting as rewriting
 from offload import OffloadedModel
 from offload.cascade.by_attention import AttentionCascade
 from offload.cascade.by_rereading import LEAD, PIECE, RereadingCascade
@@ -62,9 +64,9 @@ def condense(model: Any, cache: Any) -> list[list[Tensor]]:
     cascade, found = model._offload.sequences.cascade, []
     lens_of = cascade._lens
 
-    def watched(record: Any, lens: Any) -> Any:
-        found.append([list(of_layer) for of_layer in record.scores])
-        return lens_of(record, lens)
+    def watched(scores: Any, lens: Any) -> Any:
+        found.append([list(of_layer) for of_layer in scores])
+        return lens_of(scores, lens)
 
     cascade._lens = watched
     with torch.no_grad():
@@ -253,15 +255,20 @@ def test_crop(rereading: Load) -> None:
     step(model, caches[1])
 
 
-def test_embeddings_are_refused(rereading: Load) -> None:
+def test_embeddings_are_refused_when_they_must_be_read_again(rereading: Load) -> None:
     model = rereading(SLOTS)
     cache, _ = filled(model, 40)
-    fork = copy.deepcopy(cache)
     embeds = torch.zeros(1, 2, 96)
-    with pytest.raises(ValueError, match="condense_by='attention'"), torch.no_grad():
+    with torch.no_grad():
         model(inputs_embeds=embeds, past_key_values=cache)
-    assert cache.tokens == fork.tokens
-    assert torch.equal(step(model, cache), step(model, fork))
+        rest = random_tokens(1, cache.bound.slots - 42, seed=8)
+        model(rest, past_key_values=cache)
+        fork = copy.deepcopy(cache)
+        with pytest.raises(ValueError, match="condense_by='attention'"):
+            model(embeds[:, :1, 0].long(), past_key_values=cache)
+        assert cache.tokens == fork.tokens
+        cache.crop(-2)
+        assert torch.equal(step(model, cache), step(model, fork.crop(-2) or fork))
 
 
 def test_interrupted_while_it_is_read(rereading: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,19 +288,22 @@ def test_interrupted_while_it_is_read(rereading: Load, monkeypatch: pytest.Monke
     assert torch.equal(step(model, cache), step(model, fork))
 
 
-def test_a_failure_while_writing(rereading: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["_replace_layer", "runs_of"])
+def test_a_failure_while_writing(
+    rereading: Load, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Between two layers, and between two heads of one; all pages are free afterwards."""
     model = rereading(SLOTS)
     cache, _ = filled(model)
-    other, calls, rewriting = copy.deepcopy(cache), [], "offload.kv.rewriting._replace_layer"
-    from offload.kv.rewriting import _replace_layer
+    other, calls, done = copy.deepcopy(cache), [], getattr(rewriting, what)
 
-    def fails(*arguments: Any) -> None:
+    def fails(*arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError("no more")
-        _replace_layer(*arguments)
+        return done(*arguments)
 
-    monkeypatch.setattr(rewriting, fails)
+    monkeypatch.setattr(rewriting, what, fails)
     with pytest.raises(MemoryError, match="no more"):
         step(model, cache)
     monkeypatch.undo()
@@ -302,13 +312,44 @@ def test_a_failure_while_writing(rereading: Load, monkeypatch: pytest.MonkeyPatc
     step(model, other)
 
 
+def test_interrupted_anywhere(rereading: Load) -> None:
+    """ctrl-C at each line of `by_rereading` that it can come to: the cache goes on as if not."""
+    model = rereading(SLOTS)
+    (cache, _), line = filled(model), 0
+    expected = step(model, copy.deepcopy(cache))
+    while True:
+        fork, left = copy.deepcopy(cache), line
+
+        def traced(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal left
+            if event == "line" and frame.f_code.co_name in ("_score", "then", "first", "_lens"):
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+            return traced if frame.f_code.co_filename.endswith("by_rereading.py") else None
+
+        sys.settrace(traced)
+        try:
+            found = step(model, fork)
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            assert torch.equal(step(model, fork), expected), line
+            line += 1 + line // 4
+        else:
+            break
+        finally:
+            sys.settrace(None)
+    assert line > 20
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"condense_by": "x"}, "unknown condense_by 'x'"),
         ({"host_bytes_per_sequence": None}, "condense_by=rereading needs host_bytes"),
         ({"policy": "lychee_cluster"}, "'lychee_cluster' keeps .* condense_by='attention'"),
-        ({"policy": "tidal_decode"}, "'tidal_decode' keeps .* condense_by='attention'"),
+        ({"policy": "tidal_decode"}, "'tidal_decode' hands .* condense_by='attention'"),
         ({"backend": "inline"}, "device=.* condense_by='attention'"),
         ({"condensed_share": 0.1}, "condensed_share=0.1 .* condense_by='attention'"),
     ],

@@ -14,6 +14,7 @@ from cases.attention_cases import TOLERANCE, attend, random_queries, relative_er
 from cases.seeded import new_rng
 
 from cpu_ops import native
+from cpu_ops.attention import attend_csr_rows
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention, DecodedUnits
 from offload.policies import Policy
@@ -350,6 +351,15 @@ def test_rows_before_a_head_begins_are_refused(pool):
     for kv_len in (640, 657):
         with pytest.raises(ValueError, match=rf"sequence 0 must be in \[641, 656\].*got {kv_len}"):
             attention.begin_step([seq], [kv_len])
+
+
+def test_selections_of_the_caller_are_refused(pool):
+    pages = ApartPages(torch.float32)
+    seq = pages.add(new_rng(), KV_LEN, STARTS)
+    attention = pages.attention(pool, make_policy("full"))
+    step, x = attention.begin_step([seq], [KV_LEN]), torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="pages of their own"):
+        attend_csr_rows(attention, 0, step, x, x, np.zeros((2, 1), np.int32))
 
 
 @pytest.mark.parametrize("name", ["quest", "lfps", "sketch", "lychee_cluster", "tidal_decode"])

@@ -387,7 +387,7 @@ def test_bounds_that_cannot_be(
         (
             ["--host-share", "0.5", "--evictions", "h2o"],
             2,
-            "unknown 'h2o'; available: auto, reread",
+            "unknown 'h2o'; available: auto",
         ),
         (["--evictions", "dropped"], 2, "needs --host-share"),
         (["--host-share", "0.5", "--device", "cuda"], 2, "bounds are scored on the CPU, but"),

@@ -129,6 +129,7 @@ class StepRows:
         kv_lens: _Int64s,
         arrays: _Int64s,
         text_marks: _Int64s,
+        starts: _Int64s,
     ) -> None: ...
 
 class DecodeAttention:

@@ -290,7 +290,11 @@ def attend_csr_rows(
 ) -> float:
     """Attend the only row of `step` to `indices` int32 [num_kv_heads, tokens] of one layer; seconds
     that it took, calls from Python not counted.
+
+    ValueError where KV heads have pages of their own.
     """
+    if step.starts.size:
+        raise ValueError("attend_csr_rows takes no rows whose KV heads have pages of their own")
     num_kv_heads, tokens = indices.shape
     indptr = np.arange(num_kv_heads + 1, dtype=np.int64) * tokens
     pages = int(step.page_tables[0] + layer_idx * step.table_strides[0] * 8)

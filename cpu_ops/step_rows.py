@@ -23,9 +23,14 @@ class DecodeStep:
         seqs: store handle of each row; a sequence may own several rows.
         kv_lens: int64 [n], tokens each row attends to, itself included.
         positions: int64 [n], kv_lens - 1: the slot of the row's own key and value.
-        page_tables, table_strides: int64 [n], address of and pages per layer in the page table.
+        page_tables, table_strides: int64 [n], address of and pages per layer in the page table, of
+            all KV heads where they have pages of their own.
         arrays: int64 [n], address of the policy's pointer table [num_layers, 8], or empty.
         text_marks: int64 [n], address of the text marks of the row's sequence, or empty.
+        starts: where KV heads have pages of their own, int64 [n], address of the first slot that
+            each has [num_layers, num_kv_heads], a multiple of page_tokens below all kv_lens of the
+            sequence; else empty. What a policy calls token t of a head is its slot
+            starts + t.
         kept: what the addresses point into; a step's memory lives as long as the step.
         in_turns: rows must run one after the other, as they share their sequence's policy state.
         keeps_queries: somebody wants the queries of its sparse layers when they have attended.
@@ -39,6 +44,7 @@ class DecodeStep:
     table_strides: Int64Array
     arrays: Int64Array
     text_marks: Int64Array
+    starts: Int64Array
     kept: tuple[Any, ...]
     in_turns: bool
     keeps_queries: bool
@@ -48,5 +54,10 @@ class DecodeStep:
     def native(self) -> _native.StepRows:
         """The rows as the C++ side takes them."""
         return _native.StepRows(
-            self.page_tables, self.table_strides, self.kv_lens, self.arrays, self.text_marks
+            self.page_tables,
+            self.table_strides,
+            self.kv_lens,
+            self.arrays,
+            self.text_marks,
+            self.starts,
         )

@@ -1,8 +1,9 @@
 """RULER within a bound on each sequence (`host_bytes_per_sequence`), beside all keys and values.
 
 Full attention and policies answer the prompts of `offload eval ruler` with all of them, and
-within shares of their bytes. A process of its own answers each task and seed; what is answered when
-the time is over counts.
+within shares of their bytes: what stays is chosen by rereading ("reread") or by attention
+("fitted"); rereading is not for every policy. A process of its own answers each task and seed; what
+is answered when the time is over counts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from offload.loading.gguf import LONG_CONTEXT_MODEL
 from perf.eval_parts import answered_parts, write_answers
 from perf.results_file import Run, script_options
 
-MEASURES = ("score", "slots", "condensed_tokens", "attended_tokens")
+MEASURES = ("score", "slots", "condensed_tokens", "attended_tokens", "prefill_seconds")
 
 
 def answer_rows(records: list[Record]) -> list[dict[str, Any]]:
@@ -28,7 +29,7 @@ def answer_rows(records: list[Record]) -> list[dict[str, Any]]:
             "task": task,
             "policy": label,
             **{
-                measure: [record["answers"][label].get(measure) for record in of_task]
+                measure: [_measured(record, label, measure) for record in of_task]
                 for measure in MEASURES
             },
         }
@@ -37,16 +38,22 @@ def answer_rows(records: list[Record]) -> list[dict[str, Any]]:
     ]
 
 
+def _measured(record: Record, label: str, measure: str) -> Any:
+    """Of an answer; its prompt was read for it, within a bound, or for all policies."""
+    answer = record["answers"][label]
+    return answer.get(measure, record.get(measure) if measure == "prefill_seconds" else None)
+
+
 def main() -> None:
     parser = script_options(__doc__, "bounded-ruler")
     parser.add_argument("--model", default=LONG_CONTEXT_MODEL)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--tasks", nargs="+", default=[*RULER_TASKS], choices=[*RULER_TASKS])
-    parser.add_argument("--policies", default="lychee_cluster,hard_kv")
+    parser.add_argument("--policies", default="full")
     parser.add_argument("--budget-tokens", type=int, default=512)
-    parser.add_argument("--option", nargs="*", default=["hard_kv.inner=exact_topk"])
+    parser.add_argument("--option", nargs="*", default=[])
     parser.add_argument("--host-share", default="0.5,0.25")
-    parser.add_argument("--evictions", default="fitted,dropped")
+    parser.add_argument("--evictions", default="auto,fitted")
     parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--samples", type=int, default=1, help="of each task and seed")
     parser.add_argument("--seeds", type=int, default=4)

@@ -85,8 +85,8 @@ AttendArgs DecodeAttention::unit_args(const QueryRow& row, int row_idx, int unit
   args.query = queries_of(row_idx, unit_idx * group);
   args.group_size = group;
   args.head_dim = shape_.head_dim;
-  args.keys = shape_.keys(row.pages, kv_head);
-  args.values = shape_.values(row.pages, kv_head);
+  args.keys = row.keys(shape_, kv_head);
+  args.values = row.values(shape_, kv_head);
   args.scale = shape_.sm_scale;
   args.acc = parts_.data() + (unit.first_part + split) * group * (shape_.head_dim + 2);
   args.row_max = args.acc + group * shape_.head_dim;
@@ -352,11 +352,13 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     for (int u = 0; u < units(); ++u) {
       Unit& unit = unit_of(r, u);
       const bool elsewhere = options.elsewhere != nullptr && options.elsewhere[kv_head_of(u)] != 0;
+      const int64_t num_tokens = tokens_of(row, u);
+      const bool by_role = chosen && num_tokens > policy_.dense_tokens;  // heads of a row may have fewer than it
       unit.role = elsewhere               ? Role::elsewhere
-                  : chosen                ? role_of(layer_idx, u)
+                  : by_role               ? role_of(layer_idx, u)
                   : row.indptr != nullptr ? Role::select
                                           : Role::dense;
-      unit.sparse = chosen && unit.role != Role::dense && !elsewhere;
+      unit.sparse = by_role && unit.role != Role::dense && !elsewhere;
       scans = scans || (unit.sparse && asks_policy(unit.role) && member_of(layer_idx, u).scans_keys);
       // What select_unit() or finish_proposal() overwrites keeps its size, so that nothing is zeroed.
       if (!unit.sparse || unit.role != Role::select) selection_[static_cast<size_t>(r * units() + u)].clear();
@@ -366,7 +368,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
       unit.weights.clear();
       unit.scores.clear();
       unit.indices = row.indptr != nullptr ? row.indices + row.indptr[u] : nullptr;
-      unit.n = row.indptr != nullptr ? row.indptr[u + 1] - row.indptr[u] : row.kv_len;
+      unit.n = row.indptr != nullptr ? row.indptr[u + 1] - row.indptr[u] : num_tokens;
       if (row.indptr != nullptr && row.weights != nullptr)
         unit.scores.resize(static_cast<size_t>(unit_group() * unit.n));
       if (unit.role == Role::reuse) {
@@ -378,8 +380,9 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     if (options.window_on_device || row.indptr != nullptr) continue;
     // A cache must not keep what is not finite, and not all shows in the output: a key of -inf may have no weight.
     for (int h = 0; h < shape_.num_kv_heads; ++h) {
-      const void* key = shape_.keys(row.pages, h).row(row.kv_len - 1);
-      const void* value = shape_.values(row.pages, h).row(row.kv_len - 1);
+      const int64_t newest = row.num_tokens(h) - 1;
+      const void* key = row.keys(shape_, h).row(newest);
+      const void* value = row.values(shape_, h).row(newest);
       const int64_t bytes = shape_.row_bytes();
       if (!all_finite(key, bytes, shape_.dtype) || !all_finite(value, bytes, shape_.dtype))
         return non_finite(layer_idx, r, h * (units() / shape_.num_kv_heads));

@@ -71,12 +71,14 @@ struct AttentionShape {
 
 // One query token. Several rows may belong to one sequence, each with a kv_len of its own.
 struct QueryRow {
-  const int64_t* pages;       // page addresses of (sequence, layer)
-  int64_t kv_len;             // attends to tokens [0, kv_len)
-  const void* query;          // [num_qo_heads, head_dim], dtype of the shape
-  void* output;               // the same, or float32 (AttendOptions)
-  float* lse;                 // optional [num_qo_heads]
-  void* const* arrays;        // of the policy: [num_layers, PolicyFunctions::num_arrays]; may be null
+  const int64_t* pages;   // page addresses of (sequence, layer)
+  int64_t kv_len;         // attends to tokens [0, kv_len)
+  const int64_t* starts;  // [num_kv_heads] where KV heads have pages of their own, and lack the first tokens; or null
+  int64_t head_stride;    // then: pages from one KV head's to the next
+  const void* query;      // [num_qo_heads, head_dim], dtype of the shape
+  void* output;           // the same, or float32 (AttendOptions)
+  float* lse;             // optional [num_qo_heads]
+  void* const* arrays;    // of the policy: [num_layers, PolicyFunctions::num_arrays]; may be null
   const uint8_t* text_marks;  // [kv_len] or null
   // An explicit selection instead of a policy's: CSR over units, sorted unique tokens. Null where a policy selects.
   const int64_t* indptr;
@@ -88,6 +90,22 @@ struct QueryRow {
   const int32_t* listed;
   const int32_t* num_listed;
   int64_t max_listed;
+
+  // What a KV head has: tokens are numbered from 0 on in each head by itself.
+  int64_t num_tokens(int kv_head) const { return starts == nullptr ? kv_len : kv_len - starts[kv_head]; }
+  RowSource keys(const AttentionShape& shape, int kv_head) const {
+    if (starts == nullptr) return shape.keys(pages, kv_head);
+    return {pages_of(shape, kv_head), 0, shape.row_bytes(), shape.page_shift};
+  }
+  RowSource values(const AttentionShape& shape, int kv_head) const {
+    if (starts == nullptr) return shape.values(pages, kv_head);
+    return {pages_of(shape, kv_head), shape.row_bytes() << shape.page_shift, shape.row_bytes(), shape.page_shift};
+  }
+
+ private:
+  const int64_t* pages_of(const AttentionShape& shape, int kv_head) const {
+    return pages + kv_head * head_stride + (starts[kv_head] >> shape.page_shift);
+  }
 };
 
 // For callers that hold a part of the cache elsewhere, and have something to do between the answer and the policy's
@@ -131,7 +149,8 @@ class DecodeAttention {
   // For explicit selections, which may be for other units than the policy's.
   void set_units_per_row(bool per_query_head) { per_query_head_ = per_query_head; }
 
-  // Attends all rows; dense when `sparse` is false or kv_len <= the policy's budget, else each unit by its role.
+  // Attends all rows: units that have at most dense_tokens, or all where `sparse` is false, to all of them, others by
+  // their roles.
   // Returns an empty string, or what was wrong with the numbers ("non-finite …"); outputs are then unusable.
   // `first_row` numbers rows[0] in its step: where rows are attended in several calls, each finds what it published.
   // With `prepares`, the policy's prepare() runs first, for callers that have nothing to overlap it with.
@@ -256,15 +275,16 @@ class DecodeAttention {
   };
   // Scratch of a wave: some KV heads of a row whose keys are scanned together.
   struct ScanSlot {
-    std::vector<float> weights;     // [heads, group_size, kv_len], relative to each chunk's maximum
-    std::vector<float> importance;  // [heads, kv_len]
-    std::vector<float> chunk_max;   // [heads, group_size, chunks]
+    std::vector<float> weights;     // [heads, group_size, tokens of the wave], relative to each chunk's maximum
+    std::vector<float> importance;  // [heads, tokens]
+    std::vector<float> chunk_max;   // [heads, group_size, chunks of those tokens]
     std::vector<float> chunk_sum;
   };
   struct Wave {
     int row;
     int heads[kMaxWaveHeads];
     int num_heads = 0;
+    int64_t tokens = 0;  // of the head that has most
     std::atomic<int> ranges_left{0};
     std::atomic<int> heads_left{0};  // to be finished
   };
@@ -275,12 +295,13 @@ class DecodeAttention {
   int units() const { return per_query_head_ ? shape_.num_qo_heads : shape_.num_kv_heads; }
   int unit_group() const { return shape_.num_qo_heads / units(); }
   int kv_head_of(int unit) const { return unit * unit_group() / shape_.group_size(); }
+  int64_t tokens_of(const QueryRow& row, int unit) const { return row.num_tokens(kv_head_of(unit)); }
 
   // Scaled scores [num_heads, stride] of tokens, for neighbouring query heads of one KV head.
   void score(const QueryRow& row, int row_idx, int first_qo_head, int num_heads, const TokenSpan& tokens, float* scores,
              int64_t stride) const {
     kernels_.score[static_cast<int>(shape_.dtype)]({queries_of(row_idx, first_qo_head), num_heads, shape_.head_dim,
-                                                    shape_.keys(row.pages, first_qo_head / shape_.group_size()), tokens,
+                                                    row.keys(shape_, first_qo_head / shape_.group_size()), tokens,
                                                     shape_.sm_scale, scores, stride});
   }
 
@@ -314,8 +335,8 @@ class DecodeAttention {
   void propose_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void scan_codes(int row_idx, int unit, int64_t range, int worker);
   void finish_codes(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
-  void list_considered(const QueryRow& row, const int32_t* chosen, int64_t n, std::vector<int32_t>* tokens) const;
-  void consider(const QueryRow& row, Unit& unit, const int32_t* candidates, int64_t n) const;
+  void list_considered(int64_t kv_len, const int32_t* chosen, int64_t n, std::vector<int32_t>* tokens) const;
+  void consider(int64_t kv_len, Unit& unit, const int32_t* candidates, int64_t n) const;
   bool takes_list(const QueryRow& row, int row_idx, int unit);
   void finish_proposal(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void count_chosen(const Unit& unit) {

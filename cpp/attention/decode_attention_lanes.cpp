@@ -51,16 +51,17 @@ int64_t DecodeAttention::blocks_of(const Unit& unit) const {
 }
 
 // Decides on lanes, and on the size of pieces so that all threads are busy, whether there is one long sequence or many
-// short ones. Dense rows are cut at pages, and by heads only when there are too few pages. What a policy will choose is
-// taken to be its budget. Returns how many tokens that makes in all.
+// short ones. Dense rows are cut at pages, and by heads only when there are too few pages, or heads have pages of their
+// own. What a policy will choose is taken to be its budget. Returns how many tokens that makes in all.
 int64_t DecodeAttention::plan_lanes(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   const int64_t threads = pool_.num_threads();
   int64_t all_tokens = 0;
   int64_t num_asking = 0;
   for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()); ++i) {
     Unit& unit = units_[i];
-    const int64_t kv_len = rows[i / static_cast<size_t>(units())].kv_len;
-    if (unit.asks && unit.role == Role::select) unit.n = std::min(policy_.budget_tokens, kv_len);
+    const QueryRow& row = rows[i / static_cast<size_t>(units())];
+    const int u = static_cast<int>(i % static_cast<size_t>(units()));
+    if (unit.asks && unit.role == Role::select) unit.n = std::min(policy_.budget_tokens, tokens_of(row, u));
     set_range(unit);
     all_tokens += unit.end - unit.begin;
     num_asking += unit.asks;
@@ -77,33 +78,33 @@ int64_t DecodeAttention::plan_lanes(int64_t layer_idx, const std::vector<QueryRo
   };
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
     const QueryRow& row = rows[static_cast<size_t>(r)];
+    const bool heads_apart = row.starts != nullptr;
+    const auto is_dense = [&](int u) { return unit_of(r, u).role == Role::dense && !is_null(row, unit_of(r, u)); };
     int num_dense = 0;
-    const Unit* dense = nullptr;
-    for (int u = 0; u < units(); ++u) {
-      const Unit& unit = unit_of(r, u);
-      if (unit.role != Role::dense || is_null(row, unit)) continue;
-      ++num_dense;
-      dense = &unit;  // the others have its tokens
-    }
-    if (num_dense > 0) {
-      const int64_t wanted = std::max<int64_t>(1, (dense->end - dense->begin) * num_dense / piece_tokens_);
-      const int64_t splits = std::min(wanted, blocks_of(*dense));
-      const int64_t groups = std::min<int64_t>(num_dense, ceil_div(wanted, splits));
-      for (int first = 0; first < units();) {  // runs of units that are attended here
-        int last = first;
-        while (last < units() && unit_of(r, last).role == Role::dense) ++last;
-        const int64_t of_run = ceil_div((last - first) * groups, num_dense);
-        for (int64_t g = 0; g < of_run; ++g) {
-          const int64_t begin = first + (last - first) * g / of_run;
-          const int64_t end = first + (last - first) * (g + 1) / of_run;
-          add(r, static_cast<int>(begin), static_cast<int>(end - begin), splits);
-        }
-        first = last + 1;
+    for (int u = 0; u < units(); ++u) num_dense += is_dense(u);
+    for (int first = 0; num_dense > 0 && first < units();) {  // runs of units that are attended here
+      int last = first;
+      while (last < units() && is_dense(last) && !(heads_apart && kv_head_of(last) != kv_head_of(first))) ++last;
+      if (last == first) {
+        ++first;
+        continue;
       }
+      const Unit& unit = unit_of(r, first);
+      const int64_t alike = heads_apart ? last - first : num_dense;  // that have its tokens
+      const int64_t wanted = std::max<int64_t>(1, (unit.end - unit.begin) * alike / piece_tokens_);
+      const int64_t splits = std::min(wanted, blocks_of(unit));
+      const int64_t groups = std::min<int64_t>(alike, ceil_div(wanted, splits));
+      const int64_t of_run = ceil_div((last - first) * groups, alike);
+      for (int64_t g = 0; g < of_run; ++g) {
+        const int64_t begin = first + (last - first) * g / of_run;
+        const int64_t end = first + (last - first) * (g + 1) / of_run;
+        add(r, static_cast<int>(begin), static_cast<int>(end - begin), splits);
+      }
+      first = last;
     }
     for (int u = 0; u < units(); ++u) {
       const Unit& unit = unit_of(r, u);
-      if (num_dense > 0 && unit.role == Role::dense) continue;
+      if (is_dense(u)) continue;
       if (is_null(row, unit)) {
         const TraceSpan span = task_span(TraceKind::merge, layer_idx, r, u, 0);
         merge_unit(layer_idx, row, r, u, 0);
@@ -268,7 +269,7 @@ void DecodeAttention::run_lanes(int64_t layer_idx, const std::vector<QueryRow>& 
         unit.range_max.resize(maxima);
         unit.range_factors.resize(maxima);
         if (n > 0) return {kScore, unit.num_ranges};
-        unit.n = row.kv_len;  // nothing is considered: everything is attended
+        unit.n = self.tokens_of(row, lane.first_unit);  // nothing is considered: everything is attended
       }
       if (stage <= kScore) {
         const StagedLanes::Stage next = self.begin_attending(lane);

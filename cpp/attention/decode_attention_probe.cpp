@@ -22,7 +22,7 @@ void DecodeAttention::draw_probes(int64_t layer_idx, const std::vector<QueryRow>
       load_queries(rows);
       const QueryRow& row = rows[static_cast<size_t>(r)];
       const float* query = queries_of(r, h * shape_.group_size());
-      Probe probe{layer_idx, h, row.kv_len, shape_.keys(row.pages, h), {}, {}};
+      Probe probe{layer_idx, h, row.num_tokens(h), row.keys(shape_, h), {}, {}};
       probe.query.assign(query, query + shape_.group_size() * shape_.head_dim);
       for (const Unit* unit = of_head; unit < of_head + per_head; ++unit) {
         Probe::Attended& attended = probe.units.emplace_back();

@@ -39,13 +39,11 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
     return false;
   };
   for (int r : sparse_rows_) {
-    const int64_t kv_len = rows[static_cast<size_t>(r)].kv_len;
+    const QueryRow& row = rows[static_cast<size_t>(r)];
     int retrieving = 0;
     for (int u = 0; u < units(); ++u) retrieving += unit_of(r, u).role == Role::retrieve;
     unit_of(r, 0).scores_left.store(retrieving, std::memory_order_relaxed);
-    longest = std::max(longest, kv_len);
-    for (int h = 0; h < shape_.num_kv_heads; ++h) all_chunks += scans(r, h) ? ceil_div(kv_len, kChunkTokens) : 0;
-    const int64_t fitting = kScanScratchBytes / (kv_len * group * static_cast<int64_t>(sizeof(float)));
+    const int64_t fitting = kScanScratchBytes / (row.kv_len * group * static_cast<int64_t>(sizeof(float)));
     const int most = static_cast<int>(std::clamp<int64_t>(fitting, 1, kMaxWaveHeads));
     bool of_this_row = false;
     for (int h = 0; h < shape_.num_kv_heads; ++h) {
@@ -54,7 +52,11 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
         waves.emplace_back().row = r;
         of_this_row = true;
       }
-      waves.back().heads[waves.back().num_heads++] = h;
+      Wave& wave = waves.back();
+      wave.heads[wave.num_heads++] = h;
+      wave.tokens = std::max(wave.tokens, row.num_tokens(h));
+      longest = std::max(longest, wave.tokens);
+      all_chunks += ceil_div(row.num_tokens(h), kChunkTokens);
     }
   }
   if (waves.empty()) return;
@@ -65,7 +67,7 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
   };
   for (int64_t w = 0; w < static_cast<int64_t>(waves.size()); ++w) {
     Wave& wave = waves[static_cast<size_t>(w)];
-    const int64_t chunks = ceil_div(rows[static_cast<size_t>(wave.row)].kv_len, kChunkTokens);
+    const int64_t chunks = ceil_div(wave.tokens, kChunkTokens);
     const int64_t step = std::clamp<int64_t>(per_thread / wave.num_heads, 1, 32);
     for (int64_t c = 0; c < chunks; c += step) tasks.push_back({w, -1, c, std::min(step, chunks - c)});
     wave.ranges_left = static_cast<int>(ceil_div(chunks, step));
@@ -133,22 +135,23 @@ void DecodeAttention::scan_chunks(const QueryRow& row, const Wave& wave, int64_t
   WorkerProfile* profile = profile_of(worker);
   const PhaseTimer timer(profile, Phase::score);
   const int group = shape_.group_size();
-  const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
+  const int64_t chunks = ceil_div(wave.tokens, kChunkTokens);
   for (int64_t c = first_chunk; c < first_chunk + num_chunks; ++c) {
     const int64_t first = c * kChunkTokens;
-    const int64_t n = std::min(kChunkTokens, row.kv_len - first);
-    if (profile != nullptr) {
-      profile->bytes += n * wave.num_heads * shape_.row_bytes();
-      profile->scored_tokens += n * wave.num_heads * units() / shape_.num_kv_heads;
-    }
     for (int h = 0; h < wave.num_heads; ++h) {
       const int kv_head = wave.heads[h];
-      float* weights = slot.weights.data() + h * group * row.kv_len + first;
-      score(row, wave.row, kv_head * group, group, {nullptr, first, n}, weights, row.kv_len);
+      const int64_t n = std::min(kChunkTokens, row.num_tokens(kv_head) - first);
+      if (n <= 0) continue;
+      if (profile != nullptr) {
+        profile->bytes += n * shape_.row_bytes();
+        profile->scored_tokens += n * units() / shape_.num_kv_heads;
+      }
+      float* weights = slot.weights.data() + h * group * wave.tokens + first;
+      score(row, wave.row, kv_head * group, group, {nullptr, first, n}, weights, wave.tokens);
       for (int g = 0; g < group; ++g) {
         const int64_t at = (h * group + g) * chunks + c;
         slot.chunk_max[static_cast<size_t>(at)] =
-            kernels_.exp_shifted(weights + g * row.kv_len, n, &slot.chunk_sum[static_cast<size_t>(at)]);
+            kernels_.exp_shifted(weights + g * wave.tokens, n, &slot.chunk_sum[static_cast<size_t>(at)]);
       }
     }
   }
@@ -157,18 +160,20 @@ void DecodeAttention::scan_chunks(const QueryRow& row, const Wave& wave, int64_t
 void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const Wave& wave, int head_of_wave,
                                   ScanSlot& slot, int worker) {
   const PhaseTimer timer(profile_of(worker), Phase::select);
-  const int64_t chunks = ceil_div(row.kv_len, kChunkTokens);
+  const int64_t num_tokens = row.num_tokens(wave.heads[head_of_wave]);
+  const int64_t chunks = ceil_div(num_tokens, kChunkTokens);
+  const int64_t chunk_stride = ceil_div(wave.tokens, kChunkTokens);
   const int group = shape_.group_size();
   const int per_unit = unit_group();
   const int first_qo_head = wave.heads[head_of_wave] * group;
-  const float* all_weights = slot.weights.data() + head_of_wave * group * row.kv_len;
-  const float* all_max = slot.chunk_max.data() + head_of_wave * group * chunks;
-  float* all_factors = slot.chunk_sum.data() + head_of_wave * group * chunks;  // sums become exp(chunk_max - lse)
-  float* importance = slot.importance.data() + head_of_wave * row.kv_len;
+  const float* all_weights = slot.weights.data() + head_of_wave * group * wave.tokens;
+  const float* all_max = slot.chunk_max.data() + head_of_wave * group * chunk_stride;
+  float* all_factors = slot.chunk_sum.data() + head_of_wave * group * chunk_stride;  // sums become exp(chunk_max - lse)
+  float* importance = slot.importance.data() + head_of_wave * wave.tokens;
   float lse[kMaxGroupSize];
   for (int g = 0; g < group; ++g) {
-    const float* chunk_max = all_max + g * chunks;
-    float* factor = all_factors + g * chunks;
+    const float* chunk_max = all_max + g * chunk_stride;
+    float* factor = all_factors + g * chunk_stride;
     const float maximum = *std::max_element(chunk_max, chunk_max + chunks);
     double sum = 0.0;
     for (int64_t c = 0; c < chunks; ++c) {
@@ -184,15 +189,15 @@ void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const 
     if (!asks_policy(state.role) || !member_of(layer_idx, unit).scans_keys) continue;
     for (int64_t c = 0; c < chunks; ++c) {
       const int64_t first = c * kChunkTokens;
-      const int64_t n = std::min(kChunkTokens, row.kv_len - first);
+      const int64_t n = std::min(kChunkTokens, num_tokens - first);
       for (int g = g0; g < g0 + per_unit; ++g) {
-        kernels_.scale_add(all_weights + g * row.kv_len + first, all_factors[g * chunks + c], n, g > g0,
+        kernels_.scale_add(all_weights + g * wave.tokens + first, all_factors[g * chunk_stride + c], n, g > g0,
                            importance + first);
       }
     }
     if (policy_.shares_selection && state.role == Role::retrieve) {
-      state.importance.resize(static_cast<size_t>(row.kv_len));
-      std::copy_n(importance, row.kv_len, state.importance.data());
+      state.importance.resize(static_cast<size_t>(num_tokens));
+      std::copy_n(importance, num_tokens, state.importance.data());
       if (unit_of(wave.row, 0).scores_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
         select_for_all(layer_idx, row, wave.row, worker);
     } else {
@@ -202,13 +207,13 @@ void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const 
     state.weights.resize(static_cast<size_t>(per_unit * state.n));
     for (int g = 0; g < per_unit; ++g) {
       state.lse_all[g] = lse[g0 + g];
-      const float* weights = all_weights + (g0 + g) * row.kv_len;
-      const float* factor = all_factors + (g0 + g) * chunks;
+      const float* weights = all_weights + (g0 + g) * wave.tokens;
+      const float* factor = all_factors + (g0 + g) * chunk_stride;
       float* kept = state.weights.data() + g * state.n;
       if (state.indices == nullptr) {  // attends to all
         for (int64_t c = 0; c < chunks; ++c) {
           const int64_t first = c * kChunkTokens;
-          kernels_.scale_add(weights + first, factor[c], std::min(kChunkTokens, row.kv_len - first), false,
+          kernels_.scale_add(weights + first, factor[c], std::min(kChunkTokens, num_tokens - first), false,
                              kept + first);
         }
         continue;

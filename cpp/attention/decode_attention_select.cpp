@@ -121,9 +121,9 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.kv_head = context.unit * unit_group() / shape_.group_size();
   context.group_size = unit_group();
   context.head_dim = shape_.head_dim;
-  context.kv_len = row.kv_len;
+  context.kv_len = tokens_of(row, unit);
   context.first = policy_.sink_tokens;
-  context.last = row.kv_len - policy_.recent_tokens;
+  context.last = context.kv_len - policy_.recent_tokens;
   context.budget_tokens = policy_.budget_tokens - policy_.sink_tokens - policy_.recent_tokens;
   context.sm_scale = shape_.sm_scale;
   context.parameters = member.parameters.data();
@@ -142,7 +142,7 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.filter_at_least = filter_at_least;
   context.kernels = &kernels_;
   context.dtype = static_cast<int64_t>(shape_.dtype);
-  context.keys = shape_.keys(row.pages, kv_head_of(unit));
+  context.keys = row.keys(shape_, kv_head_of(unit));
   context.profile = profile_of(worker);
   return context;
 }
@@ -162,7 +162,7 @@ void DecodeAttention::prepare_task(int64_t layer_idx, const std::vector<QueryRow
   const int r = static_cast<int>(task / units());
   const int unit = static_cast<int>(task % units());
   const QueryRow& row = rows[static_cast<size_t>(r)];
-  if (row.kv_len <= policy_.dense_tokens || !asks_policy(role_of(layer_idx, unit))) return;
+  if (tokens_of(row, unit) <= policy_.dense_tokens || !asks_policy(role_of(layer_idx, unit))) return;
   const TraceSpan span = task_span(TraceKind::prepare, layer_idx, r, unit, worker);
   prepare_unit(layer_idx, row, r, unit, worker);
 }
@@ -210,7 +210,8 @@ bool DecodeAttention::takes_list(const QueryRow& row, int row_idx, int unit_idx)
   const int kv_head = kv_head_of(unit_idx);
   if (options_.listed == nullptr || options_.listed[kv_head] == 0) return false;
   const int64_t n = row.num_listed[kv_head];
-  const bool is_list = n >= policy_.sink_tokens + policy_.recent_tokens && n <= std::min(row.max_listed, row.kv_len);
+  const int64_t most = std::min(row.max_listed, row.num_tokens(kv_head));
+  const bool is_list = n >= policy_.sink_tokens + policy_.recent_tokens && n <= most;
   const int32_t* tokens = row.listed + kv_head * row.max_listed;
   unit_of(row_idx, unit_idx).considered.assign(tokens, tokens + (is_list ? n : 0));
   return true;
@@ -246,7 +247,7 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
     selection_[static_cast<size_t>(row_idx * units() + unit_idx)].clear();
     // Nothing was chosen: that is what the layers below inherit.
     if (!policy_.roles.empty()) {
-      list_considered(row, nullptr, 0, &published_of(row_idx, unit_idx).own);
+      list_considered(ctx.kv_len, nullptr, 0, &published_of(row_idx, unit_idx).own);
       published_of(row_idx, unit_idx).set_own();
     }
     float check = 0.0f;  // stays 0 unless some output is NaN or inf
@@ -261,7 +262,7 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
     return;
   }
   if (count < 0 || (count > 0 && ctx.candidates == nullptr)) return report_non_finite(layer_idx, row_idx, unit_idx);
-  consider(row, unit, ctx.candidates, count);
+  consider(ctx.kv_len, unit, ctx.candidates, count);
 }
 
 // Codes that propose left to the workers: those of a range of tokens, whole blocks.
@@ -286,20 +287,20 @@ void DecodeAttention::finish_codes(int64_t layer_idx, const QueryRow& row, int r
   codes.args.scores = unit.code_scores.data();
   const int64_t count = list_tokens(kernels_, codes.args, policy_.sink_tokens, codes.k, codes.tokens);
   if (count < 0) return report_non_finite(layer_idx, row_idx, unit_idx);
-  consider(row, unit, codes.tokens, count);
+  consider(tokens_of(row, unit_idx), unit, codes.tokens, count);
 }
 
 // Sinks, the policy's tokens, recent ones.
-void DecodeAttention::list_considered(const QueryRow& row, const int32_t* chosen, int64_t n,
+void DecodeAttention::list_considered(int64_t kv_len, const int32_t* chosen, int64_t n,
                                       std::vector<int32_t>* tokens) const {
   tokens->clear();
   for (int64_t t = 0; t < policy_.sink_tokens; ++t) tokens->push_back(static_cast<int32_t>(t));
   tokens->insert(tokens->end(), chosen, chosen + n);
-  for (int64_t t = row.kv_len - policy_.recent_tokens; t < row.kv_len; ++t) tokens->push_back(static_cast<int32_t>(t));
+  for (int64_t t = kv_len - policy_.recent_tokens; t < kv_len; ++t) tokens->push_back(static_cast<int32_t>(t));
 }
 
-void DecodeAttention::consider(const QueryRow& row, Unit& unit, const int32_t* candidates, int64_t n) const {
-  list_considered(row, candidates, n, &unit.considered);
+void DecodeAttention::consider(int64_t kv_len, Unit& unit, const int32_t* candidates, int64_t n) const {
+  list_considered(kv_len, candidates, n, &unit.considered);
   unit.candidate_scores.resize(static_cast<size_t>(unit_group()) * unit.considered.size());
   unit.importance.resize(unit.considered.size());
 }
@@ -340,7 +341,7 @@ void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, in
     }
   }
   PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
-  const int64_t recent = row.kv_len - ctx.last;
+  const int64_t recent = ctx.kv_len - ctx.last;
   const int64_t num_candidates = n - ctx.first - recent;
   const float* importance = unit.importance.data() + ctx.first;
   ctx.num_candidates = num_candidates;
@@ -405,10 +406,11 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   int64_t count = member.select != nullptr ? member.select(&ctx) : 0;
   finish_context(ctx);
   if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
-  if (importance != nullptr) count = cut_to_mass(ctx.indices, count, importance, 0, ctx.last, row.kv_len - ctx.last);
+  const int64_t recent = ctx.kv_len - ctx.last;
+  if (importance != nullptr) count = cut_to_mass(ctx.indices, count, importance, 0, ctx.last, recent);
   int64_t end = policy_.sink_tokens + count;
-  std::iota(chosen.begin() + end, chosen.begin() + end + (row.kv_len - ctx.last), static_cast<int32_t>(ctx.last));
-  end += row.kv_len - ctx.last;
+  std::iota(chosen.begin() + end, chosen.begin() + end + recent, static_cast<int32_t>(ctx.last));
+  end += recent;
   chosen.resize(static_cast<size_t>(end));
   if (attends_to_all) return published_of(row_idx, unit_idx).set_own();
   unit.indices = chosen.data();

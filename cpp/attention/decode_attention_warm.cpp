@@ -95,7 +95,7 @@ void DecodeAttention::remember(int64_t layer_idx, const std::vector<QueryRow>& r
 // before.
 DecodeAttention::Forecast DecodeAttention::forecast(int64_t layer_idx, const QueryRow& row, int row_of_step, int unit) {
   Forecast result;
-  if (row.kv_len <= policy_.dense_tokens) return result;
+  if (tokens_of(row, unit) <= policy_.dense_tokens) return result;
   if (role_of(layer_idx, unit) == Role::reuse) {
     const auto i = static_cast<size_t>(row_of_step * units() + unit);
     if (i >= published_.size()) return result;
@@ -141,15 +141,15 @@ void DecodeAttention::warm_up(int64_t layer_idx, const std::vector<QueryRow>& ro
   const auto read_share = [&](Reader& reader, int64_t lane, int64_t rank, int64_t sharers) {
     const Forecast& forecast = forecasts_[static_cast<size_t>(lane)];
     const QueryRow& row = rows[static_cast<size_t>(forecast.row)];
-    reader.turn_to(row.kv_len);
+    reader.turn_to(row.num_tokens(forecast.kv_head));
     const auto share_of = [&](const RowSource& source, std::span<const int32_t> tokens) {
       const auto n = static_cast<int64_t>(tokens.size());
       const int64_t begin = n * rank / sharers;
       reader.read(source, tokens.data() + begin, n * (rank + 1) / sharers - begin);
     };
-    share_of(shape_.keys(row.pages, forecast.kv_head), forecast.scored);
-    if (forecast.reads_keys) share_of(shape_.keys(row.pages, forecast.kv_head), forecast.attended);
-    share_of(shape_.values(row.pages, forecast.kv_head), forecast.attended);
+    share_of(row.keys(shape_, forecast.kv_head), forecast.scored);
+    if (forecast.reads_keys) share_of(row.keys(shape_, forecast.kv_head), forecast.attended);
+    share_of(row.values(shape_, forecast.kv_head), forecast.attended);
   };
   pool_.parallel_for_near(threads, [&](int64_t task, int worker) {
     if (task != worker) return;  // another core's cache is of no use

@@ -17,10 +17,11 @@ constexpr const char* kPhaseNames[kNumPhases] = {"predict", "score", "select", "
 
 // Empty arrays are null.
 KeptRows kept_rows(const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens, const Int64s& arrays,
-                   const Int64s& text_marks) {
+                   const Int64s& text_marks, const Int64s& starts) {
   const auto data = [](const Int64s& array) { return array.size() == 0 ? nullptr : array.data(); };
-  return {{kv_lens.size(), data(page_tables), data(table_strides), data(kv_lens), data(arrays), data(text_marks)},
-          {page_tables, table_strides, kv_lens, arrays, text_marks}};
+  return {{kv_lens.size(), data(page_tables), data(table_strides), data(kv_lens), data(arrays), data(text_marks),
+           data(starts)},
+          {page_tables, table_strides, kv_lens, arrays, text_marks, starts}};
 }
 
 std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::string& isa, int num_qo_heads,
@@ -75,7 +76,7 @@ void attend(DecodeAttention& attention, int64_t layer_idx, int64_t query, int64_
             int64_t output_stride_bytes, int64_t lse, const KeptRows& step, int first_row, int num_rows, bool sparse,
             bool prepares) {
   std::vector<QueryRow> rows;
-  step.rows.of_layer(layer_idx, rows, first_row, num_rows);
+  step.rows.of_layer(layer_idx, attention.shape().num_kv_heads, rows, first_row, num_rows);
   for (int64_t i = 0; i < num_rows; ++i) {
     QueryRow& row = rows[static_cast<size_t>(i)];
     row.query = pointer<const char>(query) + (first_row + i) * query_stride_bytes;
@@ -92,7 +93,7 @@ void learn(DecodeAttention& attention, int64_t layer_idx, int64_t query, const K
   const AttentionShape& shape = attention.shape();
   std::vector<float> output(static_cast<size_t>(shape.num_qo_heads) * static_cast<size_t>(shape.head_dim));
   std::vector<QueryRow> rows;
-  step.rows.of_layer(layer_idx, rows);
+  step.rows.of_layer(layer_idx, shape.num_kv_heads, rows);
   rows[0].query = pointer<const void>(query);
   rows[0].output = output.data();
   const AttendOptions options{.window_on_device = window_on_device,
@@ -113,7 +114,7 @@ std::vector<std::pair<int64_t, double>> probed(DecodeAttention& attention) {
 
 void prepare(DecodeAttention& attention, int64_t layer_idx, const KeptRows& step) {
   std::vector<QueryRow> rows;
-  step.rows.of_layer(layer_idx, rows);
+  step.rows.of_layer(layer_idx, attention.shape().num_kv_heads, rows);
   attention.prepare(layer_idx, rows);
 }
 

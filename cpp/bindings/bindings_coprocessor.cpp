@@ -37,14 +37,14 @@ Mailbox mailbox_of(const std::vector<int64_t>& addresses, int64_t max_rows, int6
 
 // Rows in the order of their slots.
 ServedStep step_of(const Int64s& slots, const StepRows& rows, int64_t queries) {
+  if (rows.starts != nullptr)
+    throw py::value_error("a coprocessor takes no rows whose KV heads have pages of their own");
   ServedStep step;
   std::vector<int64_t> order(static_cast<size_t>(slots.size()));
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return slots.at(a) < slots.at(b); });
-  std::vector<QueryRow> of_first_layer;
-  rows.of_layer(0, of_first_layer);
   for (const int64_t i : order) {
-    const QueryRow& row = of_first_layer[static_cast<size_t>(i)];
+    const QueryRow row = rows.row(i, 0, 1);
     step.rows.push_back({slots.at(i), row.pages, rows.table_strides[i], row.kv_len, row.arrays, row.text_marks});
   }
   step.queries = pointer<char>(queries);

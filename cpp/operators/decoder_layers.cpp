@@ -11,16 +11,16 @@ void rope_append(const DecodeAttention& attention, int64_t layer_idx, const Step
   const int64_t head_bytes = shape.row_bytes();
   char* head = qkv;
   for (int64_t r = 0; r < rows.num_rows; ++r, cos += head_bytes, sin += head_bytes) {
-    const int64_t* pages = rows.pages(r, layer_idx);
-    const int64_t position = rows.kv_lens[r] - 1;
+    const QueryRow row = rows.row(r, layer_idx, shape.num_kv_heads);
     for (int h = 0; h < shape.num_qo_heads; ++h, head += head_bytes) {
       rope_head(head, cos, sin, norms.query, norms.eps, shape.head_dim);
     }
     const char* value = head + shape.num_kv_heads * head_bytes;
     for (int h = 0; h < shape.num_kv_heads; ++h, head += head_bytes, value += head_bytes) {
       rope_head(head, cos, sin, norms.key, norms.eps, shape.head_dim);
-      std::memcpy(const_cast<void*>(shape.keys(pages, h).row(position)), head, static_cast<size_t>(head_bytes));
-      std::memcpy(const_cast<void*>(shape.values(pages, h).row(position)), value, static_cast<size_t>(head_bytes));
+      const int64_t newest = row.num_tokens(h) - 1;
+      std::memcpy(const_cast<void*>(row.keys(shape, h).row(newest)), head, static_cast<size_t>(head_bytes));
+      std::memcpy(const_cast<void*>(row.values(shape, h).row(newest)), value, static_cast<size_t>(head_bytes));
     }
     head += shape.num_kv_heads * head_bytes;  // past the values
   }
@@ -54,7 +54,7 @@ std::string DecoderLayers::attend(int64_t layer_idx, const DecoderStep& step) {
   const AttentionShape& shape = attention_.shape();
   const int64_t query_bytes = shape.num_qo_heads * shape.row_bytes();
   const int64_t qkv_bytes = query_bytes + 2 * shape.num_kv_heads * shape.row_bytes();
-  step.rows.of_layer(layer_idx, rows_);
+  step.rows.of_layer(layer_idx, shape.num_kv_heads, rows_);
   for (int64_t r = 0; r < step.rows.num_rows; ++r) {
     QueryRow& row = rows_[static_cast<size_t>(r)];
     row.query = step.qkv + r * qkv_bytes;

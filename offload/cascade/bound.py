@@ -41,6 +41,7 @@ class SequenceBound:
         page_tokens: int,
         policy: Policy,
         condensed_share: float = CONDENSED_SHARE,
+        by_page: bool = False,
         beside: Callable[[int], int] = lambda slots: 0,
     ) -> SequenceBound:
         """The largest that `num_bytes` allow.
@@ -48,6 +49,7 @@ class SequenceBound:
         Args:
             token_bytes: of a token's keys and values in all layers.
             condensed_share: of the slots.
+            by_page: heads have whole pages of their own when they were condensed: `low` are these.
             beside: bytes that are kept of a sequence of so many slots beside its pages.
 
         Raises:
@@ -56,6 +58,8 @@ class SequenceBound:
         sinks, recent = SINK_TOKENS, RECENT_TOKENS
         if policy.selects:
             sinks, recent = max(sinks, policy.sink_tokens), max(recent, policy.recent_tokens)
+        if by_page:  # a policy attends to the last that a head has, whichever these are
+            recent = max(1, recent - sinks)
         fewest = -(-(sinks + recent + max(page_tokens, 16)) // page_tokens)
 
         def need(pages: int) -> int:
@@ -75,6 +79,10 @@ class SequenceBound:
                 f"need {need(fewest)} bytes; raise host_bytes_per_sequence or lower page_tokens"
             )
         slots = pages * page_tokens
+        if by_page:
+            always = -(-(sinks + recent) // page_tokens)
+            freed = max(1, min(pages // _SHARE_FREED, pages - always)) * page_tokens
+            return cls(slots, slots - freed, sinks, recent, 0)
         freed = min(slots // _SHARE_FREED, slots - sinks - recent - 1)
         # The newest query of a window is then the last token's, where tokens came one by one.
         low = slots - max(1, freed // SPACING * SPACING)

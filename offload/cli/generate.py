@@ -128,9 +128,20 @@ def generate(
         _runtime_option(
             metavar="SIZE",
             help="Hard limit for what is kept of one sequence, however long it gets, such as "
-            "64MiB; tokens that attention has left behind are condensed. Not with ranks.",
+            "64MiB; what does not fit is condensed or dropped (--condense-by). Not with ranks.",
         ),
     ] = None,
+    condense_by: Annotated[
+        str,
+        _runtime_option(
+            metavar="HOW",
+            help="Which tokens stay within --host-bytes-per-sequence. rereading: those that are "
+            "looked up when the text is read a second time, shared out among all heads; keeps what "
+            "nobody has asked for yet, and reading takes about twice as long. attention: in each "
+            "head those that the last tokens asked for. auto: rereading on a CPU under a policy "
+            "that keeps nothing beside the cache (full, exact_topk …), else attention.",
+        ),
+    ] = "auto",
     placement: Annotated[
         Path | None,
         _runtime_option(
@@ -247,6 +258,7 @@ def generate(
                     num_threads=num_threads,
                     tensor_parallel_size=tensor_parallel_size,
                     host_bytes_per_sequence=host_bytes_per_sequence,
+                    condense_by=condense_by,
                     placement=placement,
                     quality_probe=quality_probe,
                     quality_floor=quality_floor,
@@ -337,6 +349,7 @@ def _print_result(
     stdout().print(table)
     for run in runs:
         if run["condensed"] is not None:
-            stdout().print(f"{run['policy']}: {condensed_line(run['condensed'])}", highlight=False)
+            line = condensed_line(run["condensed"], run["condense_by"])
+            stdout().print(f"{run['policy']}: {line}", highlight=False)
         if run["quality"] is not None:
             stdout().print(f"{run['policy']}: {quality_line(run['quality'])}", highlight=False)

@@ -121,6 +121,7 @@ def answer(
         "new_tokens": len(new_ids),
         **dict(zip(_SIZES, sizes, strict=True)),
         **{name: getattr(stats, name) for name in _TIMES},
+        "condense_by": None if cache is None else _condensed_by(model),
         "condensed": None if cache is None else asdict(cache.tokens[0]),
         "quality": quality_row(model.quality()) if model._offload.config.quality_probe else None,
     }
@@ -143,10 +144,20 @@ def quality_row(quality: Quality) -> dict[str, Any]:
     return row
 
 
-def condensed_line(row: dict[str, Any]) -> str:
+def _condensed_by(model: Any) -> str:
+    """What `condense_by` came to when the model was loaded."""
+    return "rereading" if model._offload.store.heads_apart else "attention"
+
+
+def condensed_line(row: dict[str, Any], condense_by: str) -> str:
     """What became of a sequence with a bound, in words."""
     if row["seen"] == row["kept"]:
         return f"all {row['seen']:,} tokens are in the cache as they were"
+    if condense_by == "rereading":
+        return (
+            f"of {row['seen']:,} tokens a KV head has {row['kept']:,} as they were, on average of "
+            f"all heads, and the others are dropped"
+        )
     merged = f"condensed into {row['condensed']:,}" if row["condensed"] else "dropped"
     return (
         f"of {row['seen']:,} tokens {row['kept']:,} are in the cache as they were, "

@@ -20,7 +20,7 @@ from cpu_ops.attention import NativeAttention
 from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
-from offload.cascade.cascade import Cascade
+from offload.cascade.base import Cascade
 from offload.decode.budget_hold import BudgetHold
 from offload.kv.store import KVStore
 from offload.policies.base import (
@@ -71,12 +71,13 @@ class DecodeAttention(NativeAttention):
         decoded: units of decode steps so far, as `count_rows` is told of them.
 
     Raises:
-        ValueError: shapes the kernels do not take, a policy that does not fit the model.
+        ValueError: shapes the kernels do not take, a policy that does not fit the model, or one
+            that numbers tokens across KV heads over a store with `heads_apart`.
     """
 
     on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
     beside: tuple[int, int, npt.NDArray[np.bool_]] | None = None
-    cascade: Cascade | None = None
+    cascade: Cascade[Any] | None = None
     roles: npt.NDArray[np.uint8] | None = None
 
     def __init__(
@@ -100,11 +101,16 @@ class DecodeAttention(NativeAttention):
             pool, **shape, page_tokens=tokens, dtype=store.dtype, sm_scale=sm_scale, isa=isa
         )
         policy.check_model(**shape)
+        num_units = num_qo_heads if policy.selects and policy.per_query_head else store.num_kv_heads
+        if store.heads_apart and (what := shares_positions(policy, store.num_layers, num_units)):
+            raise ValueError(
+                f"policy {policy.name} {what}, and KV heads of this store have different tokens;"
+                " give one that selects by the keys alone, as exact_topk does"
+            )
         self.policy = policy
         self.store = store
         asking: list[int] = []
         if policy.selects:
-            num_units = num_qo_heads if policy.per_query_head else store.num_kv_heads
             self.roles = roles = check_roles(policy, policy.roles(store.num_layers, num_units))
             if roles is None:
                 sparse = asks = np.arange(store.num_layers) >= policy.dense_layers
@@ -165,13 +171,18 @@ class DecodeAttention(NativeAttention):
         self.beside = (*window, heads)
         self._count_heads(heads, gathered)
 
-    def count_rows(self, kv_lens: npt.NDArray[np.int64]) -> None:
-        """A step of rows with `kv_lens` tokens was decoded; counts while `is_probed`."""
+    def count_rows(self, step: DecodeStep) -> None:
+        """A step was decoded; counts its units while `is_probed`."""
         if not self.is_probed:
             return
-        num_units = len(kv_lens) * self.num_layers * self.num_kv_heads
-        rows = int(np.count_nonzero(kv_lens > self.dense_tokens))
-        selecting, gathered = rows * self._selecting_heads, rows * self._gathered_heads
+        num_units = len(step.seqs) * self.num_layers * self.num_kv_heads
+        if self.store.heads_apart:
+            starts = np.stack([self.store.starts(seq) for seq in step.seqs])
+            is_longer = step.kv_lens[:, None, None] - starts > self.dense_tokens
+            selecting, gathered = int((is_longer & self.selecting_heads).sum()), 0
+        else:
+            rows = int(np.count_nonzero(step.kv_lens > self.dense_tokens))
+            selecting, gathered = rows * self._selecting_heads, rows * self._gathered_heads
         self.decoded.selecting += selecting
         self.decoded.gathered += gathered
         self.decoded.exact += num_units - selecting - gathered
@@ -234,15 +245,20 @@ class DecodeAttention(NativeAttention):
         if len(seqs) != len(kv_lens) or not seqs:
             raise ValueError(f"expected one kv_len per row, got {len(seqs)} and {len(kv_lens)}")
         tables = [self.store.page_table(seq) for seq in seqs]
+        starts = [self.store.starts(seq) for seq in seqs] if self.store.heads_apart else []
+        least = [1] * len(seqs)
+        if starts:
+            least = [1 + int(of_seq.max()) for of_seq in starts]
         lens = np.asarray(kv_lens, np.int64)
-        for seq, table, kv_len in zip(seqs, tables, kv_lens, strict=True):
-            if not 1 <= kv_len <= table.shape[1] * self.store.page_tokens:
+        for seq, table, shortest, kv_len in zip(seqs, tables, least, kv_lens, strict=True):
+            capacity = table.shape[1] * self.store.page_tokens
+            if not shortest <= kv_len <= capacity:
                 raise ValueError(
-                    f"kv_len of sequence {seq} must be in"
-                    f" [1, {table.shape[1] * self.store.page_tokens}] (its pages), got {kv_len}"
+                    f"kv_len of sequence {seq} must be in [{shortest}, {capacity}] (its pages,"
+                    f" and a token of each head), got {kv_len}"
                 )
         arrays = text_marks = NO_ARRAYS
-        kept: list[Any] = list(tables)
+        kept: list[Any] = [*tables, *starts]
         if self.has_state and int(lens.max()) > self.dense_tokens:
             longest: dict[int, int] = {}  # build and grow before any address is taken
             for seq, kv_len in sorted(zip(seqs, kv_lens, strict=True)):
@@ -267,9 +283,10 @@ class DecodeAttention(NativeAttention):
             kv_lens=lens,
             positions=lens - 1,
             page_tables=np.array([table.ctypes.data for table in tables], np.int64),
-            table_strides=np.array([table.shape[1] for table in tables], np.int64),
+            table_strides=np.array([table.size // self.num_layers for table in tables], np.int64),
             arrays=arrays,
             text_marks=text_marks,
+            starts=np.array([of_seq.ctypes.data for of_seq in starts], np.int64),
             kept=tuple(kept),
             in_turns=self.has_state and len(set(seqs)) < len(seqs),
             keeps_queries=self.states.records_rows
@@ -297,7 +314,8 @@ class DecodeAttention(NativeAttention):
     @property
     def on_prefill_queries(self) -> OnQueries | None:
         """What `prefill` shows its queries to: None unless somebody observes queries."""
-        wanted = self._observes_queries or self.cascade is not None
+        condenses = self.cascade is not None and self.cascade.observes_queries
+        wanted = self._observes_queries or condenses
         return self.record_queries if wanted else None
 
     def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
@@ -326,6 +344,21 @@ class DecodeAttention(NativeAttention):
                     self.states.record_queries(seq, layer_idx, heads[row][:, None], kv_len)
                 if self.states.records_rows:
                     self.states.record_row(seq, layer_idx, query[row])
+
+
+def shares_positions(policy: Policy, num_layers: int, num_units: int) -> str:
+    """What a policy does that heads with different tokens cannot have, or "": arrays and text marks
+    are by positions in the sequence, and what a unit hands to another is by the first one's tokens.
+    """
+    if not policy.selects:
+        return ""
+    if policy.has_state():
+        return "keeps arrays of a sequence's tokens"
+    if policy.reads_text:
+        return "reads the text of tokens"
+    roles = policy.roles(num_layers, num_units)
+    hands_down = roles is not None and bool(np.isin(roles, (RETRIEVE, REUSE)).any())
+    return "hands selections from unit to unit" if hands_down or policy.shares_selection else ""
 
 
 def native_member(policy: Policy) -> tuple[bool, list[int], list[float], int]:

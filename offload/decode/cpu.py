@@ -69,7 +69,7 @@ class NativeDecoder:
                 [seq for seq, _ in rows[block]], [position + 1 for _, position in rows[block]]
             )
             self._run_layers(hidden[block], (cos[block], sin[block]), step)
-            self.attention.count_rows(step.kv_lens)
+            self.attention.count_rows(step)
         if self.attention.hold is not None:
             self.attention.hold.after_step()
         return hidden

@@ -101,12 +101,20 @@ class PagePool:
         Raises:
             HostBudgetError: before anything changes, if they do not fit.
         """
-        if num_pages > self._num_free:
-            self._grow(num_pages - self._num_free)
+        self.make_room(num_pages)
         self._num_free -= num_pages
         page_ids = np.sort(self._free_ids[self._num_free : self._num_free + num_pages])
         self.refcounts[page_ids] = 1
         return page_ids
+
+    def make_room(self, num_pages: int) -> None:
+        """Let `allocate(num_pages)`, or less several times, not fail.
+
+        Raises:
+            HostBudgetError: before anything changes, if they do not fit.
+        """
+        if num_pages > self._num_free:
+            self._grow(num_pages - self._num_free)
 
     def share(self, page_ids: Int64Array) -> None:
         """One more owner for each of `page_ids` (distinct)."""

@@ -1,118 +1,195 @@
 """The pages of one sequence, in every layer: which there are, and which are shared with a fork.
 
+A row of its page table is a layer, or a KV head of a layer where heads are apart (`store`).
+
 Nothing is checked here: `KVStore` checks what it is given, then calls these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from offload.kv.page_pool import Int64Array, PagePool
+from offload.kv.transfer import Piece
+
+# Of `SequencePages.parts`: heads, positions that they lack, pieces of the others.
+Part = tuple[slice, int, Iterator[Piece]]
 
 
 class SequencePages:
-    """Pages of shape [K|V, num_kv_heads, page_tokens, head_dim] that hold one sequence.
+    """Pages of shape [K|V, heads of a page, page_tokens, head_dim] that hold one sequence.
 
-    Invariants: kv_len <= reserved_len <= num_pages * page_tokens. The layers are extended, forked
+    Invariants: kv_len <= reserved_len <= num_pages * page_tokens. The rows are extended, forked
     and truncated together, so the pages of a column of `page_ids` have one and the same number of
     owners. Of the pages from position kv_len onward, only the one that holds kv_len itself can
-    have other owners, and only while `tail_may_be_shared`.
+    have other owners, and only while `tail_may_be_shared`. Where heads are apart a row lacks its
+    pages before `starts`, which is at most kv_len, and 0 in one row at least.
+
+    Args:
+        starts: int64 [num_layers, num_kv_heads], multiples of page_tokens; kept, and written to.
+            All 0 unless heads are apart.
     """
 
-    def __init__(self, pool: PagePool, *, num_layers: int, page_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        page_tokens: int,
+        starts: Int64Array,
+        heads_apart: bool,
+    ) -> None:
         self.page_tokens = page_tokens
-        self.num_layers = num_layers
-        self.num_pages = 0  # per layer
+        self.starts = starts
+        self.heads_apart = heads_apart
+        self.num_rows = starts.size if heads_apart else len(starts)
+        self.num_pages = 0  # per row
         self.kv_len = 0
         self.reserved_len = 0
         self.tail_may_be_shared = False
-        self.page_ids: Int64Array = np.zeros((num_layers, 0), np.int64)  # [.., capacity_pages]
-        self.page_table: Int64Array = np.zeros((num_layers, 0), np.int64)  # their addresses, or 0
+        # [.., capacity_pages]: ids or -1, their addresses or 0
+        self.page_ids: Int64Array = np.empty((self.num_rows, 0), np.int64)
+        self.page_table: Int64Array = np.empty((self.num_rows, 0), np.int64)
         self._pool = pool
 
+    def rows_of(self, layer_idx: int) -> slice:
+        """Of the page table."""
+        heads = self.num_rows // len(self.starts)
+        return slice(layer_idx * heads, (layer_idx + 1) * heads)
+
     def num_missing_pages(self, num_new_tokens: int) -> int:
-        """Pages per layer to add before num_new_tokens can follow kv_len."""
-        return max(0, self._pages_of(self.kv_len + num_new_tokens) - self.num_pages)
+        """Pages per row to add before num_new_tokens can follow kv_len."""
+        return max(0, self.pages_of(self.kv_len + num_new_tokens) - self.num_pages)
+
+    def num_present_pages(self) -> int:
+        """Pages of the committed positions, of all rows."""
+        lacking = int(self.starts.sum()) // self.page_tokens
+        return self.num_rows * self.pages_of(self.kv_len) - lacking
 
     def shared_tail_id(self) -> int | None:
-        """The page of layer 0 that a write at kv_len would hit, if it may have other owners."""
+        """The page of row 0 that a write at kv_len would hit, if it may have other owners."""
         tail, filled = divmod(self.kv_len, self.page_tokens)
         return int(self.page_ids[0, tail]) if filled and self.tail_may_be_shared else None
 
     def is_shared(self, layer_idx: int, start: int, stop: int) -> bool:
         """Whether a page of positions start .. stop (start < stop) has another owner."""
-        pages = slice(start // self.page_tokens, self._pages_of(stop))
-        return bool((self._pool.refcounts[self.page_ids[layer_idx, pages]] > 1).any())
+        pages = slice(start // self.page_tokens, self.pages_of(stop))
+        page_ids = self.page_ids[self.rows_of(layer_idx), pages]
+        return bool((self._pool.refcounts[page_ids] > 1).any(where=page_ids >= 0))
 
-    def shared_pages(self, num_tokens: int) -> list[int]:
-        """Which pages of the first `num_tokens` positions have another owner."""
-        page_ids = self.page_ids[0, : self._pages_of(num_tokens)]
-        pages: list[int] = np.flatnonzero(self._pool.refcounts[page_ids] > 1).tolist()
-        return pages
+    def shared_pages(self, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Which pages of the first `num_tokens` positions have another owner, and how many rows
+        have each of them."""
+        page_ids = self.page_ids[:, : self.pages_of(num_tokens)]
+        # A row without a front that is missing stands for all.
+        whole = int(self.starts.argmin()) if self.heads_apart else 0
+        pages = np.flatnonzero(self._pool.refcounts[page_ids[whole]] > 1)
+        return pages.tolist(), (page_ids[:, pages] >= 0).sum(axis=0).tolist()
 
     def extend(self, new_ids: Int64Array) -> None:
-        """Add `new_ids` [num_layers, num_new_pages] at the end."""
+        """Add `new_ids` [num_rows, num_new_pages] at the end; -1 where there is no page."""
         first, stop = self.num_pages, self.num_pages + new_ids.shape[1]
-        capacity = self.page_table.shape[1]
-        if stop > capacity:
-            wider = ((0, 0), (0, max(stop, 2 * capacity) - capacity))
-            self.page_ids = np.pad(self.page_ids, wider)
-            self.page_table = np.pad(self.page_table, wider)
+        self.widen(stop)
         self.page_ids[:, first:stop] = new_ids
-        self.page_table[:, first:stop] = self._pool.addresses[new_ids]
+        self.page_table[:, first:stop] = np.where(new_ids < 0, 0, self._pool.addresses[new_ids])
         self.num_pages = stop
 
+    def widen(self, num_pages: int) -> None:
+        """Let the page table have room for `num_pages` in each row."""
+        capacity = self.page_table.shape[1]
+        if num_pages > capacity:
+            wider = ((0, 0), (0, max(num_pages, 2 * capacity) - capacity))
+            self.page_ids = np.pad(self.page_ids, wider, constant_values=-1)
+            self.page_table = np.pad(self.page_table, wider)
+
     def replace_tail(self, new_ids: Int64Array) -> None:
-        """Put copies, `new_ids` [num_layers], in the place of the shared pages that hold kv_len."""
+        """Put copies, `new_ids` [num_rows], in the place of the shared pages that hold kv_len."""
         tail, filled = divmod(self.kv_len, self.page_tokens)
         self.replace_page(tail, new_ids, filled)
 
     def replace_page(self, page: int, new_ids: Int64Array, filled: int) -> None:
-        """Put copies, `new_ids` [num_layers], in the place of the `page`-th pages, of which the
-        first `filled` tokens matter."""
-        old_ids = self.page_ids[:, page].copy()
+        """Put copies, `new_ids` [rows that have it], in the place of the `page`-th pages, of which
+        the first `filled` tokens matter."""
+        rows = np.flatnonzero(self.page_ids[:, page] >= 0)
+        old_ids = self.page_ids[rows, page]
         # NumPy, because torch would start all its threads for each of these small copies.
         for old_id, new_id in zip(old_ids.tolist(), new_ids.tolist(), strict=True):
             old_page = self._pool.page(old_id).view(torch.uint8).numpy()
             new_page = self._pool.page(new_id).view(torch.uint8).numpy()
             new_page[:, :, :filled] = old_page[:, :, :filled]
         self._pool.release(old_ids)
-        self.page_ids[:, page] = new_ids
-        self.page_table[:, page] = self._pool.addresses[new_ids]
+        self.page_ids[rows, page] = new_ids
+        self.page_table[rows, page] = self._pool.addresses[new_ids]
+
+    def unshare(self, num_tokens: int) -> None:
+        """`KVStore.unshare`."""
+        pages, counts = self.shared_pages(num_tokens)
+        new_ids = self._pool.allocate(sum(counts))
+        for page, count in zip(pages, counts, strict=True):
+            page_ids, new_ids = np.split(new_ids, [count])
+            self.replace_page(page, page_ids, self.page_tokens)
 
     def truncate(self, kv_len: int) -> None:
-        """Keep the pages of the first `kv_len` positions and no reservation."""
-        num_pages = self._pages_of(kv_len)
-        self._pool.release(self.page_ids[:, num_pages : self.num_pages].ravel())
-        self.page_table[:, num_pages:] = 0
+        """Keep the pages of the first `kv_len` positions and no reservation; 0 drops all."""
+        num_pages = self.pages_of(kv_len)
+        # A rewrite that failed has left pages anywhere.
+        self.drop(slice(None), slice(num_pages, self.num_pages if kv_len else None))
         self.num_pages = num_pages
         self.kv_len = self.reserved_len = kv_len
         self.tail_may_be_shared = True  # the tail is another page now
+        if kv_len == 0:
+            self.starts[:] = 0
+
+    def drop(self, rows: slice, pages: slice) -> None:
+        """Give up the pages of a part of the page table."""
+        page_ids = self.page_ids[rows, pages]
+        owned = page_ids[page_ids >= 0]
+        page_ids[:] = -1
+        self.page_table[rows, pages] = 0
+        self._pool.release(owned)
+
+    def put(self, row: int, first: int, new_ids: Int64Array) -> None:
+        """Have `new_ids` as the pages from `first` on of a row that has none."""
+        self.page_ids[row, first : first + len(new_ids)] = new_ids
+        self.page_table[row, first : first + len(new_ids)] = self._pool.addresses[new_ids]
 
     def fork(self) -> SequencePages:
         """A second owner of the pages of the committed positions; ends the reservation of both."""
-        num_pages = self._pages_of(self.kv_len)
-        child = SequencePages(self._pool, num_layers=self.num_layers, page_tokens=self.page_tokens)
+        num_pages = self.pages_of(self.kv_len)
+        child = SequencePages(
+            self._pool,
+            page_tokens=self.page_tokens,
+            starts=self.starts.copy(),
+            heads_apart=self.heads_apart,
+        )
         child.extend(self.page_ids[:, :num_pages])
-        self._pool.share(child.page_ids.ravel())
+        self._pool.share(child.page_ids[child.page_ids >= 0])
         child.kv_len = child.reserved_len = self.reserved_len = self.kv_len
         child.tail_may_be_shared = self.tail_may_be_shared = True
         return child
 
-    def pieces(
-        self, layer_idx: int, start: int, stop: int
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Positions start .. stop as (first, last + 1, [n, K|V, num_kv_heads, tokens, head_dim]),
-        counted from `start`.
+    def parts(self, layer_idx: int, start: int, stop: int) -> Iterator[Part]:
+        """Positions start .. stop of a layer: (heads, how many of the first positions they lack,
+        `pieces` of the others)."""
+        if not self.heads_apart:
+            yield slice(None), 0, self.pieces(layer_idx, start, stop)
+            return
+        first_row = layer_idx * self.starts.shape[1]
+        for head, begin in enumerate(self.starts[layer_idx].clip(start, stop).tolist()):
+            pieces = self.pieces(first_row + head, begin, stop)
+            yield slice(head, head + 1), begin - start, pieces
+
+    def pieces(self, row: int, start: int, stop: int) -> Iterator[Piece]:
+        """Positions start .. stop, which a row has, as (first, last + 1, [n, K|V, heads, tokens,
+        head_dim]), counted from `start`.
 
         The views cover a part of a page (n = 1), or a run of adjoining whole pages, however long:
         a copy per run instead of per page keeps a long prompt at memory speed.
         """
-        page_ids = self.page_ids[layer_idx]
-        head = min(self._pages_of(start) * self.page_tokens, stop)
+        page_ids = self.page_ids[row]
+        head = min(self.pages_of(start) * self.page_tokens, stop)
         tail = max(stop // self.page_tokens * self.page_tokens, head)
         before = head - start
         first_page, stop_page = head // self.page_tokens, tail // self.page_tokens
@@ -129,5 +206,33 @@ class SequencePages:
         pages = self._pool.page(int(page_ids[page]))[None]
         return pages[:, :, :, row : row + stop - start]
 
-    def _pages_of(self, num_tokens: int) -> int:
+    def pages_of(self, num_tokens: int) -> int:
+        """That so many positions are in."""
         return -(-num_tokens // self.page_tokens)
+
+
+def reserve(pool: PagePool, batch: Sequence[tuple[SequencePages, int]]) -> None:
+    """`KVStore.reserve` of distinct sequences and the numbers of their new tokens."""
+    num_rows = batch[0][0].num_rows if batch else 0
+    missing = [sequence.num_missing_pages(num_new) for sequence, num_new in batch]
+    copied = [False] * len(batch)
+    owners: dict[int, int] = {}  # of the shared pages, less those that get a copy here
+    for i, (sequence, num_new) in enumerate(batch):
+        page_id = sequence.shared_tail_id() if num_new else None
+        if page_id is not None:
+            num_owners = owners.setdefault(page_id, int(pool.refcounts[page_id]))
+            # The last owner keeps the page: n sequences of one batch need n - 1 copies.
+            copied[i] = num_owners > 1
+            owners[page_id] -= copied[i]
+
+    page_ids = pool.allocate(num_rows * (sum(missing) + sum(copied)))
+    for i, (sequence, num_new) in enumerate(batch):
+        if copied[i]:
+            tail_ids, page_ids = np.split(page_ids, [num_rows])
+            sequence.replace_tail(tail_ids)
+        if missing[i]:
+            new_ids, page_ids = np.split(page_ids, [num_rows * missing[i]])
+            sequence.extend(new_ids.reshape(num_rows, missing[i]))
+        if num_new:
+            sequence.tail_may_be_shared = False
+            sequence.reserved_len = max(sequence.reserved_len, sequence.kv_len + num_new)

@@ -16,6 +16,15 @@ sequence is in page `t // page_tokens` of its page table, and its row of `head_d
 The page table of a sequence is int64 [num_layers, capacity_pages], C-contiguous, of addresses, with
 0 where there is no page. All offsets are 64-bit.
 
+With `heads_apart` a page is of one KV head, so that heads may have different numbers of tokens:
+
+    page: dtype [K|V][1][page_tokens][head_dim], contiguous
+    page table: int64 [num_layers * num_kv_heads, capacity_pages], row layer_idx * num_kv_heads +
+        kv_head
+
+Positions are the same 0 .. kv_len for all heads, and new tokens are the last of all. A head lacks
+the first `starts[layer_idx, kv_head]` positions, a multiple of page_tokens: it has no pages there.
+
 A decode step: `reserve` room for the new tokens, write every layer (`append`, or a native kernel
 that writes the rows through the page table), `commit`. Forked sequences share pages; `reserve`
 replaces a shared page by a copy before anything may be written to it. What the store says it uses
@@ -27,18 +36,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from offload.kv.arguments import (
+    check_batch,
+    check_dtype,
+    check_lens,
+    check_new_rows,
+    check_out,
+    check_sizes,
+    check_writable,
+)
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
-from offload.kv.sequence_pages import SequencePages
-from offload.kv.transfer import Piece, all_finite, copy_from_pages, copy_to_pages, runs_of
+from offload.kv.rewriting import RowsOfLayer, rewrite
+from offload.kv.row_copies import read_rows, write_rows, write_rows_async
+from offload.kv.sequence_pages import Part, SequencePages, reserve
+from offload.kv.transfer import all_finite
 from offload.system.errors import HostBudgetError
 from offload.system.memory import host_memory_limit_bytes
 from offload.system.pinned_memory import CudaRegistration, HostRegistration
 
 __all__ = ["HostBudgetError", "KVStore"]
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class KVStore:
@@ -49,6 +68,7 @@ class KVStore:
         dtype: torch.float32, torch.float16 or torch.bfloat16.
         host_budget_bytes: hard limit on host memory; default `host_memory_limit_bytes()`.
         page_tokens: tokens in a page.
+        heads_apart: each KV head has pages of its own, and may have fewer tokens (`rewrite`).
         slab_bytes: host memory is taken from the system in multiples of this, as needed, up to the
             budget (the last slab may be smaller); at least one page.
         pinned: register slabs with the CUDA driver, so that `append_async` does not wait, and
@@ -66,18 +86,13 @@ class KVStore:
         dtype: torch.dtype,
         host_budget_bytes: int | None = None,
         page_tokens: int = 256,
+        heads_apart: bool = False,
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         pinned: bool | HostRegistration = False,
     ) -> None:
-        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, size in {**sizes, "page_tokens": page_tokens, "slab_bytes": slab_bytes}.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if head_dim % 8:
-            raise ValueError(f"head_dim must be a multiple of 8, got {head_dim}")
-        if dtype not in _DTYPES:
-            available = ", ".join(str(dtype) for dtype in _DTYPES)
-            raise ValueError(f"the KV store has no dtype {dtype}; available: {available}")
+        heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        check_sizes(**heads, page_tokens=page_tokens, slab_bytes=slab_bytes)
+        check_dtype(dtype)
         if host_budget_bytes is None:
             host_budget_bytes = host_memory_limit_bytes()
         if host_budget_bytes < 0:
@@ -87,11 +102,12 @@ class KVStore:
         self.head_dim = head_dim
         self.dtype = dtype
         self.page_tokens = page_tokens
+        self.heads_apart = heads_apart
         registration = (
             (CudaRegistration() if pinned else None) if isinstance(pinned, bool) else pinned
         )
         self._pool = PagePool(
-            page_shape=page_shape(num_kv_heads, page_tokens, head_dim),
+            page_shape=page_shape(1 if heads_apart else num_kv_heads, page_tokens, head_dim),
             dtype=dtype,
             budget_bytes=host_budget_bytes,
             slab_bytes=slab_bytes,
@@ -103,8 +119,18 @@ class KVStore:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: page_tokens tokens of one layer."""
+        """Bytes of one page: page_tokens tokens of one row of a page table."""
         return self._pool.page_bytes
+
+    @property
+    def num_page_rows(self) -> int:
+        """Rows of a page table: layers, or KV heads of all layers where heads are apart."""
+        return self.num_layers * (self.num_kv_heads if self.heads_apart else 1)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token that all heads of all layers have."""
+        return self.num_page_rows * self.page_bytes // self.page_tokens
 
     @property
     def host_budget_bytes(self) -> int:
@@ -146,33 +172,46 @@ class KVStore:
         """The handle of a new, empty sequence. It takes no memory until `reserve`."""
         if self._closed:
             raise ValueError("the KV store is closed")
-        return self._add(
-            SequencePages(self._pool, num_layers=self.num_layers, page_tokens=self.page_tokens)
+        sequence = SequencePages(
+            self._pool,
+            page_tokens=self.page_tokens,
+            starts=np.zeros((self.num_layers, self.num_kv_heads), np.int64),
+            heads_apart=self.heads_apart,
         )
+        return self._add(sequence)
 
     def kv_len(self, seq: int) -> int:
         """Committed tokens of `seq`."""
         return self._sequence(seq).kv_len
 
     def num_own_pages(self, seq: int) -> int:
-        """Pages per layer that the committed tokens of `seq` are in, but for the one that would be
-        copied if a token were added, as a fork has it, too."""
+        """Pages per row of the page table that the committed tokens of `seq` are in, but for the
+        one that would be copied if a token were added, as a fork has it, too. Those that a head
+        lacks count as had: none comes in their place."""
         sequence = self._sequence(seq)
         tail_id = sequence.shared_tail_id()
         is_copied = tail_id is not None and self._pool.refcounts[tail_id] > 1
         return -(-sequence.kv_len // self.page_tokens) - int(is_copied)
 
     def num_unshared_pages(self, seq: int) -> int:
-        """Pages per layer of the committed tokens of `seq` that no fork has."""
+        """Pages of the committed tokens of `seq` that no fork has, in all rows together."""
         sequence = self._sequence(seq)
-        num_pages = -(-sequence.kv_len // self.page_tokens)
-        return num_pages - len(sequence.shared_pages(sequence.kv_len))
+        _, counts = sequence.shared_pages(sequence.kv_len)
+        return sequence.num_present_pages() - sum(counts)
+
+    def starts(self, seq: int) -> Int64Array:
+        """int64 [num_layers, num_kv_heads], C-contiguous: the first position that a head has.
+
+        The store's own array, not a copy: `rewrite`, and `truncate` to 0, update it in place. All 0
+        unless heads are apart.
+        """
+        return self._sequence(seq).starts
 
     def page_table(self, seq: int) -> Int64Array:
-        """int64 [num_layers, capacity_pages], C-contiguous: addresses of pages, 0 where none is.
+        """int64 [num_page_rows, capacity_pages], C-contiguous: addresses of pages, 0 where none is.
 
-        The store's own array, not a copy: `reserve` and `truncate` update it in place, and only
-        `reserve` may replace it by a larger one.
+        The store's own array, not a copy: `reserve`, `truncate` and `rewrite` update it in place,
+        and only `reserve` and `rewrite` may replace it by a larger one.
         """
         return self._sequence(seq).page_table
 
@@ -193,28 +232,7 @@ class KVStore:
             ValueError: for lists of different length, a handle given twice, a negative count.
         """
         batch = self._batch(seqs, num_new_tokens)
-        missing = [sequence.num_missing_pages(num_new) for sequence, num_new in batch]
-        copied = [False] * len(batch)
-        owners: dict[int, int] = {}  # of the shared pages, less those that get a copy here
-        for i, (sequence, num_new) in enumerate(batch):
-            page_id = sequence.shared_tail_id() if num_new else None
-            if page_id is not None:
-                num_owners = owners.setdefault(page_id, int(self._pool.refcounts[page_id]))
-                # The last owner keeps the page: n sequences of one batch need n - 1 copies.
-                copied[i] = num_owners > 1
-                owners[page_id] -= copied[i]
-
-        page_ids = self._pool.allocate(self.num_layers * (sum(missing) + sum(copied)))
-        for i, (sequence, num_new) in enumerate(batch):
-            if copied[i]:
-                tail_ids, page_ids = np.split(page_ids, [self.num_layers])
-                sequence.replace_tail(tail_ids)
-            if missing[i]:
-                new_ids, page_ids = np.split(page_ids, [self.num_layers * missing[i]])
-                sequence.extend(new_ids.reshape(self.num_layers, missing[i]))
-            if num_new:
-                sequence.tail_may_be_shared = False
-                sequence.reserved_len = max(sequence.reserved_len, sequence.kv_len + num_new)
+        reserve(self._pool, batch)
 
     def append(
         self,
@@ -231,17 +249,16 @@ class KVStore:
 
         Raises:
             ValueError: before anything is written, for a wrong shape or dtype, a NaN or infinity,
-                positions that are not reserved or whose page is shared with a fork.
+                positions that are not reserved, that a head lacks, or whose page is shared with a
+                fork.
         """
-        pieces = self._writable(seq, layer_idx, keys, values, start)
+        parts = self._writable(seq, layer_idx, keys, values, start)
         keys, values = keys.detach(), values.detach()
         for name, rows in (("keys", keys), ("values", values)):
             if not all_finite(rows):
                 raise ValueError(f"non-finite {name} in layer {layer_idx} of sequence {seq}")
 
-        for sides, pages in runs_of((keys, values), pieces):
-            for side, rows in enumerate(sides):
-                pages[:, side].copy_(rows)
+        write_rows((keys, values), parts)
 
     def append_async(
         self,
@@ -257,8 +274,8 @@ class KVStore:
         commits, or drops what it reserved. Whether the rows are finite is the caller's to check:
         to know it here would be to wait.
         """
-        pieces = self._writable(seq, layer_idx, keys, values, start)
-        copy_to_pages((keys.detach(), values.detach()), pieces)
+        parts = self._writable(seq, layer_idx, keys, values, start)
+        write_rows_async((keys.detach(), values.detach()), parts)
 
     def commit(self, seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
         """Add num_new_tokens[i] reserved tokens, written in every layer, to the kv_len of seqs[i].
@@ -288,8 +305,9 @@ class KVStore:
         """Copies (keys, values) of positions start .. stop (default: kv_len) of one layer.
 
         Each is [num_kv_heads, stop - start, head_dim], contiguous unless given as `out`. `stop` may
-        exceed kv_len up to what is reserved; those rows are what `append` wrote, or undefined.
-        `out` may be on a CUDA device: it is filled in the order of the current stream.
+        exceed kv_len up to what is reserved; those rows are what `append` wrote, or undefined. Rows
+        that a head lacks are 0. `out` may be on a CUDA device: it is filled in the order of the
+        current stream.
         """
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
@@ -302,28 +320,18 @@ class KVStore:
         expected = (self.num_kv_heads, stop - start, self.head_dim)
         if out is None:
             out = (torch.empty(expected, dtype=self.dtype), torch.empty(expected, dtype=self.dtype))
-        for rows in out:
-            if tuple(rows.shape) != expected or rows.dtype != self.dtype:
-                raise ValueError(
-                    f"out must be two tensors {self.dtype} {list(expected)}, "
-                    f"got {rows.dtype} {list(rows.shape)}"
-                )
-        pieces = sequence.pieces(layer_idx, start, stop)
-        by_token = out[0].transpose(0, 1), out[1].transpose(0, 1)
-        if out[0].device.type != "cpu":
-            copy_from_pages(by_token, pieces)
-            return out
-        for sides, pages in runs_of(by_token, pieces):
-            for side, rows in enumerate(sides):
-                rows.copy_(pages[:, side])
+        check_out(out, expected, self.dtype)
+        read_rows(out, sequence.parts(layer_idx, start, stop))
         return out
 
     def page_views(self, seq: int, layer_idx: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The committed tokens of one layer where they are, not copied.
 
         Yields (first, last + 1, [n, K|V, num_kv_heads, tokens, head_dim]): runs of n adjoining
-        whole pages, and part of the last page (n = 1).
+        whole pages, and part of the last page (n = 1). ValueError if heads are apart.
         """
+        if self.heads_apart:
+            raise ValueError("page_views is of pages of all heads, but here heads are apart")
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
         return sequence.pieces(layer_idx, 0, sequence.kv_len)
@@ -339,18 +347,49 @@ class KVStore:
         """Keep the first `kv_len` tokens of `seq`; drop the others and whatever was reserved.
 
         Raises:
-            ValueError: unless 0 <= kv_len <= the present kv_len.
+            ValueError: unless 0 <= kv_len <= the present kv_len, or for positions that a head
+                lacks; 0 is always possible.
         """
         sequence = self._sequence(seq)
         if not 0 <= kv_len <= sequence.kv_len:
             raise ValueError(
                 f"cannot truncate sequence {seq} of {sequence.kv_len} tokens to {kv_len}"
             )
+        first = int(sequence.starts.max()) if self.heads_apart else 0
+        if 0 < kv_len < first:
+            raise ValueError(
+                f"cannot truncate sequence {seq} to {kv_len} tokens: a head lacks the first {first}"
+            )
         sequence.truncate(kv_len)
+
+    def rewrite(self, seq: int, lens: npt.NDArray[np.integer], rows: RowsOfLayer) -> None:
+        """Replace what every KV head has, where heads are apart: kv_len is then lens.max(), and
+        starts are kv_len - lens. Reservations end; forks keep their pages.
+
+        Args:
+            lens: [num_layers, num_kv_heads], tokens of each head, multiples of page_tokens, not 0.
+            rows: (layer_idx) -> of every head keys and values, each [lens[layer_idx, kv_head],
+                head_dim], in memory of their own. It is called once for each layer, in an order
+                such that no more pages are needed on the way than at the end, and may `gather`
+                that layer.
+
+        Raises:
+            HostBudgetError: before anything changes, if there is no room beside what forks keep.
+            ValueError: if heads are not apart, or for wrong `lens`, before anything changes; for
+                rows of a wrong shape or dtype, a NaN or infinity, before that layer changes.
+
+        An error before the first layer was replaced (one that `rows` raises is passed on) leaves
+        the sequence as it was, but for its reservation, and a later one leaves it empty, kv_len 0.
+        """
+        if not self.heads_apart:
+            raise ValueError("rewrite needs a KV store with heads_apart=True")
+        sequence = self._sequence(seq)
+        lens = check_lens(lens, self.num_layers, self.num_kv_heads, self.page_tokens)
+        rewrite(self._pool, sequence, lens, rows)
 
     def fit_slabs(self, num_tokens: int) -> None:
         """Take memory from now on in slabs that a sequence of so many tokens fills."""
-        self._pool.fit_slabs(self.num_layers * -(-num_tokens // self.page_tokens))
+        self._pool.fit_slabs(self.num_page_rows * -(-num_tokens // self.page_tokens))
 
     def unshare(self, seq: int, num_tokens: int) -> None:
         """Give `seq` copies of those pages of its first `num_tokens` that forks have, too, so that
@@ -358,11 +397,7 @@ class KVStore:
 
         HostBudgetError if there is no room for the copies; nothing has changed then.
         """
-        sequence = self._sequence(seq)
-        shared = sequence.shared_pages(num_tokens)
-        new_ids = self._pool.allocate(self.num_layers * len(shared))
-        for page, page_ids in zip(shared, new_ids.reshape(-1, self.num_layers), strict=True):
-            sequence.replace_page(page, page_ids, self.page_tokens)
+        self._sequence(seq).unshare(num_tokens)
 
     def free(self, seq: int) -> None:
         """Drop `seq`; its pages become free unless a fork shares them. The handle is gone."""
@@ -395,34 +430,15 @@ class KVStore:
         keys: torch.Tensor,
         values: torch.Tensor,
         start: int | None,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[Part]:
         """Where rows that `append` may write go, counted from the first row."""
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
-        expected = (keys.shape[0] if keys.ndim else 0, self.num_kv_heads, self.head_dim)
-        for name, rows in (("keys", keys), ("values", values)):
-            if tuple(rows.shape) != expected:
-                raise ValueError(
-                    f"{name} must be [num_new_tokens, num_kv_heads, head_dim] = {list(expected)}, "
-                    f"got {list(rows.shape)}"
-                )
-            if rows.dtype != self.dtype:
-                raise ValueError(f"{name} must be {self.dtype}, got {rows.dtype}")
+        check_new_rows(keys, values, self.num_kv_heads, self.head_dim, self.dtype)
         start = sequence.kv_len if start is None else start
-        stop = start + keys.shape[0]
-        if not 0 <= start <= stop <= sequence.reserved_len:
-            raise ValueError(
-                f"positions {start}..{stop} of sequence {seq} are not reserved: it has "
-                f"{sequence.reserved_len} positions; call reserve() before append()"
-            )
-        if start == stop:
-            return iter(())
-        if sequence.is_shared(layer_idx, start, stop):
-            raise ValueError(
-                f"positions {start}..{stop} of sequence {seq} are in pages shared with a fork; "
-                "truncate() to the first position to rewrite, then reserve()"
-            )
-        return sequence.pieces(layer_idx, start, stop)
+        stop = start + len(keys)
+        check_writable(sequence, seq, layer_idx, start, stop)
+        return sequence.parts(layer_idx, start, stop)
 
     def _check_layer(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_layers:
@@ -431,13 +447,5 @@ class KVStore:
     def _batch(
         self, seqs: Sequence[int], num_new_tokens: Sequence[int]
     ) -> list[tuple[SequencePages, int]]:
-        if len(seqs) != len(num_new_tokens):
-            raise ValueError(
-                f"seqs and num_new_tokens must have the same length, "
-                f"got {len(seqs)} and {len(num_new_tokens)}"
-            )
-        if len(set(seqs)) != len(seqs):
-            raise ValueError(f"seqs must be distinct, got {list(seqs)}")
-        if len(num_new_tokens) and min(num_new_tokens) < 0:
-            raise ValueError(f"num_new_tokens must not be negative, got {list(num_new_tokens)}")
+        check_batch(seqs, num_new_tokens)
         return [(self._sequence(seq), int(n)) for seq, n in zip(seqs, num_new_tokens, strict=True)]

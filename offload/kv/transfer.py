@@ -1,9 +1,9 @@
 """Rows of keys and values between a device and pages of host memory, on the current stream.
 
-A page is [K|V, num_kv_heads, page_tokens, head_dim]; rows on the device are [num_tokens,
-num_kv_heads, head_dim] of any strides. Rows are rearranged on the device, so that every transfer is
-one contiguous piece: torch moves anything else through pageable memory, and waits for it. With
-pages in registered memory nothing here waits for the device.
+A page is [K|V, num_kv_heads, page_tokens, head_dim], of one head where heads are apart; rows on the
+device are [num_tokens, num_kv_heads, head_dim] of any strides. Rows are rearranged on the device,
+so that every transfer is one contiguous piece: torch moves anything else through pageable memory,
+and waits for it. With pages in registered memory nothing here waits for the device.
 
 Memory that is used here for a moment belongs to the current stream in torch's caching allocator:
 the next piece gets it again, after the stream is done with it. Rows that other streams write or

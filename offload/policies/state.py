@@ -202,7 +202,7 @@ class PolicyStates:
         arrays = known.arrays
         assert arrays is not None
         if kv_len > arrays.capacity_tokens:
-            capacity = capacity_for(kv_len)
+            capacity = self.bytes.capacity(kv_len)
             layers = [
                 self._selecting.grow(i, old, capacity) if old else {}
                 for i, old in enumerate(arrays.layers)
@@ -337,7 +337,7 @@ class PolicyStates:
             values=values,
             queries=queries,
             sm_scale=self._sm_scale,
-            capacity_tokens=capacity_for(kv_len),
+            capacity_tokens=self.bytes.capacity(kv_len),
             text_marks=known.marks.first(num_tokens),
             pool=self._pool,
             num_layers=self._store.num_layers,
@@ -350,7 +350,7 @@ class PolicyStates:
             layers[layer_idx] if layer_idx in self.layers else {}
             for layer_idx in range(self._store.num_layers)
         ]
-        known.arrays = self._layer_arrays(arrays, capacity_for(kv_len))
+        known.arrays = self._layer_arrays(arrays, self.bytes.capacity(kv_len))
         queries, known.queries = known.queries, None
         if known.before is not None:
             known.built = (kv_len - 1, queries)

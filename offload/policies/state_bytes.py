@@ -17,7 +17,12 @@ class StateBytes:
 
     Args:
         layers: that ask the policy.
+
+    Attributes:
+        most_tokens: that a sequence will ever have in the store, if that is bounded.
     """
+
+    most_tokens: int | None = None
 
     def __init__(
         self, policy: Policy, store: KVStore, *, num_qo_heads: int, layers: Iterable[int]
@@ -26,12 +31,17 @@ class StateBytes:
         self._num_qo_heads, self._layers = num_qo_heads, sorted(layers)
         self._sizes: dict[int, int] = {}  # `at`, by capacity
 
+    def capacity(self, kv_len: int) -> int:
+        """Tokens that arrays have room for when `kv_len` are there."""
+        capacity = capacity_for(kv_len)
+        return capacity if self.most_tokens is None else min(capacity, self.most_tokens)
+
     def at(self, kv_len: int) -> int:
         """At most so many are in the arrays of a sequence that comes to `kv_len` tokens."""
         policy, store = self._policy, self._store
         if not (policy.selects and policy.has_state()) or kv_len <= policy.dense_tokens:
             return 0
-        capacity = capacity_for(kv_len)
+        capacity = self.capacity(kv_len)
         if capacity not in self._sizes:
             shape = StateShape(
                 num_qo_heads=self._num_qo_heads,

@@ -16,7 +16,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
 from offload.models import DecoderLayer, LeanModel
 from offload.models.batch import RaggedBatch
-from offload.prefill.attention import attend, takes_all_keys
+from offload.prefill.attention import KV, attend, takes_all_keys
 from offload.prefill.kv_stream import LayerStream
 from offload.prefill.layer import add_mlp, project_qkv, rotate
 from offload.prefill.memory import PrefillMemory, check_prefill_memory
@@ -28,6 +28,10 @@ OnQueries = Callable[[int, int, torch.Tensor, int], None]
 # sequence, cached ones included. They are overwritten soon after it returns, in the order of the
 # stream that is current then: not the one that the layers compute on.
 OnLayer = Callable[[int, int, torch.Tensor, torch.Tensor], None]
+# Gets (layer_idx, seq, queries [num_qo_heads, n, head_dim] rotated, (keys, values)), these each
+# [num_kv_heads, kv_len so far, head_dim], the last of the queries' token the last of them. They are
+# read in the order of the current stream.
+OnAttended = Callable[[int, int, torch.Tensor, KV], None]
 
 
 def prefill(
@@ -41,6 +45,8 @@ def prefill(
     pool: WorkerPool | None = None,
     on_queries: OnQueries | None = None,
     on_layer: OnLayer | None = None,
+    on_attended: OnAttended | None = None,
+    keeps: bool = True,
     copied_heads: int = 0,
     device_budget_bytes: int | None = None,
 ) -> torch.Tensor:
@@ -54,11 +60,16 @@ def prefill(
         pool: of our own kernels on a CPU; None leaves all to torch.
         on_queries: sees the queries of every slice of every sequence, in order.
         on_layer: sees the keys and values of every layer of every sequence in the store.
+        on_attended: sees the queries of every slice of every sequence in the store, and what they
+            attended to; of keys and values that a head lacks (`KVStore.starts`) it makes no use.
+        keeps: whether the store takes the new K/V. False: these are only attended to, no room is
+            needed for them, and whether they are finite is not checked.
         copied_heads: KV heads of a layer of which on_layer makes copies.
         device_budget_bytes: what torch may have on a CUDA device, beside what is free there.
 
     Returns:
-        [num_tokens, hidden_size], before the final norm. The K/V are in the store.
+        [num_tokens, hidden_size], before the final norm. The K/V are in the store, if it keeps
+        them.
 
     Raises:
         ValueError: for keys or values that are not finite.
@@ -80,7 +91,17 @@ def prefill(
         check_prefill_memory(memory, hidden.device, device_budget_bytes)
     try:
         return _run_layers(
-            model, hidden, batch, store, seqs, slice_tokens, pool, on_queries, on_layer
+            model,
+            hidden,
+            batch,
+            store,
+            seqs,
+            slice_tokens,
+            pool,
+            on_queries,
+            on_layer,
+            on_attended,
+            keeps,
         )
     except torch.OutOfMemoryError as error:
         reason = str(error).partition("\n")[0]
@@ -105,10 +126,12 @@ def _run_layers(
     pool: WorkerPool | None,
     on_queries: OnQueries | None,
     on_layer: OnLayer | None,
+    on_attended: OnAttended | None,
+    keeps: bool,
 ) -> torch.Tensor:
     positions = batch.position_ids[None].to(hidden.device)
     cos, sin = (table[0] for table in model.rotary_emb(hidden, positions))
-    stream = LayerStream(batch, model.shape, store=store, seqs=seqs, like=hidden)
+    stream = LayerStream(batch, model.shape, store=store, seqs=seqs, like=hidden, keeps=keeps)
     try:
         for layer_idx, layer in enumerate(model.layers):
             stream.begin(layer_idx)
@@ -121,7 +144,16 @@ def _run_layers(
                         kv_len = stream.past_len(sequence) + last - batch.indptr[sequence]
                         queries = q[:, first - start : last - start]
                         on_queries(seqs[sequence], layer_idx, queries, kv_len)
-                delta = layer.o_proj(_attend(q, batch, stream, model.sm_scale, start, stop, pool))
+                o = _attend(q, layer_idx, batch, stream, model.sm_scale, start, stop, pool)
+                delta = layer.o_proj(o)
+                del o
+                if store is not None and on_attended is not None:
+                    for sequence, first, last in batch.spans(start, stop):
+                        kv_len = stream.past_len(sequence) + last - batch.indptr[sequence]
+                        queries = q[:, first - start : last - start]
+                        seen = stream.rows(sequence, 0, kv_len)
+                        on_attended(layer_idx, seqs[sequence], queries, seen)
+                    del queries, seen
                 del q
                 add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks, pool)
                 del delta
@@ -158,6 +190,7 @@ def _write_kv(
 
 def _attend(
     q: torch.Tensor,
+    layer_idx: int,
     batch: RaggedBatch,
     stream: LayerStream,
     sm_scale: float,
@@ -177,9 +210,43 @@ def _attend(
     for sequence, first, last in batch.spans(start, stop):
         past_len = stream.past_len(sequence)
         kv_len = past_len + last - batch.indptr[sequence]
+        of_sequence = q[:, first - start : last - start]
+        starts = stream.past_starts(sequence, layer_idx)
+        if starts is not None:
+            kv = stream.rows(sequence, 0, kv_len)
+            parts.append(_attend_by_head(of_sequence, past_len, kv, starts, sm_scale, pool))
+            continue
         past = None
         if past_len and not takes_all_keys(q, pool):
             past = stream.rows(sequence, 0, past_len)
         new = stream.rows(sequence, 0 if past is None else past_len, kv_len)
-        parts.append(attend(q[:, first - start : last - start], past, new, sm_scale, pool))
+        parts.append(attend(of_sequence, past, new, sm_scale, pool))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+
+
+def _attend_by_head(
+    q: torch.Tensor,
+    past_len: int,
+    kv: KV,
+    starts: Sequence[int],
+    sm_scale: float,
+    pool: WorkerPool | None,
+) -> torch.Tensor:
+    """Attention over other cached tokens for each KV head: those from `starts` on.
+
+    Args:
+        q: [num_qo_heads, n, head_dim].
+        kv: [num_kv_heads, kv_len, head_dim], the first `past_len` of them cached before.
+
+    Returns:
+        [n, num_qo_heads, head_dim].
+    """
+    parts = []
+    for head, queries in enumerate(q.chunk(len(starts))):
+        keys, values = (x[head : head + 1] for x in kv)
+        past, new_from = None, starts[head]
+        if new_from < past_len and not takes_all_keys(q, pool):
+            past, new_from = (keys[:, new_from:past_len], values[:, new_from:past_len]), past_len
+        new = keys[:, new_from:], values[:, new_from:]
+        parts.append(attend(queries, past, new, sm_scale, pool))
+    return torch.cat(parts, dim=1)

@@ -52,6 +52,7 @@ class LayerStream:
         store: where the K/V go; None keeps each layer only until the next begins.
         seqs: the store's sequence of each sequence of `batch`.
         like: a tensor of the device and dtype.
+        keeps: whether new K/V go to the store.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class LayerStream:
         store: KVStore | None,
         seqs: Sequence[int],
         like: Tensor,
+        keeps: bool = True,
     ) -> None:
+        self._keeps = keeps
         self._batch = batch
         self._store = store
         self._seqs = seqs
@@ -109,6 +112,13 @@ class LayerStream:
         """Tokens of a sequence of the batch that were cached before."""
         return self._past[sequence]
 
+    def past_starts(self, sequence: int, layer_idx: int) -> list[int] | None:
+        """The first cached token that each KV head has, if they do not have all."""
+        if self._store is None or not self._store.heads_apart or not self._past[sequence]:
+            return None
+        starts: list[int] = self._store.starts(self._seqs[sequence])[layer_idx].tolist()
+        return starts if any(starts) else None
+
     def new_rows(self, start: int, stop: int) -> Sequence[tuple[slice, KV]]:
         """Where K/V of the packed tokens start .. stop go: (which of these, views)."""
         rows = []
@@ -119,26 +129,30 @@ class LayerStream:
         return rows
 
     def rows(self, sequence: int, start: int = 0, stop: int | None = None) -> KV:
-        """Keys and values of tokens start .. stop of a sequence, cached ones included."""
+        """Keys and values of tokens start .. stop of a sequence, cached ones included; those that a
+        head lacks are not to be attended to."""
         first = self._starts[sequence]
         last = self._starts[sequence + 1] if stop is None else first + stop
         keys, values = self._current[:, :, first + start : last]
         return keys, values
 
     def write_out(self, layer_idx: int) -> None:
-        """Append what is new to the store.
+        """Append what is new to the store, if it keeps it.
 
         Raises:
             ValueError: for keys or values that are not finite; on a device `finish` raises it.
         """
         if self._store is None:
             return
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+        if not self._keeps:
+            return
         if self._side is None:
             for sequence, seq in enumerate(self._seqs):
                 keys, values = self.rows(sequence, self._past[sequence])
                 self._store.append(seq, layer_idx, keys.transpose(0, 1), values.transpose(0, 1))
             return
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             for sequence, seq in enumerate(self._seqs):
                 keys, values = self.rows(sequence, self._past[sequence])

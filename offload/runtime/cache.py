@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from transformers import Cache
 
+from offload.cascade.base import Exposed, SequenceTokens
 from offload.cascade.bound import SequenceBound
-from offload.cascade.cascade import Exposed, SequenceTokens
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch
 from offload.runtime.sequences import Sequences
@@ -82,10 +82,11 @@ class OffloadedCache(Cache):
         cascade = self._sequences.cascade
         return None if cascade is None else cascade.bound
 
-    def window_bytes_needed(self, num_rows: int) -> int:
-        """What is kept of the queries of `num_rows` rows, if they are bounded, beyond now."""
+    def condensing_bytes(self, num_rows: int, num_tokens: int) -> int:
+        """What is kept to condense `num_rows` rows of at most `num_tokens`, if they are bounded,
+        beyond now."""
         cascade = self._sequences.cascade
-        return 0 if cascade is None else cascade.window_bytes_needed(num_rows, self._seqs)
+        return 0 if cascade is None else cascade.bytes_needed(num_rows, self._seqs, num_tokens)
 
     @property
     def attended(self) -> torch.Tensor:

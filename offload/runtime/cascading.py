@@ -1,4 +1,4 @@
-"""The cascade of a model that is loaded with `host_bytes_per_sequence`."""
+"""The cascade of a model that is loaded with `host_bytes_per_sequence`, and what it chooses by."""
 
 from __future__ import annotations
 
@@ -7,15 +7,56 @@ from typing import Any
 
 import torch
 
-from offload.cascade.bound import SequenceBound
-from offload.cascade.cascade import Cascade
+from cpu_ops.worker_pool import WorkerPool
+from offload.cascade.base import Cascade
+from offload.cascade.bound import CONDENSED_SHARE, SequenceBound
+from offload.cascade.by_attention import AttentionCascade
+from offload.cascade.by_rereading import OnAttended, RereadingCascade
 from offload.cascade.window import QueryWindow
-from offload.decode.attention import DecodeAttention
+from offload.decode.attention import DecodeAttention, shares_positions
 from offload.kv.store import KVStore
 from offload.models import LeanModel, ModelShape
+from offload.models.batch import pack
 from offload.policies.sequence_state import capacity_for
 from offload.policies.state_bytes import StateBytes
+from offload.prefill.forward import prefill
 from offload.runtime.config import RuntimeConfig
+from offload.system.torch_threads import torch_threads
+
+# Of one KV head: the heads share a bound page by page, and the tokens that are left over of a
+# page, half of it on average, are not those that would have stayed.
+_PAGE_TOKENS = 64
+
+
+def rereads(config: RuntimeConfig, shape: ModelShape) -> bool:
+    """Whether sequences are condensed by rereading; their heads then have different lengths.
+
+    Raises:
+        ValueError: it was asked for, and the device or the policy cannot.
+    """
+    if config.host_bytes_per_sequence is None or config.condense_by == "attention":
+        return False
+    reason, policy = "", config.policy
+    if config.condensed_share != CONDENSED_SHARE:
+        reason = f"condensed_share={config.condensed_share} is for slots that all heads have"
+    elif config.device != "cpu" or config.backend is not None:
+        reason = f"device={config.device!r} attends to windows that all heads have"
+    elif policy.selects:
+        num_units = shape.num_qo_heads if policy.per_query_head else shape.num_kv_heads
+        if what := shares_positions(policy, shape.num_layers, num_units):
+            reason = f"policy={policy.name!r} {what}"
+    if reason and config.condense_by == "rereading":
+        raise ValueError(
+            f"condense_by='rereading' leaves each KV head tokens of its own, but {reason}; use "
+            "condense_by='attention', or none of device, backend and condensed_share and "
+            "policy='full' or 'exact_topk'"
+        )
+    return not reason
+
+
+def page_tokens_of(config: RuntimeConfig, shape: ModelShape) -> int:
+    """Tokens in a page of the KV store."""
+    return min(config.page_tokens, _PAGE_TOKENS if rereads(config, shape) else config.page_tokens)
 
 
 def check_bound(
@@ -27,30 +68,35 @@ def check_bound(
         of_model: its config.json.
 
     Raises:
-        ValueError: `SequenceBound.of`, with the policy in all layers that are not dense; or a rope
-            type whose frequencies follow the longest position.
+        ValueError: `rereads`; `SequenceBound.of`, with the policy in all layers that are not dense;
+            or a rope type whose frequencies follow the longest position.
     """
     if config.host_bytes_per_sequence is None:
         return
     rope = of_model.get("rope_parameters") or of_model.get("rope_scaling") or {}
     _check_rope(rope.get("rope_type") or rope.get("type") or "default")
+    by_rereading = rereads(config, shape)
     store = KVStore(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=torch.float32 if item_bytes >= 4 else torch.bfloat16,
         host_budget_bytes=0,
-        page_tokens=config.page_tokens,
+        page_tokens=page_tokens_of(config, shape),
+        heads_apart=by_rereading,
     )
+    if by_rereading:
+        _bound_of_pages(config, store)
+        return
     layers = range(config.policy.dense_layers, shape.num_layers) if config.policy.selects else ()
     num_qo_heads = shape.num_qo_heads
     state = StateBytes(config.policy, store, num_qo_heads=num_qo_heads, layers=layers)
-    _bound(config, store, state, num_qo_heads)
+    _bound_of_slots(config, store, state, num_qo_heads)
 
 
 def cascade_for(
-    config: RuntimeConfig, lean: LeanModel, attention: DecodeAttention
-) -> Cascade | None:
+    config: RuntimeConfig, lean: LeanModel, attention: DecodeAttention, pool: WorkerPool
+) -> Cascade[Any] | None:
     """None without a bound.
 
     Raises:
@@ -60,23 +106,63 @@ def cascade_for(
         return None
     _check_rope(getattr(lean.rotary_emb, "rope_type", "default"))
     store, states = attention.store, attention.states
-    cascade = Cascade(
-        _bound(config, store, states.bytes, attention.num_qo_heads),
-        store,
-        num_qo_heads=attention.num_qo_heads,
-        rotary=lean.rotary_emb,
-        sm_scale=attention.sm_scale,
-        num_threads=config.num_threads,
-        device=config.device,
-    )
+    cascade: Cascade[Any]
+    if store.heads_apart:
+        cascade = RereadingCascade(
+            _bound_of_pages(config, store),
+            store,
+            sm_scale=attention.sm_scale,
+            reread=_Reread(lean, store, pool, config.num_threads),
+        )
+    else:
+        cascade = AttentionCascade(
+            _bound_of_slots(config, store, states.bytes, attention.num_qo_heads),
+            store,
+            num_qo_heads=attention.num_qo_heads,
+            rotary=lean.rotary_emb,
+            sm_scale=attention.sm_scale,
+            num_threads=config.num_threads,
+            device=config.device,
+        )
     store.share_budget(lambda: states.held_bytes + cascade.held_bytes)
     store.fit_slabs(cascade.bound.slots)
     return cascade
 
 
-def _bound(
+class _Reread:
+    """`offload.cascade.by_rereading.Reread` by a model."""
+
+    def __init__(
+        self, lean: LeanModel, store: KVStore, pool: WorkerPool, num_threads: int | None
+    ) -> None:
+        self._lean, self._store, self._pool = lean, store, pool
+        self._num_threads = num_threads or torch.get_num_threads()
+
+    def __call__(
+        self, seq: int, tokens: torch.Tensor, position: int, on_attended: OnAttended
+    ) -> None:
+        positions = torch.arange(position, position + len(tokens))
+        with torch_threads(self._num_threads):
+            prefill(
+                self._lean,
+                self._lean.embed_tokens(tokens),
+                pack((1, len(tokens)), None, positions[None]),
+                store=self._store,
+                seqs=[seq],
+                slice_tokens=len(tokens),
+                pool=self._pool,
+                keeps=False,
+                on_attended=on_attended,
+            )
+
+
+def _bound_of_slots(
     config: RuntimeConfig, store: KVStore, state: StateBytes, num_qo_heads: int
 ) -> SequenceBound:
+    """Of slots that all heads have, beside which a window of queries and the policy keep theirs.
+
+    `state` makes no more room than for these from now on.
+    """
     assert config.host_bytes_per_sequence is not None
     policy = config.policy
     of_window = QueryWindow.bytes_for(
@@ -87,17 +173,35 @@ def _bound(
     )
 
     def beside(slots: int) -> int:
+        state.most_tokens = slots
         # While arrays grow, and after a draft, there are two of them; in a pass, of queries.
         of_policy = 2 * (state.at(slots) + state.of_queries)
         return of_window + of_policy + capacity_for(slots) * policy.reads_text
 
-    return SequenceBound.of(
+    bound = SequenceBound.of(
         config.host_bytes_per_sequence,
-        token_bytes=store.num_layers * store.page_bytes // store.page_tokens,
+        token_bytes=store.token_bytes,
         page_tokens=store.page_tokens,
         policy=policy,
         condensed_share=config.condensed_share,
         beside=beside,
+    )
+    state.most_tokens = bound.slots
+    return bound
+
+
+def _bound_of_pages(config: RuntimeConfig, store: KVStore) -> SequenceBound:
+    """Of pages of single heads, beside which there are scores of their tokens."""
+    assert config.host_bytes_per_sequence is not None
+    num_units = store.num_layers * store.num_kv_heads
+    return SequenceBound.of(
+        config.host_bytes_per_sequence,
+        token_bytes=store.token_bytes,
+        page_tokens=store.page_tokens,
+        policy=config.policy,
+        condensed_share=0.0,
+        by_page=True,
+        beside=lambda slots: RereadingCascade.beside_bytes(num_units, slots, store.page_tokens),
     )
 
 

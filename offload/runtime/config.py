@@ -21,6 +21,7 @@ from offload.system.memory import check_max_memory, parse_size
 
 BACKENDS = ("graph", "stream", "inline")
 _COUNTS = ("num_threads", "prefill_slice_tokens", "page_tokens", "tensor_parallel_size")
+CONDENSE_BY = ["auto", "rereading", "attention"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class RuntimeConfig:
             with a GPU all but one: the driver and Python need it. With ranks, of each rank; None
             is its part of the CPUs.
         prefill_slice_tokens: tokens whose activations exist at one time during prefill.
-        page_tokens: tokens in a page of the KV store.
+        page_tokens: tokens in a page of the KV store; of one KV head at most 64, where sequences
+            are condensed by rereading.
         backend: how GPU and CPU wait for each other in a decode step, "graph" or "stream" (see
             `handshake`); None is the fastest the GPU can do. "inline" runs the GPU's code path on
             the CPU, for tests and debugging.
@@ -53,8 +55,13 @@ class RuntimeConfig:
         host_bytes_per_sequence: of host memory, whatever its length, that one sequence's KV cache
             and what the policy keeps of it take at most; tokens that attention has left behind are
             condensed (see `offload.cascade`). None: no such bound. Not with ranks.
-        condensed_share: of the slots that these bytes hold, for condensed tokens at most; with 0
-            tokens are dropped instead.
+        condense_by: which tokens stay then. "rereading": those that are looked up when the text is
+            read a second time, of all heads of all layers together. "attention": in each head those
+            that the last tokens have asked for; costs no second reading, and loses what nobody has
+            asked for yet. "auto": the first, on a CPU under a policy that keeps nothing beside the
+            cache, such as `full` or `exact_topk`; else, or with a condensed_share, the second.
+        condensed_share: by attention, of the slots that these bytes hold, for condensed tokens at
+            most; with 0 tokens are dropped instead, as they are by rereading.
     """
 
     policy: Policy = field(default_factory=Full)
@@ -71,6 +78,7 @@ class RuntimeConfig:
     quality_probe: float = 0.0
     quality_floor: float | None = None
     host_bytes_per_sequence: int | None = None
+    condense_by: str = "auto"
     condensed_share: float = CONDENSED_SHARE
 
     def __post_init__(self) -> None:
@@ -112,11 +120,12 @@ class RuntimeConfig:
                 )
 
         _check_share("condensed_share", self.condensed_share)
+        if self.condense_by not in CONDENSE_BY:
+            raise _unknown("condense_by", self.condense_by, CONDENSE_BY)
         if self.host_bytes_per_sequence is None:
-            if self.condensed_share != CONDENSED_SHARE:
-                raise ValueError(
-                    f"condensed_share={self.condensed_share} needs host_bytes_per_sequence"
-                )
+            for name, default in (("condensed_share", CONDENSED_SHARE), ("condense_by", "auto")):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name}={getattr(self, name)} needs host_bytes_per_sequence")
         elif self.tensor_parallel_size > 1:
             raise ValueError(
                 f"host_bytes_per_sequence={self.host_bytes_per_sequence} is for one process, but "

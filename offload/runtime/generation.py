@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.kv.store import HostBudgetError
-from offload.policies.state import PolicyStates, capacity_for
+from offload.policies.state import PolicyStates
 from offload.runtime.cache import OffloadedCache
 from offload.system.memory import format_bytes
 
@@ -138,9 +138,13 @@ class GenerationRequest:
                 "attention_mask of the whole text; to go on from the last token, crop(-1) first"
             )
         store = cache.store
-        pages = self._pages_needed(cache) * store.num_layers
+        pages = self._pages_needed(cache)
         state = self._state_bytes_needed(cache, states, builds=builds)
-        need = pages * store.page_bytes + state + cache.window_bytes_needed(len(self.prompt_lens))
+        need = (
+            pages * store.page_bytes
+            + state
+            + cache.condensing_bytes(len(self.prompt_lens), self.max_tokens)
+        )
         if need > store.left_bytes(pages):
             store.trim()
         free = store.left_bytes(pages)
@@ -170,30 +174,31 @@ class GenerationRequest:
             )
 
     def _pages_needed(self, cache: OffloadedCache) -> int:
-        """Pages per layer that are added to what is cached."""
-        page_tokens, bound = cache.store.page_tokens, cache.bound
+        """Pages that are added to what is cached."""
+        store, bound = cache.store, cache.bound
+        page_tokens, num_rows = store.page_tokens, store.num_page_rows
         ends = [-(-(kv_len + self.max_new_tokens) // page_tokens) for kv_len in self.prompt_lens]
         if bound is not None and max(ends) * page_tokens > bound.slots:
             # What is condensed, and stays, is shared no more.
             most = bound.slots // page_tokens
             ends = [min(end, most) for end in ends]
-            return sum(ends) - sum(cache.store.num_unshared_pages(seq) for seq in cache.seqs)
+            return num_rows * sum(ends) - sum(map(store.num_unshared_pages, cache.seqs))
         if cache.seqs:
-            return sum(ends) - sum(cache.store.num_own_pages(seq) for seq in cache.seqs)
+            return num_rows * (sum(ends) - sum(map(store.num_own_pages, cache.seqs)))
         shared = [kv_len // page_tokens for kv_len in self.shared_lens]
         own = sum(end - of_row for end, of_row in zip(ends, shared, strict=True))
-        return own + sum(shared[:: self.copies])
+        return num_rows * (own + sum(shared[:: self.copies]))
 
     def _state_bytes_needed(
         self, cache: OffloadedCache, states: PolicyStates, *, builds: bool
     ) -> int:
         """What the policy keeps at the end beyond what it keeps of `cache`."""
         # A second copy is needed while the state grows, is forked, or a draft is being verified.
-        grows = capacity_for(max(self.prompt_lens)) < self.max_tokens
+        most = self.max_tokens if cache.bound is None else cache.bound.slots
+        grows = states.bytes.capacity(max(self.prompt_lens)) < most
         # Or while a prefill on a GPU builds it anew beside what is there (`PolicyStates.begin`).
         anew = builds and (self.chunked or states.bytes_of(cache.seqs) > 0)
         times = 2 if self.drafts or self.copies > 1 or grows or anew else 1
-        most = self.max_tokens if cache.bound is None else cache.bound.slots
         ends = [min(kv_len + self.max_new_tokens, most) for kv_len in self.prompt_lens]
         state = sum(map(states.bytes.at, ends))
         state = times * state + len(self.prompt_lens) * states.bytes.of_queries

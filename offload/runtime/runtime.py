@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from offload.decode.cpu import NativeDecoder
@@ -17,7 +16,7 @@ from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, one_token_each
 from offload.prefill.forward import prefill
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.cascading import cascade_for
+from offload.runtime.cascading import cascade_for, page_tokens_of, rereads
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.opening import OpenedModel
@@ -52,16 +51,19 @@ class Runtime:
             head_dim=shape.head_dim,
             dtype=opened.stock.dtype,
             host_budget_bytes=opened.host_kv_bytes,
-            page_tokens=config.page_tokens,
+            page_tokens=page_tokens_of(config, shape),
             pinned=self.device.type == "cuda",
+            heads_apart=rereads(config, shape),
         )
         self._decoder = _make_decoder(opened, self.store)
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self._decoder.attention
-        self.attention.cascade = cascade = cascade_for(config, self.lean, self.attention)
-        self.sequences = Sequences(self.store, self.attention, self._decoder.forget, cascade)
+        cascade = cascade_for(config, self.lean, self.attention, self._decoder.pool)
+        self.attention.cascade = cascade
+        self.sequences = Sequences(
+            self.store, self.attention, self._decoder.forget, cascade, opened.vocabulary_marks
+        )
         self.turns = self.sequences.turns
-        self._vocabulary_marks = opened.vocabulary_marks
         self.generation_now: Generation | None = None
         self._last_pass_end: float | None = None
         self._prefill_threads = config.num_threads  # None: as torch has it
@@ -124,7 +126,7 @@ class Runtime:
         parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
 
         def compute(seqs: list[int]) -> torch.Tensor:
-            self.mark_text(batch, seqs, tokens)
+            self.sequences.note_text(batch, seqs, tokens, batch.position_ids)
             return self._run_parts(hidden, parts, seqs)
 
         phase = parts[0].phase
@@ -192,7 +194,7 @@ class Runtime:
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
             self.sequences.count_condensed(self.stats)
-            self.mark_text(batch, seqs, tokens)
+            self.sequences.note_text(batch, seqs, tokens)
             start += self._build_index(seqs)
             before = self._decoder.setup_seconds
             with self._current_device():
@@ -341,17 +343,6 @@ class Runtime:
         if self.device.type == "cuda":
             return torch.cuda.device(self.device)
         return contextlib.nullcontext()
-
-    def mark_text(self, batch: RaggedBatch, seqs: list[int], tokens: torch.Tensor | None) -> None:
-        """Marks of the new tokens; of those whose ids are not known none, that is, no delimiter."""
-        if self._vocabulary_marks is None:
-            return
-        if tokens is None:
-            marks = np.zeros(batch.num_tokens, np.uint8)
-        else:
-            marks = self._vocabulary_marks[tokens.numpy()]
-        for sequence, start, stop in batch.spans():
-            self.attention.states.append_marks(seqs[sequence], marks[start:stop])
 
     def _build_index(self, seqs: list[int]) -> float:
         """What the policy keeps of sequences that come past its budget with their next token;

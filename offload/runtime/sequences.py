@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from offload.cascade.cascade import Cascade, Exposed
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from offload.cascade.base import Cascade, Exposed
 from offload.decode.attention import DecodeAttention
 from offload.decode.draft_rows import attend_again
 from offload.kv.store import KVStore
+from offload.models.batch import RaggedBatch
 from offload.runtime.stats import OffloadStats
 from offload.runtime.turns import Turns
 from offload.system.interrupts import shielded
@@ -21,6 +27,8 @@ class Sequences:
     Args:
         on_changed: told of each sequence that is shortened or freed.
         cascade: keeps each sequence within a bound; None: they have none.
+        vocabulary_marks: uint8 [vocab_size], what the text of each token ends with, where the
+            policy wants to know.
 
     Attributes:
         turns: whose lock the caller has, except for `free_later` and `collect_if_idle`.
@@ -31,10 +39,12 @@ class Sequences:
         store: KVStore,
         attention: DecodeAttention,
         on_changed: Callable[[int], None] = lambda seq: None,
-        cascade: Cascade | None = None,
+        cascade: Cascade[Any] | None = None,
+        vocabulary_marks: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         self.store = store
         self.cascade = cascade
+        self._vocabulary_marks = vocabulary_marks
         self._attention = attention
         self._on_changed = on_changed
         self._unreachable: deque[int] = deque()
@@ -75,18 +85,51 @@ class Sequences:
             return
         for seq in seqs:
             self.cascade.check_usable(seq)
-        self.cascade.make_windows(seqs)
+        self.cascade.check_room(seqs)
         try:
             for seq, num_new in zip(seqs, num_new_tokens, strict=True):
                 if self.cascade.needs_room(seq, num_new):
                     self._on_changed(seq)
                     num_slots, bound = self.store.kv_len(seq), self.cascade.bound
                     self.cascade.condense(seq, exposed)
-                    self._attention.states.renumber(
-                        seq, num_slots, bound.sinks, bound.recent, *self.cascade.newest_query(seq)
-                    )
+                    newest = self.cascade.newest_query(seq)
+                    if newest is not None:
+                        self._attention.states.renumber(
+                            seq, num_slots, bound.sinks, bound.recent, *newest
+                        )
         finally:
             self.cascade.give_back_memory()
+
+    def note_text(
+        self,
+        batch: RaggedBatch,
+        seqs: Sequence[int],
+        tokens: Tensor | None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """What comes, before it is in the store: ids [num_tokens] for the cascade, and as marks for
+        the policy. Of those whose ids are not known no marks, that is, no delimiter.
+
+        Args:
+            positions: [num_tokens]; None: the next.
+        """
+        if self.cascade is not None and self.cascade.wants_tokens:
+            ids = None if tokens is None else tokens.tolist()
+            for sequence, start, stop in batch.spans():
+                self.cascade.record_tokens(
+                    seqs[sequence],
+                    stop - start,
+                    None if ids is None else ids[start:stop],
+                    None if positions is None else int(positions[start]),
+                )
+        if self._vocabulary_marks is None:
+            return
+        if tokens is None:
+            marks = np.zeros(batch.num_tokens, np.uint8)
+        else:
+            marks = self._vocabulary_marks[tokens.numpy()]
+        for sequence, start, stop in batch.spans():
+            self._attention.states.append_marks(seqs[sequence], marks[start:stop])
 
     def count_condensed(self, stats: OffloadStats) -> float:
         """Note what was condensed since this was asked last; the seconds that it took."""

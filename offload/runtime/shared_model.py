@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from offload.cascade.bound import CONDENSED_SHARE
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.names import resolve_folder
 from offload.loading.stock_model import load_stock_model
@@ -188,18 +187,17 @@ class SharedModel:
         eos = self.stock.generation_config.eos_token_id
         return set(eos) if isinstance(eos, list) else {eos} - {None}
 
-    def bounded(
-        self, index: int, num_bytes: int, *, condensed_share: float = CONDENSED_SHARE
-    ) -> BoundedModel:
+    def bounded(self, index: int, num_bytes: int, **options: Any) -> BoundedModel:
         """As `runtimes[index]`, with at most `num_bytes` of host memory for a sequence.
+
+        Args:
+            options: condense_by and condensed_share of `RuntimeConfig`.
 
         Raises:
             ValueError: as `OffloadedModel.from_pretrained` with host_bytes_per_sequence.
         """
         opened = self._opened[index]
-        config = replace(
-            opened.config, host_bytes_per_sequence=num_bytes, condensed_share=condensed_share
-        )
+        config = replace(opened.config, host_bytes_per_sequence=num_bytes, **options)
         return BoundedModel(Runtime(replace(opened, config=config)))
 
     @contextmanager
@@ -232,7 +230,7 @@ class SharedModel:
             ):
                 (seq,) = cache.reserve(batch)
                 for runtime in self.runtimes:
-                    runtime.mark_text(batch, [seq], ids)
+                    runtime.sequences.note_text(batch, [seq], ids)
                 builds = self._builds(seq, len(ids))
                 hidden = prefill(
                     reader.lean,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from offload.cascade.cascade import Cascade
+from offload.cascade.base import Cascade
 from offload.models.batch import RaggedBatch
 from offload.runtime.cache import OffloadedCache
 
@@ -37,7 +38,7 @@ def run_in_slices(
     hidden: Tensor,
     batch: RaggedBatch,
     cache: OffloadedCache,
-    cascade: Cascade,
+    cascade: Cascade[Any],
     tokens: Tensor | None,
     prompt_columns: int,
 ) -> tuple[Tensor, str]:
@@ -65,11 +66,11 @@ def run_in_slices(
 
 
 def slices_of(
-    batch: RaggedBatch, cache: OffloadedCache, cascade: Cascade, prompt_columns: int
+    batch: RaggedBatch, cache: OffloadedCache, cascade: Cascade[Any], prompt_columns: int
 ) -> Iterator[BatchSlice]:
     """Slices that fit, each to be run before the next is asked for."""
     seq_len, start = batch.rows_shape[1], 0
-    used = cache.kv_lens or [0] * batch.num_sequences
+    used = [cascade.used(seq) for seq in cache.seqs] or [0] * batch.num_sequences
     ends = (n + new for n, new in zip(used, batch.num_new_tokens, strict=True))
     if all(end <= cascade.bound.slots for end in ends):
         yield BatchSlice(batch, slice(None), prompt_columns)

@@ -1,14 +1,15 @@
 """What a bound on a sequence's host memory costs: `python -m perf.papers.cascade`.
 
 A text is read and its next tokens are decoded, teacher-forced, with all keys and values and within
-a share of their bytes (`host_bytes_per_sequence`). What attention has left behind is merged into
-condensed tokens whose keys are fitted to weigh as much ("fitted"), merged with keys that are means
-("means"), or dropped ("dropped"); or SnapKV or R-KV say what is dropped ("snapkv", "rkv") or merged
+a share of their bytes (`host_bytes_per_sequence`). What is looked up when the text is read again
+stays, the rest is dropped ("reread"); or what attention has left behind is merged into condensed
+tokens whose keys are fitted to weigh as much ("fitted"), merged with keys that are means ("means"),
+or dropped ("dropped"); or SnapKV or R-KV say what is dropped ("snapkv", "rkv") or merged
 ("snapkv-fitted", "rkv-fitted"). KL, perplexity and the error of attention's output are against full
 attention on the same tokens. A long generation:
 
     python -m perf.papers.cascade --name paper-cascade-long --length 4096 --steps 4096 \\
-        --windows 0 --shares 0.25 --kinds fitted dropped snapkv rkv means snapkv-fitted rkv-fitted
+        --windows 0 --shares 0.25 --kinds reread fitted dropped snapkv rkv snapkv-fitted
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from perf.papers.lychee_cluster import text_window
 from perf.papers.observed import MODEL
 from perf.results_file import Run, hide_loading_bars, script_options
 
-KINDS = ("fitted", "means", "dropped")
+KINDS = ("reread", "fitted", "means", "dropped")
 PAGE_TOKENS = 64
 Row = dict[str, Any]
 

@@ -28,16 +28,20 @@ def bounded_table(result: dict[str, Any]) -> str:
     tasks = [task for task, row in rows["full"].items() if any(row["score"])]
     if not tasks:
         return "*Full attention answered nothing, so no bound could lose anything.*"
+    # In older results "fitted" is the eviction that labels leave out.
     bounds = [Bound(**bound) for bound in settings["bounds"]]
     lines = []
     for label in settings["policies"]:
         whole = rows[label]
         lines.append([label, "all", _DASH, *_cells(whole, whole, tasks)])
         for bound in bounds:
-            cells = _cells(rows[bound.label(label)], whole, tasks)
+            found = rows.get(bound.label(label)) or rows[f"{label} host={bound.share:g}"]
+            cells = _cells(found, whole, tasks)
             lines.append([label, f"{bound.share:.0%}", bound.eviction, *cells])
-    header = ["policy", "of all bytes", "what attention left behind", "RULER", "to all bytes"]
-    header += ["95 % interval", "slots", "condensed", "attended"]
+    header = ["policy", "of all bytes", "condensed by", "RULER", "to all bytes"]
+    header += ["95 % interval", "slots", "condensed", "attended", "reading, to all bytes"]
+    if all(cells[-1] == _DASH for cells in lines):  # older results do not say it
+        header, lines = header[:-1], [cells[:-1] for cells in lines]
     counts = sorted(len(row["score"]) for row in rows["full"].values())
     title = (
         f"Right answers of {settings['model']}, per cent, mean over {', '.join(tasks)}; "
@@ -54,12 +58,23 @@ def _cells(found: Tasks, whole: Tasks, tasks: list[str]) -> list[str]:
     counts = [_mean(found, tasks, name) for name in ("slots", "condensed_tokens")]
     attended = _mean(found, tasks, "attended_tokens")
     if found is whole:
-        return [f"{mean:.1f}", _DASH, _DASH, *counts, attended]
+        return [f"{mean:.1f}", _DASH, _DASH, *counts, attended, _DASH]
     differences: list[Values] = [x - y for x, y in zip(scores, wholes, strict=True)]
     change = 100 * float(np.mean([x.mean() for x in differences]))
     interval = score_interval(differences)
     shown = _DASH if interval is None else " … ".join(f"{100 * x:+.1f}" for x in interval)
-    return [f"{mean:.1f}", f"{change:+.1f}", shown, *counts, attended]
+    reading = _reading(found, whole, tasks)
+    return [f"{mean:.1f}", f"{change:+.1f}", shown, *counts, attended, reading]
+
+
+def _reading(found: Tasks, whole: Tasks, tasks: list[str]) -> str:
+    """Of prompts, to the time that it takes without a bound."""
+    seconds, of_whole = (
+        [x for task in tasks for x in of[task].get("prefill_seconds", [None])]
+        for of in (found, whole)
+    )
+    is_known = None not in seconds and None not in of_whole  # older results do not say it
+    return f"{sum(seconds) / sum(of_whole):.2f} x" if is_known else _DASH
 
 
 def _values(row: dict[str, Any], name: str) -> Values:

@@ -13,7 +13,9 @@ _MEASURES = ("slots", "kept", "condensed", "kl", "loss_change")
 
 
 def cascade_table(result: dict[str, Any]) -> str:
-    """Each share of the bytes and kind of merging; means over windows."""
+    """Each share of the bytes and way to condense; means over windows."""
+    says_reading = all("prompt_seconds" in row for row in result["rows"])  # older ones do not
+    reading = {"reading, to all bytes": "{reading:.2f} x"} if says_reading else {}
     return _table(
         result,
         {
@@ -23,6 +25,7 @@ def cascade_table(result: dict[str, Any]) -> str:
             "in each quarter": "{kl_of_quarters}",
             "perplexity": "{perplexity:+.2%}",
             "condensing, of decode time": "{condensing:.1%}",
+            **reading,
         },
     )
 
@@ -47,7 +50,7 @@ def _table(result: dict[str, Any], of_rows: Columns) -> str:
     settings, rows = result["settings"], result["rows"]
     columns: Columns = {
         "of all bytes": "{share:.0%}",
-        "what attention left behind": "{kind}",
+        "condensed by": "{kind}",
         **of_rows,
     }
     keys = list(dict.fromkeys((row["share"], row["kind"], row["condensed_share"]) for row in rows))
@@ -81,6 +84,9 @@ def _line(row: Row, rows: list[Row], steps: int) -> Row:
             growth = last_to_second(means)
             row[f"{name}_growth"] = "-" if growth is None else f"{growth:.2f}"
     row["perplexity"] = math.expm1(row["loss_change"])
+    if "prompt_seconds" in rows[0]:
+        of_full = sum(x["full_prompt_seconds"] for x in rows)
+        row["reading"] = sum(x["prompt_seconds"] for x in rows) / of_full
     if "condensed_tokens" in rows[0]:  # older results do not say it
         row["condensing"] = _condensing_share(rows, steps)
     return row

@@ -94,7 +94,7 @@ def test_before_the_bound_is_reached_there_is_no_error(
 
 
 def test_what_cannot_be_compared_is_refused(folder: str) -> None:
-    available = "fitted, means, dropped, snapkv, rkv, snapkv-fitted, rkv-fitted"
+    available = "reread, fitted, means, dropped, snapkv, rkv, snapkv-fitted, rkv-fitted"
     with pytest.raises(ValueError, match=f"unknown eviction 'h2o'; available: {available}"):
         decode_text(folder, text(), LENGTH, eviction="h2o", **LOADED)
     with pytest.raises(ValueError, match="301 tokens are too few to read 300 and decode one"):

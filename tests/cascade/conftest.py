@@ -23,8 +23,8 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bounded(long_folder: Path) -> Iterator[Callable[..., Any]]:
-    """Loads the model with room for `slots` of a sequence (None: no bound); afterwards nothing is
-    left in its KV store."""
+    """Loads the model with room for `slots` of a sequence (None: no bound), condensed by attention
+    unless `condense_by` says otherwise; afterwards nothing is left in its KV store."""
     models = []
 
     def load(slots: int | None, policy: Any = "full", **options: Any) -> Any:
@@ -32,6 +32,8 @@ def bounded(long_folder: Path) -> Iterator[Callable[..., Any]]:
         if slots is not None:
             per_sequence = slots * TOKEN_BYTES + WINDOW_BYTES
             options = {"host_bytes_per_sequence": per_sequence} | options
+        if "host_bytes_per_sequence" in options:
+            options = {"condense_by": "attention"} | options
         model = OffloadedModel.from_pretrained(long_folder, policy=policy, **options)
         models.append(model)
         return model

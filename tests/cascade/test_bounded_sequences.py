@@ -12,7 +12,7 @@ from cases.bounded_cases import generate, rows_of, step
 from cases.drafts import verifying
 from cases.tiny_models import random_tokens
 
-import offload.cascade.cascade as cascade_module
+import offload.cascade.by_attention as by_attention
 from offload.cascade.condense import condense
 from offload.kv.store import HostBudgetError
 from offload.policies.registry import make_policy
@@ -103,8 +103,8 @@ def test_rows_of_one_prompt(bounded: Load) -> None:
 def test_heads_of_a_layer_one_by_one(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there are so many logits that there is room for one head's: bit for bit."""
     tokens, found, num_heads = random_tokens(1, 500), [], set()
-    for many_logits in (cascade_module._MANY_LOGITS, 1):
-        monkeypatch.setattr(cascade_module, "_MANY_LOGITS", many_logits)
+    for many_logits in (by_attention._MANY_LOGITS, 1):
+        monkeypatch.setattr(by_attention, "_MANY_LOGITS", many_logits)
         model = bounded(SLOTS)
         cascade, cache, at_once = model._offload.sequences.cascade, model.new_cache(), set()
         monkeypatch.setattr(

@@ -16,7 +16,7 @@ import torch
 from cases.bounded_cases import generate, rows_of, step
 from cases.tiny_models import make_tiny_model, random_tokens
 
-import offload.cascade.cascade as cascade_module
+import offload.cascade.base as base
 from offload import OffloadedModel
 from offload.kv.page_pool import PagePool
 from offload.kv.store import HostBudgetError
@@ -118,7 +118,10 @@ def test_windows_are_within_the_budget(bounded: Load) -> None:
     pool = model.kv_store._pool
     cache = model.new_cache()
     pool.budget_bytes = WINDOW_BYTES - 1
-    with pytest.raises(HostBudgetError, match="queries that are kept"), torch.no_grad():
+    with (
+        pytest.raises(HostBudgetError, match="what is kept to condense sequences"),
+        torch.no_grad(),
+    ):
         model(tokens, past_key_values=cache)
     pool.budget_bytes = 3 * pool.page_bytes + WINDOW_BYTES - 1
     with pytest.raises(HostBudgetError, match="the host KV cache needs"), torch.no_grad():
@@ -149,7 +152,7 @@ def test_condensing_is_in_the_times(bounded: Load, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host_bytes_per_sequence": "100KiB"}, "too little: 4 sink tokens, 64 recent ones"),
+        ({"host_bytes_per_sequence": "100KiB"}, "too little: 4 sink tokens, 60 recent ones"),
         ({"host_bytes_per_sequence": 0}, "too little"),
         ({"host_bytes_per_sequence": -1}, "host_bytes_per_sequence must not be negative"),
         ({"host_bytes_per_sequence": "1 parsec"}, "host_bytes_per_sequence: cannot read"),
@@ -172,6 +175,7 @@ def test_refused_when_loaded(
 def test_the_bytes_that_an_error_names_are_enough(long_folder: Path, policy: str) -> None:
     chosen = policy if policy == "full" else make_policy(policy, budget_tokens=90)
     options: dict[str, Any] = {"page_tokens": PAGE_TOKENS, "num_threads": 1, "policy": chosen}
+    options |= {"condense_by": "attention"}
     with pytest.raises(ValueError, match="too little") as caught:
         OffloadedModel.from_pretrained(long_folder, host_bytes_per_sequence=1, **options)
     named = re.search(r"need (\d+) bytes", str(caught.value))
@@ -207,9 +211,9 @@ def test_freed_memory_goes_back_once_in_a_pass(
 ) -> None:
     """Of all rows, also where one fails; not for what rows of this model take."""
     calls: list[None] = []
-    monkeypatch.setattr(cascade_module, "give_back_free_memory", lambda: calls.append(None))
+    monkeypatch.setattr(base, "give_back_free_memory", lambda: calls.append(None))
     if is_much:
-        monkeypatch.setattr(cascade_module, "_MUCH_BYTES", 2**10)
+        monkeypatch.setattr(base, "_MUCH_BYTES", 2**10)
     model = bounded(SLOTS)
     cascade, cache = model._offload.sequences.cascade, model.new_cache()
     with torch.no_grad():

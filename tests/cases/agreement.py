@@ -59,7 +59,7 @@ def random_policy(name: str, rng: np.random.Generator, shape: dict[str, int]) ->
         options["alpha"] = float(rng.choice([0.1, 0.2, 0.4]))
     if name == "lychee_cluster":
         options["buffer_tokens"] = int(rng.choice([0, 8, 40, 128]))
-        options["min_chunk_tokens"] = int(rng.integers(1, 9))
+        options["min_chunk_tokens"] = int(rng.integers(1, 6))
     if name == "tidal_decode":
         options["inner"] = str(rng.choice(["exact_topk", "exact_topk", "quest"]))
         options["dense_layers"] = min(options["dense_layers"], num_layers - 1)

@@ -17,7 +17,7 @@ from offload import OffloadedModel
 from offload.system.memory import give_back_free_memory
 
 SPACING = 50  # steps from one measurement to the next
-OPTIONS: dict[str, Any] = {"page_tokens": 64, "num_threads": 1}
+OPTIONS: dict[str, Any] = {"page_tokens": 64, "num_threads": 1, "condense_by": "attention"}
 
 
 def main() -> None:

@@ -235,7 +235,7 @@ def test_evictions_that_cannot_be_compared(plain: list[str]) -> None:
         (["rkv", "--host-share", "0.8", "--runtime-option", "page_tokens=256"], too_little),
         (["rkv", "--host-share", "0.8"], "a page of 256 tokens need"),
         (["", "--host-share", "7"], "must be above 0 and below 1, got 7"),
-        (["h2o"], "unknown 'h2o'; available: fitted, means"),
+        (["h2o"], "unknown 'h2o'; available: reread, fitted"),
         (["rkv", "--host-share", "1.5"], "must be above 0 and below 1, got 1.5"),
         (["rkv", "--runtime-option", "condensed_share=0"], "condensed_share is not for"),
         (["rkv", "--generate", "12"], "--sample-every 3 need at least 13 tokens"),

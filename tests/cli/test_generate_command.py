@@ -91,10 +91,41 @@ def test_a_bound_for_the_sequence(generate: Any) -> None:
 
 
 def test_condensed_in_words() -> None:
-    assert condensed_line({"seen": 9000, "kept": 2000, "condensed": 48}) == (
+    assert condensed_line({"seen": 9000, "kept": 2000, "condensed": 48}, "attention") == (
         "of 9,000 tokens 2,000 are in the cache as they were, 7,000 condensed into 48"
     )
-    assert condensed_line({"seen": 90, "kept": 20, "condensed": 0}).endswith("70 dropped")
+    row = {"seen": 90, "kept": 20, "condensed": 0}
+    assert condensed_line(row, "attention").endswith("70 dropped")
+    assert condensed_line(row, "rereading") == (
+        "of 90 tokens a KV head has 20 as they were, on average of all heads, and the others are "
+        "dropped"
+    )
+
+
+def test_condensed_by(generate: Any) -> None:
+    """What stays, as it came out; a policy that cannot, and no bound at all, are refused."""
+    options = ["-p", "the quick brown fox", "-n", "2"]
+    bound = [*options, "--host-bytes-per-sequence", "2MiB"]
+    for arguments, by in (
+        (bound, "rereading"),
+        ([*bound, "--condense-by", "attention"], "attention"),
+        ([*bound, "--policy", "lychee_cluster"], "attention"),
+        (options, None),
+    ):
+        result = generate(*arguments, "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["runs"][0]["condense_by"] == by
+    rereading = ["--condense-by", "rereading"]
+    refused = generate(*bound, *rereading, "--policy", "lychee_cluster")
+    assert refused.exit_code == 1
+    assert "condense_by='rereading' leaves each KV head tokens of its own, but" in refused.stderr
+    for arguments, message in (
+        ([*options, *rereading], "condense_by=rereading needs host_bytes_per_sequence"),
+        ([*bound, "--condense-by", "magic"], "unknown condense_by 'magic'; available: auto"),
+    ):
+        refused = generate(*arguments)
+        assert refused.exit_code == 1
+        assert message in refused.stderr
 
 
 def test_quality(generate: Any) -> None:

@@ -78,6 +78,20 @@ def test_coprocessor_has_no_races(thread_folder):
     )
 
 
+def test_heads_apart_stay_in_bounds_and_agree(address_folder):
+    """KV heads with pages of their own, each against attention to it alone."""
+    program = compile_program(
+        address_folder,
+        "heads_apart_stress.cpp",
+        kernels=["scalar"],
+        units=ATTENTION,
+        flags=ADDRESS,
+    )
+    result = run([program])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "ok"
+
+
 @pytest.mark.slow
 def test_coprocessor_stays_in_bounds(address_folder):
     """Also of mailboxes that are gone."""

@@ -333,7 +333,7 @@ def test_help_teaches(kind: str) -> None:
 
 
 def test_bounds_beside_the_whole(ruler: list[str]) -> None:
-    bounded = ["--host-share", "0.5", "--evictions", "fitted,dropped", "--page-tokens", "16"]
+    bounded = ["--host-share", "0.5", "--evictions", "auto,dropped", "--page-tokens", "16"]
     few = [*ruler, "--lengths", "1100", "--decode-last", "8", "--json"]
     plain = json.loads(runner.invoke(app, few).stdout)
     result = runner.invoke(app, [*few, *bounded])
@@ -384,10 +384,19 @@ def test_bounds_that_cannot_be(
     for arguments, code, message in (
         (["--host-share", "1"], 2, "must be above 0 and below 1, got 1.0"),
         (["--host-share", "half"], 2, "expected shares above 0"),
-        (["--host-share", "0.5", "--evictions", "h2o"], 2, "unknown 'h2o'; available: fitted"),
+        (
+            ["--host-share", "0.5", "--evictions", "h2o"],
+            2,
+            "unknown 'h2o'; available: auto",
+        ),
         (["--evictions", "dropped"], 2, "needs --host-share"),
         (["--host-share", "0.5", "--device", "cuda"], 2, "bounds are scored on the CPU, but"),
-        (["--host-share", "0.2"], 1, "a page of 256 tokens need"),
+        (["--host-share", "0.2", "--evictions", "fitted"], 1, "a page of 256 tokens need"),
+        (
+            ["--host-share", "0.5", "--policy", "quest", "--evictions", "reread"],
+            1,
+            "reread: condense_by='rereading' leaves",
+        ),
     ):
         result = runner.invoke(app, [*ruler, *arguments])
         assert result.exit_code == code, result.output

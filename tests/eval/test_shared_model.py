@@ -218,8 +218,9 @@ def test_within_a_bound_each_says_what_it_says_alone(
     shared = SharedModel(tiny_folders["llama"], some, config)
     said = set()
     for index, policy in enumerate(some):
-        options = {"host_bytes_per_sequence": "384KiB", "condensed_share": share}
-        bounded = shared.bounded(index, 384 * 2**10, condensed_share=share)
+        how = {"condensed_share": share, "condense_by": "attention"}
+        options = {"host_bytes_per_sequence": "384KiB", **how}
+        bounded = shared.bounded(index, 384 * 2**10, **how)
         with bounded.read(prompt) as read:
             answer = greedy_answer(bounded, 0, read, lambda said: said[-1] == EOS_TOKEN, NEW_TOKENS)
             (row,) = read.cache.tokens
@@ -237,5 +238,5 @@ def test_within_a_bound_each_says_what_it_says_alone(
 
 
 def test_a_bound_that_is_too_little(shared: SharedModel) -> None:
-    with pytest.raises(ValueError, match="a page of 256 tokens need"):
+    with pytest.raises(ValueError, match="a page of 64 tokens need"):
         shared.bounded(0, 64 * 2**10)

@@ -47,5 +47,29 @@ def test_a_bound_beside_all_bytes() -> None:
     assert " | 500 | 520 | 480 |" in text
 
 
+def test_how_long_reading_takes() -> None:
+    records = [record("vt", i, 1, i % 2) | {"prefill_seconds": 2.0} for i in range(4)]
+    assert "reading" not in table([record("vt", i, 1, i % 2) for i in range(4)])
+    for each in records:
+        each["answers"]["full host=0.5 dropped"]["prefill_seconds"] = 4.5
+    assert " | 500 | 520 | 480 | 2.25 x |" in table(records)
+
+
+def test_labels_of_older_results() -> None:
+    """Which leave out that tokens were fitted, and say nothing of times."""
+    results = Path(__file__).parents[2] / "perf" / "results" / "bounded-ruler.json"
+    found = json.loads(results.read_text())
+    rows = [
+        {name: value for name, value in row.items() if name != "prefill_seconds"}
+        | {"policy": "full host=0.5" if "host=0.5" in row["policy"] else "full"}
+        for row in found["rows"]
+        if row["policy"] in ("full", "full host=0.5", "full host=0.5 fitted")
+    ]
+    settings = found["settings"] | {"bounds": [{"share": 0.5, "eviction": "fitted"}]}
+    text = bounded_table(found | {"rows": rows, "settings": settings})
+    assert "| full | 50% | fitted | " in text
+    assert "reading" not in text
+
+
 def test_nothing_answered() -> None:
     assert table([record("vt", 0, 0, 0)]).startswith("*Full attention answered nothing")

@@ -14,7 +14,7 @@ def row(kind: str, window: int, kl: float) -> dict[str, Any]:
         "window": window,
         "share": 0.25,
         "kind": kind,
-        "condensed_share": 0.0 if kind == "dropped" else 0.03125,
+        "condensed_share": 0.0 if kind in ("dropped", "reread") else 0.03125,
         "slots": 1024,
         "kept": 900,
         "condensed": 32,
@@ -42,6 +42,16 @@ def test_means_over_windows() -> None:
     fitted = "| 25% | fitted, 3.1% of the slots | 1,024 | 32 | 0.1500 | "
     assert f"{fitted}0.0750 0.1500 0.1500 0.2250 | +2.02% | 3.9% |" in text
     assert "| 25% | dropped | 1,024 |" in text
+
+
+def test_how_long_reading_takes() -> None:
+    """Older results do not say it."""
+    rows = [row("reread", window, 0.1) for window in (0, 1)]
+    assert "reading" not in cascade_table(result(rows))
+    seconds = {"full_prompt_seconds": 4.0, "prompt_seconds": 7.0}
+    text = cascade_table(result([rows[0] | seconds, rows[1] | {**seconds, "prompt_seconds": 8.0}]))
+    assert "| 25% | reread | 1,024 |" in text
+    assert " | 3.9% | 1.88 x |" in text
 
 
 def test_errors_of_quarters() -> None:

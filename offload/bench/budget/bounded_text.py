@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cpu_ops.step_rows import DecodeStep
 from offload.bench.budget.drift import QUARTERS
-from offload.bench.budget.evictions import EVICTIONS, use_eviction
+from offload.bench.budget.evictions import EVICTIONS, eviction_options, use_eviction
 from offload.bench.selection.metrics import by_rows, kl_divergence, negative_log_likelihood
 from offload.bench.selection.observer import looked_at
 from offload.cascade.bound import CONDENSED_SHARE
@@ -73,8 +73,8 @@ def decode_text(
     steps = len(tokens) - 1 - length
     if length < 1 or steps < 1:
         raise ValueError(f"{len(tokens)} tokens are too few to read {length} and decode one")
-    if options.get("host_bytes_per_sequence") is not None and not EVICTIONS[eviction].merges:
-        options["condensed_share"] = 0.0
+    if options.get("host_bytes_per_sequence") is not None:
+        options = {**options, **eviction_options(eviction)}
     model = OffloadedModel.from_pretrained(name, **options)
     attention, cascade = model._offload.attention, model._offload.sequences.cascade
     num_qo_heads = attention.num_qo_heads
@@ -87,7 +87,9 @@ def decode_text(
 
     ids, cache = torch.tensor([tokens]), model.new_cache()
     with torch.no_grad():
+        start = time.perf_counter()
         prompt = model(ids[:, :length], past_key_values=cache, logits_to_keep=1).logits[0]
+        prompt_seconds = time.perf_counter() - start
         logits = prompt.new_empty(steps, prompt.shape[1])
         logits[0] = prompt
         before, start = replace(model.offload_stats()), time.perf_counter()
@@ -101,11 +103,12 @@ def decode_text(
         seconds = time.perf_counter() - start
     (row,), store = cache.tokens, cache.store
     measured: Row = {
+        "prompt_seconds": prompt_seconds,
         "decode_seconds": seconds,
         "seen": row.seen,
         "kept": row.kept,
         "condensed": row.condensed,
-        "bytes_per_token": store.num_layers * store.page_bytes // store.page_tokens,
+        "bytes_per_token": store.token_bytes,
     }
     if cascade is not None:
         stats = model.offload_stats()
@@ -202,6 +205,7 @@ def compare_eviction(
         "loss_change": float((loss - of_full).mean()),
         "error_of_quarters": [sum(of_layers) / len(of_layers) for of_layers in quarters],
         "error_of_layers": [list(of_layer) for of_layer in zip(*quarters, strict=True)],
+        "full_prompt_seconds": full.row["prompt_seconds"],
         "full_decode_seconds": full.row["decode_seconds"],
         **bounded.row,
     }
@@ -218,9 +222,12 @@ def check_share(share: float) -> None:
 
 
 def check_text_bound(
-    checkpoint: Checkpoint, config: RuntimeConfig, num_tokens: int, share: float
+    checkpoint: Checkpoint, config: RuntimeConfig, num_tokens: int, share: float, eviction: str
 ) -> None:
     """Refuse a share of the bytes of `num_tokens` that is too little, before weights are read.
+
+    Args:
+        eviction: one of `EVICTIONS`, or AUTO; some are not for every policy.
 
     Raises:
         ValueError: as `check_bound`, with the share.
@@ -230,11 +237,13 @@ def check_text_bound(
     of_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes
     bound = int(share * of_token * num_tokens)
     try:
-        bounded = replace(config, host_bytes_per_sequence=bound)
+        options = eviction_options(eviction)
+        bounded = replace(config, host_bytes_per_sequence=bound, **options)
         check_bound(bounded, shape, checkpoint.config, item_bytes)
     except ValueError as error:
         raise ValueError(
-            f"{share:g} of the {of_token * num_tokens} bytes of {num_tokens:,} tokens: {error}"
+            f"{share:g} of the {of_token * num_tokens} bytes of {num_tokens:,} tokens, "
+            f"{eviction}: {error}"
         ) from error
 
 

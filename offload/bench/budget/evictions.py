@@ -17,13 +17,14 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.cascade.cascade import AHEAD
+from offload.cascade.bound import CONDENSED_SHARE
+from offload.cascade.by_attention import AHEAD, AttentionCascade
 from offload.cascade.condense import Condensed, Split, condense
 from offload.cascade.window import SPACING
 
@@ -109,19 +110,30 @@ class Eviction:
         scores: say which stay; None: those of `condense`.
         merges: what does not stay becomes a few condensed tokens; else it is dropped.
         fits: keys of condensed tokens are fitted to the log-sum-exp; else they are means.
+        condense_by: of `RuntimeConfig`; what rereading finds has scores of its own, and the rest is
+            dropped.
     """
 
     scores: Callable[..., Tensor] | None = None
     merges: bool = True
     fits: bool = True
+    condense_by: str = "attention"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `RuntimeConfig`, for a model with host_bytes_per_sequence."""
+        if self.condense_by == "rereading":  # which has no use for a share
+            return {"condense_by": self.condense_by, "condensed_share": CONDENSED_SHARE}
+        return {"condense_by": self.condense_by} | ({} if self.merges else {"condensed_share": 0.0})
 
     def condense_heads(self, group_size: int) -> Callable[..., Condensed]:
-        """For `Cascade.condense_heads`; a cascade without condensed slots drops."""
+        """For `AttentionCascade.condense_heads`; a cascade without condensed slots drops."""
         scores = self.scores and functools.partial(self.scores, group_size=group_size)
         return functools.partial(condense, fits=self.fits, scores=scores)
 
 
 EVICTIONS = {
+    "reread": Eviction(merges=False, condense_by="rereading"),
     "fitted": Eviction(),
     "means": Eviction(fits=False),
     "dropped": Eviction(merges=False),
@@ -132,9 +144,20 @@ EVICTIONS = {
 }
 
 
+AUTO = "auto"  # not one of them: what a runtime does by itself
+
+
+def eviction_options(name: str) -> dict[str, Any]:
+    """Of `RuntimeConfig`, beside host_bytes_per_sequence, for one of `EVICTIONS` or AUTO."""
+    return {} if name == AUTO else EVICTIONS[name].options
+
+
 def use_eviction(runtime: Runtime, name: str) -> None:
-    """Have the sequences of a runtime with a bound condensed as one of `EVICTIONS` says."""
+    """Have the sequences of a runtime with a bound, which has its `eviction_options`, condensed as
+    one of `EVICTIONS` or AUTO says."""
     cascade, attention = runtime.sequences.cascade, runtime.attention
-    assert cascade is not None
+    if name == AUTO or EVICTIONS[name].condense_by == "rereading":
+        return
+    assert isinstance(cascade, AttentionCascade)
     group_size = attention.num_qo_heads // attention.store.num_kv_heads
     cascade.condense_heads = EVICTIONS[name].condense_heads(group_size)

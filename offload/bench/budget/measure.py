@@ -341,4 +341,4 @@ def _kv_bytes(model: SharedModel, prompt: ReadPrompt, used_bytes: int) -> int:
     """
     store = model.runtimes[0].store
     has_tail = len(prompt.tokens) % store.page_tokens > 0
-    return used_bytes - has_tail * store.num_layers * store.page_bytes
+    return used_bytes - has_tail * store.num_page_rows * store.page_bytes

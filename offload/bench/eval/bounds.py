@@ -10,11 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload.bench.budget.evictions import EVICTIONS, use_eviction
-from offload.cascade.bound import CONDENSED_SHARE
+from offload.bench.budget.evictions import AUTO, eviction_options, use_eviction
 from offload.runtime.shared_model import BoundedModel, ReadPrompt, SharedModel
-
-FITTED = "fitted"  # what host_bytes_per_sequence does
 
 
 @dataclass(frozen=True)
@@ -23,16 +20,16 @@ class Bound:
 
     Attributes:
         share: of the bytes that the keys and values of prompt and answer take, in (0, 1).
-        eviction: one of `EVICTIONS`: what becomes of the tokens beyond.
+        eviction: one of `EVICTIONS`, or AUTO: what becomes of the tokens beyond.
     """
 
     share: float
-    eviction: str = FITTED
+    eviction: str = AUTO
 
     def label(self, policy: str) -> str:
         """Of a policy within this bound, as records name it."""
         words = [policy, f"host={self.share:g}"]
-        return " ".join(words if self.eviction == FITTED else [*words, self.eviction])
+        return " ".join(words if self.eviction == AUTO else [*words, self.eviction])
 
 
 def all_labels(policies: Sequence[str], bounds: Sequence[Bound]) -> list[str]:
@@ -83,10 +80,8 @@ def read_within(
     """
     store = model.runtimes[index].store
     store.trim()  # its slabs are of no use to the other store, and both have the host's budget
-    of_token = store.num_layers * store.page_bytes // store.page_tokens
-    host_bytes = int(bound.share * of_token * (len(tokens) + num_further))
-    share = CONDENSED_SHARE if EVICTIONS[bound.eviction].merges else 0.0
-    bounded = model.bounded(index, host_bytes, condensed_share=share)
+    host_bytes = int(bound.share * store.token_bytes * (len(tokens) + num_further))
+    bounded = model.bounded(index, host_bytes, **eviction_options(bound.eviction))
     use_eviction(bounded.runtimes[0], bound.eviction)
     with contextlib.closing(bounded), bounded.read(tokens) as prompt:
         yield BoundedPrompt(bounded, prompt, host_bytes)

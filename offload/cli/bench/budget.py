@@ -114,9 +114,9 @@ def budget(
         _compared(
             metavar="NAMES",
             help="Then decode the next --generate tokens of the text within --host-share of the "
-            "bytes, with these evictions, comma-separated: fitted, means, dropped (what "
-            "host_bytes_per_sequence does, without fitting, without merging), snapkv, rkv, "
-            "snapkv-fitted, rkv-fitted.",
+            "bytes, with these evictions, comma-separated: reread (condense_by=rereading), fitted, "
+            "means, dropped (condense_by=attention, without fitting, without merging), snapkv, "
+            "rkv, snapkv-fitted, rkv-fitted.",
         ),
     ] = "",
     host_share: Annotated[
@@ -167,7 +167,7 @@ def budget(
 
         offload bench budget --text book.txt --length 7168 --generate 512 --plot budget.png -o json
 
-        offload bench budget --text book.txt --generate 4096 --evictions fitted,dropped,snapkv,rkv
+        offload bench budget --text book.txt --generate 4096 --evictions reread,fitted,snapkv,rkv
     """
     names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
     check_name("--output", output, OUTPUTS)
@@ -201,7 +201,7 @@ def budget(
         bounded = _evictions(evictions, host_share, runtime, settings)
         check_budgets(policies, settings, checkpoint.shape)
         if bounded:
-            _check_bound(host_share, runtime, settings, checkpoint)
+            _check_bounds(host_share, bounded, runtime, settings, checkpoint)
         if plot is not None:
             check_plot(plot)
         with quiet_transformers(verbose=verbose):
@@ -263,7 +263,7 @@ def _evictions(
     if not names:
         return []
     found = comma_separated(names, option="--evictions", available=tuple(EVICTIONS))
-    for key in ("host_bytes_per_sequence", "condensed_share"):
+    for key in ("host_bytes_per_sequence", "condense_by", "condensed_share"):
         if key in runtime:
             raise typer.BadParameter(
                 f"{key} is not for --evictions, which have --host-share",
@@ -279,15 +279,20 @@ def _evictions(
     return list(dict.fromkeys(found))
 
 
-def _check_bound(
-    share: float, runtime: Mapping[str, Any], settings: BudgetSettings, checkpoint: Checkpoint
+def _check_bounds(
+    share: float,
+    evictions: Sequence[str],
+    runtime: Mapping[str, Any],
+    settings: BudgetSettings,
+    checkpoint: Checkpoint,
 ) -> None:
     """A usage error for a share of the text's bytes that is too little for a sequence."""
     from offload.bench.budget.bounded_text import check_text_bound
 
     try:
         num_tokens = settings.length + settings.generate
-        check_text_bound(checkpoint, _config(runtime), num_tokens, share)
+        for eviction in evictions:
+            check_text_bound(checkpoint, _config(runtime), num_tokens, share, eviction)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--host-share") from error
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from offload.policies import Policy
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DEFAULT_EVICTIONS = "fitted"
+DEFAULT_EVICTIONS = "auto"
 OUTPUTS = ("table", "json", "md")
 MODEL_PANEL = "What runs"
 POLICY_PANEL = "What is compared"
@@ -71,9 +71,13 @@ Evictions = Annotated[
     str,
     typer.Option(
         metavar="NAMES",
-        help="What becomes of tokens beyond --host-share, comma-separated: fitted (what "
-        "host_bytes_per_sequence does), means (without fitting), dropped (without merging), "
-        "snapkv, rkv, snapkv-fitted, rkv-fitted.",
+        help="What stays within --host-share, comma-separated. auto: as host_bytes_per_sequence "
+        "has it, reread where the policy allows it, else fitted. reread: tokens that are looked up "
+        "when the text is read again, of all heads together (condense_by=rereading; full, "
+        "exact_topk and others that keep nothing beside the cache). By attention, as many in each "
+        "head: fitted (condense_by=attention: others are merged), means (merged without "
+        "fitting), dropped (nothing is merged). By other scores: snapkv, rkv, snapkv-fitted, "
+        "rkv-fitted.",
         rich_help_panel=POLICY_PANEL,
     ),
 ]
@@ -210,11 +214,11 @@ def bounds_of(host_shares: str, evictions: str, device: str) -> list[Bound]:
             param_hint="--host-share",
         )
     from offload.bench.budget.bounded_text import check_share
-    from offload.bench.budget.evictions import EVICTIONS
+    from offload.bench.budget.evictions import AUTO, EVICTIONS
     from offload.bench.eval.bounds import Bound
 
     found = shares(host_shares, option="--host-share")
-    names = comma_separated(evictions, option="--evictions", available=tuple(EVICTIONS))
+    names = comma_separated(evictions, option="--evictions", available=(AUTO, *EVICTIONS))
     try:
         for share in found:
             check_share(share)

@@ -84,7 +84,7 @@ def perplexity(
 
         offload eval perplexity --text book.txt --lengths 2048,4096,7168 --windows 16
 
-        offload eval perplexity --policy full --host-share 0.5,0.25 --evictions fitted,dropped
+        offload eval perplexity --policy full --host-share 0.5,0.25 --evictions reread,fitted
 
         offload eval perplexity --steps 512 --stride 2048 --resume perplexity.jsonl --json
     """

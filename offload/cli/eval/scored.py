@@ -73,8 +73,9 @@ class Setup:
 
         checkpoint, config = check_checkpoint(resolve_folder(self.model)), self.config()
         for policy in self.policies:
-            for share in dict.fromkeys(bound.share for bound in self.bounds):
-                check_text_bound(checkpoint, replace(config, policy=policy), num_tokens, share)
+            of_policy = replace(config, policy=policy)
+            for bound in self.bounds:
+                check_text_bound(checkpoint, of_policy, num_tokens, bound.share, bound.eviction)
 
     def described(self) -> dict[str, Any]:
         """For JSON, and to tell runs apart: a cap of a step as the tokens that it allows here."""

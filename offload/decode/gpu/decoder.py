@@ -358,7 +358,7 @@ class DeviceDecoder:
         cascade = self.attention.cascade
         if cascade is not None and cascade.wants_queries(seqs, kv_lens):
             cascade.record_step(rows, slice(None), steps.step.buffers.queries[:, slots].cpu())
-        self.attention.count_rows(rows.kv_lens)
+        self.attention.count_rows(rows)
         if self.attention.hold is not None:
             self.attention.hold.after_step()
         if self._num_parts is None:

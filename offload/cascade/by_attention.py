@@ -1,9 +1,9 @@
-"""The cascade of one model: its sequences never have more slots than their bound allows.
+"""The cascade that condenses by attention: what the last queries asked for stays.
 
 A slot is a position of the KV store. Keys are rotated before they are stored, so that a key may be
-in any slot, and the heads of a layer may have different tokens there, as long as they are as many:
-pages, kernels and policies need not know. When a pass would take a sequence past its bound, it is
-condensed first (`condense`), to `SequenceBound.low` slots:
+in any slot. Here the heads of a layer have different tokens there, but as many: pages, kernels and
+policies need not know. When a pass would take a sequence past its bound, it is condensed first
+(`condense`), to `SequenceBound.low` slots:
 
     [sinks | condensed | exact, those that were asked for most | recent]
 
@@ -21,24 +21,21 @@ more. While it is condensed, there are besides
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpu_ops.step_rows import DecodeStep
+from offload.cascade.base import Cascade, Exposed, Record
 from offload.cascade.bound import SequenceBound
 from offload.cascade.condense import Condensed, Split, condense
 from offload.cascade.window import SPACING, QueryWindow
 from offload.kv.store import KVStore
-from offload.system.errors import HostBudgetError
-from offload.system.memory import format_bytes, give_back_free_memory
 from offload.system.torch_threads import torch_threads
 
 # Tokens are chosen, and condensed keys fitted, for the last queries, in turn as tokens would ask
@@ -49,40 +46,15 @@ from offload.system.torch_threads import torch_threads
 AHEAD = (0.0, 0.5, 1.5)
 # Of KV heads at a time; where one has more, another thread is worth waiting for.
 _MANY_LOGITS = 2**20
-_MUCH_BYTES = 2**20
-
-Exposed = Callable[[], contextlib.AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
-class SequenceTokens:
-    """What became of the tokens of a sequence, in every KV head.
-
-    Attributes:
-        seen: by the model.
-        kept: that are in the cache as they were.
-        condensed: slots that the others have become.
-    """
-
-    seen: int
-    kept: int
-    condensed: int
 
 
 @dataclass
-class _Record:
-    """Of a sequence: tokens that have no slot of their own any more, slots that are condensed, and
-    from where on slots are tokens one after the other."""
-
-    window: QueryWindow
-    dropped: int = 0
-    condensed: int = 0
-    exact_from: int = 0
-    is_broken: bool = False  # writing to its pages failed half way
+class _Record(Record):
+    window: QueryWindow = field(kw_only=True)
 
 
-class Cascade:
-    """Keeps the sequences of one store within `bound`.
+class AttentionCascade(Cascade[_Record]):
+    """Condenses by the attention of a window of queries.
 
     Args:
         rotary: of the model: (x, position_ids) -> cos, sin.
@@ -93,6 +65,8 @@ class Cascade:
     Attributes:
         condense_heads: what condenses KV heads of a layer.
     """
+
+    observes_queries = True
 
     def __init__(
         self,
@@ -105,163 +79,54 @@ class Cascade:
         num_threads: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        super().__init__(bound, store, self._new_record)
         self._num_threads = num_threads or torch.get_num_threads()
-        self.bound = bound
-        self._condensed_tokens, self._seconds, self._took_bytes = 0, 0.0, 0
         self.condense_heads = condense
-        self._store = store
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
         self._turns = _rotations(rotary, [round(share * bound.slots) for share in AHEAD], device)
-        self._records: defaultdict[int, _Record] = defaultdict(self._new_record)
-
-    # What a sequence is.
-
-    def dropped(self, seq: int) -> int:
-        """Tokens seen less slots."""
-        return self._records[seq].dropped if seq in self._records else 0
-
-    def tokens(self, seq: int) -> SequenceTokens:
-        """What became of the tokens of `seq`."""
-        slots, condensed = self._store.kv_len(seq), 0
-        if seq in self._records:
-            condensed = self._records[seq].condensed
-        return SequenceTokens(slots + self.dropped(seq), slots - condensed, condensed)
-
-    def take_counts(self) -> tuple[int, float]:
-        """Tokens that have lost their slots, and the seconds it took, since this was asked last."""
-        counts = self._condensed_tokens, self._seconds
-        self._condensed_tokens, self._seconds = 0, 0.0
-        return counts
-
-    def check_truncate(self, seq: int, kv_len: int) -> None:
-        """Refuse to cut `seq` to `kv_len` slots where these are not its first tokens.
-
-        Raises:
-            ValueError: tokens that would be the last are condensed.
-        """
-        record = self._records.get(seq)
-        if record is not None and kv_len < record.exact_from:
-            raise ValueError(
-                f"cannot crop a sequence of {self._store.kv_len(seq) + record.dropped} tokens to "
-                f"{kv_len + record.dropped}: the first {record.exact_from + record.dropped} were "
-                "condensed to stay within host_bytes_per_sequence; start a new cache, or raise it"
-            )
 
     def fork(self, seq: int, child: int) -> None:
-        """`child` is as `seq` is."""
         if seq in self._records:
             record = self._records[seq]
             self._records[child] = replace(record, window=record.window.copy())
 
     def forget(self, seq: int) -> None:
-        """The sequence is gone."""
-        record = self._records.pop(seq, None)
-        if record is not None:
-            record.window.release()
-
-    # What queries take, within the budget of the store.
+        if seq in self._records:
+            self._records[seq].window.release()
+        super().forget(seq)
 
     @property
     def held_bytes(self) -> int:
-        """Of all windows."""
         return QueryWindow.held_bytes(record.window for record in self._records.values())
 
-    def window_bytes_needed(self, num_rows: int, seqs: Sequence[int]) -> int:
-        """That the windows of `num_rows` sequences, among them `seqs`, will take beyond now."""
+    def bytes_needed(
+        self, num_rows: int, seqs: Sequence[int], num_tokens: int = sys.maxsize
+    ) -> int:
         own = sum(seq in self._records and self._records[seq].window.is_own for seq in seqs)
         return (num_rows - own) * QueryWindow.bytes_for(**self._window_shape)
 
-    def make_windows(self, seqs: Sequence[int]) -> None:
-        """Give each of `seqs` a window of its own.
-
-        Raises:
-            HostBudgetError: they do not fit; nothing has changed then.
-        """
-        need = self.window_bytes_needed(len(seqs), seqs)
-        if not need:
-            return
-        if need > self._store.left_bytes():
-            self._store.trim()
-        left = self._store.left_bytes()
-        if need > left:
-            raise HostBudgetError(
-                f"the queries that are kept of sequences with host_bytes_per_sequence need "
-                f"{format_bytes(need)} more, but {format_bytes(max(0, left))} of the host budget "
-                f"of {format_bytes(self._store.host_budget_bytes)} are left; raise "
-                "max_memory={'cpu': ...} or lower the batch size"
-            )
+    def check_room(self, seqs: Sequence[int]) -> None:
+        super().check_room(seqs)
         for seq in seqs:
             self._records[seq].window.make_own()
 
-    # What it was asked for.
-
     def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
-        """Queries [num_qo_heads, n, head_dim] of one layer, of the last n of `kv_len` slots."""
         record = self._records[seq]
         record.window.record(layer_idx, queries, kv_len + record.dropped)
 
     def wants_queries(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> bool:
-        """Whether `record_step` would keep any, of rows of one token each."""
         return any(
             (kv_len + self.dropped(seq)) % SPACING == 0
             for seq, kv_len in zip(seqs, kv_lens, strict=True)
         )
 
     def record_step(self, step: DecodeStep, layer_idx: int | slice, queries: Tensor) -> None:
-        """Queries [(layers,) n, num_qo_heads * head_dim] of the rows of a step."""
         heads = queries.view(*queries.shape[:-1], self._num_qo_heads, -1)
         for row, (seq, kv_len) in enumerate(zip(step.seqs, step.kv_lens.tolist(), strict=True)):
             record, num_tokens = self._records[seq], kv_len + self.dropped(seq)
             if num_tokens % SPACING == 0:
                 record.window.record(layer_idx, heads[..., row, :, None, :], num_tokens)
-
-    # Making room.
-
-    def check_usable(self, seq: int) -> None:
-        """Refuse a sequence of which only some layers are condensed.
-
-        Raises:
-            RuntimeError: an error came while it was written to.
-        """
-        if seq in self._records and self._records[seq].is_broken:
-            raise RuntimeError(
-                "an error came while the tokens of this cache were condensed to stay within "
-                "host_bytes_per_sequence, and its layers no longer have the same; start a new cache"
-            )
-
-    def needs_room(self, seq: int, num_new: int) -> bool:
-        """Whether `num_new` more tokens would exceed the bound."""
-        return num_new > 0 and self._store.kv_len(seq) + num_new > self.bound.slots
-
-    def room(self, seq: int, num_new: int) -> int:
-        """How many of `num_new` tokens can come next, after condensing if that is worth it."""
-        free = self.bound.slots - self._store.kv_len(seq)
-        return max(free, self.bound.freed) if num_new > free else num_new
-
-    def condense(self, seq: int, exposed: Exposed = contextlib.nullcontext) -> None:
-        """Bring `seq` down to `bound.low` slots.
-
-        Args:
-            exposed: of the `shielded` part that the caller is in: around what only computes.
-
-        Raises:
-            HostBudgetError: forks have its pages, and there is no room for others; nothing has
-                changed then.
-        """
-        start, num_slots = time.perf_counter(), self._store.kv_len(seq)
-        self._condense(seq, exposed)
-        self._condensed_tokens += num_slots - self._store.kv_len(seq)
-        self._seconds += time.perf_counter() - start
-
-    def give_back_memory(self) -> None:
-        """What condensing took since the last time goes back to the system, where it was much: the
-        allocator keeps it otherwise, beside the bound. All of the heap is walked for it."""
-        took_bytes, self._took_bytes = self._took_bytes, 0
-        if took_bytes > _MUCH_BYTES:
-            start = time.perf_counter()
-            give_back_free_memory()
-            self._seconds += time.perf_counter() - start
 
     def _condense(self, seq: int, exposed: Exposed) -> None:
         store, record = self._store, self._records[seq]
@@ -300,7 +165,6 @@ class Cascade:
         return record.window.last(self._store.kv_len(seq) + record.dropped)
 
     def newest_query(self, seq: int) -> tuple[Tensor, int]:
-        """The last of `last_queries`, n = 1, if there is any, and of how many slots it is."""
         kv_len = self._store.kv_len(seq)
         after = (kv_len + self.dropped(seq)) % SPACING
         return self.last_queries(seq)[:, :, -1:], kv_len - after
@@ -337,7 +201,7 @@ class Cascade:
         return {**shape, "num_qo_heads": self._num_qo_heads, "dtype": store.dtype}
 
     def _new_record(self) -> _Record:
-        return _Record(QueryWindow(**self._window_shape))
+        return _Record(window=QueryWindow(**self._window_shape))
 
 
 def _rotations(

@@ -137,8 +137,8 @@ def generate(
             metavar="HOW",
             help="Which tokens stay within --host-bytes-per-sequence. rereading: those that are "
             "looked up when the text is read a second time, shared out among all heads; keeps what "
-            "nobody has asked for yet, and reading takes about twice as long. attention: in each "
-            "head those that the last tokens asked for. auto: rereading on a CPU under a policy "
+            "nobody has asked for yet; reading takes two to three times as long. attention: in "
+            "each head those that the last tokens asked for. auto: rereading on a CPU under a policy "
             "that keeps nothing beside the cache (full, exact_topk …), else attention.",
         ),
     ] = "auto",

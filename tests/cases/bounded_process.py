@@ -1,5 +1,5 @@
 """A process that generates with a bound and says what memory it has: `python -m
-cases.bounded_process FOLDER HOST_BYTES_PER_SEQUENCE NUM_NEW_TOKENS`.
+cases.bounded_process FOLDER CONDENSE_BY HOST_BYTES_PER_SEQUENCE NUM_NEW_TOKENS`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from offload import OffloadedModel
 from offload.system.memory import give_back_free_memory
 
 SPACING = 50  # steps from one measurement to the next
-OPTIONS: dict[str, Any] = {"page_tokens": 64, "num_threads": 1, "condense_by": "attention"}
+OPTIONS: dict[str, Any] = {"page_tokens": 64, "num_threads": 1}
 
 
 def main() -> None:
-    folder, per_sequence, num_new = sys.argv[1], *map(int, sys.argv[2:])
+    folder, condense_by, per_sequence, num_new = *sys.argv[1:3], *map(int, sys.argv[3:])
+    bound = {"host_bytes_per_sequence": per_sequence, "condense_by": condense_by}
     # What is loaded, compiled or kept when a sequence is condensed for the first time, by MKL say.
-    model = OffloadedModel.from_pretrained(folder, host_bytes_per_sequence=per_sequence, **OPTIONS)
+    model = OffloadedModel.from_pretrained(folder, **bound, **OPTIONS)
     with torch.no_grad():
         model(torch.full((1, per_sequence // 1024), 65), logits_to_keep=1)
     generate(model, SPACING)
     assert model.offload_stats().condensed_tokens > 0
-    model = OffloadedModel.from_pretrained(folder, host_bytes_per_sequence=per_sequence, **OPTIONS)
+    model = OffloadedModel.from_pretrained(folder, **bound, **OPTIONS)
     gc.collect()
     give_back_free_memory()
     before = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    samples, slots = generate(model, num_new)
+    samples, kept = generate(model, num_new)
     found = {
         "before": before,
         "samples": samples,
-        "slots": slots,
+        "kept": kept,
+        "slots": model._offload.sequences.cascade.bound.slots,
         "peak": peak_bytes(),
         "page_bytes": model.kv_store.host_bytes_reserved,
         "condensed_tokens": model.offload_stats().condensed_tokens,
@@ -46,7 +48,7 @@ def main() -> None:
 
 
 def generate(model: Any, num_new: int) -> tuple[list[tuple[int, int]], int]:
-    """Greedy: (tokens seen, resident bytes) every `SPACING` of them, and slots at the end."""
+    """Greedy: (tokens seen, resident bytes) every `SPACING` of them, and those in the cache."""
     cache, process, samples = model.new_cache(), psutil.Process(), []
     token = torch.tensor([[65]])
     with torch.no_grad():
@@ -54,7 +56,8 @@ def generate(model: Any, num_new: int) -> tuple[list[tuple[int, int]], int]:
             token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
             if seen % SPACING == 0:
                 samples.append((seen, process.memory_info().rss))
-    return samples, cache.kv_lens[0]
+    (row,) = cache.tokens
+    return samples, row.kept + row.condensed
 
 
 def peak_bytes() -> int:

@@ -155,7 +155,7 @@ def test_marks_stay_in_step_with_tokens(model):
     """… after embeddings, whose text is not known, and crops into either."""
     if not model._offload.attention.policy.reads_text:
         pytest.skip("does not read the text")
-    marks, states = model._offload._vocabulary_marks, model._offload.attention.states
+    marks, states = model._offload.sequences._vocabulary_marks, model._offload.attention.states
     tokens = random_tokens(1, 200)
     cache = model.new_cache()
     model(inputs_embeds=model.model.embed_tokens(tokens[:, :90]), past_key_values=cache)

@@ -347,8 +347,7 @@ class KVStore:
         """Keep the first `kv_len` tokens of `seq`; drop the others and whatever was reserved.
 
         Raises:
-            ValueError: unless 0 <= kv_len <= the present kv_len, or for positions that a head
-                lacks; 0 is always possible.
+            ValueError: unless 0 <= kv_len <= the present kv_len, or where a head lacks some.
         """
         sequence = self._sequence(seq)
         if not 0 <= kv_len <= sequence.kv_len:

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "selections.h"
 #include "attention/decode_attention.h"
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
@@ -41,26 +42,6 @@ struct Sequence {
     }
   }
 };
-
-int64_t offset_by_first(PolicyContext* context, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) context->indices[i] += static_cast<int32_t>(context->first);
-  return count;
-}
-
-int64_t select_scanned(PolicyContext* context) {
-  return offset_by_first(context,
-                         context->top_k(context, context->importance + context->first, context->last - context->first,
-                                        context->budget_tokens, context->indices));
-}
-
-int64_t select_scored(PolicyContext* context) {
-  const int64_t n = context->last - context->first;
-  std::vector<int32_t> tokens(static_cast<size_t>(n));
-  std::vector<float> scores(static_cast<size_t>(n * context->group_size));
-  for (int64_t i = 0; i < n; ++i) tokens[static_cast<size_t>(i)] = static_cast<int32_t>(context->first + i);
-  context->score_tokens(context, tokens.data(), n, scores.data());
-  return offset_by_first(context, context->top_k(context, scores.data(), n, context->budget_tokens, context->indices));
-}
 
 // Every other token.
 int64_t propose(PolicyContext* context) {

@@ -78,45 +78,30 @@ def test_coprocessor_has_no_races(thread_folder):
     )
 
 
-def test_heads_apart_stay_in_bounds_and_agree(address_folder):
-    """KV heads with pages of their own, each against attention to it alone."""
+def stays_in_bounds(folder, source, *units):
+    """What a program of attention prints under the address sanitizer."""
     program = compile_program(
-        address_folder,
-        "heads_apart_stress.cpp",
-        kernels=["scalar"],
-        units=ATTENTION,
-        flags=ADDRESS,
+        folder, source, kernels=["scalar"], units=[*ATTENTION, *units], flags=ADDRESS
     )
     result = run([program])
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "ok"
+    return result.stdout
+
+
+def test_heads_apart_stay_in_bounds_and_agree(address_folder):
+    """KV heads with pages of their own, each against attention to it alone."""
+    assert stays_in_bounds(address_folder, "heads_apart_stress.cpp").strip() == "ok"
 
 
 @pytest.mark.slow
 def test_coprocessor_stays_in_bounds(address_folder):
     """Also of mailboxes that are gone."""
-    program = compile_program(
-        address_folder,
-        "coprocessor_stress.cpp",
-        kernels=["scalar"],
-        units=[*ATTENTION, "coprocessor", "step_server"],
-        flags=ADDRESS,
-    )
-    result = run([program])
-    assert result.returncode == 0, result.stderr
+    stays_in_bounds(address_folder, "coprocessor_stress.cpp", "coprocessor", "step_server")
 
 
 @pytest.mark.slow
 def test_decode_attention_stays_in_bounds(address_folder):
-    program = compile_program(
-        address_folder,
-        "decode_attention_stress.cpp",
-        kernels=["scalar"],
-        units=ATTENTION,
-        flags=ADDRESS,
-    )
-    result = run([program])
-    assert result.returncode == 0, result.stderr
+    stays_in_bounds(address_folder, "decode_attention_stress.cpp")
 
 
 def test_kernels_stay_in_bounds_and_agree(address_folder):

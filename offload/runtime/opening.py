@@ -67,6 +67,7 @@ class OpenedModel:
         return torch.device(self.config.device)
 
 
+@loading()
 def open_model(
     name_or_path: str | Path, config: RuntimeConfig, hub: HubOptions, ranks: TensorParallel | None
 ) -> OpenedModel:
@@ -75,13 +76,6 @@ def open_model(
     Raises:
         As `OffloadedModel.from_pretrained`.
     """
-    with loading():
-        return _open_model(name_or_path, config, hub, ranks)
-
-
-def _open_model(
-    name_or_path: str | Path, config: RuntimeConfig, hub: HubOptions, ranks: TensorParallel | None
-) -> OpenedModel:
     find = partial(resolve_folder, name_or_path, hub)  # which may have to download or to convert
     folder: Path = find() if ranks is None else ranks.once(find)
     checkpoint = check_checkpoint(folder)

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils as _cgutils
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 
 from cpu_ops import _native
 from offload.policies.compiled import cache_of
 
+cgutils: Any = _cgutils  # untyped, as numba is
 ERROR_BYTES = _native.ERROR_BYTES
 
 
@@ -68,7 +69,7 @@ def _create_cfunc_wrapper(library: Any, fndesc: Any, env: Any, call_helper: Any)
     library.add_ir_module(module)
 
 
-class NotingCFunc(CFunc):  # type: ignore[misc]
+class NotingCFunc(CFunc):
     """A `numba.cfunc` of one argument, a pointer to a PolicyContext."""
 
     _targetdescr = SimpleNamespace(
@@ -82,7 +83,7 @@ class NotingCFunc(CFunc):  # type: ignore[misc]
 
 def compile_callback(function: Any, signature: Any) -> NotingCFunc:
     """`function` as C code, from Numba's cache where that has it."""
-    compiled = NotingCFunc(function, (signature.args, signature.return_type), {}, {})
+    compiled: Any = NotingCFunc(function, (signature.args, signature.return_type), {}, {})
     compiled._cache = cache_of(function)
     compiled.compile()
     return compiled

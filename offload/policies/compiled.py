@@ -41,7 +41,7 @@ def cache_of(function: Callable[..., Any]) -> Any:
     """Where machine code of `function` is kept; a cache that keeps nothing where no folder can be
     written, which a warning says once."""
     try:
-        return _Cache(function)
+        return _Cache(function)  # type: ignore[no-untyped-call]
     except (RuntimeError, OSError):
         _warn_slow()
         return NullCache()

@@ -35,14 +35,13 @@ def add_one(x: int) -> int:
 def test_damaged_files_are_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     assert cached_njit()(add_one)(1) == 2
-    files = [path for path in tmp_path.rglob("*.nb[ci]")]
+    files = list(tmp_path.rglob("*.nb[ci]"))
     assert len(files) == 2
     for path in files:
         whole = path.read_bytes()
         for kept in (0, len(whole) // 2):
             path.write_bytes(whole[:kept])
             assert cached_njit()(add_one)(1) == 2
-            assert path.read_bytes()[:kept] != b"" or kept == 0
             again = cached_njit()(add_one)
             assert (again(1), sum(again.stats.cache_hits.values())) == (2, 1)
 

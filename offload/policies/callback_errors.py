@@ -81,7 +81,7 @@ class NotingCFunc(CFunc):
     )
 
 
-def compile_callback(function: Any, signature: Any) -> NotingCFunc:
+def compile_callback(function: Any, signature: Any) -> Any:
     """`function` as C code, from Numba's cache where that has it."""
     compiled: Any = NotingCFunc(function, (signature.args, signature.return_type), {}, {})
     compiled._cache = cache_of(function)

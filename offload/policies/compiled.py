@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 from numba.core.caching import FunctionCache, NullCache
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 logger = logging.getLogger(__name__)
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
+_Base: Any = FunctionCache  # untyped, as numba is
+
+
+class _Cache(_Base):  # type: ignore[misc]
     """What cannot be read or written, for whatever reason, is as if it were not there."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -41,7 +46,7 @@ def cache_of(function: Callable[..., Any]) -> Any:
     """Where machine code of `function` is kept; a cache that keeps nothing where no folder can be
     written, which a warning says once."""
     try:
-        return _Cache(function)  # type: ignore[no-untyped-call]
+        return _Cache(function)
     except (RuntimeError, OSError):
         _warn_slow()
         return NullCache()
@@ -55,12 +60,12 @@ def _warn_slow() -> None:
     )
 
 
-def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def cached_njit(**options: Any) -> Callable[[_Function], _Function]:
     """As `numba.njit(cache=True, **options)`."""
 
-    def compile_later(function: Callable[..., Any]) -> Any:
-        compiled = numba.njit(**options)(function)
+    def compile_later(function: _Function) -> _Function:
+        compiled: Any = numba.njit(**options)(function)
         compiled._cache = cache_of(function)
-        return compiled
+        return compiled  # type: ignore[no-any-return]
 
     return compile_later

@@ -23,6 +23,12 @@ void DecodeAttention::report_non_finite(int64_t layer_idx, int row_idx, int unit
   if (!failed_.exchange(true)) failure_ = non_finite(layer_idx, row_idx, unit);
 }
 
+void DecodeAttention::report_policy(int64_t layer_idx, int row_idx, int unit, const std::string& what) {
+  if (failed_.exchange(true)) return;
+  failure_ = "the policy failed in layer " + std::to_string(layer_idx) + ", query row " + std::to_string(row_idx) +
+             ", KV head " + std::to_string(kv_head_of(unit)) + ": " + what;
+}
+
 std::string DecodeAttention::non_finite(int64_t layer_idx, int row_idx, int unit) const {
   char text[160];
   std::snprintf(text, sizeof text,
@@ -282,8 +288,8 @@ void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int ro
     ctx.weights = attended_weights(row, row_idx, unit_idx);
     member.observe(&ctx);
   }
-  if (member.append != nullptr) member.append(&ctx);
-  finish_context(ctx);
+  if (member.append != nullptr && ctx.error[0] == '\0') member.append(&ctx);
+  finish_context(ctx, row_idx, unit_idx);
 }
 
 void DecodeAttention::update(int64_t layer_idx, const std::vector<QueryRow>& rows) {
@@ -330,7 +336,7 @@ WorkerProfile DecodeAttention::profile() const {
 
 std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row,
                                     bool prepares, const AttendOptions& options) {
-  failed_.store(false);
+  if (failed_.load()) return take_failure();
   task_rings_ = trace_.workers();
   options_ = options;
   queries_loaded_ = false;
@@ -393,7 +399,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     if (prepares) prepare(layer_idx, rows);
     prepares = false;
     scan_and_select(layer_idx, rows);
-    if (failed_.load()) return failure_;
+    if (failed_.load()) return take_failure();
   }
   for (const int r : sparse_rows_) {
     for (int u = 0; u < units(); ++u) {
@@ -408,7 +414,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
     }
   }
   run_lanes(layer_idx, rows, prepares);
-  if (failed_.load()) return failure_;
+  if (failed_.load()) return take_failure();
   if (probe_.is_on() && options.is_decoded) {
     draw_probes(layer_idx, rows);
     if (!options.defers_updates) run_probes();

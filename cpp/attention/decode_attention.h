@@ -151,11 +151,14 @@ class DecodeAttention {
 
   // Attends all rows: units that have at most dense_tokens, or all where `sparse` is false, to all of them, others by
   // their roles.
-  // Returns an empty string, or what was wrong with the numbers ("non-finite …"); outputs are then unusable.
+  // Returns an empty string, or what was wrong with the numbers ("non-finite …") or with the policy, in a prepare() or
+  // update() before as well; outputs are then unusable.
   // `first_row` numbers rows[0] in its step: where rows are attended in several calls, each finds what it published.
   // With `prepares`, the policy's prepare() runs first, for callers that have nothing to overlap it with.
   std::string attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row = 0,
                      bool prepares = false, const AttendOptions& options = {});
+  // What was wrong since the last attend(), which would return it; or an empty string.
+  std::string take_failure() { return failed_.exchange(false) ? failure_ : std::string(); }
   // What the last attend() deferred; rows are those of that call.
   void update(int64_t layer_idx, const std::vector<QueryRow>& rows);
   // The policy's prepare() for rows that will be attended sparsely.
@@ -327,7 +330,9 @@ class DecodeAttention {
 
   // decode_attention_select.cpp: what to attend to
   PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
-  void finish_context(const PolicyContext& context);
+  bool finish_context(const PolicyContext& context, int row_idx, int unit);
+  bool accepts(const PolicyContext& context, int row_idx, int unit, const int32_t* chosen, int64_t count, int64_t first,
+               int64_t last, int64_t most);
   void prepare_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker);
   void prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void ask_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
@@ -373,6 +378,7 @@ class DecodeAttention {
   void update_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker);
   void update_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void report_non_finite(int64_t layer_idx, int row_idx, int unit);
+  void report_policy(int64_t layer_idx, int row_idx, int unit, const std::string& what);
 
   // decode_attention_lanes.cpp: what comes when
   void set_range(Unit& unit) const;

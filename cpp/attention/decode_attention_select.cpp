@@ -144,11 +144,47 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   context.dtype = static_cast<int64_t>(shape_.dtype);
   context.keys = row.keys(shape_, kv_head_of(unit));
   context.profile = profile_of(worker);
+  static thread_local char error[kErrorBytes];
+  error[0] = '\0';
+  context.error = error;
   return context;
 }
 
-void DecodeAttention::finish_context(const PolicyContext& context) {
+// After callbacks; false if one of them raised something, which is reported.
+bool DecodeAttention::finish_context(const PolicyContext& context, int row_idx, int unit) {
   if (context.profile != nullptr) context.profile->bytes += context.bytes_touched;
+  if (context.error[0] == '\0') return true;
+  report_policy(context.layer_idx, row_idx, unit, context.error);
+  return false;
+}
+
+// Whether `count` chosen tokens, or positions, are at most `most` and ascend in [first, last); else it is reported.
+bool DecodeAttention::accepts(const PolicyContext& context, int row_idx, int unit, const int32_t* chosen, int64_t count,
+                              int64_t first, int64_t last, int64_t most) {
+  if (count < 0) {
+    report_non_finite(context.layer_idx, row_idx, unit);
+    return false;
+  }
+  const auto refuse = [&](const std::string& what) {
+    report_policy(context.layer_idx, row_idx, unit, what);
+    return false;
+  };
+  if (count > most)
+    return refuse("it returned " + std::to_string(count) + " tokens, of at most " + std::to_string(most));
+  if (count == 0) return true;
+  if (chosen == nullptr)
+    return refuse("it returned " + std::to_string(count) + " candidates, but set no address of them");
+  bool ascends = chosen[0] >= first && chosen[count - 1] < last;
+  for (int64_t i = 1; i < count; ++i) ascends &= chosen[i - 1] < chosen[i];
+  if (ascends) return true;
+  int64_t wrong = 0;
+  while (wrong + 1 < count && chosen[wrong] >= first && chosen[wrong] < last &&
+         (wrong == 0 || chosen[wrong - 1] < chosen[wrong])) {
+    ++wrong;
+  }
+  return refuse("index " + std::to_string(wrong) + " of its choice is " + std::to_string(chosen[wrong]) +
+                ", but they must ascend, without repeats, in [" + std::to_string(first) + ", " + std::to_string(last) +
+                ")");
 }
 
 void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
@@ -174,7 +210,7 @@ void DecodeAttention::prepare_unit(int64_t layer_idx, const QueryRow& row, int r
   PolicyContext ctx = context(layer_idx, row, row_idx, unit, worker);
   ctx.query = nullptr;  // whether it is known or not: predictions come before the query
   member.prepare(&ctx);
-  finish_context(ctx);
+  finish_context(ctx, row_idx, unit);
 }
 
 // For policies that do not scan all keys: select() alone, or propose(), after which the candidates are scored.
@@ -236,7 +272,7 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
   ctx.may_defer = pool_.num_threads() > 1;
   ctx.deferred = &unit.codes;
   const int64_t count = member_of(layer_idx, unit_idx).propose(&ctx);
-  finish_context(ctx);
+  if (!finish_context(ctx, row_idx, unit_idx)) return;
   if (count == kDeferred && unit.codes.k > 0) {
     return unit.code_scores.resize(static_cast<size_t>(unit.codes.args.n));
   }
@@ -261,7 +297,7 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
     if (!options_.defers_updates) update_unit(layer_idx, row, row_idx, unit_idx, worker);
     return;
   }
-  if (count < 0 || (count > 0 && ctx.candidates == nullptr)) return report_non_finite(layer_idx, row_idx, unit_idx);
+  if (!accepts(ctx, row_idx, unit_idx, ctx.candidates, count, ctx.first, ctx.last, ctx.last - ctx.first)) return;
   consider(ctx.kv_len, unit, ctx.candidates, count);
 }
 
@@ -353,8 +389,8 @@ void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, in
   int64_t count = member.select != nullptr
                       ? member.select(&ctx)
                       : top_k(kernels_, ctx.importance, ctx.num_candidates, ctx.budget_tokens, ctx.indices);
-  finish_context(ctx);
-  if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
+  if (!finish_context(ctx, row_idx, unit_idx)) return;
+  if (!accepts(ctx, row_idx, unit_idx, ctx.indices, count, 0, num_candidates, ctx.budget_tokens)) return;
   count = cut_to_mass(ctx.indices, count, importance, ctx.first, num_candidates, recent);
   // Where each attended token is among the considered ones: sinks, the choice, recent tokens.
   std::iota(positions, positions + ctx.first, 0);
@@ -404,8 +440,12 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   ctx.indices = chosen.data() + policy_.sink_tokens;
   const PolicyMember& member = member_of(layer_idx, unit_idx);
   int64_t count = member.select != nullptr ? member.select(&ctx) : 0;
-  finish_context(ctx);
-  if (count < 0 || count > ctx.budget_tokens) return report_non_finite(layer_idx, row_idx, unit_idx);
+  if (!finish_context(ctx, row_idx, unit_idx) ||
+      !accepts(ctx, row_idx, unit_idx, ctx.indices, count, ctx.first, ctx.last, ctx.budget_tokens)) {
+    chosen.clear();
+    if (attends_to_all) published_of(row_idx, unit_idx).set_own();
+    return;
+  }
   const int64_t recent = ctx.kv_len - ctx.last;
   if (importance != nullptr) count = cut_to_mass(ctx.indices, count, importance, 0, ctx.last, recent);
   int64_t end = policy_.sink_tokens + count;

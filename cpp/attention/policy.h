@@ -12,6 +12,7 @@
 
 namespace offload {
 
+inline constexpr int64_t kErrorBytes = 240;
 inline constexpr int64_t kAnswered = -2;  // of propose: the unit's output is written, nothing is attended
 inline constexpr int64_t kDeferred = -3;  // of top_codes, then of propose: the workers score the codes together
 
@@ -68,6 +69,7 @@ struct PolicyContext {
   const float* block_scores;    // [num_blocks]
   const int32_t* block_starts;  // [num_blocks + 1]
   int64_t num_blocks;
+  char* error;  // [kErrorBytes] what a callback raised, in words; empty if nothing
   // For the primitives only.
   const void* kernels;
   int64_t dtype;

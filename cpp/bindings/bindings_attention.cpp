@@ -116,6 +116,7 @@ void prepare(DecodeAttention& attention, int64_t layer_idx, const KeptRows& step
   std::vector<QueryRow> rows;
   step.rows.of_layer(layer_idx, attention.shape().num_kv_heads, rows);
   attention.prepare(layer_idx, rows);
+  check_numbers(attention.take_failure());
 }
 
 // One row, an explicit CSR selection. `weights`: address of f32 [nnz * group] or 0. Returns the seconds it took.
@@ -207,7 +208,7 @@ py::dict policy_context_offsets() {
       FIELD(text_marks),    FIELD(bytes_touched),  FIELD(may_defer),  FIELD(arrays),
       FIELD(score_tokens),  FIELD(top_k),          FIELD(score_rows), FIELD(rank_rows),
       FIELD(top_codes),     FIELD(load_keys),      FIELD(store_rows), FIELD(filter_at_least),
-      FIELD(block_scores),  FIELD(block_starts),   FIELD(num_blocks)};
+      FIELD(block_scores),  FIELD(block_starts),   FIELD(num_blocks), FIELD(error)};
 #undef FIELD
   py::dict result;
   for (const auto& [name, offset] : offsets) result[name] = offset;
@@ -218,6 +219,7 @@ py::dict policy_context_offsets() {
 
 void bind_attention(py::module_& m) {
   m.def("policy_context_offsets", &policy_context_offsets);
+  m.attr("ERROR_BYTES") = kErrorBytes;
   py::class_<KeptRows>(m, "StepRows").def(py::init(&kept_rows));
   py::class_<DecodeAttention>(m, "DecodeAttention")
       .def(py::init(&make_attention), py::keep_alive<1, 2>())

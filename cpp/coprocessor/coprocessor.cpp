@@ -281,11 +281,12 @@ std::string Coprocessor::end() {
 void Coprocessor::let_go() { state_->attention.forget_published(); }
 
 void Coprocessor::start() {
-  thread_ = std::make_shared<Thread>();
-  thread_->thread = std::thread([state = state_, self = thread_] {
+  auto thread = std::make_shared<Thread>();
+  thread->thread = std::thread([state = state_, self = thread] {
     state->run(*self);
     self->exited.store(true);
   });
+  thread_ = std::move(thread);  // not before it runs: starting it may throw
 }
 
 int64_t Coprocessor::queue(ServedStep step) {
@@ -341,7 +342,10 @@ Coprocessor::Retirement Coprocessor::retire(int64_t grace_ns) {
 
 void Coprocessor::end_drain() {
   if (!drain_.joinable()) return;
-  if (forked()) return drain_.detach();
+  if (forked()) {  // as WorkerPool::close()
+    static_cast<void>(new std::thread(std::move(drain_)));
+    return;
+  }
   state_->drain_ends.store(true);
   drain_.join();
 }

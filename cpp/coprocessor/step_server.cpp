@@ -32,6 +32,7 @@ void StepServer::begin(const ServedStep& step) {
   // The last step may have been of another mailbox, which is gone since.
   attention_.forget_published();
   attention_.drop_probes();
+  attention_.take_failure();  // nor is the last step's of interest
 }
 
 const uint8_t* StepServer::of_layer(const std::vector<uint8_t>& heads, int64_t layer_idx) const {
@@ -228,6 +229,7 @@ std::string StepServer::end() {
   store_rows(0, step_->rows.size(), num_layers);
   std::string failure = take_over(0, step_->rows.size(), num_layers);
   if (failure.empty()) failure = find_non_finite(0, step_->rows.size(), num_checked_, num_layers);
+  if (failure.empty()) failure = attention_.take_failure();
   step_ = nullptr;
   return failure;
 }

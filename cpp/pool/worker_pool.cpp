@@ -2,6 +2,11 @@
 
 #include <unistd.h>
 
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
 #include "pool/spin.h"
 
 namespace offload {
@@ -12,14 +17,23 @@ WorkerPool::WorkerPool(int num_threads, int64_t spin_us)
       owner_(getpid()),
       blocks_(std::make_unique<Block[]>(static_cast<size_t>(num_threads))) {
   threads_.reserve(static_cast<size_t>(num_threads - 1));
-  for (int worker = 1; worker < num_threads; ++worker) threads_.emplace_back([this, worker] { worker_loop(worker); });
+  try {
+    for (int worker = 1; worker < num_threads; ++worker) threads_.emplace_back([this, worker] { worker_loop(worker); });
+  } catch (const std::system_error& error) {
+    const size_t started = threads_.size() + 1;
+    close();
+    throw std::runtime_error("num_threads is " + std::to_string(num_threads) + ", but only " + std::to_string(started) +
+                             " threads could be started (" + error.code().message() +
+                             "); give fewer, or raise the limit of threads or of memory");
+  }
 }
 
 WorkerPool::~WorkerPool() { close(); }
 
 void WorkerPool::close() {
-  if (getpid() != owner_) {  // the threads stayed in the parent: there is nothing to join
-    for (std::thread& thread : threads_) thread.detach();
+  if (getpid() != owner_) {
+    // The threads stayed in the parent: nothing here may be joined or detached, and a handle must not go either.
+    static_cast<void>(new std::vector<std::thread>(std::move(threads_)));
     threads_.clear();
     return;
   }

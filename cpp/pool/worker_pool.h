@@ -18,7 +18,7 @@ namespace offload {
 
 class WorkerPool {
  public:
-  // num_threads counts the caller: 1 starts no thread.
+  // num_threads counts the caller: 1 starts no thread. Throws, with no thread left, if one cannot be started.
   explicit WorkerPool(int num_threads, int64_t spin_us = 500);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;

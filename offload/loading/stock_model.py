@@ -13,10 +13,12 @@ import torch
 
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint, check_loaded
+from offload.loading.one_at_a_time import loading
 
 logger = logging.getLogger(__name__)
 
 
+@loading()
 def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
     """The stock model of a checked checkpoint; `dtype` None keeps the checkpoint's own.
 

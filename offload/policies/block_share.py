@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -30,6 +29,7 @@ from offload.policies.callback import (
     view_float64,
     view_int32,
 )
+from offload.policies.compiled import cached_njit
 from offload.policies.layouts import NumberLayout, StateLayout
 from offload.policies.logits_calibration import (
     WINDOW_QUERIES,
@@ -57,7 +57,7 @@ _ROUNDS = 40  # of bisection: scores are float32
 _INNER = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def cut_to_share(
     indices: Any, scores: Any, starts: Any, last: Any, beta: Any, share: Any, blocks: Any, mass: Any
 ) -> Any:

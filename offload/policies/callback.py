@@ -23,6 +23,8 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from offload.policies.callback_errors import ERROR_BYTES, compile_callback
+
 # The fields of cpp/attention/policy.h's PolicyContext; a test compares the offsets.
 CONTEXT_DTYPE = np.dtype(
     [
@@ -61,6 +63,7 @@ CONTEXT_DTYPE = np.dtype(
         ("block_scores", np.int64),
         ("block_starts", np.int64),
         ("num_blocks", np.int64),
+        ("error", np.int64),
     ]
 )
 CACHE_LINE = 64
@@ -93,8 +96,7 @@ class Callback:
         with _compiling:
             if self._made is None:
                 result = types.int64 if self.__name__ in ("propose", "select") else types.void
-                compiled = numba.cfunc(result(_CONTEXT_POINTER), cache=True)
-                self._made = compiled(self.function)
+                self._made = compile_callback(self.function, result(_CONTEXT_POINTER))
             return self._made
 
     @property
@@ -103,8 +105,17 @@ class Callback:
         return int(self._compiled.address)
 
     def __call__(self, context: np.ndarray[Any, Any]) -> Any:
-        """Run the compiled function on a CONTEXT_DTYPE array of one element."""
-        return self._compiled.ctypes(context.ctypes.data)
+        """Run the compiled function on a CONTEXT_DTYPE array of one element.
+
+        Raises:
+            RuntimeError: the function has raised something.
+        """
+        raised = np.zeros(ERROR_BYTES, np.uint8)
+        context["error"] = raised.ctypes.data
+        result = self._compiled.ctypes(context.ctypes.data)
+        if raised[0]:
+            raise RuntimeError(raised.tobytes().partition(b"\0")[0].decode())
+        return result
 
 
 def callback(function: Callable[[Any], Any]) -> Callback:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -24,6 +23,7 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.compiled import cached_njit
 
 _MAX_ROW_WIDTH = 256  # of score_rows
 BOUNDS: dict[str, npt.DTypeLike | None] = {
@@ -37,7 +37,7 @@ BOUNDS: dict[str, npt.DTypeLike | None] = {
 BOUNDS_SIZES = ("max_runs", "parts", "item_bytes")
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def split_query(query: Any, group_size: Any, head_dim: Any, split: Any) -> None:
     """split [2 * head_dim] = sums over the group of max(q, 0) and of min(q, 0); query is flat."""
     for d in range(head_dim):
@@ -53,7 +53,7 @@ def split_query(query: Any, group_size: Any, head_dim: Any, split: Any) -> None:
         split[head_dim + d] = below
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def page_bounds(keys: Any, page_tokens: Any, head_dim: Any, bounds: Any) -> None:
     """bounds [2 * head_dim] = maxima and minima of each element; keys is flat, a row per token."""
     for d in range(head_dim):
@@ -67,7 +67,7 @@ def page_bounds(keys: Any, page_tokens: Any, head_dim: Any, bounds: Any) -> None
         bounds[head_dim + d] = lowest
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def score_bounds(pointer: Any, ctx: Any, state: Any, sizes: Any, num_runs: Any) -> Any:
     """Bounds of the first runs' scores, summed over the group: address of float32 [num_runs]."""
     head_dim, max_runs, width = ctx.head_dim, sizes.max_runs, 2 * ctx.head_dim // sizes.parts
@@ -106,13 +106,13 @@ def past_scores(arrays: State, queries: Tensor, sm_scale: float, num_runs: int) 
     return scores
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def hand_over(ctx: Any, scores_at: Any, starts_at: Any, num_runs: Any) -> None:
     """Leave in the context what was ranked, as `offload.policies.blocks` says."""
     ctx.block_scores, ctx.block_starts, ctx.num_blocks = scores_at, starts_at, num_runs
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def store_bounds(
     pointer: Any, ctx: Any, state: Any, sizes: Any, run: Any, first: Any, length: Any, longest: Any
 ) -> None:
@@ -134,7 +134,7 @@ def store_bounds(
     ctx.bytes_touched += 2 * head_dim * item_bytes
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def take_last(ctx: Any, count: Any, num_last: Any) -> Any:
     """Write the last tokens before ctx.last behind `count` indices; how many there are then."""
     indices = view_int32(ctx.indices, count + num_last)

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -38,6 +37,7 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.compiled import cached_njit
 from offload.policies.device_build import to_host
 from offload.policies.key_bounds import (
     BOUNDS,
@@ -64,7 +64,7 @@ SIZES = ("page_tokens", *BOUNDS_SIZES)
 read_state, read_sizes = STATE.read, reader(SIZES, np.int32)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def expand_pages(
     pages: Any, scores: Any, first: Any, last: Any, page_tokens: Any, budget: Any, indices: Any
 ) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,6 +27,7 @@ from offload.policies.callback import (
     view_int32,
     view_uint8,
 )
+from offload.policies.compiled import cached_njit
 from offload.policies.key_bounds import (
     BOUNDS,
     BOUNDS_SIZES,
@@ -53,7 +53,7 @@ SIZES = ("min_tokens", "max_tokens", *BOUNDS_SIZES)
 read_state, read_sizes = STATE.read, reader(SIZES, np.int32)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def keep_budget(chunks: Any, scores: Any, starts: Any, last: Any, budget: Any, indices: Any) -> Any:
     """Tokens of the best chunks up to the budget, ascending.
 

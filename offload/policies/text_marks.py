@@ -16,9 +16,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from offload.policies.compiled import cached_njit
 
 # The kind of a token's end: the low six bits of its mark.
 _PARAGRAPH = 1
@@ -177,13 +178,13 @@ def _run_of(core: str) -> tuple[int, int]:
     return (_FENCE if length >= 3 else _RUNS[character] + length - 1), length
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _is_newline(mark: int) -> bool:
     kind = mark & _KIND
     return kind in (_NEWLINE, _PARAGRAPH)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _is_fence(marks: Any, i: int) -> bool:
     """Whether a fence or rule ends with token i, alone or with the tokens before it."""
     kind = marks[i] & _KIND
@@ -203,7 +204,7 @@ def _is_fence(marks: Any, i: int) -> bool:
     return bool(length >= 3)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _wide_level(marks: Any, i: int) -> int:
     """Level of a CJK delimiter whose last bytes are token i; 0 if it is none."""
     kind = marks[i] & _KIND
@@ -224,7 +225,7 @@ def _wide_level(marks: Any, i: int) -> int:
     return 0
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _own_level(marks: Any, i: int, n: int) -> int:
     """Level of the delimiter that ends with token i, whatever stands before it."""
     kind = marks[i] & _KIND
@@ -239,7 +240,7 @@ def _own_level(marks: Any, i: int, n: int) -> int:
     return int(_LEVEL[kind])
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def cut_level(marks: Any, i: int, n: int) -> int:
     """How good a cut after token i is: 1 (best) to 4, or 0 for none.
 

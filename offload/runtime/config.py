@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cpu_ops.worker_pool import MAX_THREADS
 from offload.cascade.bound import CONDENSED_SHARE
 from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.models.dtypes import DTYPES
@@ -94,6 +95,8 @@ class RuntimeConfig:
                 continue
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+            if name == "num_threads" and number > MAX_THREADS:
+                raise ValueError(f"num_threads must be at most {MAX_THREADS}, got {number}")
         for key in self.max_memory:
             if key != "cpu" and (device.type == "cpu" or key not in self._gpus(device)):
                 raise ValueError(

@@ -15,6 +15,7 @@ from offload.decode.gpu.placement import HeadPlacement
 from offload.loading.checkpoint import Checkpoint, check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
+from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import load_stock_model, load_vocabulary_marks
 from offload.models import LeanModel, ModelShape, lean_model_maker
 from offload.models.rank_part import keep_own_weights, rank_view
@@ -66,6 +67,7 @@ class OpenedModel:
         return torch.device(self.config.device)
 
 
+@loading()
 def open_model(
     name_or_path: str | Path, config: RuntimeConfig, hub: HubOptions, ranks: TensorParallel | None
 ) -> OpenedModel:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.system.map_in_threads import map_in_threads
 from offload.system.memory import available_cpus
 
 _FEW_PAGES_BYTES = 4 * 2**20
@@ -60,5 +60,4 @@ def touch(memory: mmap.mmap) -> None:
     ]
     if len(chunks) == 1:
         return touch_chunk(chunks[0])
-    with ThreadPoolExecutor(available_cpus()) as executor:
-        list(executor.map(touch_chunk, chunks))  # list: raises what a chunk raised
+    map_in_threads(touch_chunk, chunks, available_cpus())

@@ -1,11 +1,13 @@
-"""Ctrl-C between steps of bookkeeping, not in the middle of one.
+"""Signals between steps of bookkeeping, not in the middle of one.
 
-Python raises KeyboardInterrupt at any line. Where two lines must both happen (pages leave the free
-list, a sequence takes them), the interrupt waits until they have.
+Python runs the handler of a signal at any line, and what it raises (KeyboardInterrupt at ctrl-C,
+the time-out of a test runner or server at SIGALRM) ends whatever was going on. Where two lines must
+both happen (pages leave the free list, a sequence takes them), handlers wait until they have.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal's without enums: 3 µs, not 50
 import contextlib
 import signal
 import threading
@@ -13,25 +15,49 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+_SIGNALS = sorted(map(int, signal.valid_signals()))
+
 
 class _Shield:
-    """What handles ctrl-C while a shield is open, in front of what did before."""
+    """What handles signals while a shield is open, in front of what did before."""
 
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self.handler = handler
+    def __init__(self) -> None:
+        self.handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self.is_exposed = False
-        self.came = False
+        self.came: list[int] = []
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if self.is_exposed:
-            self.handler(signum, frame)
-        else:
-            self.came = True
+            self.handlers[signum](signum, frame)
+        elif signum not in self.came:
+            self.came.append(signum)
+
+    def open(self) -> None:
+        handlers = zip(_SIGNALS, map(_signal.getsignal, _SIGNALS), strict=True)
+        self.handlers = {signum: handler for signum, handler in handlers if callable(handler)}
+        for signum in self.handlers:
+            _signal.signal(signum, self)
+
+    def close(self) -> None:
+        """Put the handlers back; a signal that comes meanwhile may raise, and the others are put
+        back all the same."""
+        try:
+            while self.handlers:
+                signum, handler = next(iter(self.handlers.items()))
+                _signal.signal(signum, handler)
+                del self.handlers[signum]
+        finally:
+            if self.handlers:
+                self.close()
 
     def deliver(self) -> None:
-        if self.came:
-            self.came = False
-            signal.raise_signal(signal.SIGINT)
+        """What came runs now; what one handler raises does not keep the others from it."""
+        try:
+            while self.came:
+                signal.raise_signal(self.came.pop(0))
+        finally:
+            if self.came:
+                self.deliver()
 
     @contextlib.contextmanager
     def exposed(self) -> Iterator[None]:
@@ -45,7 +71,7 @@ class _Shield:
 
 @contextlib.contextmanager
 def shielded() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """While it is open ctrl-C has no effect; one that came meanwhile has it at the end.
+    """While it is open no handler of a signal runs; those of what came meanwhile run at the end.
 
     Gives a context manager for parts inside that may be interrupted all the same:
 
@@ -60,16 +86,17 @@ def shielded() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]
             keep()
 
     An `exposed` part of a shield within a shield is not exposed. Threads other than the main one
-    are never interrupted; nothing happens there, nor where ctrl-C is not handled in Python.
+    are never interrupted; nothing happens there.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    if threading.current_thread() is not threading.main_thread():
         yield contextlib.nullcontext
         return
-    shield = _Shield(handler)
+    shield = _Shield()
     try:
-        signal.signal(signal.SIGINT, shield)
+        shield.open()
         yield shield.exposed
     finally:
-        signal.signal(signal.SIGINT, handler)
-        shield.deliver()
+        try:
+            shield.close()
+        finally:
+            shield.deliver()

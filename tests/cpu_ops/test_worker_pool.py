@@ -36,6 +36,8 @@ def test_num_threads():
     assert WorkerPool(3).num_threads == 3
     with pytest.raises(ValueError, match="num_threads must be at least 1, got 0"):
         WorkerPool(0)
+    with pytest.raises(ValueError, match="num_threads must be at most 65536, got 1099511627776"):
+        WorkerPool(2**40)
     with pytest.raises(ValueError, match="spin_us must not be negative, got -1"):
         WorkerPool(1, spin_us=-1)
 
@@ -123,7 +125,7 @@ def test_calls_from_several_python_threads(linear):
 
 
 FORK = """
-import os, torch
+import os, threading, torch
 from cpu_ops.linear import Linear
 from cpu_ops.worker_pool import WorkerPool
 torch.set_num_threads(1)
@@ -134,6 +136,10 @@ expected = linear(pool, x)
 child = os.fork()
 if child == 0:
     same = torch.equal(linear(pool, x), expected)
+    for _ in range(3):  # which reuse what the parent's threads had
+        threads = [threading.Thread(target=sum, args=([],)) for _ in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
     pool.close()
     again = torch.equal(linear(pool, x), expected)
     own = WorkerPool(2)
@@ -154,6 +160,32 @@ def test_a_forked_child_works_on_its_own():
         check=False,
     )
     assert result.stdout.split() == ["0", "True"], result.stderr
+
+
+LIMITED = """
+import os, resource
+from cpu_ops.worker_pool import WorkerPool
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+before = len(os.listdir("/proc/self/task"))
+try:
+    WorkerPool(5000)
+except RuntimeError as error:
+    print(error, len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_a_limit_of_threads_is_an_error() -> None:
+    """… and those that were started have ended."""
+    result = subprocess.run(
+        [sys.executable, "-c", LIMITED],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.stdout.startswith("num_threads is 5000, but only "), result.stderr
+    assert result.stdout.endswith("give fewer, or raise the limit of threads or of memory 0\n")
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -379,3 +380,17 @@ def test_weights_are_moved(offloaded_models: dict[str, Any], tmp_path: Path) -> 
     saved, weights = load_file(tmp_path / "saved.safetensors"), model.state_dict()
     assert len(saved) == len(weights) - 1  # the tied one
     assert all(torch.equal(weight, weights[name]) for name, weight in saved.items())
+
+
+def test_two_threads_load_at_once(tiny_folders: dict[str, Path]) -> None:
+    """transformers changes torch's default dtype while it loads."""
+    names = ["llama", "qwen3"] * 6  # whose weights are tied
+
+    def load(numbered: tuple[int, str]) -> torch.dtype:
+        dtype = ("float32", "bfloat16")[numbered[0] % 2]
+        return OffloadedModel.from_pretrained(tiny_folders[numbered[1]], dtype=dtype).dtype
+
+    with ThreadPoolExecutor(4) as threads:
+        dtypes = list(threads.map(load, enumerate(names)))
+    assert dtypes == [torch.float32, torch.bfloat16] * 6
+    assert torch.get_default_dtype() == torch.float32

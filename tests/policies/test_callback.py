@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -22,6 +21,7 @@ from cpu_ops import _native
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import ExactTopK
+from offload.policies import callback as callback_module
 from offload.policies import exact_topk as exact_topk_module
 from offload.policies.base import SparsePolicy, State
 from offload.policies.callback import (
@@ -371,9 +371,9 @@ def test_filter_at_least(pool):
 def test_one_compilation_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code goes with its object: a second one would take the first one's place, and its code."""
     made: list[object] = []
-    compile_slowly = numba.cfunc
+    compile_slowly = callback_module.compile_callback
 
-    def cfunc(*args: Any, **options: Any) -> Any:
+    def compile_callback(*args: Any) -> Any:
         made.append(args)
         time.sleep(0.1)
         return compile_slowly(*args)
@@ -381,8 +381,73 @@ def test_one_compilation_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     def observe(pointer: Any) -> None:
         pass
 
-    monkeypatch.setattr(numba, "cfunc", cfunc)
+    monkeypatch.setattr(callback_module, "compile_callback", compile_callback)
     observed = callback(observe)
     with ThreadPoolExecutor(4) as threads:
         addresses = set(threads.map(lambda _: observed.address, range(4)))
     assert (len(made), len(addresses)) == (1, 1)
+
+
+def _many(pointer: Any) -> int:
+    ctx = read_context(pointer)
+    return ctx.budget_tokens + 1
+
+
+def _outside(pointer: Any) -> int:
+    chosen = view_int32(read_context(pointer).indices, 3)
+    chosen[0], chosen[1], chosen[2] = 5, 9, 100_000_000
+    return 3
+
+
+def _negative(pointer: Any) -> int:
+    chosen = view_int32(read_context(pointer).indices, 2)
+    chosen[0], chosen[1] = -100_000_000, 9
+    return 2
+
+
+def _twice(pointer: Any) -> int:
+    chosen = view_int32(read_context(pointer).indices, 3)
+    chosen[0], chosen[1], chosen[2] = 5, 9, 9
+    return 3
+
+
+def _unsorted(pointer: Any) -> int:
+    chosen = view_int32(read_context(pointer).indices, 3)
+    chosen[0], chosen[1], chosen[2] = 5, 3, 9
+    return 3
+
+
+def _raises(pointer: Any) -> int:
+    raise ValueError("no choice: größer")
+
+
+BOUNDS = r"they must ascend, without repeats, in \[2, 396\)"
+BAD_CHOICES = {
+    _many: "it returned 27 tokens, of at most 26",
+    _outside: rf"index 2 of its choice is 100000000, but {BOUNDS}",
+    _negative: rf"index 0 of its choice is -100000000, but {BOUNDS}",
+    _twice: rf"index 2 of its choice is 9, but {BOUNDS}",
+    _unsorted: rf"index 1 of its choice is 3, but {BOUNDS}",
+    _raises: "ValueError: no choice: größer",
+}
+
+
+@pytest.mark.parametrize("scans", [False, True])
+@pytest.mark.parametrize("function", BAD_CHOICES, ids=lambda function: function.__name__)
+def test_a_bad_choice_fails_the_step(function: Any, scans: bool, pool: WorkerPool) -> None:
+    """… and not the process; the next step is as if it had not been."""
+    function.__name__ = "select"
+
+    @dataclass(frozen=True)
+    class Bad(Refusing):
+        scans_keys: ClassVar[bool] = scans
+        select: ClassVar[Callback | None] = callback(function)
+
+    cache, queries = make_case()
+    attention = cache.attention(pool, GROUP_SIZE, Bad(**OPTIONS))
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=rf"policy failed in layer 1, .*{BAD_CHOICES[function]}"
+        ):
+            attend(attention, [cache.seq], [400], queries[:1])
+    attend(attention, [cache.seq], [32], queries[:1])  # attends to all

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+import pytest
+
+from offload.policies.compiled import _warn_slow, cached_njit
 from offload.policies.numba_cache import drop_stale
 
 
@@ -22,3 +26,34 @@ def test_what_was_compiled_from_other_sources_goes(tmp_path: Path) -> None:
         drop_stale(folder, [other])
         assert compiled.exists()
     drop_stale(tmp_path / "missing" / "folder")
+
+
+def add_one(x: int) -> int:
+    return x + 1
+
+
+def test_damaged_files_are_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    assert cached_njit()(add_one)(1) == 2
+    files = list(tmp_path.rglob("*.nb[ci]"))
+    assert len(files) == 2
+    for path in files:
+        whole = path.read_bytes()
+        for kept in (0, len(whole) // 2):
+            path.write_bytes(whole[:kept])
+            assert cached_njit()(add_one)(1) == 2
+            again = cached_njit()(add_one)
+            assert (again(1), sum(again.stats.cache_hits.values())) == (2, 1)
+
+
+def test_without_a_folder_to_write_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError("read-only")
+
+    _warn_slow.cache_clear()
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert [cached_njit()(add_one)(x) for x in (1, 2)] == [2, 3]
+    assert caplog.text.count("name a folder in NUMBA_CACHE_DIR") == 1

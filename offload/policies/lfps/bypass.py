@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
+from offload.policies.compiled import cached_njit
 
-@numba.njit(cache=True)
+
+@cached_njit()
 def log_odds_of_sinks(
     scores: Any, num_sinks: Any, query: Any, mean_key: Any, ratio: Any, sm_scale: Any, kv_len: Any
 ) -> Any:
@@ -32,7 +33,7 @@ def log_odds_of_sinks(
     return sinks - rest, max(sinks, rest) + np.log1p(np.exp(-abs(sinks - rest)))
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _log_sum_exp(x: Any) -> Any:
     highest = x[0]
     for i in range(1, len(x)):
@@ -43,7 +44,7 @@ def _log_sum_exp(x: Any) -> Any:
     return highest + np.log(total)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def answer_from_sinks(
     scores: Any, sink_values: Any, mean_value: Any, share: Any, output: Any
 ) -> None:

@@ -25,6 +25,7 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
 from offload.policies.callback import prefetch_line_to_write, view_float32
+from offload.policies.compiled import cached_njit
 
 # Of a table's float64 state: power sums, then these.
 MAX, FLOOR, COUNT, FULL = 4, 5, 6, 7
@@ -81,13 +82,13 @@ def _bit_of(index: Any, top: Any) -> Any:
     return top - index if top >= 0 else index
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def mean_of(state: Any, n: Any) -> Any:
     """Mean of a table of n scores, zeros included."""
     return state[0] / n
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def threshold_of(state: Any, n: Any, alpha: Any) -> Any:
     """theta = mean + alpha * max / sqrt(kurtosis) of n scores; infinite if all are equal."""
     mean = state[0] / n
@@ -104,13 +105,13 @@ def threshold_of(state: Any, n: Any, alpha: Any) -> Any:
     return mean + alpha * state[MAX] * variance / np.sqrt(fourth)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def lowered_threshold(theta: Any, mean: Any, share: Any) -> Any:
     """The threshold at a share of its height above the mean; -1, below every score, for 0."""
     return mean + share * (theta - mean) if share > 0.0 else -1.0
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def list_scores(table: Table, floor: Any) -> None:
     """Sums, maximum, list and bits of one that holds scores only."""
     scores, values, indices, bits, top, state = table
@@ -139,7 +140,7 @@ def list_scores(table: Table, floor: Any) -> None:
     state[COUNT] = count
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def unlist_scores(table: Table) -> None:
     """The list's scores back into the table; `list_scores` has to follow."""
     for slot in range(np.int64(table.state[COUNT])):
@@ -147,7 +148,7 @@ def unlist_scores(table: Table) -> None:
     table.state[COUNT] = 0
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def prune(table: Table, mean: Any, slots: Any) -> None:
     """Unlist what the mean has overtaken; a full list gives up the lower part of it as well.
 
@@ -179,7 +180,7 @@ def prune(table: Table, mean: Any, slots: Any) -> None:
     state[FLOOR], state[COUNT], state[FULL] = floor, count, 0.0
 
 
-@numba.njit(cache=True, fastmath={"reassoc"})
+@cached_njit(fastmath={"reassoc"})
 def _added_to_sums(old: Any, weights: Any, scale: Any) -> Any:
     """What power sums gain when `add_scores` adds to these; side by side, which has no order."""
     s1 = s2 = s3 = s4 = 0.0
@@ -195,7 +196,7 @@ def _added_to_sums(old: Any, weights: Any, scale: Any) -> Any:
     return s1, s2, s3, s4
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def add_scores(table: Table, tokens: Any, weights: Any, newest: Any, scale: Any, old: Any) -> None:
     """Stored score of each token += its weight * scale; by distance to `newest` if top >= 0.
 
@@ -243,7 +244,7 @@ def add_scores(table: Table, tokens: Any, weights: Any, newest: Any, scale: Any,
         state[FULL] = 1.0
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def take_back(table: Table, before: Any, tokens: Any, old: Any, newest: Any) -> None:
     """Undo `add_scores`; `before`: its state as it was."""
     scores, values, _, bits, top, _ = table
@@ -260,7 +261,7 @@ def take_back(table: Table, before: Any, tokens: Any, old: Any, newest: Any) -> 
             _clear_bit(bits, _bit_of(index, top))
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def rescale(table: Table, factor: Any) -> None:
     """Multiply all stored scores: the one pass over a table, once in hundreds of steps."""
     scores, values, state = table.scores, table.values, table.state
@@ -287,7 +288,7 @@ def float_above(theta: Any) -> Any:
     return nearest if nearest > theta else np.nextafter(nearest, np.float32(np.inf))
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def mark_slots(
     slots: Any, indices: Any, newest: Any, spread: Any, first: Any, last: Any, marks: Any
 ) -> Any:
@@ -315,7 +316,7 @@ def mark_slots(
     return marked
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def mark_tokens(begin: Any, end: Any, marks: Any) -> None:
     """Mark the tokens [begin, end)."""
     for token in range(begin, end):
@@ -336,7 +337,7 @@ def _expanded(here: Any, below: Any, above: Any, listed: Any) -> Any:
     return here | (near & listed)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def expand_marks(
     marks: Any, vertical: Any, slash: Any, shift: Any, first: Any, last: Any, chosen: Any
 ) -> Any:
@@ -376,7 +377,7 @@ def expand_marks(
     return n
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def list_tokens(chosen: Any, n: Any, base: Any, places: Any, tokens: Any) -> Any:
     """List the tokens base + bit of n words; the first words are dropped if `tokens` is short.
 

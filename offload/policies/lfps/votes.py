@@ -7,6 +7,8 @@ from typing import Any
 import numba
 import numpy as np
 
+from offload.policies.compiled import cached_njit
+
 
 @numba.njit(inline="always")
 def _sums_of_four(weights: Any, begin: Any, group_size: Any, num: Any, first: Any) -> Any:
@@ -25,7 +27,7 @@ def _sums_of_four(weights: Any, begin: Any, group_size: Any, num: Any, first: An
     return of_a, of_b, of_c, of_d
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def group_weights(
     weights: Any, num: Any, first: Any, group_size: Any, votes: Any, combined: Any
 ) -> Any:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from offload.policies.compiled import cached_njit
 from offload.policies.text_marks import cut_level
 
 BLOCK_SHIFT = 4
@@ -20,7 +20,7 @@ BLOCK = 1 << BLOCK_SHIFT  # chunks that share a start
 MAX_CHUNK_TOKENS = 16  # (BLOCK - 1) * MAX_CHUNK_TOKENS must fit a uint8
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def chunk_length(marks: Any, start: int, n: int, min_tokens: int, max_tokens: int) -> int:
     """Length of the chunk that begins at token `start`.
 
@@ -42,13 +42,13 @@ def chunk_length(marks: Any, start: int, n: int, min_tokens: int, max_tokens: in
     return best
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def chunk_start(blocks: Any, offsets: Any, chunk: int) -> int:
     """First token of a chunk; of one past the last chunk: where the chunks end."""
     return int(blocks[chunk >> BLOCK_SHIFT] + offsets[chunk])
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def set_chunk_start(blocks: Any, offsets: Any, chunk: int, token: int) -> None:
     """Write the start of `chunk`; those below it must be there."""
     if chunk % BLOCK == 0:
@@ -56,7 +56,7 @@ def set_chunk_start(blocks: Any, offsets: Any, chunk: int, token: int) -> None:
     offsets[chunk] = token - blocks[chunk // BLOCK]
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _cut(
     marks: Any, first: int, last: int, n: int, min_tokens: int, max_tokens: int, starts: Any
 ) -> int:

@@ -26,6 +26,7 @@ from offload.policies.callback import (
     view_uint16,
     view_uint64,
 )
+from offload.policies.compiled import cached_njit
 from offload.policies.lychee_cluster.chunks import chunk_length, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
     CENTRE_STEPS,
@@ -54,7 +55,7 @@ _GRAFT_UNITS = 3  # coarse units in which a new chunk looks for its cluster
 _MAX_COUNT = 255  # members that weigh in a moving average
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _move_centroid(row: Any, scale: Any, count: int, point: Any, old: Any, new: Any) -> None:
     """Moving average of a centroid of `count` points and one more; its radius covers all of them.
 
@@ -114,7 +115,7 @@ def append(pointer: Any) -> None:
         _graft(pointer, ctx, length)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _mean_key(keys: Any, length: int, out: Any) -> float:
     """Writes the mean of `length` keys; its norm."""
     width = len(out)
@@ -128,7 +129,7 @@ def _mean_key(keys: Any, length: int, out: Any) -> float:
     return float(np.sqrt(squares))
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _write_box(keys: Any, length: int, centre: Any, row: Any, scale: Any) -> None:
     """The box of `length` keys, as `index.pack_boxes` makes it.
 
@@ -165,7 +166,7 @@ def _note_header(ctx: Any, cluster: Any) -> Any:
     return last
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _note_before(ctx: Any, index: Any, unit: Any, cluster: Any) -> None:
     """Note what grafting onto a cluster will change (`take_back_graft`)."""
     state, header = read_state(ctx.arrays), index.header

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from cpu_ops.clustering import chunk_boxes, spherical_kmeans
 from offload.policies.base import BuildContext, State
+from offload.policies.compiled import cached_njit
 from offload.policies.device_build import WORKSPACE_BYTES
 from offload.policies.lychee_cluster.chunks import BLOCK, chunk_start, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
@@ -78,7 +78,7 @@ def padded_radius(radius: Tensor) -> Tensor:
     return bfloat16_up(radius * (1 + 1e-5) + 1e-6)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _radii(points: Any, labels: Any, rows: Any, steps: Any) -> Any:
     """Distance from each dequantised row to the furthest point labelled with it, per head."""
     heads, n, width = points.shape
@@ -94,7 +94,7 @@ def _radii(points: Any, labels: Any, rows: Any, steps: Any) -> Any:
     return np.sqrt(squares)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _link(labels: Any, num_clusters: int, links: Any) -> None:
     for h in range(labels.shape[0]):
         for i in range(labels.shape[1]):
@@ -103,7 +103,7 @@ def _link(labels: Any, num_clusters: int, links: Any) -> None:
             links[h, c] = i + 1
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _write_starts(blocks: Any, offsets: Any, starts: Any) -> None:
     for i in range(len(starts)):
         set_chunk_start(blocks, offsets, i, starts[i])

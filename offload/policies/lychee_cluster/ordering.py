@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
+from offload.policies.compiled import cached_njit
 from offload.policies.lychee_cluster.views import bits_of_float
 
 _NO_KEY = np.int32(-(1 << 31))
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def take_best(scores: Any, n: int) -> int:
     """Position of the largest score, which is then taken out; -1 if no number is left."""
     best = -1
@@ -25,7 +25,7 @@ def take_best(scores: Any, n: int) -> int:
     return best
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def order_scores(scores: Any, keys: Any) -> None:
     """int32 keys in the order of float32 scores, NaN below all; may be the same memory."""
     for i in range(len(keys)):
@@ -34,7 +34,7 @@ def order_scores(scores: Any, keys: Any) -> None:
         keys[i] = key if scores[i] == scores[i] else _NO_KEY
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def take_best_key(keys: Any) -> int:
     """Position of the first of the largest keys, which is then taken out; -1 if none is left."""
     largest = _NO_KEY

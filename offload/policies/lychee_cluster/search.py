@@ -36,6 +36,7 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.compiled import cached_njit
 from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_cluster.carry import carried_tokens, carry
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, chunk_start
@@ -94,7 +95,7 @@ def _rank_ranges(
     rank_rows(pointer, ctx.rank_rows, (*of_rows, ranges, num_ranges, scratch.scores))
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _flag_groups(index: Any, groups: Any, flags: Any, room: int, bounds: Any) -> int:
     """Flag the chunks of groups, the newest first, while `room` tokens last; tokens flagged.
 
@@ -121,7 +122,7 @@ def _flag_groups(index: Any, groups: Any, flags: Any, room: int, bounds: Any) ->
     return taken
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _write_flagged(
     index: Any, flags: Any, bounds: Any, last: int, others: Any, address: int
 ) -> int:
@@ -160,7 +161,7 @@ def _write_flagged(
     return count
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _sum_queries(ctx: Any, address: int) -> float:
     """Write the sum of the group's queries; its norm, not finite where one of them is not."""
     width = ctx.head_dim
@@ -279,7 +280,7 @@ def _group_at(units: Any, i: Any, position: Any) -> Any:
     return units[RANGES + 2 * i + 1] - (units[ENDS + i] - position)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _take_whole_clusters(index: Any, scratch: Any, visited: int, needed: int) -> None:
     """Flag the chunks of the best clusters, best first, until `needed` tokens are there."""
     scores = view_float32(scratch.scores, visited)

@@ -12,6 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from offload.policies.callback import pointer_to, view_int32, view_uint8, view_uint16, view_uint64
+from offload.policies.compiled import cached_njit
 from offload.policies.lychee_cluster.chunks import BLOCK, MAX_CHUNK_TOKENS
 from offload.policies.lychee_cluster.layout import (
     HEADER,
@@ -111,7 +112,7 @@ def index_of(ctx: Any) -> Any:
     )
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def scratch_of(ctx: Any, header: Any) -> Any:
     """The `Scratch` of ctx.unit."""
     state, unit, row_bytes = read_state(ctx.arrays), ctx.unit, 4 * ctx.head_dim

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -28,6 +27,7 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.compiled import cached_njit
 from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_decode.roles import (
     HeadRoles,
@@ -45,7 +45,7 @@ NUMBERS = NumberLayout("rule_index", "rule_number")
 read_numbers = NUMBERS.read
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def enough_for_share(importance: Any, chosen: Any, first: Any, missing: Any) -> Any:
     """Keep the most important of `chosen` until their importance reaches `missing`.
 

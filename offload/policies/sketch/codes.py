@@ -15,12 +15,12 @@ import math
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.native import MAX_HEAD_DIM
+from offload.policies.compiled import cached_njit
 
 # Of the 4 levels of a standard normal distribution: where the outer ones begin.
 OUTER = np.float32(0.98160)
@@ -32,7 +32,7 @@ _SIGNS = np.where(np.random.default_rng(0).random(MAX_HEAD_DIM) < 0.5, -1, 1)
 _SIGNS = _SIGNS.astype(np.float32)
 
 
-@numba.njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def rotate(x: Any) -> None:
     """Rotate float32 [head_dim] in place."""
     width = len(x) & -len(x)
@@ -58,7 +58,7 @@ def rotation(head_dim: int) -> npt.NDArray[np.float32]:
     return rows
 
 
-@numba.njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def encode(x: Any, bits: Any, levels: Any, codes: Any, scales: Any, token: Any) -> None:
     """Write the code of a key and its scale.
 
@@ -90,7 +90,7 @@ def encode(x: Any, bits: Any, levels: Any, codes: Any, scales: Any, token: Any) 
     scales[token] = squares / product if squares != 0.0 else np.float32(0.0)
 
 
-@numba.njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def encode_rows(
     rows: Any, mean: Any, bits: Any, levels: Any, codes: Any, scales: Any, first: Any
 ) -> None:

@@ -14,11 +14,9 @@ cpp/kernels/codes-inl.h.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -43,10 +41,12 @@ from offload.policies.callback import (
     view_int32,
     view_uint8,
 )
+from offload.policies.compiled import cached_njit
 from offload.policies.device_build import to_host
 from offload.policies.layouts import NumberLayout, StateLayout, reader
 from offload.policies.sketch.codes import LEVELS, OUTER, encode_rows, rotate
 from offload.policies.sketch.codes_on_device import encode_keys, mean_keys
+from offload.system.map_in_threads import map_in_threads
 
 STATE = StateLayout(
     codes=np.uint8,  # [num_kv_heads, blocks, head_dim * bits / 8, CODE_BLOCK]
@@ -65,7 +65,7 @@ read_state, read_sizes, read_numbers = STATE.read, reader(SIZES, np.int32), NUMB
 _BUILD_TOKENS = 4096  # of one piece of a build
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def encode_new(pointer: Any, ctx: Any, state: Any, sizes: Any, bits: Any, end: Any) -> None:
     """Codes of the tokens before `end` that have none yet."""
     head_dim = ctx.head_dim
@@ -183,8 +183,7 @@ class Sketch(SparsePolicy):
                 self._encode(arrays, head, keys[first : first + _BUILD_TOKENS], first)
 
         num_threads = context.pool.num_threads if context.pool is not None else 1
-        with ThreadPoolExecutor(num_threads) as threads:
-            list(threads.map(build_head, range(len(context.keys))))
+        map_in_threads(build_head, range(len(context.keys)), num_threads)
         return arrays
 
     def build_on_device(self, context: BuildContext) -> DeviceBuild:

@@ -24,6 +24,7 @@ from offload.policies.callback import (
     view_int32,
     view_int64,
 )
+from offload.policies.compiled import cached_njit
 from offload.policies.union.layout import FOUND, MEMBER, read_member, read_own
 
 _MEMBER_BYTES = 8 * len(MEMBER)
@@ -43,7 +44,7 @@ def _turn_back(ctx: Any, arrays: Any, numbers: Any) -> None:
     ctx.arrays, ctx.parameters = arrays, numbers
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def merge(a: Any, b: Any, out: Any) -> int:
     """Write the union of two ascending lists without repetitions; how many."""
     i = j = count = 0
@@ -62,7 +63,7 @@ def merge(a: Any, b: Any, out: Any) -> int:
     return count
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def weights_of(own: Any, other: Any, weights: Any, out: Any) -> None:
     """Of the weights of what `merge` made of `own` and `other`, those of `own`."""
     i = j = k = 0

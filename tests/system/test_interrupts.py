@@ -1,0 +1,59 @@
+"""Handlers of signals wait while a shield is open, whichever signal it is."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from offload.system.interrupts import shielded
+
+
+class TimeOutError(Exception):
+    pass
+
+
+@pytest.fixture(params=[signal.SIGALRM, signal.SIGINT, signal.SIGUSR1, signal.SIGRTMIN])
+def signum(request: Any) -> Any:
+    def time_out(number: int, frame: Any) -> None:
+        raise TimeOutError(number)
+
+    before = signal.signal(request.param, time_out)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+def test_a_handler_waits(signum: signal.Signals) -> None:
+    before, lines = signal.getsignal(signum), []
+    with pytest.raises(TimeOutError), shielded():  # noqa: PT012 (it is raised at the end)
+        with shielded() as inner, inner():
+            signal.raise_signal(signum)
+            lines.append("inner")
+        lines.append("outer")
+    assert lines == ["inner", "outer"]
+    assert signal.getsignal(signum) is before
+
+
+def test_an_exposed_part_is_interrupted(signum: signal.Signals) -> None:
+    before = signal.getsignal(signum)
+    with shielded() as exposed:
+        signal.raise_signal(signum)
+        with pytest.raises(TimeOutError), exposed():
+            pytest.fail("it came before")
+        with pytest.raises(TimeOutError), exposed():
+            signal.raise_signal(signum)
+    assert signal.getsignal(signum) is before
+
+
+def test_two_signals_both_come(signum: signal.Signals) -> None:
+    came = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
+    try:
+        with pytest.raises(TimeOutError), shielded():  # noqa: PT012 (likewise)
+            signal.raise_signal(signum)
+            signal.raise_signal(signal.SIGUSR2)
+            assert came == []
+        assert came == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)

@@ -35,7 +35,7 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
             config=config,
-            dtype=dtype or "auto",
+            dtype=checkpoint.loaded_dtype(dtype),  # what budgets were checked with
             trust_remote_code=False,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # or transformers raises without naming the file

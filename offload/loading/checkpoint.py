@@ -4,8 +4,10 @@ a half-loaded model, and transformers fills missing weights with random numbers.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 
 from offload.models import ModelShape, lean_model_maker
 from offload.models.dtypes import DTYPES
+from offload.models.shape import matrix_sizes
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -44,13 +47,14 @@ class Checkpoint:
     """A folder whose files are complete. Tied weights are stored, and counted, once.
 
     Attributes:
+        stored_shapes: of the tensors in its files, by name.
         own_dtype: that its weights get in memory where none is asked for: the one that config.json
             names, or that of the first weight.
     """
 
     folder: Path
     config: dict[str, Any]
-    num_parameters: int
+    stored_shapes: Mapping[str, tuple[int, ...]]
     own_dtype: torch.dtype
 
     @property
@@ -58,6 +62,36 @@ class Checkpoint:
         """As config.json has it; a size that it leaves to transformers is 0."""
         named = {"intermediate_size": 0, "vocab_size": 0} | self.config
         return ModelShape.of_config(named, named.get("max_position_embeddings", 0))
+
+    @functools.cached_property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, self.stored_shapes.values()))
+
+    def check_sizes(self, shape: ModelShape) -> None:
+        """Compare what transformers would allocate with what is stored, before it does.
+
+        Args:
+            shape: by config.json and the defaults of transformers.
+
+        Raises:
+            ValueError: a matrix is missing, or has another size.
+        """
+        stored, problem = self.stored_shapes, f"{self.folder} does not fit its config.json"
+        for name, fields, size in matrix_sizes(shape):
+            # Without the prefix: files of the model without its head.
+            found = stored.get(name) or stored.get(name.removeprefix("model."))
+            if found is None and name == "model.embed_tokens.weight":  # maybe tied, the other way
+                found = stored.get("lm_head.weight")
+            if found is None:
+                raise ValueError(
+                    f"{problem}: missing keys, such as {name} (num_hidden_layers is "
+                    f"{shape.num_layers})"
+                )
+            if found != size:
+                raise ValueError(
+                    f"{problem}: mismatched keys, such as {name}, which is {list(found)}; "
+                    f"config.json says {list(size)} ({fields})"
+                )
 
     def loaded_dtype(self, asked: torch.dtype | None) -> torch.dtype:
         """The dtype of the weights in memory; None asks for the checkpoint's own.
@@ -90,14 +124,14 @@ def check_checkpoint(folder: Path) -> Checkpoint:
     config = check_config_file(folder / "config.json")
     files = _weight_files(folder)
     tensors = [tensor for path in files for tensor in check_safetensors(path)]
-    num_parameters = sum(tensor.num_elements for tensor in tensors)
-    if not num_parameters:
+    if not any(tensor.stop for tensor in tensors):
         raise ValueError(f"{files[0]} has no weights: there is no element in its tensors")
     dtype = config_dtype(config, folder / "config.json")
     if dtype is None:  # as transformers: it takes the first that can be a model's
         stored = [tensor.dtype for tensor in tensors]
         dtype = _TORCH_DTYPES[next((x for x in stored if x in _FLOATS), stored[0])]
-    return Checkpoint(folder, config, num_parameters, dtype)
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    return Checkpoint(folder, config, shapes, dtype)
 
 
 def check_config_file(path: Path) -> dict[str, Any]:
@@ -162,10 +196,6 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
 
 
 def check_safetensors(path: Path) -> list[StoredTensor]:

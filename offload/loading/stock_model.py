@@ -13,6 +13,7 @@ import torch
 
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint, check_loaded
+from offload.models import ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
         raise
     except Exception as error:  # of any kind: they have no class in common
         raise ValueError(f"{checkpoint.folder / 'config.json'}: {error}") from error
+    checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
     with passing_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,

@@ -168,12 +168,12 @@ DAMAGES = {
     "other shapes": (
         lambda f: change_config(f, vocab_size=400),
         ValueError,
-        "does not fit its config.json: .* mismatched keys",
+        "does not fit its config.json: mismatched keys, such as model.embed_tokens",
     ),
     "more layers": (
         lambda f: change_config(f, num_hidden_layers=4, layer_types=["full_attention"] * 4),
         ValueError,
-        "does not fit its config.json: .* missing keys, such as model.layers.3",
+        "does not fit its config.json: missing keys, such as model.layers.3",
     ),
     "no dtype": (
         lambda f: change_config(f, dtype=5),
@@ -376,34 +376,6 @@ def test_not_enough_memory(tiny_folders: dict[str, Path], monkeypatch: pytest.Mo
     monkeypatch.setattr(budgets, "host_memory_limit_bytes", lambda: 1000)
     with pytest.raises(HostBudgetError, match=r"weights need .* this process may use is 1000 B"):
         load(tiny_folders["llama"])
-
-
-@pytest.mark.parametrize(
-    ("stored", "named"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", None)]
-)
-def test_the_budget_counts_the_dtype_that_is_loaded(
-    tmp_path: Path, stored: str, named: str | None
-) -> None:
-    """The one that config.json names, whatever the file has; to the byte."""
-    stock = make_tiny_model("qwen2").to(getattr(torch, stored))
-    stock.save_pretrained(tmp_path)
-    change_config(tmp_path, dtype=named)
-    loaded = getattr(torch, named or stored)
-    weights = stock.num_parameters() * loaded.itemsize
-    with pytest.raises(HostBudgetError, match=r"weights need .* max_memory\['cpu'\]"):
-        load(tmp_path, max_memory={"cpu": weights - 1})
-    model = load(tmp_path, max_memory={"cpu": weights + 2**20})
-    assert model.dtype == loaded
-    assert model.kv_store.host_budget_bytes == 2**20
-
-
-def test_weights_of_float64(tmp_path: Path) -> None:
-    make_tiny_model("qwen2").to(torch.float64).save_pretrained(tmp_path)
-    for named in ("float64", None):
-        change_config(tmp_path, dtype=named)
-        with pytest.raises(ValueError, match=r"config.json: .* float64, .* give one of bfloat16"):
-            load(tmp_path)
-        assert load(tmp_path, dtype="float32").dtype == torch.float32
 
 
 def test_weights_are_moved(offloaded_models: dict[str, Any], tmp_path: Path) -> None:

@@ -154,7 +154,12 @@ def check_config_file(path: Path) -> dict[str, Any]:
     if "transformers_weights" in config:  # then transformers would not read those checked here
         raise ValueError(f"{path} names other weight files, in transformers_weights")
     quantization = config.get("quantization_config")
-    if quantization:
+    if quantization is not None:
+        if not isinstance(quantization, dict):
+            raise ValueError(
+                f"{path}: quantization_config must be an object with quant_method, got "
+                f"{quantization!r}"
+            )
         method = quantization.get("quant_method", "unknown")
         raise NotImplementedError(
             f"{path.parent} holds weights quantised with {method!r}; available: plain safetensors "

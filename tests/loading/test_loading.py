@@ -165,6 +165,11 @@ DAMAGES = {
         NotImplementedError,
         "quantised with 'awq'",
     ),
+    "odd quantisation": (
+        lambda f: change_config(f, quantization_config=5),
+        ValueError,
+        "config.json: quantization_config must be an object with quant_method, got 5",
+    ),
     "other shapes": (
         lambda f: change_config(f, vocab_size=400),
         ValueError,

@@ -4,8 +4,10 @@ a half-loaded model, and transformers fills missing weights with random numbers.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -13,12 +15,24 @@ from typing import Any
 import torch
 
 from offload.models import ModelShape, lean_model_maker
+from offload.models.dtypes import DTYPES
+from offload.models.shape import matrix_sizes
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors format
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1} | {
-    f"{sign}{8 * size}": size for sign in "IU" for size in (1, 2, 4, 8)
+_FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_TORCH_DTYPES = _FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+    **{f"I{8 * size}": getattr(torch, f"int{8 * size}") for size in (1, 2, 4, 8)},
+    **{f"U{8 * size}": getattr(torch, f"uint{8 * size}") for size in (1, 2, 4, 8)},
 }
 # What every config.json has; the largest size is far beyond any, and products stay below 2**63.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -30,12 +44,18 @@ _MODEL_PREFIXES = ("model.", "lm_head.")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose files are complete. Tied weights are stored, and counted, once."""
+    """A folder whose files are complete. Tied weights are stored, and counted, once.
+
+    Attributes:
+        stored_shapes: of the tensors in its files, by name.
+        own_dtype: that its weights get in memory where none is asked for: the one that config.json
+            names, or that of the first weight.
+    """
 
     folder: Path
     config: dict[str, Any]
-    num_parameters: int
-    stored_bytes: int
+    stored_shapes: Mapping[str, tuple[int, ...]]
+    own_dtype: torch.dtype
 
     @property
     def shape(self) -> ModelShape:
@@ -43,9 +63,53 @@ class Checkpoint:
         named = {"intermediate_size": 0, "vocab_size": 0} | self.config
         return ModelShape.of_config(named, named.get("max_position_embeddings", 0))
 
-    def weight_bytes(self, dtype: torch.dtype | None) -> int:
-        """Bytes of the weights in memory; None is the dtype they are stored in."""
-        return self.num_parameters * dtype.itemsize if dtype else self.stored_bytes
+    @functools.cached_property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, self.stored_shapes.values()))
+
+    def check_sizes(self, shape: ModelShape) -> None:
+        """Compare what transformers would allocate with what is stored, before it does.
+
+        Args:
+            shape: by config.json and the defaults of transformers.
+
+        Raises:
+            ValueError: a matrix is missing, or has another size.
+        """
+        stored, problem = self.stored_shapes, f"{self.folder} does not fit its config.json"
+        for name, fields, size in matrix_sizes(shape):
+            # Without the prefix: files of the model without its head.
+            found = stored.get(name) or stored.get(name.removeprefix("model."))
+            if found is None and name == "model.embed_tokens.weight":  # maybe tied, the other way
+                found = stored.get("lm_head.weight")
+            if found is None:
+                raise ValueError(
+                    f"{problem}: missing keys, such as {name} (num_hidden_layers is "
+                    f"{shape.num_layers})"
+                )
+            if found != size:
+                raise ValueError(
+                    f"{problem}: mismatched keys, such as {name}, which is {list(found)}; "
+                    f"config.json says {list(size)} ({fields})"
+                )
+
+    def loaded_dtype(self, asked: torch.dtype | None) -> torch.dtype:
+        """The dtype of the weights in memory; None asks for the checkpoint's own.
+
+        Raises:
+            ValueError: a model cannot have it.
+        """
+        dtype = asked or self.own_dtype
+        if dtype not in DTYPES.values():
+            raise ValueError(
+                f"{self.folder / 'config.json'}: the weights would be loaded in their own dtype, "
+                f"{_name_of(dtype)}, which is not supported; give one of {', '.join(DTYPES)}"
+            )
+        return dtype
+
+    def weight_bytes(self, asked: torch.dtype | None) -> int:
+        """Bytes of the weights in memory, in `loaded_dtype`."""
+        return self.num_parameters * self.loaded_dtype(asked).itemsize
 
 
 def check_checkpoint(folder: Path) -> Checkpoint:
@@ -58,8 +122,16 @@ def check_checkpoint(folder: Path) -> Checkpoint:
         NotImplementedError: quantised weights.
     """
     config = check_config_file(folder / "config.json")
-    sizes = [check_safetensors(path) for path in _weight_files(folder)]
-    return Checkpoint(folder, config, *(sum(numbers) for numbers in zip(*sizes, strict=True)))
+    files = _weight_files(folder)
+    tensors = [tensor for path in files for tensor in check_safetensors(path)]
+    if not any(tensor.stop for tensor in tensors):
+        raise ValueError(f"{files[0]} has no weights: there is no element in its tensors")
+    dtype = config_dtype(config, folder / "config.json")
+    if dtype is None:  # as transformers: it takes the first that can be a model's
+        stored = [tensor.dtype for tensor in tensors]
+        dtype = _TORCH_DTYPES[next((x for x in stored if x in _FLOATS), stored[0])]
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    return Checkpoint(folder, config, shapes, dtype)
 
 
 def check_config_file(path: Path) -> dict[str, Any]:
@@ -78,10 +150,16 @@ def check_config_file(path: Path) -> dict[str, Any]:
             continue
         if type(size) is not int or not 0 < size <= _MAX_SIZE:
             raise ValueError(f"{path}: {name} must be an integer in 1..{_MAX_SIZE}, got {size!r}")
+    config_dtype(config, path)
     if "transformers_weights" in config:  # then transformers would not read those checked here
         raise ValueError(f"{path} names other weight files, in transformers_weights")
     quantization = config.get("quantization_config")
-    if quantization:
+    if quantization is not None:
+        if not isinstance(quantization, dict):
+            raise ValueError(
+                f"{path}: quantization_config must be an object with quant_method, got "
+                f"{quantization!r}"
+            )
         method = quantization.get("quant_method", "unknown")
         raise NotImplementedError(
             f"{path.parent} holds weights quantised with {method!r}; available: plain safetensors "
@@ -90,8 +168,43 @@ def check_config_file(path: Path) -> dict[str, Any]:
     return config
 
 
-def check_safetensors(path: Path) -> tuple[int, int]:
-    """(elements, bytes) of the tensors of a safetensors file, whose size must be what it says.
+def config_dtype(config: dict[str, Any], path: Path) -> torch.dtype | None:
+    """The dtype that a config.json at `path` names, as transformers reads it; None: it names none.
+
+    Raises:
+        ValueError: no name of a dtype.
+    """
+    for field in ("dtype", "torch_dtype"):  # the second is the older name
+        name = config.get(field)
+        if name is None:
+            continue
+        dtype = getattr(torch, name, None) if isinstance(name, str) else None
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"{path}: {field}={name!r} is no dtype; available: {', '.join(DTYPES)}"
+            )
+        return dtype
+    return None
+
+
+@dataclass(frozen=True, order=True)
+class StoredTensor:
+    """A tensor of a safetensors file, as its header has it.
+
+    Attributes:
+        start, stop: its first byte in the data, and the one after its last.
+        dtype: as safetensors names it.
+    """
+
+    start: int
+    stop: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def check_safetensors(path: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file in their order; its size must be what they say.
 
     Raises:
         FileNotFoundError: no such file.
@@ -107,42 +220,41 @@ def check_safetensors(path: Path) -> tuple[int, int]:
             raise ValueError(f"{path} is truncated or not a safetensors file ({file_bytes} bytes)")
         try:
             header = json.loads(file.read(header_bytes))
-            spans = sorted(
-                _tensor_span(name, entry)
+            tensors = sorted(
+                _stored_tensor(name, entry)
                 for name, entry in header.items()
                 if name != "__metadata__"
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} has a damaged safetensors header: {error}") from error
-    num_elements, data_bytes = 0, 0
-    for start, stop, elements, name in spans:
-        if start != data_bytes:
+    data_bytes = 0
+    for tensor in tensors:
+        if tensor.start != data_bytes:
             raise ValueError(
-                f"{path} has a damaged safetensors header: {name!r} starts at byte {start}, but "
-                f"the tensors before it end at {data_bytes}"
+                f"{path} has a damaged safetensors header: {tensor.name!r} starts at byte "
+                f"{tensor.start}, but the tensors before it end at {data_bytes}"
             )
-        num_elements, data_bytes = num_elements + elements, stop
+        data_bytes = tensor.stop
     if file_bytes != 8 + header_bytes + data_bytes:
         raise ValueError(
             f"{path} has {file_bytes} bytes, but its header describes "
             f"{8 + header_bytes + data_bytes}: the file is truncated or damaged"
         )
-    return num_elements, data_bytes
+    return tensors
 
 
-def _tensor_span(name: str, entry: dict[str, Any]) -> tuple[int, int, int, str]:
-    """(first byte, byte after the last, elements, name) of a tensor, as its header has it."""
+def _stored_tensor(name: str, entry: dict[str, Any]) -> StoredTensor:
     dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
         raise ValueError(f"{name!r} has the shape {shape} and the bytes {start}..{stop}")
-    if dtype not in _ITEM_BYTES:
+    if dtype not in _TORCH_DTYPES:
         raise ValueError(f"{name!r} has the unknown dtype {dtype!r}")
     num_elements = math.prod(shape)
-    if stop - start != num_elements * _ITEM_BYTES[dtype]:
+    if stop - start != num_elements * _TORCH_DTYPES[dtype].itemsize:
         raise ValueError(
             f"{name!r} has {stop - start} bytes, but its shape is {shape} and its dtype {dtype}"
         )
-    return start, stop, num_elements, name
+    return StoredTensor(start, stop, name, dtype, tuple(shape))
 
 
 def check_loaded(info: dict[str, Any], source: Path, description: str) -> None:
@@ -201,3 +313,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

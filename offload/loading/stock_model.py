@@ -14,6 +14,7 @@ import torch
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint, check_loaded
 from offload.loading.one_at_a_time import loading
+from offload.models import ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,12 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
         raise
     except Exception as error:  # of any kind: they have no class in common
         raise ValueError(f"{checkpoint.folder / 'config.json'}: {error}") from error
+    checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
     with passing_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
             config=config,
-            dtype=dtype or "auto",
+            dtype=checkpoint.loaded_dtype(dtype),  # what budgets were checked with
             trust_remote_code=False,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # or transformers raises without naming the file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,3 +87,31 @@ def layer_elements(shape: ModelShape) -> int:
     """Of one layer."""
     attention = shape.qkv_width + shape.num_qo_heads * shape.head_dim
     return shape.hidden_size * (attention + 3 * shape.intermediate_size + 2)
+
+
+def matrix_sizes(shape: ModelShape) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """(name, fields of config.json, [out, in]) of each matrix that a model allocates but lm_head,
+    by its name in a checkpoint."""
+    hidden, vocab, inner = "hidden_size", "vocab_size", "intermediate_size"
+    queries, keys = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+    size_of = {
+        hidden: shape.hidden_size,
+        vocab: shape.vocab_size,
+        inner: shape.intermediate_size,
+        queries: shape.num_qo_heads * shape.head_dim,
+        keys: shape.num_kv_heads * shape.head_dim,
+    }
+
+    def matrix(name: str, rows: str, columns: str) -> tuple[str, str, tuple[int, int]]:
+        return f"model.{name}.weight", f"{rows}, {columns}", (size_of[rows], size_of[columns])
+
+    yield matrix("embed_tokens", vocab, hidden)
+    for layer_idx in range(shape.num_layers):
+        layer = f"layers.{layer_idx}"
+        yield matrix(f"{layer}.self_attn.q_proj", queries, hidden)
+        yield matrix(f"{layer}.self_attn.k_proj", keys, hidden)
+        yield matrix(f"{layer}.self_attn.v_proj", keys, hidden)
+        yield matrix(f"{layer}.self_attn.o_proj", hidden, queries)
+        yield matrix(f"{layer}.mlp.gate_proj", inner, hidden)
+        yield matrix(f"{layer}.mlp.up_proj", inner, hidden)
+        yield matrix(f"{layer}.mlp.down_proj", hidden, inner)

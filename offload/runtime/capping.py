@@ -35,7 +35,8 @@ def with_cap_in_tokens(
     if not isinstance(policy, HardKV) or not policy.step_cap:
         return config
     weight_bytes = checkpoint.weight_bytes(config.dtype)
-    item_bytes = weight_bytes // checkpoint.num_parameters
+    dtype = checkpoint.loaded_dtype(config.dtype)
+    item_bytes = dtype.itemsize
 
     def predict() -> StepPredictor:
         if ranks is not None or config.backend == "inline":
@@ -52,7 +53,6 @@ def with_cap_in_tokens(
             )
         token_bytes = shape.kv_token_bytes * item_bytes // 2
         room = kv_budget_bytes(config, weight_bytes, loaded=False)
-        dtype = config.dtype or (torch.float32 if item_bytes == 4 else torch.bfloat16)
         kv_len = min(shape.max_context, max(config.page_tokens, room // token_bytes))
         to_measure = (
             f"run `offload plan --context {kv_len} --dtype {str(dtype).removeprefix('torch.')} "

@@ -7,9 +7,12 @@ back is seen by `module_watch`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+
+from offload.runtime.config import RuntimeConfig
 
 if TYPE_CHECKING:
     _StockModel = Any  # transformers' PreTrainedModel, in the subclasses
@@ -33,6 +36,7 @@ _COPY = (
     "an offloaded model cannot be copied or pickled; use save_pretrained and "
     "OffloadedModel.from_pretrained, or copy its state_dict()"
 )
+_OPTIONS = {option.name for option in fields(RuntimeConfig)}
 
 
 class FixedModel(_StockModel):  # type: ignore[misc]
@@ -52,6 +56,11 @@ class FixedModel(_StockModel):  # type: ignore[misc]
     __reduce_ex__ = _refused("copy and pickle", _COPY)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OPTIONS:
+            raise NotImplementedError(
+                f"{name} of a loaded model stays as it is; load another one with "
+                f"OffloadedModel.from_pretrained(..., {name}={value!r})"
+            )
         # The first thing that cpu_offload, dispatch_model and others do to a model.
         if name in ("_hf_hook", "_old_forward"):
             raise NotImplementedError(

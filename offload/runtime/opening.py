@@ -157,7 +157,7 @@ def check_before_loading(
     kv_budget_bytes(config, weight_bytes, loaded=False)
     shape = checkpoint.shape
     config.policy.check_model(**shape.heads)
-    item_bytes = weight_bytes // checkpoint.num_parameters
+    item_bytes = checkpoint.loaded_dtype(config.dtype).itemsize
     check_bound(config, shape, checkpoint.config, item_bytes)
     if config.placement is not None:
         config.placement.check_model(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads)

@@ -166,15 +166,30 @@ DAMAGES = {
         NotImplementedError,
         "quantised with 'awq'",
     ),
+    "odd quantisation": (
+        lambda f: change_config(f, quantization_config=5),
+        ValueError,
+        "config.json: quantization_config must be an object with quant_method, got 5",
+    ),
     "other shapes": (
         lambda f: change_config(f, vocab_size=400),
         ValueError,
-        "does not fit its config.json: .* mismatched keys",
+        "does not fit its config.json: mismatched keys, such as model.embed_tokens",
     ),
     "more layers": (
         lambda f: change_config(f, num_hidden_layers=4, layer_types=["full_attention"] * 4),
         ValueError,
-        "does not fit its config.json: .* missing keys, such as model.layers.3",
+        "does not fit its config.json: missing keys, such as model.layers.3",
+    ),
+    "no dtype": (
+        lambda f: change_config(f, dtype=5),
+        ValueError,
+        "config.json: dtype=5 is no dtype; available: bfloat16, float16, float32",
+    ),
+    "no tensors": (
+        lambda f: (f / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}"),
+        ValueError,
+        "model.safetensors has no weights",
     ),
     "no shard": (lambda f: first_shard(f).unlink(), FileNotFoundError, "missing weight file"),
     "no weights": (

@@ -39,6 +39,11 @@ def model(tiny_folders):
         (lambda m: m.set_decoder(m.model), "set_decoder"),
         (lambda m: m.resize_token_embeddings(400), "resize_token_embeddings"),
         (lambda m: m.add_adapter(None), "adapters"),
+        (
+            lambda m: setattr(m, "policy", "quest"),
+            r"policy of a loaded .*from_pretrained\(\.\.\., policy='quest'\)",
+        ),
+        (lambda m: setattr(m, "num_threads", 2), "num_threads of a loaded model stays"),
         (lambda m: accelerate.cpu_offload(m, execution_device=torch.device("cpu")), "accelerate"),
         (lambda m: accelerate.dispatch_model(m, {"": "cpu"}, force_hooks=True), "accelerate"),
         (lambda m: accelerate.dispatch_model(m, {"model": 0, "lm_head": "cpu"}), "accelerate"),

@@ -233,7 +233,7 @@ def check_text_bound(
         ValueError: as `check_bound`, with the share.
     """
     shape = checkpoint.shape
-    item_bytes = checkpoint.weight_bytes(config.dtype) // checkpoint.num_parameters
+    item_bytes = checkpoint.loaded_dtype(config.dtype).itemsize
     of_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes
     bound = int(share * of_token * num_tokens)
     try:

@@ -98,6 +98,8 @@ $(VENV_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else \
 	    "offload needs Python 3.10 or newer, got " + sys.version.split()[0] + "; set PYTHON=python3.x")'
 	@command -v $(or $(CXX),g++) > /dev/null || { echo "offload needs a C++ compiler (g++)" >&2; exit 1; }
+	@version=$$($(or $(CXX),g++) -dumpversion); test "$${version%%.*}" -ge 11 || { \
+	    echo "offload needs g++ 11 or newer, got $$version; set CXX=g++-11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 

@@ -24,6 +24,7 @@ runtime
 bench
 cli
 offload
+__main__
 """
 LEVEL_OF = {room: i for i, line in enumerate(ORDER.split("\n")) for room in line.split()}
 Imports = dict[str, dict[str, int]]  # of each module: which modules, and in which line
@@ -102,3 +103,26 @@ def test_the_import_that_breaks_the_order_is_named(tmp_path: Path) -> None:
     of_ring = ring(imports)
     assert {*of_ring} == {"cpu_ops.pool", "offload.system.memory", "offload", "offload.kv.store"}
     assert all(to in imports[name] for name, to in pairwise(of_ring))
+
+
+def test_what_transformers_loads_runs_no_code_of_a_checkpoint() -> None:
+    """Every `from_pretrained` of one of its Auto classes says trust_remote_code=False."""
+    root = Path(__file__).parents[1]
+    found, trusting = 0, []
+    for path in [*root.glob("offload/**/*.py"), *root.glob("perf/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                not isinstance(node, ast.Call)
+                or not ast.unparse(node.func).endswith(".from_pretrained")
+                or ast.unparse(node.func) == "OffloadedModel.from_pretrained"
+                or ast.unparse(node.func) == "model_class.from_pretrained"  # of a made-up folder
+            ):
+                continue
+            found += 1
+            if not any(
+                x.arg == "trust_remote_code" and ast.unparse(x.value) == "False"
+                for x in node.keywords
+            ):
+                trusting.append(f"{path.relative_to(root)}:{node.lineno}")
+    assert found >= 8
+    assert not trusting, "\n".join(trusting)

@@ -18,6 +18,7 @@ from offload.loading.gguf import (
     embedded_name,
     long_context_folder,
 )
+from offload.loading.stock_model import folder_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +85,11 @@ def checkpoint_name(folder: Path) -> str:
 
 
 def load_tokenizer(name_or_path: str | Path, hub: HubOptions | None = None) -> Any:
-    """The tokenizer of a model, by any name that `OffloadedModel.from_pretrained` takes."""
-    from transformers import AutoTokenizer
+    """The tokenizer of a model, by any name that `OffloadedModel.from_pretrained` takes.
 
-    return AutoTokenizer.from_pretrained(resolve_folder(name_or_path, hub))
+    Raises: as `resolve_folder` and `folder_tokenizer`.
+    """
+    return folder_tokenizer(resolve_folder(name_or_path, hub))
 
 
 def _download(name: str, hub: HubOptions) -> Path:

@@ -106,7 +106,7 @@ def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path]:
         check_config_file(path / "config.json")
     else:
         path = _hub_config(name).parent
-    return AutoConfig.from_pretrained(path), None, path
+    return AutoConfig.from_pretrained(path, trust_remote_code=False), None, path
 
 
 def _hub_config(name: str) -> Path:

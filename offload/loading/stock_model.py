@@ -50,15 +50,32 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
     return model
 
 
+def folder_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a checkpoint's folder. Code that comes with a checkpoint is never run.
+
+    Raises:
+        ValueError: the tokenizer is such code.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{folder}: auto_map names Python code of the checkpoint as its tokenizer, and offload "
+            "runs no such code; available: tokenizers that transformers has"
+        ) from error
+
+
 @functools.lru_cache(maxsize=1)  # runtimes that share a model ask for the same
 def load_vocabulary_marks(folder: Path, vocab_size: int) -> npt.NDArray[np.uint8] | None:
     """uint8 [vocab_size]: `text_marks` of a checkpoint's tokenizer; None without one."""
-    from transformers import AutoTokenizer
-
     from offload.policies.text_marks import vocabulary_marks
 
     try:
-        known = vocabulary_marks(AutoTokenizer.from_pretrained(folder))
+        known = vocabulary_marks(folder_tokenizer(folder))
     except (OSError, ValueError) as error:
         known = None
         logger.debug("%s", error)

@@ -22,7 +22,12 @@ from offload.system.memory import available_cpus
 
 # Ranks find out by themselves when one of them fails, and say why; then they are ended.
 _GRACE_SECONDS = 12.0
-_COMMAND = (sys.executable, "-c", "from offload.cli import app; app()")
+# Without the working directory on the path, where a torch.py may lie; Python 3.10 has no -P.
+_PROGRAM = """import sys
+sys.path = [folder for folder in sys.path if folder]
+from offload.cli import app
+app(prog_name="offload")"""
+_COMMAND = (sys.executable, "-c", _PROGRAM)
 
 
 def is_rank() -> bool:

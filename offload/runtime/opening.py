@@ -16,7 +16,7 @@ from offload.loading.checkpoint import Checkpoint, check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
 from offload.loading.one_at_a_time import loading
-from offload.loading.stock_model import load_stock_model, load_vocabulary_marks
+from offload.loading.stock_model import folder_tokenizer, load_stock_model, load_vocabulary_marks
 from offload.models import LeanModel, ModelShape, lean_model_maker
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
@@ -175,13 +175,12 @@ def with_calibrated_policy(
     A plan was made before: of its placement, heads move with their roles. With ranks one of them
     learns; the model is still whole.
     """
-    from transformers import AutoTokenizer
 
     def calibrate() -> Policy:
         return config.policy.calibrated(
             lambda: lean_model_maker(stock.config.model_type)(stock),
             model_type=stock.config.model_type,
-            load_tokenizer=lambda: AutoTokenizer.from_pretrained(folder),
+            load_tokenizer=lambda: folder_tokenizer(folder),
             checkpoint=lambda: checkpoint_name(folder),
         )
 

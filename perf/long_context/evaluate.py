@@ -70,7 +70,9 @@ class Judge:
         from transformers import AutoModelForCausalLM
 
         auto: Any = AutoModelForCausalLM
-        model = auto.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = auto.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
+        )
         return model.to(self.device).eval()
 
     def retrieval(

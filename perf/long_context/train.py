@@ -93,7 +93,10 @@ class Training:
         torch.manual_seed(settings.seed)
         model: Any = AutoModelForCausalLM
         stock = model.from_pretrained(
-            model_folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+            model_folder,
+            dtype=torch.bfloat16,
+            attn_implementation="sdpa",
+            trust_remote_code=False,
         ).to(self.device)
         stock.eval()
         length = 32_768 // settings.scale

@@ -23,7 +23,9 @@ class StockTransformers:
 
     def __init__(self, folder: str, *, threads: int, attention: str, cache: str) -> None:
         torch.set_num_threads(threads)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, trust_remote_code=False
+        )
         self._attention = attention
         self._has_static_cache = cache == "static"
         self._past: Any = None

@@ -131,7 +131,7 @@ def test_a_picture_needs_matplotlib(
     )
     result = runner.invoke(app, [*command, "--plot", str(tmp_path / "picture.png")])
     assert result.exit_code == 1
-    assert "--plot needs matplotlib; install it with: pip install 'offload[perf]'" in flat(
+    assert "--plot needs matplotlib; install it with: pip install 'offload[plot]'" in flat(
         result.stderr
     )
 

@@ -50,6 +50,18 @@ def test_no_arguments_show_the_help() -> None:
     assert "Usage: offload" in runner.invoke(app, []).output
 
 
+def test_python_m_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "offload", "plan", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "Usage: offload plan" in done.stdout
+
+
 def test_version() -> None:
     result = runner.invoke(app, ["--version"])
     assert result.exit_code == 0

@@ -105,6 +105,22 @@ def test_unsupported_hub_model_is_not_downloaded(tmp_path: Path) -> None:
         OffloadedModel.from_pretrained("some-user/some-model", cache_dir=str(tmp_path))
 
 
+def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokenizer_config.json names Python code, and stdin would say yes to it."""
+    (tmp_path / "custom.py").write_text(
+        f"open({str(tmp_path / 'was_run')!r}, 'w').close()\nclass Custom: pass\n"
+    )
+    for name, extra in {
+        "config.json": {"model_type": "llama", "auto_map": {"AutoConfig": "custom.Custom"}},
+        "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["custom.Custom", None]}},
+    }.items():
+        (tmp_path / name).write_text(json.dumps({"tokenizer_class": "Custom", **extra}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match="auto_map names Python code of the checkpoint"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "was_run").exists()
+
+
 def test_a_file_that_is_no_model(tiny_folders: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="is a file"):
         load(tiny_folders["llama"] / "config.json")

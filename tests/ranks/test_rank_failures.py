@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from cases.rank_processes import Ranks
 
 from offload.ranks.group import check_peer_access, connect
+from offload.ranks.launch import run_ranks
 from offload.ranks.watch import PeerError, RankWatch
 from offload.runtime.config import runtime_config
 
@@ -158,3 +160,12 @@ def test_ranks_that_are_through_leave_in_order(tiny_folders):
         assert ranks.call("leaves", folder=tiny_folders["llama"]) == [(True, False)] * 2
     finally:
         ranks.close()
+
+
+def test_ranks_do_not_import_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("open('was_run', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(1, ["env"]) == 0
+    assert not (tmp_path / "was_run").exists()

@@ -180,7 +180,7 @@ def check_plot(path: Path) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(
-            "--plot needs matplotlib, which is not installed; pip install 'offload[perf]'"
+            "--plot needs matplotlib, which is not installed; pip install 'offload[plot]'"
         ) from error
     known = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:] not in known:

@@ -78,7 +78,7 @@ def check_plot(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--plot {path}: no folder {path.absolute().parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib; install it with: pip install 'offload[perf]'")
+        raise ValueError("--plot needs matplotlib; install it with: pip install 'offload[plot]'")
 
 
 def plot_selection(rows: Sequence[Row], path: Path, title: str) -> None:

@@ -198,18 +198,10 @@ def test_text_from_outside_is_no_markup(
 ) -> None:
     folder = tmp_path / "mod[" / "b]"
     shutil.copytree(tiny_folders["llama"], folder)
+    steps = ["--steps", "5", "-r", "1", "--threads", "1", "--device", "cpu"]
     arguments = {
         "generate": [str(folder), "-p", "abc", "-n", "2", "--expect", "[/b]", "--num-threads", "1"],
-        "bench decode": [
-            "--model",
-            str(folder),
-            "-d",
-            "64",
-            "--engines",
-            "offload",
-            "--steps",
-            "2",
-        ],
+        "bench decode": ["--model", str(folder), "-d", "64", "--engines", "offload", *steps],
         "calibrate": [str(folder), "-o", str(tmp_path / "x.json"), "--tokens", "300"],
     }
     result = runner.invoke(app, [*command.split(), *arguments[command]])

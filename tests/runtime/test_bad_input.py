@@ -257,7 +257,9 @@ def test_budget_at_the_start_of_generate(small_budget_model: Any) -> None:
     with pytest.raises(HostBudgetError, match=r"1 sequences of up to 139 tokens.*max_new_tokens"):
         model.generate(random_tokens(1, 20), max_new_tokens=120)
     assert model.offload_stats().prefill_tokens == 0
-    with pytest.raises(HostBudgetError, match="9 sequences"):
+    with pytest.raises(
+        HostBudgetError, match=r"9 sequences.*, lower the batch size, lower max_new"
+    ):
         model.generate(random_tokens(3, 10), max_new_tokens=10, num_beams=3)
     out = model.generate(random_tokens(1, 20), max_new_tokens=109, min_new_tokens=109)
     assert out.shape == (1, 129)

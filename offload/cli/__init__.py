@@ -13,12 +13,14 @@ import typer
 from offload.cli import bench
 from offload.cli import eval as eval_commands
 from offload.cli.calibrate import calibrate
+from offload.cli.commands import CommandGroup
 from offload.cli.env import env
 from offload.cli.generate import generate
 from offload.cli.plan import plan
 from offload.system.version import __version__
 
 app = typer.Typer(
+    cls=CommandGroup,
     name="offload",
     no_args_is_help=True,
     rich_markup_mode="rich",

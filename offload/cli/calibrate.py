@@ -9,6 +9,7 @@ import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
 from offload.cli.options import DTYPE_HELP, ModelName, Verbose, check_name
+from offload.system.text_file import read_text_file
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,7 @@ def calibrate(
         if output.is_dir() or not folder.is_dir():
             problem = "is a folder" if output.is_dir() else f"cannot be written: no folder {folder}"
             raise ValueError(f"--output {output} {problem}")
-        content = None if text is None else text.read_text(encoding="utf-8")
+        content = None if text is None else read_text_file(text)
 
         from offload.loading.names import load_tokenizer
         from offload.policies.lychee_decode.calibration import calibration_tokens

@@ -13,17 +13,25 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
+from rich.text import Text
 
 
 def stdout() -> Console:
-    """For results. Made when needed, because tests and callers replace sys.stdout."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    """For results. Made when needed, because tests and callers replace sys.stdout.
+
+    Brackets are no markup: names of models and files come from outside. Styles are arguments.
+    """
+    return Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
 
 
 def stderr() -> Console:
-    """For logs, progress and errors."""
-    return Console(stderr=True, highlight=False)
+    """For logs, progress and errors; without markup, as `stdout`."""
+    return Console(stderr=True, highlight=False, markup=False)
+
+
+def print_marked(mark: str, text: str, style: str) -> None:
+    """A line on stderr that begins with a styled word, such as "error:"."""
+    stderr().print(Text.assemble((mark, style), " ", text), soft_wrap=True)
 
 
 def print_json(result: Mapping[str, Any]) -> None:
@@ -38,15 +46,20 @@ def running(*, verbose: bool = False) -> Iterator[None]:
     A refusal is an error that tells the user what to change; the exit code is 1. Everything else
     is a defect of this program and keeps its traceback.
     """
+    if sys.stdout is None:  # closed, as by >&-
+        print_marked("error:", "stdout is closed, where the result would go", "bold red")
+        raise typer.Exit(1)
     with _logs(verbose=verbose), warnings.catch_warnings():
         if not verbose:
             warnings.simplefilter("ignore")
         try:
             yield
+        except BrokenPipeError:  # whoever read has what it wanted; typer ends without a word
+            raise
         except (ValueError, OSError, RuntimeError, MemoryError) as error:
             if not _is_refusal(error):
                 raise
-            stderr().print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+            print_marked("error:", str(error), "bold red")
             raise typer.Exit(1) from error
 
 

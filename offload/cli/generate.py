@@ -9,7 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
+from offload.cli.console import (
+    print_json,
+    print_marked,
+    quiet_transformers,
+    running,
+    stderr,
+    stdout,
+)
 from offload.cli.options import (
     DTYPE_HELP,
     POLICY_HELP,
@@ -22,6 +29,7 @@ from offload.cli.options import (
 from offload.policies.registry import make_policy, policy_names
 from offload.ranks.launch import is_rank, is_silent_rank, run_ranks
 from offload.system.stdlib_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
+from offload.system.text_file import argument_text, decoded, read_text_file
 
 _DEFAULT_MODEL = "smollm2-135m-instruct"
 _prompt_option = partial(typer.Option, rich_help_panel="What the model reads")
@@ -223,7 +231,8 @@ def generate(
     options = policy_options(policy_option or [])
     budgets = memory_budgets(max_memory or [])
     if tensor_parallel_size > 1 and not is_rank():
-        stdin = _read_prompt(prompt_file) if prompt_file == "-" else None
+        with running(verbose=verbose):
+            stdin = _read_prompt(prompt_file) if prompt_file == "-" else None
         raise typer.Exit(run_ranks(tensor_parallel_size, sys.argv[1:], stdin=stdin))
     is_silent = tensor_parallel_size > 1 and is_silent_rank()
 
@@ -231,14 +240,20 @@ def generate(
         policies = [make_policy(policy, **options)]
         if compare and policy != "full":
             policies.append(make_policy("full"))
-        prompt = _read_prompt(prompt_file) if prompt is None else prompt
+        if prompt is None:
+            prompt = _read_prompt(prompt_file)
+        prompt = argument_text(prompt, "--prompt")
+        if needle is not None:
+            needle = argument_text(needle, "--needle")
 
-        from offload.cli.generation import answer, prompt_tokens
+        from offload.cli.generation import answer, check_context, prompt_tokens
         from offload.loading.names import load_tokenizer
         from offload.runtime.model import OffloadedModel
 
         with quiet_transformers(verbose=verbose):
             tokenizer = load_tokenizer(model)
+            if context is not None:
+                check_context(model, context)
             input_ids = prompt_tokens(
                 tokenizer, prompt, chat=chat, context_tokens=context, needle=needle
             )
@@ -273,9 +288,8 @@ def generate(
     _print_result(model, prompt, expect, runs, as_json=as_json)
     missed = [run["policy"] for run in runs if expect is not None and expect not in run["answer"]]
     if missed:
-        stderr().print(
-            f"[bold red]wrong:[/bold red] no {expect!r} in the answer with {' and '.join(missed)}"
-        )
+        names = " and ".join(missed)
+        print_marked("wrong:", f"no {expect!r} in the answer with {names}", "bold red")
         raise typer.Exit(3)
 
 
@@ -304,14 +318,16 @@ class _Screen:
             return
         if not self._started:
             self._started = True
-            stderr().print(f"[dim]{self._policy}:[/dim]")
+            stderr().print(f"{self._policy}:", style="dim")
         print(piece, end="", flush=True)
 
 
 def _read_prompt(prompt_file: str | None) -> str:
     if prompt_file is None or prompt_file == "-":
-        return sys.stdin.read()
-    return Path(prompt_file).read_text(encoding="utf-8")
+        if sys.stdin is None:
+            raise ValueError("stdin is closed, but --prompt-file - reads the prompt there")
+        return decoded(sys.stdin.buffer.read(), "stdin")
+    return read_text_file(prompt_file)
 
 
 def _print_result(

@@ -25,6 +25,25 @@ _TIMES = (
 )
 
 
+def check_context(model: str, context_tokens: int) -> None:
+    """Refuse a context beyond the model's, before text is sought for it.
+
+    Raises:
+        ValueError: names both.
+    """
+    from transformers import AutoConfig
+
+    from offload.loading.names import resolve_folder
+    from offload.models.base import context_limit
+
+    limit, reason = context_limit(AutoConfig.from_pretrained(resolve_folder(model)))
+    if context_tokens > limit:
+        raise ValueError(
+            f"--context {context_tokens} exceeds the {limit} tokens of this model ({reason}); "
+            "lower --context"
+        )
+
+
 def prompt_tokens(
     tokenizer: Any,
     prompt: str,

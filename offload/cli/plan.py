@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
+from offload.cli.console import (
+    print_json,
+    print_marked,
+    quiet_transformers,
+    running,
+    stderr,
+    stdout,
+)
 from offload.cli.options import (
     DTYPE_HELP,
     POLICY_HELP,
@@ -117,8 +124,10 @@ def plan(
     """Show which KV heads belong on the GPU, every byte on both sides, and the predicted speed.
 
     The machine is measured the first time (some seconds) and its profile is kept in the cache
-    folder. No weights are read and nothing is allocated for the model: what cannot fit is refused
-    here, with both numbers and the option to change (exit code 1).
+    folder. No weights are read and nothing is allocated for the model: what does not fit
+    --max-memory or the GPU is refused here, with both numbers and the option to change (exit code
+    1). Without a limit for the host, a plan beyond this machine's memory is shown, with the longest
+    context that fits.
 
     In the map of heads, one column per layer: [bold]G[/bold] keeps all of its KV on the GPU,
     [bold]g[/bold] has its selected rows fetched over PCIe, [bold].[/bold] is attended by the CPU.
@@ -150,7 +159,7 @@ def plan(
         from offload.planning.plan import PlanRequest, make_plan
         from offload.planning.profile import MachineProfile
         from offload.planning.step_cap import in_tokens, step_predictor
-        from offload.system.memory import check_max_memory, parse_size
+        from offload.system.memory import parse_size
 
         planned = planned_model(model, dtype)
         made_policy = make_policy(policy, **options).with_kept(
@@ -183,15 +192,14 @@ def plan(
         )
         if capped is not made_policy:
             stderr().print(
-                f"[dim]the cap of a step of {batch} x {tokens:,} tokens allows {capped.name} "
-                f"max_tokens={capped.budget_tokens}[/dim]"
+                f"the cap of a step of {batch} x {tokens:,} tokens allows {capped.name} "
+                f"max_tokens={capped.budget_tokens}",
+                style="dim",
             )
         if save_profile is not None:
             measured.save(save_profile)
-        if profile is None:
-            limits = check_max_memory(budgets)
-        else:  # what this machine has left does not bound another one
-            limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in budgets.items()}
+        # What this machine has left does not bound one that is not there yet.
+        limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in budgets.items()}
         request = PlanRequest(
             model=planned,
             policy=capped,
@@ -236,7 +244,7 @@ def _measured(
     found = None if remeasure else cached_profile(where, threads)
     if found is None:
         parts = "memory and CPU" if where.type == "cpu" else "memory, CPU, PCIe and GPU"
-        console.print(f"[dim]measuring this machine, once: {parts}[/dim]")
+        console.print(f"measuring this machine, once: {parts}", style="dim")
         start = time.perf_counter()
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("measuring this machine", total=None)
@@ -252,7 +260,7 @@ def _measured(
             )
         path, seconds = store_profile(found), time.perf_counter() - start
         console.print(
-            f"[dim]measured this machine in {seconds:.0f} s: {path}[/dim]", soft_wrap=True
+            f"measured this machine in {seconds:.0f} s: {path}", style="dim", soft_wrap=True
         )
     start = time.perf_counter()
     with console.status(f"measuring what {policy.name} costs here, once"):
@@ -260,7 +268,7 @@ def _measured(
     if whole is not found:
         store_profile(whole)
         seconds = time.perf_counter() - start
-        console.print(f"[dim]measured what {policy.name} costs here in {seconds:.0f} s[/dim]")
+        console.print(f"measured what {policy.name} costs here in {seconds:.0f} s", style="dim")
     return whole
 
 
@@ -270,17 +278,18 @@ def _print(found: Plan) -> None:
     if found.profile.device is not None and request.on_gpu:
         where = f"{found.profile.device.name}, {where}"
     console.print(
-        f"[bold]{request.model.name}, {request.batch_size} x {request.context:,} tokens, "
-        f"{request.model.dtype_name}, {request.policy.name}[/bold]\n"
-        f"{where}, {found.profile.num_threads} threads\n"
+        f"{request.model.name}, {request.batch_size} x {request.context:,} tokens, "
+        f"{request.model.dtype_name}, {request.policy.name}",
+        style="bold",
     )
+    console.print(f"{where}, {found.profile.num_threads} threads\n")
     if request.on_gpu:
         _print_heads(found)
     _print_bytes("on the GPU", found.device_bytes, found.device_limit_bytes)
     _print_bytes("on the host", found.host_bytes, found.host_limit_bytes)
     _print_step(found)
     for note in (*found.notes, *found.step.assumed):
-        stderr().print(f"[yellow]note:[/yellow] {note}", soft_wrap=True)
+        print_marked("note:", note, "yellow")
 
 
 def _print_heads(found: Plan) -> None:
@@ -304,6 +313,7 @@ def _print_heads(found: Plan) -> None:
 
 def _print_bytes(title: str, counted: dict[str, int], limit: int | None) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from offload.system.memory import format_bytes
 
@@ -316,7 +326,7 @@ def _print_bytes(title: str, counted: dict[str, int], limit: int | None) -> None
         if num_bytes:
             table.add_row(name, format_bytes(num_bytes))
     of_limit = "" if limit is None else f" of {format_bytes(limit)}"
-    table.add_row("[bold]in all[/bold]", f"{format_bytes(sum(counted.values()))}{of_limit}")
+    table.add_row(Text("in all", "bold"), f"{format_bytes(sum(counted.values()))}{of_limit}")
     stdout().print(table)
     stdout().print()
 
@@ -337,6 +347,6 @@ def _print_step(found: Plan) -> None:
         table.add_row(name, "", "", "", "", "", f"{us / 1e3:.2f}")
     stdout().print(table)
     stdout().print(
-        f"\n[bold]{step.milliseconds:.2f} ms per step, {step.tokens_per_second:,.1f} tokens/s"
-        "[/bold]"
+        f"\n{step.milliseconds:.2f} ms per step, {step.tokens_per_second:,.1f} tokens/s",
+        style="bold",
     )

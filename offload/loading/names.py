@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,27 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
         return converted_folder(path)
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"no such model folder or GGUF file: {name}")
+    check_has_owner(name)
     return _download(name, hub)
+
+
+def check_has_owner(name: str, more_names: Iterable[str] = ()) -> None:
+    """Refuse a name without the owner that a hub id has, before the hub is asked in vain.
+
+    Args:
+        more_names: of models that the caller knows, beside the aliases.
+
+    Raises:
+        FileNotFoundError: names the known ones, those that are spelled like `name` first.
+    """
+    if "/" in name:
+        return
+    known = [EMBEDDED_MODEL, LONG_CONTEXT_MODEL, *more_names]
+    near = get_close_matches(name, known, n=len(known), cutoff=0.0)
+    raise FileNotFoundError(
+        f"no model {name!r}; known names: {', '.join(near)}; else give a folder, a .gguf file or a "
+        "hub id with its owner, such as Qwen/Qwen3-8B"
+    )
 
 
 def checkpoint_name(folder: Path) -> str:

@@ -19,7 +19,7 @@ from offload.loading.gguf import (
 )
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import read_gguf_header
-from offload.loading.names import checkpoint_name
+from offload.loading.names import check_has_owner, checkpoint_name
 from offload.models import lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import DTYPES
@@ -114,6 +114,7 @@ def _hub_config(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     shapes = ", ".join(MODEL_SHAPES)
+    check_has_owner(name, MODEL_SHAPES)
     try:
         path = Path(hf_hub_download(name, filename="config.json"))
     except HFValidationError as error:

@@ -114,7 +114,8 @@ def context_limit(config: Any) -> tuple[int, str]:
     Raises: as `rope_context`.
     """
     positions, reason = rope_context(config)
-    window = getattr(config, "sliding_window", None)
+    # A class that knows no window keeps one of config.json without using it, as Llama's does.
+    window = config.sliding_window if hasattr(type(config), "sliding_window") else None
     layer_types = getattr(config, "layer_types", None)
     slides = layer_types is None or "sliding_attention" in layer_types
     if window is not None and slides and window < positions:

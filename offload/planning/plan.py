@@ -7,6 +7,7 @@ a decode step.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,7 +41,8 @@ class PlanRequest:
     Attributes:
         context: tokens of each sequence at its end.
         max_memory: bytes by device index or "cpu", as in `RuntimeConfig`.
-        on_this_machine: memory that nobody names is bounded by what this machine has left.
+        on_this_machine: memory that nobody names is what this machine has left; a plan that needs
+            more on the host says so.
         placement: a given one; None: the best is chosen.
     """
 
@@ -174,7 +176,7 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
             raise ValueError(
                 "a placement with heads on the GPU needs a GPU, but the device is 'cpu'"
             )
-    host_bytes, host_limit = _host(request, work, placement)
+    host_bytes, host_limit = _host(request, work, placement, notes)
     return Plan(
         request=request,
         profile=profile,
@@ -247,12 +249,12 @@ def _given(request: PlanRequest, room: DeviceRoom, limit: int | None) -> HeadPla
 
 
 def _host(
-    request: PlanRequest, work: Workload, placement: HeadPlacement
+    request: PlanRequest, work: Workload, placement: HeadPlacement, notes: list[str]
 ) -> tuple[dict[str, int], int | None]:
-    """Bytes of host memory, and their limit.
+    """Bytes of host memory, and their limit. A note tells what this machine has too little for.
 
     Raises:
-        HostBudgetError: they do not fit.
+        HostBudgetError: they do not fit the limit that the request names.
     """
     weights = request.model.weight_bytes
     counted = {
@@ -265,15 +267,31 @@ def _host(
     else:
         counted = {"weights": weights, **counted}
         budgeted += weights
-    limit, source = request.max_memory.get("cpu"), "max_memory['cpu'] is"
+    limit = named = request.max_memory.get("cpu")
     if limit is None and request.on_this_machine:
         limit = host_memory_limit_bytes()
-        source = "the host memory that this process may use is"
-    if limit is not None and budgeted > limit:
-        what = "the KV cache" if request.on_gpu else "weights and KV cache"
+    if limit is None or budgeted <= limit:
+        return counted, limit
+    what = "the KV cache" if request.on_gpu else "weights and KV cache"
+    need = (
+        f"{what} of {request.batch_size} x {request.context:,} tokens need "
+        f"{format_bytes(budgeted)} of host memory, but"
+    )
+    if named is not None:
         raise HostBudgetError(
-            f"{what} of {request.batch_size} x {request.context:,} tokens need "
-            f"{format_bytes(budgeted)} of host memory, but {source} {format_bytes(limit)}; raise "
-            "max_memory={'cpu': ...}, lower the batch size or the context"
+            f"{need} max_memory['cpu'] is {format_bytes(limit)}; raise max_memory={{'cpu': ...}}, "
+            "lower the batch size or the context"
         )
+    longest = _longest_context(work, limit - (0 if request.on_gpu else weights))
+    fits = f"at most {longest:,} tokens fit" if longest else "no context fits"
+    notes.append(f"{need} this process may use {format_bytes(limit)}: {fits}")
     return counted, limit
+
+
+def _longest_context(work: Workload, num_bytes: int) -> int:
+    """Tokens of each sequence whose KV cache fits in so many bytes of host memory."""
+    lengths = range(work.kv_len + 1)
+    fitting = bisect_right(
+        lengths, num_bytes, lo=1, key=lambda kv_len: store_bytes(replace(work, kv_len=kv_len))
+    )
+    return fitting - 1

@@ -130,6 +130,8 @@ class GenerationRequest:
         check_context(self.max_tokens)
         if cache.bound is not None and self.drafts:
             self._check_draft(cache.bound.most_cropped)
+        if self.prompt_columns == 0:
+            raise ValueError("the prompt is empty")
         past_columns = cache.get_seq_length()
         if past_columns >= self.prompt_columns:
             raise ValueError(
@@ -150,12 +152,13 @@ class GenerationRequest:
         free = store.left_bytes(pages)
         if need > free:
             kept = f" ({format_bytes(state)} of it for what the policy keeps)" if state else ""
+            fewer = "lower the batch size, " if len(self.prompt_lens) > 1 else ""
             raise HostBudgetError(
                 f"{len(self.prompt_lens)} sequences of up to {self.max_tokens} tokens need "
                 f"{format_bytes(need)} more of host KV cache{kept}, but "
                 f"{format_bytes(max(0, free))} of its budget of "
                 f"{format_bytes(store.host_budget_bytes)} are free; raise "
-                "max_memory={'cpu': ...} or lower max_new_tokens"
+                f"max_memory={{'cpu': ...}}, {fewer}lower max_new_tokens"
             )
 
     def _check_draft(self, most: int) -> None:

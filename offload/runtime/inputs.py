@@ -106,7 +106,13 @@ def refuse_unsupported(
 ) -> None:
     """Raise for generation options that would need another cache, or parts of the stock layers, or
     with ranks would let each stop when its own clock says so; and for padding on the right."""
-    if mask is not None and not bool((mask[:, -1] != 0).all()):
+    if mask is not None and mask.shape[1] and not bool((mask[:, -1] != 0).all()):
+        empty = (mask == 0).all(dim=1).nonzero().flatten().tolist()
+        if empty:
+            raise ValueError(
+                f"row {empty[0]} of the batch is empty: attention_mask has nothing but padding "
+                "there; leave the row out"
+            )
         raise ValueError(
             "attention_mask ends in padding; generation needs padding on the left "
             "(tokenizer.padding_side = 'left')"

@@ -200,7 +200,9 @@ class OffloadedModel(FixedModel):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The stock `generate()`, its passes as `forward` computes them and with its errors.
 
-        A thread at a time; others wait. One that fails frees its KV cache at once.
+        A thread at a time; others wait. A logits processor, stopping criterion or streamer may call
+        the model itself, but must not wait for another thread that does: both would wait for ever.
+        A call that fails frees its KV cache at once.
         """
         assistant, turns = kwargs.get("assistant_model"), self._offload.turns
         of_assistant = assistant._offload.turns if isinstance(assistant, OffloadedModel) else turns

@@ -7,6 +7,17 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """$OFFLOAD_CACHE, or ~/.cache/offload."""
+    """$OFFLOAD_CACHE, or ~/.cache/offload.
+
+    Raises:
+        FileNotFoundError: this user has no home folder, as in some containers.
+    """
     configured = os.environ.get("OFFLOAD_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "offload"
+    try:
+        return Path(configured or "~/.cache/offload").expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(
+            "there is no home folder for the cache of converted models and profiles "
+            f"({configured or '~/.cache/offload'}); set OFFLOAD_CACHE to a folder that can be "
+            "written to"
+        ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,8 @@ from pathlib import Path
 import psutil
 
 PROC_SELF = Path("/proc/self")
+
+_logger = logging.getLogger(__name__)
 
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -140,9 +143,16 @@ def available_cpus(proc_self: Path | None = None) -> int:
 
 def worker_threads(num_threads: int | None, *, with_gpu: bool, num_cpus: int | None = None) -> int:
     """Threads of a worker pool: so many, or one for each of `num_cpus` (None: `available_cpus`),
-    with a GPU one fewer: the driver and Python need a CPU, too.
+    with a GPU one fewer: the driver and Python need a CPU, too. Warns of more than there are.
     """
     if num_threads is not None:
+        if num_threads > (cpus := available_cpus()):
+            _logger.warning(
+                "num_threads=%d, but this process may use %d CPUs: threads that wait for a CPU "
+                "make every step slower; lower num_threads",
+                num_threads,
+                cpus,
+            )
         return num_threads
     return max(1, (available_cpus() if num_cpus is None else num_cpus) - with_gpu)
 

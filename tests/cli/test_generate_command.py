@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 def generate(tiny_folders: dict[str, Path]) -> Any:
     """Runs the command on the tiny llama, on one thread."""
 
-    def run(*arguments: str, stdin: str | None = None) -> Result:
+    def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
         model = [str(tiny_folders["llama"]), "--num-threads", "1"]
         return runner.invoke(app, ["generate", *model, *arguments], input=stdin)
 
@@ -164,6 +168,64 @@ def test_prompt_from_a_file_and_from_stdin(generate: Any, tmp_path: Path) -> Non
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize(
+    ("content", "answered"),
+    [
+        (b"one two three", True),
+        (b"\xef\xbb\xbfone two three", True),
+        (b"one \xff two", False),
+        (b"\xef\xbb\xbfone\xff", False),
+    ],
+)
+def test_prompts_are_utf_8(generate: Any, tmp_path: Path, content: bytes, answered: bool) -> None:
+    """A byte order mark is no part of them; what is not UTF-8 is named, with its first byte."""
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(content)
+    for source, stdin in ((str(path), None), ("-", content)):
+        result = generate("-f", source, "-n", "2", "--json", stdin=stdin)
+        if answered:
+            assert json.loads(result.stdout)["prompt"] == "one two three"
+        else:
+            named = "stdin" if source == "-" else source
+            place = content.index(b"\xff")
+            assert f"error: {named} is not UTF-8: byte 0xff at position {place};" in result.stderr
+            assert result.exit_code == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "bench decode", "calibrate"])
+def test_text_from_outside_is_no_markup(
+    command: str, tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "mod[" / "b]"
+    shutil.copytree(tiny_folders["llama"], folder)
+    steps = ["--steps", "5", "-r", "1", "--threads", "1", "--device", "cpu"]
+    arguments = {
+        "generate": [str(folder), "-p", "abc", "-n", "2", "--expect", "[/b]", "--num-threads", "1"],
+        "bench decode": ["--model", str(folder), "-d", "64", "--engines", "offload", *steps],
+        "calibrate": [str(folder), "-o", str(tmp_path / "x.json"), "--tokens", "300"],
+    }
+    result = runner.invoke(app, [*command.split(), *arguments[command]])
+    assert result.exit_code == (3 if command == "generate" else 0), result.output
+    assert "mod[/b]" in result.stdout.replace("\n", "")
+    if command == "generate":
+        assert "wrong: no '[/b]' in the answer with full\n" in result.stderr
+
+
+def test_a_reader_that_goes_away_and_none_at_all(tiny_folders: dict[str, Path]) -> None:
+    """A pipe whose reader has gone ends without a word; a closed stdout is told at once."""
+    command = [sys.executable, "-c", "from offload.cli import app; app()", "generate"]
+    command += [str(tiny_folders["llama"]), "-p", "abc", "-n", "2", "--num-threads", "1"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    gone = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (gone.returncode, gone.stderr) == (1, "full:\n")
+    closed = ["sh", "-c", '"$@" >&-', "sh", *command]
+    none = subprocess.run(closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert none.returncode == 1
+    assert none.stderr == "error: stdout is closed, where the result would go\n"
+
+
 def test_context_is_filled_with_text(generate: Any) -> None:
     arguments = ["--context", "400", "--needle", "The code is 4711.", "-p", "Which code?"]
     result = generate(*arguments, "-n", "2", "--json")
@@ -209,6 +271,7 @@ def test_usage_errors(generate: Any, arguments: list[str], message: str) -> None
     [
         (["-p", ""], "the prompt is empty"),
         (["-f", "no/such/file"], "No such file"),
+        (["-p", "a\udcffb"], "--prompt is not UTF-8: byte 0xff at position 1; convert it"),
         (["-p", "a", "--chat"], "no chat template; use --no-chat"),
         (["-p", "a", "--dtype", "int3"], "unknown dtype 'int3'; available: auto, bfloat16"),
         (["-p", "a", "--max-memory", "cpu=8Gb"], "cannot read '8Gb' as a size"),
@@ -216,6 +279,10 @@ def test_usage_errors(generate: Any, arguments: list[str], message: str) -> None
         (["-p", "a", "--max-memory", "cpu=1kB"], "cannot read '1kB' as a size"),
         (["-p", "a", "--max-memory", "cpu=1KB"], "max_memory"),
         (["-p", "a", "-n", "9999"], "exceeds the 512 tokens of this model"),
+        (
+            ["-p", "a", "--context", "600"],
+            "--context 600 exceeds the 512 tokens of this model (max_",
+        ),
         (["-p", "a", "--context", "30"], "leaves no room for any text"),
         (
             ["-p", "a", "--policy", "exact_topk", "--policy-option", "budget=3"],

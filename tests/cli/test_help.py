@@ -62,6 +62,21 @@ def test_python_m_is_the_command() -> None:
     assert "Usage: offload plan" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gen"], "'gen'. Did you mean 'generate'?"),
+        (["genrate"], "'genrate'. Did you mean 'generate'?"),
+        (["bench", "lat"], "'lat'. Did you mean 'latency'?"),
+        (["eval", "ppl"], "'ppl'. Available: ruler, needle, structured, perplexity"),
+    ],
+)
+def test_an_unknown_command_names_the_near_one(arguments: list[str], said: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert f"No such command {said}" in result.stderr
+
+
 def test_version() -> None:
     result = runner.invoke(app, ["--version"])
     assert result.exit_code == 0

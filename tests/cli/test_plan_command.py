@@ -106,6 +106,25 @@ def test_it_plans_for_the_heads_of_an_embedded_model(h200: str, tmp_path: Path) 
     assert not (tmp_path / "none").exists()
 
 
+def test_a_machine_that_is_not_there_yet(
+    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys.modules["offload.cli.plan"], "_measured", lambda *_, **__: machine_profile()
+    )
+    arguments = [
+        "plan",
+        str(tiny_folders["llama"]),
+        "--device",
+        "cpu",
+        "--max-memory",
+        "cpu=900TiB",
+    ]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "of 900.00 TiB" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

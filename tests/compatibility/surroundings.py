@@ -259,6 +259,11 @@ USERS = [
         harness("generate_until", [("Hello", _UNTIL), ("hi there", _UNTIL)]),
     ),
     Feature("`TextIteratorStreamer`, `generate` in a thread", iterated),
-    Feature("several threads on one model", in_threads, "they take turns"),
+    Feature(
+        "several threads on one model",
+        in_threads,
+        "they take turns; a logits processor, stopping criterion or streamer must not wait for "
+        "another thread's call of the same model, which waits for this one",
+    ),
     Feature("several caches in alternating calls", in_turns),
 ]

@@ -76,7 +76,7 @@ def test_dtypes(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
         ("./no/such/folder", "no such model folder or GGUF file: ./no/such/folder"),
         ("weights.gguf", "no such model folder or GGUF file"),
         ("some-user/some-model", "'some-user/some-model'.*'smollm2-135m-instruct'"),
-        ("smollm2", "alias 'smollm2-135m-instruct'.*hub"),
+        ("smollm2", "no model 'smollm2'; known names: smollm2-135m-instruct, .*hub id"),
     ],
 )
 def test_names_that_lead_nowhere(name: str, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     [
         ("./nowhere", FileNotFoundError, "no such model folder, GGUF file or shape"),
         ("nowhere.gguf", FileNotFoundError, "nowhere.gguf"),
+        ("llama-3-8b", FileNotFoundError, "no model 'llama-3-8b'; known names: llama-3.1-8b, "),
     ],
 )
 def test_models_that_are_not_there(
@@ -176,6 +178,22 @@ def test_a_model_type_that_does_not_run_cannot_be_planned(tmp_path: Path) -> Non
 
 
 # Plans
+
+
+def test_a_plan_beyond_this_machine_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what fits: 16 GiB of KV cache at 131,072 tokens are 128 KiB for each."""
+    monkeypatch.setattr("offload.planning.plan.host_memory_limit_bytes", lambda: 20 * GIB)
+    here = request(device="cpu", on_this_machine=True)
+    plan = make_plan(here, machine_profile())
+    (note,) = plan.notes
+    assert note.startswith("weights and KV cache of 1 x 131,072 tokens need 30.96 GiB of host mem")
+    (longest,) = map(int, re.findall(r"at most (\d+) tokens fit", note.replace(",", "")))
+    pages = (20 * GIB - here.model.weight_bytes) // (256 * 128 * 1024)
+    assert longest == pages * 256
+    assert make_plan(replace(here, context=longest), machine_profile()).notes == ()
+    assert len(make_plan(replace(here, context=longest + 1), machine_profile()).notes) == 1
+    monkeypatch.setattr("offload.planning.plan.host_memory_limit_bytes", lambda: GIB)
+    assert make_plan(here, machine_profile()).notes[0].endswith("no context fits")
 
 
 def test_a_plan_adds_up() -> None:

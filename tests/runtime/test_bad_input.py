@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,23 @@ def test_sliding_window(tmp_path: Path) -> None:
         windowed(random_tokens(1, 65))
 
 
+def test_a_stray_sliding_window_is_ignored(tmp_path: Path) -> None:
+    """Stock Llama has none, whatever config.json says."""
+    make_tiny_model("llama", sliding_window=64).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["sliding_window"] == 64
+    model = OffloadedModel.from_pretrained(tmp_path, num_threads=1)
+    assert model._offload.lean.shape.max_context == 512
+
+
+def test_prompts_without_tokens(tiny_folders: dict[str, Path]) -> None:
+    model = OffloadedModel.from_pretrained(tiny_folders["llama"], num_threads=1)
+    with pytest.raises(ValueError, match=r"^the prompt is empty$"):
+        model.generate(torch.empty(1, 0, dtype=torch.long), max_new_tokens=2)
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    with pytest.raises(ValueError, match="row 1 of the batch is empty"):
+        model.generate(random_tokens(2, 3), attention_mask=mask, max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"hidden_act": "gelu"}, "hidden_act='gelu'"), ({"attn_logit_softcapping": 30.0}, "softcap")],
@@ -239,7 +257,9 @@ def test_budget_at_the_start_of_generate(small_budget_model: Any) -> None:
     with pytest.raises(HostBudgetError, match=r"1 sequences of up to 139 tokens.*max_new_tokens"):
         model.generate(random_tokens(1, 20), max_new_tokens=120)
     assert model.offload_stats().prefill_tokens == 0
-    with pytest.raises(HostBudgetError, match="9 sequences"):
+    with pytest.raises(
+        HostBudgetError, match=r"9 sequences.*, lower the batch size, lower max_new"
+    ):
         model.generate(random_tokens(3, 10), max_new_tokens=10, num_beams=3)
     out = model.generate(random_tokens(1, 20), max_new_tokens=109, min_new_tokens=109)
     assert out.shape == (1, 129)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 import offload.system.memory
+from offload.system.cache_folder import cache_folder
 from offload.system.memory import (
     available_cpus,
     check_max_memory,
@@ -16,6 +17,7 @@ from offload.system.memory import (
     give_back_free_memory,
     host_memory_limit_bytes,
     parse_size,
+    worker_threads,
 )
 
 GIB = 2**30
@@ -246,3 +248,24 @@ def test_free_memory_goes_back() -> None:
     give_back_free_memory()
     assert before - psutil.Process().memory_info().rss > 20 * 10**6
     libc.free(ctypes.c_void_p(blocks[-1]))
+
+
+def test_more_threads_than_cpus_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("offload.system.memory.available_cpus", lambda: 4)
+    assert worker_threads(4, with_gpu=False) == 4
+    assert not caplog.records
+    assert worker_threads(5, with_gpu=False) == 5
+    assert "num_threads=5, but this process may use 4 CPUs" in caplog.text
+
+
+def test_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user without an entry in /etc/passwd has none."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("OFFLOAD_CACHE", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 987_654_321)
+    with pytest.raises(FileNotFoundError, match=r"no home folder .*; set OFFLOAD_CACHE to a fold"):
+        cache_folder()
+    monkeypatch.setenv("OFFLOAD_CACHE", "/some/where")
+    assert cache_folder() == Path("/some/where")

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from offload.system.stdlib_text import stdlib_paragraphs
+from offload.system.text_file import read_text_file
 
 
 def prose_text(path: Path | None, option: str = "--haystack") -> str:
@@ -13,7 +14,8 @@ def prose_text(path: Path | None, option: str = "--haystack") -> str:
     docstrings of Python's library.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, no text in it or in the folder; names `option`.
+        FileNotFoundError, ValueError: no such file, one that is not UTF-8, no text in it or in
+            the folder; names the file or `option`.
     """
     if path is None:
         return "\n\n".join(stdlib_paragraphs())
@@ -22,7 +24,7 @@ def prose_text(path: Path | None, option: str = "--haystack") -> str:
         files = sorted(
             file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file()
         )
-    text = "\n\n".join(file.read_text("utf-8", errors="replace") for file in files)
+    text = "\n\n".join(read_text_file(file) for file in files)
     if not text.strip():
         raise ValueError(f"{option} {path}: no text there (a file, or a folder of .txt, .md)")
     return text

@@ -18,6 +18,7 @@ from offload.cli.bench.options import (
     check_name,
     make_table,
 )
+from offload.cli.commands import CommandGroup
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import comma_separated, counts
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from offload.bench.attention.measure import AttentionMeasurement
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

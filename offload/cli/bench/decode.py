@@ -31,6 +31,7 @@ from offload.cli.console import (
     stdout,
 )
 from offload.cli.options import comma_separated, counts
+from offload.system.text_file import read_text_file
 
 if TYPE_CHECKING:
     from offload.bench.decode.engines import DecodePlan
@@ -239,7 +240,7 @@ def _measure(
         for row in measure_engines(subject, plan, on_done):
             rows.append(row)
             # As soon as it is there: a large context takes minutes.
-            progress.console.print(f"[dim]{describe(row)}[/dim]", soft_wrap=True)
+            progress.console.print(describe(row), style="dim", soft_wrap=True)
             progress.update(whole, advance=1, description="engines")
         settings["dtype"] = str(subject.stock.dtype).removeprefix("torch.")
     settings |= {
@@ -274,7 +275,7 @@ def _model(
         "threads": options["threads"],
     }
     if model is not None:
-        words = None if text is None else text.read_text(encoding="utf-8")
+        words = None if text is None else read_text_file(text)
         found = TextModel(
             model,
             plan.policies if "offload" in plan.engines else (),

@@ -23,7 +23,14 @@ from offload.cli.bench.options import (
     make_table,
     policy_with_budget,
 )
-from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
+from offload.cli.console import (
+    print_json,
+    print_marked,
+    quiet_transformers,
+    running,
+    stderr,
+    stdout,
+)
 from offload.cli.options import comma_separated, counts, key_values, policy_options
 
 OUTPUTS = ("table", "json", "csv", "md")
@@ -184,14 +191,14 @@ def _print(output: str, title: str, result: Any, machine: dict[str, Any]) -> Non
     else:
         _print_tables(title, result, rows)
     for line in result.warnings:
-        stderr().print(f"[bold yellow]warning:[/bold yellow] {line}", soft_wrap=True)
+        print_marked("warning:", line, "bold yellow")
 
 
 def _print_tables(title: str, result: Any, rows: list[dict[str, Any]]) -> None:
     from offload.bench.latency.report import TABLE_CAPTION, table_cells, threads_title
 
     console = stdout()
-    console.print(f"[bold]{title}[/bold]\n")
+    console.print(f"{title}\n", style="bold")
     for num_threads in sorted({row["num_threads"] for row in rows}):
         header, *lines = table_cells(rows, num_threads)
         of_block = next(row for row in rows if row["num_threads"] == num_threads)

@@ -170,9 +170,10 @@ def _print_tables(document: dict[str, Any]) -> None:
 
     settings, console = document["settings"], stdout()
     console.print(
-        f"[bold]{settings['shape']}, {settings['kv_len']:,} tokens, batch "
+        f"{settings['shape']}, {settings['kv_len']:,} tokens, batch "
         f"{settings['batch_size']}, {settings['dtype']}, {settings['policy']}, backend "
-        f"{settings['backend']}[/bold]"
+        f"{settings['backend']}",
+        style="bold",
     )
     console.print(step_line(document))
     console.print(memory_line(document) + "\n")

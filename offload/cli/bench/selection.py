@@ -27,6 +27,7 @@ from offload.cli.console import (
 )
 from offload.cli.options import comma_separated, counts
 from offload.policies.registry import available_policies
+from offload.system.text_file import read_text_file
 
 if TYPE_CHECKING:
     from offload.policies import Policy
@@ -190,7 +191,7 @@ def _measure(
             {key: values[0] for key, values in options.items() if len(values) == 1}
         ),
     )
-    words = "\n\n".join(stdlib_paragraphs()) if text is None else Path(text).read_text("utf-8")
+    words = "\n\n".join(stdlib_paragraphs()) if text is None else read_text_file(text)
     tokens = load_tokenizer(model)(words, verbose=False)["input_ids"]
     runs = 1 + sum(policy.name != "full" for policy in policies)
     with no_loading_bars(), progress_bar() as progress:

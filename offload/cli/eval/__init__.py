@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from offload.cli.commands import CommandGroup
 from offload.cli.eval import needle, perplexity, ruler, structured
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

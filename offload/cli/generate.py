@@ -11,6 +11,7 @@ import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
 from offload.cli.options import (
+    BUDGET_HELP,
     DTYPE_HELP,
     POLICY_HELP,
     ModelName,
@@ -77,10 +78,13 @@ def generate(
     policy_option: Annotated[
         list[str] | None,
         _runtime_option(
+            "--option",
+            "--policy-option",
             metavar="KEY=VALUE",
-            help="An option of the policy, such as budget_tokens=512. Repeatable.",
+            help="An option of the policy, such as dense_layers=1. Repeatable.",
         ),
     ] = None,
+    budget_tokens: Annotated[int | None, _runtime_option(min=1, help=BUDGET_HELP)] = None,
     compare: Annotated[
         bool | None,
         _runtime_option(
@@ -104,7 +108,10 @@ def generate(
     num_threads: Annotated[
         int | None,
         _runtime_option(
-            min=1, help=r"CPU threads. \[default: all this process may use, but one with a GPU]"
+            "--threads",
+            "--num-threads",
+            min=1,
+            help=r"CPU threads. \[default: all this process may use, but one with a GPU]",
         ),
     ] = None,
     tensor_parallel_size: Annotated[
@@ -113,7 +120,7 @@ def generate(
             min=1,
             metavar="N",
             help="GPUs that run the model together, each with a part of its heads and its own "
-            "process. max-memory cpu= is for all of them, num-threads for each.",
+            "process. --max-memory cpu= is for all of them, --threads for each.",
         ),
     ] = 1,
     max_memory: Annotated[
@@ -189,7 +196,7 @@ def generate(
     A question about a file, attending to 512 tokens per KV head:
 
         cat notes.txt question.txt | offload generate -f -
-        --policy exact_topk --policy-option budget_tokens=512
+        --policy exact_topk --budget-tokens 512
 
     Your own model, sampled, in at most 8 GiB of host memory:
 
@@ -220,7 +227,7 @@ def generate(
         raise typer.BadParameter("--needle needs --context", param_hint="--needle")
     policy = policy or "full"
     check_name(policy, policy_names(), kind="policy ", option="--policy")
-    options = policy_options(policy_option or [])
+    options = policy_options(policy_option or [], budget_tokens)
     budgets = memory_budgets(max_memory or [])
     if tensor_parallel_size > 1 and not is_rank():
         stdin = _read_prompt(prompt_file) if prompt_file == "-" else None

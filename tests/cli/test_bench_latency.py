@@ -39,7 +39,7 @@ def _small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json() -> None:
-    arguments = [*SMALL, "--option", "exact_topk.sink_tokens=8", "-o", "json", "--batch-size", "2"]
+    arguments = [*SMALL, "--option", "exact_topk.sink_tokens=8", "--json", "--batch-size", "2"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)

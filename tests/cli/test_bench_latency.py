@@ -27,7 +27,7 @@ def bench() -> None:
 
 
 runner = CliRunner(env={"COLUMNS": "240", "TERM": "dumb"})
-SMALL = ["latency", "--shape", "smollm2-135m", "-d", "600,1100", "--budget-tokens", "256"]
+SMALL = ["latency", "--shape", "smollm2-135m", "--context", "600,1100", "--budget-tokens", "256"]
 SMALL += ["-r", "2", "--threads", "1", "--policy", "full,exact_topk,quest"]
 
 
@@ -90,7 +90,7 @@ def test_threads_and_plot(tmp_path: Path) -> None:
 
 
 def test_a_model(tiny_folders: dict[str, Path]) -> None:
-    arguments = ["latency", "--model", str(tiny_folders["qwen2"]), "-d", "400", "--threads", "1"]
+    arguments = ["latency", str(tiny_folders["qwen2"]), "--context", "400", "--threads", "1"]
     arguments += ["--policy", "full,exact_topk", "--budget-tokens", "128", "-r", "1", "-o", "json"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -119,17 +119,17 @@ def test_keys_unlike_real_attention_are_announced(monkeypatch: pytest.MonkeyPatc
         (["--policy", "qest"], 2, "unknown 'qest'; available: exact_topk, full"),
         (["--output", "xml"], 2, "unknown 'xml'; available: table, json, csv, md"),
         (["--dtype", "int8"], 2, "unknown 'int8'; available: bfloat16"),
-        (["-d", "4096,x"], 2, "integers of at least 1"),
-        (["--model", "some"], 2, "give one of --shape and --model"),
+        (["--context", "4096,x"], 2, "integers of at least 1"),
+        (["some"], 2, "give one of --shape and a model"),
         (["--option", "lfps.alpha"], 2, "expected key=value"),
         (["--option", "alpha=1"], 2, "expected POLICY.NAME=VALUE, got alpha=1"),
         (["--option", "streaming_llm.sink_tokens=4"], 2, "'streaming_llm' is not measured"),
         (["--option", "quest.pages=4"], 1, "policy 'quest' has no option 'pages'"),
         (["--option", "quest.sink_tokens=300"], 1, "budget_tokens=256 cannot hold"),
         (["--threads", "4096"], 1, "--threads 4096: this process may use"),
-        (["-d", "200"], 1, "a depth of 200 tokens is within the budget of 256 tokens"),
+        (["--context", "200"], 1, "a depth of 200 tokens is within the budget of 256 tokens"),
         (["--option", "quest.dense_until=900"], 1, "dense_until=900 of quest, where it"),
-        (["-d", "900000000"], 1, "lower the batch size or the depth"),
+        (["--context", "900000000"], 1, "lower the batch size or the depth"),
         (["--plot", "no/such/folder/x.png"], 1, "--plot"),
     ],
 )

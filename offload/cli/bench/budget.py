@@ -343,9 +343,9 @@ def _tokens(model: str, text: Path | None, settings: BudgetSettings, further: in
     check_text(len(tokens), settings)
     if len(tokens) < settings.length + further:
         raise ValueError(
-            f"the text has {len(tokens):,} tokens, but --context {settings.length:,} and --generate "
-            f"{settings.generate:,} with --evictions need {settings.length + further:,}; give a "
-            "longer --text, or lower --context or --generate"
+            f"the text has {len(tokens):,} tokens, but --context {settings.length:,} and "
+            f"--generate {settings.generate:,} with --evictions need "
+            f"{settings.length + further:,}; give a longer --text, or lower --context or --generate"
         )
     return tokens
 

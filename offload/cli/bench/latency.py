@@ -88,7 +88,8 @@ def latency(
 
         offload bench latency
 
-        offload bench latency --context 8192,131072 --policy full,exact_topk,lfps --option lfps.alpha=0.4
+        offload bench latency --context 8192,131072 --policy full,exact_topk,lfps
+        --option lfps.alpha=0.4
 
         offload bench latency smollm2-135m-instruct --context 2048,7168 --threads 1 --json
     """

@@ -37,7 +37,7 @@ def flat(text: str) -> str:
 
 
 def test_json(command: list[str]) -> None:
-    result = runner.invoke(app, [*command, "--top-p", "0.8,0.9", "-o", "json"])
+    result = runner.invoke(app, [*command, "--top-p", "0.8,0.9", "--json"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["machine"]["isa"]
@@ -109,7 +109,7 @@ def test_markdown_without_generation(command: list[str]) -> None:
 @pytest.mark.parametrize("names", ["full", "exact_topk", "full,hard_kv", "per_head,quest,lfps"])
 def test_other_policies(plain: list[str], names: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra perf is not installed")
-    options = ["--policy", names, "--plot", str(tmp_path / "a.svg"), "-o", "json"]
+    options = ["--policy", names, "--plot", str(tmp_path / "a.svg"), "--json"]
     result = runner.invoke(app, [*plain, *options, *(SMALL if names != "full" else [])])
     assert result.exit_code == 0, result.output
     wanted = {"full", *names.split(",")}

@@ -66,6 +66,30 @@ def test_table() -> None:
     assert "keys and queries at 600: sink" in result.stdout
 
 
+def test_the_table_fits_80_columns() -> None:
+    """Seven columns; all of them, however narrow the terminal is, with --wide."""
+    few = [*SMALL, "--context", "600"]
+    result = runner.invoke(app, few, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    lines = _table(result.stdout)
+    assert max(map(len, lines)) <= 80
+    shown = "policy context µs over full over top-k memory mass"
+    assert " ".join(lines[0].split()) == shown
+    assert [line.split()[0] for line in lines[1:]] == ["full", "exact_topk", "quest"]
+    assert "…" not in "".join(lines)
+    lines = _table(runner.invoke(app, [*few, "--wide"], env={"COLUMNS": "80"}).stdout)
+    names = "policy context µs over full over top-k predict score select attend update other MB "
+    assert lines[0].split() == (names + "GB/s memory scored overlap mass growth").split()
+    assert "…" not in "".join(lines)
+
+
+def _table(shown: str) -> list[str]:
+    """The lines of the first table, its header first."""
+    lines = [line.rstrip() for line in shown.splitlines()]
+    first = next(i for i, line in enumerate(lines) if line.startswith("policy"))
+    return lines[first : lines.index("", first)]
+
+
 def test_csv_and_markdown() -> None:
     result = runner.invoke(app, [*SMALL, "-o", "csv"])
     assert result.exit_code == 0, result.output

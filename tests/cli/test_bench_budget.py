@@ -141,7 +141,6 @@ def test_other_policies(plain: list[str], names: str, tmp_path: Path) -> None:
         (["--runtime-option", "page_tokens=0"], 1, "page_tokens must be an integer of at least 1"),
         (["--dtype", "int8"], 1, "unknown dtype 'int8'"),
         (["--text", "/no/such/file"], 1, "No such file or directory: '/no/such/file'"),
-        (["/no/such/model"], 1, "/no/such/model"),
         (["--plot", "picture.gif"], 1, "must end in one of .png, .svg, .pdf"),
     ],
 )

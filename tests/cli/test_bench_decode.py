@@ -167,7 +167,7 @@ def test_positions_of_the_model_bound_the_context(tiny_folders: dict[str, Path])
         (["--policy", "qest"], "unknown 'qest'; available: "),
         (["--option", "quest.alpha=1"], "'quest' is not among the policies"),
         (["x"], "give one of --shape and a model"),
-        (["--text", "x"], "give --model"),
+        (["--text", "x"], "give a model"),
         (["--context", "4K"], "expected integers of at least 1"),
         (["--device", "tpu"], "unknown device 'tpu'; available: cpu, cuda"),
     ],

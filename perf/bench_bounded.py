@@ -61,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     run = Run(options)
     asked = run.named("budget_tokens", "host_share", "evictions", "page_tokens", "samples")
-    arguments = ["ruler", options.model, f"--lengths={options.length}"]
+    arguments = ["ruler", options.model, f"--context={options.length}"]
     arguments += [f"--policy={options.policies}", *(f"--option={x}" for x in options.option)]
     arguments += [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
     found = answered_parts(

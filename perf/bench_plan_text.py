@@ -56,9 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     decoded = called(
         "bench",
         "decode",
-        "--model",
         options.model,
-        "--contexts",
+        "--context",
         ",".join(map(str, options.contexts)),
         "--policy",
         ",".join(options.policies),

@@ -17,6 +17,7 @@ from offload.cli.commands import CommandGroup
 from offload.cli.env import env
 from offload.cli.generate import generate
 from offload.cli.plan import plan
+from offload.cli.spelling import Command
 from offload.system.version import __version__
 
 app = typer.Typer(
@@ -28,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (generate, plan, env, calibrate):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(eval_commands.app, name="eval")
 

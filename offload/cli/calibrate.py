@@ -56,14 +56,22 @@ def calibrate(
     tokens: Annotated[
         int | None,
         typer.Option(
+            "--context",
+            "--tokens",
             min=1,
-            help="Of the text, at most; of each of per_head's texts. "
+            help="Tokens of the text, at most; of each of per_head's texts. "
             r"\[default: 2048, or what the model can read]",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     num_threads: Annotated[
-        int | None, typer.Option(min=1, help=r"CPU threads. \[default: all this process may use]")
+        int | None,
+        typer.Option(
+            "--threads",
+            "--num-threads",
+            min=1,
+            help=r"CPU threads. \[default: all this process may use]",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     verbose: Verbose = False,
@@ -84,7 +92,7 @@ def calibrate(
 
         offload calibrate smollm2-135m-instruct -o roles.json
 
-        offload generate --policy lychee_decode --policy-option head_roles=roles.json --demo
+        offload generate --policy lychee_decode --option head_roles=roles.json --demo
 
     Another share of retrieval heads, calibrated on code:
 
@@ -160,7 +168,7 @@ def _checked_counts(
         tokens = min(_TOKENS, shape.max_context)
     if not MIN_LOOKUP_TOKENS <= tokens <= shape.max_context:
         raise ValueError(
-            f"--tokens {tokens} must be in [{MIN_LOOKUP_TOKENS}, {shape.max_context}] for "
+            f"--context {tokens} must be in [{MIN_LOOKUP_TOKENS}, {shape.max_context}] for "
             "per_head: from what its texts need to what this model can read"
         )
     policy = make_policy("per_head", retrieval_heads=retrieval_heads, dense_layers=dense_layers)

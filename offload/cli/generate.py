@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from offload.cli.console import (
-    print_json,
-    print_marked,
-    quiet_transformers,
-    running,
-    stderr,
-    stdout,
-)
+from offload.cli.console import print_json, print_marked, quiet_transformers, running, stderr
 from offload.cli.options import (
+    BUDGET_HELP,
     DTYPE_HELP,
     POLICY_HELP,
     ModelName,
@@ -85,10 +80,13 @@ def generate(
     policy_option: Annotated[
         list[str] | None,
         _runtime_option(
+            "--option",
+            "--policy-option",
             metavar="KEY=VALUE",
-            help="An option of the policy, such as budget_tokens=512. Repeatable.",
+            help="An option of the policy, such as dense_layers=1. Repeatable.",
         ),
     ] = None,
+    budget_tokens: Annotated[int | None, _runtime_option(min=1, help=BUDGET_HELP)] = None,
     compare: Annotated[
         bool | None,
         _runtime_option(
@@ -112,7 +110,10 @@ def generate(
     num_threads: Annotated[
         int | None,
         _runtime_option(
-            min=1, help=r"CPU threads. \[default: all this process may use, but one with a GPU]"
+            "--threads",
+            "--num-threads",
+            min=1,
+            help=r"CPU threads. \[default: all this process may use, but one with a GPU]",
         ),
     ] = None,
     tensor_parallel_size: Annotated[
@@ -121,7 +122,7 @@ def generate(
             min=1,
             metavar="N",
             help="GPUs that run the model together, each with a part of its heads and its own "
-            "process. max-memory cpu= is for all of them, num-threads for each.",
+            "process. --max-memory cpu= is for all of them, --threads for each.",
         ),
     ] = 1,
     max_memory: Annotated[
@@ -186,7 +187,7 @@ def generate(
 ) -> None:
     """Answer a prompt and print what it cost: KV bytes, prefill and decode speed.
 
-    The answer streams to stdout; progress and logs go to stderr.
+    The answer streams to stdout; progress, logs and what it cost go to stderr.
 
     [bold]Examples[/bold]
 
@@ -197,7 +198,7 @@ def generate(
     A question about a file, attending to 512 tokens per KV head:
 
         cat notes.txt question.txt | offload generate -f -
-        --policy exact_topk --policy-option budget_tokens=512
+        --policy exact_topk --budget-tokens 512
 
     Your own model, sampled, in at most 8 GiB of host memory:
 
@@ -228,7 +229,7 @@ def generate(
         raise typer.BadParameter("--needle needs --context", param_hint="--needle")
     policy = policy or "full"
     check_name(policy, policy_names(), kind="policy ", option="--policy")
-    options = policy_options(policy_option or [])
+    options = policy_options(policy_option or [], budget_tokens)
     budgets = memory_budgets(max_memory or [])
     if tensor_parallel_size > 1 and not is_rank():
         with running(verbose=verbose):
@@ -280,7 +281,7 @@ def generate(
                 )
                 shown = not as_json and not is_silent
                 with _Screen(made.name, input_ids.shape[1], shown=shown) as screen:
-                    run = answer(loaded, made, tokenizer, input_ids, screen.text, seed, sampling)
+                    run = answer(loaded, made, tokenizer, input_ids, screen, seed, sampling)
                 runs.append(run)
                 del loaded  # before the next is loaded: its weights and cache leave the memory
     if is_silent:
@@ -297,23 +298,42 @@ class _Screen:
     """Shows progress on stderr until the answer starts, then the answer on stdout."""
 
     def __init__(self, policy: str, context_tokens: int, *, shown: bool) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
         self._shown = shown
         self._policy = policy
-        self._status = stderr().status(f"{policy}: reading {context_tokens:,} tokens")
+        self._read, self._total = 0.0, context_tokens
+        columns, console = (TextColumn("{task.description}"), BarColumn()), stderr()
+        self._progress = Progress(
+            *columns, console=console, transient=True, disable=not console.is_interactive
+        )
+        self._task = self._progress.add_task(self._description(), total=context_tokens)
         self._started = False
 
     def __enter__(self) -> _Screen:
-        self._status.start()
+        self._start = time.perf_counter()
+        self._progress.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._status.stop()
+        self._progress.stop()
         if self._shown and self._started:
             print(flush=True)
 
+    def read(self, num_tokens: float) -> None:
+        """So many more tokens of the prompt are read."""
+        self._read = min(self._read + num_tokens, self._total)
+        speed = f", {self._read / (time.perf_counter() - self._start):,.0f} tokens/s"
+        self._progress.update(
+            self._task, completed=self._read, description=self._description() + speed
+        )
+
+    def _description(self) -> str:
+        return f"{self._policy}: reading {round(self._read):,} of {self._total:,} tokens"
+
     def text(self, piece: str) -> None:
         """The next piece of the answer."""
-        self._status.stop()
+        self._progress.stop()
         if not self._shown:
             return
         if not self._started:
@@ -362,10 +382,12 @@ def _print_result(
             f"{run['decode_tokens_per_second']:,.1f} tok/s",
             *([f"{run['setup_seconds']:.2f} s"] if sets_up else []),
         )
-    stdout().print(table)
+    console = stderr()  # stdout has the answer alone
+    console.print(table)
     for run in runs:
         if run["condensed"] is not None:
             line = condensed_line(run["condensed"], run["condense_by"])
-            stdout().print(f"{run['policy']}: {line}", highlight=False)
+            console.print(f"{run['policy']}: {line}", soft_wrap=True)
         if run["quality"] is not None:
-            stdout().print(f"{run['policy']}: {quality_line(run['quality'])}", highlight=False)
+            line = quality_line(run["quality"])
+            console.print(f"{run['policy']}: {line}", soft_wrap=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -91,31 +90,44 @@ def prompt_tokens(
     return encode(prompt)
 
 
+class Screen(Protocol):
+    """What shows a generation as it goes on."""
+
+    def read(self, num_tokens: float) -> None:
+        """So many more tokens of the prompt are read."""
+
+    def text(self, piece: str) -> None:
+        """The next piece of the answer."""
+
+
 def answer(
     model: Any,
     policy: Policy,
     tokenizer: Any,
     input_ids: Any,
-    on_text: Callable[[str], None],
+    screen: Screen,
     seed: int | None,
     sampling: dict[str, Any],
 ) -> dict[str, Any]:
     """Generate with the options `sampling`: the answer, and what it cost.
 
     Args:
-        on_text: gets the answer piece by piece.
+        screen: hears what is read of the prompt, and gets the answer piece by piece.
     """
     import torch
     from transformers import TextStreamer
 
     class CallbackStreamer(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            on_text(text)
+            screen.text(text)
 
     if seed is not None:
         torch.manual_seed(seed)
     input_ids = input_ids.to(model.device)
     streamer: Any = CallbackStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    # Each layer reads the prompt in turn: a token is read when it went through all of them.
+    num_layers = len(model._offload.lean.layers)
+    model._offload.on_tokens = lambda num_tokens: screen.read(num_tokens / num_layers)
     has_bound = model._offload.config.host_bytes_per_sequence is not None
     cache = model.new_cache() if has_bound else None
     output_ids = model.generate(

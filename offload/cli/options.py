@@ -12,6 +12,7 @@ from offload.policies.registry import policy_names
 
 Scalar = int | float | bool | str
 
+BUDGET_HELP = "Tokens that each KV head attends to; short for --option budget_tokens=N."
 DTYPE_HELP = "auto (the checkpoint's), bfloat16, float16 or float32."
 POLICY_HELP = f"Which cached tokens a decode step attends to: {', '.join(policy_names())}."
 ModelName = Annotated[
@@ -33,9 +34,14 @@ def key_values(pairs: list[str], *, option: str) -> dict[str, str]:
     return parsed
 
 
-def policy_options(pairs: list[str]) -> dict[str, Scalar]:
-    """`["budget_tokens=512"]` -> `{"budget_tokens": 512}`: numbers and booleans, else text."""
-    values = key_values(pairs, option="--policy-option")
+def policy_options(pairs: list[str], budget_tokens: int | None = None) -> dict[str, Scalar]:
+    """`["alpha=0.4"]` -> `{"alpha": 0.4}`: numbers and booleans, else text.
+
+    `budget_tokens` is one of them if it is given, and a usage error if `pairs` have it, too.
+    """
+    if budget_tokens is not None:
+        pairs = [*pairs, f"budget_tokens={budget_tokens}"]
+    values = key_values(pairs, option="--option")
     return {key: scalar(value) for key, value in values.items()}
 
 

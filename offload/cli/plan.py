@@ -18,6 +18,7 @@ from offload.cli.console import (
     stdout,
 )
 from offload.cli.options import (
+    BUDGET_HELP,
     DTYPE_HELP,
     POLICY_HELP,
     Verbose,
@@ -50,12 +51,13 @@ def plan(
     policy_option: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE", help="An option of the policy, such as dense_layers=1. Repeatable."
+            "--option",
+            "--policy-option",
+            metavar="KEY=VALUE",
+            help="An option of the policy, such as dense_layers=1. Repeatable.",
         ),
     ] = None,
-    budget_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Short for --policy-option budget_tokens=N.")
-    ] = None,
+    budget_tokens: Annotated[int | None, typer.Option(min=1, help=BUDGET_HELP)] = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -149,9 +151,7 @@ def plan(
     check_name(policy, policy_names(), kind="policy ", option="--policy")
     if remeasure and profile is not None:
         raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
-    options = policy_options(policy_option or [])
-    if budget_tokens is not None:
-        options["budget_tokens"] = budget_tokens
+    options = policy_options(policy_option or [], budget_tokens)
     budgets = memory_budgets(max_memory or []) or {}
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         from offload.decode.gpu.placement import HeadPlacement

@@ -28,6 +28,8 @@ OnQueries = Callable[[int, int, torch.Tensor, int], None]
 # sequence, cached ones included. They are overwritten soon after it returns, in the order of the
 # stream that is current then: not the one that the layers compute on.
 OnLayer = Callable[[int, int, torch.Tensor, torch.Tensor], None]
+# Gets the tokens that went through one more layer.
+OnTokens = Callable[[int], None]
 # Gets (layer_idx, seq, queries [num_qo_heads, n, head_dim] rotated, (keys, values)), these each
 # [num_kv_heads, kv_len so far, head_dim], the last of the queries' token the last of them. They are
 # read in the order of the current stream.
@@ -46,6 +48,7 @@ def prefill(
     on_queries: OnQueries | None = None,
     on_layer: OnLayer | None = None,
     on_attended: OnAttended | None = None,
+    on_tokens: OnTokens | None = None,
     keeps: bool = True,
     copied_heads: int = 0,
     device_budget_bytes: int | None = None,
@@ -62,6 +65,7 @@ def prefill(
         on_layer: sees the keys and values of every layer of every sequence in the store.
         on_attended: sees the queries of every slice of every sequence in the store, and what they
             attended to; of keys and values that a head lacks (`KVStore.starts`) it makes no use.
+        on_tokens: hears of every slice after every layer. A GPU may still be at work on it.
         keeps: whether the store takes the new K/V. False: these are only attended to, no room is
             needed for them, and whether they are finite is not checked.
         copied_heads: KV heads of a layer of which on_layer makes copies.
@@ -101,6 +105,7 @@ def prefill(
             on_queries,
             on_layer,
             on_attended,
+            on_tokens,
             keeps,
         )
     except torch.OutOfMemoryError as error:
@@ -127,6 +132,7 @@ def _run_layers(
     on_queries: OnQueries | None,
     on_layer: OnLayer | None,
     on_attended: OnAttended | None,
+    on_tokens: OnTokens | None,
     keeps: bool,
 ) -> torch.Tensor:
     positions = batch.position_ids[None].to(hidden.device)
@@ -157,6 +163,8 @@ def _run_layers(
                 del q
                 add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks, pool)
                 del delta
+                if on_tokens is not None:
+                    on_tokens(stop - start)
             stream.write_out(layer_idx)
             if store is not None and on_layer is not None:
                 with stream.beside():

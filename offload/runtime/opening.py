@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cpu_ops.native import isa_name
 from offload.decode.gpu.placement import HeadPlacement
 from offload.loading.checkpoint import Checkpoint, check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
@@ -34,6 +37,8 @@ from offload.runtime.cascading import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import placement_for
 from offload.system.memory import worker_threads
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +81,7 @@ def open_model(
     Raises:
         As `OffloadedModel.from_pretrained`.
     """
+    start = time.perf_counter()
     find = partial(resolve_folder, name_or_path, hub)  # which may have to download or to convert
     folder: Path = find() if ranks is None else ranks.once(find)
     checkpoint = check_checkpoint(folder)
@@ -86,7 +92,21 @@ def open_model(
     if ranks is not None:
         config = keep_own_part(stock, config, ranks)
     move_to_device(stock, config)
-    return open_loaded(stock, config, folder, ranks)
+    opened = open_loaded(stock, config, folder, ranks)
+    logger.debug(
+        "loaded %s in %.1f s: %d threads, ISA %s, policy %s",
+        name_or_path,
+        time.perf_counter() - start,
+        opened.num_threads,
+        isa_name(),
+        _described(opened.config.policy),
+    )
+    return opened
+
+
+def _described(policy: Policy) -> str:
+    """Its name, and its budget if it has one."""
+    return f"{policy.name}, budget_tokens={policy.budget_tokens}" if policy.selects else policy.name
 
 
 def move_to_device(stock: Any, config: RuntimeConfig) -> None:

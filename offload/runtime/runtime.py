@@ -14,7 +14,7 @@ from offload.decode.decoder import Decoder
 from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, one_token_each
-from offload.prefill.forward import prefill
+from offload.prefill.forward import OnTokens, prefill
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.cascading import cascade_for, page_tokens_of, rereads
 from offload.runtime.generation import Generation, GenerationRequest
@@ -65,6 +65,7 @@ class Runtime:
         )
         self.turns = self.sequences.turns
         self.generation_now: Generation | None = None
+        self.on_tokens: OnTokens | None = None  # see `prefill`
         self._last_pass_end: float | None = None
         self._prefill_threads = config.num_threads  # None: as torch has it
         self._floor: FloorWatch | None = None
@@ -392,6 +393,7 @@ class Runtime:
                 slice_tokens=self.config.prefill_slice_tokens,
                 pool=self._decoder.pool,
                 on_queries=self.attention.on_prefill_queries,
+                on_tokens=self.on_tokens,
                 device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
                 on_layer=None if build is None else build.on_layer,
                 copied_heads=0 if build is None else build.copied_heads,

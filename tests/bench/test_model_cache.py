@@ -239,7 +239,7 @@ def test_unrotated_undoes_the_rotation(scale: float) -> None:
 def test_bad_numbers_are_refused(pool: WorkerPool, rotary_emb: Any) -> None:
     with pytest.raises(ValueError, match=r"distinct_layers must be in \[1, 4\], got 5"):
         make(pool, rotary_emb, distinct_layers=5)
-    with pytest.raises(HostBudgetError, match="lower --kv-len or the batch size"):
+    with pytest.raises(HostBudgetError, match="lower --context or the batch size"):
         make(pool, rotary_emb, kv_len=10**9)
 
 

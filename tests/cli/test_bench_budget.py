@@ -21,9 +21,9 @@ SMALL = ["--option", "recent_tokens=8", "--option", "dense_layers=1"]
 @pytest.fixture
 def plain(tiny_folders: dict[str, Path]) -> list[str]:
     """Few steps of a short text."""
-    arguments = ["--length", "150", "--steps", "9", "--sample-every", "3", "--generate", "4"]
+    arguments = ["--context", "150", "--steps", "9", "--sample-every", "3", "--generate", "4"]
     arguments += ["--budget-tokens", "24,100", "--dtype", "float32", "--threads", "1"]
-    return ["bench", "budget", "--model", str(tiny_folders["llama"]), *arguments]
+    return ["bench", "budget", str(tiny_folders["llama"]), *arguments]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def flat(text: str) -> str:
 
 
 def test_json(command: list[str]) -> None:
-    result = runner.invoke(app, [*command, "--top-p", "0.8,0.9", "-o", "json"])
+    result = runner.invoke(app, [*command, "--top-p", "0.8,0.9", "--json"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["machine"]["isa"]
@@ -109,7 +109,7 @@ def test_markdown_without_generation(command: list[str]) -> None:
 @pytest.mark.parametrize("names", ["full", "exact_topk", "full,hard_kv", "per_head,quest,lfps"])
 def test_other_policies(plain: list[str], names: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra perf is not installed")
-    options = ["--policy", names, "--plot", str(tmp_path / "a.svg"), "-o", "json"]
+    options = ["--policy", names, "--plot", str(tmp_path / "a.svg"), "--json"]
     result = runner.invoke(app, [*plain, *options, *(SMALL if names != "full" else [])])
     assert result.exit_code == 0, result.output
     wanted = {"full", *names.split(",")}
@@ -132,7 +132,7 @@ def test_other_policies(plain: list[str], names: str, tmp_path: Path) -> None:
         (["--budget-tokens", "11"], 2, "budget_tokens=11 cannot hold sink_tokens=4"),
         (["--max-tokens", "9"], 2, "budget_tokens=9 cannot hold sink_tokens=4"),
         (["--max-tokens", "150"], 1, "hard_kv: 150 tokens hold the whole text of 150"),
-        (["--budget-tokens", "150"], 1, "raise --length or lower --budget-tokens"),
+        (["--budget-tokens", "150"], 1, "raise --context or lower --budget-tokens"),
         (["--generate", "3"], 1, "generate must be 0 or at least 4, one token a quarter, got 3"),
         (["--generate", "400"], 1, "550 tokens are more than the 512 positions"),
         (["--option", "exact_topk.dense_layers=3"], 1, "dense_layers=3 are all 3 layers"),
@@ -141,7 +141,6 @@ def test_other_policies(plain: list[str], names: str, tmp_path: Path) -> None:
         (["--runtime-option", "page_tokens=0"], 1, "page_tokens must be an integer of at least 1"),
         (["--dtype", "int8"], 1, "unknown dtype 'int8'"),
         (["--text", "/no/such/file"], 1, "No such file or directory: '/no/such/file'"),
-        (["--model", "/no/such/model"], 1, "/no/such/model"),
         (["--plot", "picture.gif"], 1, "must end in one of .png, .svg, .pdf"),
     ],
 )
@@ -176,7 +175,7 @@ def test_a_short_text(command: list[str], tmp_path: Path) -> None:
     result = runner.invoke(app, [*command, "--text", str(text)])
     assert result.exit_code == 1
     assert (
-        "the text has 10 tokens, but --length 150, --steps 9 and 40 tokens of timing need 191"
+        "the text has 10 tokens, but --context 150, --steps 9 and 40 tokens of timing need 191"
         in (flat(result.stderr))
     )
 

@@ -17,7 +17,7 @@ from offload.cli import app
 from offload.models.shape import MODEL_SHAPES
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
-SMALL = ["bench", "attention", "--shape", "smollm2-135m", "--kv-len", "1000", "-r", "2"]
+SMALL = ["bench", "attention", "--shape", "smollm2-135m", "--context", "1000", "-r", "2"]
 SMALL += ["--sparse-tokens", "100", "--threads", "1"]
 
 
@@ -60,8 +60,8 @@ def test_table() -> None:
         (["--dtype", "int8"], 2, "unknown 'int8'; available: bfloat16"),
         (["--kernel", "dens"], 2, "unknown 'dens'; available: dense, sparse, topk"),
         (["--threads", "0"], 2, "integers of at least 1"),
-        (["--kv-len", "0"], 2, "Invalid value for '--kv-len'"),
-        (["--kv-len", "90", "--kernel", "topk"], 1, "kv_len=90 is too short"),
+        (["--context", "0"], 2, "Invalid value for '--context'"),
+        (["--context", "90", "--kernel", "topk"], 1, "kv_len=90 is too short"),
         (["--sparse-tokens", "2000"], 1, "sparse_tokens must be in [1, kv_len=1000]"),
     ],
 )

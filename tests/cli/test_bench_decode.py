@@ -39,9 +39,11 @@ def run(*arguments: str) -> Any:
 
 
 def test_json_of_a_shape() -> None:
-    result = run("-d", "700,300", "--policy", "quest,full", "--option", "quest.sink_tokens=8")
+    result = run(
+        "--context", "700,300", "--policy", "quest,full", "--option", "quest.sink_tokens=8"
+    )
     assert "quest sink_tokens=8" in result.stdout
-    result = run("-d", "700,300", "--policy", "quest,full", "--json")
+    result = run("--context", "700,300", "--policy", "quest,full", "--json")
     document = json.loads(result.stdout)
     found = [(row["engine"], row["policy"], row["kv_len"]) for row in document["rows"]]
     assert found == [
@@ -61,7 +63,7 @@ def test_json_of_a_shape() -> None:
 
 
 def test_table_and_log() -> None:
-    result = run("-d", "300", "--policy", "streaming_llm", "--dtype", "float32")
+    result = run("--context", "300", "--policy", "streaming_llm", "--dtype", "float32")
     assert "tiny, float32, batch 1, cpu" in result.stdout
     ours, stock = (line for line in result.stdout.splitlines() if "│" in line)
     assert [cell.strip() for cell in ours.split("│")][1:3] == ["300", "offload, streaming_llm"]
@@ -71,16 +73,18 @@ def test_table_and_log() -> None:
 
 
 def test_only_peers() -> None:
-    rows = json.loads(run("-d", "300", "--engines", "transformers", "--json").stdout)["rows"]
+    rows = json.loads(run("--context", "300", "--engines", "transformers", "--json").stdout)["rows"]
     assert [row["engine"] for row in rows] == ["transformers"]
 
 
 def test_a_peer_that_does_not_fit_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = "offload.bench.decode.engines.host_memory_limit_bytes"
     monkeypatch.setattr(target, lambda: 2**10)
-    result = run("-d", "300", "--engines", "transformers")
+    result = run("--context", "300", "--engines", "transformers")
     assert "needs 300.00 KiB of host memory for KV" in result.stdout
-    (row,) = json.loads(run("-d", "300", "--engines", "transformers", "--json").stdout)["rows"]
+    (row,) = json.loads(run("--context", "300", "--engines", "transformers", "--json").stdout)[
+        "rows"
+    ]
     assert row["milliseconds"] is None
     assert "needs 300.00 KiB" in describe(row)
 
@@ -90,7 +94,7 @@ def test_a_gpu_that_is_full_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("offload.bench.decode.engines.filled_cache", full)
-    result = run("-d", "300", "--engines", "transformers")
+    result = run("--context", "300", "--engines", "transformers")
     assert "300.00 KiB of KV do not fit the GPU" in result.stdout
 
 
@@ -100,14 +104,14 @@ def test_a_step_that_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("offload.bench.decode.engines.decode_compiled", fails)
     monkeypatch.setattr(bench_decode, "CPU_ENGINE_NAMES", ("transformers-compiled",))
-    result = run("-d", "300", "--engines", "transformers-compiled")
+    result = run("--context", "300", "--engines", "transformers-compiled")
     assert "torch.compile needs triton for this GPU" in result.stdout
 
 
 def test_a_model_on_real_text(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("All engines read the same text. " * 40, encoding="utf-8")
-    arguments = ["bench", "decode", "--model", str(tiny_folders["qwen3"]), *FAST, "-d", "400"]
+    arguments = ["bench", "decode", str(tiny_folders["qwen3"]), *FAST, "--context", "400"]
     arguments += ["--policy", "lychee_cluster,full", "--budget-tokens", "128"]
     result = runner.invoke(app, [*arguments, "--text", str(text), "--json"])
     assert result.exit_code == 0, result.output
@@ -162,9 +166,9 @@ def test_positions_of_the_model_bound_the_context(tiny_folders: dict[str, Path])
         (["--backend", "graph"], "--backend graph needs a GPU"),
         (["--policy", "qest"], "unknown 'qest'; available: "),
         (["--option", "quest.alpha=1"], "'quest' is not among the policies"),
-        (["--model", "x"], "give one of --shape and --model"),
-        (["--text", "x"], "give --model"),
-        (["--contexts", "4K"], "expected integers of at least 1"),
+        (["x"], "give one of --shape and a model"),
+        (["--text", "x"], "give a model"),
+        (["--context", "4K"], "expected integers of at least 1"),
         (["--device", "tpu"], "unknown device 'tpu'; available: cpu, cuda"),
     ],
 )
@@ -194,17 +198,15 @@ def test_names_that_the_command_offers() -> None:
 
 def test_help_teaches() -> None:
     text = runner.invoke(app, ["bench", "decode", "--help"]).stdout
-    for taught in ("--contexts", "--engines", "--model", "transformers-offloaded", "one CUDA"):
+    for taught in ("--context", "--engines", "transformers-offloaded", "one CUDA"):
         assert taught in text
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("source", ["shape", "model"])
 def test_on_a_gpu(source: str, tiny_folders: dict[str, Path]) -> None:
-    of_source = (
-        ["--shape", "tiny"] if source == "shape" else ["--model", str(tiny_folders["llama"])]
-    )
-    arguments = ["bench", "decode", *of_source, "-d", "400", "--budget-tokens", "128"]
+    of_source = ["--shape", "tiny"] if source == "shape" else [str(tiny_folders["llama"])]
+    arguments = ["bench", "decode", *of_source, "--context", "400", "--budget-tokens", "128"]
     # One that learns from the model before it decodes.
     arguments += ["--policy", "lfps,lychee_decode" if source == "model" else "lfps,quest"]
     arguments += ["--steps", "6", "-r", "1", "--device", "cuda", "--json"]

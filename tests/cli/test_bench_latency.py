@@ -27,7 +27,7 @@ def bench() -> None:
 
 
 runner = CliRunner(env={"COLUMNS": "240", "TERM": "dumb"})
-SMALL = ["latency", "--shape", "smollm2-135m", "-d", "600,1100", "--budget-tokens", "256"]
+SMALL = ["latency", "--shape", "smollm2-135m", "--context", "600,1100", "--budget-tokens", "256"]
 SMALL += ["-r", "2", "--threads", "1", "--policy", "full,exact_topk,quest"]
 
 
@@ -39,7 +39,7 @@ def _small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json() -> None:
-    arguments = [*SMALL, "--option", "exact_topk.sink_tokens=8", "-o", "json", "--batch-size", "2"]
+    arguments = [*SMALL, "--option", "exact_topk.sink_tokens=8", "--json", "--batch-size", "2"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -66,6 +66,30 @@ def test_table() -> None:
     assert "keys and queries at 600: sink" in result.stdout
 
 
+def test_the_table_fits_80_columns() -> None:
+    """Seven columns; all of them, however narrow the terminal is, with --wide."""
+    few = [*SMALL, "--context", "600"]
+    result = runner.invoke(app, few, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    lines = _table(result.stdout)
+    assert max(map(len, lines)) <= 80
+    shown = "policy context µs over full over top-k memory mass"
+    assert " ".join(lines[0].split()) == shown
+    assert [line.split()[0] for line in lines[1:]] == ["full", "exact_topk", "quest"]
+    assert "…" not in "".join(lines)
+    lines = _table(runner.invoke(app, [*few, "--wide"], env={"COLUMNS": "80"}).stdout)
+    names = "policy context µs over full over top-k predict score select attend update other MB "
+    assert lines[0].split() == (names + "GB/s memory scored overlap mass growth").split()
+    assert "…" not in "".join(lines)
+
+
+def _table(shown: str) -> list[str]:
+    """The lines of the first table, its header first."""
+    lines = [line.rstrip() for line in shown.splitlines()]
+    first = next(i for i, line in enumerate(lines) if line.startswith("policy"))
+    return lines[first : lines.index("", first)]
+
+
 def test_csv_and_markdown() -> None:
     result = runner.invoke(app, [*SMALL, "-o", "csv"])
     assert result.exit_code == 0, result.output
@@ -90,7 +114,7 @@ def test_threads_and_plot(tmp_path: Path) -> None:
 
 
 def test_a_model(tiny_folders: dict[str, Path]) -> None:
-    arguments = ["latency", "--model", str(tiny_folders["qwen2"]), "-d", "400", "--threads", "1"]
+    arguments = ["latency", str(tiny_folders["qwen2"]), "--context", "400", "--threads", "1"]
     arguments += ["--policy", "full,exact_topk", "--budget-tokens", "128", "-r", "1", "-o", "json"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -119,17 +143,17 @@ def test_keys_unlike_real_attention_are_announced(monkeypatch: pytest.MonkeyPatc
         (["--policy", "qest"], 2, "unknown 'qest'; available: exact_topk, full"),
         (["--output", "xml"], 2, "unknown 'xml'; available: table, json, csv, md"),
         (["--dtype", "int8"], 2, "unknown 'int8'; available: bfloat16"),
-        (["-d", "4096,x"], 2, "integers of at least 1"),
-        (["--model", "some"], 2, "give one of --shape and --model"),
+        (["--context", "4096,x"], 2, "integers of at least 1"),
+        (["some"], 2, "give one of --shape and a model"),
         (["--option", "lfps.alpha"], 2, "expected key=value"),
         (["--option", "alpha=1"], 2, "expected POLICY.NAME=VALUE, got alpha=1"),
         (["--option", "streaming_llm.sink_tokens=4"], 2, "'streaming_llm' is not measured"),
         (["--option", "quest.pages=4"], 1, "policy 'quest' has no option 'pages'"),
         (["--option", "quest.sink_tokens=300"], 1, "budget_tokens=256 cannot hold"),
         (["--threads", "4096"], 1, "--threads 4096: this process may use"),
-        (["-d", "200"], 1, "a depth of 200 tokens is within the budget of 256 tokens"),
+        (["--context", "200"], 1, "a depth of 200 tokens is within the budget of 256 tokens"),
         (["--option", "quest.dense_until=900"], 1, "dense_until=900 of quest, where it"),
-        (["-d", "900000000"], 1, "lower the batch size or the depth"),
+        (["--context", "900000000"], 1, "lower the batch size or the depth"),
         (["--plot", "no/such/folder/x.png"], 1, "--plot"),
     ],
 )

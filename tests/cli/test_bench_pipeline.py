@@ -28,7 +28,7 @@ from offload.models.shape import MODEL_SHAPES
 from offload.policies.registry import make_policy
 
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-SMALL = ["bench", "pipeline", "--shape", "tiny", "--kv-len", "600", "--budget-tokens", "256"]
+SMALL = ["bench", "pipeline", "--shape", "tiny", "--context", "600", "--budget-tokens", "256"]
 SMALL += ["--steps", "8", "--traced-steps", "2", "-r", "1", "--threads", "1"]
 SMALL += ["--backend", "inline"]
 

@@ -35,7 +35,7 @@ def flat(text: str) -> str:
 
 
 def test_json(command: list[str]) -> None:
-    result = runner.invoke(app, [*command, "--budget-share", "0.4", "-o", "json"])
+    result = runner.invoke(app, [*command, "--budget-share", "0.4", "--json"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["machine"]["isa"]

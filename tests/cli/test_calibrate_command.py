@@ -26,7 +26,7 @@ def model(tiny_folders: dict[str, Path]) -> str:
 
 def test_it_writes_a_file_for_the_policy(model: str, tmp_path: Path) -> None:
     path = tmp_path / "roles.json"
-    arguments = ["calibrate", model, "-o", str(path), "--retrieval-heads", "2", "--tokens", "300"]
+    arguments = ["calibrate", model, "-o", str(path), "--retrieval-heads", "2", "--context", "300"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.split())
@@ -45,7 +45,7 @@ def test_json(model: str, tmp_path: Path) -> None:
     path, text = tmp_path / "roles.json", tmp_path / "notes.txt"
     text.write_text("A lighthouse keeper counts ships. " * 20, encoding="utf-8")
     arguments = ["calibrate", model, "-o", str(path), "--text", str(text), "--json"]
-    result = runner.invoke(app, [*arguments, "--tokens", "400", "--num-threads", "1"])
+    result = runner.invoke(app, [*arguments, "--context", "400", "--threads", "1"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["model_type"] == "llama"
@@ -69,7 +69,7 @@ def test_heads_of_per_head(long_model: str, tmp_path: Path) -> None:
     """Those to whose attention the table and the JSON testify; the policy takes the file."""
     path = tmp_path / "roles.json"
     arguments = ["calibrate", long_model, "--policy", "per_head", "-o", str(path)]
-    arguments += ["--dense-layers", "1", "--retrieval-heads", "1", "--tokens", "1024"]
+    arguments += ["--dense-layers", "1", "--retrieval-heads", "1", "--context", "1024"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.split())
@@ -92,8 +92,8 @@ def test_heads_of_per_head(long_model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "1000"], "--tokens 1000 must be in [1024, 2048] for per_head"),
-        (["--tokens", "4096"], "--tokens 4096 must be in [1024, 2048] for per_head"),
+        (["--context", "1000"], "--context 1000 must be in [1024, 2048] for per_head"),
+        (["--context", "4096"], "--context 4096 must be in [1024, 2048] for per_head"),
         (["--retrieval-heads", "3"], "at most 1 may retrieve, a sixth of this model's 6 KV heads"),
         (["--text", "notes.txt"], "--text: the texts of per_head are made"),
         (["--policy", "lychee_decode", "--dense-layers", "1"], "--dense-layers: is for --policy"),
@@ -115,9 +115,9 @@ def test_refusals_of_per_head(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "100"], "calibration needs a text of at least 256 tokens, got 100"),
-        (["--tokens", "600"], "a calibration text of 600 tokens exceeds the 512 tokens of this"),
-        (["--retrieval-heads", "5", "--tokens", "300"], "retrieval_heads=5 must be in [0, 4]"),
+        (["--context", "100"], "calibration needs a text of at least 256 tokens, got 100"),
+        (["--context", "600"], "a calibration text of 600 tokens exceeds the 512 tokens of this"),
+        (["--retrieval-heads", "5", "--context", "300"], "retrieval_heads=5 must be in [0, 4]"),
         (["--text", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
         (["-o", "/nowhere/roles.json"], "cannot be written: no folder /nowhere"),
         (["-o", "/"], "--output / is a folder"),
@@ -144,7 +144,7 @@ def test_an_unknown_model(tmp_path: Path) -> None:
 def test_help() -> None:
     result = runner.invoke(app, ["calibrate", "--help"])
     assert result.exit_code == 0
-    options = ("--retrieval-heads", "--text", "--tokens", "--policy", "--dense-layers")
+    options = ("--retrieval-heads", "--text", "--context", "--policy", "--dense-layers")
     for text in (*options, "lychee_decode", "per_head", "head_roles=roles"):
         assert text in result.stdout
     assert runner.invoke(app, ["calibrate", "model"]).exit_code == 2  # no --output

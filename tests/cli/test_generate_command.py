@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
+from cpu_ops.native import isa_name
 from offload.cli import app
 from offload.cli.generation import condensed_line
 
@@ -27,26 +32,51 @@ def generate(tiny_folders: dict[str, Path]) -> Any:
     """Runs the command on the tiny llama, on one thread."""
 
     def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
-        model = [str(tiny_folders["llama"]), "--num-threads", "1"]
+        model = [str(tiny_folders["llama"]), "--threads", "1"]
         return runner.invoke(app, ["generate", *model, *arguments], input=stdin)
 
     return run
 
 
-def test_the_answer_and_the_table_go_to_stdout(generate: Any) -> None:
-    result = generate("-p", "the quick brown fox", "-n", "6", "--compare", "--policy", "exact_topk")
+def test_stdout_has_the_answer_alone(generate: Any) -> None:
+    """So that `> answer.txt` holds it; the table, and whose answer it is, go to stderr."""
+    options = ["-p", "the quick brown fox", "-n", "6", "--compare", "--policy", "exact_topk"]
+    result = generate(*options)
     assert result.exit_code == 0, result.output
+    runs = json.loads(generate(*options, "--json").stdout)["runs"]
+    assert result.stdout.split() == "\n".join(run["answer"] for run in runs).split()
     for text in ("policy", "context", "KV on host", "KV on device", "prefill", "decode"):
-        assert text in result.stdout
-    lines = result.stdout.splitlines()
-    assert sum("exact_topk" in line for line in lines) == 1
+        assert text in result.stderr
+    lines = result.stderr.splitlines()
+    assert sum(line.startswith("│ exact_topk") for line in lines) == 1
     assert sum(line.startswith("│ full") for line in lines) == 1
-    assert "exact_topk:" in result.stderr
+    assert "exact_topk:" in lines
+
+
+def test_progress_of_reading(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal: tokens of tokens, and tokens/s; of 18 all are read at the end."""
+    xterm = {"TERM": "xterm", "COLUMNS": "100"}
+    console = Console(file=io.StringIO(), force_terminal=True, _environ=xterm)
+    module = importlib.import_module("offload.cli.generate")
+    monkeypatch.setattr(module, "stderr", lambda: console)
+    assert generate("-p", "the quick brown fox", "-n", "2").exit_code == 0
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "full: reading 0 of 18 tokens" in shown
+    assert re.search(r"full: reading 18 of 18 tokens, [1-9][\d,]* tokens/s", shown)
+
+
+def test_verbose_tells_what_runs(generate: Any) -> None:
+    options = ["--policy", "exact_topk", "--budget-tokens", "128"]
+    result = generate("-p", "the quick brown fox", "-n", "2", "-v", *options)
+    assert result.exit_code == 0, result.output
+    (line,) = (line for line in result.stderr.splitlines() if "loaded " in line)
+    said = rf" s: 1 threads, ISA {isa_name()}, policy exact_topk, budget_tokens=128"
+    assert re.search(r"in \d+\.\d" + re.escape(said), line)
 
 
 def test_json(generate: Any) -> None:
     arguments = ["-p", "the quick brown fox", "-n", "6", "--json", "--policy", "exact_topk"]
-    options = ["--policy-option", "budget_tokens=128", "--compare", "--expect", "no such answer"]
+    options = ["--option", "budget_tokens=128", "--compare", "--expect", "no such answer"]
     result = generate(*arguments, *options)
     assert result.exit_code == 3
     assert "no 'no such answer' in the answer with exact_topk and full" in result.stderr
@@ -69,7 +99,7 @@ def test_json(generate: Any) -> None:
 def test_a_cap_of_a_step_in_tokens(generate: Any) -> None:
     """What it came to when the model was loaded."""
     options = ["inner=exact_topk", "budget_tokens=128", "max_step_bytes=48KiB", "dense_layers=2"]
-    arguments = [x for option in options for x in ("--policy-option", option)]
+    arguments = [x for option in options for x in ("--option", option)]
     arguments += ["--policy", "hard_kv", "-p", "the quick brown fox", "-n", "2", "--json"]
     result = generate(*arguments)
     assert result.exit_code == 0, result.output
@@ -88,7 +118,7 @@ def test_a_bound_for_the_sequence(generate: Any) -> None:
     told = {"seen": run["context_tokens"] + run["new_tokens"] - 1, "condensed": 0}
     assert run["condensed"] == told | {"kept": told["seen"]}
     told_text = f"full: all {told['seen']} tokens are in the cache as they were"
-    assert told_text in generate(*options, "1MiB").stdout
+    assert told_text in generate(*options, "1MiB").stderr
     refused = generate(*options, "100KiB")
     assert refused.exit_code == 1
     assert "host_bytes_per_sequence=102400 (100.00 KiB) is too little" in refused.stderr
@@ -135,11 +165,11 @@ def test_condensed_by(generate: Any) -> None:
 def test_quality(generate: Any) -> None:
     """A line for each policy, and all of it as JSON."""
     text = " ".join(f"word {i}" for i in range(40))
-    options = ["--policy", "exact_topk", "--policy-option", "budget_tokens=80", "--compare"]
+    options = ["--policy", "exact_topk", "--option", "budget_tokens=80", "--compare"]
     arguments = ["-p", text, "-n", "12", "--quality-probe", "1", "--quality-floor", "0.5", *options]
     result = generate(*arguments)
     assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    lines = result.stderr.splitlines()
     (line,) = (line for line in lines if line.startswith("exact_topk: "))
     assert "% of the attention mass kept (95% sure: " in line
     assert "; worst head: layer 2, KV head " in line
@@ -254,7 +284,11 @@ def test_sampling_is_repeatable_with_a_seed(generate: Any) -> None:
             ["-p", "a", "--policy", "qest"],
             "unknown policy 'qest'; available: auto, exact_topk, full",
         ),
-        (["-p", "a", "--policy-option", "budget"], "expected key=value, got 'budget'"),
+        (["-p", "a", "--option", "budget"], "expected key=value, got 'budget'"),
+        (
+            ["-p", "a", "--budget-tokens", "9", "--option", "budget_tokens=9"],
+            "'budget_tokens' is given twice",
+        ),
         (["-p", "a", "--max-memory", "8GiB"], "expected key=value, got '8GiB'"),
         (["-p", "a", "-n", "0"], "Invalid value for '--max-new-tokens'"),
     ],
@@ -285,11 +319,11 @@ def test_usage_errors(generate: Any, arguments: list[str], message: str) -> None
         ),
         (["-p", "a", "--context", "30"], "leaves no room for any text"),
         (
-            ["-p", "a", "--policy", "exact_topk", "--policy-option", "budget=3"],
+            ["-p", "a", "--policy", "exact_topk", "--option", "budget=3"],
             "policy 'exact_topk' has no option 'budget'; its options: budget_tokens",
         ),
         (
-            ["-p", "a", "--policy", "exact_topk", "--policy-option", "budget_tokens=lots"],
+            ["-p", "a", "--policy", "exact_topk", "--option", "budget_tokens=lots"],
             "budget_tokens must be an int, got 'lots'",
         ),
     ],
@@ -314,7 +348,7 @@ def test_a_model_that_does_not_exist() -> None:
 )
 def test_the_demo_in_a_shorter_context() -> None:
     arguments = ["generate", "--demo", "--context", "1500", "-n", "24", "--json"]
-    result = runner.invoke(app, [*arguments, "--policy-option", "budget_tokens=512"])
+    result = runner.invoke(app, [*arguments, "--option", "budget_tokens=512"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["correct"] is True
@@ -334,4 +368,7 @@ def test_a_gpu_that_is_not_there_is_one_line(tiny_folders: dict[str, Path]) -> N
 def test_nothing_but_our_lines_is_left_on_stderr(generate: Any) -> None:
     result = generate("-p", "the quick brown fox", "-n", "2")
     assert result.exit_code == 0, result.output
-    assert result.stderr == "full:\n"
+    before, _, after = result.stderr.partition("full:\n")
+    assert before == ""
+    assert [line[:6] for line in after.splitlines() if line[0] == "│"] == ["│ full"]
+    assert len(after.splitlines()) == 6  # a title, and a table of one row

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
         (["bench"], ["attention", "budget", "decode", "latency", "pipeline", "selection"]),
         (["eval"], ["ruler", "needle", "structured", "perplexity"]),
-        (["bench", "attention"], ["--kv-len", "--threads", "dense", "sparse", "topk"]),
+        (["bench", "attention"], ["--context", "--threads", "dense", "sparse", "topk"]),
     ],
     ids=lambda value: " ".join(value) or "offload",
 )

@@ -74,7 +74,7 @@ def test_it_plans_for_the_heads_that_will_retrieve(
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
 
     def on_gpu(model: str) -> list[list[int]]:
-        arguments = ["--policy", "per_head", "--policy-option", "dense_layers=1", "--json"]
+        arguments = ["--policy", "per_head", "--option", "dense_layers=1", "--json"]
         result = runner.invoke(app, ["plan", model, "--profile", h200, *arguments])
         assert result.exit_code == 0, result.output
         places = HeadPlacement.from_json(json.loads(result.stdout)).places
@@ -133,7 +133,7 @@ def test_a_machine_that_is_not_there_yet(
         (["--max-memory", "0=lots"], 1, "cannot read 'lots' as a size"),
         (["--context", "200000"], 1, "exceeds the 131072 tokens"),
         (["--policy", "qest"], 2, "unknown policy 'qest'"),
-        (["--policy-option", "budget=3"], 1, "has no option 'budget'"),
+        (["--option", "budget=3"], 1, "has no option 'budget'"),
         (["--remeasure"], 2, "a given profile is not measured"),
         (["--placement", "nowhere.json"], 1, "no placement file nowhere.json"),
     ],

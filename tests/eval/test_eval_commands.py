@@ -37,7 +37,7 @@ def command(kind: str, folder: Path, *arguments: str) -> list[str]:
 @pytest.fixture
 def ruler(roomy_folder: Path) -> list[str]:
     """Two cells of two samples."""
-    lengths = ["--lengths", "1100,1200", "--tasks", "niah_single_1", "--samples", "2"]
+    lengths = ["--context", "1100,1200", "--tasks", "niah_single_1", "--samples", "2"]
     return command("ruler", roomy_folder, *POLICIES, *lengths)
 
 
@@ -66,7 +66,7 @@ def test_ruler_json(ruler: list[str]) -> None:
 
 
 def test_tables_and_markdown(ruler: list[str]) -> None:
-    ruler = [*ruler, "--lengths", "1100", "--samples", "1"]
+    ruler = [*ruler, "--context", "1100", "--samples", "1"]
     result = runner.invoke(app, ruler)
     assert result.exit_code == 0, result.output
     assert "niah_single_1 *" in result.stdout
@@ -125,7 +125,7 @@ def test_an_interrupted_run_goes_on(
         assert "another run writes to" in flat(result.stderr)
     assert runner.invoke(app, resumed).exit_code == 0
     file.write_text("")
-    runner.invoke(app, [*resumed, "--lengths", "100"])  # refused after the file was opened
+    runner.invoke(app, [*resumed, "--context", "100"])  # refused after the file was opened
     assert file.read_text() == ""
     for others in ("{}\n", "My diary.", "My diary.\nDay 1\n", "[1]\n"):
         file.write_text(others)
@@ -136,7 +136,7 @@ def test_an_interrupted_run_goes_on(
 def test_needle(roomy_folder: Path, tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("The quick brown fox jumps over the lazy dog. It was late. " * 90, "utf-8")
-    arguments = ["--lengths", "900", "--depths", "0,100", "--samples", "2", "--json"]
+    arguments = ["--context", "900", "--depths", "0,100", "--samples", "2", "--json"]
     answers = tmp_path / "answers.jsonl"
     needle = command("needle", roomy_folder, "--policy", "quest", "--haystack", str(book))
     needle += ["--budget-tokens", "128", "--resume", str(answers)]
@@ -155,7 +155,7 @@ def test_needle(roomy_folder: Path, tmp_path: Path) -> None:
 
 def test_structured(roomy_folder: Path, tmp_path: Path) -> None:
     answers = tmp_path / "answers.jsonl"
-    arguments = ["--lengths", "700", "--samples", "1", "--policy", "quest", "--json"]
+    arguments = ["--context", "700", "--samples", "1", "--policy", "quest", "--json"]
     arguments += ["--fields", "2", "--resume", str(answers)]
     result = runner.invoke(app, command("structured", roomy_folder, *arguments))
     assert result.exit_code == 0, result.output
@@ -175,7 +175,7 @@ def test_truncated_prompts_are_counted_and_said(roomy_folder: Path, tmp_path: Pa
     template = "{{ 'A rather long system prompt. ' * 12 }}{% for m in messages %}{{ m.content }} "
     (folder / "chat_template.jinja").write_text(template + "{% endfor %}")
     arguments = ["--policy", "streaming_llm", "--budget-tokens", "64", "--samples", "1"]
-    arguments += ["--lengths", "2048"]
+    arguments += ["--context", "2048"]
     tasks = ["--tasks", "niah_single_1", "--json"]
     result = runner.invoke(app, command("ruler", folder, *arguments, *tasks))
     assert result.exit_code == 0, result.output
@@ -191,7 +191,7 @@ def test_truncated_prompts_are_counted_and_said(roomy_folder: Path, tmp_path: Pa
 def test_another_model_under_the_same_path_is_refused(roomy_folder: Path, tmp_path: Path) -> None:
     folder, answers = tmp_path / "model", tmp_path / "answers.jsonl"
     shutil.copytree(roomy_folder, folder)
-    arguments = ["--lengths", "1100", "--tasks", "niah_single_1", "--samples", "1"]
+    arguments = ["--context", "1100", "--tasks", "niah_single_1", "--samples", "1"]
     ruler = command("ruler", folder, *POLICIES, *arguments, "--resume", str(answers))
     assert runner.invoke(app, ruler).exit_code == 0
     other = make_tiny_model("llama", max_position_embeddings=2048)
@@ -207,7 +207,7 @@ def test_another_model_under_the_same_path_is_refused(roomy_folder: Path, tmp_pa
 
 
 def test_perplexity(roomy_folder: Path, tmp_path: Path) -> None:
-    arguments = ["--lengths", "300,400", "--steps", "12", "--windows", "2", "--budget-tokens", "40"]
+    arguments = ["--context", "300,400", "--steps", "12", "--windows", "2", "--budget-tokens", "40"]
     arguments += ["--policy", "exact_topk", "--resume", str(tmp_path / "windows.jsonl")]
     perplexity = command("perplexity", roomy_folder, *arguments)
     result = runner.invoke(app, [*perplexity, "--json"])
@@ -248,7 +248,7 @@ def test_every_window_begins_as_the_tokenizer_has_texts_begin() -> None:
 def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra perf is not installed")
     picture = tmp_path / "needle.png"
-    arguments = ["--lengths", "900", "--depths", "50", "--samples", "1", "--plot", str(picture)]
+    arguments = ["--context", "900", "--depths", "50", "--samples", "1", "--plot", str(picture)]
     result = runner.invoke(app, command("needle", roomy_folder, *POLICIES, *arguments))
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -269,16 +269,16 @@ def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
         ("ruler", ["--option", "budget_tokens=64"], 2, "use --budget-tokens"),
         ("ruler", ["--policy", "full", "--option", "a=1"], 2, "full attention takes no options"),
         ("ruler", ["--output", "xml"], 2, "unknown 'xml'; available: table, json, md"),
-        ("ruler", ["--lengths", "4096"], 1, "4,096 tokens are more than the 2,048 positions of"),
-        ("ruler", ["--lengths", "4096"], 1, "lower --lengths"),
-        ("ruler", ["--lengths", "200"], 1, "200 tokens leave no room for its prompt and answer"),
+        ("ruler", ["--context", "4096"], 1, "4,096 tokens are more than the 2,048 positions of"),
+        ("ruler", ["--context", "4096"], 1, "lower --context"),
+        ("ruler", ["--context", "200"], 1, "200 tokens leave no room for its prompt and answer"),
         ("ruler", ["--chat-template"], 1, "has no chat template; use --no-chat-template"),
         ("ruler", ["--dtype", "int8"], 1, "unknown dtype 'int8'"),
         ("ruler", ["--haystack", "/no/such"], 1, "No such file or directory: '/no/such'"),
         ("needle", ["--depths", "101"], 2, "at most 100, got 101"),
         ("needle", ["--plot", "a.gif"], 1, "must end in one of .png, .svg, .pdf"),
-        ("structured", ["--lengths", "100"], 1, "json: 100 tokens leave no room"),
-        ("perplexity", ["--lengths", "2000"], 1, "2,256 tokens are more than the 2,048 positions"),
+        ("structured", ["--context", "100"], 1, "json: 100 tokens leave no room"),
+        ("perplexity", ["--context", "2000"], 1, "2,256 tokens are more than the 2,048 positions"),
         ("perplexity", ["--text", "/no/such"], 1, "No such file or directory: '/no/such'"),
     ],
 )
@@ -293,7 +293,7 @@ def test_bad_options(
     import offload.runtime.shared_model as shared_model
 
     monkeypatch.setattr(shared_model, "load_stock_model", None)  # all before anything is loaded
-    result = runner.invoke(app, command(kind, roomy_folder, "--lengths", "1000", *arguments))
+    result = runner.invoke(app, command(kind, roomy_folder, "--context", "1000", *arguments))
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     assert message in flat(result.stderr)
@@ -307,13 +307,13 @@ def test_a_model_that_is_not_there() -> None:
 
 def test_an_empty_haystack(roomy_folder: Path, tmp_path: Path) -> None:
     result = runner.invoke(
-        app, command("needle", roomy_folder, "--lengths", "900", "--haystack", str(tmp_path))
+        app, command("needle", roomy_folder, "--context", "900", "--haystack", str(tmp_path))
     )
     assert result.exit_code == 1
     assert "no text there (a file, or a folder of .txt, .md)" in flat(result.stderr)
     (tmp_path / "short.txt").write_text("Too short." + os.linesep, "utf-8")
     result = runner.invoke(
-        app, command("needle", roomy_folder, "--lengths", "900", "--haystack", str(tmp_path))
+        app, command("needle", roomy_folder, "--context", "900", "--haystack", str(tmp_path))
     )
     assert "the haystack's 2 words are too few for 900 tokens" in flat(result.stderr)
 
@@ -334,7 +334,7 @@ def test_help_teaches(kind: str) -> None:
 
 def test_bounds_beside_the_whole(ruler: list[str]) -> None:
     bounded = ["--host-share", "0.5", "--evictions", "auto,dropped", "--page-tokens", "16"]
-    few = [*ruler, "--lengths", "1100", "--decode-last", "8", "--json"]
+    few = [*ruler, "--context", "1100", "--decode-last", "8", "--json"]
     plain = json.loads(runner.invoke(app, few).stdout)
     result = runner.invoke(app, [*few, *bounded])
     assert result.exit_code == 0, result.output
@@ -362,7 +362,7 @@ def test_bounds_beside_the_whole(ruler: list[str]) -> None:
 
 
 def test_perplexity_within_a_bound(roomy_folder: Path) -> None:
-    arguments = ["--lengths", "600", "--steps", "8", "--windows", "2", "--policy", "full"]
+    arguments = ["--context", "600", "--steps", "8", "--windows", "2", "--policy", "full"]
     arguments += ["--host-share", "0.6,0.3", "--page-tokens", "16", "-o"]
     result = runner.invoke(app, command("perplexity", roomy_folder, *arguments, "json"))
     assert result.exit_code == 0, result.output

@@ -49,7 +49,7 @@ def test_commands_as_they_are_called(
     arguments = ["--device", "cpu", "--contexts", "300", "400", "--policies", "lfps"]
     assert bench_plan_text.main([*arguments, "--output", str(tmp_path)]) == code
     assert ["--remeasure" in call for call in calls] == [True, False, False]
-    assert calls[-1][calls[-1].index("--contexts") + 1] == "300,400"
+    assert calls[-1][calls[-1].index("--context") + 1] == "300,400"
     document = json.loads((tmp_path / "plan-text.json").read_text("utf-8"))
     ours, _, peer = document["rows"]
     assert ours["error"] == pytest.approx(predicted / 10 - 1)

@@ -262,9 +262,7 @@ def test_a_plan_for_a_gpu_with_places(tmp_path: Path) -> None:
     arguments += ["--policy", "hard_kv", "--placement", str(places)]
 
     def planned(*options: str, batch: int = 1) -> dict[str, Any]:
-        given = [
-            x for option in ("inner=exact_topk", *options) for x in ("--policy-option", option)
-        ]
+        given = [x for option in ("inner=exact_topk", *options) for x in ("--option", option)]
         result = runner.invoke(app, [*arguments, *given, "--batch", str(batch)])
         assert result.exit_code == 0, result.output
         document: dict[str, Any] = json.loads(result.stdout)
@@ -279,7 +277,7 @@ def test_a_plan_for_a_gpu_with_places(tmp_path: Path) -> None:
     by_bytes = planned("max_step_bytes=100MiB")
     assert by_bytes["max_tokens"] == 100 * 2**20 // (30 * 8 * 2 * 128 * 2)
     assert planned("max_step_bytes=400MiB", batch=4)["max_tokens"] == by_bytes["max_tokens"]
-    wrong = ["--policy-option", "inner=exact_topk", "--policy-option", "max_step_us=10"]
+    wrong = ["--option", "inner=exact_topk", "--option", "max_step_us=10"]
     result = runner.invoke(app, [*arguments, *wrong])
     assert result.exit_code == 1
     assert "max_step_us=10 is less than the" in " ".join(result.output.split())
@@ -298,15 +296,15 @@ def test_generate_takes_it(tiny_folders: dict[str, Path], monkeypatch: pytest.Mo
         return model
 
     monkeypatch.setattr(OffloadedModel, "from_pretrained", keeping)
-    arguments = ["generate", str(tiny_folders["llama"]), "--num-threads", "1", "-n", "4", "--json"]
+    arguments = ["generate", str(tiny_folders["llama"]), "--threads", "1", "-n", "4", "--json"]
     arguments += ["-p", "the quick brown fox " * 9, "--policy", "hard_kv"]
     for name, value in {**OPTIONS, "inner": "exact_topk"}.items():
-        arguments += ["--policy-option", f"{name}={value}"]
-    result = runner.invoke(app, [*arguments, "--policy-option", "max_step_bytes=40KiB"])
+        arguments += ["--option", f"{name}={value}"]
+    result = runner.invoke(app, [*arguments, "--option", "max_step_bytes=40KiB"])
     assert result.exit_code == 0, result.output
     (run,) = json.loads(result.stdout)["runs"]
     assert (run["policy"], caps) == ("hard_kv", [40])
-    result = runner.invoke(app, [*arguments, "--policy-option", "max_step_bytes=9KiB"])
+    result = runner.invoke(app, [*arguments, "--option", "max_step_bytes=9KiB"])
     assert result.exit_code == 1
     assert "max_step_bytes=9216 is less than 21504" in " ".join(result.output.split())
 

@@ -347,7 +347,7 @@ def _command(
     monkeypatch: pytest.MonkeyPatch, capfd: Any, folder: Path, *arguments: str
 ) -> tuple[int, tuple[str, str]]:
     """Exit code, stdout and stderr of `offload generate`; ranks are processes of their own."""
-    command = ["generate", str(folder), "-p", "the quick brown fox", "--num-threads", "1"]
+    command = ["generate", str(folder), "-p", "the quick brown fox", "--threads", "1"]
     monkeypatch.setattr("sys.argv", ["offload", *command, *arguments])
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:

@@ -155,7 +155,7 @@ def check_budgets(policies: Sequence[Policy], settings: BudgetSettings, shape: M
     if settings.positions > shape.max_context:
         raise ValueError(
             f"{settings.positions:,} tokens are more than the {shape.max_context:,} positions of "
-            "this model; lower --length, --steps or --generate"
+            "this model; lower --context, --steps or --generate"
         )
     for policy in policies:
         policy.check_model(**shape.heads)
@@ -168,7 +168,7 @@ def check_budgets(policies: Sequence[Policy], settings: BudgetSettings, shape: M
             option = "--max-tokens" if isinstance(policy, HardKV) else "--budget-tokens"
             raise ValueError(
                 f"{policy.name}: {policy.budget_tokens:,} tokens hold the whole text of "
-                f"{settings.length:,}, so nothing is selected; raise --length or lower {option}"
+                f"{settings.length:,}, so nothing is selected; raise --context or lower {option}"
             )
 
 
@@ -176,9 +176,9 @@ def check_text(num_tokens: int, settings: BudgetSettings) -> None:
     """Refuse a text that is too short, before anything is loaded."""
     if num_tokens < settings.text_tokens:
         raise ValueError(
-            f"the text has {num_tokens:,} tokens, but --length {settings.length:,}, --steps "
+            f"the text has {num_tokens:,} tokens, but --context {settings.length:,}, --steps "
             f"{settings.steps:,} and {settings.timing_tokens} tokens of timing need "
-            f"{settings.text_tokens:,}; give a longer --text, or lower --length or --steps"
+            f"{settings.text_tokens:,}; give a longer --text, or lower --context or --steps"
         )
 
 

@@ -240,7 +240,7 @@ class TextModel:
             if kv_len + num_steps > most:
                 raise ValueError(
                     f"a context of {kv_len} tokens and {num_steps} steps are more than {name}: "
-                    f"{most}; lower --contexts or --steps"
+                    f"{most}; lower --context or --steps"
                     + ("" if name.endswith("positions") else ", or give a longer --text")
                 )
 

@@ -78,7 +78,7 @@ def answer_sample(
     if num_read < 1:
         raise ValueError(
             f"cannot decode the last {decode_last} of the {len(tokens)} tokens of a prompt; "
-            "lower --decode-last or raise --lengths"
+            "lower --decode-last or raise --context"
         )
 
     def answered(by: ContinuesPrompts, index: int, prompt: ReadPrompt) -> dict[str, Any]:

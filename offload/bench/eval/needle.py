@@ -58,6 +58,6 @@ def _sample(
     if num_words == len(words):
         raise ValueError(
             f"the haystack's {len(prose):,} words are too few for {length:,} tokens; give more "
-            "text by --haystack, or lower --lengths"
+            "text by --haystack, or lower --context"
         )
     return sample_of(num_words)

@@ -64,7 +64,7 @@ def windows_of(
         raise ValueError(
             f"the text has {len(tokens):,} tokens, but {count} windows of {length:,} + {steps} "
             f"tokens, one every {stride}, need {needed:,}; give a longer --text, or lower "
-            "--lengths, --steps, --windows or --stride"
+            "--context, --steps, --windows or --stride"
         )
     starts = [i * stride for i in range(count)]
     return [

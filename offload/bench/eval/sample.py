@@ -70,4 +70,4 @@ class TooShort(ValueError):
 
     def __str__(self) -> str:
         task, length = self.args
-        return f"{task}: {length:,} tokens leave no room for its prompt and answer; raise --lengths"
+        return f"{task}: {length:,} tokens leave no room for its prompt and answer; raise --context"

@@ -90,8 +90,15 @@ def threads_title(num_threads: int) -> str:
     return "1 thread" if num_threads == 1 else f"{num_threads} threads"
 
 
-def table_cells(rows: Sequence[dict[str, Any]], num_threads: int) -> list[list[str]]:
-    """Header and lines of one number of threads, sorted by context; times in microseconds."""
+def table_cells(
+    rows: Sequence[dict[str, Any]], num_threads: int, *, wide: bool = True
+) -> list[list[str]]:
+    """Header and lines of one number of threads, sorted by context; times in microseconds.
+
+    Args:
+        wide: with all columns; else with seven, of which the last is what the policy keeps, or,
+            beside a block of fewer threads that says so already, the speedup over that.
+    """
     fewest = min(row["num_threads"] for row in rows)
     header = ["policy", "context", "µs", "over full", "over top-k", *PHASES, "other", "MB", "GB/s"]
     header += ["memory", "scored", "overlap", "mass", "growth"]
@@ -119,16 +126,24 @@ def table_cells(rows: Sequence[dict[str, Any]], num_threads: int) -> list[list[s
         if num_threads != fewest:
             line += [_times(row["thread_speedup"]), _share(row["thread_efficiency"])]
         lines.append(line)
+    if not wide:
+        names = ["policy", "context", "µs", "over full", "over top-k", "memory"]
+        names.append("mass" if num_threads == fewest else f"vs {threads_title(fewest)}")
+        columns = [header.index(name) for name in names]
+        return [[cells[i] for i in columns] for cells in (header, *lines)]
     return [header, *lines]
 
 
-TABLE_CAPTION = (
+CAPTION = (
     "µs: median per token and layer (of the layers that are not dense), ± half of p10 to p90. "
-    "over full, over top-k: how many times faster than they. predict … other: where the time goes. "
-    "MB, GB/s: read and written; memory: of the bandwidth measured in this run (sequential for "
-    "full and scanning policies, row gather for others). scored: keys scored exactly. overlap: of "
-    "the choice with the true top-k; mass: attention kept, sinks left out. growth: over the "
-    "shortest context. of memory's: speedup over that of gathers."
+    "over full, over top-k: how many times faster than they. memory: of the bandwidth measured in "
+    "this run (sequential for full and scanning policies, row gather for others). mass: attention "
+    "kept, sinks left out."
+)
+WIDE_CAPTION = (
+    "predict … other: where the time goes. MB, GB/s: read and written. scored: keys scored "
+    "exactly. overlap: of the choice with the true top-k. growth: over the shortest context. of "
+    "memory's: speedup over that of gathers."
 )
 
 

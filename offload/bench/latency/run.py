@@ -104,7 +104,7 @@ def run_latency(
                 of, lower = f"dense_until={policy.dense_tokens}", "dense_until"
             raise ValueError(
                 f"a depth of {run.depths[0]} tokens is within the {of} of {policy.name}, where it "
-                f"is full attention; raise --n-depth or lower {lower}"
+                f"is full attention; raise --context or lower {lower}"
             )
     reader = None if run.model is None else TextReader(run.model)
     shape = reader.shape if reader else SHAPES[run.shape or ""]

@@ -210,7 +210,7 @@ class TextReader:
         if num_tokens > self.max_tokens:
             raise ValueError(
                 f"a depth of {kv_len} tokens and {num_steps} steps exceed the {self.max_tokens} "
-                "tokens that this model and its text have; lower --n-depth"
+                "tokens that this model and its text have; lower --context"
             )
         store = KVStore(**self.shape.kv_heads, dtype=self.dtype)
         statistics, steps, seqs, marks = [], [], [], []

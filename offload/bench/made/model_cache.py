@@ -219,7 +219,7 @@ def _store(
         raise HostBudgetError(
             f"{num_tokens} tokens in {shape.num_layers} layers need "
             f"{format_bytes(need)} of host memory, but this process may use only "
-            f"{format_bytes(host_memory_limit_bytes())}; lower --kv-len or the batch size"
+            f"{format_bytes(host_memory_limit_bytes())}; lower --context or the batch size"
         )
     pinned = device.type == "cuda"
     return one_slab_store(shape, dtype, num_layers=shape.num_layers, pages=pages, pinned=pinned)

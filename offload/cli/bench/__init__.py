@@ -21,6 +21,7 @@ from offload.cli.bench.options import (
 from offload.cli.commands import CommandGroup
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import comma_separated, counts
+from offload.cli.spelling import Command
 
 if TYPE_CHECKING:
     from offload.bench.attention.measure import AttentionMeasurement
@@ -36,15 +37,17 @@ app = typer.Typer(
 # offload.bench.attention.measure has these, but imports torch; tests compare the two.
 KERNEL_NAMES = ("dense", "sparse", "topk")
 
-app.command()(selection.selection)
+app.command(cls=Command)(selection.selection)
 
 
-@app.command()
+@app.command(cls=Command)
 def attention(
     shape: Annotated[
         str, typer.Option(help=f"Heads of this model's layer: {', '.join(LAYER_SHAPE_NAMES)}.")
     ] = "llama-3.1-8b",
-    kv_len: Annotated[int, typer.Option(min=1, help="Tokens in the cache.")] = 131072,
+    kv_len: Annotated[
+        int, typer.Option("--context", "--kv-len", min=1, help="Tokens in the cache.")
+    ] = 131072,
     dtype: DType = "bfloat16",
     kernel: Annotated[
         str, typer.Option(metavar="NAMES", help="Any of dense, sparse, topk, comma-separated.")
@@ -70,7 +73,7 @@ def attention(
 
         offload bench attention
 
-        offload bench attention --shape smollm2-135m --kv-len 7168 --threads 1 --kernel dense
+        offload bench attention --shape smollm2-135m --context 7168 --threads 1 --kernel dense
 
         OFFLOAD_ISA=avx2 offload bench attention --json
     """
@@ -145,4 +148,4 @@ def _print_table(title: str, measurements: list[AttentionMeasurement]) -> None:
 
 
 for command in (budget.budget, decode.decode, latency.latency, pipeline.pipeline):
-    app.command()(command)
+    app.command(cls=Command)(command)

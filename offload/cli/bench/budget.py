@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.bench.options import Threads, check_name, option_values, policy_grid
+from offload.cli.bench.options import (
+    OldModelOption,
+    Threads,
+    check_name,
+    given_model,
+    option_values,
+    policy_grid,
+)
 from offload.cli.console import no_loading_bars, print_json, quiet_transformers, running, stderr
 from offload.cli.options import Scalar, comma_separated, counts, key_values, scalar, shares
 from offload.policies.registry import policy_names
@@ -36,9 +43,9 @@ _output = functools.partial(typer.Option, rich_help_panel="Output")
 
 def budget(
     model: Annotated[
-        str,
-        _read(metavar="NAME", help="Folder, .gguf file, hub id, or an embedded model's name."),
+        str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")
     ] = DEFAULT_MODEL,
+    old_model: OldModelOption = None,
     text: Annotated[
         Path | None,
         _read(
@@ -48,7 +55,9 @@ def budget(
             show_default=False,
         ),
     ] = None,
-    length: Annotated[int, _read(min=1, help="Tokens read before decoding.")] = 4096,
+    length: Annotated[
+        int, _read("--context", "--length", min=1, help="Tokens read before decoding.")
+    ] = 4096,
     steps: Annotated[int, _read(min=1, help="Next tokens of the text to decode.")] = 64,
     sample_every: Annotated[
         int, _read(min=1, metavar="N", help="Compare every n-th step with exact attention.")
@@ -93,7 +102,7 @@ def budget(
             min=1,
             help=f"The most tokens that a head of {ADAPTIVE} may take: the budget_tokens of its "
             "inner policy, which so has more candidates. "
-            r"\[default: half of --length]",
+            r"\[default: half of --context]",
             show_default=False,
         ),
     ] = None,
@@ -132,6 +141,7 @@ def budget(
         ),
     ] = None,
     output: Annotated[str, _output("--output", "-o", help=", ".join(OUTPUTS))] = "table",
+    as_json: Annotated[bool, _output("--json", help="The same as -o json.")] = False,
     plot: Annotated[
         Path | None,
         _output(
@@ -146,7 +156,7 @@ def budget(
 
     A fixed budget gives every head the same number of tokens; [bold]hard_kv[/bold] gives each the
     fewest that hold a share of its attention ([bold]--top-p[/bold]), up to a cap
-    ([bold]--max-tokens[/bold]). The model reads [bold]--length[/bold] tokens of real text, is fed
+    ([bold]--max-tokens[/bold]). The model reads [bold]--context[/bold] tokens of real text, is fed
     the next [bold]--steps[/bold] of the same text under every policy, and its heads are compared
     with exact attention.
 
@@ -165,10 +175,11 @@ def budget(
 
         offload bench budget --policy hard_kv,lychee_cluster,exact_topk --max-tokens 1024
 
-        offload bench budget --text book.txt --length 7168 --generate 512 --plot budget.png -o json
+        offload bench budget --text book.txt --context 7168 --generate 512 --plot budget.png --json
 
         offload bench budget --text book.txt --generate 4096 --evictions reread,fitted,snapkv,rkv
     """
+    model = given_model(model, old_model, DEFAULT_MODEL) or DEFAULT_MODEL
     names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
     check_name("--output", output, OUTPUTS)
     top_shares = shares(top_p, option="--top-p")
@@ -208,6 +219,7 @@ def budget(
             tokens = _tokens(model, text, settings, settings.generate + 1 if bounded else 0)
             rows = _measure(model, tokens, runtime, policies, settings)
             within = _measure_evictions(model, tokens, runtime, bounded, host_share, settings)
+        output = "json" if as_json else output
         _print(rows, within, settings, {"model": model, "text": text, **runtime}, output)
         if plot is not None:
             plot_budgets(rows, plot, f"{model}, {length:,} tokens, {steps} steps")
@@ -331,9 +343,9 @@ def _tokens(model: str, text: Path | None, settings: BudgetSettings, further: in
     check_text(len(tokens), settings)
     if len(tokens) < settings.length + further:
         raise ValueError(
-            f"the text has {len(tokens):,} tokens, but --length {settings.length:,} and --generate "
-            f"{settings.generate:,} with --evictions need {settings.length + further:,}; give a "
-            "longer --text, or lower --length or --generate"
+            f"the text has {len(tokens):,} tokens, but --context {settings.length:,} and "
+            f"--generate {settings.generate:,} with --evictions need "
+            f"{settings.length + further:,}; give a longer --text, or lower --context or --generate"
         )
     return tokens
 

@@ -14,10 +14,12 @@ from offload.cli.bench.options import (
     MODEL_SHAPE_NAMES,
     AsJson,
     BudgetTokens,
+    OldModelOption,
     PolicyOptions,
     TextModelName,
     check_name,
     check_one_source,
+    given_model,
     make_table,
     option_values,
     policy_grid,
@@ -56,6 +58,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def decode(
+    model: TextModelName = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -65,12 +68,12 @@ def decode(
             show_default=False,
         ),
     ] = None,
-    model: TextModelName = None,
+    old_model: OldModelOption = None,
     text: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help=r"What --model reads. \[default: docstrings of Python's library, about 100,000 "
+            help=r"What the model reads. \[default: docstrings of Python's library, about 100,000 "
             "tokens]",
             show_default=False,
         ),
@@ -78,6 +81,7 @@ def decode(
     contexts: Annotated[
         str | None,
         typer.Option(
+            "--context",
             "--contexts",
             "-d",
             metavar="COUNTS",
@@ -132,7 +136,7 @@ def decode(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=rf"{', '.join(DTYPE_NAMES)}. \[default: bfloat16; of --model, its own]",
+            help=rf"{', '.join(DTYPE_NAMES)}. \[default: bfloat16; of a model, its own]",
             show_default=False,
         ),
     ] = None,
@@ -158,17 +162,18 @@ def decode(
 
         offload bench decode
 
-        offload bench decode --policy full,lychee_cluster -d 131072 --engines offload,graph
+        offload bench decode --policy full,lychee_cluster --context 131072 --engines offload,graph
 
-        offload bench decode --model smollm2-135m-instruct --device cpu -d 2048,7168 --json
+        offload bench decode smollm2-135m-instruct --device cpu --context 2048,7168 --json
     """
+    model = given_model(model, old_model)
     check_one_source(shape, model)
     if text is not None and model is None:
-        raise typer.BadParameter("made keys read no text; give --model", param_hint="--text")
+        raise typer.BadParameter("made keys read no text; give a model", param_hint="--text")
     check_name("--shape", shape, MODEL_SHAPE_NAMES)
     check_name("--dtype", dtype, DTYPE_NAMES)
     check_name("--backend", backend, BACKEND_NAMES)
-    kv_lens = None if contexts is None else sorted(set(counts(contexts, option="--contexts")))
+    kv_lens = None if contexts is None else sorted(set(counts(contexts, option="--context")))
     chosen = None
     if engines is not None:
         chosen = comma_separated(engines, option="--engines", available=ENGINE_NAMES)
@@ -197,7 +202,7 @@ def decode(
             raise ValueError(f"--backend {backend} needs a GPU, but the device is the CPU")
         plan = DecodePlan(
             policies=policies,
-            kv_lens=kv_lens or counts(defaults[1], option="--contexts"),
+            kv_lens=kv_lens or counts(defaults[1], option="--context"),
             engines=engine_names,
             num_steps=steps,
             repeats=repeats,

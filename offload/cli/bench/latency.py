@@ -15,11 +15,13 @@ from offload.cli.bench.options import (
     BatchSize,
     BudgetTokens,
     DType,
+    OldModelOption,
     PolicyOptions,
     TextModelName,
     ThreadCounts,
     check_name,
     check_one_source,
+    given_model,
     make_table,
     policy_with_budget,
 )
@@ -37,6 +39,7 @@ OUTPUTS = ("table", "json", "csv", "md")
 
 
 def latency(
+    model: TextModelName = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -46,9 +49,12 @@ def latency(
             show_default=False,
         ),
     ] = None,
-    model: TextModelName = None,
+    old_model: OldModelOption = None,
     n_depth: Annotated[
-        str, typer.Option("--n-depth", "-d", metavar="COUNTS", help="Tokens in the context.")
+        str,
+        typer.Option(
+            "--context", "--n-depth", "-d", metavar="COUNTS", help="Tokens in the context."
+        ),
     ] = "4096,16384,65536,131072",
     threads: ThreadCounts = None,
     policy: Annotated[
@@ -68,6 +74,10 @@ def latency(
     dtype: DType = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, help="Of the made keys and queries.")] = 0,
     output: Annotated[str, typer.Option("--output", "-o", help=f"{', '.join(OUTPUTS)}.")] = "table",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="All columns in the table, also beyond 80 characters.")
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw time against context, a panel per thread count."),
@@ -85,17 +95,19 @@ def latency(
 
         offload bench latency
 
-        offload bench latency -d 8192,131072 --policy full,exact_topk,lfps --option lfps.alpha=0.4
+        offload bench latency --context 8192,131072 --policy full,exact_topk,lfps
+        --option lfps.alpha=0.4
 
-        offload bench latency --model smollm2-135m-instruct -d 2048,7168 --threads 1 -o json
+        offload bench latency smollm2-135m-instruct --context 2048,7168 --threads 1 --json
     """
     check_name("--output", output, OUTPUTS)
     check_name("--dtype", dtype, DTYPE_NAMES)
+    model = given_model(model, old_model)
     check_one_source(shape, model)
     if model is None:
         shape = shape or "llama-3.1-8b"
         check_name("--shape", shape, LAYER_SHAPE_NAMES)
-    depths = counts(n_depth, option="--n-depth")
+    depths = counts(n_depth, option="--context")
     thread_counts = None if threads is None else counts(threads, option="--threads")
 
     with running():
@@ -156,7 +168,7 @@ def latency(
             f"{model or shape}, {result.dtype}, batch {batch_size}, "
             f"budget {budget_tokens:,} tokens, {machine['isa']}"
         )
-        _print(output, title, result, machine)
+        _print("json" if as_json else output, title, result, machine, wide=wide)
         if plot is not None:
             plot_latency(result.rows(), plot, title=title)
 
@@ -178,7 +190,7 @@ def _options(pairs: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _print(output: str, title: str, result: Any, machine: dict[str, Any]) -> None:
+def _print(output: str, title: str, result: Any, machine: dict[str, Any], *, wide: bool) -> None:
     from offload.bench.latency.report import latency_csv, latency_markdown
 
     rows = result.rows()
@@ -189,18 +201,18 @@ def _print(output: str, title: str, result: Any, machine: dict[str, Any]) -> Non
     elif output == "md":
         print(f"{title}\n\n{latency_markdown(rows)}", end="")
     else:
-        _print_tables(title, result, rows)
+        _print_tables(title, result, rows, wide=wide)
     for line in result.warnings:
         print_marked("warning:", line, "bold yellow")
 
 
-def _print_tables(title: str, result: Any, rows: list[dict[str, Any]]) -> None:
-    from offload.bench.latency.report import TABLE_CAPTION, table_cells, threads_title
+def _print_tables(title: str, result: Any, rows: list[dict[str, Any]], *, wide: bool) -> None:
+    from offload.bench.latency.report import CAPTION, WIDE_CAPTION, table_cells, threads_title
 
     console = stdout()
     console.print(f"{title}\n", style="bold")
     for num_threads in sorted({row["num_threads"] for row in rows}):
-        header, *lines = table_cells(rows, num_threads)
+        header, *lines = table_cells(rows, num_threads, wide=wide)
         of_block = next(row for row in rows if row["num_threads"] == num_threads)
         memory = (
             f"memory {of_block['sequential_bandwidth'] / 1e9:.1f} GB/s in sequence, "
@@ -220,7 +232,10 @@ def _print_tables(title: str, result: Any, rows: list[dict[str, Any]]) -> None:
                 table.add_row()
             before = line[1]
             table.add_row(*line)
-        console.print(table)
+        if wide:
+            unbounded = console.options.update(max_width=10_000)
+            table.width = console.measure(table, options=unbounded).maximum
+        console.print(table, crop=not wide)
         console.print()
     console.print(result.describe_statistics())
-    console.print(TABLE_CAPTION)
+    console.print(f"{CAPTION} {WIDE_CAPTION}" if wide else CAPTION)

@@ -31,12 +31,13 @@ PolicyOptions = Annotated[
 ]
 TextModelName = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
+    typer.Argument(
         help="Instead of --shape: a model (folder, .gguf file, hub id, or "
         "smollm2-135m-instruct) that reads real text, within its positions.",
+        show_default=False,
     ),
 ]
+OldModelOption = Annotated[str | None, typer.Option("--model", hidden=True)]
 Threads = Annotated[
     int | None,
     typer.Option(min=1, help=r"CPU threads. \[default: all it may use]", show_default=False),
@@ -59,10 +60,17 @@ def check_name(option: str, name: str | None, available: Collection[str]) -> Non
         )
 
 
+def given_model(model: str | None, old: str | None, default: str | None = None) -> str | None:
+    """The model, as an argument or by its old spelling --model; a usage error if both are given."""
+    if old is not None and model != default:
+        raise typer.BadParameter(f"the model is {model!r} already", param_hint="--model")
+    return model if old is None else old
+
+
 def check_one_source(shape: str | None, model: str | None) -> None:
     """A usage error if both are given."""
     if shape is not None and model is not None:
-        raise typer.BadParameter("give one of --shape and --model", param_hint="--model")
+        raise typer.BadParameter("give one of --shape and a model", param_hint="--shape")
 
 
 def make_table(

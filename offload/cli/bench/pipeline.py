@@ -34,14 +34,21 @@ def pipeline(
     shape: Annotated[
         str, typer.Option(help=f"Model of random weights: {', '.join(MODEL_SHAPE_NAMES)}.")
     ] = "llama-3.1-8b",
-    kv_len: Annotated[int, typer.Option(min=256, help="Tokens of each prompt.")] = 131072,
+    kv_len: Annotated[
+        int, typer.Option("--context", "--kv-len", min=256, help="Tokens of each prompt.")
+    ] = 131072,
     policy: Annotated[str, typer.Option(metavar="NAME", help="Of host attention.")] = (
         "lychee_cluster"
     ),
     budget_tokens: BudgetTokens = 1024,
     policy_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Such as alpha=0.4. Repeatable."),
+        typer.Option(
+            "--option",
+            "--policy-option",
+            metavar="NAME=VALUE",
+            help="Such as alpha=0.4. Repeatable.",
+        ),
     ] = None,
     backend: Annotated[
         str | None,
@@ -87,9 +94,9 @@ def pipeline(
 
         offload bench pipeline
 
-        offload bench pipeline --policy lfps --policy-option alpha=0.2 --trace steps.json
+        offload bench pipeline --policy lfps --option alpha=0.2 --trace steps.json
 
-        offload bench pipeline --shape smollm2-135m --kv-len 4096 --backend inline
+        offload bench pipeline --shape smollm2-135m --context 4096 --backend inline
     """
     check_name("--shape", shape, MODEL_SHAPE_NAMES)
     check_name("--backend", backend, BACKEND_NAMES)

@@ -98,6 +98,7 @@ def selection(
         str,
         _output("--output", "-o", help=", ".join(OUTPUTS)),
     ] = "table",
+    as_json: Annotated[bool, _output("--json", help="The same as -o json.")] = False,
     plot: Annotated[
         Path | None,
         _output(
@@ -128,7 +129,7 @@ def selection(
 
         offload bench selection --budget-share 0.02 --option lfps.alpha=0.1,0.2,0.4
 
-        offload bench selection --text book.txt -o json --plot quality.png > quality.json
+        offload bench selection --text book.txt --json --plot quality.png > quality.json
     """
     names = list(available_policies())
     if policy is not None:
@@ -153,7 +154,7 @@ def selection(
         }
         with quiet_transformers(verbose=verbose):
             document = _measure(settings, text, policies, options, threads)
-        _print(document, output)
+        _print(document, "json" if as_json else output)
         if plot is not None:
             plot_selection(document["rows"], plot, _title(document))
             stderr().print(f"wrote {plot}")

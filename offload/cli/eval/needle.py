@@ -10,6 +10,7 @@ from offload.cli.console import running, stderr
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup, answer_all, print_document
 from offload.cli.options import counts
+from offload.cli.spelling import Command
 
 if TYPE_CHECKING:
     from offload.bench.eval.sample import Sample
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command to `offload eval`."""
-    app.command()(needle)
+    app.command(cls=Command)(needle)
 
 
 def needle(
@@ -58,16 +59,16 @@ def needle(
 
     [bold]Examples[/bold]
 
-        offload eval needle --lengths 2048,4096 --depths 10,50,90 --samples 3
+        offload eval needle --context 2048,4096 --depths 10,50,90 --samples 3
 
         offload eval needle --policy quest,lfps --budget-tokens 256 --plot needle.png
 
-        offload eval needle ./Qwen3-0.6B --lengths 16384,32768 --haystack book.txt --json
+        offload eval needle ./Qwen3-0.6B --context 16384,32768 --haystack book.txt --json
     """
     places = counts(depths, option="--depths", least=0)
     if max(places) > 100:
         raise typer.BadParameter(f"at most 100, got {max(places)}", param_hint="--depths")
-    all_lengths = counts(lengths, option="--lengths")
+    all_lengths = counts(lengths, option="--context")
     shown = opt.output_format(output, as_json)
     setup = Setup(
         model,

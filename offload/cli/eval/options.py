@@ -87,6 +87,8 @@ PageTokens = Annotated[
 Lengths = Annotated[
     str,
     typer.Option(
+        "--context",
+        "--lengths",
         metavar="COUNTS",
         help="Tokens of prompt and answer, such as 4096,8192.",
         rich_help_panel=TASK_PANEL,

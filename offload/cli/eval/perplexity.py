@@ -11,6 +11,7 @@ from offload.cli.console import print_json, running
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup, check_lengths, measure_all, print_tables
 from offload.cli.options import counts
+from offload.cli.spelling import Command
 
 if TYPE_CHECKING:
     from offload.bench.eval.perplexity import Window
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command to `offload eval`."""
-    app.command()(perplexity)
+    app.command(cls=Command)(perplexity)
 
 
 def perplexity(
@@ -42,6 +43,8 @@ def perplexity(
     lengths: Annotated[
         str,
         typer.Option(
+            "--context",
+            "--lengths",
             metavar="COUNTS",
             help="Tokens that are read before those that count.",
             rich_help_panel=opt.TASK_PANEL,
@@ -82,13 +85,13 @@ def perplexity(
 
         offload eval perplexity --policy exact_topk,quest --budget-tokens 256
 
-        offload eval perplexity --text book.txt --lengths 2048,4096,7168 --windows 16
+        offload eval perplexity --text book.txt --context 2048,4096,7168 --windows 16
 
         offload eval perplexity --policy full --host-share 0.5,0.25 --evictions reread,fitted
 
         offload eval perplexity --steps 512 --stride 2048 --resume perplexity.jsonl --json
     """
-    all_lengths = counts(lengths, option="--lengths")
+    all_lengths = counts(lengths, option="--context")
     shown, distance = opt.output_format(output, as_json), stride or steps
     setup = Setup(
         model,
@@ -120,7 +123,7 @@ def perplexity(
     with running(verbose=verbose):
         from offload.bench.eval.haystack import described
 
-        check_lengths(model, [length + steps for length in all_lengths], "--lengths or --steps")
+        check_lengths(model, [length + steps for length in all_lengths], "--context or --steps")
         options, records = measure_all(
             "perplexity",
             setup,

@@ -10,6 +10,7 @@ from offload.cli.console import running
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup, answer_all, print_document
 from offload.cli.options import comma_separated, counts
+from offload.cli.spelling import Command
 
 if TYPE_CHECKING:
     from offload.bench.eval.sample import Sample
@@ -33,7 +34,7 @@ PROSE_NAMES = TASK_NAMES[1:4] + TASK_NAMES[6:8]  # whose needles are in prose
 
 def register(app: typer.Typer) -> None:
     """Add the command to `offload eval`."""
-    app.command()(ruler)
+    app.command(cls=Command)(ruler)
 
 
 def ruler(
@@ -79,18 +80,18 @@ def ruler(
 
     [bold]Examples[/bold]
 
-        offload eval ruler --tasks niah_single_1,niah_multikey_1 --lengths 2048 --samples 5
+        offload eval ruler --tasks niah_single_1,niah_multikey_1 --context 2048 --samples 5
 
         offload eval ruler --policy lfps,quest --budget-tokens 256,1024 --resume ruler.jsonl
 
         offload eval ruler --policy lychee_cluster --host-share 0.5,0.25 --page-tokens 64
 
-        offload eval ruler ./Qwen3-0.6B --lengths 4096,16384 --haystack books/ --json > ruler.json
+        offload eval ruler ./Qwen3-0.6B --context 4096,16384 --haystack books/ --json > ruler.json
     """
     names = [*TASK_NAMES]
     if tasks != "all":
         names = comma_separated(tasks, option="--tasks", available=TASK_NAMES)
-    all_lengths = counts(lengths, option="--lengths")
+    all_lengths = counts(lengths, option="--context")
     shown = opt.output_format(output, as_json)
     has_prose = any(name in PROSE_NAMES for name in names)
     setup = Setup(

@@ -103,7 +103,7 @@ class Setup:
         }
 
 
-def check_lengths(model: str, lengths: Sequence[int], option: str = "--lengths") -> None:
+def check_lengths(model: str, lengths: Sequence[int], option: str = "--context") -> None:
     """Refuse a length that the model has no positions for, before anything is loaded.
 
     Raises:
@@ -199,7 +199,7 @@ def answer_all(
     if decode_last >= min(lengths):
         raise ValueError(
             f"--decode-last {decode_last} leaves nothing to read of prompts of {min(lengths)} "
-            "tokens; lower it or raise --lengths"
+            "tokens; lower it or raise --context"
         )
     chat = uses_chat_template(load_tokenizer(setup.model), chat_template)
 
@@ -245,7 +245,7 @@ def print_document(document: Mapping[str, Any], shown: str) -> None:
     if truncated:
         stderr().print(
             f"{truncated} prompt{'s were' if truncated > 1 else ' was'} longer than the model's "
-            "positions and lost the beginning; lower --lengths"
+            "positions and lost the beginning; lower --context"
         )
     if shown == "json":
         print_json(document)

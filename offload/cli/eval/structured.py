@@ -10,6 +10,7 @@ from offload.cli.console import running
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup, answer_all, print_document
 from offload.cli.options import comma_separated, counts
+from offload.cli.spelling import Command
 
 if TYPE_CHECKING:
     from offload.bench.eval.sample import Sample
@@ -20,7 +21,7 @@ TASK_NAMES = ("json", "code", "table")
 
 def register(app: typer.Typer) -> None:
     """Add the command to `offload eval`."""
-    app.command()(structured)
+    app.command(cls=Command)(structured)
 
 
 def structured(
@@ -68,7 +69,7 @@ def structured(
 
     [bold]Examples[/bold]
 
-        offload eval structured --lengths 2048 --samples 5
+        offload eval structured --context 2048 --samples 5
 
         offload eval structured --tasks json --policy quest --option quest.chunks=false,true
 
@@ -77,7 +78,7 @@ def structured(
     names = [*TASK_NAMES]
     if tasks != "all":
         names = comma_separated(tasks, option="--tasks", available=TASK_NAMES)
-    all_lengths = counts(lengths, option="--lengths")
+    all_lengths = counts(lengths, option="--context")
     shown = opt.output_format(output, as_json)
     setup = Setup(
         model,

@@ -92,7 +92,7 @@ def needle_samples(
         if kind.haystack == "prose" and size > len(prose):
             raise ValueError(
                 f"{task}: the haystack's {len(prose):,} words are {tokens:,} tokens, too few for "
-                f"{length:,}; give more text by --haystack, or lower --lengths"
+                f"{length:,}; give more text by --haystack, or lower --context"
             )
         size += step
     size = max(size, num_needles)

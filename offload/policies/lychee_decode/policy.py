@@ -4,8 +4,8 @@ Source: LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sp
 2026, arXiv 2602.04541). A retrieval head attends to everything and publishes a set of tokens, by
 its exact weights, for the same-indexed KV head of the layers below; a sparse head attends to the
 set it inherits and passes it on unchanged. In layer 0 all heads retrieve. Which heads do is in a
-`HeadRoles` (`roles`). The paper trains them; ours come from a `calibration`, and a trained file of
-the same format works as well.
+`HeadRoles` (`roles`). The paper trains them: ours are trained where the package has such a file
+(`trained_roles`), else from a `calibration`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_decode.roles import (
     HeadRoles,
     check_retrieval_heads,
+    default_retrieval_heads,
     evenly_spaced_heads,
     roles_from,
 )
+from offload.policies.lychee_decode.trained_roles import trained_roles
 
 if TYPE_CHECKING:
     from offload.models.base import LeanModel
@@ -107,10 +109,11 @@ class LycheeDecode(SparsePolicy):
     Args:
         dense_layers: so many first layers consist of retrieval heads, whatever the roles say; layer
             0 always does.
-        head_roles: a roles file or `HeadRoles`. None: `OffloadedModel` calibrates when it loads;
-            without a model the retrieval heads are evenly spaced.
-        retrieval_heads: how many KV heads after layer 0 a calibration makes retrieval heads; None
-            is a sixth of all (the paper's share is an eighth). Not beside `head_roles`.
+        head_roles: a roles file or `HeadRoles`. None: `OffloadedModel` takes trained ones of the
+            package, or calibrates when it loads; without a model the retrieval heads are evenly
+            spaced.
+        retrieval_heads: how many KV heads after layer 0 are trained or calibrated to be retrieval
+            heads; None is the paper's eighth of all, rounded down. Not beside `head_roles`.
         rule: which tokens a retrieval head publishes, all by weights averaged over its query heads
             and never more than budget_tokens (sinks and recent window included). A context of no
             more tokens than that is attended whole, as under every policy: with the last three set
@@ -163,27 +166,37 @@ class LycheeDecode(SparsePolicy):
         load_tokenizer: Callable[[], Any],
         checkpoint: Callable[[], str],
     ) -> Policy:
-        """With `calibrated_roles` of the model, if it has no roles.
+        """With trained or else `calibrated_roles` of the model, if it has no roles.
 
         Raises:
-            ValueError: it has roles of another model.
+            ValueError: it has roles of another model, or of other weights.
         """
         from offload.policies.lychee_decode.calibration import calibrated_roles
 
         lean = make_lean()
-        num_layers, heads = len(lean.layers), lean.shape
+        shape = lean.shape
+        self.check_model(**shape.heads)
         if isinstance(self.head_roles, HeadRoles):
-            self.head_roles.check(
-                num_layers=num_layers,
-                num_kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
-                model_type=model_type,
-            )
+            name = checkpoint()
+            self.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
             return self
-        if self.retrieval_heads is not None:
-            check_retrieval_heads(self.retrieval_heads, num_layers, heads.num_kv_heads)
+        trained = self.with_kept(checkpoint, model_type, **shape.kv_heads)
+        if trained is not self:
+            return trained
         roles = calibrated_roles(lean, model_type, load_tokenizer, self.retrieval_heads)
-        return self if roles is None else self.with_roles(roles)
+        if roles is None:
+            return self
+        return self.with_roles(replace(roles, checkpoint=checkpoint()))
+
+    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
+        """With the trained roles that the package has of the model, if it has no roles."""
+        if isinstance(self.head_roles, HeadRoles):
+            return self
+        count = self.retrieval_heads
+        if count is None:
+            count = default_retrieval_heads(shape["num_layers"], shape["num_kv_heads"])
+        trained = trained_roles(checkpoint(), count, **shape, model_type=model_type)
+        return self if trained is None else self.with_roles(trained)
 
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
@@ -207,8 +220,8 @@ class LycheeDecode(SparsePolicy):
         return roles
 
     def device_top_k(self) -> DeviceTopK | None:
-        """Of the rules "top_k" and "ratio"."""
-        return DeviceTopK(self.ratio) if self.rule in ("top_k", "ratio") else None
+        """The rule: all of them end the order by weight."""
+        return DeviceTopK(self.ratio, self.top_p, self.threshold)
 
     def of_heads(
         self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int

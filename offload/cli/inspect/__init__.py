@@ -1,0 +1,22 @@
+"""`offload inspect`: what a model's attention is like, whatever the policy."""
+
+from __future__ import annotations
+
+import typer
+
+from offload.cli.inspect.heads import heads
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Look at a model's attention.",
+)
+
+
+@app.callback()
+def inspect() -> None:
+    """Look at a model's attention."""
+
+
+app.command()(heads)

@@ -1,0 +1,1 @@
+"""Learning which heads retrieve (LycheeDecode): `offload train-heads`."""

@@ -1,1 +1,1 @@
-"""Learning which heads retrieve (LycheeDecode): `offload train-heads`."""
+"""What is found out about a model by its own answers to made questions."""

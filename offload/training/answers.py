@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -206,7 +207,7 @@ def _assignment(rng: random.Random) -> _Asked:
 def _chain(rng: random.Random) -> _Asked:
     """Who hands something on to whom."""
     names = [name.capitalize() for name in _names(rng, 6)]
-    told = [f"{a} gave the parcel to {b}." for a, b in zip(names[:3], names[1:4], strict=True)]
+    told = [f"{a} gave the parcel to {b}." for a, b in pairwise(names[:4])]
     told.append(f"{names[4]} gave the letter to {names[5]}.")
     answer = f"The parcel went from {names[0]} to {', '.join(names[1:4])}."
     return _Asked(told, f"Who had the parcel that was first {names[0]}'s? Name them all.", answer)

@@ -70,7 +70,7 @@ class SweepSettings:
 
     @property
     def rules(self) -> list[SparseRule]:
-        return [SparseRule(budget, shared=True) for budget in self.budgets]
+        return [SparseRule(budget) for budget in self.budgets]
 
 
 @dataclass(frozen=True)
@@ -204,13 +204,14 @@ class LayerSweep:
         scores = [x for layers in dict.fromkeys(sets) for x in self._score(layers, read)]
         return scores, num_right
 
-    @torch.no_grad()
     def _score(self, layers: Layers, read: Sequence[ReadText]) -> list[Score]:
         """Of each budget."""
-        gates = layer_gates(layers, self._lean)
+        attends_all = attending_layers(layers, len(self._lean.layers))
         scores = []
         for rule in self._settings.rules:
-            answers = [compared(mixed_logits(self._lean, text, gates, rule), text) for text in read]
+            answers = [
+                compared(mixed_logits(self._lean, text, attends_all, rule), text) for text in read
+            ]
             kl, agrees, right, wanted = torch.cat(answers, dim=1).double().cpu().unbind()
             num_right = int(wanted.sum())
             kept = float(right.sum()) / num_right if num_right else None
@@ -263,15 +264,12 @@ def check_num_select_layers(count: int, num_layers: int, dense_layers: int) -> N
         )
 
 
-def layer_gates(layers: Sequence[int], lean: LeanModel) -> Tensor:
-    """Gates [num_layers, num_kv_heads] of TidalDecode: 1 where a layer attends to everything.
+def attending_layers(layers: Sequence[int], num_layers: int) -> list[bool]:
+    """Of each layer of TidalDecode whether it attends to everything.
 
-    What dense layers would publish, the first select layer behind them replaces.
+    What dense layers would hand down, the first select layer behind them replaces.
     """
-    gates = torch.zeros(lean.shape.num_layers, lean.shape.num_kv_heads)
-    gates[: min(layers)] = 1.0
-    gates[list(layers)] = 1.0
-    return gates.to(lean.lm_head.weight.device)
+    return [layer in layers or layer < min(layers) for layer in range(num_layers)]
 
 
 def _with(layers: Sequence[int], layer: int) -> Layers:

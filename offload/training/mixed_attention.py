@@ -1,36 +1,30 @@
-"""The answer's tokens with gates between full and sparse attention, so that gates can learn.
+"""The answer's tokens, where some layers select and others reuse, as `TidalDecode` decodes them.
 
-As in decoding: the prompt has been read exactly, and only the tokens of the answer are sparse. A
-head's set of tokens is a mask of weights in [0, 1]: what it publishes is its own top tokens by z,
-and by 1 - z what it has inherited. So a gate also learns by what the heads below it lose or gain.
-With gates of 0 and 1 it is what `LycheeDecode` computes.
+As in decoding: the prompt has been read exactly, and only the tokens of the answer are sparse. But
+all of these are computed together, which takes a fraction of the time of decoding them one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
-from torch.utils.checkpoint import checkpoint
 
 from offload.models import DecoderLayer, LeanModel
 
 
 @dataclass(frozen=True)
 class SparseRule:
-    """What a head publishes: `budget_tokens` of largest weight, sinks and recent ones among them.
-
-    Attributes:
-        shared: all KV heads of a layer publish one set, by the sum of their weights (TidalDecode).
+    """What a layer that selects hands down: `budget_tokens`, sinks and recent ones among them, of
+    the largest weight, which is summed over all its heads.
     """
 
     budget_tokens: int
     sink_tokens: int = 4
     recent_tokens: int = 64
-    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,13 +65,15 @@ def read_text(lean: LeanModel, tokens: Tensor, num_prompt: int, answered: Tensor
     return ReadText(tokens, num_prompt, answered, keys, values, logits)
 
 
-def mixed_logits(lean: LeanModel, text: ReadText, gates: Tensor, rule: SparseRule) -> Tensor:
-    """Logits as `ReadText.logits`, of attention that is full where a head's gate is 1.
-
-    Activations of one layer at a time are kept for the gradient (gradient checkpointing).
+@torch.no_grad()
+def mixed_logits(
+    lean: LeanModel, text: ReadText, attends_all: Sequence[bool], rule: SparseRule
+) -> Tensor:
+    """Logits as `ReadText.logits`, of layers that reuse what others hand down.
 
     Args:
-        gates: [num_layers, num_kv_heads] in [0, 1]; layer 0 has to have ones.
+        attends_all: of each layer whether it attends to everything, and hands tokens down; the
+            first layer has to.
     """
     x = lean.embed_tokens(text.tokens[:, text.num_prompt :])
     tables = _rotary_tables(lean, x, text.num_prompt)
@@ -86,68 +82,29 @@ def mixed_logits(lean: LeanModel, text: ReadText, gates: Tensor, rule: SparseRul
     token = torch.arange(num_tokens, device=x.device)
     future = token > last
     always = ((token < rule.sink_tokens) | (token > last - rule.recent_tokens)) & ~future
-    inherited = always.float().expand(len(x), lean.shape.num_kv_heads, num_answer, num_tokens)
-    learns = gates.requires_grad
+    reused = always.expand(len(x), num_answer, num_tokens)
     for layer_idx, layer in enumerate(lean.layers):
-        arguments = (lean, layer, text.keys[layer_idx], text.values[layer_idx], tables)
-        masks = (future, always, rule)
-        if learns:
-            x, inherited = checkpoint(
-                _mixed_layer, *arguments, *masks, x, inherited, gates[layer_idx],
-                use_reentrant=False,
-            )  # fmt: skip
-        else:
-            x, inherited = _mixed_layer(*arguments, *masks, x, inherited, gates[layer_idx])
+        q, k, v = _project(lean, layer, x, tables)
+        k = torch.cat([text.keys[layer_idx], k], dim=2)
+        v = torch.cat([text.values[layer_idx], v], dim=2)
+        q = q.unflatten(1, (k.shape[1], -1))  # [batch, num_kv_heads, group_size, n, head_dim]
+        scores = lean.sm_scale * (q @ k[:, :, None].transpose(-1, -2)).float()
+        hidden = future if attends_all[layer_idx] else (future | ~reused)[:, None, None]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        if attends_all[layer_idx]:
+            reused = _heaviest(weights.sum((1, 2)), always, rule)
+        o = weights.to(v.dtype) @ v[:, :, None]
+        x = _add_outputs(layer, x, o.flatten(1, 2))
     logits: Tensor = lean.lm_head(lean.final_norm(x)).float()
     return logits
 
 
-def _mixed_layer(
-    lean: LeanModel,
-    layer: DecoderLayer,
-    keys: Tensor,
-    values: Tensor,
-    tables: tuple[Tensor, Tensor],
-    future: Tensor,
-    always: Tensor,
-    rule: SparseRule,
-    x: Tensor,
-    inherited: Tensor,
-    gates: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(x, what its heads publish) behind one layer.
-
-    Args:
-        future, always: bool [num_answer, num_tokens]: may not be, and is always attended to.
-        inherited: [batch, num_kv_heads, num_answer, num_tokens].
-        gates: [num_kv_heads].
-    """
-    q, k, v = _project(lean, layer, x, tables)
-    k, v = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
-    num_kv_heads = k.shape[1]
-    q = q.unflatten(1, (num_kv_heads, -1))  # [batch, num_kv_heads, group_size, n, head_dim]
-    scores = lean.sm_scale * (q @ k[:, :, None].transpose(-1, -2)).float()
-    full = scores.masked_fill(future, -torch.inf).softmax(-1)
-    z = gates.view(-1, 1, 1, 1)
-    kept = full * inherited[:, :, None]
-    sparse = kept / kept.sum(-1, keepdim=True).clamp(min=1e-30)
-    mixed = z * full + (1 - z) * sparse
-    o = mixed.to(v.dtype) @ v[:, :, None]
-    z = gates.view(-1, 1, 1)
-    published = z * _top_tokens(full.detach().sum(2), always, rule) + (1 - z) * inherited
-    return _add_outputs(layer, x, o.flatten(1, 2)), published
-
-
-def _top_tokens(importance: Tensor, always: Tensor, rule: SparseRule) -> Tensor:
-    """1.0 where a head publishes, of weights [batch, num_kv_heads, n, num_tokens]."""
-    if rule.shared:
-        importance = importance.sum(1, keepdim=True).expand_as(importance)
-    chosen = always.float().expand_as(importance).clone()
+def _heaviest(importance: Tensor, always: Tensor, rule: SparseRule) -> Tensor:
+    """bool, what a layer hands down, of weights [batch, num_answer, num_tokens]."""
+    chosen = always.expand_as(importance).clone()
     room = rule.budget_tokens - rule.sink_tokens - rule.recent_tokens
-    if room > 0:
-        found = importance.masked_fill(always, -1.0).topk(min(room, importance.shape[-1])).indices
-        chosen.scatter_(-1, found, 1.0)
-    return chosen
+    found = importance.masked_fill(always, -1.0).topk(min(room, importance.shape[-1])).indices
+    return chosen.scatter_(-1, found, True)
 
 
 def _rotary_tables(lean: LeanModel, x: Tensor, first: int) -> tuple[Tensor, Tensor]:

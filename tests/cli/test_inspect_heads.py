@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from offload.cli import app
 from offload.loading.names import checkpoint_name
-from offload.policies.lychee_decode import trained_roles
 from offload.policies.lychee_decode.calibration import calibration_tokens
 from offload.policies.lychee_decode.overlap import head_overlap
 from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.per_head.kept_roles import keep_roles
 from offload.runtime.model import OffloadedModel
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
-RETRIEVAL = np.array([[1, 1], [0, 0], [0, 1]], bool)
+RETRIEVAL = np.array([[0, 0], [0, 0], [0, 1]], bool)
 SIZES = ["--tokens", "200", "--budget-tokens", "30"]
 
 
@@ -30,14 +30,12 @@ def model(tiny_folders: dict[str, Path]) -> str:
 
 
 @pytest.fixture
-def trained(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package has roles of the model."""
-    name = f"tiny@{checkpoint_name(Path(model))}"
-    for module in ("offload.loading.planned_model", "offload.loading.names"):
-        monkeypatch.setattr(f"{module}.checkpoint_name", lambda folder: name)
-    monkeypatch.setattr(trained_roles, "trained_folder", lambda: tmp_path)
-    roles = HeadRoles.of(RETRIEVAL, head_dim=32, made_by="training on a text", checkpoint=name)
-    roles.save(tmp_path / trained_roles.trained_file_name("tiny", 1))
+def kept(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """per_head has roles of the model."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    name = checkpoint_name(Path(model))
+    roles = HeadRoles.of(RETRIEVAL, head_dim=32, made_by="a test", checkpoint=name)
+    keep_roles(roles, name, 1, 2)
 
 
 def test_json(model: str, tmp_path: Path, offloaded_models: dict[str, Any]) -> None:
@@ -62,15 +60,15 @@ def test_json(model: str, tmp_path: Path, offloaded_models: dict[str, Any]) -> N
     assert document["roles"] is None
 
 
-@pytest.mark.usefixtures("trained")
-def test_the_table_marks_trained_heads(model: str) -> None:
+@pytest.mark.usefixtures("kept")
+def test_the_table_marks_heads_that_retrieve(model: str) -> None:
     arguments = ["inspect", "heads", model, *SIZES]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
     assert document["text"] == "the standard library's docstrings"
-    assert document["roles"]["policy"] == "lychee_decode"
-    assert document["roles"]["made_by"] == "training on a text"
+    assert document["roles"]["policy"] == "per_head"
+    assert document["roles"]["made_by"] == "a test"
     assert document["roles"]["retrieval"] == RETRIEVAL.tolist()
     title, chance, _, *lines = result.stdout.splitlines()
     assert title.endswith("200 tokens: heaviest 30 shared with the layer above")
@@ -84,14 +82,14 @@ def test_the_table_marks_trained_heads(model: str) -> None:
         np.testing.assert_allclose(shown, [100 * x for x in (*row["heads"], row["mean"])], atol=0.6)
     assert rows[3][0] == "mean"
     assert float(rows[3][-1]) == pytest.approx(100 * document["mean"], abs=0.6)
-    assert "* retrieves under lychee_decode: training on a text" in result.stdout
+    assert "* retrieves under per_head: a test" in result.stdout
     shares = np.array([row["heads"] for row in document["layers"]])
     others = shares[~RETRIEVAL[1:]].mean()
     said = f"These share {shares[1, 1]:.0%} on average, the others {others:.0%}."
     assert said in result.stdout
 
 
-@pytest.mark.usefixtures("trained")
+@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture(model: str, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib", reason="the extra perf is not installed")

@@ -41,11 +41,11 @@ def test_it_shows_heads_bytes_and_speed(h200: str) -> None:
     shown = " ".join(result.stdout.split())
     assert "llama-3.1-8b, 1 x 131,072 tokens, bfloat16, lychee_decode" in shown
     assert "made GPU, made CPU, 15 threads" in shown
-    assert re.search(r"KV heads by layer \(\. \d+, G 40, g \d+\)", shown)
+    assert re.search(r"KV heads by layer \(\. \d+, G 51, g \d+\)", shown)
     assert "weights 14.96 GiB" in shown
     assert "of 24.00 GiB" in shown
     assert "KV cache 16.00 GiB" in shown
-    assert "heads on gather + CPU 27" in shown
+    assert "heads on GPU + CPU 11" in shown
     assert "tokens/s" in shown
     heads = [line for line in result.stdout.splitlines() if line.startswith("  head ")]
     assert len(heads) == 8

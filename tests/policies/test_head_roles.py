@@ -159,7 +159,7 @@ def test_other_weights_of_the_same_shape(made_for, checkpoint, fits, tmp_path):
     with pytest.raises(ValueError, match=r"roles\.json was made for other weights of th") as error:
         made.check(**model)
     assert f"checkpoint {made_for}, but this model is checkpoint {checkpoint};" in str(error.value)
-    assert "`offload calibrate` or `offload train-heads`" in str(error.value)
+    assert "make roles for it with `offload calibrate`" in str(error.value)
 
 
 def test_another_model():
@@ -312,7 +312,7 @@ def test_calibrated_roles_fit_their_model(offloaded_models):
     made.check(num_layers=3, num_kv_heads=2, head_dim=32, model_type="qwen2")
     assert made.num_retrieval_heads == 2
     assert made.made_by.startswith("calibration on 300 tokens of a text: 2 retrieval heads after")
-    assert calibrate_roles(model, random_tokens(300)).num_retrieval_heads == 1  # at least
+    assert calibrate_roles(model, random_tokens(300)).num_retrieval_heads == 1  # a sixth of 6
     assert model.kv_store.num_sequences == 0
 
 

@@ -60,14 +60,12 @@ def test_roles_are_those_of_the_file(tmp_path):
     np.testing.assert_array_equal(dense.roles(NUM_LAYERS, NUM_KV_HEADS), expected)
 
 
-def test_without_roles_an_eighth_of_the_heads_retrieve_evenly_spaced():
-    assert default_retrieval_heads(32, 8) == 32
+def test_without_roles_a_sixth_of_the_heads_retrieve_evenly_spaced():
+    assert default_retrieval_heads(32, 8) == 43
     roles = LycheeDecode().roles(32, 8)
     assert (roles[0] == RETRIEVE).all()
-    assert (roles[1:] == RETRIEVE).sum() == 32
-    assert set((roles[1:] == RETRIEVE).sum(0)) == {4}
-    assert default_retrieval_heads(30, 3) == 11  # 11.25, and no more may retrieve
-    assert [default_retrieval_heads(n, 2) for n in (1, 2, 3, 7, 8)] == [0, 1, 1, 1, 2]
+    assert (roles[1:] == RETRIEVE).sum() == 43
+    assert set((roles[1:] == RETRIEVE).sum(0)) == {5, 6}
     roles = LycheeDecode(retrieval_heads=5).roles(10, 3)
     assert (roles[1:] == RETRIEVE).sum() == 5
     assert LycheeDecode().roles(1, 4).tolist() == [[RETRIEVE] * 4]

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from offload.loading.gguf import EMBEDDED_MODEL, LONG_CONTEXT_MODEL
-from offload.loading.names import resolve_folder
 from offload.loading.planned_model import planned_model
 from offload.policies import ExactTopK, TidalDecode
 from offload.policies.registry import make_policy
-from offload.policies.tidal_decode import SelectLayers, default_select_layers, kept_layers
+from offload.policies.tidal_decode import SelectLayers
 from offload.policies.tidal_decode.kept_layers import keep_layers, kept_path
 
 SHAPE: dict[str, Any] = {"num_layers": 6, "num_kv_heads": 2, "head_dim": 32}
@@ -27,13 +25,12 @@ LAYERS = SelectLayers(
 
 
 @pytest.fixture(autouse=True)
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """The user's and the package's."""
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the user's own are."""
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept_layers, "swept_folder", lambda: tmp_path / "swept")
-    path = kept_path(CHECKPOINT, 1)
-    assert path is not None
-    return {"user": path, "package": tmp_path / "swept" / "tiny-after-1.json"}
+    kept = kept_path(CHECKPOINT, 1)
+    assert kept is not None
+    return kept
 
 
 def with_kept(policy: TidalDecode, checkpoint: str = CHECKPOINT) -> Any:
@@ -89,21 +86,17 @@ def test_a_rank_has_the_whole_models() -> None:
     part.check_model(num_qo_heads=3, **SHAPE | {"num_kv_heads": 1})
 
 
-def test_the_users_own_come_before_the_packages(folders: dict[str, Path]) -> None:
+def test_a_policy_finds_its_models_own(path: Path) -> None:
     policy = sparse()
     assert with_kept(policy) is policy
-    keep_layers(replace(LAYERS, select_layers=(1, 2)), folders["package"])
-    assert with_kept(policy).select_layers.select_layers == (1, 2)
-    assert with_kept(policy, "tiny@4567-8").select_layers.select_layers == (1, 2)
-    keep_layers(LAYERS, folders["user"])
+    keep_layers(LAYERS, path)
     assert with_kept(policy).select_layers == LAYERS
     assert with_kept(policy).inner == policy.inner
-    assert with_kept(policy, "tiny@4567-8").select_layers.select_layers == (1, 2)
     for other in (sparse((1, 3)), sparse(dense_layers=2)):
         assert with_kept(other) is other
-    for checkpoint in ("", "0124-5", "tiny-32k@0124-5"):
+    for checkpoint in ("", "0124-5", "tiny@4567-8"):
         assert with_kept(policy, checkpoint) is policy
-    assert [path.name for path in folders["user"].parent.iterdir()] == [folders["user"].name]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +118,8 @@ def test_the_users_own_come_before_the_packages(folders: dict[str, Path]) -> Non
     ],
 )
 def test_what_does_not_fit_is_left(
-    folders: dict[str, Path], caplog: Any, change: dict[str, Any], message: str
+    path: Path, caplog: Any, change: dict[str, Any], message: str
 ) -> None:
-    path = folders["user"]
     keep_layers(LAYERS, path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     policy = sparse()
@@ -151,19 +143,3 @@ def test_layers_inside_the_policys_dense_ones_are_refused() -> None:
         FileNotFoundError, match=r"no layers file none\.json; write one with `offload"
     ):
         make_policy("tidal_decode", select_layers="none.json")
-
-
-@pytest.mark.parametrize("name", [EMBEDDED_MODEL, LONG_CONTEXT_MODEL])
-def test_embedded_models_take_the_packages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If there are any; they fit the model, and the number of layers is the default's."""
-    monkeypatch.undo()
-    path = kept_layers.swept_folder() / f"{name}-after-2.json"
-    if not path.is_file():
-        pytest.skip("the package has no swept layers of this model")
-    layers, planned = SelectLayers.load(path), planned_model(name)
-    resolve_folder(name)
-    layers.check(
-        **planned.shape.kv_heads, model_type=planned.model_type, checkpoint=planned.checkpoint
-    )
-    default = default_select_layers(planned.shape.num_layers, planned.shape.num_kv_heads, 2)
-    assert len(layers.select_layers) == len(default)

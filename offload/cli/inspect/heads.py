@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from offload.policies.lychee_decode.roles import HeadRoles
 
 _POLICY = "lychee_decode"
-_WITH_ROLES = (_POLICY, "per_head")  # whose heads are marked: of the first that has some
+_WITH_ROLES = "per_head"  # whose retrieval heads are marked
 _BUDGETS = 4  # in the text, by default
 
 
@@ -66,7 +66,8 @@ def heads(
 
     That this differs from head to head is why [bold]lychee_decode[/bold] hands tokens down by head,
     not by layer: one that shares many can reuse the other's, one that shares few should retrieve.
-    Heads that roles in the package (or kept in the cache) say retrieve are marked with *.
+    The heads that [bold]per_head[/bold] lets look at everything are marked with *, where it has
+    roles of the model in the package or the cache.
 
     [bold]Examples[/bold]
 
@@ -98,12 +99,12 @@ def heads(
         input_ids = calibration_tokens(load_tokenizer(model), tokens, content)
         check_overlap(planned.shape, len(input_ids), budget_tokens)
         found = _measured(model, dtype, num_threads, input_ids, budget_tokens)
-        of_policy, roles = _roles(planned)
+        roles = _roles(planned)
         if as_json:
             source = "the standard library's docstrings" if text is None else text.name
-            print_json(_document(planned, source, found, of_policy, roles))
+            print_json(_document(planned, source, found, roles))
         else:
-            _print(model, found, of_policy, roles)
+            _print(model, found, roles)
         if picture is not None:
             plot_overlap(found, roles, picture, _title(model, found))
             stderr().print(f"wrote {picture}")
@@ -127,23 +128,20 @@ def _measured(
         )
 
 
-def _roles(planned: PlannedModel) -> tuple[str, HeadRoles | None]:
-    """Roles that are there without a calibration, and the policy that they are of."""
+def _roles(planned: PlannedModel) -> HeadRoles | None:
+    """Those of `per_head`, where they are known without a calibration."""
     from offload.policies.lychee_decode.roles import HeadRoles
     from offload.policies.registry import make_policy
 
-    for name in _WITH_ROLES:
-        policy = make_policy(name).with_kept(
-            lambda: planned.checkpoint, planned.model_type, **planned.shape.kv_heads
-        )
-        roles = getattr(policy, "head_roles", None)
-        if isinstance(roles, HeadRoles):
-            return name, roles
-    return "", None
+    policy = make_policy(_WITH_ROLES).with_kept(
+        lambda: planned.checkpoint, planned.model_type, **planned.shape.kv_heads
+    )
+    roles = getattr(policy, "head_roles", None)
+    return roles if isinstance(roles, HeadRoles) else None
 
 
 def _document(
-    planned: PlannedModel, text: str, found: HeadOverlap, of_policy: str, roles: HeadRoles | None
+    planned: PlannedModel, text: str, found: HeadOverlap, roles: HeadRoles | None
 ) -> dict[str, Any]:
     from offload.policies.lychee_decode.overlap import NUM_QUERIES
 
@@ -165,11 +163,11 @@ def _document(
         ],
         "roles": None
         if roles is None
-        else {"policy": of_policy, "made_by": roles.made_by, "retrieval": roles.retrieval},
+        else {"policy": _WITH_ROLES, "made_by": roles.made_by, "retrieval": roles.retrieval},
     }
 
 
-def _print(model: str, found: HeadOverlap, of_policy: str, roles: HeadRoles | None) -> None:
+def _print(model: str, found: HeadOverlap, roles: HeadRoles | None) -> None:
     """Lines, as a table of rich would break where a model has many heads."""
     import numpy as np
 
@@ -191,7 +189,7 @@ def _print(model: str, found: HeadOverlap, of_policy: str, roles: HeadRoles | No
         line(str(i), cells, percent(row.mean()))
     line("mean", [percent(x) for x in shares.mean(0)], percent(shares.mean()))
     if roles is not None:
-        said = f"\n* retrieves under {of_policy}: {roles.made_by}"
+        said = f"\n* retrieves under {_WITH_ROLES}: {roles.made_by}"
         if 0 < retrieves.sum() < retrieves.size:
             said += (
                 f"\nThese share {shares[retrieves].mean():.0%} on average, the others "

@@ -287,7 +287,7 @@ def calibrated_roles(
     Args:
         lean: the model that will run.
         load_tokenizer: called only if it is needed.
-        retrieval_heads: beyond layer 0; None takes an eighth of the model's KV heads.
+        retrieval_heads: beyond layer 0; None takes a sixth of the model's KV heads.
     """
     shape = lean.shape
     if shape.max_context < MIN_CALIBRATION_TOKENS:
@@ -320,7 +320,7 @@ def roles_from(
     retrieval_heads: int | None = None,
     text: str = "a text",
 ) -> HeadRoles:
-    """The best `retrieval_heads` (default: an eighth of the KV heads) for what was measured."""
+    """The best `retrieval_heads` (default: a sixth of the KV heads) for what was measured."""
     num_kv_heads, num_layers, _ = calibration.mass_kept.shape
     if retrieval_heads is None:
         retrieval_heads = default_retrieval_heads(num_layers, num_kv_heads)

@@ -4,8 +4,8 @@ Source: LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sp
 2026, arXiv 2602.04541). A retrieval head attends to everything and publishes a set of tokens, by
 its exact weights, for the same-indexed KV head of the layers below; a sparse head attends to the
 set it inherits and passes it on unchanged. In layer 0 all heads retrieve. Which heads do is in a
-`HeadRoles` (`roles`). The paper trains them: ours are trained where the package has such a file
-(`trained_roles`), else from a `calibration`.
+`HeadRoles` (`roles`). The paper trains them; ours come from a `calibration`, and a trained file of
+the same format works as well.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_decode.roles import (
     HeadRoles,
     check_retrieval_heads,
-    default_retrieval_heads,
     evenly_spaced_heads,
     roles_from,
 )
-from offload.policies.lychee_decode.trained_roles import trained_roles
 
 if TYPE_CHECKING:
     from offload.models.base import LeanModel
@@ -109,11 +107,10 @@ class LycheeDecode(SparsePolicy):
     Args:
         dense_layers: so many first layers consist of retrieval heads, whatever the roles say; layer
             0 always does.
-        head_roles: a roles file or `HeadRoles`. None: `OffloadedModel` takes trained ones of the
-            package, or calibrates when it loads; without a model the retrieval heads are evenly
-            spaced.
-        retrieval_heads: how many KV heads after layer 0 are trained or calibrated to be retrieval
-            heads; None is the paper's eighth of all, rounded down. Not beside `head_roles`.
+        head_roles: a roles file or `HeadRoles`. None: `OffloadedModel` calibrates when it loads;
+            without a model the retrieval heads are evenly spaced.
+        retrieval_heads: how many KV heads after layer 0 a calibration makes retrieval heads; None
+            is a sixth of all (the paper's share is an eighth). Not beside `head_roles`.
         rule: which tokens a retrieval head publishes, all by weights averaged over its query heads
             and never more than budget_tokens (sinks and recent window included). A context of no
             more tokens than that is attended whole, as under every policy: with the last three set
@@ -166,7 +163,7 @@ class LycheeDecode(SparsePolicy):
         load_tokenizer: Callable[[], Any],
         checkpoint: Callable[[], str],
     ) -> Policy:
-        """With trained or else `calibrated_roles` of the model, if it has no roles.
+        """With `calibrated_roles` of the model, if it has no roles.
 
         Raises:
             ValueError: it has roles of another model, or of other weights.
@@ -180,23 +177,10 @@ class LycheeDecode(SparsePolicy):
             name = checkpoint()
             self.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
             return self
-        trained = self.with_kept(checkpoint, model_type, **shape.kv_heads)
-        if trained is not self:
-            return trained
         roles = calibrated_roles(lean, model_type, load_tokenizer, self.retrieval_heads)
         if roles is None:
             return self
         return self.with_roles(replace(roles, checkpoint=checkpoint()))
-
-    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
-        """With the trained roles that the package has of the model, if it has no roles."""
-        if isinstance(self.head_roles, HeadRoles):
-            return self
-        count = self.retrieval_heads
-        if count is None:
-            count = default_retrieval_heads(shape["num_layers"], shape["num_kv_heads"])
-        trained = trained_roles(checkpoint(), count, **shape, model_type=model_type)
-        return self if trained is None else self.with_roles(trained)
 
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offload.policies.checkpoint_names import embedded_part, key_part
-from offload.policies.kept_roles import found_roles
-from offload.policies.lychee_decode.roles import BoolArray, HeadRoles
+from offload.policies.lychee_decode.roles import HeadRoles
 from offload.system.cache_folder import cache_folder
 
 _CALIBRATION = "1"  # change it when other heads are found than by older versions
@@ -32,20 +29,23 @@ def kept_roles(
         retrieval_heads, dense_layers: of the calibration.
         shape: as `HeadRoles.check` takes it.
     """
-
-    def as_made(retrieval: BoolArray) -> bool:
-        return not retrieval[:dense_layers].any() and retrieval.sum() == retrieval_heads
-
     places = ((_of_package, embedded_part(checkpoint)), (_cached, key_part(checkpoint)))
     for folder, of_weights in places:
         if not of_weights:
             continue
-        file_name = _file_name(of_weights, retrieval_heads, dense_layers)
-        roles = found_roles(
-            partial(_path, folder, file_name), as_made, **shape, checkpoint=checkpoint
-        )
-        if roles is not None:
-            return roles
+        try:
+            path = folder() / _file_name(of_weights, retrieval_heads, dense_layers)
+            if not path.is_file():
+                continue
+            roles = HeadRoles.load(path)
+            roles.check(**shape, checkpoint=checkpoint)
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning("%s; heads are calibrated again", error)
+            continue
+        if roles.array[:dense_layers].any() or roles.array.sum() != retrieval_heads:
+            logger.warning("roles file %s was changed; heads are calibrated again", roles.source)
+            continue
+        return roles
     return None
 
 
@@ -68,10 +68,6 @@ def keep_roles(roles: HeadRoles, checkpoint: str, retrieval_heads: int, dense_la
             "to",
             error,
         )
-
-
-def _path(folder: Callable[[], Path], file_name: str) -> Path:
-    return folder() / file_name
 
 
 def _of_package() -> Path:

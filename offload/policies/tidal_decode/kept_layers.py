@@ -1,4 +1,4 @@
-"""Select layers that a sweep has found: of the user's own first, else of those in the package."""
+"""Select layers that a sweep has found, in the cache folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from offload.policies.checkpoint_names import embedded_part, key_part
+from offload.policies.checkpoint_names import key_part
 from offload.policies.tidal_decode.select_layers import SelectLayers
 from offload.system.cache_folder import cache_folder
 
@@ -22,26 +22,18 @@ def kept_layers(checkpoint: str, dense_layers: int, **model: Any) -> SelectLayer
         model: the rest of what `SelectLayers.check` takes.
     """
     try:
-        files = [kept_path(checkpoint, dense_layers)]
-    except RuntimeError:  # there is no home
-        files = []
-    name = embedded_part(checkpoint)
-    if name:
-        files.append(swept_folder() / _file_name(name, dense_layers))
-    for file in files:
+        file = kept_path(checkpoint, dense_layers)
         if file is None or not file.is_file():
-            continue
-        try:
-            layers = SelectLayers.load(file)
-            layers.check(**model, checkpoint=checkpoint)
-        except (OSError, ValueError) as error:
-            logger.warning("%s; it is left", error)
-            continue
-        if layers.dense_layers != dense_layers:
-            logger.warning("layers file %s was changed; it is left", file)
-            continue
-        return layers
-    return None
+            return None
+        layers = SelectLayers.load(file)
+        layers.check(**model, checkpoint=checkpoint)
+    except (OSError, ValueError, RuntimeError) as error:  # or there is no home
+        logger.warning("%s; it is left", error)
+        return None
+    if layers.dense_layers != dense_layers:
+        logger.warning("layers file %s was changed; it is left", file)
+        return None
+    return layers
 
 
 def keep_layers(layers: SelectLayers, path: Path) -> None:
@@ -59,19 +51,10 @@ def keep_layers(layers: SelectLayers, path: Path) -> None:
 
 
 def kept_path(checkpoint: str, dense_layers: int) -> Path | None:
-    """Where a user's own are; None for a checkpoint that is unknown.
+    """Where they are; None for a checkpoint that is unknown.
 
     Raises:
         RuntimeError: there is no home.
     """
     key = key_part(checkpoint)
-    return cache_folder() / "layers" / _file_name(key, dense_layers) if key else None
-
-
-def swept_folder() -> Path:
-    """Of the package: those of embedded models."""
-    return Path(__file__).parent / "swept"
-
-
-def _file_name(checkpoint: str, dense_layers: int) -> str:
-    return f"{checkpoint}-after-{dense_layers}.json"
+    return cache_folder() / "layers" / f"{key}-after-{dense_layers}.json" if key else None

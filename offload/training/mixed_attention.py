@@ -87,7 +87,8 @@ def mixed_logits(
         q, k, v = _project(lean, layer, x, tables)
         k = torch.cat([text.keys[layer_idx], k], dim=2)
         v = torch.cat([text.values[layer_idx], v], dim=2)
-        q = q.unflatten(1, (k.shape[1], -1))  # [batch, num_kv_heads, group_size, n, head_dim]
+        # [batch, num_kv_heads, group_size, n, head_dim]
+        q = q.reshape(len(q), k.shape[1], -1, *q.shape[2:])
         scores = lean.sm_scale * (q @ k[:, :, None].transpose(-1, -2)).float()
         hidden = future if attends_all[layer_idx] else (future | ~reused)[:, None, None]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
@@ -136,4 +137,5 @@ def _add_outputs(layer: DecoderLayer, x: Tensor, o: Tensor) -> Tensor:
     """x behind the layer, with attention's output o [batch, num_qo_heads, n, head_dim]."""
     x = x + layer.o_proj(o.transpose(1, 2).flatten(2))
     normed = layer.mlp_norm(x)
-    return x + layer.down_proj(silu(layer.gate_proj(normed)) * layer.up_proj(normed))
+    mlp: Tensor = layer.down_proj(silu(layer.gate_proj(normed)) * layer.up_proj(normed))
+    return x + mlp

@@ -194,7 +194,7 @@ def record(
 
 def ablate_rules(recorded: Sequence[Recorded], calibration: Calibration) -> tuple[list[Row], Row]:
     """Rows of what rules hand down at each level, and policies by label."""
-    head_roles = _calibrated(calibration, _sixth(calibration))
+    head_roles = _calibrated(calibration, None)
     published = [Published(one, head_roles.array) for one in recorded]
     rows, policies = [], {}
     for level in LEVELS:
@@ -237,8 +237,8 @@ def ablate_roles(recorded: Sequence[Recorded], calibration: Calibration) -> tupl
     """Rows of what heads keep under each choice of roles, and policies by label."""
     options = {"budget_tokens": ROLES_BUDGET, **windows_of(ROLES_BUDGET)}
     num_kv_heads, num_layers, _ = calibration.mass_kept.shape
-    count = _sixth(calibration)
-    default = _calibrated(calibration, count)
+    default = _calibrated(calibration, None)
+    count = default.num_retrieval_heads
     select_layers = default_select_layers(num_layers, num_kv_heads, _DENSE_LAYERS)
     by_layer = np.zeros((num_layers, num_kv_heads), np.bool_)
     by_layer[[*range(_DENSE_LAYERS), *select_layers]] = True
@@ -277,10 +277,11 @@ def _kinds_of(recorded: Sequence[Recorded]) -> list[str]:
 
 
 def _counts(calibration: Calibration) -> list[int]:
-    """Of retrieval heads after the first layer: none, the paper's eighth, a sixth, and more."""
+    """Of retrieval heads after the first layer: none, the paper's eighth, our sixth, and more."""
     num_kv_heads, num_layers, _ = calibration.mass_kept.shape
     heads = num_kv_heads * num_layers
-    return [0, heads // 16, heads // 8, _sixth(calibration), heads // 3, 2 * heads // 3]
+    default = _calibrated(calibration, None).num_retrieval_heads
+    return [0, heads // 16, heads // 8, default, heads // 3, 2 * heads // 3]
 
 
 def _kept_by_roles(mass: Any, roles: BoolArray) -> float:
@@ -293,13 +294,7 @@ def _kept_by_roles(mass: Any, roles: BoolArray) -> float:
     return float(np.mean(kept))
 
 
-def _sixth(calibration: Calibration) -> int:
-    """What the rules and the other choices of heads are compared with."""
-    num_kv_heads, num_layers, _ = calibration.mass_kept.shape
-    return min(-(-num_kv_heads * num_layers // 6), num_kv_heads * (num_layers - 1))
-
-
-def _calibrated(calibration: Calibration, count: int) -> HeadRoles:
+def _calibrated(calibration: Calibration, count: int | None) -> HeadRoles:
     return roles_from(calibration, model_type="", head_dim=64, retrieval_heads=count)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.tiny_models import byte_tokenizer
+from cases.tiny_models import byte_tokenizer, make_tiny_model
 from typer.testing import CliRunner
 
 from offload.cli import app
@@ -20,7 +20,7 @@ from offload.policies.per_head.kept_roles import keep_roles
 from offload.runtime.model import OffloadedModel
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
-RETRIEVAL = np.array([[0, 0], [0, 0], [0, 1]], bool)
+RETRIEVAL = np.array([[0, 0], [0, 0], [0, 1], [0, 0]], bool)
 SIZES = ["--tokens", "200", "--budget-tokens", "30"]
 
 
@@ -30,12 +30,16 @@ def model(tiny_folders: dict[str, Path]) -> str:
 
 
 @pytest.fixture
-def kept(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """per_head has roles of the model."""
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model with a layer more: `per_head` has a retrieval head of it."""
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    name = checkpoint_name(Path(model))
+    folder = tmp_path / "deep"
+    make_tiny_model("llama", num_hidden_layers=4).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    name = checkpoint_name(folder)
     roles = HeadRoles.of(RETRIEVAL, head_dim=32, made_by="a test", checkpoint=name)
     keep_roles(roles, name, 1, 2)
+    return str(folder)
 
 
 def test_json(model: str, tmp_path: Path, offloaded_models: dict[str, Any]) -> None:
@@ -60,9 +64,8 @@ def test_json(model: str, tmp_path: Path, offloaded_models: dict[str, Any]) -> N
     assert document["roles"] is None
 
 
-@pytest.mark.usefixtures("kept")
-def test_the_table_marks_heads_that_retrieve(model: str) -> None:
-    arguments = ["inspect", "heads", model, *SIZES]
+def test_the_table_marks_heads_that_retrieve(kept: str) -> None:
+    arguments = ["inspect", "heads", kept, *SIZES]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
@@ -75,13 +78,13 @@ def test_the_table_marks_heads_that_retrieve(model: str) -> None:
     assert chance == f"Per cent, by KV head; by chance {document['by_chance']:.0%}"
     rows = [line.split() for line in lines]
     assert rows[0] == ["layer", "0", "1", "mean"]
-    for cells, row, marks in zip(rows[1:3], document["layers"], RETRIEVAL[1:], strict=True):
+    for cells, row, marks in zip(rows[1:4], document["layers"], RETRIEVAL[1:], strict=True):
         assert cells[0] == str(row["layer"])
         assert [cell.endswith("*") for cell in cells[1:3]] == marks.tolist()
         shown = [float(cell.rstrip("*")) for cell in cells[1:]]
         np.testing.assert_allclose(shown, [100 * x for x in (*row["heads"], row["mean"])], atol=0.6)
-    assert rows[3][0] == "mean"
-    assert float(rows[3][-1]) == pytest.approx(100 * document["mean"], abs=0.6)
+    assert rows[4][0] == "mean"
+    assert float(rows[4][-1]) == pytest.approx(100 * document["mean"], abs=0.6)
     assert "* retrieves under per_head: a test" in result.stdout
     shares = np.array([row["heads"] for row in document["layers"]])
     others = shares[~RETRIEVAL[1:]].mean()
@@ -89,12 +92,11 @@ def test_the_table_marks_heads_that_retrieve(model: str) -> None:
     assert said in result.stdout
 
 
-@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture(model: str, tmp_path: Path, suffix: str) -> None:
+def test_a_picture(kept: str, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib", reason="the extra perf is not installed")
     path = tmp_path / f"heads.{suffix}"
-    result = runner.invoke(app, ["inspect", "heads", model, *SIZES, "--picture", str(path)])
+    result = runner.invoke(app, ["inspect", "heads", kept, *SIZES, "--picture", str(path)])
     assert result.exit_code == 0, result.output
     assert "wrote" in result.stderr
     assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")

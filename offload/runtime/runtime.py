@@ -138,8 +138,9 @@ class Runtime:
             if correction is None:
                 return self._run_parts(hidden, parts, seqs)
             read = correction.embedded(hidden, self.lean.embed_tokens)
+            result = self._run_parts(read, parts, seqs)[correction.is_new]
             self.stats.corrected_tokens += len(correction.ids)
-            return self._run_parts(read, parts, seqs)[correction.is_new]
+            return result
 
         phase = parts[0].phase
         # A GPU builds while the keys are there, and a draft behind a prompt needs what is built.

@@ -314,6 +314,7 @@ def test_a_correction_that_fails(
             model(tokens[:, PROMPT + EVERY :][:, :1], past_key_values=cache)
     assert len(calls) == 2
     assert model.kv_store.num_sequences == 2
+    assert model.offload_stats().corrected_tokens == 0
     for now, then in zip(rows_of(cache), before, strict=True):
         assert torch.equal(now, then)
     rest = tokens[:, PROMPT + EVERY :]

@@ -120,7 +120,7 @@ class Runtime:
             inputs = torch.tensor(batch.num_new_tokens) if tokens is None else tokens
             self.ranks.check_same("the input", inputs)
         if cache is None:
-            hidden = self._prefill(hidden, batch, None, [])
+            hidden = self._prefill(hidden, batch, None, [], corrects=False)
             self._record("prefill", batch.num_tokens, start)
             return hidden, "prefill"
         if prompt_columns is None:
@@ -396,7 +396,7 @@ class Runtime:
         store: KVStore | None,
         seqs: list[int],
         *,
-        corrects: bool = False,
+        corrects: bool,
     ) -> torch.Tensor:
         states = self.attention.states
         if self.attention.hold is not None and not corrects:

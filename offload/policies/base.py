@@ -393,10 +393,7 @@ class Policy:
         return self.observe is None and self.append is None and self.prepare is None
 
     def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        """Adapt the arrays in place to keys that were written anew, and to tokens behind them.
-
-        False: as of `truncate`.
-        """
+        """As `truncate`: in place, to keys that were written anew and to tokens behind them."""
         return False
 
     def has_state(self) -> bool:
@@ -424,11 +421,11 @@ class SparsePolicy(Policy):
     dense_until: int | None = None
 
     def __post_init__(self) -> None:
-        names = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
+        names = ["budget_tokens", "sink_tokens", "recent_tokens", "dense_layers"]
+        if self.dense_until is not None:
+            names.append("dense_until")
         for name in names:
             value = getattr(self, name)
-            if name == "dense_until" and value is None:
-                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an int, got {value!r}")
         if self.sink_tokens < 0 or self.dense_layers < 0:

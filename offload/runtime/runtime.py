@@ -147,10 +147,8 @@ class Runtime:
         prefill = phase == "prefill"
         on_device = self.attention.builds_in_prefill(hidden.device)
         builds = prefill and (on_device or parts[-1].phase != phase)
-        hidden = self._extend(
-            cache, batch, compute, prefill=prefill, builds=builds, correction=correction
-        )
-        return hidden, phase
+        begins = {"prefill": prefill, "builds": builds}
+        return self._extend(cache, batch, compute, **begins, correction=correction), phase
 
     def _run_parts(
         self, hidden: torch.Tensor, parts: Sequence[BatchPart], seqs: list[int]

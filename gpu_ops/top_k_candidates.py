@@ -202,6 +202,36 @@ def store_maxima(
             tl.store(maxima + group, largest)
 
 
+@jit
+def importance_of(
+    t: tl.tensor,  # tokens
+    inside: tl.tensor,
+    scores: tl.tensor,
+    lse: tl.tensor,
+    heads: tl.tensor,
+    row: tl.tensor,
+    list_idx: tl.tensor,
+    kv_head: tl.tensor,  # the first of the list's
+    score_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEADS_OF_LIST: tl.constexpr,
+    NUM_QO_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Attention weights of a list's tokens, summed over its query heads."""
+    total = tl.zeros(t.shape, tl.float32)
+    for i in range(HEADS_OF_LIST):
+        head = list_idx + i
+        of_head = scores + (row * NUM_HEADS + head) * GROUP_SIZE * score_stride
+        if i > 0:
+            kv_head = tl.load(heads + head)
+        first_head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE
+        for g in tl.static_range(GROUP_SIZE):
+            score = tl.load(of_head + g * score_stride + t, mask=inside, other=float("-inf"))
+            total += tl.exp2(score - tl.load(lse + first_head + g) * 1.4426950408889634)
+    return total
+
+
 @jit_for_any(*SIZES)
 def importance_kernel(
     scores: tl.tensor,
@@ -239,16 +269,21 @@ def importance_kernel(
     t = chunk * CHUNK + tl.arange(0, CHUNK)
     # Up to 15 tokens more than there are, so that loads are of whole vectors.
     inside = t < tl.cdiv(last, 16) * 16
-    total = tl.zeros([CHUNK], tl.float32)
-    for i in range(HEADS_OF_LIST):
-        head = list_idx + i
-        of_head = scores + (row * NUM_HEADS + head) * GROUP_SIZE * score_stride
-        if i > 0:
-            kv_head = tl.load(heads + head)
-        first_head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE
-        for g in tl.static_range(GROUP_SIZE):
-            score = tl.load(of_head + g * score_stride + t, mask=inside, other=float("-inf"))
-            total += tl.exp2(score - tl.load(lse + first_head + g) * 1.4426950408889634)
+    total = importance_of(
+        t,
+        inside,
+        scores,
+        lse,
+        heads,
+        row,
+        list_idx,
+        kv_head,
+        score_stride,
+        NUM_HEADS,
+        HEADS_OF_LIST,
+        NUM_QO_HEADS,
+        GROUP_SIZE,
+    )
     bits = total.to(tl.int32, bitcast=True)
     infinite = 0x7F800000
     # As NaN and infinity are above all others, they are among the candidates, which is noticed.

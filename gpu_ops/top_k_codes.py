@@ -103,6 +103,8 @@ def top_k_codes(
     for name, (shape, dtype) in layout.items():
         check_tensor(f"scratch.{name}", getattr(scratch, name)[:n], shape, dtype, device)
     lists.check(n, num_heads, num_qo_heads // group_size, max_tokens, buffers, device)
+    if lists.top_p is not None or lists.threshold is not None:
+        raise ValueError("top_p and threshold are of attention weights, which codes do not give")
     operands = (query, rotation, means, page_table, positions, heads)
     unit = level / PEAK[bits]
     if not runs_kernel(query):

@@ -14,6 +14,8 @@ from gpu_ops.launch import next_power_of_2, pointer
 from gpu_ops.top_k_candidates import SCORE_ALIGNMENT, TopKBuffers, candidates_kernel
 from gpu_ops.top_k_select import select_tokens_kernel
 
+_ENDS = 512  # sinks and recent tokens: one for each thread
+
 
 @dataclass(frozen=True)
 class TopKLists:
@@ -30,6 +32,9 @@ class TopKLists:
             where importance could not be told: no list.
         host_selection, host_counts: None, or pinned host memory that gets the same.
         ratio: k is at most ceil(ratio * kv_len) - sink_tokens - recent_tokens, and at least 0.
+        top_p: or of the chosen only the first, by importance, until with sinks and recent tokens
+            these have this share of the attention of the list's query heads.
+        threshold: or only those above this attention weight, the mean of the list's query heads.
     """
 
     sink_tokens: int
@@ -40,6 +45,8 @@ class TopKLists:
     host_selection: Tensor | None = None
     host_counts: Tensor | None = None
     ratio: float | None = None
+    top_p: float | None = None
+    threshold: float | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -61,8 +68,13 @@ class TopKLists:
                 f"sink_tokens and recent_tokens must be at least 0 and within the budget of"
                 f" {self.budget_tokens}, got {self.sink_tokens} and {self.recent_tokens}"
             )
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio must be in (0, 1], got {self.ratio}")
+        rules = {"ratio": self.ratio, "top_p": self.top_p, "threshold": self.threshold}
+        given = {name: number for name, number in rules.items() if number is not None}
+        for name, number in given.items():
+            if not 0 < number <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {number}")
+        if len(given) > 1:
+            raise ValueError(f"only one rule can end a list, got {' and '.join(given)}")
         if (self.host_selection is None) != (self.host_counts is None):
             raise ValueError("host_selection and host_counts must be given both, or neither")
         shape = (n, out_lists, self.budget_tokens)
@@ -87,6 +99,7 @@ class TopKLists:
 
     def launch(
         self,
+        scores: Tensor,
         lse: Tensor,
         positions: Tensor,
         heads: Tensor,
@@ -99,11 +112,13 @@ class TopKLists:
         """Find them, once `buffers` hold importance and maxima.
 
         Args:
+            scores: as of `top_k_tokens`.
             lse: float32 [n, num_qo_heads]; where that of a list's query heads is not finite, there
                 is no list.
         """
         n, num_qo_heads = lse.shape
         num_heads, launch = len(heads), buffers.launch
+        heads_of_list = num_heads // num_lists * group_size
         stride = buffers.importance.shape[1]
         found = (buffers.candidates, buffers.lengths)
         candidates_kernel[(launch.segments, num_lists, n)](
@@ -125,6 +140,7 @@ class TopKLists:
             **early_option(early),
         )
         select_tokens_kernel[(num_lists, n)](
+            scores,
             lse,
             positions,
             heads,
@@ -133,29 +149,41 @@ class TopKLists:
             self.counts,
             pointer(self.host_selection),
             pointer(self.host_counts),
+            scores.shape[3],
             stride,
             *self.sizes,
             self.ratio,
+            None if self.top_p is None else self.top_p * heads_of_list,
+            None if self.threshold is None else bits_at_most(self.threshold * heads_of_list),
             num_heads,
             num_lists,
             self.selection.shape[1],
             num_qo_heads,
             group_size,
-            next_power_of_2(num_heads // num_lists * group_size),
+            next_power_of_2(heads_of_list),
             launch.segments,
             launch.segment_tile,
             launch.tile,
+            min(launch.tile, _ENDS),
             early,
             num_warps=launch.num_warps[2],
             **early_option(early),
         )
 
-    def write(self, target: tuple[int, int], importance: Tensor, *, is_known: bool) -> None:
+    def write(
+        self,
+        target: tuple[int, int],
+        importance: Tensor,
+        *,
+        is_known: bool,
+        heads_of_list: int = 1,
+    ) -> None:
         """One list, by a sort.
 
         Args:
             target: row and list.
             importance: [kv_len].
+            heads_of_list: query heads that it is a sum over.
             is_known: none of it, nor what it comes from, is infinite or no number.
         """
         kv_len, first, last = (
@@ -169,8 +197,17 @@ class TopKLists:
             if self.ratio is not None:
                 share = math.ceil(self.ratio * kv_len)
                 k = min(k, max(share - self.sink_tokens - self.recent_tokens, 0))
-            order = importance[first:last].argsort(descending=True, stable=True)
-            chosen = order[:k].sort().values
+            order = importance[first:last].argsort(descending=True, stable=True)[:k]
+            weights = importance[first:last][order].double()
+            if self.threshold is not None:
+                order = order[weights > self.threshold * heads_of_list]
+            elif self.top_p is not None:
+                missing = self.top_p * heads_of_list
+                for ends in (importance[:first], importance[last:]):
+                    missing -= float(ends.double().sum())
+                before = torch.cat((weights[:0].new_zeros(1), weights.cumsum(0)))[: len(order)]
+                order = order[before < missing]
+            chosen = order.sort().values
             tokens = torch.cat((tokens[:first], first + chosen, tokens[last:]))
         count = len(tokens) if is_known or not kv_len else -1
         self.counts[target] = count
@@ -178,3 +215,9 @@ class TopKLists:
         if self.host_selection is not None and self.host_counts is not None:
             self.host_selection[target] = self.selection[target]
             self.host_counts[target] = count
+
+
+def bits_at_most(x: float) -> int:
+    """Of the largest float32 that does not exceed x, which is above 0."""
+    rounded = torch.tensor(x, dtype=torch.float64).float()
+    return int(rounded.view(torch.int32)) - int(float(rounded) > x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpu_ops.early_launch import await_inputs
 from gpu_ops.launch import jit, jit_for_any, tl
-from gpu_ops.top_k_candidates import SIZES, num_chosen, segment_length, take
+from gpu_ops.top_k_candidates import SIZES, importance_of, num_chosen, segment_length, take
 
 
 @jit
@@ -47,6 +47,25 @@ def join_segments(
 
 
 @jit
+def guess_at(
+    low: tl.tensor,
+    high: tl.tensor,
+    share: tl.tensor,  # of what lies between them, to leave behind on the way from `low` to `high`
+    step: tl.tensor,
+) -> tl.tensor:
+    """A value in (low, high] to look at.
+
+    As far up as the share, as if all lay evenly, which takes half the steps; but each third time
+    the middle, so that it cannot take many either.
+    """
+    span = high - low
+    half = (span + 1) // 2
+    # Cut off before it is an int again: the float of a large span may exceed it.
+    guess = tl.minimum(span.to(tl.float32) * share, 2.0**30).to(tl.int32)
+    return low + tl.where(step % 3 == 2, half, tl.minimum(tl.maximum(guess, 1), span))
+
+
+@jit
 def next_guess(
     low: tl.tensor,
     high: tl.tensor,
@@ -54,17 +73,9 @@ def next_guess(
     between: tl.tensor,  # of so many
     step: tl.tensor,
 ) -> tl.tensor:
-    """A value in (low, high] to look at.
-
-    As far up as the share of the candidates to leave behind, as if they lay evenly, which finds the
-    k-th in half the steps; but each third time the middle, so that it cannot take many either.
-    """
-    span = high - low
-    half = (span + 1) // 2
+    """`guess_at` of candidates, for the k-th."""
     share = missing.to(tl.float32) / tl.maximum(between, 1).to(tl.float32)
-    # Cut off before it is an int again: the float of a large span may exceed it.
-    guess = tl.minimum(span.to(tl.float32) * share, 2.0**30).to(tl.int32)
-    return low + tl.where(step % 3 == 2, half, tl.minimum(tl.maximum(guess, 1), span))
+    return guess_at(low, high, share, step)
 
 
 @jit
@@ -84,8 +95,99 @@ def count_at_least(
     return count
 
 
+@jit
+def weight_at_least(
+    value: tl.tensor,
+    first_bits: tl.tensor,
+    of_list: tl.tensor,
+    total: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """`count_at_least`, and the importance of these candidates together, a float64."""
+    count = tl.sum((first_bits >= value).to(tl.int32), 0)
+    heavy = tl.where(first_bits >= value, first_bits, 0).to(tl.float32, bitcast=True)
+    weight = tl.sum(heavy.to(tl.float64), 0)
+    for start in range(TILE, total, TILE):
+        j = start + tl.arange(0, TILE)
+        bits = (tl.load(of_list + j, mask=j < total, other=-1) >> 32).to(tl.int32)
+        count += tl.sum((bits >= value).to(tl.int32), 0)
+        heavy = tl.where(bits >= value, bits, 0).to(tl.float32, bitcast=True)
+        weight += tl.sum(heavy.to(tl.float64), 0)
+    return count, weight
+
+
+@jit
+def above_bound(
+    k: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    first_bits: tl.tensor,
+    of_list: tl.tensor,
+    total: tl.tensor,
+    BOUND: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Of the k to find those above a value: at what values to look for the last of them.
+
+    Returns:
+        low, high, at_low, above and k of `select_tokens_kernel`; low = high if that is known.
+    """
+    reach = count_at_least(BOUND + 1, first_bits, of_list, total, TILE)
+    fewer = reach <= k
+    low = tl.where(fewer, BOUND, tl.maximum(low, BOUND + 1))
+    return low, tl.where(fewer, BOUND, high), reach, tl.where(fewer, reach, 0), tl.minimum(reach, k)
+
+
+@jit
+def enough_for_share(
+    k: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    missing: tl.tensor,  # float64
+    first_bits: tl.tensor,
+    of_list: tl.tensor,
+    total: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Of the k to find the first whose importance reaches `missing`; returns as `above_bound`."""
+    top = high
+    at_low, held = weight_at_least(low, first_bits, of_list, total, TILE)
+    above, held_above = tl.zeros([], tl.int32), tl.zeros([], tl.float64)
+    found = total
+    if missing <= 0.0:
+        low = high
+        found = above
+    elif held >= missing:
+        # Invariant: `at_low`, which hold enough, reach `low`; `above` of them, which do not, exceed
+        # `high`. Where these are one less, it is known which.
+        step = tl.zeros([], tl.int32)
+        while (low < high) & (at_low - above > 1):
+            share = ((held - missing) / (held - held_above)).to(tl.float32)
+            middle = guess_at(low, high, share, step)
+            reach, weight = weight_at_least(middle, first_bits, of_list, total, TILE)
+            if weight >= missing:
+                low = middle
+                at_low = reach
+                held = weight
+            else:
+                high = middle - 1
+                above = reach
+                held_above = weight
+            step += 1
+        of_tie = tl.maximum(low.to(tl.float32, bitcast=True).to(tl.float64), 1e-300)
+        ties = tl.ceil(tl.minimum((missing - held_above) / of_tie, 2.0**30))
+        # The quotient is rounded, their sums are not.
+        ties += (held_above + ties * of_tie < missing).to(tl.float64)
+        ties -= (held_above + (ties - 1.0) * of_tie >= missing).to(tl.float64)
+        found = above + tl.minimum(tl.maximum(ties.to(tl.int32), 1), at_low - above)
+    fewer = found <= k
+    above = tl.where(fewer, tl.minimum(above, found), 0)
+    return low, tl.where(fewer, low, top), at_low, above, tl.minimum(found, k)
+
+
 @jit_for_any(*SIZES)
 def select_tokens_kernel(
+    scores: tl.tensor,
     lse: tl.tensor,
     positions: tl.tensor,
     heads: tl.tensor,
@@ -95,11 +197,14 @@ def select_tokens_kernel(
     counts: tl.tensor,
     host_selection: tl.tensor,  # both None, or host memory
     host_counts: tl.tensor,
+    score_stride: tl.tensor,
     importance_stride: tl.tensor,
     sink_tokens: tl.tensor,
     recent_tokens: tl.tensor,
     budget_tokens: tl.tensor,
     RATIO: tl.constexpr,
+    SHARE: tl.constexpr,  # None, or what a list holds at least: top_p of all of its query heads
+    BOUND: tl.constexpr,  # None, or importance that does not suffice, as the bits of a float
     NUM_HEADS: tl.constexpr,
     LISTS: tl.constexpr,
     OUT_LISTS: tl.constexpr,  # of a row of selection
@@ -109,6 +214,7 @@ def select_tokens_kernel(
     SEGMENTS: tl.constexpr,
     SEGMENT_TILE: tl.constexpr,
     TILE: tl.constexpr,
+    ENDS: tl.constexpr,  # sinks and recent tokens that it looks at together
     EARLY: tl.constexpr,
 ) -> None:
     """One program per list and row."""
@@ -139,6 +245,27 @@ def select_tokens_kernel(
     count = kv_len
     is_infinite = tl.zeros([], tl.int32)
     if kv_len > budget_tokens:
+        if SHARE is not None:
+            held = tl.zeros([], tl.float64)
+            first_head = tl.load(heads + list_idx)
+            for start in range(0, sink_tokens + recent_tokens, ENDS):
+                i = start + tl.arange(0, ENDS)
+                weights = importance_of(
+                    tl.where(i < sink_tokens, i, last - sink_tokens + i),
+                    i < sink_tokens + recent_tokens,
+                    scores,
+                    lse,
+                    heads,
+                    row,
+                    list_idx,
+                    first_head,
+                    score_stride,
+                    NUM_HEADS,
+                    HEADS_OF_LIST,
+                    NUM_QO_HEADS,
+                    GROUP_SIZE,
+                )
+                held += tl.sum(weights.to(tl.float64), 0)
         if total > TILE:
             join_segments(of_list, of_segments, length, last, total, SEGMENTS, TILE)
             gap = tl.zeros_like(gap)
@@ -155,6 +282,17 @@ def select_tokens_kernel(
 
         # Invariant: `at_low`, k or more, reach `low`; `above` of them, fewer than k, exceed `high`.
         at_low, above = total, tl.zeros([], tl.int32)
+        if BOUND is not None:
+            low, high, at_low, above, k = above_bound(
+                k, low, high, bits, of_list, total, BOUND, TILE
+            )
+        if SHARE is not None:
+            is_infinite = tl.where(held < float("inf"), is_infinite, 1)
+            # Where there will be no list, nothing is looked for.
+            missing = tl.where(is_infinite > 0, 0.0, tl.full([], SHARE, tl.float64) - held)
+            low, high, at_low, above, k = enough_for_share(
+                k, low, high, missing, bits, of_list, total, TILE
+            )
         step = tl.zeros([], tl.int32)
         middle = low + 1  # first: are the lowest ones, perhaps many ties, needed at all?
         while low < high:

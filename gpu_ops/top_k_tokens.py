@@ -10,7 +10,8 @@ Exact, in three launches without atomics, so that the same input gives the same 
    seldom many more: 1.1 to 1.6 k of them if important tokens lie anywhere. Every program finds it
    for itself and puts the tokens of its segment that reach it into a list.
 3. One program per list closes in on the k-th largest of these candidates, which fit its registers,
-   and writes those above in order.
+   and writes those above in order. Where a rule ends the list sooner, it first finds how many of
+   the k are left: those above a bound, or the first that sum up to a share.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def top_k_tokens(
     host_selection: Tensor | None = None,
     host_counts: Tensor | None = None,
     ratio: float | None = None,
+    top_p: float | None = None,
+    threshold: float | None = None,
 ) -> None:
     """List the tokens that some KV heads attend to most.
 
@@ -57,8 +60,10 @@ def top_k_tokens(
         heads: int32 [H], ascending KV heads, on the device, which nobody checks to exist.
         shared: one list per row instead of one per KV head.
         buffers: for n * H lists, or n if shared.
-        selection, counts, host_selection, host_counts, ratio: of `TopKLists`, one a row if shared.
-            A count is -1 for NaN or infinity in the lse or among the importances to choose from.
+        selection, counts, host_selection, host_counts: of `TopKLists`, one a row if shared. A count
+            is -1 for NaN or infinity in the lse or among the importances to choose from; with top_p
+            among all of them.
+        ratio, top_p, threshold: of `TopKLists`.
     """
     check_dims("scores", scores, "[n, H, group_size, max_tokens]")
     n, num_heads, group_size, max_tokens = scores.shape
@@ -78,6 +83,8 @@ def top_k_tokens(
         host_selection,
         host_counts,
         ratio,
+        top_p,
+        threshold,
     )
     check_tensor("scores", scores, scores.shape, torch.float32, device)
     check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
@@ -110,7 +117,14 @@ def top_k_tokens(
         **early_option(early),
     )
     lists.launch(
-        lse, positions, heads, buffers, num_lists=num_lists, group_size=group_size, early=early
+        scores,
+        lse,
+        positions,
+        heads,
+        buffers,
+        num_lists=num_lists,
+        group_size=group_size,
+        early=early,
     )
 
 
@@ -126,9 +140,11 @@ def top_k_tokens_reference(
         importance = weights.flatten(0, 1).sum(0)[None] if shared else weights.sum(1)
         for i, of_tokens in enumerate(importance):
             of_list = row_lse if shared else row_lse[i]
-            between = of_tokens[lists.sink_tokens : kv_len - lists.recent_tokens]
+            counting = of_tokens
+            if lists.top_p is None:
+                counting = of_tokens[lists.sink_tokens : kv_len - lists.recent_tokens]
             is_known = bool(of_list.isfinite().all()) and (
-                kv_len <= lists.budget_tokens or bool(between.isfinite().all())
+                kv_len <= lists.budget_tokens or bool(counting.isfinite().all())
             )
             target = (row, 0 if shared else int(heads[i]))
-            lists.write(target, of_tokens, is_known=is_known)
+            lists.write(target, of_tokens, is_known=is_known, heads_of_list=of_list.numel())

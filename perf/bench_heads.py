@@ -44,7 +44,14 @@ from perf.gpu_timing import (
 from perf.results_file import Run, script_options
 from perf.tables.placement_tables import gpu_retrieval_table
 
-VARIANTS = ("attention", "attention, scores", "attention, top-k", "top-k alone", "top-k shared")
+RULES: dict[str, dict[str, Any]] = {
+    "top-p alone": {"top_p": 0.5},
+    "threshold alone": {"threshold": 2e-5},
+}
+VARIANTS = (
+    *("attention", "attention, scores", "attention, top-k", "top-k alone", "top-k shared"),
+    *RULES,
+)
 LAUNCHES, ROUNDS = 20, 15
 _SINK_TOKENS, _RECENT_TOKENS = 16, 64
 
@@ -217,8 +224,10 @@ class HeadsCase:
             launch=launch,
         )
 
-    def top_k(self, *, shared: bool = False, buffers: TopKBuffers | None = None) -> None:
-        """The lists, of the scores that are there."""
+    def top_k(
+        self, *, shared: bool = False, buffers: TopKBuffers | None = None, **rule: float
+    ) -> None:
+        """The lists, of the scores that are there; `rule` ends them sooner."""
         selection, counts = self.lists[shared]
         host_selection, host_counts = self.host_lists[shared]
         top_k_tokens(
@@ -235,6 +244,7 @@ class HeadsCase:
             counts=counts,
             host_selection=host_selection,
             host_counts=host_counts,
+            **rule,
         )
 
     def run(self, variant: str, copy: int) -> None:
@@ -245,6 +255,8 @@ class HeadsCase:
             self.top_k()
         if variant == "top-k shared":
             self.top_k(shared=True)
+        if variant in RULES:
+            self.top_k(**RULES[variant])
 
     def check(self) -> None:
         """Compare with float64, head by head.

@@ -30,6 +30,7 @@ from perf.tables import (
     bounded_tables,
     calibration_tables,
     cascade_tables,
+    correction_tables,
     gpu_tables,
     hard_kv_tables,
     latency_tables,
@@ -65,6 +66,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "paper-lfps-context": ("latency", paper_lfps_tables.paper_lfps_context_table),
     "paper-lfps-overlap": ("paper-lfps", paper_lfps_tables.paper_lfps_overlap_table),
     "paper-lfps-steps": ("paper-lfps", paper_lfps_tables.paper_lfps_steps_table),
+    "tidal-needle": ("tidal-needle", shared_selection_tables.needle_table),
     "prefill": ("decode", tables.prefill_table),
     "gpu-codes": ("gpu-codes", placement_tables.gpu_codes_table),
     "gpu-gather": ("gpu-gather", placement_tables.gpu_gather_table),
@@ -99,6 +101,9 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "paper-calibration-steps": ("paper-calibration", calibration_tables.steps_table),
     "paper-cascade": ("paper-cascade", cascade_tables.cascade_table),
     "paper-cascade-long": ("paper-cascade-long", cascade_tables.long_generation_table),
+    "paper-correction": ("paper-correction", correction_tables.correction_table),
+    "paper-correction-time": ("paper-correction-time", correction_tables.time_table),
+    "paper-correction-time-gpu": ("paper-correction-time-gpu", correction_tables.time_table),
     "paper-hard-kv": ("paper-hard-kv", hard_kv_tables.hard_kv_table),
     "paper-lychee-decode-roles": (
         "paper-lychee-decode-roles",
@@ -108,6 +113,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         "paper-lychee-decode-rules",
         shared_selection_tables.rules_table,
     ),
+    "paper-lychee-rules": ("paper-lychee-rules", shared_selection_tables.equal_rules_table),
     "paper-tidal-decode": ("paper-tidal-decode", shared_selection_tables.layer_sweep_table),
     "paper-tidal-decode-choice": (
         "paper-tidal-decode",
@@ -142,7 +148,7 @@ GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
 }
 PLACEMENT_TARGETS = "gpu-placement-targets"  # of several files
 NOT_MEASURED = "*Not measured yet: run `make bench`.*"
-TRADEOFF_NOT_MEASURED = "*Not measured yet: run `python -m perf.bench_tradeoff`.*"
+OWN_SCRIPTS = {"tradeoff": "perf.bench_tradeoff", "paper-lychee-rules": "perf.papers.lychee_rules"}
 DECODE_PLOT = ROOT / "docs" / "decode.svg"
 TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
 TRAINING_PLOT = ROOT / "docs" / "long-context-training.svg"
@@ -187,8 +193,8 @@ def _content(name: str) -> str:
     result = read_results(results_name)
     if result is not None:
         return make(result)
-    if results_name == "tradeoff":
-        return TRADEOFF_NOT_MEASURED
+    if results_name in OWN_SCRIPTS:
+        return f"*Not measured yet: run `python -m {OWN_SCRIPTS[results_name]}`.*"
     return not_measured(results_name) if results_name in COMMANDS else NOT_MEASURED
 
 

@@ -16,7 +16,7 @@ system
 ranks kv
 models
 prefill
-policies
+policies training
 cascade
 loading decode
 planning

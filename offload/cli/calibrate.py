@@ -1,14 +1,16 @@
-"""`offload calibrate`: choose a model's retrieval heads, and write them to a roles file."""
+"""`offload calibrate`: choose a model's retrieval heads or select layers, into a file."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload.cli.calibrate_layers import calibrate_layers, print_layers
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
-from offload.cli.options import DTYPE_HELP, ModelName, Verbose, check_name
+from offload.cli.options import DTYPE_HELP, ModelName, Verbose, check_name, counts
 from offload.system.text_file import read_text_file
 
 if TYPE_CHECKING:
@@ -20,29 +22,43 @@ if TYPE_CHECKING:
 _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
 _TOKENS = 2048
-_POLICIES = ("lychee_decode", "per_head", "auto")
+_POLICIES = ("lychee_decode", "per_head", "auto", "tidal_decode")
+_SWEEP_PANEL = "For --policy tidal_decode"
 
 
 def calibrate(
     model: ModelName,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="PATH", help="The roles file to write.")
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="The roles file, or layers file, to write. Without it tidal_decode's is written "
+            "where that policy looks for it.",
+        ),
+    ] = None,
     policy: Annotated[
-        str, typer.Option(help="Whose heads: lychee_decode, or per_head (auto is the same).")
+        str,
+        typer.Option(
+            help="Whose heads: lychee_decode, or per_head (auto is the same); or the layers of "
+            "tidal_decode."
+        ),
     ] = "lychee_decode",
     retrieval_heads: Annotated[
         int | None,
         typer.Option(
             min=0,
             help="How many KV heads retrieve, beside those of layer 0, or of per_head's dense "
-            r"layers, where all do. \[default: a sixth of all KV heads; for per_head an eighth]",
+            r"layers, where all do. \[default: an eighth of all KV heads]",
         ),
     ] = None,
     dense_layers: Annotated[
         int | None,
         typer.Option(
-            min=0, help=r"For per_head: heads of so many first layers are not chosen. \[default: 2]"
+            min=0,
+            help="For per_head and tidal_decode: so many first layers have no heads to choose, or "
+            r"select nothing. \[default: 2]",
         ),
     ] = None,
     text: Annotated[
@@ -59,9 +75,45 @@ def calibrate(
             "--context",
             "--tokens",
             min=1,
-            help="Tokens of the text, at most; of each of per_head's texts. "
-            r"\[default: 2048, or what the model can read]",
+            help="Of the text, at most; of each of per_head's or tidal_decode's texts. "
+            r"\[default: 2048, or what the model can read; for tidal_decode 4096]",
         ),
+    ] = None,
+    select_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=r"How many layers select. \[default: as many as without a sweep]",
+            rich_help_panel=_SWEEP_PANEL,
+        ),
+    ] = None,
+    budget_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNT,…",
+            help=r"What layers that reuse attend to; all count alike. \[default: 1024,320]",
+            rich_help_panel=_SWEEP_PANEL,
+        ),
+    ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(min=1, help=r"Of texts. \[default: 8]", rich_help_panel=_SWEEP_PANEL),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=r"Seven texts are of as many kinds. \[default: 7]",
+            rich_help_panel=_SWEEP_PANEL,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help=r"Of the texts. \[default: 0]", rich_help_panel=_SWEEP_PANEL),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help=r"cpu or cuda. \[default: cpu]", rich_help_panel=_SWEEP_PANEL),
     ] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     num_threads: Annotated[
@@ -76,7 +128,7 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Choose the retrieval heads of a model for the policy lychee_decode or per_head.
+    """Choose a model's retrieval heads for lychee_decode or per_head, or tidal_decode's layers.
 
     lychee_decode: a retrieval head attends to the whole cache and hands the tokens it finds to the
     same head of the layers below. The model reads a text once; for 32 of its queries the attention
@@ -87,6 +139,11 @@ def calibrate(
     per_head: a retrieval head looks at everything, the others at what another policy selects. The
     model reads texts in which facts are told, and asked for at the end; the heads that look at the
     fact while the answer is read are chosen. Loading a model does the same, and keeps the result.
+
+    tidal_decode: a select layer attends to everything, the layers below reuse what it selects. The
+    model reads texts with questions once, then says the answers with one set of select layers after
+    another; those whose answers are nearest to full attention's are chosen: layer after layer, then
+    exchanged one by one. Minutes on a GPU; on a CPU lower --context and --batches.
 
     [bold]Examples[/bold]
 
@@ -101,26 +158,69 @@ def calibrate(
     The heads that fetch facts from afar:
 
         offload calibrate ./Llama-3.2-1B --policy per_head -o facts.json
+
+    Select layers, where tidal_decode finds them:
+
+        offload calibrate ./Llama-3.2-1B --policy tidal_decode --device cuda
     """
     check_name(policy, _POLICIES, option="--policy", kind="policy ")
-    of_per_head = policy != "lychee_decode"
-    if of_per_head and text is not None:
-        raise typer.BadParameter("the texts of per_head are made", param_hint="--text")
-    if not of_per_head and dense_layers is not None:
-        raise typer.BadParameter("is for --policy per_head", param_hint="--dense-layers")
+    policy = "per_head" if policy == "auto" else policy
+    of_layers, of_per_head = policy == "tidal_decode", policy == "per_head"
+    if policy != "lychee_decode" and text is not None:
+        raise typer.BadParameter(f"the texts of {policy} are made", param_hint="--text")
+    if policy == "lychee_decode" and dense_layers is not None:
+        hint = "is for --policy per_head or tidal_decode"
+        raise typer.BadParameter(hint, param_hint="--dense-layers")
+    if of_layers and retrieval_heads is not None:
+        raise typer.BadParameter("tidal_decode has none", param_hint="--retrieval-heads")
+    budgets = None if budget_tokens is None else counts(budget_tokens, option="--budget-tokens")
+    if not of_layers:
+        sweep_only: dict[str, Any] = {
+            "select-layers": select_layers,
+            "budget-tokens": budgets,
+            "batches": batches,
+        }
+        sweep_only |= {"batch-size": batch_size, "seed": seed, "device": device}
+        for option in [name for name, value in sweep_only.items() if value is not None]:
+            raise typer.BadParameter("is for --policy tidal_decode", param_hint=f"--{option}")
+        if output is None:
+            raise typer.BadParameter(f"is needed for --policy {policy}", param_hint="--output")
+    if dense_layers is None:
+        dense_layers = _DENSE_LAYERS
     with running(verbose=verbose):
-        folder = output.expanduser().absolute().parent
-        if output.is_dir() or not folder.is_dir():
-            problem = "is a folder" if output.is_dir() else f"cannot be written: no folder {folder}"
-            raise ValueError(f"--output {output} {problem}")
+        if output is not None:
+            output = output.expanduser()
+            folder = output.absolute().parent
+            if output.is_dir() or not folder.is_dir():
+                bad = "is a folder" if output.is_dir() else f"cannot be written: no folder {folder}"
+                raise ValueError(f"--output {output} {bad}")
+        if of_layers or output is None:  # which others have
+            sizes = {
+                "budgets": None if budgets is None else tuple(budgets),
+                "num_batches": batches,
+                "batch_size": batch_size,
+                "seed": seed,
+            }
+            summary = calibrate_layers(
+                model,
+                output,
+                num_select_layers=select_layers,
+                dense_layers=dense_layers,
+                tokens=tokens,
+                dtype=dtype,
+                device=device or "cpu",
+                num_threads=num_threads,
+                verbose=verbose,
+                **{name: value for name, value in sizes.items() if value is not None},
+            )
+            print_json(summary) if as_json else print_layers(summary)
+            return
         content = None if text is None else read_text_file(text)
 
-        from offload.loading.names import load_tokenizer
+        from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
         from offload.policies.lychee_decode.calibration import calibration_tokens
         from offload.runtime.model import OffloadedModel
 
-        if dense_layers is None:
-            dense_layers = _DENSE_LAYERS
         if of_per_head:
             count, num_tokens = _checked_counts(model, retrieval_heads, dense_layers, tokens)
         with quiet_transformers(verbose=verbose):
@@ -134,12 +234,14 @@ def calibrate(
             input_ids = calibration_tokens(tokenizer, tokens or _TOKENS, content)
             source = "the standard library's docstrings" if text is None else text.name
             roles, summary = _of_lychee_decode(loaded, input_ids, retrieval_heads, source)
-        roles.save(output.expanduser())
+        roles = replace(roles, checkpoint=checkpoint_name(resolve_folder(model)))
+        roles.save(output)
         summary = {
             "model": model,
             "output": str(output),
-            "policy": "per_head" if of_per_head else policy,
+            "policy": policy,
             "model_type": roles.model_type,
+            "checkpoint": roles.checkpoint,
             "num_layers": roles.num_layers,
             "num_kv_heads": roles.num_kv_heads,
         } | summary

@@ -151,6 +151,16 @@ def generate(
             "keeps nothing beside the cache (full, exact_topk …), else attention.",
         ),
     ] = "auto",
+    cache_correction_every: Annotated[
+        int | None,
+        _runtime_option(
+            min=1,
+            metavar="T",
+            help="After so many tokens that were decoded sparsely, read them again with exact "
+            "attention and replace their keys and values. Not with --policy full, "
+            r"--host-bytes-per-sequence or ranks. \[default: never]",
+        ),
+    ] = None,
     placement: Annotated[
         Path | None,
         _runtime_option(
@@ -275,6 +285,7 @@ def generate(
                     tensor_parallel_size=tensor_parallel_size,
                     host_bytes_per_sequence=host_bytes_per_sequence,
                     condense_by=condense_by,
+                    cache_correction_every=cache_correction_every if made is policies[0] else None,
                     placement=placement,
                     quality_probe=quality_probe,
                     quality_floor=quality_floor,

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 _SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # of what loading reads
+_OURS = b'"format": "offload-'  # such as a roles file that was written beside the weights
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 256
 
 
@@ -15,11 +16,13 @@ def checkpoint_digest(folder: Path) -> str:
     Files are hashed by name, size and 256 blocks of 4 KiB at equal distances, which is all of a
     file up to 1 MiB: a fine-tuned model differs in most of them, while the headers of its weights
     may not, and the time of a file changes with a copy. What differs between the blocks only is not
-    noticed.
+    noticed. JSON files that `offload` has written there are left out.
     """
     digest = hashlib.sha256()
     files = (path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
     for path in sorted(files):
+        if path.suffix == ".json" and _is_ours(path):
+            continue
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes}\n".encode())
         step = max(_BLOCK_BYTES, num_bytes // _NUM_BLOCKS)
@@ -28,3 +31,8 @@ def checkpoint_digest(folder: Path) -> str:
                 file.seek(place)
                 digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()[:16]
+
+
+def _is_ours(path: Path) -> bool:
+    with path.open("rb") as file:
+        return _OURS in file.read(64)

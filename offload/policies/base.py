@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from offload.models.base import LeanModel
     from offload.policies.callback import Callback
     from offload.policies.layouts import NumberLayout, StateLayout
+    from offload.policies.revised import Revised
 
 # What a unit does in a layer where its sequence is longer than `dense_tokens`: Role of
 # cpp/attention/policy.h.
@@ -44,7 +45,6 @@ SELECT = 2  # attends to the policy's selection and publishes it
 REUSE = 3  # attends to what the same unit of a layer above last published in this step
 
 NO_MEMBER = 255  # of `Policy.unit_members`
-
 
 # Of `Policy.scores`: exact attention weights of all tokens; those of its candidates, as a share of
 # theirs; bounds of blocks of tokens (`offload.policies.blocks`).
@@ -105,9 +105,13 @@ class DeviceTopK:
 
     Attributes:
         ratio: of kv_len, at most so many with sinks and recent window; None: no such limit.
+        top_p: or the fewest that have this share of the attention with sinks and recent window.
+        threshold: or those above this attention weight. Weights are means over the query heads.
     """
 
     ratio: float | None = None
+    top_p: float | None = None
+    threshold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -388,6 +392,10 @@ class Policy:
         """
         return self.observe is None and self.append is None and self.prepare is None
 
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        """As `truncate`: in place, to keys that were written anew and to tokens behind them."""
+        return False
+
     def has_state(self) -> bool:
         """Whether `build` makes arrays."""
         return self.selecting.state_layout is not None
@@ -413,16 +421,11 @@ class SparsePolicy(Policy):
     dense_until: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "budget_tokens",
-            "sink_tokens",
-            "recent_tokens",
-            "dense_layers",
-            "dense_until",
-        ):
+        names = ["budget_tokens", "sink_tokens", "recent_tokens", "dense_layers"]
+        if self.dense_until is not None:
+            names.append("dense_until")
+        for name in names:
             value = getattr(self, name)
-            if name == "dense_until" and value is None:
-                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an int, got {value!r}")
         if self.sink_tokens < 0 or self.dense_layers < 0:

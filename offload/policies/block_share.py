@@ -40,6 +40,7 @@ from offload.policies.logits_calibration import (
     share_of,
 )
 from offload.policies.members import joined, of_member
+from offload.policies.revised import Revised
 
 OWN = StateLayout(
     betas=np.float64,  # [num_kv_heads], 1 / temperature; 0: nothing is cut
@@ -279,6 +280,9 @@ class BlockShare(Policy):
 
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         return self.inner.rewind(layer_idx, of_member(arrays, "inner"), kv_len)
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        return self.inner.revise(layer_idx, of_member(arrays, "inner"), revised)
 
 
 def _own(arrays: State) -> State:

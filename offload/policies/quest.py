@@ -53,6 +53,7 @@ from offload.policies.key_bounds import (
 )
 from offload.policies.layouts import StateLayout, reader
 from offload.policies.quest_chunks import ChunkedQuest
+from offload.policies.revised import Revised
 
 STATE = StateLayout(
     **BOUNDS,
@@ -204,9 +205,12 @@ class Quest(BlockPolicy):
 
     def _bounds(self, keys: Tensor) -> Tensor:
         """[num_kv_heads, num_pages, 2 * head_dim]: maxima, then minima."""
-        num_pages = self._pages_of(keys.shape[1])
-        stop = self.sink_tokens + num_pages * self.page_tokens
-        pages = keys[:, self.sink_tokens : stop].view(
+        return self._page_bounds(keys[:, self.sink_tokens :])
+
+    def _page_bounds(self, keys: Tensor) -> Tensor:
+        """The same of keys that begin with a page."""
+        num_pages = keys.shape[1] // self.page_tokens
+        pages = keys[:, : num_pages * self.page_tokens].view(
             len(keys), num_pages, self.page_tokens, keys.shape[2]
         )
         if keys.device.type == "cpu":
@@ -254,6 +258,16 @@ class Quest(BlockPolicy):
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """As `truncate`: bounds say nothing of steps."""
         return self.truncate(layer_idx, arrays, kv_len)
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        """Bounds of the pages that have such tokens."""
+        page = self._pages_of(revised.first)
+        keys = revised.load_keys(self.sink_tokens + page * self.page_tokens)
+        bounds = bounds_of(self._page_bounds(keys))
+        stop = min(page + bounds.shape[2], arrays["bounds"].shape[2])
+        arrays["bounds"][:, :, page:stop] = bounds[:, :, : stop - page]
+        arrays["pages"][:] = stop
+        return True
 
     def _pages_of(self, num_tokens: int) -> int:
         """Complete pages of so many tokens."""

@@ -42,6 +42,7 @@ from offload.policies.key_bounds import (
 )
 from offload.policies.layouts import StateLayout, reader
 from offload.policies.lychee_cluster.chunks import chunk_length, cut_chunks
+from offload.policies.revised import Revised
 
 STATE = StateLayout(
     **BOUNDS,
@@ -234,6 +235,17 @@ class ChunkedQuest(BlockPolicy):
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """As `truncate`: bounds say nothing of steps."""
         return self.truncate(layer_idx, arrays, kv_len)
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        """Bounds of the chunks that have such tokens, which end where they did."""
+        starts, num_chunks = arrays["starts"][0], int(arrays["chunks"][0])
+        chunk = int(np.searchsorted(starts[1 : num_chunks + 1], revised.first, side="right"))
+        keys, begin = revised.load_keys(int(starts[chunk])), int(starts[chunk])
+        for i in range(chunk, num_chunks):
+            of_chunk = keys[:, starts[i] - begin : starts[i + 1] - begin]
+            rows = torch.cat([of_chunk.amax(1), of_chunk.amin(1)], dim=-1)
+            arrays["bounds"][:, :, i] = bounds_of(rows[:, None])[:, :, 0]
+        return True
 
     def _max_chunks(self, capacity_tokens: int) -> int:
         return max(1, max(0, capacity_tokens - self.sink_tokens) // self.min_tokens)

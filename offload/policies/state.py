@@ -25,6 +25,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
 from offload.policies.base import BuildContext, Policy, State
 from offload.policies.remembered import Before, DraftRows, Queries, Remembered, copies_of
+from offload.policies.revised import Revised
 from offload.policies.sequence_state import LayerArrays, RecentQueries, capacity_for
 from offload.policies.state_bytes import StateBytes, held_bytes
 
@@ -260,6 +261,44 @@ class PolicyStates:
             copies = [known.arrays, *([draft.copied or draft.arrays] if draft else [])]
             self.bytes.check_room(sum(arrays.num_bytes for arrays in copies if arrays is not None))
         self._known[child] = known.copy()
+
+    def fork_to_revise(self, parent: int, child: int, kv_len: int, *, keeps_arrays: bool) -> None:
+        """Give `child`, some of whose tokens will be written anew, what is known of `parent`.
+
+        Args:
+            kv_len: tokens that `child` will have.
+            keeps_arrays: else it has the marks of the text only.
+
+        Raises:
+            HostBudgetError: as `fork`.
+        """
+        known, copied = self._known[parent], Remembered()
+        if keeps_arrays and known.arrays is not None:
+            grows = kv_len > known.arrays.capacity_tokens
+            self.bytes.check_room(known.arrays.num_bytes + grows * self.bytes.at(kv_len))
+            copied.arrays = known.arrays.copy()
+        if keeps_arrays:
+            copied.queries = copies_of(known.queries)
+        copied.marks = known.marks.copy()
+        self._known[child] = copied
+
+    def revise(self, seq: int, num_new: int) -> None:
+        """In the store there are `num_new` tokens behind those of `seq`, old ones anew and more."""
+        known, store = self._known[seq], self._store
+        kv_len = store.kv_len(seq) + num_new
+        if known.arrays is None:
+            return
+
+        def change(layer_idx: int, arrays: State, first: int) -> bool:
+            def load_keys(start: int) -> Tensor:
+                return store.gather(seq, layer_idx, start, kv_len)[0]
+
+            shape = (store.num_layers, store.num_kv_heads)
+            revised = Revised(first, kv_len, load_keys, *shape)
+            return self._selecting.revise(layer_idx, arrays, revised)
+
+        self.ensure(seq, kv_len)
+        self._change(known, change, kv_len - num_new)
 
     def truncate(self, seq: int, kv_len: int) -> DraftRows | None:
         """The sequence keeps its first `kv_len` tokens.

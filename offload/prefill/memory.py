@@ -108,10 +108,20 @@ def check_prefill_memory(
 
     Args:
         memory: the hidden states are allocated already, the rotary tables are not.
-        budget_bytes: what torch may have there altogether; None: as much as there is.
+        budget_bytes: as of `available_bytes`.
 
     Raises:
         DeviceMemoryError: names the sizes and the option that changes them.
+    """
+    available = available_bytes(device, budget_bytes)
+    check_fits(memory, available, already_there=memory.hidden_bytes)
+
+
+def available_bytes(device: torch.device, budget_bytes: int | None = None) -> int:
+    """What torch may still take of `device`.
+
+    Args:
+        budget_bytes: what it may have there altogether; None: as much as there is.
     """
     free_bytes, _ = torch.cuda.mem_get_info(device)
     allocated_bytes = torch.cuda.memory_allocated(device)
@@ -119,7 +129,7 @@ def check_prefill_memory(
     available = free_bytes + torch.cuda.memory_reserved(device) - allocated_bytes
     if budget_bytes is not None:
         available = min(available, budget_bytes - allocated_bytes)
-    check_fits(memory, max(0, available), already_there=memory.hidden_bytes)
+    return max(0, available)
 
 
 def check_fits(memory: PrefillMemory, available_bytes: int, *, already_there: int = 0) -> None:

@@ -21,6 +21,7 @@ from offload.cascade.base import Exposed, SequenceTokens
 from offload.cascade.bound import SequenceBound
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch
+from offload.runtime.correcting import Correction, Corrections
 from offload.runtime.sequences import Sequences
 from offload.system.interrupts import shielded
 
@@ -46,6 +47,8 @@ class OffloadedCache(Cache):
         # bool [rows, >= columns], False at padding; None: there was none so far.
         self._attended: torch.Tensor | None = None
         self._lens_before: list[int] = []  # of `seqs`, since `reserve`
+        self._lens_after: list[int] = []
+        self._corrected: dict[int, int] = {}  # row to the sequence in whose place another is
         weakref.finalize(self, sequences.free_later, self._seqs)
 
     @property
@@ -89,6 +92,11 @@ class OffloadedCache(Cache):
         return 0 if cascade is None else cascade.bytes_needed(num_rows, self._seqs, num_tokens)
 
     @property
+    def corrections(self) -> Corrections | None:
+        """What rows read again; None: nothing."""
+        return self._sequences.corrections
+
+    @property
     def attended(self) -> torch.Tensor:
         """bool [rows, columns], False at padding."""
         if self._attended is None:
@@ -103,8 +111,14 @@ class OffloadedCache(Cache):
 
     # What the model calls around a forward pass.
 
-    def reserve(self, batch: RaggedBatch, exposed: Exposed = contextlib.nullcontext) -> list[int]:
-        """Make room for `batch`; returns the sequence of each of its rows without padding.
+    def reserve(
+        self,
+        batch: RaggedBatch,
+        exposed: Exposed = contextlib.nullcontext,
+        correction: Correction | None = None,
+    ) -> list[int]:
+        """Make room for `batch`, or all that its correction reads; returns the sequence of each of
+        its rows without padding.
 
         Ctrl-C comes in what is `exposed`, as an error does.
 
@@ -117,14 +131,35 @@ class OffloadedCache(Cache):
         seqs = self._seqs or [self._sequences.new() for _ in range(batch.num_sequences)]
         try:
             self._sequences.make_room(seqs, batch.num_new_tokens, exposed)
+            if correction is not None:
+                batch = correction.batch
+                self._set_aside(correction)
             self.store.reserve(seqs, batch.num_new_tokens)
         except BaseException:
             if not self._seqs:
                 self._sequences.free(seqs)
+            self._take_back()
             raise
         self._seqs[:] = seqs
-        self._lens_before = self.kv_lens
+        before = self._lens_before = self.kv_lens
+        self._lens_after = [n + new for n, new in zip(before, batch.num_new_tokens, strict=True)]
         return list(seqs)
+
+    def _set_aside(self, correction: Correction) -> None:
+        """Go on with copies of sequences that are corrected."""
+        num_new = correction.batch.num_new_tokens
+        for row, first in correction.firsts.items():
+            copy = self._sequences.fork_to_correct(
+                self._seqs[row], first, num_new[row], decodes=correction.decodes
+            )
+            self._corrected[row], self._seqs[row] = self._seqs[row], copy
+
+    def _take_back(self) -> None:
+        """Undo `_set_aside`."""
+        for row, seq in self._corrected.items():
+            self._sequences.free([self._seqs[row]])
+            self._seqs[row] = seq
+        self._corrected.clear()
 
     def commit(self, batch: RaggedBatch) -> None:
         """The tokens of `batch` are in every layer of the store; of some it may know already.
@@ -132,8 +167,8 @@ class OffloadedCache(Cache):
         Raises:
             HostBudgetError: no room for what rows that continue one sequence need each.
         """
-        ends = zip(self._lens_before, batch.num_new_tokens, self.kv_lens, strict=True)
-        self.store.commit(self._seqs, [before + new - now for before, new, now in ends])
+        ends = zip(self._lens_after, self.kv_lens, strict=True)
+        self.store.commit(self._seqs, [after - now for after, now in ends])
         if batch.num_sequences < len(batch.sequence_of_row):
             self._select(batch.sequence_of_row)
         batch_size, seq_len = batch.rows_shape
@@ -142,6 +177,8 @@ class OffloadedCache(Cache):
             attended = batch.attended()
         self._note_columns(batch_size, seq_len, attended)
         self._num_columns += seq_len
+        self._sequences.free(self._corrected.values())
+        self._corrected.clear()
 
     def roll_back(self) -> None:
         """As before `reserve`, after a forward pass or a commit that failed."""
@@ -149,6 +186,7 @@ class OffloadedCache(Cache):
             self.reset()
         for seq, kv_len in zip(self._seqs, self._lens_before, strict=False):
             self._sequences.roll_back(seq, kv_len)
+        self._take_back()
 
     def check_continues(self, batch_size: int, past_mask: torch.Tensor | None) -> None:
         """Refuse a batch that does not continue this cache.

@@ -21,7 +21,8 @@ from offload.system.errors import NoGPUError
 from offload.system.memory import check_max_memory, parse_size
 
 BACKENDS = ("graph", "stream", "inline")
-_COUNTS = ("num_threads", "prefill_slice_tokens", "page_tokens", "tensor_parallel_size")
+_COUNTS = ("prefill_slice_tokens", "page_tokens", "tensor_parallel_size")
+_COUNTS_OR_NONE = ("num_threads", "cache_correction_every")
 CONDENSE_BY = ["auto", "rereading", "attention"]
 
 
@@ -63,6 +64,10 @@ class RuntimeConfig:
             cache, such as `full` or `exact_topk`; else, or with a condensed_share, the second.
         condensed_share: by attention, of the slots that these bytes hold, for condensed tokens at
             most; with 0 tokens are dropped instead, as they are by rereading.
+        cache_correction_every: tokens that were decoded sparsely until they are read again, with
+            the next one, by exact attention, and their keys and values replaced (see
+            `offload.runtime.correcting`); None: never. Not with ranks, host_bytes_per_sequence,
+            drafts, or a policy that attends to everything.
     """
 
     policy: Policy = field(default_factory=Full)
@@ -81,6 +86,7 @@ class RuntimeConfig:
     host_bytes_per_sequence: int | None = None
     condense_by: str = "auto"
     condensed_share: float = CONDENSED_SHARE
+    cache_correction_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES.values():
@@ -89,9 +95,9 @@ class RuntimeConfig:
         check_backend(self.backend, device)
         if device.type == "cuda":
             check_dense_until(self.policy)
-        for name in _COUNTS:
+        for name in (*_COUNTS, *_COUNTS_OR_NONE):
             number = getattr(self, name)
-            if number is None and name == "num_threads":
+            if number is None and name in _COUNTS_OR_NONE:
                 continue
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
@@ -134,6 +140,22 @@ class RuntimeConfig:
                 f"host_bytes_per_sequence={self.host_bytes_per_sequence} is for one process, but "
                 f"tensor_parallel_size is {self.tensor_parallel_size}; leave one of the two out"
             )
+
+        self._check_correction()
+
+    def _check_correction(self) -> None:
+        every = self.cache_correction_every
+        if every is None:
+            return
+        reason = ""
+        if not self.policy.selects:
+            reason = f"policy={self.policy.name!r} attends to everything: what it keeps is exact"
+        elif self.host_bytes_per_sequence is not None:
+            reason = "host_bytes_per_sequence moves tokens, which are read again where they were"
+        elif self.tensor_parallel_size > 1:
+            reason = f"it is for one process, but tensor_parallel_size={self.tensor_parallel_size}"
+        if reason:
+            raise ValueError(f"cache_correction_every={every}: {reason}; leave one of the two out")
 
     def _gpus(self, device: torch.device) -> range:
         """Indices of the GPUs that may have a limit."""

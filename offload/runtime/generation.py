@@ -120,18 +120,36 @@ class GenerationRequest:
         check_context: Callable[[int], None],
         *,
         builds: bool,
+        is_draft: bool,
     ) -> None:
-        """Refuse what could not be generated to its end; `builds`: as of `PolicyStates.begin`.
+        """Refuse what could not be generated to its end.
+
+        Args:
+            builds: as of `PolicyStates.begin`.
+            is_draft: another model will verify it.
 
         Raises:
             ValueError: a context that is too long, or a prompt without a token that is not cached.
             HostBudgetError: the host budget does not suffice for KV cache and policy state.
+            DeviceMemoryError: the GPU's memory does not suffice for corrections.
         """
         check_context(self.max_tokens)
+        of_draft = {
+            "host_bytes_per_sequence": cache.bound,
+            "cache_correction_every": cache.corrections,
+        }
+        for name, option in of_draft.items():
+            if is_draft and option is not None:
+                raise ValueError(f"an assistant_model cannot have {name}; leave it out")
         if cache.bound is not None and self.drafts:
             self._check_draft(cache.bound.most_cropped)
         if self.prompt_columns == 0:
             raise ValueError("the prompt is empty")
+        if cache.corrections is not None and self.drafts:
+            raise ValueError(
+                "assistant_model or prompt_lookup_num_tokens with cache_correction_every: tokens "
+                "that a draft may take back are not read again; leave one of the two out"
+            )
         past_columns = cache.get_seq_length()
         if past_columns >= self.prompt_columns:
             raise ValueError(
@@ -141,7 +159,12 @@ class GenerationRequest:
             )
         store = cache.store
         pages = self._pages_needed(cache)
-        state = self._state_bytes_needed(cache, states, builds=builds)
+        beside = 0
+        if cache.corrections is not None:
+            beside = cache.corrections.pages(len(self.prompt_lens), self.max_tokens)
+            cache.corrections.check_device(len(self.prompt_lens), self.max_tokens)
+        pages += beside
+        state = self._state_bytes_needed(cache, states, builds=builds, corrects=beside > 0)
         need = (
             pages * store.page_bytes
             + state
@@ -193,15 +216,16 @@ class GenerationRequest:
         return num_rows * (own + sum(shared[:: self.copies]))
 
     def _state_bytes_needed(
-        self, cache: OffloadedCache, states: PolicyStates, *, builds: bool
+        self, cache: OffloadedCache, states: PolicyStates, *, builds: bool, corrects: bool
     ) -> int:
         """What the policy keeps at the end beyond what it keeps of `cache`."""
-        # A second copy is needed while the state grows, is forked, or a draft is being verified.
+        # A second copy is needed while the state grows, is forked or corrected, or a draft is being
+        # verified.
         most = self.max_tokens if cache.bound is None else cache.bound.slots
         grows = states.bytes.capacity(max(self.prompt_lens)) < most
         # Or while a prefill on a GPU builds it anew beside what is there (`PolicyStates.begin`).
         anew = builds and (self.chunked or states.bytes_of(cache.seqs) > 0)
-        times = 2 if self.drafts or self.copies > 1 or grows or anew else 1
+        times = 2 if self.drafts or self.copies > 1 or corrects or grows or anew else 1
         ends = [min(kv_len + self.max_new_tokens, most) for kv_len in self.prompt_lens]
         state = sum(map(states.bytes.at, ends))
         state = times * state + len(self.prompt_lens) * states.bytes.of_queries

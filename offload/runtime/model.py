@@ -58,6 +58,7 @@ _RUNTIME_OPTIONS = (
     "host_bytes_per_sequence",
     "condense_by",
     "condensed_share",
+    "cache_correction_every",
 )
 
 
@@ -94,8 +95,8 @@ class OffloadedModel(FixedModel):
             kwargs: the standard cache_dir, force_download, local_files_only, token, revision and
                 gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend`, `deadline_seconds`,
                 `tensor_parallel_size`, `placement`, `quality_probe`, `quality_floor`,
-                `host_bytes_per_sequence`, `condense_by` and `condensed_share` of
-                `RuntimeConfig`.
+                `host_bytes_per_sequence`, `condense_by`, `condensed_share` and
+                `cache_correction_every` of `RuntimeConfig`.
 
         Raises:
             TypeError: an unknown keyword argument.

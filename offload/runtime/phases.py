@@ -14,9 +14,10 @@ from torch import Tensor
 
 from offload.models.batch import RaggedBatch
 from offload.runtime.cache import OffloadedCache
+from offload.runtime.correcting import Correction
 from offload.runtime.generation import Generation
 
-Phase = Literal["prefill", "decode"]
+Phase = Literal["prefill", "decode", "correct"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class BatchPart:
     """Tokens of a batch that go through the layers together.
 
     Attributes:
+        phase: "correct": a chunk of tokens that were decoded sparsely, and a new one behind them.
         batch: of these tokens; every sequence has one.
         sequences: which sequence of the whole batch each is.
         tokens: which packed tokens of the whole batch they are.
@@ -33,6 +35,11 @@ class BatchPart:
     batch: RaggedBatch
     sequences: list[int]
     tokens: slice | Tensor
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of `batch`, but for what is corrected."""
+        return len(self.sequences) if self.phase == "correct" else self.batch.num_tokens
 
 
 def prompt_columns_of(
@@ -70,6 +77,17 @@ def parts_of(
             parts.append(_part("decode", batch, ~is_prompt))
         else:
             parts += _steps(batch, ~is_prompt, max_step_tokens)
+    return parts
+
+
+def correcting_parts(correction: Correction) -> list[BatchPart]:
+    """Of its batch: what is corrected, then what is decoded; or all of it as a prompt."""
+    batch, is_corrected = correction.batch, correction.is_corrected
+    if not correction.decodes:
+        return [_whole("prefill", batch)]
+    parts = [_part("correct", batch, is_corrected)]
+    if not bool(is_corrected.all()):
+        parts.append(_part("decode", batch, ~is_corrected))
     return parts
 
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from offload.decode.cpu import NativeDecoder
-from offload.decode.decoder import Decoder
 from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, one_token_each
 from offload.prefill.forward import OnTokens, prefill
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.cascading import cascade_for, page_tokens_of, rereads
+from offload.runtime.correcting import Correction, corrections_for
+from offload.runtime.decoders import make_decoder
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.opening import OpenedModel
-from offload.runtime.phases import BatchPart, parts_of, prompt_columns_of
+from offload.runtime.phases import BatchPart, correcting_parts, parts_of, prompt_columns_of
 from offload.runtime.quality import FloorWatch, Quality, quality_of
 from offload.runtime.sequences import Sequences
 from offload.runtime.slices import run_in_slices
@@ -55,13 +56,14 @@ class Runtime:
             pinned=self.device.type == "cuda",
             heads_apart=rereads(config, shape),
         )
-        self._decoder = _make_decoder(opened, self.store)
+        self._decoder = decoder = make_decoder(opened, self.store)
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self._decoder.attention
         cascade = cascade_for(config, self.lean, self.attention, self._decoder.pool)
         self.attention.cascade = cascade
+        marks, corrections = opened.vocabulary_marks, corrections_for(opened, self.store, decoder)
         self.sequences = Sequences(
-            self.store, self.attention, self._decoder.forget, cascade, opened.vocabulary_marks
+            self.store, self.attention, self._decoder.forget, cascade, marks, corrections
         )
         self.turns = self.sequences.turns
         self.generation_now: Generation | None = None
@@ -119,23 +121,35 @@ class Runtime:
             inputs = torch.tensor(batch.num_new_tokens) if tokens is None else tokens
             self.ranks.check_same("the input", inputs)
         if cache is None:
-            hidden = self._prefill(hidden, batch, None, [])
+            hidden = self._prefill(hidden, batch, None, [], corrects=False)
             self._record("prefill", batch.num_tokens, start)
             return hidden, "prefill"
         if prompt_columns is None:
             prompt_columns = prompt_columns_of(batch, cache, self.generation_now)
         parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
+        decodes = parts[-1].phase == "decode"
+        correction = self.sequences.correction(cache.seqs, batch, tokens, decodes=decodes)
+        if correction is not None:
+            parts = correcting_parts(correction)
 
         def compute(seqs: list[int]) -> torch.Tensor:
             self.sequences.note_text(batch, seqs, tokens, batch.position_ids)
-            return self._run_parts(hidden, parts, seqs)
+            if decodes:
+                self.sequences.note_decoded(batch, seqs, tokens, batch.position_ids, correction)
+            if correction is None:
+                return self._run_parts(hidden, parts, seqs)
+            read = correction.embedded(hidden, self.lean.embed_tokens)
+            result = self._run_parts(read, parts, seqs)[correction.is_new]
+            self.stats.corrected_tokens += len(correction.ids)
+            return result
 
         phase = parts[0].phase
         # A GPU builds while the keys are there, and a draft behind a prompt needs what is built.
         prefill = phase == "prefill"
         on_device = self.attention.builds_in_prefill(hidden.device)
         builds = prefill and (on_device or parts[-1].phase != phase)
-        return self._extend(cache, batch, compute, prefill=prefill, builds=builds), phase
+        begins = {"prefill": prefill, "builds": builds}
+        return self._extend(cache, batch, compute, **begins, correction=correction), phase
 
     def _run_parts(
         self, hidden: torch.Tensor, parts: Sequence[BatchPart], seqs: list[int]
@@ -144,17 +158,17 @@ class Runtime:
         for i, part in enumerate(parts):
             start = time.perf_counter() - self.sequences.count_condensed(self.stats)
             of_part = [seqs[sequence] for sequence in part.sequences]
-            if i > 0 and part.phase != parts[i - 1].phase:
+            if i > 0 and (parts[i - 1].phase, part.phase) == ("prefill", "decode"):
                 self.attention.states.begin_draft(of_part)
             x = hidden[part.tokens]
-            if part.phase == "prefill":
-                x = self._prefill(x, part.batch, self.store, of_part)
+            if (corrects := part.phase == "correct") or part.phase == "prefill":
+                x = self._prefill(x, part.batch, self.store, of_part, corrects=corrects)
             else:
                 start += self._build_index(of_part)
                 before = self._decoder.setup_seconds
                 x = self._decoder.decode(x, part.batch, of_part)
                 start += self._count_setup(before)
-            self._record(part.phase, part.batch.num_tokens, start)
+            self._record(part.phase, part.num_new_tokens, start)
             if len(parts) == 1:
                 return x
             hidden[part.tokens] = x
@@ -190,12 +204,18 @@ class Runtime:
         """
         start = time.perf_counter()
         self.check_context(max(cache.seen_lens) + 1)
-        batch = one_token_each(cache.batch_size)
+        batch, corrections = one_token_each(cache.batch_size), self.sequences.corrections
+        if corrections is not None and corrections.are_due(cache.seqs):
+            batch = replace(batch, position_ids=position_ids)
+            embedded = self.lean.embed_tokens(tokens.to(self.device))
+            hidden, phase = self.run(embedded, batch, cache, tokens)
+            return self.first_tokens(self.logits(hidden, phase), options)
 
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
             self.sequences.count_condensed(self.stats)
             self.sequences.note_text(batch, seqs, tokens)
+            self.sequences.note_decoded(batch, seqs, tokens, position_ids)
             start += self._build_index(seqs)
             before = self._decoder.setup_seconds
             with self._current_device():
@@ -296,9 +316,8 @@ class Runtime:
         used = OffloadedCache(self.sequences) if cache is None else cache
         self.sequences.collect()
         builds = self.attention.builds_in_prefill(self.device)
-        request.check(used, self.attention.states, self.check_context, builds=builds)
-        if is_draft and used.bound is not None:
-            raise ValueError("an assistant_model cannot have host_bytes_per_sequence; leave it out")
+        states, checks = self.attention.states, {"builds": builds, "is_draft": is_draft}
+        request.check(used, states, self.check_context, **checks)
         most = request.max_tokens
         if used.bound is not None:
             most = min(most, used.bound.slots)
@@ -319,6 +338,7 @@ class Runtime:
         *,
         prefill: bool,
         builds: bool = False,
+        correction: Correction | None = None,
     ) -> torch.Tensor:
         """What `compute` makes of the sequences of `batch`, which have room for its tokens then.
 
@@ -327,9 +347,10 @@ class Runtime:
         self._decoder.check_usable()
         states = self.attention.states
         with shielded() as exposed:
-            seqs = cache.reserve(batch, exposed)
+            seqs = cache.reserve(batch, exposed, correction)
             try:
-                states.begin(seqs, batch.num_new_tokens, prefill=prefill, builds=builds)
+                news = batch.num_new_tokens if correction is None else correction.num_begun
+                states.begin(seqs, news, prefill=prefill, builds=builds)
                 with exposed():
                     result = compute(seqs)
                 cache.commit(batch)
@@ -368,21 +389,25 @@ class Runtime:
         return seconds
 
     def _prefill(
-        self, hidden: torch.Tensor, batch: RaggedBatch, store: KVStore | None, seqs: list[int]
+        self,
+        hidden: torch.Tensor,
+        batch: RaggedBatch,
+        store: KVStore | None,
+        seqs: list[int],
+        *,
+        corrects: bool,
     ) -> torch.Tensor:
         states = self.attention.states
-        if self.attention.hold is not None:
+        if self.attention.hold is not None and not corrects:
             self.attention.hold.restart()
         with torch_threads(self._prefill_threads):
             self._decoder.trim()
             for seq in seqs:
                 self._decoder.forget(seq)
             build = None
-            if hidden.is_cuda and store is not None:
-                kv_lens = [
-                    store.kv_len(seq) + num_new
-                    for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
-                ]
+            if hidden.is_cuda and store is not None and not corrects:
+                news = zip(seqs, batch.num_new_tokens, strict=True)
+                kv_lens = [store.kv_len(seq) + num_new for seq, num_new in news]
                 build = self.attention.prefill_build(seqs, kv_lens)
             hidden = prefill(
                 self.lean,
@@ -392,8 +417,8 @@ class Runtime:
                 seqs=seqs,
                 slice_tokens=self.config.prefill_slice_tokens,
                 pool=self._decoder.pool,
-                on_queries=self.attention.on_prefill_queries,
-                on_tokens=self.on_tokens,
+                on_queries=None if corrects else self.attention.on_prefill_queries,
+                on_tokens=None if corrects else self.on_tokens,
                 device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
                 on_layer=None if build is None else build.on_layer,
                 copied_heads=0 if build is None else build.copied_heads,
@@ -401,13 +426,17 @@ class Runtime:
             if build is not None:
                 build.finish()
                 self.stats.index_seconds += build.host_seconds
-            for seq in seqs:
+            for seq, num_new in zip(seqs, batch.num_new_tokens, strict=False):  # or no seqs
+                if corrects:
+                    states.revise(seq, num_new)
                 states.end_prefill(seq)
         return hidden
 
     def _record(self, phase: str, num_tokens: int, start: float) -> None:
         stats, end = self.stats, time.perf_counter()
-        if phase == "decode":
+        if phase == "correct":
+            stats.correction_seconds += end - start
+        if phase != "prefill":
             stats.decode_tokens += num_tokens
             stats.decode_seconds += end - (self._last_pass_end or start)
             if self._floor is not None:
@@ -420,24 +449,3 @@ class Runtime:
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         # Between the passes of a generation tokens are chosen; between others, anything may happen.
         self._last_pass_end = None if self.generation_now is None else end
-
-
-def _make_decoder(opened: OpenedModel, store: KVStore) -> Decoder:
-    """Native kernels decode without a GPU, the pipeline with one."""
-    config = opened.config
-    if opened.backend is None:
-        return NativeDecoder(opened.lean, store, config.policy, opened.num_threads)
-    from offload.decode.gpu.decoder import DeviceDecoder
-
-    return DeviceDecoder(
-        opened.lean,
-        store,
-        config.policy,
-        device=opened.device,
-        backend=opened.backend,
-        num_threads=opened.num_threads,
-        deadline_seconds=config.deadline_seconds,
-        device_budget_bytes=opened.device_kv_bytes,
-        placement=opened.placement,
-        keeps_placement=config.placement is not None,
-    )

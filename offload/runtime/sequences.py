@@ -16,6 +16,7 @@ from offload.decode.attention import DecodeAttention
 from offload.decode.draft_rows import attend_again
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch
+from offload.runtime.correcting import Correction, Corrections
 from offload.runtime.stats import OffloadStats
 from offload.runtime.turns import Turns
 from offload.system.interrupts import shielded
@@ -29,6 +30,7 @@ class Sequences:
         cascade: keeps each sequence within a bound; None: they have none.
         vocabulary_marks: uint8 [vocab_size], what the text of each token ends with, where the
             policy wants to know.
+        corrections: of what is decoded sparsely; None: there are none.
 
     Attributes:
         turns: whose lock the caller has, except for `free_later` and `collect_if_idle`.
@@ -41,9 +43,11 @@ class Sequences:
         on_changed: Callable[[int], None] = lambda seq: None,
         cascade: Cascade[Any] | None = None,
         vocabulary_marks: npt.NDArray[np.uint8] | None = None,
+        corrections: Corrections | None = None,
     ) -> None:
         self.store = store
         self.cascade = cascade
+        self.corrections = corrections
         self._vocabulary_marks = vocabulary_marks
         self._attention = attention
         self._on_changed = on_changed
@@ -61,6 +65,31 @@ class Sequences:
             self._attention.states.fork(seq, child)
             if self.cascade is not None:
                 self.cascade.fork(seq, child)
+            if self.corrections is not None:
+                self.corrections.fork(seq, child)
+        except BaseException:
+            self.free([child])
+            raise
+        return child
+
+    def fork_to_correct(self, seq: int, kv_len: int, num_new: int, *, decodes: bool) -> int:
+        """A copy of the first `kv_len` tokens of `seq`, to have the others read again, and more.
+
+        Args:
+            num_new: tokens that it will get.
+            decodes: it goes on with what the policy has learnt; else that is built again.
+
+        Raises:
+            HostBudgetError: what the policy keeps does not fit.
+        """
+        # What a device has of `seq` makes room; it would not be true of the child.
+        self._on_changed(seq)
+        child = self.store.fork(seq)
+        try:
+            self.store.truncate(child, kv_len)
+            self._attention.states.fork_to_revise(
+                seq, child, kv_len + num_new, keeps_arrays=decodes
+            )
         except BaseException:
             self.free([child])
             raise
@@ -131,6 +160,36 @@ class Sequences:
         for sequence, start, stop in batch.spans():
             self._attention.states.append_marks(seqs[sequence], marks[start:stop])
 
+    def correction(
+        self, seqs: Sequence[int], batch: RaggedBatch, tokens: Tensor | None, *, decodes: bool
+    ) -> Correction | None:
+        """What the next pass, with the ids `tokens`, reads again before `batch`, if anything.
+
+        Raises:
+            ValueError: tokens are decoded whose ids are not known.
+        """
+        if self.corrections is None:
+            return None
+        if decodes and tokens is None:
+            raise ValueError(
+                "inputs_embeds in a decode step with cache_correction_every: what is decoded is "
+                "read again by its ids; give input_ids, or leave cache_correction_every out"
+            )
+        return self.corrections.of(seqs, batch, decodes=decodes)
+
+    def note_decoded(
+        self,
+        batch: RaggedBatch,
+        seqs: Sequence[int],
+        tokens: Tensor | None,
+        positions: Tensor,
+        correction: Correction | None = None,
+    ) -> None:
+        """What is decoded next, [num_tokens] each, before it is in the store."""
+        if self.corrections is not None and tokens is not None:
+            exact = () if correction is None else correction.firsts
+            self.corrections.note(batch, seqs, tokens, positions, exact)
+
     def count_condensed(self, stats: OffloadStats) -> float:
         """Note what was condensed since this was asked last; the seconds that it took."""
         if self.cascade is None:
@@ -165,6 +224,8 @@ class Sequences:
             self._attention.states.forget(seq)
             if self.cascade is not None:
                 self.cascade.forget(seq)
+            if self.corrections is not None:
+                self.corrections.forget(seq)
             self.store.free(seq)
 
     def free_later(self, seqs: Iterable[int]) -> None:

@@ -155,7 +155,13 @@ class SharedModel:
             host: dict[int | str, int] = {
                 key: size for key, size in config.max_memory.items() if key == "cpu"
             }
-            reading = replace(config, policy=Full(), device=reads_on, max_memory=host)
+            reading = replace(
+                config,
+                policy=Full(),
+                device=reads_on,
+                max_memory=host,
+                cache_correction_every=None,
+            )
             stock = load_stock_model(checkpoint, config.dtype).eval()
             move_to_device(stock, reading)
             reader = Runtime(open_loaded(stock, reading, folder))

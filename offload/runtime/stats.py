@@ -15,7 +15,9 @@ class OffloadStats:
     kind or size, such as its graph; both are in neither. kv_host_bytes is the most that was in use,
     policy_host_bytes what the policy keeps beside it. Of a model with `host_bytes_per_sequence`,
     condensed_tokens have lost their places, which took condense_seconds of prefill and decode
-    seconds. With threads: what the last one did, or does.
+    seconds. With `cache_correction_every`, corrected_tokens were read again, which took
+    correction_seconds of decode seconds, or came with a prompt's. With threads: what the last one
+    did, or does.
     """
 
     prefill_tokens: int = 0
@@ -29,6 +31,8 @@ class OffloadStats:
     setup_seconds: float = 0.0
     condensed_tokens: int = 0
     condense_seconds: float = 0.0
+    corrected_tokens: int = 0
+    correction_seconds: float = 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float:

@@ -7,7 +7,7 @@ them, and whether heads or whole layers share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ from perf.papers.kinds_of_text import (
     load_cached_tokenizer,
 )
 from perf.papers.layer_attention import (
+    FloatArray,
     LayerAttention,
     always_attended,
     attention_to,
@@ -75,10 +76,13 @@ class Published:
 
     Args:
         roles: bool [num_layers, num_kv_heads].
+        most_tokens: that any rule may hand down.
     """
 
-    def __init__(self, recorded: Recorded, roles: BoolArray) -> None:
-        self.recorded, self._roles = recorded, roles
+    def __init__(
+        self, recorded: Recorded, roles: BoolArray, most_tokens: int = MOST_TOKENS
+    ) -> None:
+        self.recorded, self._roles, self._most_tokens = recorded, roles, most_tokens
         weights = recorded.attention.weights
         self._always, free = always_attended(weights, **WINDOWS)
         own = weights[torch.from_numpy(roles).to(weights.device)]
@@ -90,7 +94,7 @@ class Published:
 
     def _chosen(self, rule: str, number: float) -> Tensor:
         """bool, in the order of `_sorted`: besides sinks and recent window."""
-        most = torch.full_like(self._kv_lens, MOST_TOKENS)
+        most = torch.full_like(self._kv_lens, self._most_tokens)
         if rule == "top_k":
             most = most.clamp(max=round(number))
         elif rule == "ratio":
@@ -107,35 +111,58 @@ class Published:
 
     def tokens(self, rule: str, number: float) -> float:
         """Handed down, sinks and recent window included: mean over heads and queries."""
-        chosen = self._chosen(rule, number).sum(-1) + self._always.sum(-1)
-        return float(chosen.double().mean())
+        return float(np.mean(self._tokens_of_heads(rule, number)))
+
+    def attended(self, rule: str, number: float) -> float:
+        """The same, but mean over the heads that reuse: a long list counts as often as it is."""
+        return float(np.average(self._tokens_of_heads(rule, number), weights=self._times_reused()))
 
     def mass_kept(self, rule: str, number: float) -> float:
         """Attention mass of the heads that reuse, without sinks."""
         chosen = torch.zeros_like(self._order, dtype=torch.bool)
         chosen.scatter_(-1, self._order, self._chosen(rule, number))
         chosen |= self._always
-        weights = self.recorded.attention.weights
+        weights, sinks, kept = self.recorded.attention.weights, WINDOWS["sink_tokens"], []
+        for layer_idx, head, source in self._reusing():
+            own = weights[layer_idx, head]
+            total = own[:, sinks:].sum(-1).clamp(min=1e-20)
+            kept.append((own * chosen[source])[:, sinks:].sum(-1) / total)
+        return float(torch.stack(kept).double().mean())
+
+    def _tokens_of_heads(self, rule: str, number: float) -> FloatArray:
+        """[retrieval heads], mean over queries."""
+        handed_down = self._chosen(rule, number).sum(-1) + self._always.sum(-1)
+        found: FloatArray = handed_down.double().mean(-1).cpu().numpy()
+        return found
+
+    def _reusing(self) -> Iterator[tuple[int, int, int]]:
+        """Layer and KV head of each that reuses, and which of the retrieval heads hands down."""
         place = {tuple(at): i for i, at in enumerate(np.argwhere(self._roles).tolist())}
-        kept = []
         for head, retrieves in enumerate(self._roles.T):
             above = selecting_above(len(retrieves), np.flatnonzero(retrieves).tolist())
             for layer_idx in np.flatnonzero(~retrieves).tolist():
-                own = weights[layer_idx, head]
-                handed = chosen[place[int(above[layer_idx]), head]]
-                sinks = WINDOWS["sink_tokens"]
-                total = own[:, sinks:].sum(-1).clamp(min=1e-20)
-                kept.append((own * handed)[:, sinks:].sum(-1) / total)
-        return float(torch.stack(kept).double().mean())
+                yield layer_idx, head, place[int(above[layer_idx]), head]
+
+    def _times_reused(self) -> FloatArray:
+        """[retrieval heads], by how many heads."""
+        times = np.zeros(int(self._roles.sum()))
+        for _, _, source in self._reusing():
+            times[source] += 1
+        return times
 
 
-def number_for(rule: str, tokens: int, published: Sequence[Published]) -> float:
-    """The rule's number with which it hands down so many tokens on average."""
+def number_for(
+    rule: str,
+    tokens: int,
+    published: Sequence[Published],
+    count: Callable[[Published, str, float], float] = Published.tokens,
+) -> float:
+    """The rule's number with which it hands down so many tokens on average, as `count` has it."""
     if rule == "top_k":
         return tokens
 
     def handed_down(number: float) -> float:
-        return float(np.mean([one.tokens(rule, number) for one in published]))
+        return float(np.mean([count(one, rule, number) for one in published]))
 
     low, high = 1e-8, 1.0
     grows = -1 if rule == "threshold" else 1
@@ -149,11 +176,16 @@ def number_for(rule: str, tokens: int, published: Sequence[Published]) -> float:
 
 
 def record(
-    config: RuntimeConfig, lengths: Sequence[int], deadline: float, run: Run
+    config: RuntimeConfig,
+    lengths: Sequence[int],
+    deadline: float,
+    run: Run,
+    kinds: Sequence[str] = KINDS,
+    rounds: int = 2,
 ) -> list[Recorded]:
-    """Attention to prompts of all kinds, at most two of each length, until `deadline`."""
+    """Attention to prompts of these kinds, at most `rounds` of each length, until `deadline`."""
     model, found = SharedModel(MODEL, [make_policy("full")], config), []
-    for item in items_until(deadline, KINDS, lengths, first_seed=0, most_rounds=2):
+    for item in items_until(deadline, kinds, lengths, first_seed=0, most_rounds=rounds):
         attention = attention_to(model, item, load_cached_tokenizer(), config.device)
         found.append(Recorded(item.task, length_of(item), attention))
     run.say(f"recorded {len(found)} prompts")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from offload.bench.eval.labels import windows_of
 from offload.policies import Policy
 from offload.policies.registry import make_policy
-from offload.policies.tidal_decode import default_select_layers, parse_layers
+from offload.policies.tidal_decode import default_select_layers
 from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.shared_model import SharedModel
 from perf.papers.judge import judge
@@ -239,7 +239,7 @@ def main() -> None:
     if not found.kinds:
         parser.error(f"nothing was recorded: raise --record-until {options.record_until:g}")
     sets = chosen_sets(found, num_layers=30, num_kv_heads=3)
-    sets = {parse_layers(layers) or (): "given" for layers in options.sets} | sets
+    sets = {tuple(map(int, layers.split(","))): "given" for layers in options.sets} | sets
     rows = [
         *found.similarity_rows(),
         *found.sweep_rows(),

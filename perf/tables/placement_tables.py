@@ -42,6 +42,7 @@ _VARIANTS = (
     *("attention", "attention, scores", RETRIEVAL_VARIANT),
     *("top-k alone", "top-k shared"),
 )
+_RULE_VARIANTS = ("top-p alone", "threshold alone")  # not of older measurements
 _COUNTED = ("kv_device", "device", "host")  # bytes of a plan that were counted, too
 _microseconds_cell = median("microseconds", ".1f")
 
@@ -173,6 +174,9 @@ def gpu_retrieval_table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         points.setdefault((row["tokens"], row["heads"]), {})[row["variant"]] = row
 
+    measured = {row["variant"] for row in result["rows"]}
+    by_rules = [name for name in _RULE_VARIANTS if name in measured]
+
     def value(variant: str, name: str, form: str) -> Any:
         def cell(point: tuple[int, int]) -> str:
             found = points[point].get(variant, {}).get(name)
@@ -190,7 +194,7 @@ def gpu_retrieval_table(result: dict[str, Any]) -> str:
     columns: Columns = {
         "tokens": lambda point: f"{point[0]:,}",
         "KV heads": lambda point: f"{point[1]}",
-        **{name: value(name, "microseconds", ".1f") for name in _VARIANTS},
+        **{name: value(name, "microseconds", ".1f") for name in (*_VARIANTS, *by_rules)},
         "of the memory's": value(RETRIEVAL_VARIANT, "bandwidth_share", ".0%"),
     }
     return gpu_section(result, title, columns, sorted(points))

@@ -1,4 +1,4 @@
-"""Markdown of paper-tidal-decode.json and paper-lychee-decode-*.json: docs/papers."""
+"""Markdown of paper-tidal-decode, paper-lychee-decode-* and paper-lychee-rules: docs/papers."""
 
 from __future__ import annotations
 
@@ -116,6 +116,36 @@ def layer_lengths_table(result: dict[str, Any]) -> str:
     return markdown_table(header, lines)
 
 
+def needle_table(result: dict[str, Any]) -> str:
+    """How many needles each choice of select layers finds."""
+    settings = result["settings"]
+    lines = [
+        [
+            row["kind"],
+            row.get("choice", row["policy"]),
+            ",".join(map(str, row["layers"])),
+            "" if row["budget_tokens"] is None else f"{row['budget_tokens']:,}",
+            f"{row['right']} of {row['needles']}",
+            str(row["lost"]),
+            "right"
+            if row["demo_right"]
+            else f"\N{LEFT DOUBLE QUOTATION MARK}{_line(row['demo'])}"
+            "\N{RIGHT DOUBLE QUOTATION MARK}",
+        ]
+        for row in result["rows"]
+    ]
+    title = (
+        f"{settings['model']} in bfloat16, one needle in {settings['length']:,} tokens, each "
+        "another number and depth: RULER's niah_single_1, telephone numbers as the demo's, or "
+        "`offload eval needle`. "
+        "Lost: of those that full attention finds. Demo: the needle of `offload generate --demo` "
+        "in as many tokens."
+    )
+    header = ["needles", "choice", "select layers", "budget", "right", "lost", "demo"]
+    table = markdown_table(header, lines)
+    return "\n\n".join([title, table, machine_line(result["machine"], spreads=False)])
+
+
 def rules_table(result: dict[str, Any]) -> str:
     """LycheeDecode's four rules at the same mean number of tokens."""
     rows = [row for row in _of(result, "rules") if row["kind"] == "all"]
@@ -132,8 +162,9 @@ def rules_table(result: dict[str, Any]) -> str:
     ]
     header = ["rule, mean tokens", "number", *(f"{int(n):,}" for n in lengths), "mass"]
     title = (
-        f"{_setting(result)}, default roles. Each rule's number makes it hand down 128 or 512 "
-        f"tokens on average over {rows[0]['prompts'] if rows else 0} prompts of all kinds and "
+        f"{_setting(result)}, a sixth of the heads retrieving, calibrated. Each rule's number "
+        f"makes it hand down 128 or 512 tokens on average "
+        f"over {rows[0]['prompts'] if rows else 0} prompts of all kinds and "
         "lengths, 2,048 at most; by length: what it then hands down. Mass: attention mass that "
         f"the heads keep which reuse. {_asked(result)}"
     )
@@ -143,6 +174,56 @@ def rules_table(result: dict[str, Any]) -> str:
             markdown_table([*header, *_judged_names(result)], lines),
             machine_line(result["machine"], spreads=False),
         ]
+    )
+
+
+def equal_rules_table(result: dict[str, Any]) -> str:
+    """The four rules where heads attend to as many tokens under each: logits and answers."""
+    rows, settings = result["rows"], result["settings"]
+    kinds = [kind for kind in dict.fromkeys(row["kind"] for row in rows) if kind != "all"]
+    by_kind = {(row["rule"], row["budget"], row["kind"]): row for row in rows}
+    lengths = settings["lengths"] if len(settings["lengths"]) > 1 else []
+
+    def tokens(value: float | None) -> str:
+        return _NONE if value is None else f"{value:,.0f}"
+
+    lines = []
+    for (rule, budget, kind), row in by_kind.items():
+        if kind != "all":
+            continue
+        change = ""
+        if rule != "top_k":
+            change = f"{row['kl_change']:+.4f}"
+            if row["kl_interval"] is not None:
+                low, high = row["kl_interval"]
+                change += f" ({low:+.4f} \N{HORIZONTAL ELLIPSIS} {high:+.4f})"
+        lines.append(
+            [
+                f"{rule}, {budget:,}",
+                "" if row["number"] is None else f"{row['number']:.3g}",
+                tokens(row["tokens"]),
+                *(tokens(row["tokens_by_length"].get(str(length))) for length in lengths),
+                f"{row['kl']:.4f}",
+                change,
+                *(f"{by_kind[rule, budget, kind]['kl']:.4f}" for kind in kinds),
+                _scored(row | {"policy": rule, "interval": row["score_interval"]}),
+            ]
+        )
+    every = next(row for row in rows if row["kind"] == "all")
+    title = (
+        f"{_setting(result)}, default roles, {_lengths(result)} tokens. Each rule's number was "
+        f"searched on {_counted(settings['searched_on'], 'prompt')}, so that the heads that reuse "
+        "attend to as many tokens, on the mean, as under top_k; at most "
+        f"{settings['most_tokens']:,}. On {_counted(every['prompts'], 'other prompt')}: what they "
+        "then attended to; KL of the next token (nats) to full attention, the difference to "
+        f"top_k's, and KL by kind of text; right answers, of {every['asked']} (full "
+        f"attention {_percent(every['full_score'])}). In brackets 95 % intervals of the "
+        "difference."
+    )
+    header = ["rule, tokens", "number", "attended", *(f"at {n:,}" for n in lengths), "KL"]
+    header += ["to top_k", *kinds, "answers"]
+    return "\n\n".join(
+        [title, markdown_table(header, lines), machine_line(result["machine"], spreads=False)]
     )
 
 
@@ -240,6 +321,11 @@ def _interval(row: Row) -> str:
         return ""
     low, high = row["interval"]
     return f" ({low:+.0%} \N{HORIZONTAL ELLIPSIS} {high:+.0%})"
+
+
+def _line(text: str) -> str:
+    """As a cell of a table."""
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def _percent(value: float | None) -> str:

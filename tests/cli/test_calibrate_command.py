@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 from cases.tiny_models import make_tiny_model
 from typer.testing import CliRunner
 
+from offload import OffloadedModel
 from offload.cli import app
+from offload.loading.names import checkpoint_name
 from offload.policies import LycheeDecode
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.registry import make_policy
+from offload.policies.tidal_decode import SelectLayers
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 
@@ -39,6 +43,24 @@ def test_it_writes_a_file_for_the_policy(model: str, tmp_path: Path) -> None:
     assert roles.num_retrieval_heads == 2
     assert "300 tokens of the standard library's docstrings" in roles.made_by
     assert make_policy("lychee_decode", head_roles=str(path)) == LycheeDecode(head_roles=roles)
+    assert roles.checkpoint == checkpoint_name(Path(model)) != ""
+
+
+def test_a_file_beside_the_weights_is_none_of_them(model: str, tmp_path: Path) -> None:
+    """Written there, it still fits the model, and a copy of it, but not a fine-tuned one."""
+    folder = Path(shutil.copytree(model, tmp_path / "copy"))
+    path = folder / "roles.json"
+    arguments = ["calibrate", str(folder), "-o", str(path), "--tokens", "300"]
+    assert runner.invoke(app, arguments).exit_code == 0
+    roles = HeadRoles.load(path)
+    shape = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32}
+    for same in (folder, Path(model)):
+        roles.check(**shape, checkpoint=checkpoint_name(same))
+    other = make_tiny_model("llama")
+    other.lm_head.weight.data *= 1.01
+    other.save_pretrained(folder)
+    with pytest.raises(ValueError, match="was made for other weights of this shape"):
+        roles.check(**shape, checkpoint=checkpoint_name(folder))
 
 
 def test_json(model: str, tmp_path: Path) -> None:
@@ -51,6 +73,7 @@ def test_json(model: str, tmp_path: Path) -> None:
     assert document["model_type"] == "llama"
     assert document["num_tokens"] == 400
     assert document["retrieval_heads"] == 1
+    assert document["checkpoint"] == HeadRoles.load(path).checkpoint
     assert 0 < document["mass_kept_evenly_spaced"] <= document["mass_kept"] <= 1
     assert document["select_layers"] == [2]
     assert "400 tokens of notes.txt" in HeadRoles.load(path).made_by
@@ -98,6 +121,9 @@ def test_heads_of_per_head(long_model: str, tmp_path: Path) -> None:
         (["--text", "notes.txt"], "--text: the texts of per_head are made"),
         (["--policy", "lychee_decode", "--dense-layers", "1"], "--dense-layers: is for --policy"),
         (["--policy", "lfps"], "unknown policy 'lfps'; available: lychee_decode, per_head, auto"),
+        (["--select-layers", "2"], "--select-layers: is for --policy tidal_decode"),
+        (["--budget-tokens", "99"], "--budget-tokens: is for --policy tidal_decode"),
+        (["--device", "cuda"], "--device: is for --policy tidal_decode"),
     ],
 )
 def test_refusals_of_per_head(
@@ -110,6 +136,86 @@ def test_refusals_of_per_head(
     shown = " ".join(result.stderr.replace("│", " ").split())
     assert message in shown
     assert not path.exists()
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
+    """With layers to choose from, and positions enough for texts with questions."""
+    folder = tmp_path_factory.mktemp("deep")
+    stock = make_tiny_model("llama", num_hidden_layers=5, max_position_embeddings=2304)
+    stock.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+SWEEP = ["--policy", "tidal_decode", "--tokens", "2048", "--batches", "1", "--batch-size", "2"]
+
+
+def test_layers_of_tidal_decode(
+    deep_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy finds them, the table shows them, and so does the JSON, of the same file."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
+    command = ["calibrate", deep_model, *SWEEP, "--dense-layers", "1", "--budget-tokens", "128,90"]
+    result = runner.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.stdout.split())
+    (path,) = (path for path in tmp_path.rglob("*.json"))
+    layers = SelectLayers.load(path)
+    assert f"select_layers={','.join(map(str, layers.select_layers))} Written to {path}" in shown
+    assert "tidal_decode takes them whenever this model is loaded." in shown
+    assert "KL, 128" in shown
+    assert "KL, 90" in shown
+    layers.check(num_layers=5, num_kv_heads=2, head_dim=32, model_type="llama")
+    assert layers.select_layers[0] == layers.dense_layers == 1
+    assert len(layers.select_layers) == 2  # as many as `default_select_layers` has
+    assert "2 texts of 2048 tokens, with budgets of 128 and 90" in layers.made_by
+    for dense_layers, taken in ((1, layers), (0, None)):
+        policy = make_policy("tidal_decode", dense_layers=dense_layers)
+        model: Any = OffloadedModel.from_pretrained(deep_model, policy=policy)
+        assert model._offload.config.policy.select_layers == taken
+
+    other = tmp_path / "other.json"
+    result = runner.invoke(app, [*command, "-o", str(other), "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert SelectLayers.load(other) == layers
+    assert tuple(document["select_layers"]) == layers.select_layers
+    assert document["settings"]["budgets"] == [128, 90]
+    assert not document["found_by_policy"]
+    singles = [x for x in document["scores"] if x["budget_tokens"] == 90]
+    assert [x["select_layers"] for x in singles] == [[1], [1, 2], [1, 3], [1, 4]]
+    assert all(x["kl"] > 0 and 0 <= x["agrees"] <= 1 for x in document["scores"])
+    assert [x["select_layers"] for x in document["held_out"][-2:]] == [[1], [1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "1000"], "tokens=1000 must be at least 1024"),
+        (["--budget-tokens", "1024,2048"], "budget 2048 must be in (68, 2048)"),
+        (["--select-layers", "3"], "num_select_layers=3 must be in [1, 2]: this model has 5 layer"),
+        (["--dense-layers", "5"], "dense_layers=5 leave nothing to choose: of this"),
+        (["--tokens", "2300"], "their answers take 2340 tokens, more than the 2304 of this model"),
+        (["--text", "notes.txt"], "--text: the texts of tidal_decode are made"),
+        (["--retrieval-heads", "3"], "--retrieval-heads: tidal_decode has none"),
+        (["--budget-tokens", "many"], "expected integers of at least 1"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
+        (["-o", "/nowhere/layers.json"], "cannot be written: no folder /nowhere"),
+    ],
+)
+def test_refusals_of_a_sweep(
+    deep_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
+    result = runner.invoke(app, ["calibrate", deep_model, *SWEEP, *arguments])
+    assert result.exit_code in (1, 2), result.output
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert not [*tmp_path.rglob("*.json")]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +251,7 @@ def test_help() -> None:
     result = runner.invoke(app, ["calibrate", "--help"])
     assert result.exit_code == 0
     options = ("--retrieval-heads", "--text", "--context", "--policy", "--dense-layers")
-    for text in (*options, "lychee_decode", "per_head", "head_roles=roles"):
+    sweeps = ("--select-layers", "--batches", "--device", "tidal_decode")
+    for text in (*options, *sweeps, "lychee_decode", "per_head", "head_roles=roles"):
         assert text in result.stdout
     assert runner.invoke(app, ["calibrate", "model"]).exit_code == 2  # no --output

@@ -122,7 +122,9 @@ def test_readme_tells_what_the_demo_hides() -> None:
 def test_commands_in_the_documents_exist() -> None:
     runner = CliRunner(env={"COLUMNS": "200"})
     for command in set(
-        re.findall(r"offload (generate|plan|env|calibrate|(?:bench|eval) [a-z]+)\b", USER_TEXTS)
+        re.findall(
+            r"offload (generate|plan|env|calibrate|(?:bench|eval|inspect) [a-z]+)\b", USER_TEXTS
+        )
     ):
         assert runner.invoke(app, [*command.split(), "--help"]).exit_code == 0
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

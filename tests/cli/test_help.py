@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
         (["bench"], ["attention", "budget", "decode", "latency", "pipeline", "selection"]),
         (["eval"], ["ruler", "needle", "structured", "perplexity"]),
+        (["inspect"], ["heads"]),
+        (["inspect", "heads"], ["--text", "--context", "--budget-tokens", "--json", "--picture"]),
         (["bench", "attention"], ["--context", "--threads", "dense", "sparse", "topk"]),
     ],
     ids=lambda value: " ".join(value) or "offload",

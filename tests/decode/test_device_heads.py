@@ -34,6 +34,10 @@ def policies() -> dict[str, Policy]:
     return {
         "lychee_decode": make_policy("lychee_decode", **WINDOW),
         "lychee_decode_ratio": make_policy("lychee_decode", rule="ratio", ratio=0.2, **WINDOW),
+        "lychee_decode_top_p": make_policy("lychee_decode", rule="top_p", top_p=0.5, **WINDOW),
+        "lychee_decode_threshold": make_policy(
+            "lychee_decode", rule="threshold", threshold=0.006, **WINDOW
+        ),
         "tidal_decode": make_policy("tidal_decode", dense_layers=1, select_layers=(1,), **WINDOW),
         "full": make_policy("full"),
     }

@@ -209,7 +209,12 @@ def retrieve_all(
         lse=lse,
         scores=scores,
     )
-    for shared, ratio in ((False, None), (True, 0.1)):
+    for shared, rule in (
+        (False, {}),
+        (True, {"ratio": 0.1}),
+        (False, {"top_p": 0.9}),
+        (True, {"threshold": 0.001}),
+    ):
         lists = 1 if shared else num_kv_heads
         selection = torch.zeros(1, lists, 2048, dtype=torch.int32)
         counts = torch.zeros(1, lists, dtype=torch.int32)
@@ -227,7 +232,7 @@ def retrieve_all(
             counts=counts,
             host_selection=selection,
             host_counts=counts,
-            ratio=ratio,
+            **rule,
         )
 
 

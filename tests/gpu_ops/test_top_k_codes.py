@@ -341,6 +341,7 @@ def test_wrong_operands() -> None:
     refuses(r"scratch.bytes must be \[1, 2, 8, 16, 32\]", bits=1)
     refuses("page_tokens must be a power of two", page_tokens=48)
     refuses("within the budget of 30", lists=replace(case.lists, budget_tokens=30, sink_tokens=31))
+    refuses("are of attention weights", lists=replace(case.lists, top_p=0.5))
     small = TopKBuffers.allocate(1, 128, 40, "cpu")
     refuses("for 2 lists of 128 tokens, got 1 of 128", buffers=small)
     with pytest.raises(ValueError, match="tile_tokens must be a power of two"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,18 @@ import torch
 from cases.attention_cases import Cache, random_queries
 from cases.reuse_cases import GROUP_SIZE, importance_of, step_through
 from cases.seeded import new_rng
-from cases.tiny_models import byte_tokenizer
+from cases.tiny_models import byte_tokenizer, save_long_model
 
 from cpu_ops.worker_pool import WorkerPool
+from offload import load_tokenizer
 from offload.bench.eval.perplexity import Window
+from offload.bench.eval.prompt import prompt_text, prompt_tokens
+from offload.cli import generation
+from offload.loading.gguf import EMBEDDED_MODEL
 from offload.policies import LycheeDecode
 from offload.policies.lychee_decode.roles import HeadRoles
-from perf.papers import kinds_of_text
+from offload.system.stdlib_text import DEMO_NEEDLE, DEMO_QUESTION
+from perf.papers import kinds_of_text, tidal_needle
 from perf.papers.kinds_of_text import KINDS, length_of, make_item
 from perf.papers.layer_attention import (
     LayerAttention,
@@ -221,6 +227,60 @@ def test_tables_of_layers() -> None:
     by_length = tables.layer_lengths_table(result)
     assert "needle, 300 (8)" in by_length
     assert "| 2,3 | 75% |" in by_length
+
+
+def test_tables_of_needles() -> None:
+    """What full attention does not find, no layers lose."""
+
+    def record(number: str, **said: str) -> dict[str, Any]:
+        answers = {k: {"answer": x, "score": float(number in x)} for k, x in said.items()}
+        return {"outputs": [number], "answers": answers}
+
+    about: dict[str, Any] = {
+        "full": {"layers": [], "budget_tokens": None},
+        "swept": {"choice": "swept", "layers": [2, 17], "budget_tokens": 1024},
+    }
+    answered = [record("12", full="12", swept="12"), record("34", full="34", swept="5\n|3")]
+    answered.append(record("56", full="no", swept="65"))
+    rows = tidal_needle.rows_of("magic", answered, record("7", full="7", swept="8\n|8"), about)
+    assert [(row["right"], row["lost"], row["demo_right"]) for row in rows] == [
+        (2, 0, True),
+        (1, 1, False),
+    ]
+    assert rows[1]["wrong"] == [{"wanted": "34", "said": "5\n|3"}, {"wanted": "56", "said": "65"}]
+    settings = {"model": "a model", "length": 6400}
+    table = tables.needle_table({"machine": machine(), "settings": settings, "rows": rows})
+    assert "| magic | full |  |  | 2 of 3 | 0 | right |" in table
+    assert (
+        "| magic | swept | 2,17 | 1,024 | 1 of 3 | 1 | \N{LEFT DOUBLE QUOTATION MARK}8 \\|8"
+        in table
+    )
+
+
+def test_the_needles_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has another text, number and depth; the demo's is what the command asks."""
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    for kind, make in tidal_needle.KINDS.items():
+        samples = make(tokenizer, 700, 3, 1)
+        assert len({sample.outputs for sample in samples}) == 3
+        if kind == "noise":  # of RULER's own depths and texts
+            continue
+        assert [sample.task for sample in samples] == ["depth 0 %", "depth 50 %", "depth 100 %"]
+        places = [x.text.index(x.outputs[0]) / len(x.text) for x in samples]
+        assert places[0] < 0.25 < places[1] < 0.75 < places[2]
+        assert (len({sample.text[300:400] for sample in samples}) == 3) == (kind == "magic")
+    demo = tidal_needle.demo_sample(tokenizer, 700)
+    tokens, count = prompt_tokens(prompt_text(demo, tokenizer, chat=False), tokenizer)
+    expected = generation.prompt_tokens(
+        tokenizer, DEMO_QUESTION, chat=True, context_tokens=700, needle=DEMO_NEEDLE
+    )
+    assert count < 700
+    assert tokens == expected[0].tolist()
+
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
+    assert tidal_needle.layers_named("2,9", "llama-3.1-8b") == (2, 9)
+    with pytest.raises(ValueError, match=r"no swept layers of .*: run `offload calibrate"):
+        tidal_needle.layers_named("swept", str(save_long_model(tmp_path / "long")))
 
 
 def test_tables_of_rules_and_roles() -> None:

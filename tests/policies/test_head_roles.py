@@ -71,9 +71,9 @@ def test_a_file_says_what_was_saved(document):
         ({"head_dim": True}, "head_dim must be an integer of at least 1, got True"),
         ({"retrieval": 3}, "one row per layer, num_layers=4, got 3"),
         ({"retrieval": [[True] * 3] * 3 + [[1, 0, 1]]}, r"retrieval\[3\] must be one true or fa"),
-        ({"model_type": None}, "model_type and made_by must be strings"),
+        ({"model_type": None}, "model_type, checkpoint and made_by must be strings"),
         ({"more": 1}, r"unknown keys \['more'\]; its keys: format, model_type, num_layers"),
-        ({"format": "offload-head-roles-9"}, "another format than 'offload-head-roles-1'"),
+        ({"format": "offload-head-roles-9"}, "another format than 'offload-head-roles-2'"),
     ],
 )
 def test_files_that_are_refused_are_named(document, change, message):
@@ -113,6 +113,53 @@ def test_files_that_are_something_else(document, tmp_path):
     for missing in (tmp_path / "none.json", tmp_path):
         with pytest.raises(FileNotFoundError, match=r"no roles file .*; write one with `offload"):
             HeadRoles.load(missing)
+
+
+def test_files_of_the_first_format_are_read(document):
+    """They fit any weights, as they did."""
+    path, content = document
+    old = {key: value for key, value in content.items() if key != "checkpoint"}
+    path.write_text(json.dumps(old | {"format": "offload-head-roles-1"}))
+    assert HeadRoles.load(path) == roles()
+    HeadRoles.load(path).check(num_layers=4, num_kv_heads=3, head_dim=64, checkpoint="0123-5")
+    path.write_text(json.dumps(content | {"format": "offload-head-roles-1"}))
+    with pytest.raises(ValueError, match=r"unknown keys \['checkpoint'\]; its keys: format, mo"):
+        HeadRoles.load(path)
+    path.write_text(json.dumps(old))
+    with pytest.raises(ValueError, match=r"missing keys \['checkpoint'\]"):
+        HeadRoles.load(path)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "checkpoint", "fits"),
+    [
+        ("0123-5", "0123-5", True),
+        ("0123-5", "0123-9", True),  # a copy elsewhere, of the same bytes
+        ("0123-5", "0124-5", False),
+        ("", "0123-5", True),
+        ("0123-5", "", True),
+        ("tiny@0123-5", "tiny@0124-9", True),  # converted on another machine
+        ("tiny@", "tiny@0124-9", True),
+        ("tiny@0123-5", "tiny-32k@0123-5", False),
+        ("tiny@", "tiny-32k@", False),
+        ("tiny@0123-5", "0123-9", True),
+        ("tiny@0123-5", "0124-5", False),
+        ("tiny@", "0123-5", True),  # may be a copy of it
+    ],
+)
+def test_other_weights_of_the_same_shape(made_for, checkpoint, fits, tmp_path):
+    path = tmp_path / "roles.json"
+    roles(checkpoint=made_for).save(path)
+    made = HeadRoles.load(path)
+    assert made.checkpoint == made_for
+    model = {"num_layers": 4, "num_kv_heads": 3, "head_dim": 64, "checkpoint": checkpoint}
+    if fits:
+        made.check(**model)
+        return
+    with pytest.raises(ValueError, match=r"roles\.json was made for other weights of th") as error:
+        made.check(**model)
+    assert f"checkpoint {made_for}, but this model is checkpoint {checkpoint};" in str(error.value)
+    assert "make roles for it with `offload calibrate`" in str(error.value)
 
 
 def test_another_model():
@@ -315,6 +362,7 @@ def test_policies_without_roles_get_them(offloaded_models, tokenizer, caplog):
     assert made.head_roles.model_type == "llama"
     assert (made.budget_tokens, made.rule, made.ratio) == (128, "ratio", 0.5)
     assert "lychee_decode has no head_roles: calibration on 512 tokens of the stand" in caplog.text
+    assert made.head_roles.checkpoint == "tiny-llama"
     expected = roles_from(
         observe_heads(model._offload.lean, calibration_tokens(tokenizer, 512)),
         model_type="llama",
@@ -334,6 +382,12 @@ def test_other_policies_are_left_alone(offloaded_models, tokenizer):
     other = HeadRoles.of(np.ones((3, 2), bool), head_dim=32, model_type="mistral")
     with pytest.raises(ValueError, match=r"it says model_type=mistral, .* has model_type=llama"):
         calibrated(LycheeDecode(head_roles=other), model, tokenizer)
+    for name in ("lychee_decode", "per_head"):
+        given = HeadRoles.of(np.eye(3, 2, dtype=bool) | (name == "lychee_decode"), head_dim=32)
+        options = {"head_roles": dataclasses.replace(given, checkpoint="other-llama")}
+        policy = make_policy(name, **options, **({"dense_layers": 1} if name == "per_head" else {}))
+        with pytest.raises(ValueError, match=r"checkpoint other-llama, .* checkpoint tiny-llama;"):
+            calibrated(policy, model, tokenizer)
     with pytest.raises(ValueError, match=r"retrieval_heads=9 must be in \[0, 4\]"):
         calibrated(LycheeDecode(retrieval_heads=9), model, tokenizer)
 

@@ -65,8 +65,8 @@ def csv_table(rows: Sequence[Row]) -> str:
     return buffer.getvalue()
 
 
-def check_plot(path: Path) -> None:
-    """Refuse a picture that could not be written in the end.
+def check_plot(path: Path, option: str = "--plot") -> None:
+    """Refuse a picture that could not be written in the end; messages name the command's `option`.
 
     Raises:
         ValueError: an unknown format, no such folder, or matplotlib is missing.
@@ -74,11 +74,11 @@ def check_plot(path: Path) -> None:
     import importlib.util
 
     if path.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"--plot {path}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
+        raise ValueError(f"{option} {path}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"--plot {path}: no folder {path.absolute().parent}")
+        raise ValueError(f"{option} {path}: no folder {path.absolute().parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib; install it with: pip install 'offload[plot]'")
+        raise ValueError(f"{option} needs matplotlib; install it with: pip install 'offload[plot]'")
 
 
 def plot_selection(rows: Sequence[Row], path: Path, title: str) -> None:

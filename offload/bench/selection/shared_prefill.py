@@ -24,7 +24,7 @@ from offload.system.torch_threads import torch_threads
 
 KEPT_QUERIES = 64  # more than a policy observes
 
-_Prefill = Callable[[torch.Tensor, RaggedBatch, KVStore | None, list[int]], torch.Tensor]
+_Prefill = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,11 @@ class SharedPrefill:
         batch: RaggedBatch,
         store: KVStore | None,
         seqs: list[int],
+        *,
+        corrects: bool,
     ) -> torch.Tensor:
-        if store is None or len(seqs) != 1 or store.kv_len(seqs[0]):
-            return compute(hidden, batch, store, seqs)
+        if corrects or store is None or len(seqs) != 1 or store.kv_len(seqs[0]):
+            return compute(hidden, batch, store, seqs, corrects=corrects)
         (seq,) = seqs
         key = hashlib.sha256(hidden.contiguous().view(torch.uint8).numpy().data).digest()
         if key not in self._prompts:

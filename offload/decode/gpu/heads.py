@@ -172,6 +172,8 @@ class DeviceHeads:
             recent_tokens=policy.recent_tokens,
             budget_tokens=policy.budget_tokens,
             ratio=rule.ratio,
+            top_p=rule.top_p,
+            threshold=rule.threshold,
             shared=policy.shares_selection,
             buffers=self._top_k,
             selection=self.selection[rows],

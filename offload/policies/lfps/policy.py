@@ -63,6 +63,7 @@ from offload.policies.lfps.prompt import (
     tables_on_device,
 )
 from offload.policies.lfps.step import observe, prepare, propose
+from offload.policies.revised import Revised
 from offload.system import huge_pages
 
 LARGEST_SPREAD = 62
@@ -222,6 +223,11 @@ class LFPS(SparsePolicy):
         arrays["tables"][:, 0, kv_len:] = 0.0
         arrays["tables"][:, 1, max(kv_len - self.sink_tokens, 0) :] = 0.0
         list_all(arrays, max(kv_len - self.sink_tokens, 1))
+        return True
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        """Tables say where attention went, not to which keys."""
+        forget_step(arrays)
         return True
 
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:

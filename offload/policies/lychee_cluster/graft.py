@@ -116,7 +116,7 @@ def append(pointer: Any) -> None:
 
 
 @cached_njit()
-def _mean_key(keys: Any, length: int, out: Any) -> float:
+def mean_key(keys: Any, length: int, out: Any) -> float:
     """Writes the mean of `length` keys; its norm."""
     width = len(out)
     squares = 0.0
@@ -130,7 +130,7 @@ def _mean_key(keys: Any, length: int, out: Any) -> float:
 
 
 @cached_njit()
-def _write_box(keys: Any, length: int, centre: Any, row: Any, scale: Any) -> None:
+def write_box(keys: Any, length: int, centre: Any, row: Any, scale: Any) -> None:
     """The box of `length` keys, as `index.pack_boxes` makes it.
 
     Args:
@@ -191,7 +191,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     load_keys(pointer, ctx.load_keys, header.indexed_end, length, scratch.keys)
     mean = view_float32(scratch.query, ctx.head_dim)
     keys = view_float32(scratch.keys, length * ctx.head_dim)
-    norm = _mean_key(keys, length, mean)
+    norm = mean_key(keys, length, mean)
     chunk = header.num_chunks
     if header.paper:
         if norm > 0:
@@ -202,7 +202,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
         group = header.num_groups
         row = header.num_units + group
         header.num_groups += 1
-        _write_box(keys, length, mean, index.rows[row], index.scales[:, row])
+        write_box(keys, length, mean, index.rows[row], index.scales[:, row])
         set_link(index.links, index.high, group, 0)
     newest = link_of(index.links, index.high, group)
     set_link(index.links, index.high, header.capacity_groups + chunk, newest)

@@ -45,7 +45,9 @@ from offload.policies.lychee_cluster.layout import (
     starts_bytes,
 )
 from offload.policies.lychee_cluster.prefetch import prepare
+from offload.policies.lychee_cluster.revise import revise_chunks
 from offload.policies.lychee_cluster.search import NUMBERS, PAPER_UNITS, propose, select
+from offload.policies.revised import Revised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -252,6 +254,11 @@ class LycheeCluster(SparsePolicy):
         carried = arrays["carried"]
         carried[carried[..., 0] > kv_len, 0] = 0
         return bool(kv_len >= arrays["header"]["indexed_end"][0])
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        """Boxes of the chunks that have such tokens, which end where they did."""
+        revise_chunks(arrays, revised)
+        return True
 
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """Takes back a graft."""

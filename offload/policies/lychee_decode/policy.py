@@ -166,24 +166,21 @@ class LycheeDecode(SparsePolicy):
         """With `calibrated_roles` of the model, if it has no roles.
 
         Raises:
-            ValueError: it has roles of another model.
+            ValueError: it has roles of another model, or of other weights.
         """
         from offload.policies.lychee_decode.calibration import calibrated_roles
 
         lean = make_lean()
-        num_layers, heads = len(lean.layers), lean.shape
+        shape = lean.shape
+        self.check_model(**shape.heads)
         if isinstance(self.head_roles, HeadRoles):
-            self.head_roles.check(
-                num_layers=num_layers,
-                num_kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
-                model_type=model_type,
-            )
+            name = checkpoint()
+            self.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
             return self
-        if self.retrieval_heads is not None:
-            check_retrieval_heads(self.retrieval_heads, num_layers, heads.num_kv_heads)
         roles = calibrated_roles(lean, model_type, load_tokenizer, self.retrieval_heads)
-        return self if roles is None else self.with_roles(roles)
+        if roles is None:
+            return self
+        return self.with_roles(replace(roles, checkpoint=checkpoint()))
 
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
@@ -207,8 +204,8 @@ class LycheeDecode(SparsePolicy):
         return roles
 
     def device_top_k(self) -> DeviceTopK | None:
-        """Of the rules "top_k" and "ratio"."""
-        return DeviceTopK(self.ratio) if self.rule in ("top_k", "ratio") else None
+        """The rule: all of them end the order by weight."""
+        return DeviceTopK(self.ratio, self.top_p, self.threshold)
 
     def of_heads(
         self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int

@@ -3,8 +3,8 @@
 A retrieval head attends to the whole cache and publishes the tokens it found; every other head
 attends to the tokens that the nearest retrieval head above it, of the same index, has published
 (LycheeDecode, arXiv 2602.04541; in layer 0 all heads are retrieval heads then), or to those that
-another policy selects (`per_head`). The file names the model it was made for; `offload calibrate`
-writes it.
+another policy selects (`per_head`). The file names the model it was made for, and its weights;
+`offload calibrate` writes it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.system.json_file import read_json
+from offload.policies.made_files import (
+    SHAPE_KEYS,
+    check_made_for,
+    check_shape_keys,
+    read_made_file,
+)
 
 BoolArray = npt.NDArray[np.bool_]
 
-_FORMAT = "offload-head-roles-1"
-_KEYS = ("format", "model_type", "num_layers", "num_kv_heads", "head_dim", "made_by", "retrieval")
+_FORMAT = "offload-head-roles-2"
+_OLD_FORMAT = "offload-head-roles-1"  # is still read; it did not know of checkpoints
+_KEYS = ("model_type", *SHAPE_KEYS, "checkpoint", "made_by", "retrieval")
+_MAKE = "make roles for it with `offload calibrate`"
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class HeadRoles:
         num_layers, num_kv_heads, head_dim: shape of the model.
         retrieval: [num_layers][num_kv_heads], True for retrieval heads.
         made_by: how the roles were chosen, for people.
+        checkpoint: name of the weights they were made for (`loading.names.checkpoint_name`); ""
+            is unknown and fits any.
         source: the file they were read from, for messages; "" if there is none.
 
     Raises:
@@ -46,17 +55,14 @@ class HeadRoles:
     head_dim: int
     retrieval: tuple[tuple[bool, ...], ...]
     made_by: str = ""
+    checkpoint: str = ""
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if not all(isinstance(text, str) for text in (self.model_type, self.made_by)):
-            raise ValueError(f"{self._name}: model_type and made_by must be strings")
-        for name in ("num_layers", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"{self._name}: {name} must be an integer of at least 1, got {value!r}"
-                )
+        texts = (self.model_type, self.checkpoint, self.made_by)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{self._name}: model_type, checkpoint and made_by must be strings")
+        check_shape_keys(self, self._name)
         rows = self.retrieval
         if not isinstance(rows, (tuple, list)) or len(rows) != self.num_layers:
             got = f"{len(rows)} rows" if isinstance(rows, (tuple, list)) else repr(rows)
@@ -82,12 +88,18 @@ class HeadRoles:
 
     @classmethod
     def of(
-        cls, retrieval: BoolArray, *, head_dim: int, model_type: str = "", made_by: str = ""
+        cls,
+        retrieval: BoolArray,
+        *,
+        head_dim: int,
+        model_type: str = "",
+        made_by: str = "",
+        checkpoint: str = "",
     ) -> HeadRoles:
         """Roles from bool [num_layers, num_kv_heads]."""
         num_layers, num_kv_heads = retrieval.shape
         rows = tuple(tuple(bool(role) for role in row) for row in retrieval)
-        return cls(model_type, num_layers, num_kv_heads, head_dim, rows, made_by)
+        return cls(model_type, num_layers, num_kv_heads, head_dim, rows, made_by, checkpoint)
 
     def of_heads(self, heads: range) -> HeadRoles:
         """The roles of some KV heads of every layer, as those of a model that has no others."""
@@ -111,26 +123,26 @@ class HeadRoles:
         num_kv_heads: int,
         head_dim: int,
         model_type: str | None = None,
+        checkpoint: str = "",
     ) -> None:
-        """Refuse a model that these roles are not for; None leaves the model type unchecked.
+        """Refuse a model that these roles are not for, or weights of its shape that they are not.
+
+        Args:
+            model_type: None leaves it unchecked.
+            checkpoint: as the attribute.
 
         Raises:
             ValueError: names the file, what it is for, and what the model has.
         """
-        wanted: dict[str, int | str] = {
-            "num_layers": num_layers,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-        }
-        if model_type is not None and self.model_type:
-            wanted = {"model_type": model_type, **wanted}
-        if all(getattr(self, name) == value for name, value in wanted.items()):
-            return
-        ours = ", ".join(f"{name}={getattr(self, name)}" for name in wanted)
-        theirs = ", ".join(f"{name}={value}" for name, value in wanted.items())
-        raise ValueError(
-            f"{self._name} was made for another model: it says {ours}, this model has {theirs}; "
-            "make roles for it with `offload calibrate`"
+        check_made_for(
+            self,
+            self._name,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            model_type=model_type,
+            checkpoint=checkpoint,
+            remedy=_MAKE,
         )
 
     def check_first_layer(self) -> None:
@@ -145,7 +157,7 @@ class HeadRoles:
     def save(self, path: str | Path) -> None:
         """Write the roles as JSON, a line per layer."""
         head: dict[str, Any] = {"format": _FORMAT}
-        head |= {name: getattr(self, name) for name in _KEYS[1:-1]}
+        head |= {name: getattr(self, name) for name in _KEYS[:-1]}
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
         rows = ",\n".join(f"    {json.dumps(row)}" for row in self.retrieval)
         text = "\n".join(["{", *lines, f'  "retrieval": [\n{rows}\n  ]', "}", ""])
@@ -161,25 +173,9 @@ class HeadRoles:
                 the file.
         """
         hint = f"; write one with `offload calibrate MODEL -o {path}`"
-        document = read_json(path, "roles file", hint=hint)
-        if not isinstance(document, dict):
-            raise ValueError(
-                f"roles file {path} must hold a JSON object, got a {type(document).__name__}"
-            )
-        missing = [key for key in _KEYS if key not in document]
-        unknown = sorted(set(document) - set(_KEYS))
-        if missing or unknown:
-            raise ValueError(
-                f"roles file {path} has "
-                + " and ".join(
-                    f"{what} keys {keys}"
-                    for what, keys in (("missing", missing), ("unknown", unknown))
-                    if keys
-                )
-                + f"; its keys: {', '.join(_KEYS)}"
-            )
-        if document.pop("format") != _FORMAT:
-            raise ValueError(f"roles file {path} has another format than {_FORMAT!r}")
+        old = [key for key in _KEYS if key != "checkpoint"]
+        formats = {_FORMAT: _KEYS, _OLD_FORMAT: old}
+        document = read_made_file(path, "roles file", formats, hint=hint)
         return cls(**document, source=str(path))
 
     @property

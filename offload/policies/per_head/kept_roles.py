@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from offload.policies.checkpoint_names import embedded_part, key_part
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.system.cache_folder import cache_folder
 
@@ -28,8 +29,8 @@ def kept_roles(
         retrieval_heads, dense_layers: of the calibration.
         shape: as `HeadRoles.check` takes it.
     """
-    name, _, key = checkpoint.rpartition("@")
-    for folder, of_weights in ((_of_package, name), (_cached, key)):
+    places = ((_of_package, embedded_part(checkpoint)), (_cached, key_part(checkpoint)))
+    for folder, of_weights in places:
         if not of_weights:
             continue
         try:
@@ -37,7 +38,7 @@ def kept_roles(
             if not path.is_file():
                 continue
             roles = HeadRoles.load(path)
-            roles.check(**shape)
+            roles.check(**shape, checkpoint=checkpoint)
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("%s; heads are calibrated again", error)
             continue
@@ -50,7 +51,7 @@ def kept_roles(
 
 def keep_roles(roles: HeadRoles, checkpoint: str, retrieval_heads: int, dense_layers: int) -> None:
     """Have `kept_roles` find them. Where the cache cannot be written to, they are not kept."""
-    key = checkpoint.rpartition("@")[2]
+    key = key_part(checkpoint)
     if not key:
         return
     try:

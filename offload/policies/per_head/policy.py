@@ -46,6 +46,7 @@ from offload.policies.per_head.heads import (
     spaced_heads,
 )
 from offload.policies.per_head.kept_roles import keep_roles, kept_roles
+from offload.policies.revised import Revised
 from offload.policies.sketch.policy import Sketch
 from offload.policies.union.policy import Union
 
@@ -226,7 +227,8 @@ class PerHead(Policy):
         """With retrieval heads of the model, if it has no roles; they are kept for the next time.
 
         Raises:
-            ValueError: it has roles of another model, or more retrieval heads than a sixth.
+            ValueError: it has roles of another model or of other weights, or more retrieval heads
+                than a sixth.
         """
         from offload.policies.per_head.calibration import calibrated_roles
 
@@ -234,7 +236,8 @@ class PerHead(Policy):
         shape = lean.shape
         self.check_model(**shape.heads)
         if isinstance(self.head_roles, HeadRoles):
-            self.head_roles.check(**shape.kv_heads, model_type=model_type)
+            name = checkpoint()
+            self.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
             return self
         kept = self.with_kept(checkpoint, model_type, **shape.kv_heads)
         if kept is not self:
@@ -243,7 +246,8 @@ class PerHead(Policy):
         roles = calibrated_roles(lean, model_type, load_tokenizer, *wanted)
         if roles is None:
             return self
-        keep_roles(roles, checkpoint(), *wanted)
+        roles = replace(roles, checkpoint=checkpoint())
+        keep_roles(roles, roles.checkpoint, *wanted)
         return self._with_roles(roles)
 
     def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
@@ -329,6 +333,13 @@ class PerHead(Policy):
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         states = self._states(arrays)
         return all(self.members[i].rewind(layer_idx, x, kv_len) for i, x in states.items())
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        of_layer = self.unit_members(revised.num_layers, revised.num_kv_heads)[layer_idx]
+        return all(
+            self.members[i].revise(layer_idx, x, revised.of_heads(np.flatnonzero(of_layer == i)))
+            for i, x in self._states(arrays).items()
+        )
 
     def _building(self, context: BuildContext) -> list[int]:
         """Members with arrays in this layer."""

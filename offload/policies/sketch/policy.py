@@ -44,6 +44,7 @@ from offload.policies.callback import (
 from offload.policies.compiled import cached_njit
 from offload.policies.device_build import to_host
 from offload.policies.layouts import NumberLayout, StateLayout, reader
+from offload.policies.revised import Revised
 from offload.policies.sketch.codes import LEVELS, OUTER, encode_rows, rotate
 from offload.policies.sketch.codes_on_device import encode_keys, mean_keys
 from offload.system.map_in_threads import map_in_threads
@@ -275,6 +276,12 @@ class Sketch(SparsePolicy):
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """As `truncate`: codes say nothing of steps."""
         return self.truncate(layer_idx, arrays, kv_len)
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        """Codes of their own for such tokens."""
+        self.truncate(layer_idx, arrays, revised.first)
+        self.code_state(arrays, revised.kv_len, revised.load_keys)
+        return True
 
 
 def _whole_blocks(num_tokens: int) -> int:

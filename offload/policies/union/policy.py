@@ -25,6 +25,7 @@ from offload.policies.layouts import NumberLayout
 from offload.policies.lfps.policy import LFPS
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.members import context_of, joined, of_member
+from offload.policies.revised import Revised
 from offload.policies.union import step
 from offload.policies.union.layout import FOUND, NAMES, UnionArrays, UnionNumbers
 
@@ -201,6 +202,13 @@ class Union(Policy):
         return all(
             part.rewind(layer_idx, of_member(arrays, name), kv_len)
             for name, part in self._parts.items()
+        )
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        return all(
+            part.revise(layer_idx, of_member(arrays, name), revised)
+            for name, part in self._parts.items()
+            if part.has_state()
         )
 
 

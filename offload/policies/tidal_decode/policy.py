@@ -21,27 +21,37 @@ Quest keeps 0.937 (0.661) of the mass of prose, exact top-k in every layer 0.987
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, DeviceTopK, Policy
 from offload.policies.exact_topk import ExactTopK
+from offload.policies.tidal_decode.kept_layers import kept_layers
+from offload.policies.tidal_decode.select_layers import (
+    SelectLayers,
+    check_depth,
+    checked_layers,
+    default_select_layers,
+    parse_layers,
+)
 
-# (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
-# SmolLM2-135M: layers of heads that copy (`head_calibration`), by right answers; mass misleads:
-# (2, 7, 14, 21) keeps as much and loses one of many keys (docs/papers/tidal-and-lychee-decode.md).
-_SELECT_LAYERS = {(32, 8): (2, 13), (32, 32): (2, 7), (30, 3): (2, 6, 17, 21)}
+if TYPE_CHECKING:
+    from offload.models.base import LeanModel
+
+logger = logging.getLogger(__name__)
+
 # What the runtime asks of a policy object, and is the inner policy's.
 _OF_INNER = (
     *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until"),
     *("scans_keys", "per_query_head", "observed_queries", "reads_text"),
     *("prepare", "propose", "select", "observe", "append"),
 )
-_MIDDLE = 13 / 32  # of the depth, where nothing is known: Llama-3's
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,8 @@ class TidalDecode(Policy):
     Args:
         inner: a policy that selects in every layer; its budget, sinks, recent window and dense
             layers hold for all layers.
-        select_layers: ascending; None takes `default_select_layers` of the model.
+        select_layers: their numbers, or a layers file's. None: `OffloadedModel` takes those that a
+            sweep has found for the model (`kept_layers`), else `default_select_layers`.
 
     Raises:
         ValueError: a select layer that is negative, given twice or inside the dense layers; none at
@@ -62,7 +73,7 @@ class TidalDecode(Policy):
     shares_selection: ClassVar[bool] = True
 
     inner: Policy = field(default_factory=ExactTopK)
-    select_layers: tuple[int, ...] | None = None
+    select_layers: tuple[int, ...] | SelectLayers | None = None
 
     def __post_init__(self) -> None:
         inner = self.inner
@@ -78,8 +89,11 @@ class TidalDecode(Policy):
             )
         for name in _OF_INNER:
             object.__setattr__(self, name, getattr(inner, name))
-        if self.select_layers is not None:
-            object.__setattr__(self, "select_layers", self._checked(self.select_layers))
+        layers = self.select_layers
+        if isinstance(layers, SelectLayers):
+            checked_layers(layers.select_layers, self.dense_layers)
+        elif layers is not None:
+            object.__setattr__(self, "select_layers", checked_layers(layers, self.dense_layers))
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -90,23 +104,70 @@ class TidalDecode(Policy):
     def from_options(
         cls,
         inner: str | Policy = "exact_topk",
-        select_layers: str | int | Sequence[int] | None = None,
+        select_layers: str | int | Path | SelectLayers | Sequence[int] | None = None,
         **options: Any,
     ) -> TidalDecode:
-        """From what a user writes: inner="quest", select_layers="2,13"; the rest is for `inner`."""
+        """From what a user writes: inner="quest", select_layers="2,13" or a path; the rest is of
+        `inner`."""
         from offload.policies.registry import make_policy
 
         return cls(make_policy(inner, **options), parse_layers(select_layers))
 
-    def check_model(self, *, num_layers: int, **heads: int) -> None:
-        """Refuse select layers that the model does not have."""
-        beyond = [layer for layer in self.select_layers or () if layer >= num_layers]
-        if beyond:
-            raise ValueError(
-                f"select_layers={self.select_layers} names layer {beyond[0]}, but this model has "
-                f"layers 0 to {num_layers - 1}"
+    def check_model(
+        self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Refuse select layers that the model does not have, and those of another model."""
+        layers = self.select_layers
+        if isinstance(layers, SelectLayers):
+            layers.check(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        else:
+            check_depth(layers or (), num_layers)
+        self.inner.check_model(
+            num_layers=num_layers,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+
+    def calibrated(
+        self,
+        make_lean: Callable[[], LeanModel],
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+        checkpoint: Callable[[], str],
+    ) -> Policy:
+        """With select layers that a sweep has found; none is made here, which takes minutes.
+
+        Raises:
+            ValueError: it has a file's layers of another model, or of other weights.
+        """
+        shape = make_lean().shape.kv_heads
+        layers = self.select_layers
+        if isinstance(layers, SelectLayers):
+            layers.check(**shape, model_type=model_type, checkpoint=checkpoint())
+        return self.with_kept(checkpoint, model_type, **shape)
+
+    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
+        """With select layers that a sweep has found of the model, if none were given."""
+        if self.select_layers is not None:
+            return self
+        kept = kept_layers(checkpoint(), self.dense_layers, **shape, model_type=model_type)
+        if kept is None:
+            layers = self.layers_of(shape["num_layers"], shape["num_kv_heads"])
+            logger.info(
+                "tidal_decode selects in layers %s; `offload calibrate MODEL --policy "
+                "tidal_decode` finds those of this model",
+                ",".join(map(str, layers)),
             )
-        self.inner.check_model(num_layers=num_layers, **heads)
+            return self
+        return replace(self, select_layers=kept)
+
+    def layers_of(self, num_layers: int, num_kv_heads: int) -> tuple[int, ...]:
+        """Those that select in a model of this shape."""
+        layers = self.select_layers
+        if layers is None:
+            return default_select_layers(num_layers, num_kv_heads, self.dense_layers)
+        return layers.select_layers if isinstance(layers, SelectLayers) else layers
 
     def of_heads(
         self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
@@ -118,9 +179,7 @@ class TidalDecode(Policy):
                 "of a layer, which tensor_parallel_size splits over processes; use an inner policy "
                 "that selects for each head, such as quest, or lychee_decode"
             )
-        layers = self.select_layers
-        if layers is None:
-            layers = default_select_layers(num_layers, num_kv_heads, self.dense_layers)
+        layers = self.layers_of(num_layers, num_kv_heads)
         inner = self.inner.of_heads(
             heads, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim
         )
@@ -128,9 +187,7 @@ class TidalDecode(Policy):
 
     def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
         """Dense layers, select layers (RETRIEVE if the inner policy scans keys), reuse between."""
-        layers = self.select_layers
-        if layers is None:
-            layers = default_select_layers(num_layers, num_units, self.dense_layers)
+        layers = self.layers_of(num_layers, num_units)
         roles = np.full((num_layers, num_units), REUSE, np.uint8)
         # Layers before the first that selects have nothing to reuse.
         roles[: min((*layers, num_layers))] = DENSE
@@ -145,51 +202,3 @@ class TidalDecode(Policy):
     def selecting(self) -> Policy:
         """The inner policy's; only select layers are asked for its arrays."""
         return self.inner.selecting
-
-    def _checked(self, layers: Sequence[int]) -> tuple[int, ...]:
-        if isinstance(layers, (str, int)) or not all(
-            isinstance(layer, int) and not isinstance(layer, bool) for layer in layers
-        ):
-            raise ValueError(f"select_layers must be layer numbers, got {layers!r}")
-        layers = tuple(layers)
-        if not layers:
-            raise ValueError(
-                "select_layers is empty: without a token-selection layer there is nothing to reuse"
-            )
-        twice = [layer for layer in layers if layers.count(layer) > 1]
-        if twice:
-            raise ValueError(f"select_layers={layers} names layer {twice[0]} twice")
-        inside = [layer for layer in layers if layer < self.dense_layers]
-        if inside:
-            raise ValueError(
-                f"select_layers={layers}: layer {inside[0]} is not after the first dense_layers="
-                f"{self.dense_layers} layers, which attend to everything and select nothing"
-            )
-        return tuple(sorted(layers))
-
-
-def default_select_layers(num_layers: int, num_kv_heads: int, dense_layers: int) -> tuple[int, ...]:
-    """The first layer after the dense ones and one at 13/32 of the depth, as in Llama-3-8B.
-
-    Models whose shape (num_layers, num_kv_heads) is known have layers of their own. There are no
-    select layers if all layers are dense.
-    """
-    middle = _SELECT_LAYERS.get((num_layers, num_kv_heads), (round(_MIDDLE * num_layers),))
-    layers = {dense_layers, *middle}
-    return tuple(sorted(layer for layer in layers if dense_layers <= layer < num_layers))
-
-
-def parse_layers(layers: str | int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """`"2,13"`, `2` or `[2, 13]` as a tuple; None stays None."""
-    if layers is None:
-        return None
-    if isinstance(layers, int):
-        return (layers,)
-    if not isinstance(layers, str):
-        return tuple(layers)
-    try:
-        return tuple(int(part) for part in layers.split(",") if part.strip())
-    except ValueError:
-        raise ValueError(
-            f"select_layers must be layer numbers, separated by commas, got {layers!r}"
-        ) from None

@@ -1,0 +1,191 @@
+"""`offload calibrate --policy tidal_decode`: select layers, by a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.console import quiet_transformers, stderr, stdout
+
+if TYPE_CHECKING:
+    from offload.models import LeanModel
+    from offload.training.layer_sweep import Sweep, SweepSettings
+
+_TOKENS = 4096
+
+
+def calibrate_layers(
+    model: str,
+    output: Path | None,
+    *,
+    num_select_layers: int | None,
+    dense_layers: int,
+    tokens: int | None,
+    dtype: str,
+    device: str,
+    num_threads: int | None,
+    verbose: bool,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Sweep, write the layers file, and return what was found, for JSON.
+
+    Args:
+        output: None: where the policy looks for it.
+        sizes: budgets, num_batches, batch_size and seed of `SweepSettings`.
+
+    Raises:
+        ValueError: numbers that the model does not have; before any weight is read.
+    """
+    from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
+    from offload.loading.planned_model import planned_model
+    from offload.policies.tidal_decode import SelectLayers, default_select_layers
+    from offload.policies.tidal_decode.kept_layers import keep_layers, kept_path
+    from offload.runtime.config import runtime_config
+    from offload.training.layer_sweep import ANSWER_TOKENS, SweepSettings, check_num_select_layers
+
+    config = runtime_config(dtype=dtype, device=device, num_threads=num_threads)
+    shape = planned_model(model, dtype).shape
+    usual = default_select_layers(shape.num_layers, shape.num_kv_heads, dense_layers)
+    count = len(usual) if num_select_layers is None else num_select_layers
+    check_num_select_layers(count, shape.num_layers, dense_layers)
+    settings = SweepSettings(
+        count,
+        dense_layers,
+        min(_TOKENS, shape.max_context - ANSWER_TOKENS) if tokens is None else tokens,
+        **sizes,
+    )
+    folder = resolve_folder(model)
+    checkpoint = checkpoint_name(folder)
+    path = output or kept_path(checkpoint, dense_layers)
+    if path is None:
+        raise ValueError(f"the files of {model} cannot be read to name it: give --output")
+    with quiet_transformers(verbose=verbose):
+        tokenizer = load_tokenizer(model)
+        lean, model_type = _loaded(folder, config)
+    sweep = _swept(lean, tokenizer, settings, [usual], config.num_threads)
+    keep_layers(
+        SelectLayers(
+            model_type,
+            **shape.kv_heads,
+            select_layers=sweep.select_layers,
+            dense_layers=dense_layers,
+            made_by=_made_by(settings),
+            checkpoint=checkpoint,
+        ),
+        path,
+    )
+    return {
+        "model": model,
+        "output": str(path),
+        "policy": "tidal_decode",
+        "model_type": model_type,
+        "checkpoint": checkpoint,
+        "num_layers": shape.num_layers,
+        "num_kv_heads": shape.num_kv_heads,
+        "settings": asdict(settings),
+        "found_by_policy": output is None,
+        "default_select_layers": usual,
+        **asdict(sweep),
+    }
+
+
+def print_layers(summary: dict[str, Any]) -> None:
+    """What a single layer beside the fixed one is worth, and the sets of layers."""
+    from rich.table import Table
+
+    budgets = summary["settings"]["budgets"]
+    by_layers: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for score in summary["scores"]:
+        by_layers.setdefault(tuple(score["select_layers"]), []).append(score)
+    fixed = summary["path"][0]
+    single = Table(
+        title=f"{summary['model']}: layer {fixed[0]} selects, and this one again",
+        caption="KL of the answers' tokens from full attention; answers right as with it",
+        title_justify="left",
+    )
+    _add_columns(single, "layer", budgets, ("KL", "right"))
+    for layers, scores in sorted(by_layers.items()):
+        if layers == fixed or (len(layers) == 2 and layers[0] == fixed[0]):
+            shown = str(layers[1]) if layers[1:] else "none"
+            cells = [cell for x in scores for cell in (f"{x['kl']:.3f}", _share(x["right"]))]
+            single.add_row(shown, *cells)
+    stdout().print(single)
+    found = Table(
+        title=f"On other texts; full attention gives {summary['num_right']} answers right",
+        title_justify="left",
+    )
+    _add_columns(found, "select layers", budgets, ("KL", "agrees", "right"))
+    held_out: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for score in summary["held_out"]:
+        held_out.setdefault(tuple(score["select_layers"]), []).append(score)
+    for layers, scores in held_out.items():
+        why = {summary["select_layers"]: "chosen", summary["default_select_layers"]: "default"}
+        cells = [
+            cell
+            for x in scores
+            for cell in (f"{x['kl']:.3f}", f"{x['agrees']:.1%}", _share(x["right"]))
+        ]
+        label = ",".join(map(str, layers))
+        found.add_row(f"{label} ({why[layers]})" if layers in why else label, *cells)
+    stdout().print(found)
+    written = ",".join(map(str, summary["select_layers"]))
+    stdout().print(f"select_layers={written}\nWritten to {summary['output']}")
+    if summary["found_by_policy"]:
+        stdout().print("tidal_decode takes them whenever this model is loaded.")
+
+
+def _loaded(folder: Path, config: Any) -> tuple[LeanModel, str]:
+    """The model on its device, and its type."""
+    from offload.loading.checkpoint import check_checkpoint
+    from offload.loading.stock_model import load_stock_model
+    from offload.models import lean_model_maker
+
+    stock = load_stock_model(check_checkpoint(folder), config.dtype).eval().to(config.device)
+    model_type: str = stock.config.model_type
+    return lean_model_maker(model_type)(stock), model_type
+
+
+def _swept(
+    lean: LeanModel,
+    tokenizer: Any,
+    settings: SweepSettings,
+    compared: Sequence[tuple[int, ...]],
+    num_threads: int | None,
+) -> Sweep:
+    from rich.progress import Progress
+
+    from offload.system.torch_threads import torch_threads
+    from offload.training.layer_sweep import LayerSweep
+
+    with torch_threads(num_threads), Progress(console=stderr(), transient=True) as progress:
+        reading = progress.add_task("reading texts", total=settings.num_batches)
+        sweep = LayerSweep(lean, tokenizer, settings, on_batch=lambda: progress.advance(reading))
+        task, total = progress.add_task("sets of layers", total=0), 0
+
+        def on_round(more: int) -> None:
+            nonlocal total
+            total += more
+            progress.update(task, total=total)
+
+        return sweep.run(compared, on_round=on_round, on_scored=lambda: progress.advance(task))
+
+
+def _made_by(settings: SweepSettings) -> str:
+    budgets = " and ".join(map(str, settings.budgets))
+    return (
+        f"a sweep over answers to {settings.num_batches * settings.batch_size} texts of "
+        f"{settings.tokens} tokens, with budgets of {budgets}"
+    )
+
+
+def _share(right: float | None) -> str:
+    return "" if right is None else f"{right:.0%}"
+
+
+def _add_columns(table: Any, first: str, budgets: Sequence[int], names: Sequence[str]) -> None:
+    table.add_column(first, justify="right")
+    for budget in budgets:
+        for name in names:
+            table.add_column(f"{name}, {budget:,}", justify="right")

@@ -1,0 +1,85 @@
+"""Chunks of LycheeCluster's index whose keys were written anew.
+
+They end where they did: the text is the same. A chunk that is ranked by itself gets its box anew;
+of the paper's clusters those that it is below stay where they are and cover its new key, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from offload.policies.base import State
+from offload.policies.compiled import cached_njit
+from offload.policies.lychee_cluster.chunks import chunk_start
+from offload.policies.lychee_cluster.graft import forget_graft, mean_key, write_box
+from offload.policies.lychee_cluster.views import bfloat16_bits_up, from_bfloat16, link_of
+from offload.policies.revised import Revised
+
+
+@cached_njit()
+def _groups_of(
+    links: Any, high: Any, num_groups: int, capacity_groups: int, first: int, n: int
+) -> Any:
+    """int64 [n], the group of each chunk from `first` on."""
+    groups = np.zeros(n, np.int64)
+    for group in range(num_groups):
+        link = link_of(links, high, group)
+        while link > first:  # newest first
+            groups[link - 1 - first] = group
+            link = link_of(links, high, capacity_groups + link - 1)
+    return groups
+
+
+@cached_njit()
+def _cover(row: Any, scale: Any, point: Any) -> None:
+    """Let the radius of a centroid reach a point."""
+    step, distance = from_bfloat16(scale[0]), 0.0
+    for d in range(len(row)):
+        off = point[d] - np.float32(row[d]) * step
+        distance += off * off
+    needed = np.sqrt(distance)
+    if needed > from_bfloat16(scale[1]):
+        scale[1] = bfloat16_bits_up(np.float32(needed * (1 + 1e-5) + 1e-6))  # as padded_radius
+
+
+def revise_chunks(arrays: State, revised: Revised) -> None:
+    """Rank the chunks that end after `revised.first` by the keys that they have now."""
+    forget_graft(arrays)
+    _carry_on(arrays["carried"], revised.kv_len)
+    header, blocks, offsets = arrays["header"][0], arrays["blocks"], arrays["offsets"]
+    chunk = num_chunks = int(header["num_chunks"])
+    while chunk > 0 and chunk_start(blocks, offsets, chunk) > revised.first:
+        chunk -= 1
+    if chunk == num_chunks:
+        return
+    starts = [chunk_start(blocks, offsets, i) for i in range(chunk, num_chunks + 1)]
+    keys = revised.load_keys(starts[0]).float().numpy()
+    mean, no_links = np.empty(keys.shape[2], np.float32), np.zeros(0, np.uint8)
+    num_units = int(header["num_units"])
+    for h, of_head in enumerate(keys):
+        rows, scales = arrays["rows"][h], arrays["scales"][h]
+        high = arrays["links_high"][h] if header["has_high_links"] else no_links
+        sizes = int(header["num_groups"]), int(header["capacity_groups"])
+        groups = _groups_of(arrays["links"][h], high, *sizes, chunk, num_chunks - chunk)
+        units = np.searchsorted(arrays["ranges"][h, 1 : num_units + 1], groups, side="right")
+        for i, (group, unit) in enumerate(zip(groups.tolist(), units.tolist(), strict=True)):
+            begin, length = starts[i] - starts[0], starts[i + 1] - starts[i]
+            flat, row = of_head[begin : begin + length].reshape(-1), num_units + group
+            norm = mean_key(flat, length, mean)
+            if not header["paper"]:
+                write_box(flat, length, mean, rows[row], scales[:, row])
+                continue
+            if norm > 0:
+                mean *= np.float32(1 / norm)
+            _cover(rows[row], scales[:, row], mean)
+            _cover(rows[unit], scales[:, unit], mean)
+
+
+def _carry_on(carried: Any, kv_len: int) -> None:
+    """What the last step carried is for the next one, though the newest token had none."""
+    last, now = carried[:, (kv_len - 1) & 1], carried[:, kv_len & 1]
+    is_known = last[:, 0] == kv_len - 1
+    now[is_known] = last[is_known]
+    now[is_known, 0] = kv_len

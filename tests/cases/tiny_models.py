@@ -144,6 +144,7 @@ def write_gguf(
         of_model["rope.dimension_count"] = config.head_dim
     values = {f"{architecture}.{key}": value for key, value in of_model.items()} | {
         "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokenizer.convert_ids_to_tokens(range(config.vocab_size)),
         "tokenizer.ggml.token_type": [1] * config.vocab_size,
         "tokenizer.ggml.merges": ["h e"],

@@ -17,9 +17,10 @@ from cases.tiny_models import byte_tokenizer, make_tiny_model, write_gguf
 from offload import OffloadedModel
 from offload.loading import gguf_header
 from offload.loading.checkpoint import check_checkpoint
-from offload.loading.gguf import _tokenizer, converted_folder
+from offload.loading.gguf import converted_folder
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import read_gguf_header
+from offload.loading.gguf_tokenizer import gguf_tokenizer
 
 _NUMBERS = [0, 1, 2, 3, 7, 8, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
 
@@ -103,8 +104,9 @@ def is_refused(read: Callable[[Path], Any], path: Path) -> bool:
 
 
 def read_all_but_weights(path: Path) -> None:
-    gguf_config(read_gguf_header(path))
-    _tokenizer(path)
+    header = read_gguf_header(path)
+    gguf_config(header)
+    gguf_tokenizer(header)
 
 
 def test_damaged_gguf_headers(

@@ -35,7 +35,9 @@ def check_context(model: str, context_tokens: int) -> None:
     from offload.loading.names import resolve_folder
     from offload.models.base import context_limit
 
-    limit, reason = context_limit(AutoConfig.from_pretrained(resolve_folder(model)))
+    limit, reason = context_limit(
+        AutoConfig.from_pretrained(resolve_folder(model), trust_remote_code=False)
+    )
     if context_tokens > limit:
         raise ValueError(
             f"--context {context_tokens} exceeds the {limit} tokens of this model ({reason}); "

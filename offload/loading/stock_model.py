@@ -15,6 +15,7 @@ from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint, check_loaded
 from offload.loading.one_at_a_time import loading
 from offload.models import ModelShape
+from offload.models.base import check_computation, context_limit
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,18 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    path = checkpoint.folder / "config.json"
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except OSError:
         raise
     except Exception as error:  # of any kind: they have no class in common
-        raise ValueError(f"{checkpoint.folder / 'config.json'}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
+    try:
+        check_computation(config)
+        context_limit(config)
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"{path}: {error}") from error
     checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
     with passing_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from cpu_ops.native import check_head_dim
 from offload.models.rope import rope_context, rotary_view
 from offload.models.shape import ModelShape
 
@@ -96,13 +97,24 @@ def lean_model(stock: Any, *, has_qk_norm: bool) -> LeanModel:
 
 
 def check_computation(config: Any) -> None:
-    """Refuse what would change the computation without changing the weights' names."""
+    """Refuse what would change the computation without changing the weights' names.
+
+    Raises:
+        NotImplementedError: an activation or a soft cap that is not supported.
+        ValueError: heads of a width that the kernels do not take, or a pad token that is none of
+            the vocabulary's.
+    """
     activation = getattr(config, "hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise NotImplementedError(f"hidden_act={activation!r}; available: silu")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}={getattr(config, name)} is not supported")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    check_head_dim(int(head_dim))
+    pad = getattr(config, "pad_token_id", None)
+    if pad is not None and not (type(pad) is int and -config.vocab_size <= pad < config.vocab_size):
+        raise ValueError(f"pad_token_id={pad!r} is not among the {config.vocab_size} tokens")
 
 
 def context_limit(config: Any) -> tuple[int, str]:

@@ -20,6 +20,7 @@ _EXTENDS = {
     "yarn": "original_max_position_embeddings",
     "longrope": "original_max_position_embeddings",
 }
+_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 
 
 def rope_context(config: Any) -> tuple[int, str]:
@@ -36,19 +37,45 @@ def rope_context(config: Any) -> tuple[int, str]:
         raise NotImplementedError(
             f"rope_type={rope_type!r} is not supported; available: {available}"
         )
+    for name, value in rope.items():
+        if name in _NUMBERS and value is not None and not _is_positive(value):
+            raise ValueError(
+                f"the {name} of rope_type={rope_type!r} must be positive, got {value!r}"
+            )
+    if rope_type == "longrope":
+        _check_factors(config, rope)
     positions = int(config.max_position_embeddings)
     reason = f"max_position_embeddings={positions}"
     extended, factor = _EXTENDS[rope_type], rope.get("factor")
     if extended is None or factor is None:
         return positions, reason
-    if not isinstance(factor, int | float) or not 0 < factor < math.inf:
-        raise ValueError(f"the factor of rope_type={rope_type!r} must be positive, got {factor!r}")
     base = (
         positions if extended == "max_position_embeddings" else int(rope.get(extended, positions))
     )
     if int(base * factor) <= positions:
         return positions, reason
     return int(base * factor), f"{extended}={base} times the {rope_type} rope factor {factor}"
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _check_factors(config: Any, rope: dict[str, Any]) -> None:
+    """Longrope has a factor for each pair of a head's elements."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in ("short_factor", "long_factor"):
+        factors = rope.get(name)
+        if not (
+            isinstance(factors, list)
+            and len(factors) == head_dim // 2
+            and all(map(_is_positive, factors))
+        ):
+            what = f"a list of {len(factors)}" if isinstance(factors, list) else repr(factors)
+            raise ValueError(
+                f"rope_parameters: {name} must be a list of {head_dim // 2} positive numbers, half "
+                f"of head_dim={head_dim}, got {what}"
+            )
 
 
 def rotary_view(stock: Any, head_dim: int) -> Any:

@@ -11,7 +11,7 @@ import torch
 from cases.tiny_models import make_tiny_model, random_tokens
 from transformers import AutoModelForCausalLM
 
-from offload import HostBudgetError, OffloadedModel
+from offload import HostBudgetError, OffloadedModel, load_tokenizer
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -99,3 +99,58 @@ def test_tied_weights_named_otherwise(tmp_path: Path, stored: str) -> None:
         weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     torch.testing.assert_close(logits(load(tmp_path)), logits(stock), rtol=1e-4, atol=1e-4)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, "rope_type='su' is not supp"),
+        ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope_type='ntk' is not su"),
+        (
+            {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}},
+            "rope_type='mrope' is not supported; available: default, dynamic",
+        ),
+        ({"hidden_act": "swoosh"}, "hidden_act='swoosh'; available: silu"),
+        ({"pad_token_id": 320}, "pad_token_id=320 is not among the 320 tokens"),
+        (
+            {"rope_parameters": LONGROPE},
+            "short_factor must be a list of 16 positive numbers, half of head_dim=32, got a list",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "4"}},
+            "the factor of rope_type='linear' must be positive, got '4'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}},
+            "the rope_theta of rope_type='default' must be positive, got '1e4'",
+        ),
+        ({"head_dim": 24}, "head_dim must be a multiple of 16 up to 256, got 24"),
+        ({"head_dim": 40}, "head_dim must be a multiple of 16 up to 256, got 40"),
+    ],
+)
+def test_what_is_not_computed_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    make_tiny_model("llama").save_pretrained(tmp_path)
+    change_config(tmp_path, **changes)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises((ValueError, NotImplementedError), match=f"config.json: .*{message}"):
+        load(tmp_path)
+
+
+def test_paths_are_no_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("./nonexistent", "./x", "../x/y", "~/nowhere"):
+        for find in (load, load_tokenizer):
+            with pytest.raises(FileNotFoundError, match=f"no such model folder.*: {name}"):
+                find(name)
+    for find in (load, load_tokenizer):
+        with pytest.raises(FileNotFoundError, match=f"missing config.json in {tmp_path}"):
+            find(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    for find in (load, load_tokenizer):
+        with pytest.raises(ValueError, match="unsupported model type 'mamba'"):
+            find(tmp_path)

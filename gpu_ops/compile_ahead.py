@@ -69,12 +69,12 @@ def _take(kernel: Any) -> None:
 
 def _mode() -> Any:
     class LoadedToo(triton.AsyncCompileMode):  # type: ignore[misc]
-        def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
+        def submit(self, key: Any, compile_fn: Any, *more: Any) -> Any:  # newer ones clean up, too
             def compile_and_load() -> Any:
                 kernel = compile_fn()
                 kernel.run  # noqa: B018 - makes the launcher and puts the code on the device
                 return kernel
 
-            return super().submit(key, compile_and_load, finalize_fn)
+            return super().submit(key, compile_and_load, *more)
 
     return LoadedToo

@@ -103,6 +103,7 @@ class Training:
         self._attention = attention_backend(settings.attention, stock.config, self.device, length)
         self.gguf_sha256: str | None = None
         self.log: list[dict[str, Any]] = []
+        self._log_before: list[dict[str, Any]] = []  # of the run that this one starts from
         self.step, self.elapsed_s = 0, 0.0
         state = self._read_checkpoint()
         replies = state["replies"] if state else self._replies(stock)
@@ -120,6 +121,7 @@ class Training:
             self.adapted.load_state(state["adapter"])
             self._optimizer.load_state_dict(state["optimizer"])
             self.step, self.elapsed_s, self.log = state["step"], state["elapsed_s"], state["log"]
+            self._log_before = state["log_before"]
             print(f"resumed at step {self.step} after {self.elapsed_s:.0f} s", flush=True)
 
     def run(self) -> None:
@@ -154,14 +156,16 @@ class Training:
         self.save(finished=not stop.asked)
 
     def start_from(self, folder: Path) -> None:
-        """Take the weights of an adapter that another run made."""
+        """Take the weights of an adapter that another run made; its log comes before this one's."""
         self.adapted.load_state(load_file(folder / "adapter_model.safetensors"))
+        self._log_before = json.loads((folder / "log.json").read_text())
 
     def save(self, finished: bool) -> None:
         """The adapter, its settings and its log."""
         self.adapted.save(self.folder, BASE)
         theta = self.adapted.config.rope_parameters["rope_theta"]
         original = self.adapted.config.max_position_embeddings
+        log = _joined(self._log_before, self.log)
         settings = {
             "base_model": BASE,
             "gguf_sha256": self.gguf_sha256,
@@ -169,17 +173,17 @@ class Training:
             "rope_parameters": rope_parameters(theta, original),
             "training": asdict(self.settings)
             | {"plan": [[purpose, list(lengths)] for purpose, lengths in PLAN]},
-            "steps": self.step,
-            "elapsed_s": round(self.elapsed_s, 1),
+            "steps": len(log),
+            "elapsed_s": log[-1]["elapsed_s"],
             "finished": finished,
-            "tokens": sum(row["tokens"] for row in self.log),
+            "tokens": sum(row["tokens"] for row in log),
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "torch": torch.__version__,
             "transformers": __import__("transformers").__version__,
         }
         (self.folder / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
-        lines = ",\n".join(json.dumps(row) for row in self.log)
+        lines = ",\n".join(json.dumps(row) for row in log)
         (self.folder / "log.json").write_text(f"[\n{lines}\n]\n")
         size = (self.folder / "adapter_model.safetensors").stat().st_size
         print(f"adapter of {size:,} bytes in {self.folder}", flush=True)
@@ -359,7 +363,8 @@ class Training:
         state = {
             "settings": asdict(self.settings), "adapter": self.adapted.state(),
             "optimizer": self._optimizer.state_dict(), "step": self.step,
-            "elapsed_s": self.elapsed_s, "log": self.log, "replies": self._keep_lines,
+            "elapsed_s": self.elapsed_s, "log": self.log, "log_before": self._log_before,
+            "replies": self._keep_lines,
         }  # fmt: skip
         torch.save(state, temporary)
         os.replace(temporary, self._checkpoint)
@@ -379,6 +384,17 @@ class Training:
                     f"{value}: give that, or another --out"
                 )
         return state
+
+
+def _joined(before: list[dict[str, Any]], log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of two runs, the second one's steps and seconds counted on."""
+    if not before:
+        return log
+    steps, seconds = before[-1]["step"], before[-1]["elapsed_s"]
+    return before + [
+        row | {"step": row["step"] + steps, "elapsed_s": round(row["elapsed_s"] + seconds, 1)}
+        for row in log
+    ]
 
 
 def main() -> None:

@@ -166,3 +166,13 @@ def test_a_run_that_goes_on(
     assert read_adapter(tmp_path / "run").rank == 4
     with pytest.raises(ValueError, match="was made with rank=4, not 5"):
         Training(*paths, Settings(**(settings | {"rank": 5})), "cpu", 1)
+    another = Training(
+        *paths[:2], tmp_path / "another", Settings(minutes=0.001, **settings), "cpu", 1
+    )
+    another.start_from(tmp_path / "run")
+    another.run()
+    whole = json.loads((tmp_path / "another" / "log.json").read_text())
+    assert whole[:2] == log and [row["step"] for row in whole] == [1, 2, 3]
+    assert whole[2]["elapsed_s"] > log[1]["elapsed_s"]
+    counted = json.loads((tmp_path / "another" / "settings.json").read_text())
+    assert (counted["steps"], counted["tokens"]) == (3, sum(row["tokens"] for row in whole))

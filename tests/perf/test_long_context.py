@@ -172,7 +172,8 @@ def test_a_run_that_goes_on(
     another.start_from(tmp_path / "run")
     another.run()
     whole = json.loads((tmp_path / "another" / "log.json").read_text())
-    assert whole[:2] == log and [row["step"] for row in whole] == [1, 2, 3]
+    assert whole[:2] == log
+    assert [row["step"] for row in whole] == [1, 2, 3]
     assert whole[2]["elapsed_s"] > log[1]["elapsed_s"]
     counted = json.loads((tmp_path / "another" / "settings.json").read_text())
     assert (counted["steps"], counted["tokens"]) == (3, sum(row["tokens"] for row in whole))

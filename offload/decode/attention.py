@@ -109,15 +109,12 @@ class DecodeAttention(NativeAttention):
             )
         self.policy = policy
         self.store = store
-        asking: list[int] = []
         if policy.selects:
             self.roles = roles = check_roles(policy, policy.roles(store.num_layers, num_units))
             if roles is None:
-                sparse = asks = np.arange(store.num_layers) >= policy.dense_layers
+                sparse = np.arange(store.num_layers) >= policy.dense_layers
             else:
                 sparse = (roles != DENSE).any(axis=1)
-                asks = ((roles == RETRIEVE) | (roles == SELECT)).any(axis=1)
-            asking = np.flatnonzero(asks).tolist()
             self._prepares = any(member.prepare is not None for member in policy.members)
             self.sparse_layers = sparse
             self.budget_tokens = policy.budget_tokens
@@ -141,7 +138,7 @@ class DecodeAttention(NativeAttention):
             num_qo_heads=num_qo_heads,
             sm_scale=self.sm_scale,
             pool=pool,
-            layers=asking,
+            layers=self._asking_layers(),
         )
         self.has_state = policy.selects and policy.has_state()
         self.hold = None
@@ -164,12 +161,28 @@ class DecodeAttention(NativeAttention):
     ) -> None:
         """A device attends to a window of sink and recent tokens, and to all of some heads.
 
+        In layers in which nobody else asks the policy it keeps nothing of sequences.
+
         Args:
             heads, gathered: [num_layers, num_kv_heads]; those of which a device fetches a selection
                 are in both.
         """
         self.beside = (*window, heads)
+        self.states.layers = self._asking_layers(heads)
         self._count_heads(heads, gathered)
+
+    def _asking_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:
+        """Layers with heads, but those of `elsewhere` [num_layers, num_kv_heads], that ask the
+        policy."""
+        if not self.policy.selects:
+            return frozenset()
+        asks = np.repeat(self.sparse_layers[:, None], self.num_kv_heads, axis=1)
+        if self.roles is not None:
+            asking = (self.roles == RETRIEVE) | (self.roles == SELECT)
+            asks = asking.reshape(self.num_layers, self.num_kv_heads, -1).any(axis=2)
+        if elsewhere is not None:
+            asks = asks & ~elsewhere
+        return frozenset(np.flatnonzero(asks.any(axis=1)).tolist())
 
     def count_rows(self, step: DecodeStep) -> None:
         """A step was decoded; counts its units while `is_probed`."""

@@ -1,10 +1,12 @@
 """Chooses where KV heads are attended, by the predicted time of a step and the GPU's budget.
 
-What stays on the GPU as a whole is chosen first: dense layers, which must, then retrieving heads
-and dense heads of other layers, most saved time per byte first. Then each layer's reusing heads are
-shared out between the CPU and rows that the GPU fetches, so that the slower of the two takes least.
-Last come codes of keys, layer by layer while they fit. The result depends on nothing but the
-arguments.
+Under full attention the GPU holds as many layers as fit. Under a policy that selects: dense layers,
+which must be there, then retrieving heads and dense heads of other layers, most saved time per byte
+first. Then whole layers, the last ones first: nobody below waits for what they would select. Each
+other layer's reusing heads are shared out between the CPU and rows that the GPU fetches, so that
+the slower of the two takes least, and codes of keys come layer by layer while they fit. How many
+whole layers are best is tried: a GPU that attends to everything may be slower than a selection. The
+result depends on nothing but the arguments.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
+
+_TRIED_COUNTS = 8  # of whole layers, beside the most that fit
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,15 @@ def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement
     work = room.work
     least = least_placement(work)
     _check_dense(least, room)
-    places = least.places.copy()
     if not work.policy.selects:
-        places = _more_full_heads(places, room)
+        found = [_more_full_heads(least.places.copy(), room)]
     else:
-        _add_retrieving(places, model, room)
-    if model is not None and work.is_sparse:
-        _add_gathered(places, model, room)
-    if work.is_sparse:
-        _add_codes(places, room)
-    chosen = HeadPlacement(places)
-    if model is not None and model.step(least).milliseconds < model.step(chosen).milliseconds:
-        return least  # a GPU that attends more slowly than the CPU
-    return chosen
+        found = _with_layers(least.places.copy(), model, room)
+    if model is None:
+        return HeadPlacement(found[0])
+    # Of equally fast ones that with most on the GPU; `least` where a GPU is slower than the CPU.
+    placements = [*map(HeadPlacement, found), least]
+    return min(placements, key=lambda placement: round(model.step(placement).milliseconds, 4))
 
 
 def least_placement(work: Workload) -> HeadPlacement:
@@ -143,6 +143,38 @@ def _add_retrieving(places: UInt8Array, model: StepModel | None, room: DeviceRoo
             if room.holds(HeadPlacement(trial)):
                 places[:] = trial
                 break
+
+
+def _with_layers(
+    places: UInt8Array, model: StepModel | None, room: DeviceRoom
+) -> list[UInt8Array]:
+    """Placements with more and more whole layers on the GPU beside retrieving heads; the most that
+    fit come first."""
+    _add_retrieving(places, model, room)
+    num_layers = len(places)
+
+    def with_last(count: int) -> UInt8Array:
+        trial: UInt8Array = places.copy()
+        trial[num_layers - count :] = Place.GPU
+        return trial
+
+    low, high = 0, num_layers
+    while low < high:  # the most that fit: what they take grows with each
+        middle = (low + high + 1) // 2
+        fits = room.holds(HeadPlacement(with_last(middle)))
+        low, high = (middle, high) if fits else (low, middle - 1)
+    counts = {low}
+    if model is not None:
+        counts |= set(range(0, low, -(-num_layers // _TRIED_COUNTS)))
+    found = []
+    for count in sorted(counts, reverse=True):
+        trial = with_last(count)
+        if model is not None and room.work.is_sparse:
+            _add_gathered(trial, model, room)
+        if room.work.is_sparse:
+            _add_codes(trial, room)
+        found.append(trial)
+    return found
 
 
 def _by_benefit(places: UInt8Array, movable: BoolArray, model: StepModel | None) -> list[int]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.decode.gpu.placement import HeadPlacement, Place, UInt8Array
+from offload.decode.gpu.placement import HeadPlacement, Place, UInt8Array, awaited_heads
 from offload.models.shape import layer_elements
 from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
 from offload.planning.workload import Workload, policy_key
@@ -147,9 +147,13 @@ class StepModel:
     def step(self, placement: HeadPlacement) -> StepTime:
         """Of a step whose heads are placed so; all on the CPU means wholly, if there is no GPU."""
         waiting, layers = 0.0, []
+        shares = self.work.policy.shares_selection
+        awaited = awaited_heads(self.roles, placement.places, shares_selection=shares)
+        publishing = (awaited & (placement.places == Place.GPU)).any(axis=1)
         for layer_idx, places in enumerate(placement.places):
-            layers.append(self.layer(layer_idx, places, top_k_us=waiting))
-            waiting = self.top_k_us(layer_idx, places)
+            publishes = bool(publishing[layer_idx])
+            layers.append(self.layer(layer_idx, places, top_k_us=waiting, publishes=publishes))
+            waiting = self.top_k_us(layer_idx, places) if publishes else 0.0
         if self._device is None:
             vocabulary = self.work.shape.vocab_size * self.work.shape.hidden_size
             last = self._host_us(self.profile.lm_head_us, vocabulary, "the last projection")
@@ -159,11 +163,14 @@ class StepModel:
             fixed = self._device.step_us
         return StepTime(tuple(layers), last, fixed, self.work.batch_size, tuple(self._assumed))
 
-    def layer(self, layer_idx: int, places: UInt8Array, *, top_k_us: float = 0.0) -> LayerTime:
+    def layer(
+        self, layer_idx: int, places: UInt8Array, *, top_k_us: float = 0.0, publishes: bool = True
+    ) -> LayerTime:
         """Of one layer with its heads at `places` [num_kv_heads].
 
         Args:
             top_k_us: what the layer before publishes takes, beside the linear layers in between.
+            publishes: whether somebody waits for what heads on the GPU retrieve.
         """
         roles, work = self.roles[layer_idx], self.work
         members = work.unit_members[layer_idx]
@@ -174,12 +181,13 @@ class StepModel:
             return LayerTime("CPU", self.linear_us, 0.0, 0.0, attend, attend, 0.0)
         device = self._device
         resident = roles[places == Place.GPU]
+        publishes = publishes and self._publishes(resident)
         num_gathered = int((places == Place.GATHER).sum())
         num_on_cpu = int(on_cpu.sum())
         window = device.window_us if num_gathered or num_on_cpu else 0.0
-        gpu = self._resident_us(device, resident) + window
+        gpu = self._resident_us(device, resident, publishes=publishes) + window
         gather = slowed = merge = reply = 0.0
-        if num_gathered or num_on_cpu or self._publishes(resident):
+        if num_gathered or num_on_cpu or publishes:
             merge = device.merge_us
         fetched = work.batch_size * num_gathered * work.chosen_tokens * 2 * work.row_bytes
         attend_fetched = device.attention.us(fetched)
@@ -196,7 +204,7 @@ class StepModel:
         gpu += attend_fetched
         side = max(gpu + slowed, window + attend_fetched + gather, reply + slowed)
         # A layer takes longer with the top-k of its heads beside it.
-        exposed = side - gpu + device.top_k_beside.us(self._num_scores(resident))
+        exposed = side - gpu + device.top_k_beside.us(self._num_scores(resident) if publishes else 0)
         counts = {"GPU": len(resident), "gather": num_gathered, "CPU": num_on_cpu}
         kind = " + ".join(name for name, count in counts.items() if count)
         return LayerTime(kind, self.linear_us, gpu, gather, reply, exposed, merge)
@@ -230,11 +238,11 @@ class StepModel:
         resident = self.roles[layer_idx][places == Place.GPU]
         return 0.0 if self._device is None else self._device.top_k.us(self._num_scores(resident))
 
-    def _resident_us(self, device: DeviceProfile, roles: UInt8Array) -> float:
+    def _resident_us(self, device: DeviceProfile, roles: UInt8Array, *, publishes: bool) -> float:
         """Attention to all tokens of heads in GPU pages."""
         work = self.work
         of_head = work.batch_size * work.kv_len * 2 * work.row_bytes
-        table = device.retrieval if self._publishes(roles) else device.attention
+        table = device.retrieval if publishes else device.attention
         return table.us(len(roles) * of_head)
 
     def attend_us(self, roles: UInt8Array, members: UInt8Array) -> float:

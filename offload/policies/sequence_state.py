@@ -24,6 +24,9 @@ class LayerArrays:
 
     Args:
         layers: of each layer; {} where the policy is not asked.
+
+    Attributes:
+        built: the layers that have some.
     """
 
     def __init__(self, layout: StateLayout, layers: list[State], capacity_tokens: int) -> None:
@@ -35,6 +38,7 @@ class LayerArrays:
             if arrays:
                 self.pointers[layer_idx] = layout.addresses(arrays)
         self.num_bytes = sum(array.nbytes for arrays in layers for array in arrays.values())
+        self.built = frozenset(i for i, arrays in enumerate(layers) if arrays)
 
     def copy(self, into: LayerArrays | None = None) -> LayerArrays:
         """A copy; in the memory of `into`, if it is as large."""

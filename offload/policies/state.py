@@ -36,7 +36,7 @@ class PolicyStates:
     """What `policy` remembers of every sequence of one store.
 
     Args:
-        layers: which layers ask the policy; only they have arrays and queries.
+        layers: as `layers`, which may change between passes.
 
     Attributes:
         bytes: how many of them it takes.
@@ -50,7 +50,7 @@ class PolicyStates:
         num_qo_heads: int,
         sm_scale: float,
         pool: WorkerPool,
-        layers: Sequence[int],
+        layers: frozenset[int],
     ) -> None:
         self.policy = policy
         self._selecting = policy.selecting
@@ -58,13 +58,24 @@ class PolicyStates:
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
         self._pool = pool
-        self.layers = frozenset(layers)
         self.records_rows = False  # some sequence decodes several tokens in the pass that runs
         self._known: defaultdict[int, Remembered] = defaultdict(Remembered)
         self._has_state = policy.selects and policy.has_state()
         if self._has_state:
             store.share_budget(lambda: self.held_bytes)
-        self.bytes = StateBytes(policy, store, num_qo_heads=num_qo_heads, layers=self.layers)
+        self.bytes = StateBytes(policy, store, num_qo_heads=num_qo_heads, layers=layers)
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Which layers ask the policy: only they have arrays and queries.
+
+        Where some more do from now on, their arrays are built when they are next needed.
+        """
+        return self.bytes.layers
+
+    @layers.setter
+    def layers(self, layers: frozenset[int]) -> None:
+        self.bytes.layers = layers
 
     @property
     def copied_heads(self) -> int:
@@ -196,19 +207,18 @@ class PolicyStates:
             num_tokens: that they are built from; default: those that there are before the last.
         """
         known = self._known[seq]
-        if known.arrays is None:
-            if num_tokens is None:
-                num_tokens = max(self._store.kv_len(seq), kv_len - 1)
-            self._build(seq, kv_len, num_tokens)
         arrays = known.arrays
-        assert arrays is not None
-        if kv_len > arrays.capacity_tokens:
+        if arrays is not None and kv_len > arrays.capacity_tokens:
             capacity = self.bytes.capacity(kv_len)
             layers = [
                 self._selecting.grow(i, old, capacity) if old else {}
                 for i, old in enumerate(arrays.layers)
             ]
             arrays = known.arrays = self._layer_arrays(layers, capacity)
+        if arrays is None or arrays.built != self.layers:
+            if num_tokens is None:
+                num_tokens = max(self._store.kv_len(seq), kv_len - 1)
+            arrays = self._build(seq, kv_len, num_tokens)
         return arrays
 
     def serves(self, seq: int, kv_len: int) -> bool:
@@ -216,7 +226,9 @@ class PolicyStates:
         if not self._has_state or kv_len <= self.policy.dense_tokens:
             return True
         arrays = self._known[seq].arrays
-        return arrays is not None and kv_len <= arrays.capacity_tokens
+        if arrays is None or arrays.built != self.layers:
+            return False
+        return kv_len <= arrays.capacity_tokens
 
     def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
         """Keep `queries` [num_qo_heads, n, head_dim] of the last n of `kv_len` tokens."""
@@ -354,12 +366,19 @@ class PolicyStates:
         self._known.pop(seq, None)
 
     def build_context(
-        self, seq: int, layer_idx: int, keys: Tensor, values: Tensor, kv_len: int
+        self,
+        seq: int,
+        layer_idx: int,
+        keys: Tensor,
+        values: Tensor,
+        kv_len: int,
+        capacity_tokens: int | None = None,
     ) -> BuildContext:
         """What the policy builds from, to serve `kv_len` tokens.
 
         Args:
             keys, values: [num_kv_heads, n, head_dim], all tokens that there are.
+            capacity_tokens: that arrays have room for; None: by `kv_len`.
         """
         num_tokens = keys.shape[1]
         known = self._known[seq]
@@ -376,36 +395,53 @@ class PolicyStates:
             values=values,
             queries=queries,
             sm_scale=self._sm_scale,
-            capacity_tokens=self.bytes.capacity(kv_len),
+            capacity_tokens=capacity_tokens or self.bytes.capacity(kv_len),
             text_marks=known.marks.first(num_tokens),
             pool=self._pool,
             num_layers=self._store.num_layers,
         )
 
-    def install(self, seq: int, layers: Mapping[int, State], kv_len: int) -> None:
-        """Take the arrays of all layers that ask the policy, built to serve `kv_len` tokens."""
+    def install(
+        self,
+        seq: int,
+        layers: Mapping[int, State],
+        kv_len: int,
+        capacity_tokens: int | None = None,
+    ) -> LayerArrays:
+        """Take the arrays of all layers that ask the policy, built to serve `kv_len` tokens, as
+        `build_context` has it."""
         known = self._known[seq]
         arrays = [
             layers[layer_idx] if layer_idx in self.layers else {}
             for layer_idx in range(self._store.num_layers)
         ]
-        known.arrays = self._layer_arrays(arrays, self.bytes.capacity(kv_len))
+        installed = self._layer_arrays(arrays, capacity_tokens or self.bytes.capacity(kv_len))
+        known.arrays = installed
         queries, known.queries = known.queries, None
         if known.before is not None:
             known.built = (kv_len - 1, queries)
+        return installed
 
     def end_prefill(self, seq: int) -> None:
         """Queries that are still wanted come to the host, where decoding records the next ones."""
         for recorded in (self._known[seq].queries or {}).values():
             recorded.to(torch.device("cpu"))
 
-    def _build(self, seq: int, kv_len: int, num_tokens: int) -> None:
+    def _build(self, seq: int, kv_len: int, num_tokens: int) -> LayerArrays:
+        """The arrays of the layers that ask: those that there are, and the others built."""
+        known = self._known[seq]
+        there: list[State] = [{}] * self._store.num_layers
+        capacity = None
+        if known.arrays is not None:
+            there, capacity = known.arrays.layers, known.arrays.capacity_tokens
         layers = {}
         for layer_idx in sorted(self.layers):
-            keys, values = self._store.gather(seq, layer_idx, 0, num_tokens)
-            context = self.build_context(seq, layer_idx, keys, values, kv_len)
-            layers[layer_idx] = self._selecting.build(context)
-        self.install(seq, layers, kv_len)
+            layers[layer_idx] = there[layer_idx]
+            if not there[layer_idx]:
+                keys, values = self._store.gather(seq, layer_idx, 0, num_tokens)
+                context = self.build_context(seq, layer_idx, keys, values, kv_len, capacity)
+                layers[layer_idx] = self._selecting.build(context)
+        return self.install(seq, layers, kv_len, capacity)
 
     def _change(self, known: Remembered, change: Callable[[int, State, int], bool], n: int) -> None:
         """Have the policy change its arrays in place; where it cannot, they are built again."""

@@ -16,20 +16,30 @@ class StateBytes:
     """Bytes of what `policy` remembers of a sequence of `store`, counted before they are there.
 
     Args:
-        layers: that ask the policy.
+        layers: as `layers`.
 
     Attributes:
+        layers: that ask the policy.
         most_tokens: that a sequence will ever have in the store, if that is bounded.
     """
 
     most_tokens: int | None = None
+    _sizes: dict[int, int]  # `at`, by capacity
 
     def __init__(
         self, policy: Policy, store: KVStore, *, num_qo_heads: int, layers: Iterable[int]
     ) -> None:
         self._policy, self._store = policy, store
-        self._num_qo_heads, self._layers = num_qo_heads, sorted(layers)
-        self._sizes: dict[int, int] = {}  # `at`, by capacity
+        self._num_qo_heads = num_qo_heads
+        self.layers = frozenset(layers)
+
+    @property
+    def layers(self) -> frozenset[int]:
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: frozenset[int]) -> None:
+        self._layers, self._sizes = layers, {}
 
     def capacity(self, kv_len: int) -> int:
         """Tokens that arrays have room for when `kv_len` are there."""

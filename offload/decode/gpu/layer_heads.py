@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from offload.decode.gpu.placement import Place
-from offload.policies.base import RETRIEVE
+from offload.decode.gpu.placement import Place, awaited_heads
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class LayerHeads:
         resident: the GPU, to all tokens.
         gathered: the GPU, to rows that it fetches from the host.
         host: the CPU.
-        publishing: of the resident ones, those whose selection others reuse: all or none.
+        publishing: of the resident ones, those whose selection heads elsewhere reuse: all or none.
         num_early: gathered ones whose selection is known before the layer above attends, the first
             so many; the others wait for what is published there.
         coded: of the host's, those for which the GPU lists candidates.
@@ -64,15 +63,16 @@ def layer_heads(
         shares_selection: the policy's; what one head publishes is for all.
     """
     layers: list[LayerHeads] = []
+    awaited = np.zeros(places.shape, np.bool_)
+    if roles is not None:
+        awaited = awaited_heads(roles, places, shares_selection=shares_selection)
     for layer_idx, of_layer in enumerate(places):
 
         def heads(*of: Place, of_layer: npt.NDArray[np.uint8] = of_layer) -> tuple[int, ...]:
             return tuple(np.flatnonzero(np.isin(of_layer, of)).tolist())
 
         resident = heads(Place.GPU)
-        publishes = (
-            roles is not None and bool(resident) and roles[layer_idx, resident[0]] == RETRIEVE
-        )
+        publishes = bool(resident) and bool(awaited[layer_idx, list(resident)].any())
         above = layers[-1].publishing if layers else ()
         gathered = heads(Place.GATHER)
         late = {head for head in gathered if head in above or (above and shares_selection)}

@@ -2,7 +2,7 @@
 
     CPU     the host's worker pool attends to the selected rows of host pages
     GPU     all of the head's KV stays on the GPU, which attends to it; where the policy's role of
-            the head is RETRIEVE, the GPU also takes the top-k for the heads below
+            the head is RETRIEVE, the GPU also takes the top-k for the heads below that wait for it
     GATHER  the GPU fetches the selected rows from host pages and attends to them: only where the
             selection is known before the query, and on the GPU
     CODES   as CPU, but the GPU keeps codes of the head's keys and lists by them which tokens the
@@ -132,6 +132,7 @@ class HeadPlacement:
         coded = has_codes(policy, roles)
         allowed = may_stay_on_gpu(policy, roles)
         gathered = may_be_gathered(policy, roles, self.places)
+        awaited = awaited_heads(roles, self.places, shares_selection=policy.shares_selection)
         for layer_idx, (of_layer, places) in enumerate(zip(roles, self.places, strict=True)):
             on_gpu = places == Place.GPU
             if (of_layer == DENSE).all() and not on_gpu.all():
@@ -142,13 +143,13 @@ class HeadPlacement:
                     "the GPU as a whole",
                 )
             wrong = np.flatnonzero(on_gpu & ~allowed[layer_idx])
-            if wrong.size:
+            if wrong.size and not (on_gpu.all() and not awaited[layer_idx].any()):
                 self._refuse(
                     layer_idx,
                     int(wrong[0]),
                     f"policy {policy.name!r} has it {_ROLE_NAMES[int(of_layer[wrong[0]])]}; only "
                     "heads that attend to everything, and then publish a plain top-k, stay on "
-                    "the GPU",
+                    "the GPU, or a whole layer whose selections no head elsewhere reuses",
                 )
             retrieves = of_layer == RETRIEVE
             if policy.shares_selection and on_gpu[retrieves].any() and not on_gpu[retrieves].all():
@@ -191,7 +192,9 @@ class HeadPlacement:
             return self
         places, allowed = self.places.copy(), may_stay_on_gpu(policy, roles)
         num_before = int((places == Place.GPU).sum())
-        places[(places == Place.GPU) & ~allowed] = Place.CPU
+        awaited = awaited_heads(roles, places, shares_selection=policy.shares_selection)
+        whole = (places == Place.GPU).all(axis=1) & ~awaited.any(axis=1)
+        places[(places == Place.GPU) & ~allowed & ~whole[:, None]] = Place.CPU
         places[(roles == DENSE).all(axis=1)] = Place.GPU
         missing = max(0, num_before - int((places == Place.GPU).sum()))
         coming = np.argwhere(allowed & (places != Place.GPU))[:missing]
@@ -389,6 +392,30 @@ def check_dense_until(policy: Policy) -> None:
             f"{policy.budget_tokens} where a GPU decodes; leave dense_until out, or decode on the "
             "CPU"
         )
+
+
+def awaited_heads(
+    roles: UInt8Array, places: UInt8Array, *, shares_selection: bool = False
+) -> BoolArray:
+    """[num_layers, num_kv_heads]: heads whose selection a head reuses that is not on the GPU.
+
+    Args:
+        roles: of `kv_head_roles`.
+        shares_selection: the policy's; what a layer's heads publish is for all.
+    """
+    awaited = np.zeros(roles.shape, np.bool_)
+    waiting = np.zeros(roles.shape[1], np.bool_)  # for the next head above that publishes
+    for layer_idx in range(len(roles) - 1, -1, -1):
+        of_layer = roles[layer_idx]
+        publishes = (of_layer == RETRIEVE) | (of_layer == SELECT)
+        if shares_selection and publishes.any():
+            awaited[layer_idx] = publishes & waiting.any()
+            waiting[:] = False
+        else:
+            awaited[layer_idx] = publishes & waiting
+            waiting &= ~publishes
+        waiting |= (of_layer == REUSE) & (places[layer_idx] != Place.GPU)
+    return awaited
 
 
 def may_be_gathered(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArray:

@@ -299,8 +299,10 @@ class OffloadedModel(FixedModel):
             position_ids = torch.arange(past_columns, past_columns + seq_len)[None]
         else:
             check_positions(position_ids, shape, past_columns, attended)
-        # Beams and samples of one prompt start as equal rows: compute and store them once.
-        shared_rows = input_ids if past_columns == 0 else None
+        # Beams and samples of one prompt start as equal rows: compute and store them once. Outside
+        # of generate() equal rows stand for any: with them lm-eval seeks how large a batch may be.
+        shares = past_columns == 0 and self._offload.generation_now is not None
+        shared_rows = input_ids if shares else None
         batch = pack(shape, attended, position_ids, shared_rows)
         seen = cache.seen_lens if cache is not None and past_columns else [0] * batch.num_sequences
         for num_seen, num_new in zip(seen, batch.num_new_tokens, strict=True):

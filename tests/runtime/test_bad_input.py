@@ -277,6 +277,20 @@ def test_budget_in_forward(small_budget_model: Any) -> None:
         model(random_tokens(1, 1))
 
 
+def test_equal_rows_take_what_any_rows_take(small_budget_model: Any) -> None:
+    """Whoever seeks the largest batch, as lm-eval does, feeds equal rows; 4 of 32 tokens fit."""
+    model, row = small_budget_model, random_tokens(1, 32)
+    pages = []
+    for tokens in (random_tokens(4, 32), row.repeat(4, 1)):
+        cache = model(tokens).past_key_values
+        pages.append(cache.store.host_bytes_used)
+        cache.reset()
+    assert pages == [4 * 2 * 3 * model.kv_store.page_bytes] * 2
+    for tokens in (random_tokens(5, 32), row.repeat(5, 1)):
+        with pytest.raises(HostBudgetError, match=r"\(30 pages of"):
+            model(tokens)
+
+
 def test_nan_in_prefill(tmp_path: Path) -> None:
     stock = make_tiny_model("llama")
     with torch.no_grad():

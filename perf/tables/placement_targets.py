@@ -117,7 +117,7 @@ def _retrieval_checks(result: dict[str, Any]) -> list[list[str]]:
 def _tp_checks(result: dict[str, Any]) -> list[list[str]]:
     label = f"two GPUs against one, batch {TP_BATCH} {TIMES} {TP_TOKENS:,}, tokens/s"
     wanted = f"≥ {TWO_GPUS_RATIO:g}{TIMES}"
-    of_tokens = "the same tokens on two GPUs as on one"
+    of_tokens = "the same tokens on two GPUs as on one, float32"
     settings, lines = result["settings"], []
     if settings.get("device") != "cuda":
         return [target(label, None, wanted), target(of_tokens, None, "all")]

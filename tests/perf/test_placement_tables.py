@@ -217,7 +217,7 @@ def test_targets() -> None:
             f"≥ 1.6{TIMES}",
             "met",
         ],
-        ["the same tokens on two GPUs as on one", "2 of 2 policies", "all", "met"],
+        ["the same tokens on two GPUs as on one, float32", "2 of 2 policies", "all", "met"],
     ]
 
 
@@ -242,7 +242,7 @@ def test_other_settings_than_the_targets_do_not_count() -> None:
         "-14.0% (lychee_decode, 131,072, chosen), of 4",
         "not measured yet",
     )
-    assert by_label["the same tokens on two GPUs as on one"][1] == "met"
+    assert by_label["the same tokens on two GPUs as on one, float32"][1] == "met"
 
 
 def test_different_tokens_and_a_bad_prediction_are_missed() -> None:
@@ -250,7 +250,7 @@ def test_different_tokens_and_a_bad_prediction_are_missed() -> None:
     results["gpu-tp"]["rows"][-1]["equal"] = False
     results["gpu-plan"]["rows"] = [plan(0, 0.16, 1000)]
     found = {label: verdict for label, _, _, verdict in targets(results)}
-    assert found["the same tokens on two GPUs as on one"] == "**missed**"
+    assert found["the same tokens on two GPUs as on one, float32"] == "**missed**"
     assert found["predicted against measured time per token, 12 settings, worst"] == "**missed**"
 
 

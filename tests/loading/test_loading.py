@@ -161,11 +161,15 @@ def change_tensor(folder: Path, **changes: Any) -> None:
     )
 
 
-def change_index(folder: Path, shard: str) -> None:
+def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    index["weight_map"]["lm_head.weight"] = shard
+    change(index)
     path.write_text(json.dumps(index))
+
+
+def change_shard(folder: Path, shard: str) -> None:
+    change_index(folder, lambda index: index["weight_map"].update({"lm_head.weight": shard}))
 
 
 DAMAGES = {
@@ -256,16 +260,36 @@ DAMAGES = {
     "huge shape": (lambda f: change_tensor(f, shape=[2**62, 96]), ValueError, "its shape is"),
     "shape of floats": (lambda f: change_tensor(f, shape=[320.0, 96]), ValueError, "the shape"),
     "shard above": (
-        lambda f: change_index(f, "../other.safetensors"),
+        lambda f: change_shard(f, "../other.safetensors"),
         ValueError,
         "names '../other.safetensors', which is no .safetensors file in its folder",
     ),
     "shard elsewhere": (
-        lambda f: change_index(f, "/other.safetensors"),
+        lambda f: change_shard(f, "/other.safetensors"),
         ValueError,
         "names '/other.safetensors', which is no",
     ),
-    "pickled shard": (lambda f: change_index(f, "other.bin"), ValueError, "names 'other.bin'"),
+    "pickled shard": (lambda f: change_shard(f, "other.bin"), ValueError, "names 'other.bin'"),
+    "no index metadata": (
+        lambda f: change_index(f, lambda index: index.pop("metadata")),
+        ValueError,
+        "model.safetensors.index.json has no metadata",
+    ),
+    "no weight map": (
+        lambda f: change_index(f, lambda index: index.update(weight_map=[])),
+        ValueError,
+        "model.safetensors.index.json has no weight_map",
+    ),
+    "empty weight map": (
+        lambda f: change_index(f, lambda index: index["weight_map"].clear()),
+        ValueError,
+        "model.safetensors.index.json names no weights",
+    ),
+    "nested index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("[" * 10**6),
+        ValueError,
+        "model.safetensors.index.json is not valid JSON",
+    ),
     "other weight files": (
         lambda f: change_config(f, transformers_weights="other.safetensors"),
         ValueError,
@@ -306,6 +330,22 @@ def test_damaged_folder(folder: Path, damage: str) -> None:
     do_damage(folder)
     with pytest.raises(error, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+def test_damaged_tokenizer(tmp_path: Path, name: str) -> None:
+    """Not JSON, nested too deeply, or other JSON than a tokenizer's: the file, or the folder."""
+    make_tiny_model("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    for damaged in ("{", "[" * 10**6, '{"a":' * 10**6):
+        (tmp_path / name).write_text(damaged)
+        with pytest.raises(ValueError, match=f"{tmp_path / name} is not valid JSON"):
+            load_tokenizer(tmp_path)
+    (tmp_path / name).write_text('{"a": ' + "[" * 900 + "]" * 900 + "}")
+    with pytest.raises(ValueError, match=f"the tokenizer in {tmp_path} cannot be read"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,22 +102,6 @@ def test_unsupported_hub_model_is_not_downloaded(tmp_path: Path) -> None:
     (snapshot.parents[1] / "refs" / "main").write_text("abc123")
     with pytest.raises(ValueError, match="unsupported model type 'mamba'"):
         OffloadedModel.from_pretrained("some-user/some-model", cache_dir=str(tmp_path))
-
-
-def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokenizer_config.json names Python code, and stdin would say yes to it."""
-    (tmp_path / "custom.py").write_text(
-        f"open({str(tmp_path / 'was_run')!r}, 'w').close()\nclass Custom: pass\n"
-    )
-    for name, extra in {
-        "config.json": {"model_type": "llama", "auto_map": {"AutoConfig": "custom.Custom"}},
-        "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["custom.Custom", None]}},
-    }.items():
-        (tmp_path / name).write_text(json.dumps({"tokenizer_class": "Custom", **extra}))
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(ValueError, match="auto_map names Python code of the checkpoint"):
-        load_tokenizer(tmp_path)
-    assert not (tmp_path / "was_run").exists()
 
 
 def test_a_file_that_is_no_model(tiny_folders: dict[str, Path]) -> None:
@@ -332,22 +315,6 @@ def test_damaged_folder(folder: Path, damage: str) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
-)
-def test_damaged_tokenizer(tmp_path: Path, name: str) -> None:
-    """Not JSON, nested too deeply, or other JSON than a tokenizer's: the file, or the folder."""
-    make_tiny_model("llama").save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    for damaged in ("{", "[" * 10**6, '{"a":' * 10**6):
-        (tmp_path / name).write_text(damaged)
-        with pytest.raises(ValueError, match=f"{tmp_path / name} is not valid JSON"):
-            load_tokenizer(tmp_path)
-    (tmp_path / name).write_text('{"a": ' + "[" * 900 + "]" * 900 + "}")
-    with pytest.raises(ValueError, match=f"the tokenizer in {tmp_path} cannot be read"):
-        load_tokenizer(tmp_path)
-
-
 @pytest.fixture
 def gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
@@ -451,17 +418,3 @@ def test_weights_are_moved(offloaded_models: dict[str, Any], tmp_path: Path) -> 
     saved, weights = load_file(tmp_path / "saved.safetensors"), model.state_dict()
     assert len(saved) == len(weights) - 1  # the tied one
     assert all(torch.equal(weight, weights[name]) for name, weight in saved.items())
-
-
-def test_two_threads_load_at_once(tiny_folders: dict[str, Path]) -> None:
-    """transformers changes torch's default dtype while it loads."""
-    names = ["llama", "qwen3"] * 6  # whose weights are tied
-
-    def load(numbered: tuple[int, str]) -> torch.dtype:
-        dtype = ("float32", "bfloat16")[numbered[0] % 2]
-        return OffloadedModel.from_pretrained(tiny_folders[numbered[1]], dtype=dtype).dtype
-
-    with ThreadPoolExecutor(4) as threads:
-        dtypes = list(threads.map(load, enumerate(names)))
-    assert dtypes == [torch.float32, torch.bfloat16] * 6
-    assert torch.get_default_dtype() == torch.float32

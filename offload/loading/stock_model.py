@@ -16,7 +16,15 @@ from offload.loading.checkpoint import Checkpoint, check_loaded
 from offload.loading.one_at_a_time import loading
 from offload.models import ModelShape
 from offload.models.base import check_computation, context_limit
+from offload.system.json_file import read_json_object
 
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 logger = logging.getLogger(__name__)
 
 # What files may ask an offloaded model for, first what it does. Its KV cache is the host store, it
@@ -52,6 +60,8 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
         raise
     except Exception as error:  # of any kind: they have no class in common
         raise ValueError(f"{path}: {error}") from error
+    # Kernels of the stock layers, which compute nothing here: there is none to look for.
+    config._attn_implementation = config._experts_implementation = None
     try:
         check_computation(config)
         context_limit(config)
@@ -102,18 +112,26 @@ def folder_tokenizer(folder: Path) -> Any:
     """The tokenizer in a checkpoint's folder. Code that comes with a checkpoint is never run.
 
     Raises:
-        ValueError: the tokenizer is such code.
+        OSError: there is none.
+        ValueError: the tokenizer is such code, or its files are damaged; names what is.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
+    except OSError:
+        raise
+    except Exception as error:  # of any kind, where files are damaged
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{folder}: auto_map names Python code of the checkpoint as its tokenizer, and "
+                "offload runs no such code; available: tokenizers that transformers has"
+            ) from error
+        for name in _TOKENIZER_FILES:
+            if (folder / name).is_file():
+                read_json_object(folder / name)
         raise ValueError(
-            f"{folder}: auto_map names Python code of the checkpoint as its tokenizer, and offload "
-            "runs no such code; available: tokenizers that transformers has"
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -225,9 +225,12 @@ def test_prompts_without_tokens(tiny_folders: dict[str, Path]) -> None:
     model = OffloadedModel.from_pretrained(tiny_folders["llama"], num_threads=1)
     with pytest.raises(ValueError, match=r"^the prompt is empty$"):
         model.generate(torch.empty(1, 0, dtype=torch.long), max_new_tokens=2)
-    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
-    with pytest.raises(ValueError, match="row 1 of the batch is empty"):
-        model.generate(random_tokens(2, 3), attention_mask=mask, max_new_tokens=2)
+    for mask, message in (
+        ([[0, 0, 0], [0, 0, 0]], r"hides all of the new tokens \[2, 3\]"),
+        ([[1, 1, 0], [0, 0, 0]], "attention_mask ends in padding"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(random_tokens(2, 3), attention_mask=torch.tensor(mask), max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

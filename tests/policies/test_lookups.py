@@ -117,7 +117,8 @@ def test_a_model_is_on_its_device_when_it_is_calibrated(monkeypatch, tiny_folder
 
     monkeypatch.setattr(opening, "move_to_device", moved)
     monkeypatch.setattr(PerHead, "calibrated", calibrated)
-    OffloadedModel.from_pretrained(tiny_folders["llama"], policy="per_head", dense_layers=1)
+    policy = make_policy("per_head", dense_layers=1)
+    OffloadedModel.from_pretrained(tiny_folders["llama"], policy=policy)
     assert events == ["moved", "calibrated"]
 
 

@@ -111,7 +111,7 @@ def test_a_model_is_on_its_device_when_it_is_calibrated(monkeypatch, tiny_folder
     def moved(stock, config):
         events.append("moved")
 
-    def calibrated(self, *_):
+    def calibrated(self, *_, **__):
         events.append("calibrated")
         return self
 

@@ -137,6 +137,11 @@ class StepModel:
             self.linear_us = self._host_us(
                 profile.layer_linear_us, layer_elements(work.shape), "linear layers"
             )
+        if profile.measured_threads is not None:
+            self._assume(
+                f"{profile.num_threads} threads on the CPU: what {profile.measured_threads} take "
+                "stands for it, longer in proportion where there are fewer"
+            )
         heads = (work.shape.num_qo_heads, work.shape.num_kv_heads, work.shape.head_dim)
         if heads != profile.attention_heads:
             self._assume(

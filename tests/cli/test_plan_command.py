@@ -168,14 +168,21 @@ def test_this_machine_is_measured_once(
     assert first.exit_code == 0, first.output
     assert "measured this machine" in first.stderr.replace("\n", "")
     (kept,) = (tmp_path / "cache" / "profiles").iterdir()
-    assert kept.read_text() == saved.read_text()
+    assert json.loads(kept.read_text())["profiles"] == [json.loads(saved.read_text())]
     second = runner.invoke(app, arguments)
     assert second.exit_code == 0
     assert "measured this machine" not in second.stderr
     assert second.stdout == first.stdout
+    three = runner.invoke(app, [*arguments, "--threads", "3", "--json"])
+    assert three.exit_code == 0
+    assert "measured this machine" not in three.stderr
+    assert "3 threads on the CPU: what 1 take stands for it" in three.stdout
     before = kept.stat().st_mtime_ns
     assert runner.invoke(app, [*arguments, "--remeasure"]).exit_code == 0
     assert kept.stat().st_mtime_ns > before
+    assert runner.invoke(app, [*arguments, "--threads", "3", "--remeasure"]).exit_code == 0
+    measured = json.loads(kept.read_text())["profiles"]
+    assert [profile["num_threads"] for profile in measured] == [1, 3]
 
 
 def test_help_teaches() -> None:

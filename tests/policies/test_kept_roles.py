@@ -16,6 +16,11 @@ from offload.loading.gguf import EMBEDDED_MODEL, LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
 from offload.policies import LycheeDecode, PerHead, Policy
 from offload.policies.lychee_decode import kept_roles as kept
+from offload.policies.lychee_decode.calibration import (
+    calibration_tokens,
+    observe_heads,
+    roles_from,
+)
 from offload.policies.lychee_decode.kept_roles import keep_roles, kept_roles
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.per_head.calibration import mean_lookup_mass
@@ -208,6 +213,13 @@ def test_a_calibration_finds_what_is_shipped(name: str) -> None:
     least = np.sort(mass[2:], axis=None)[-11]
     assert (roles[mass > least + 0.02]).all()
     assert not roles[mass < least - 0.02].any()
+    shipped = HeadRoles.load(kept._of_package("lychee_decode") / f"{name}-15-after-1.json")
+    made = roles_from(
+        observe_heads(lean, calibration_tokens(load_tokenizer(name), 2048)),
+        model_type="llama",
+        head_dim=64,
+    )
+    assert (made.array == shipped.array).sum() >= made.array.size - 2  # one moved
 
 
 def test_other_weights_have_another_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.policies.compiled import _warn_slow, cached_njit
+from offload.policies.compiled import _say_compiling, _warn_slow, cached_njit
 from offload.policies.numba_cache import drop_stale
 
 
@@ -32,9 +32,17 @@ def add_one(x: int) -> int:
     return x + 1
 
 
-def test_damaged_files_are_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_are_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
-    assert cached_njit()(add_one)(1) == 2
+    said = "compiling policies for this processor, once"
+    with caplog.at_level(logging.INFO, logger="offload"):
+        for lines in ([said], []):
+            _say_compiling.cache_clear()
+            assert cached_njit()(add_one)(1) == 2
+            assert caplog.messages == lines
+            caplog.clear()
     files = list(tmp_path.rglob("*.nb[ci]"))
     assert len(files) == 2
     for path in files:

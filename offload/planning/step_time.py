@@ -139,8 +139,9 @@ class StepModel:
             )
         if profile.measured_threads is not None:
             self._assume(
-                f"{profile.num_threads} threads on the CPU: what {profile.measured_threads} take "
-                "stands for it, longer in proportion where there are fewer"
+                f"CPU: measured with num_threads={profile.measured_threads}, not "
+                f"{profile.num_threads}; fewer take longer in proportion, more as long, and "
+                "--remeasure measures them"
             )
         heads = (work.shape.num_qo_heads, work.shape.num_kv_heads, work.shape.head_dim)
         if heads != profile.attention_heads:

@@ -176,7 +176,7 @@ def test_this_machine_is_measured_once(
     three = runner.invoke(app, [*arguments, "--threads", "3", "--json"])
     assert three.exit_code == 0
     assert "measured this machine" not in three.stderr
-    assert "3 threads on the CPU: what 1 take stands for it" in three.stdout
+    assert "CPU: measured with num_threads=1, not 3; " in three.stdout
     before = kept.stat().st_mtime_ns
     assert runner.invoke(app, [*arguments, "--remeasure"]).exit_code == 0
     assert kept.stat().st_mtime_ns > before

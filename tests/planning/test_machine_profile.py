@@ -160,8 +160,8 @@ def test_a_plan_says_that_other_threads_were_measured() -> None:
     assert not StepModel(profile, work, on_gpu=True).step(least_placement(work)).assumed
     step = StepModel(profile.for_threads(2), work, on_gpu=True).step(least_placement(work))
     assert step.assumed == (
-        "2 threads on the CPU: what 8 take stands for it, longer in proportion where there are "
-        "fewer",
+        "CPU: measured with num_threads=8, not 2; fewer take longer in proportion, more as long, "
+        "and --remeasure measures them",
     )
 
 

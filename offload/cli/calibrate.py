@@ -291,8 +291,9 @@ def _of_per_head(
 
     lean = loaded._offload.lean
     with Progress(console=stderr(), transient=True) as progress:
-        task = progress.add_task(f"reading {tokens:,} tokens each time", total=NUM_LOOKUP_TEXTS)
-        mass = mean_lookup_mass(lean, tokenizer, tokens, on_text=lambda: progress.advance(task))
+        total = NUM_LOOKUP_TEXTS * len(lean.layers)
+        task = progress.add_task(f"reading {tokens:,} tokens each time", total=total)
+        mass = mean_lookup_mass(lean, tokenizer, tokens, lambda: progress.advance(task))
     roles = roles_by_mass(
         mass,
         count,
@@ -320,7 +321,7 @@ def _of_lychee_decode(
 
     lean = loaded._offload.lean
     with Progress(console=stderr(), transient=True) as progress:
-        task = progress.add_task(f"reading {len(input_ids):,} tokens", total=len(lean.layers))
+        task = progress.add_task(f"reading {len(input_ids):,} tokens", total=2 * len(lean.layers))
         calibration = observe_heads(lean, input_ids, on_layer=lambda: progress.advance(task))
     roles = roles_from(
         calibration,

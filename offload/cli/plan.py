@@ -228,20 +228,20 @@ def _measured(
     remeasure: bool,
 ) -> MachineProfile:
     """This machine's profile, with what the policy costs here: each from the cache, or measured now
-    and kept."""
+    and kept. Where the machine was measured with other numbers of threads, the nearest stands."""
     import torch
     from rich.progress import Progress
 
     from offload.bench.machine.measure import measure_profile
     from offload.bench.machine.policy import with_policy
-    from offload.planning.profile import cached_profile, store_profile
+    from offload.planning.profile import measured_profile, store_profile
     from offload.runtime.config import checked_device
-    from offload.system.memory import worker_threads
+    from offload.system.memory import available_cpus, worker_threads
 
     console = stderr()
     where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     threads = worker_threads(threads, with_gpu=where.type == "cuda")
-    found = None if remeasure else cached_profile(where, threads)
+    found = None if remeasure else measured_profile(where, threads)
     if found is None:
         parts = "memory and CPU" if where.type == "cpu" else "memory, CPU, PCIe and GPU"
         console.print(f"measuring this machine, once: {parts}", style="dim")
@@ -262,6 +262,8 @@ def _measured(
         console.print(
             f"measured this machine in {seconds:.0f} s: {path}", style="dim", soft_wrap=True
         )
+    if found.num_threads > max(threads, available_cpus()):  # more than could run here at once
+        return found.for_threads(threads)
     start = time.perf_counter()
     with console.status(f"measuring what {policy.name} costs here, once"):
         whole = with_policy(found, policy, model.shape, model.dtype, context)
@@ -269,7 +271,7 @@ def _measured(
         store_profile(whole)
         seconds = time.perf_counter() - start
         console.print(f"measured what {policy.name} costs here in {seconds:.0f} s", style="dim")
-    return whole
+    return whole.for_threads(threads)
 
 
 def _print(found: Plan) -> None:

@@ -48,6 +48,10 @@ class CostTable:
         # Before the first point too, but a kernel takes its time however little it does.
         return max(cost_a + (cost_b - cost_a) / (b - a) * (size - a), 0.0)
 
+    def times(self, factor: float) -> CostTable:
+        """Everything costs so many times as much."""
+        return CostTable(tuple((size, factor * us) for size, us in self.points))
+
     @property
     def fixed_us(self) -> float:
         """What the least work costs, by the first two points."""

@@ -1,9 +1,10 @@
 """What a machine was measured to do: the numbers that plans and predictions are made from.
 
 `offload.bench.machine` measures them in some seconds; here is what they are, and where they are
-kept: a JSON file per machine in the cache folder. The file's name says which processor, threads,
-instruction set, GPU, driver and version of ours it is for, so that a machine that has changed has
-no profile instead of a wrong one.
+kept: a JSON file per machine in the cache folder, with a profile for each number of threads that
+was measured. The file's name says which processor, instruction set, GPU, driver and version of ours
+it is for, so that a machine that has changed has no profile instead of a wrong one. For a number of
+threads that was not measured, the nearest stands (`MachineProfile.for_threads`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from offload.system.version import __version__
 
 _FORMATS = "offload-profile-"
 _FORMAT = _FORMATS + "4"
+_KEPT_FORMAT = "offload-profiles-1"  # of a machine's profiles together
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -116,6 +118,8 @@ class MachineProfile:
         select_hidden: likewise, the share of that time in which the policy prepares, before the
             query, or learns, after the answer: a GPU does not wait while it has work itself.
         device: the GPU, or None.
+        measured_threads: None, or how many threads it was measured with where they are not
+            num_threads.
     """
 
     cpu: str
@@ -134,6 +138,7 @@ class MachineProfile:
     select_scale: dict[str, float]
     select_hidden: dict[str, float]
     device: DeviceProfile | None = None
+    measured_threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_threads < 1 or not self.read_bandwidth > 0:
@@ -148,11 +153,36 @@ class MachineProfile:
         return {
             "cpu": self.cpu,
             "isa": self.isa,
-            "num_threads": self.num_threads,
             "gpu": None if self.device is None else self.device.name,
             "driver": None if self.device is None else self.device.driver,
             "version": self.version,
         }
+
+    def for_threads(self, num_threads: int) -> MachineProfile:
+        """What is known of the same machine with another number of threads.
+
+        With fewer threads, what they do takes longer in proportion, as if memory could never be
+        read faster by more of them; with more, it takes as long as was measured, as if it were
+        always busy. So nothing is predicted to be faster than what was measured. What policies take
+        is a multiple of that (`select_scale`) and stays, and so does the GPU's part.
+        """
+        if num_threads == self.num_threads:
+            return self
+        slower = max(1.0, self.num_threads / num_threads)
+        tables = ("attend_cold", "attend_warm", "scan_dense", "scan_retrieve")
+        changes: dict[str, Any] = {name: getattr(self, name).times(slower) for name in tables}
+        for name in ("layer_linear_us", "lm_head_us"):
+            changes[name] = {
+                key: {rows: slower * us for rows, us in of_rows.items()}
+                for key, of_rows in getattr(self, name).items()
+            }
+        return dataclasses.replace(
+            self,
+            num_threads=num_threads,
+            measured_threads=self.measured_threads or self.num_threads,
+            read_bandwidth=self.read_bandwidth / slower,
+            **changes,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -187,16 +217,7 @@ class MachineProfile:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON: the whole file or nothing, also where two processes write at once."""
-        target = Path(path)
-        text = json.dumps(self.as_json(), indent=1) + "\n"
-        descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=target.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(temporary).replace(target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        _write(self.as_json(), Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> MachineProfile:
@@ -206,8 +227,7 @@ class MachineProfile:
             FileNotFoundError: there is none.
             ValueError: damaged, or of another format; names the file.
         """
-        damaged = "is damaged, it is not JSON ({}); measure again with `offload plan --remeasure`"
-        return cls.from_json(read_json(path, "machine profile", damaged=damaged), str(path))
+        return cls.from_json(_read(path), str(path))
 
 
 def shape_key(shape: ModelShape, item_bytes: int) -> str:
@@ -218,7 +238,7 @@ def shape_key(shape: ModelShape, item_bytes: int) -> str:
     )
 
 
-def machine_key(device: torch.device, num_threads: int) -> dict[str, Any]:
+def machine_key(device: torch.device) -> dict[str, Any]:
     """What a profile of this machine must be for."""
     gpu = driver = None
     if device.type == "cuda":
@@ -226,64 +246,122 @@ def machine_key(device: torch.device, num_threads: int) -> dict[str, Any]:
     return {
         "cpu": cpu_model(),
         "isa": isa_name(),
-        "num_threads": num_threads,
         "gpu": gpu,
         "driver": driver,
         "version": __version__,
     }
 
 
-def profile_path(key: dict[str, Any]) -> Path:
-    """Where the profile of a machine is kept."""
+def profiles_path(key: dict[str, Any]) -> Path:
+    """Where the profiles of a machine are kept."""
     described = json.dumps(key, sort_keys=True)
     digest = hashlib.sha256(described.encode()).hexdigest()[:12]
-    return cache_folder() / "profiles" / f"{key['num_threads']}-threads-{digest}.json"
+    return cache_folder() / "profiles" / f"machine-{digest}.json"
 
 
 def cached_profile(device: torch.device, num_threads: int) -> MachineProfile | None:
-    """The profile of this machine that was measured before; None if there is none, or only one of
+    """What was measured before of this machine, for so many threads: with as many, or as
+    `MachineProfile.for_threads` has it of the nearest number; None if nothing was, or only in
     a format that this version does not write any more.
 
     Raises:
         ValueError: a damaged file, or one that says that it is for another machine.
     """
-    key = machine_key(device, num_threads)
-    path = profile_path(key)
-    if not path.is_file():
-        return None
-    try:
-        profile = MachineProfile.load(path)
-    except OtherFormatError:
-        return None
-    if profile.key != key:
-        different = ", ".join(
-            f"{name} {value!r} instead of {key[name]!r}"
-            for name, value in profile.key.items()
-            if value != key[name]
-        )
-        raise ValueError(
-            f"machine profile {path} is for another machine: {different}; measure again with "
-            "`offload plan --remeasure`"
-        )
-    return profile
+    measured = measured_profile(device, num_threads)
+    return None if measured is None else measured.for_threads(num_threads)
+
+
+def measured_profile(device: torch.device, num_threads: int) -> MachineProfile | None:
+    """The same with the number of threads that it was measured with: the nearest by their ratio.
+
+    Raises:
+        ValueError: as `cached_profile`.
+    """
+    key = machine_key(device)
+    profiles = _kept(profiles_path(key), key)
+    return min(
+        profiles,
+        key=lambda profile: abs(math.log(profile.num_threads / num_threads)),
+        default=None,
+    )
 
 
 def store_profile(profile: MachineProfile) -> Path:
-    """Keep a profile for `cached_profile`.
+    """Keep a profile for `cached_profile`, beside those for other numbers of threads.
 
     Raises:
         PermissionError: the cache folder cannot be written to.
+        ValueError: it was measured with another number of threads than it is for.
     """
-    path = profile_path(profile.key)
+    if profile.measured_threads is not None:
+        raise ValueError(
+            f"a profile for {profile.num_threads} threads that was measured with "
+            f"{profile.measured_threads} is not kept; measure with `offload plan --remeasure`"
+        )
+    path = profiles_path(profile.key)
+    try:
+        profiles = [x for x in _kept(path, profile.key) if x.num_threads != profile.num_threads]
+    except ValueError:  # damaged: only what was measured now is sure
+        profiles = []
+    profiles = sorted([*profiles, profile], key=lambda x: x.num_threads)
+    document = {"format": _KEPT_FORMAT, "profiles": [x.as_json() for x in profiles]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        profile.save(path)
+        _write(document, path)
     except OSError as error:
         raise PermissionError(
             f"cannot write the machine profile to {path.parent} ({error.strerror}); "
             "set OFFLOAD_CACHE to a folder that can be written to"
         ) from error
     return path
+
+
+def _kept(path: Path, key: dict[str, Any]) -> list[MachineProfile]:
+    """The profiles of a machine that lie there, in the order of their threads."""
+    if not path.is_file():
+        return []
+    document = _read(path)
+    of_machine = document.get("profiles") if isinstance(document, dict) else None
+    if not isinstance(of_machine, list) or document.get("format") != _KEPT_FORMAT:
+        raise ValueError(
+            f"machine profile {path} is damaged, its format is not {_KEPT_FORMAT!r}; measure again "
+            "with `offload plan --remeasure`"
+        )
+    profiles = []
+    for of_threads in of_machine:
+        try:
+            profile = MachineProfile.from_json(of_threads, str(path))
+        except OtherFormatError:
+            continue
+        if profile.key != key:
+            different = ", ".join(
+                f"{name} {value!r} instead of {key[name]!r}"
+                for name, value in profile.key.items()
+                if value != key[name]
+            )
+            raise ValueError(
+                f"machine profile {path} is for another machine: {different}; measure again with "
+                "`offload plan --remeasure`"
+            )
+        profiles.append(profile)
+    return profiles
+
+
+def _read(path: str | Path) -> Any:
+    damaged = "is damaged, it is not JSON ({}); measure again with `offload plan --remeasure`"
+    return read_json(path, "machine profile", damaged=damaged)
+
+
+def _write(document: dict[str, Any], path: Path) -> None:
+    text = json.dumps(document, indent=1) + "\n"
+    descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def _tables(cls: Any, fields: dict[str, Any]) -> dict[str, Any]:

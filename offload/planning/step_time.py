@@ -137,6 +137,12 @@ class StepModel:
             self.linear_us = self._host_us(
                 profile.layer_linear_us, layer_elements(work.shape), "linear layers"
             )
+        if profile.measured_threads is not None:
+            self._assume(
+                f"CPU: measured with num_threads={profile.measured_threads}, not "
+                f"{profile.num_threads}; fewer take longer in proportion, more as long, and "
+                "--remeasure measures them"
+            )
         heads = (work.shape.num_qo_heads, work.shape.num_kv_heads, work.shape.head_dim)
         if heads != profile.attention_heads:
             self._assume(

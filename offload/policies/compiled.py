@@ -22,12 +22,15 @@ class _Cache(_Base):  # type: ignore[misc]
     """What cannot be read or written, for whatever reason, is as if it were not there."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = None
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except Exception as error:  # unpickling cut bytes may raise anything
             logger.debug("the compiled %s cannot be read: %r", self._name, error)
             self._forget()
-            return None
+        if found is None:
+            _say_compiling()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
@@ -50,6 +53,11 @@ def cache_of(function: Callable[..., Any]) -> Any:
     except (RuntimeError, OSError):
         _warn_slow()
         return NullCache()
+
+
+@functools.cache
+def _say_compiling() -> None:
+    logger.info("compiling policies for this processor, once")
 
 
 @functools.cache

@@ -84,8 +84,14 @@ def vocabulary_marks(tokenizer: Any) -> npt.NDArray[np.uint8] | None:
         return None
     added = {str(token) for token in getattr(tokenizer, "added_tokens_encoder", {})}
     byte_level = any("Ġ" in token or "Ċ" in token for token in vocabulary)
+    blank = "Ġ" if byte_level else "▁"
     marks = np.zeros(max(vocabulary.values()) + 1, np.uint8)
     for token, index in vocabulary.items():
+        word = token.removeprefix(blank)
+        if word.isalnum() and word.isascii() and token not in added:
+            # As text_mark has it, at once: most tokens are words, and who loads a model waits.
+            marks[index] = _STARTS_BLANK if len(word) < len(token) else 0
+            continue
         if token in added:
             text = token.encode()
         else:

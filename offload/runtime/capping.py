@@ -54,15 +54,16 @@ def with_cap_in_tokens(
         token_bytes = shape.kv_token_bytes * item_bytes // 2
         room = kv_budget_bytes(config, weight_bytes, loaded=False)
         kv_len = min(shape.max_context, max(config.page_tokens, room // token_bytes))
+        profile = cached_profile(device, threads)
+        again = "" if profile is None or profile.measured_threads is None else " --remeasure"
         to_measure = (
             f"run `offload plan --context {kv_len} --dtype {str(dtype).removeprefix('torch.')} "
-            f"--threads {threads} --device {config.device}` with this model and policy once"
+            f"--threads {threads} --device {config.device}{again}` with this model and policy once"
         )
-        profile = cached_profile(device, threads)
         if profile is None:
             raise ValueError(
-                f"{policy.step_cap} is of predicted steps, but this machine was not measured with "
-                f"{threads} threads; {to_measure}, or give max_tokens"
+                f"{policy.step_cap} is of predicted steps, but this machine was not measured; "
+                f"{to_measure}, or give max_tokens"
             )
         predicted = step_predictor(
             policy,

@@ -11,14 +11,9 @@ step and counts as `OffloadStats.setup_seconds`.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
-from transformers.utils.logging import tqdm
 
 from gpu_ops.compile_ahead import compile_ahead
 from gpu_ops.flags import await_flag, raise_flag
@@ -34,6 +29,7 @@ from offload.prefill.forward import prefill
 from offload.system.autocast import without_autocast
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import available_cpus
+from offload.system.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +47,7 @@ def warm_up(lean: LeanModel, decoder: Decoder, policy: Policy, dtype: torch.dtyp
     """
     assert isinstance(decoder, DeviceDecoder)  # as on any GPU
     device, ranks = decoder.device, lean.ranks
-    progress = _Progress(is_shown=ranks is None or ranks.rank == 0)
+    progress = compiling_progress(is_shown=ranks is None or ranks.rank == 0)
     # A seed is for the user's draws; kernels are launched on the current device.
     with torch.random.fork_rng([device]), torch.cuda.device(device), without_autocast(device):
         try:
@@ -68,6 +64,17 @@ def warm_up(lean: LeanModel, decoder: Decoder, policy: Policy, dtype: torch.dtyp
             if ranks is not None:  # the others are in the middle of it
                 raise
             logger.debug("no room to warm up: %s", error)
+
+
+def compiling_progress(*, is_shown: bool) -> Progress:
+    """Of `compile_ahead`."""
+    return Progress(
+        logger,
+        title="compiling GPU kernels",
+        begins="compiling %d GPU kernels, once",
+        ended="compiled them in %.1f s",
+        is_shown=is_shown,
+    )
 
 
 def rehearse(lean: LeanModel, decoder: DeviceDecoder, policy: Policy, dtype: torch.dtype) -> None:
@@ -134,36 +141,3 @@ class _Rehearsal(InlineHandshake):
     def await_reply(self, request: int) -> None:
         if self._has_flags:
             await_flag(self._mailbox.replies[request, :1], self._device)
-
-
-class _Progress:
-    """Says once that kernels are compiled; on a terminal with a bar, which does not stay."""
-
-    def __init__(self, *, is_shown: bool) -> None:
-        self._is_shown = is_shown
-        self._bar: Any = None
-        self._done = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        if not self._is_shown:
-            return
-        if self._bar is None:
-            self._done = done
-            logger.info("compiling %d GPU kernels, once", total - done)
-            self._bar = tqdm(
-                desc="compiling GPU kernels", total=total, initial=done, leave=False, disable=None
-            )
-        self._bar.update(done - self._done)
-        self._done = done
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Around the work."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self._bar is not None:
-                self._bar.close()
-        if self._bar is not None:
-            logger.info("compiled them in %.1f s", time.perf_counter() - start)

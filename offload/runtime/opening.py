@@ -90,10 +90,13 @@ def open_model(
     config = with_cap_in_tokens(checkpoint, config, ranks)
     check_before_loading(checkpoint, config, ranks)
     stock = load_stock_model(checkpoint, config.dtype).eval()
-    config = with_calibrated_policy(stock, config, folder, ranks)
-    if ranks is not None:
+    if ranks is None:
+        move_to_device(stock, config)
+        config = with_calibrated_policy(stock, config, folder)
+    else:
+        config = with_calibrated_policy(stock, config, folder, ranks)  # the whole fits here only
         config = keep_own_part(stock, config, ranks)
-    move_to_device(stock, config)
+        move_to_device(stock, config)
     opened = open_loaded(stock, config, folder, ranks)
     logger.debug(
         "loaded %s in %.1f s: %d threads, ISA %s, policy %s",
@@ -112,7 +115,7 @@ def _described(policy: Policy) -> str:
 
 
 def move_to_device(stock: Any, config: RuntimeConfig) -> None:
-    """After calibration, which runs on the CPU."""
+    """A model, or a rank's part of it; what reads its weights from now on runs there."""
     if config.device == "cpu":
         move_to_huge_pages(stock)
     else:
@@ -198,8 +201,8 @@ def with_calibrated_policy(
 ) -> RuntimeConfig:
     """The config, its policy with what it needs to learn from the model's attention first.
 
-    A plan was made before: of its placement, heads move with their roles. With ranks one of them
-    learns; the model is still whole.
+    It learns where the weights are. A plan was made before: of its placement, heads move with their
+    roles. With ranks one of them learns; the model is still whole.
     """
 
     def calibrate() -> Policy:
@@ -211,6 +214,8 @@ def with_calibrated_policy(
         )
 
     policy = calibrate() if ranks is None else ranks.once(calibrate)
+    if stock.device.type == "cuda":  # what is free there is shared out next
+        torch.cuda.empty_cache()
     placement = config.placement
     if placement is not None and policy != config.policy:
         num_qo_heads = stock.config.num_attention_heads

@@ -147,9 +147,8 @@ class SharedModel:
         for of_policy in configs:
             check_before_loading(checkpoint, of_policy, None)
         self.stock = load_stock_model(checkpoint, config.dtype).eval()
-        # On the CPU: calibration reads its text there.
-        configs = [with_calibrated_policy(self.stock, of_policy, folder) for of_policy in configs]
         move_to_device(self.stock, config)
+        configs = [with_calibrated_policy(self.stock, of_policy, folder) for of_policy in configs]
         reader = None
         if reads_on is not None:
             host: dict[int | str, int] = {

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from offload.cli import app
 from offload.loading.names import checkpoint_name
 from offload.policies.lychee_decode.calibration import calibration_tokens
+from offload.policies.lychee_decode.kept_roles import keep_roles
 from offload.policies.lychee_decode.overlap import head_overlap
 from offload.policies.lychee_decode.roles import HeadRoles
-from offload.policies.per_head.kept_roles import keep_roles
 from offload.runtime.model import OffloadedModel
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
@@ -38,7 +38,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     byte_tokenizer().save_pretrained(folder)
     name = checkpoint_name(folder)
     roles = HeadRoles.of(RETRIEVAL, head_dim=32, made_by="a test", checkpoint=name)
-    keep_roles(roles, name, 1, 2)
+    keep_roles("per_head", roles, 1, 2)
     return str(folder)
 
 

@@ -21,8 +21,8 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.gguf import LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name
 from offload.models.shape import MODEL_SHAPES
+from offload.policies.lychee_decode.kept_roles import keep_roles, kept_roles
 from offload.policies.lychee_decode.roles import HeadRoles
-from offload.policies.per_head.kept_roles import keep_roles, kept_roles
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 
@@ -88,8 +88,9 @@ def test_it_plans_for_the_heads_that_will_retrieve(
     kept = np.argwhere(retrieves[1:]).tolist()
     assert len(spaced) == 2
     assert spaced != kept
-    roles = HeadRoles.of(retrieves, head_dim=32, model_type="llama")
-    keep_roles(roles, checkpoint_name(folder), 2, 1)
+    name = checkpoint_name(folder)
+    roles = HeadRoles.of(retrieves, head_dim=32, model_type="llama", checkpoint=name)
+    keep_roles("per_head", roles, 2, 1)
     assert on_gpu(str(folder)) == kept
 
 
@@ -100,7 +101,8 @@ def test_it_plans_for_the_heads_of_an_embedded_model(h200: str, tmp_path: Path) 
     result = runner.invoke(app, arguments, env=cache)
     assert result.exit_code == 0, result.output
     places = HeadPlacement.from_json(json.loads(result.stdout)).places
-    roles = kept_roles(f"{LONG_CONTEXT_MODEL}@", 11, 2, **MODEL_SHAPES["smollm2-135m"].kv_heads)
+    shape = MODEL_SHAPES["smollm2-135m"].kv_heads
+    roles = kept_roles("per_head", f"{LONG_CONTEXT_MODEL}@", 11, 2, **shape)
     assert roles is not None
     assert np.array_equal(places[2:] == Place.GPU, roles.array[2:])
     assert not (tmp_path / "none").exists()
@@ -166,14 +168,21 @@ def test_this_machine_is_measured_once(
     assert first.exit_code == 0, first.output
     assert "measured this machine" in first.stderr.replace("\n", "")
     (kept,) = (tmp_path / "cache" / "profiles").iterdir()
-    assert kept.read_text() == saved.read_text()
+    assert json.loads(kept.read_text())["profiles"] == [json.loads(saved.read_text())]
     second = runner.invoke(app, arguments)
     assert second.exit_code == 0
     assert "measured this machine" not in second.stderr
     assert second.stdout == first.stdout
+    three = runner.invoke(app, [*arguments, "--threads", "3", "--json"])
+    assert three.exit_code == 0
+    assert "measured this machine" not in three.stderr
+    assert "CPU: measured with num_threads=1, not 3; " in three.stdout
     before = kept.stat().st_mtime_ns
     assert runner.invoke(app, [*arguments, "--remeasure"]).exit_code == 0
     assert kept.stat().st_mtime_ns > before
+    assert runner.invoke(app, [*arguments, "--threads", "3", "--remeasure"]).exit_code == 0
+    measured = json.loads(kept.read_text())["profiles"]
+    assert [profile["num_threads"] for profile in measured] == [1, 3]
 
 
 def test_help_teaches() -> None:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from cases.profile_cases import LLAMA, machine_profile
+from cases.profile_cases import LLAMA, machine_profile, workload
 
 from offload.bench.machine.device import measure_device
 from offload.bench.machine.measure import measure_profile
 from offload.bench.machine.steps import host_step_us
 from offload.models.shape import MODEL_SHAPES
+from offload.planning.choose import least_placement
 from offload.planning.cost_table import CostTable
 from offload.planning.profile import (
     MachineProfile,
     cached_profile,
     machine_key,
-    profile_path,
+    profiles_path,
     shape_key,
     store_profile,
 )
+from offload.planning.step_time import StepModel
 
 CPU = torch.device("cpu")
 
@@ -90,40 +92,85 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, damage, message
     assert "offload plan --remeasure" in str(error.value)
 
 
-def _profile_of(key: dict[str, Any]) -> MachineProfile:
-    fields = {name: key[name] for name in ("cpu", "isa", "num_threads", "version")}
-    return machine_profile(device=None, **fields)
+def _profile_of(num_threads: int) -> MachineProfile:
+    key = machine_key(CPU)
+    of_machine = {name: key[name] for name in ("cpu", "isa", "version")}
+    return machine_profile(device=None, num_threads=num_threads, **of_machine)
 
 
 def test_the_cache_is_keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
     assert cached_profile(CPU, 2) is None
-    key = machine_key(CPU, 2)
-    profile = machine_profile(
-        cpu=key["cpu"], isa=key["isa"], num_threads=2, version=key["version"], device=None
-    )
+    key = machine_key(CPU)
+    profile = _profile_of(2)
     path = store_profile(profile)
-    assert path == profile_path(key)
+    assert path == profiles_path(key)
     assert cached_profile(CPU, 2) == profile
-    assert cached_profile(CPU, 3) is None
     for name, value in (("cpu", "other"), ("isa", "scalar"), ("version", "0"), ("gpu", "H200")):
-        assert profile_path(key | {name: value}) != path
+        assert profiles_path(key | {name: value}) != path
 
     # A file that was copied there from another machine.
-    path.write_text(json.dumps(machine_profile(num_threads=2).as_json()))
+    kept = path.read_text()
+    path.write_text(kept.replace(json.dumps(key["cpu"]), '"made CPU"'))
     with pytest.raises(ValueError, match="is for another machine: cpu 'made CPU' instead of"):
         cached_profile(CPU, 2)
-    path.write_text("{")
-    with pytest.raises(ValueError, match="damaged"):
-        cached_profile(CPU, 2)
+    for damaged in ("{", "[]", '{"profiles": []}', kept.replace('"attend_cold"', '"cold"')):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match=r"damaged.*offload plan --remeasure"):
+            cached_profile(CPU, 2)
+    assert store_profile(profile) == path
+    assert cached_profile(CPU, 2) == profile
+
+
+def test_a_machine_is_measured_once_for_all_numbers_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest stands for those that were not measured, and never for something faster."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
+    scales = {"select_scale": {"lfps": 1.5}, "layer_linear_us": {"a": {1: 30.0}}}
+    four, sixteen = (replace(_profile_of(n), **scales) for n in (4, 16))
+    assert store_profile(sixteen) == store_profile(four) == store_profile(sixteen)
+    assert cached_profile(CPU, 4) == four
+    assert cached_profile(CPU, 16) == sixteen
+
+    two = cached_profile(CPU, 2)
+    assert two is not None
+    assert (two.num_threads, two.measured_threads) == (2, 4)
+    assert two.read_bandwidth == four.read_bandwidth / 2
+    for name in ("attend_cold", "attend_warm", "scan_dense", "scan_retrieve"):
+        assert getattr(two, name).us(1e6) == pytest.approx(2 * getattr(four, name).us(1e6))
+    assert two.layer_linear_us == {"a": {1: 60.0}}
+    assert two.select_scale == four.select_scale
+    assert cached_profile(CPU, 6) == replace(four, num_threads=6, measured_threads=4)
+    for wanted, nearest in ((1, 4), (7, 4), (9, 16), (64, 16)):
+        found = cached_profile(CPU, wanted)
+        assert found is not None
+        assert found.measured_threads == nearest
+
+    with pytest.raises(ValueError, match="for 2 threads that was measured with 4 is not kept"):
+        store_profile(two)
+    faster = replace(four, read_bandwidth=2 * four.read_bandwidth)
+    store_profile(faster)
+    assert cached_profile(CPU, 4) == faster
+    assert cached_profile(CPU, 16) == sixteen
+
+
+def test_a_plan_says_that_other_threads_were_measured() -> None:
+    profile, work = machine_profile(num_threads=8), workload()
+    assert not StepModel(profile, work, on_gpu=True).step(least_placement(work)).assumed
+    step = StepModel(profile.for_threads(2), work, on_gpu=True).step(least_placement(work))
+    assert step.assumed == (
+        "CPU: measured with num_threads=8, not 2; fewer take longer in proportion, more as long, "
+        "and --remeasure measures them",
+    )
 
 
 def test_a_profile_of_an_older_version_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
-    path = store_profile(_profile_of(machine_key(CPU, 2)))
-    path.write_text(json.dumps({"format": "offload-profile-1", "num_threads": 2}))
+    path = store_profile(_profile_of(2))
+    path.write_text(path.read_text().replace("offload-profile-4", "offload-profile-1"))
     assert cached_profile(CPU, 2) is None
 
 
@@ -153,7 +200,7 @@ def test_a_real_measurement_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert profile.device is None
     assert profile.attention_heads == (9, 3, 64)
-    assert profile.key == machine_key(CPU, 1)
+    assert profile.key == machine_key(CPU)
     assert 1e8 < profile.read_bandwidth < 1e13
     sizes = [size for size, _ in profile.attend_cold.points]
     assert sizes == [2 * 3 * 64 * 4 * tokens for tokens in (32, 256, 1024, 2048, 4096)]
@@ -217,5 +264,5 @@ def test_a_real_measurement_of_a_gpu() -> None:
     assert 0.0 <= device.step_us < 5000.0  # 0 where other tests use the GPU at the same time
     (linear,) = device.layer_linear_us.values()
     assert 1.0 < linear[1] < 1000.0
-    assert profile.key == machine_key(torch.device("cuda"), 2)
+    assert profile.key == machine_key(torch.device("cuda"))
     assert MachineProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile

@@ -56,12 +56,13 @@ def loaded(folder: Path, policy: HardKV, **options: Any) -> Any:
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineProfile:
     """Of this machine with one thread, with made costs: every byte counts."""
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
-    key = machine_key(torch.device("cpu"), 1)
+    key = machine_key(torch.device("cpu"))
     made = machine_profile(
         attend_cold=straight(10.0, 1e-3),
         scan_dense=straight(10.0, 1e-3),
         device=None,
-        **{name: key[name] for name in ("cpu", "isa", "num_threads", "version")},
+        num_threads=1,
+        **{name: key[name] for name in ("cpu", "isa", "version")},
     )
     store_profile(made)
     return made
@@ -230,7 +231,7 @@ def test_what_nothing_predicts(
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
     folder, policy = tiny_folders["llama"], hard_kv(max_step_us=100)
     how = r"`offload plan --context 512 --dtype float32 --threads 1 --device cpu` with this model"
-    with pytest.raises(ValueError, match=f"not measured with 1 threads; run {how}"):
+    with pytest.raises(ValueError, match=f"machine was not measured; run {how}"):
         loaded(folder, policy)
     with pytest.raises(NotImplementedError, match="nothing predicts steps of several ranks, or wi"):
         loaded(folder, policy, backend="inline")

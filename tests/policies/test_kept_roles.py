@@ -14,21 +14,36 @@ import pytest
 
 from offload.loading.gguf import EMBEDDED_MODEL, LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
-from offload.policies import PerHead
+from offload.policies import LycheeDecode, PerHead, Policy
+from offload.policies.lychee_decode import kept_roles as kept
+from offload.policies.lychee_decode.calibration import (
+    calibration_tokens,
+    observe_heads,
+    roles_from,
+)
+from offload.policies.lychee_decode.kept_roles import keep_roles, kept_roles
 from offload.policies.lychee_decode.roles import HeadRoles
-from offload.policies.per_head import kept_roles as kept
 from offload.policies.per_head.calibration import mean_lookup_mass
-from offload.policies.per_head.kept_roles import keep_roles, kept_roles
 from offload.policies.registry import make_policy
 
 SHAPE: dict[str, Any] = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32}
 ROLES = HeadRoles.of(
-    np.array([[0, 0], [0, 1], [0, 0]], bool), head_dim=32, model_type="llama", made_by="a test"
+    np.array([[0, 0], [0, 1], [0, 0]], bool),
+    head_dim=32,
+    model_type="llama",
+    made_by="a test",
+    checkpoint="0123",
 )
+# Of default options: retrieval heads, the layers before them, and whether these retrieve.
+OF_EMBEDDED = [("per_head", (11, 2), False), ("lychee_decode", (15, 1), True)]
 
 
 def found(checkpoint: str = "0123", count: int = 1, dense_layers: int = 1) -> HeadRoles | None:
-    return kept_roles(checkpoint, count, dense_layers, **SHAPE, model_type="llama")
+    return kept_roles("per_head", checkpoint, count, dense_layers, **SHAPE, model_type="llama")
+
+
+def keep(roles: HeadRoles = ROLES) -> None:
+    keep_roles("per_head", roles, 1, 1)
 
 
 @pytest.fixture
@@ -44,7 +59,7 @@ def only_file(cache: Path) -> Path:
 
 def test_what_is_kept_is_found(cache: Path) -> None:
     assert found() is None
-    keep_roles(ROLES, "0123", 1, 1)
+    keep()
     assert found() == ROLES
     for other in ({"checkpoint": "0124"}, {"count": 2}, {"dense_layers": 0}):
         assert found(**other) is None  # type: ignore[arg-type]
@@ -62,14 +77,14 @@ def test_what_is_kept_is_found(cache: Path) -> None:
     ],
 )
 def test_what_is_damaged_is_made_again(cache: Path, caplog: Any, damage: Any, message: str) -> None:
-    keep_roles(ROLES, "0123", 1, 1)
+    keep()
     path = only_file(cache)
     path.write_text(damage(path.read_text()))
     with caplog.at_level(logging.WARNING, logger="offload"):
         assert found() is None
     assert message in caplog.text
     assert path.name in caplog.text
-    keep_roles(ROLES, "0123", 1, 1)
+    keep()
     assert found() == ROLES
 
 
@@ -77,7 +92,7 @@ def test_many_keep_at_once(cache: Path) -> None:
     """A reader sees nothing or all of it, and nothing else stays behind."""
 
     def keep_and_find(i: int) -> HeadRoles | None:
-        keep_roles(replace(ROLES, made_by=str(i) * 1000), "0123", 1, 1)
+        keep(replace(ROLES, made_by=str(i) * 1000))
         return found()
 
     with ThreadPoolExecutor(8) as threads:
@@ -96,12 +111,12 @@ def test_a_write_that_fails_leaves_nothing(cache: Path, monkeypatch: Any, caplog
     with monkeypatch.context() as patch:
         patch.setattr(HeadRoles, "save", fill_disk)
         with caplog.at_level(logging.INFO, logger="offload"):
-            keep_roles(ROLES, "0123", 1, 1)
+            keep()
     assert "No space left on device); set OFFLOAD_CACHE to a folder" in caplog.text
     assert not [path for path in cache.rglob("*") if path.is_file()]
     (cache / "file").write_text("")
     monkeypatch.setenv("OFFLOAD_CACHE", str(cache / "file"))
-    keep_roles(ROLES, "0123", 1, 1)  # no reason not to load the model
+    keep()  # no reason not to load the model
     assert found() is None
 
 
@@ -133,8 +148,41 @@ def test_a_policy_calibrates_once(offloaded_models: Any, tokenizer: Any, monkeyp
     assert len(runs) == 2
 
 
+@pytest.mark.usefixtures("cache")
+def test_lychee_decode_calibrates_once(
+    offloaded_models: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so; a plan, and a policy with lychee_decode inside, take what it found."""
+    lean = offloaded_models["llama"]._offload.lean
+
+    def lines(policy: Policy, checkpoint: str = "0123") -> tuple[Policy, int]:
+        caplog.clear()
+        made = policy.calibrated(lambda: lean, "llama", lambda: tokenizer, lambda: checkpoint)
+        return made, len(caplog.messages)
+
+    policy = LycheeDecode(retrieval_heads=2)
+    with caplog.at_level(logging.INFO, logger="offload"):
+        made, _ = lines(policy)
+        assert caplog.messages[0] == (
+            "lychee_decode: finding the heads of this model that retrieve, on cpu, once (6 layers "
+            "to read)"
+        )
+        assert caplog.messages[1].startswith("found them in ")
+        assert made.head_roles.num_retrieval_heads == 2  # type: ignore[attr-defined]
+        assert lines(replace(policy, budget_tokens=99, rule="ratio", ratio=0.5))[0] == replace(
+            made, budget_tokens=99, rule="ratio", ratio=0.5
+        )
+        assert lines(policy) == (made, 0)
+        assert policy.with_kept(lambda: "0123", "llama", **lean.shape.kv_heads) == made
+        assert lines(LycheeDecode(retrieval_heads=3))[1] > 0
+        assert lines(policy, "4567")[1] > 0
+
+
+@pytest.mark.parametrize(("policy", "wanted", "first_retrieve"), OF_EMBEDDED)
 @pytest.mark.parametrize("name", [EMBEDDED_MODEL, LONG_CONTEXT_MODEL])
-def test_the_embedded_models_have_theirs(name: str, tmp_path: Path) -> None:
+def test_the_embedded_models_have_theirs(
+    name: str, policy: str, wanted: tuple[int, int], first_retrieve: bool, tmp_path: Path
+) -> None:
     """They come with the package: no calibration, whatever the cache has."""
     folder = resolve_folder(name)
     assert checkpoint_name(folder).startswith(f"{name}@")
@@ -144,9 +192,13 @@ def test_the_embedded_models_have_theirs(name: str, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     num_layers, num_kv_heads = config["num_hidden_layers"], config["num_key_value_heads"]
     shape = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": 64}
-    roles = kept_roles(f"{name}@", num_layers * num_kv_heads // 8, 2, **shape, model_type="llama")
+    of_model = {**shape, "model_type": "llama", "first_retrieve": first_retrieve}
+    roles = kept_roles(policy, f"{name}@", *wanted, **of_model)
     assert roles is not None
-    assert Path(roles.source).parent == kept._of_package()
+    assert Path(roles.source).parent == kept._of_package(policy)
+    asked = make_policy(policy)
+    made: Any = asked.with_kept(lambda: f"{name}@", "llama", **shape)
+    assert made.head_roles == roles
 
 
 @pytest.mark.slow
@@ -157,10 +209,17 @@ def test_a_calibration_finds_what_is_shipped(name: str) -> None:
 
     lean = OffloadedModel.from_pretrained(name, policy="full")._offload.lean
     mass = mean_lookup_mass(lean, load_tokenizer(name), 2048)
-    roles = HeadRoles.load(kept._of_package() / f"{name}-11-after-2.json").array
+    roles = HeadRoles.load(kept._of_package("per_head") / f"{name}-11-after-2.json").array
     least = np.sort(mass[2:], axis=None)[-11]
     assert (roles[mass > least + 0.02]).all()
     assert not roles[mass < least - 0.02].any()
+    shipped = HeadRoles.load(kept._of_package("lychee_decode") / f"{name}-15-after-1.json")
+    made = roles_from(
+        observe_heads(lean, calibration_tokens(load_tokenizer(name), 2048)),
+        model_type="llama",
+        head_dim=64,
+    )
+    assert (made.array == shipped.array).sum() >= made.array.size - 2  # one moved
 
 
 def test_other_weights_have_another_name(tmp_path: Path) -> None:
@@ -179,6 +238,6 @@ def test_other_weights_have_another_name(tmp_path: Path) -> None:
 
 
 def test_weights_that_nobody_can_name(cache: Path) -> None:
-    keep_roles(ROLES, "", 1, 1)
+    keep(replace(ROLES, checkpoint=""))
     assert found("") is None
     assert not list(cache.iterdir())

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cases.tiny_models import random_tokens
+from cases.tiny_models import make_tiny_model, random_tokens
 
+from offload import OffloadedModel
+from offload.models import lean_model_maker
 from offload.policies import PerHead
+from offload.policies.lychee_decode.calibration import observe_heads
+from offload.policies.lychee_decode.overlap import head_overlap
 from offload.policies.lychee_decode.roles import HeadRoles
-from offload.policies.per_head.calibration import calibrated_roles, lookup_mass
+from offload.policies.per_head.calibration import calibrated_roles, lookup_mass, roles_by_mass
 from offload.policies.per_head.lookups import LookUp, lookup_texts
 from offload.policies.registry import make_policy
+from offload.runtime import opening
 
 
 @pytest.mark.parametrize("num_tokens", [1024, 2048])
@@ -63,8 +66,8 @@ def test_mass_is_that_of_the_stock_model(name, stock_models, offloaded_models):
 
 def test_the_heads_that_look_most_are_chosen(monkeypatch, offloaded_models, tokenizer, caplog):
     """After the dense layers, as many as asked for."""
-    shape = replace(offloaded_models["llama"]._offload.lean.shape, max_context=4096)
-    lean: Any = SimpleNamespace(shape=shape)
+    lean = offloaded_models["llama"]._offload.lean
+    lean = replace(lean, shape=replace(lean.shape, max_context=4096))
     mass = np.array([[0.9, 0.8], [0.1, 0.3], [0.4, 0.0]])
     monkeypatch.setattr("offload.policies.per_head.calibration.lookup_mass", lambda *_: mass)
     with caplog.at_level(logging.INFO, logger="offload"):
@@ -99,3 +102,40 @@ def test_short_contexts_keep_spaced_heads(offloaded_models, tokenizer, caplog):
     assert calibrated(policy, offloaded_models["llama"], tokenizer) is policy
     assert "a context of 512 tokens is too short for a calibration" in caplog.text
     assert (policy.unit_members(3, 2)[1:] == 1).sum() == 1
+
+
+def test_a_model_is_on_its_device_when_it_is_calibrated(monkeypatch, tiny_folders):
+    """Which reads thousands of tokens: a GPU takes seconds for what takes a CPU minutes."""
+    events = []
+
+    def moved(stock, config):
+        events.append("moved")
+
+    def calibrated(self, *_, **__):
+        events.append("calibrated")
+        return self
+
+    monkeypatch.setattr(opening, "move_to_device", moved)
+    monkeypatch.setattr(PerHead, "calibrated", calibrated)
+    policy = make_policy("per_head", dense_layers=1)
+    OffloadedModel.from_pretrained(tiny_folders["llama"], policy=policy)
+    assert events == ["moved", "calibrated"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_gpu_finds_what_a_cpu_finds(name):
+    stock, tokens = make_tiny_model(name), random_tokens(500)
+    lookups = [LookUp(range(450, 455), range(40, 45)), LookUp(range(480, 483), range(100, 103))]
+    found = []
+    for device in ("cpu", "cuda"):
+        lean = lean_model_maker(name)(stock.to(device))
+        seen = observe_heads(lean, tokens)
+        shared = head_overlap(lean, tokens, 64).shares
+        found.append((lookup_mass(lean, tokens, lookups), seen.mass_kept, seen.copy_mass, shared))
+    for on_cpu, on_gpu in zip(*found, strict=True):
+        assert on_cpu.any()
+        np.testing.assert_allclose(on_gpu, on_cpu, atol=0.01)
+    heads = [roles_by_mass(x[0], 2, 1, num_tokens=500, head_dim=32, model_type="") for x in found]
+    assert (heads[0].array == heads[1].array).all()

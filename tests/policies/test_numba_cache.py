@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload.policies.callback import callback, read_context
-from offload.policies.compiled import _warn_slow, cached_njit
+from offload.policies.compiled import _say_compiling, _warn_slow, cached_njit
 from offload.policies.numba_cache import drop_stale
 
 
@@ -39,9 +39,17 @@ def keep_first(pointer: Any) -> None:
     read_context(pointer).num_indices = 1
 
 
-def test_damaged_files_are_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_are_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
-    assert cached_njit()(add_one)(1) == 2
+    said = "compiling policies for this processor, once"
+    with caplog.at_level(logging.INFO, logger="offload"):
+        for lines in ([said], []):
+            _say_compiling.cache_clear()
+            assert cached_njit()(add_one)(1) == 2
+            assert caplog.messages == lines
+            caplog.clear()
     files = list(tmp_path.rglob("*.nb[ci]"))
     assert len(files) == 2
     for path in files:

@@ -182,6 +182,22 @@ def test_cjk_delimiters_cut_into_bytes():
     assert levels(full_stop[2:], "a") == [0, 0]
 
 
+@needs_model
+def test_the_marks_of_words_are_those_of_their_text(
+    smollm2_tokenizer: Any, smollm2_marks: np.ndarray
+) -> None:
+    """Of which a vocabulary has so many that they are not looked at one by one."""
+    vocabulary = smollm2_tokenizer.get_vocab()
+    for token in ("hello", "Ġhello", "Ġ2", "7", "Ġ", "ĠĠa", "Ċ", "Ċa", ".", "Ġ.", "é", "Ã©"):
+        if token in vocabulary:
+            text = smollm2_tokenizer.convert_tokens_to_string([token])
+            assert smollm2_marks[vocabulary[token]] == text_mark(text.encode()), token
+    words = [x for x in vocabulary if x.removeprefix("Ġ").isalpha() and x.isascii()]
+    assert len(words) > 10_000
+    for token in words:
+        assert smollm2_marks[vocabulary[token]] == text_mark(token.encode())
+
+
 class Sentencepiece:
     """The strings of a SentencePiece vocabulary."""
 
@@ -194,6 +210,7 @@ class Sentencepiece:
 def test_sentencepiece_strings():
     marks = vocabulary_marks(Sentencepiece())
     assert marks is not None
+    assert marks[[0, 4]].tolist() == [text_mark(b" the"), text_mark(b"end")]
     of_text = marks[[4, 1, 0, 2, 2, 5, 4]]
     assert [cut_level(of_text, i, 7) for i in range(7)] == [0, 2, 4, 2, 1, 1, 0]
 

@@ -30,7 +30,7 @@ from offload.policies.registry import make_policy
 from offload.prefill import layer
 from offload.prefill.forward import prefill
 from offload.runtime import kernel_warmup
-from offload.runtime.kernel_warmup import _Progress, _Rehearsal, rehearse
+from offload.runtime.kernel_warmup import _Rehearsal, compiling_progress, rehearse
 
 interpreter = pytest.mark.skipif(
     not has_triton or torch.cuda.is_available(), reason="needs triton, and it not to compile here"
@@ -231,7 +231,7 @@ def test_progress_leaves_a_line_in_the_log_and_no_bar(
     stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream())
-    progress = _Progress(is_shown=True)
+    progress = compiling_progress(is_shown=True)
     with caplog.at_level("INFO", kernel_warmup.__name__), progress.shown():
         for done in range(2, 6):
             progress(done, 5)

@@ -192,7 +192,7 @@ class TextModel:
 
     Args:
         name_or_path: what `OffloadedModel.from_pretrained` takes.
-        policies: of the sessions; they learn from the model before its weights move to a GPU.
+        policies: of the sessions; they learn from the model, on its device.
         text: default: docstrings of Python's standard library, about 100,000 tokens.
         options: `device`, `backend`, `dtype` and `num_threads` of `RuntimeConfig`.
     """
@@ -216,15 +216,15 @@ class TextModel:
         for policy in policies:
             policy.check_model(**self._checkpoint.shape.heads)
         self.stock: Any = load_stock_model(self._checkpoint, config.dtype).eval()
-        self._configs = {
-            policy: with_calibrated_policy(self.stock, replace(config, policy=policy), self._folder)
-            for policy in policies
-        }
         if self.device.type == "cpu":
             move_to_huge_pages(self.stock)
         else:
             with _room_for_weights(str(name_or_path)):
                 self.stock.to(self.device)
+        self._configs = {
+            policy: with_calibrated_policy(self.stock, replace(config, policy=policy), self._folder)
+            for policy in policies
+        }
 
     @contextmanager
     def sessions(

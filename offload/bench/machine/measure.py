@@ -24,14 +24,16 @@ def measure_profile(
     Args:
         rows: sequences of a step, whose linear layers are measured beside those of one.
     """
-    key = machine_key(device, num_threads)
+    key = machine_key(device)
     host = measure_host(num_threads, shape, dtype, on_progress)
     measured = None
     linear: dict[str, dict[int, float]] = {}
     lm_head: dict[str, dict[int, float]] = {}
     step_us = 0.0
     if device.type == "cpu":
+        on_progress("linear layers", 0, 1)
         linear, lm_head, step_us = host_step_us(shape, dtype, num_threads)
+        on_progress("linear layers", 1, 1)
     else:
         from offload.bench.machine.device import measure_device
 

@@ -19,9 +19,10 @@ by mass alone 0.955 (0.948); exact top-k everywhere 0.987, Quest 0.937.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ from offload.policies.lychee_decode.roles import (
     evenly_spaced_heads,
 )
 from offload.prefill.forward import OnQueries, prefill
+from offload.system.autocast import without_autocast
+from offload.system.progress import Progress
 from offload.system.stdlib_text import stdlib_docstrings
 
 logger = logging.getLogger(__name__)
@@ -164,10 +167,11 @@ class HeadObserver:
         copies = torch.cat(self._copies[layer_idx], dim=2)
         scores = self._sm_scale * copies @ keys[:, None, :, : self.text_tokens]
         of_passage = scores.softmax(-1)[..., self.repeated].sum(-1)
-        self._copy_mass[layer_idx] = of_passage.mean(-1).amax(1).numpy()
+        self._copy_mass[layer_idx] = of_passage.mean(-1).amax(1).cpu().numpy()
 
     def _add(self, layer_idx: int, i: int, weights: Tensor) -> None:
         """weights [num_kv_heads, kv_len]: attention of query i, summed over query heads."""
+        weights = weights.cpu()
         last = weights.shape[1] - _RECENT_TOKENS
         found = weights[:, _SINK_TOKENS:last].topk(self.tokens_per_head).indices + _SINK_TOKENS
         self._found[i, layer_idx] = found.numpy()
@@ -194,14 +198,16 @@ def observe_heads(
     lean: LeanModel,
     input_ids: Tensor,
     *,
-    on_layer: Callable[[], None] | None = None,
+    on_layer: Callable[[], None] = lambda: None,
 ) -> Calibration:
     """One prefill of a text, in a KV store of its own, and the attention of some of its queries.
+
+    It runs where the model's weights are.
 
     Args:
         input_ids: int64 [num_tokens] or [1, num_tokens]. The last tokens, 128 or a sixteenth,
             give way to the repeated passage.
-        on_layer: called after each layer's attention has been compared.
+        on_layer: called twice for each layer: when it has been read, and when it is compared.
 
     Raises:
         ValueError: fewer than MIN_CALIBRATION_TOKENS tokens, or more than the model can have.
@@ -222,42 +228,52 @@ def observe_heads(
     shape, num_layers = lean.shape, len(lean.layers)
     observer = HeadObserver(num_layers, shape.num_kv_heads, lean.sm_scale, num_tokens)
     tokens = torch.cat([tokens[: observer.text_tokens], tokens[observer.repeated]])
-    with keys_of_text(lean, tokens, observer.keep_queries) as keys_of:
+    with keys_of_text(lean, tokens, observer.keep_queries, on_layer) as keys_of:
         for layer_idx in range(num_layers):
             observer.compare(layer_idx, keys_of(layer_idx))
-            if on_layer is not None:
-                on_layer()
+            on_layer()
     return observer.result()
 
 
 @contextmanager
 def keys_of_text(
-    lean: LeanModel, tokens: Tensor, on_queries: OnQueries
+    lean: LeanModel,
+    tokens: Tensor,
+    on_queries: OnQueries,
+    on_layer: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[int], Tensor]]:
-    """Read a text of int64 [num_tokens] in one slice, in a store of its own.
+    """Read a text of int64 [num_tokens] in one slice, in a store of its own, on the device of the
+    weights: it is the current one inside.
 
     Args:
         on_queries: as `prefill` takes it.
+        on_layer: called when a layer has been read; a GPU may still be at work on it.
 
     Yields:
-        what gives a layer's keys, as `KVStore.gather` does.
+        what gives a layer's keys [num_kv_heads, num_tokens, head_dim] on that device.
     """
-    num_tokens = len(tokens)
-    with closing(KVStore(**lean.shape.kv_heads, dtype=lean.lm_head.weight.dtype)) as store:
+    num_tokens, weight = len(tokens), lean.lm_head.weight
+    device = weight.device
+    with (
+        closing(KVStore(**lean.shape.kv_heads, dtype=weight.dtype)) as store,
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+        without_autocast(device),
+    ):
         seq = store.new_sequence()
         store.reserve([seq], [num_tokens])
         with torch.no_grad():
             prefill(
                 lean,
-                lean.embed_tokens(tokens).clone(),
+                lean.embed_tokens(tokens.to(device)).clone(),
                 pack((1, num_tokens), None, torch.arange(num_tokens)[None]),
                 store=store,
                 seqs=[seq],
                 slice_tokens=num_tokens,
                 on_queries=on_queries,
+                on_tokens=lambda num_tokens: on_layer(),
             )
         store.commit([seq], [num_tokens])
-        yield lambda layer_idx: store.gather(seq, layer_idx)[0]
+        yield lambda layer_idx: store.gather(seq, layer_idx)[0].to(device)
 
 
 def calibration_tokens(tokenizer: Any, num_tokens: int, text: str | None = None) -> Tensor:
@@ -298,8 +314,10 @@ def calibrated_roles(
         )
         return None
     tokens = calibration_tokens(load_tokenizer(), min(CALIBRATION_TOKENS, shape.max_context))
+    with reading_progress("lychee_decode", lean, 2) as on_layer:
+        calibration = observe_heads(lean, tokens, on_layer=on_layer)
     roles = roles_from(
-        observe_heads(lean, tokens),
+        calibration,
         model_type=model_type,
         head_dim=lean.shape.head_dim,
         retrieval_heads=retrieval_heads,
@@ -310,6 +328,27 @@ def calibrated_roles(
         roles.made_by,
     )
     return roles
+
+
+@contextmanager
+def reading_progress(policy: str, lean: LeanModel, times: int) -> Iterator[Callable[[], None]]:
+    """Shows how far a calibration is that a model's loading waits for.
+
+    Yields:
+        what is to be called for each layer, so many times.
+    """
+    device = lean.lm_head.weight.device
+    progress = Progress(
+        logger,
+        title=f"finding {policy}'s heads",
+        begins=f"{policy}: finding the heads of this model that retrieve, on {device}, once "
+        "(%d layers to read)",
+        ended="found them in %.1f s",
+    )
+    done, total = itertools.count(1), times * len(lean.layers)
+    with progress.shown():
+        progress(0, total)
+        yield lambda: progress(next(done), total)
 
 
 def roles_from(

@@ -102,7 +102,7 @@ def head_overlap(
             heaviest = _heaviest(of_layer, keys_of(layer_idx), lean.sm_scale, budget_tokens)
             if above is not None:
                 common = (heaviest & above).sum(-1).double().mean(0)
-                shares[layer_idx - 1] = (common / budget_tokens).numpy()
+                shares[layer_idx - 1] = (common / budget_tokens).cpu().numpy()
             above = heaviest
             on_progress()
     return HeadOverlap(shares, len(tokens), budget_tokens)
@@ -118,7 +118,8 @@ def _heaviest(queries: Tensor, keys: Tensor, sm_scale: float, count: int) -> Ten
     num_kv_heads, num_tokens, head_dim = keys.shape
     groups = queries.view(num_kv_heads, -1, NUM_QUERIES, head_dim)
     columns = keys.float().transpose(1, 2)
-    heaviest = torch.zeros(NUM_QUERIES, num_kv_heads, num_tokens, dtype=torch.bool)
+    size = (NUM_QUERIES, num_kv_heads, num_tokens)
+    heaviest = torch.zeros(size, dtype=torch.bool, device=keys.device)
     for i, kv_len in enumerate(_kv_lens(num_tokens)):
         scores = sm_scale * groups[:, :, i] @ columns[:, :, :kv_len]
         weights = scores.double().softmax(-1).sum(1)  # in float32 far tokens would all weigh zero

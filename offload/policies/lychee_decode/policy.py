@@ -29,9 +29,11 @@ from offload.policies.callback import (
 )
 from offload.policies.compiled import cached_njit
 from offload.policies.layouts import NumberLayout
+from offload.policies.lychee_decode.kept_roles import keep_roles, kept_roles
 from offload.policies.lychee_decode.roles import (
     HeadRoles,
     check_retrieval_heads,
+    default_retrieval_heads,
     evenly_spaced_heads,
     roles_from,
 )
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 RULES = ("top_k", "top_p", "threshold", "ratio")
 _TOP_P, _THRESHOLD, _RATIO = 1, 2, 3
+_FIRST_LAYERS = 1  # in which all heads retrieve
 NUMBERS = NumberLayout("rule_index", "rule_number")
 read_numbers = NUMBERS.read
 
@@ -163,7 +166,7 @@ class LycheeDecode(SparsePolicy):
         load_tokenizer: Callable[[], Any],
         checkpoint: Callable[[], str],
     ) -> Policy:
-        """With `calibrated_roles` of the model, if it has no roles.
+        """With `calibrated_roles` of the model, if it has none; they are kept for the next time.
 
         Raises:
             ValueError: it has roles of another model, or of other weights.
@@ -177,10 +180,26 @@ class LycheeDecode(SparsePolicy):
             name = checkpoint()
             self.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
             return self
+        kept = self.with_kept(checkpoint, model_type, **shape.kv_heads)
+        if kept is not self:
+            return kept
         roles = calibrated_roles(lean, model_type, load_tokenizer, self.retrieval_heads)
         if roles is None:
             return self
-        return self.with_roles(replace(roles, checkpoint=checkpoint()))
+        roles = replace(roles, checkpoint=checkpoint())
+        keep_roles(self.name, roles, roles.num_retrieval_heads, _FIRST_LAYERS)
+        return self.with_roles(roles)
+
+    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
+        """With roles that a calibration has found, if it has none."""
+        if isinstance(self.head_roles, HeadRoles):
+            return self
+        wanted = self.retrieval_heads
+        if wanted is None:
+            wanted = default_retrieval_heads(shape["num_layers"], shape["num_kv_heads"])
+        of_model = {**shape, "model_type": model_type, "first_retrieve": True}
+        kept = kept_roles(self.name, checkpoint(), wanted, _FIRST_LAYERS, **of_model)
+        return self if kept is None else self.with_roles(kept)
 
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from offload.models import LeanModel
-from offload.policies.lychee_decode.calibration import keys_of_text
+from offload.policies.lychee_decode.calibration import keys_of_text, reading_progress
 from offload.policies.lychee_decode.choice import FloatArray
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.per_head.lookups import (
     LOOKUP_TOKENS,
     MIN_LOOKUP_TOKENS,
+    NUM_LOOKUP_TEXTS,
     LookUp,
     lookup_texts,
 )
@@ -57,7 +58,9 @@ def calibrated_roles(
         none = np.zeros((shape.num_layers, shape.num_kv_heads), np.bool_)
         return HeadRoles.of(none, head_dim=shape.head_dim, model_type=model_type)
     num_tokens = min(LOOKUP_TOKENS, shape.max_context)
-    mass = mean_lookup_mass(lean, load_tokenizer(), num_tokens)
+    tokenizer = load_tokenizer()
+    with reading_progress("per_head", lean, NUM_LOOKUP_TEXTS) as on_layer:
+        mass = mean_lookup_mass(lean, tokenizer, num_tokens, on_layer)
     roles = roles_by_mass(
         mass,
         retrieval_heads,
@@ -101,26 +104,29 @@ def mean_lookup_mass(
     lean: LeanModel,
     tokenizer: Any,
     num_tokens: int,
-    *,
-    on_text: Callable[[], None] | None = None,
+    on_layer: Callable[[], None] = lambda: None,
 ) -> FloatArray:
     """[num_layers, num_kv_heads]: `lookup_mass`, mean over texts of each kind.
 
     Args:
         num_tokens: of a text.
-        on_text: called after each of the NUM_LOOKUP_TEXTS.
+        on_layer: called when a layer has read one of the NUM_LOOKUP_TEXTS.
     """
-    masses = []
-    for text in lookup_texts(tokenizer, num_tokens):
-        masses.append(lookup_mass(lean, *text))
-        if on_text is not None:
-            on_text()
+    texts = lookup_texts(tokenizer, num_tokens)
+    masses = [lookup_mass(lean, *text, on_layer) for text in texts]
     return np.asarray(np.mean(masses, axis=0))
 
 
-def lookup_mass(lean: LeanModel, tokens: Tensor, lookups: Sequence[LookUp]) -> FloatArray:
+def lookup_mass(
+    lean: LeanModel,
+    tokens: Tensor,
+    lookups: Sequence[LookUp],
+    on_layer: Callable[[], None] = lambda: None,
+) -> FloatArray:
     """[num_layers, num_kv_heads]: the share of attention that falls on the facts while the answers
     are read, of the query head that gives most; one prefill of `tokens`, in a store of its own.
+
+    It runs where the model's weights are.
     """
     shape = lean.shape
     first = min(lookup.queries.start for lookup in lookups)
@@ -131,7 +137,7 @@ def lookup_mass(lean: LeanModel, tokens: Tensor, lookups: Sequence[LookUp]) -> F
         kept[layer_idx].append(queries[:, begin:].float().clone())
 
     mass = np.zeros((shape.num_layers, shape.num_kv_heads))
-    with keys_of_text(lean, tokens, keep_queries) as keys_of:
+    with keys_of_text(lean, tokens, keep_queries, on_layer) as keys_of:
         for layer_idx, queries in enumerate(kept):
             of_layer = torch.cat(queries, dim=1)
             groups = of_layer.view(shape.num_kv_heads, -1, *of_layer.shape[1:])
@@ -140,7 +146,8 @@ def lookup_mass(lean: LeanModel, tokens: Tensor, lookups: Sequence[LookUp]) -> F
                 asked, fact = lookup.queries, lookup.fact
                 scores = groups[:, :, asked.start - first : asked.stop - first] @ keys
                 later = torch.arange(len(tokens)) > torch.tensor(asked)[:, None]
+                later = later.to(scores.device)
                 weights = (lean.sm_scale * scores).masked_fill(later, -torch.inf).softmax(-1)
                 on_fact = weights[..., fact.start : fact.stop].sum(-1).mean(-1)
-                mass[layer_idx] += on_fact.amax(1).numpy() / len(lookups)
+                mass[layer_idx] += on_fact.amax(1).cpu().numpy() / len(lookups)
     return mass

@@ -32,6 +32,7 @@ from offload.policies.base import (
 )
 from offload.policies.full import Full
 from offload.policies.lychee_cluster.policy import LycheeCluster
+from offload.policies.lychee_decode.kept_roles import keep_roles, kept_roles
 from offload.policies.lychee_decode.roles import BoolArray, HeadRoles, roles_from
 from offload.policies.members import (
     MemberLayouts,
@@ -45,7 +46,6 @@ from offload.policies.per_head.heads import (
     default_retrieval_heads,
     spaced_heads,
 )
-from offload.policies.per_head.kept_roles import keep_roles, kept_roles
 from offload.policies.revised import Revised
 from offload.policies.sketch.policy import Sketch
 from offload.policies.union.policy import Union
@@ -247,7 +247,7 @@ class PerHead(Policy):
         if roles is None:
             return self
         roles = replace(roles, checkpoint=checkpoint())
-        keep_roles(roles, roles.checkpoint, *wanted)
+        keep_roles(self.name, roles, *wanted)
         return self._with_roles(roles)
 
     def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
@@ -255,7 +255,8 @@ class PerHead(Policy):
         if isinstance(self.head_roles, HeadRoles):
             return self
         wanted = self._calibrated_heads(shape["num_layers"], shape["num_kv_heads"])
-        kept = kept_roles(checkpoint(), wanted, self.dense_layers, **shape, model_type=model_type)
+        of_model = {**shape, "model_type": model_type}
+        kept = kept_roles(self.name, checkpoint(), wanted, self.dense_layers, **of_model)
         return self if kept is None else self._with_roles(kept)
 
     def of_heads(

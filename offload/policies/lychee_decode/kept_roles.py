@@ -20,13 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 def kept_roles(
-    checkpoint: str, retrieval_heads: int, dense_layers: int, **shape: Any
+    policy: str,
+    checkpoint: str,
+    retrieval_heads: int,
+    first_layers: int,
+    *,
+    first_retrieve: bool = False,
+    **shape: Any,
 ) -> HeadRoles | None:
     """What a calibration has found before; None where none is kept, or what lies there is not it.
 
     Args:
+        policy: the name of the one that calibrated.
         checkpoint: tells weights apart, as `loading.names.checkpoint_name` does; "": unknown.
-        retrieval_heads, dense_layers: of the calibration.
+        retrieval_heads: of the calibration, after the `first_layers`.
+        first_retrieve: what the roles say of all heads of the first layers.
         shape: as `HeadRoles.check` takes it.
     """
     places = ((_of_package, embedded_part(checkpoint)), (_cached, key_part(checkpoint)))
@@ -34,7 +42,7 @@ def kept_roles(
         if not of_weights:
             continue
         try:
-            path = folder() / _file_name(of_weights, retrieval_heads, dense_layers)
+            path = folder(policy) / _file_name(of_weights, retrieval_heads, first_layers)
             if not path.is_file():
                 continue
             roles = HeadRoles.load(path)
@@ -42,20 +50,22 @@ def kept_roles(
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("%s; heads are calibrated again", error)
             continue
-        if roles.array[:dense_layers].any() or roles.array.sum() != retrieval_heads:
+        first, later = roles.array[:first_layers], roles.array[first_layers:]
+        if (first != first_retrieve).any() or later.sum() != retrieval_heads:
             logger.warning("roles file %s was changed; heads are calibrated again", roles.source)
             continue
         return roles
     return None
 
 
-def keep_roles(roles: HeadRoles, checkpoint: str, retrieval_heads: int, dense_layers: int) -> None:
-    """Have `kept_roles` find them. Where the cache cannot be written to, they are not kept."""
-    key = key_part(checkpoint)
+def keep_roles(policy: str, roles: HeadRoles, retrieval_heads: int, first_layers: int) -> None:
+    """Have `kept_roles` find them for their checkpoint. Where the cache cannot be written to, they
+    are not kept."""
+    key = key_part(roles.checkpoint)
     if not key:
         return
     try:
-        target = _cached() / _file_name(key, retrieval_heads, dense_layers)
+        target = _cached(policy) / _file_name(key, retrieval_heads, first_layers)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Another process may do the same: a file is there as a whole or not at all.
         with tempfile.TemporaryDirectory(prefix=".roles-", dir=target.parent) as temporary:
@@ -70,13 +80,13 @@ def keep_roles(roles: HeadRoles, checkpoint: str, retrieval_heads: int, dense_la
         )
 
 
-def _of_package() -> Path:
-    return Path(__file__).parent / "roles"
+def _of_package(policy: str) -> Path:
+    return Path(__file__).parents[1] / "made_roles" / policy
 
 
-def _cached() -> Path:
-    return cache_folder() / "roles" / f"per_head-{_CALIBRATION}"
+def _cached(policy: str) -> Path:
+    return cache_folder() / "roles" / f"{policy}-{_CALIBRATION}"
 
 
-def _file_name(checkpoint: str, retrieval_heads: int, dense_layers: int) -> str:
-    return f"{checkpoint}-{retrieval_heads}-after-{dense_layers}.json"
+def _file_name(checkpoint: str, retrieval_heads: int, first_layers: int) -> str:
+    return f"{checkpoint}-{retrieval_heads}-after-{first_layers}.json"

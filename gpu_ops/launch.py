@@ -64,9 +64,11 @@ _ANY_ALIGNMENT = (
     "counts",
     "host_counts",
     "page_table",
+    "host_pages",
     "partial_lse",
     "num_rows",
     "max_pages",
+    "max_host_pages",
 )
 
 

@@ -1,9 +1,10 @@
 """Rotary embedding of a decode step, and everything that its results are written to at once.
 
 The query goes to the GPU's attention and to the CPU's mailbox, keys and values to the mailbox (the
-CPU moves them into the host store) and to what stays on the GPU: the window of sink and recent
-tokens, or the pages of a resident layer. The mailbox is mapped host memory; the kernel writes it
-directly, as a copy node of a few KB costs more than all of this kernel.
+CPU moves them into the host store), or into the host store's pages themselves, and to what stays on
+the GPU: the window of sink and recent tokens, or the pages of a resident layer. The mailbox and the
+host store are mapped host memory; the kernel writes them directly, as a copy node of a few KB costs
+more than all of this kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +27,28 @@ from gpu_ops.rotate import rotate_reference
 
 
 @jit
+def write_to_page(
+    pages: tl.tensor,
+    page_head: tl.tensor,
+    position: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Writes a head's two halves into the page of `position` among a row's `pages`."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, BLOCK)
+    address = tl.load(pages + position // PAGE_TOKENS).to(tl.pointer_type(low.dtype))
+    slot = (page_head * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM + d
+    # The compiler knows nothing of the address; half a row is whole 16-byte vectors.
+    page = tl.multiple_of(address + slot, 16)
+    tl.store(page, low, mask=d < HALF)
+    tl.store(page + HALF, high, mask=d < HALF)
+
+
+@jit
 def rope_publish_kernel(
     qkv: tl.tensor,
     cos: tl.tensor,
@@ -41,6 +64,8 @@ def rope_publish_kernel(
     page_table: tl.tensor,
     max_pages: tl.tensor,
     page_slots: tl.tensor,  # None: pages hold all KV heads
+    host_pages: tl.tensor,
+    max_host_pages: tl.tensor,
     NUM_QO_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     NUM_PAGE_HEADS: tl.constexpr,
@@ -116,12 +141,11 @@ def rope_publish_kernel(
                 if page_head >= 0 and kv_head >= NUM_KV_HEADS:
                     page_head += NUM_PAGE_HEADS
             if page_head >= 0:
-                address = tl.load(page_table + row * max_pages + position // PAGE_TOKENS)
-                slot = (page_head * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM + d
-                # The compiler knows nothing of the address; half a row is whole 16-byte vectors.
-                page = tl.multiple_of(address.to(tl.pointer_type(dtype)) + slot, 16)
-                tl.store(page, low, mask=inside)
-                tl.store(page + HALF, high, mask=inside)
+                pages = page_table + row * max_pages
+                write_to_page(pages, page_head, position, low, high, HEAD_DIM, PAGE_TOKENS, BLOCK)
+        if host_pages is not None:
+            pages = host_pages + row * max_host_pages
+            write_to_page(pages, kv_head, position, low, high, HEAD_DIM, PAGE_TOKENS, BLOCK)
 
 
 def rope_publish(
@@ -143,6 +167,7 @@ def rope_publish(
     page_tokens: int = 0,
     page_slots: Tensor | None = None,
     num_page_heads: int = 0,
+    host_pages: Tensor | None = None,
 ) -> None:
     """Rotate q and k (x * cos + rotate_half(x) * sin) and write q, k and v where they are needed.
 
@@ -161,9 +186,15 @@ def rope_publish(
             if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens.
         page_table: int64 [n, max_pages], the addresses of each row's GPU pages of this layer,
             laid out as the host store's: [K|V][num_kv_heads][page_tokens][head_dim].
-        page_tokens: of `page_table`.
+        page_tokens: of `page_table` and `host_pages`.
         page_slots: int32 [num_kv_heads], where pages hold only `num_page_heads` of the KV heads:
             each head's place in a page, or -1.
+        host_pages: int64 [n, max_host_pages], the addresses of each row's pages of this layer in
+            host memory that the GPU reaches (pinned or registered), laid out as `page_table`'s are
+            without `page_slots` and aligned to 16 bytes.
+
+    Raises:
+        ValueError: operands that do not fit together.
     """
     check_dtype("qkv", qkv)
     n, head_dim = cos.shape
@@ -197,9 +228,10 @@ def rope_publish(
             )
         window_shape = (n, 2, num_kv_heads, window.shape[3], head_dim)
         check_tensor("window", window, window_shape, dtype, device)
-    if page_table is not None:
-        check_page_tokens(page_tokens)
-        check_tensor("page_table", page_table, (n, page_table.shape[1]), torch.int64, device)
+    for name, table in (("page_table", page_table), ("host_pages", host_pages)):
+        if table is not None:
+            check_page_tokens(page_tokens)
+            check_tensor(name, table, (n, table.shape[-1]), torch.int64, device)
     if page_slots is None:
         num_page_heads = num_kv_heads
     else:
@@ -211,7 +243,15 @@ def rope_publish(
     if not runs_kernel(qkv):
         page_shape = (2, num_page_heads, page_tokens, head_dim)
         return rope_publish_reference(
-            *operands, query, *host, window, sink_tokens, page_table, page_shape, page_slots
+            *operands,
+            query,
+            *host,
+            window,
+            sink_tokens,
+            page_table,
+            page_shape,
+            page_slots,
+            host_pages,
         )
     rope_publish_kernel[(n, num_heads)](
         *operands,
@@ -221,6 +261,8 @@ def rope_publish(
         page_table,
         0 if page_table is None else page_table.shape[1],
         page_slots,
+        host_pages,
+        0 if host_pages is None else host_pages.shape[1],
         num_qo_heads,
         num_kv_heads,
         num_page_heads,
@@ -250,8 +292,9 @@ def rope_publish_reference(
     page_table: Tensor | None,
     page_shape: tuple[int, int, int, int],
     page_slots: Tensor | None,
+    host_pages: Tensor | None,
 ) -> None:
-    """`rope_publish` by torch; pages [*page_shape] are CPU memory."""
+    """`rope_publish` by torch; pages are CPU memory, those of `page_table` [*page_shape]."""
     _, num_page_heads, page_tokens, head_dim = page_shape
     heads = qkv.view(len(qkv), -1, head_dim)
     num_qo_heads = query.shape[1] // head_dim
@@ -280,3 +323,7 @@ def rope_publish_reference(
             page = page_at(address, page_shape, qkv.dtype)
             held = slice(None) if page_slots is None else page_slots.argsort()[-num_page_heads:]
             page[:, :, position % page_tokens] = kv[row][:, held]
+        if host_pages is not None:
+            address = int(host_pages[row, position // page_tokens])
+            page = page_at(address, (2, kv.shape[2], page_tokens, head_dim), qkv.dtype)
+            page[:, :, position % page_tokens] = kv[row]

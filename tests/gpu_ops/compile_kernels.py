@@ -115,6 +115,7 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
         page_table=table,
         page_tokens=256,
     )
+    rope_publish(qkv, angle, angle, positions, **rope, host_pages=table, page_tokens=256)
 
     out, lse = zeros(*query.shape, dtype=torch.float32), zeros(n, num_qo_heads, dtype=torch.float32)
     window_attention(query, window, positions, sm_scale=0.125, out=out, lse=lse)

@@ -139,24 +139,83 @@ def test_window_slots(device: str, sink_tokens: int, recent_tokens: int) -> None
     assert torch.equal(window.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pages(device: str, dtype: torch.dtype) -> None:
-    positions = [0, PAGE_TOKENS - 1, PAGE_TOKENS, -1, 3 * PAGE_TOKENS + 5]
-    step = Step(device, dtype, positions, has_norm=True)
-    shape = (len(positions), 4, 2, step.num_kv_heads, PAGE_TOKENS, 64)
-    pages = poisoned(*shape, dtype=dtype, device=device)
-    order = new_rng().permutation(4)  # a table need not be in the order of addresses
-    page_bytes = pages[0, 0].numel() * pages.element_size()
-    first = pages.data_ptr() + np.arange(len(positions))[:, None] * 4 * page_bytes
-    table = torch.from_numpy(first + order * page_bytes).to(device)
-    table[3] = 0  # an inactive row's pages may be gone
-    step.publish(page_table=table, page_tokens=PAGE_TOKENS)
+class RowPages:
+    """Each row's own poisoned pages of `num_heads` heads, in memory at `device`.
 
-    expected = torch.full(shape, float("nan"), dtype=dtype)
-    for row in step.active:
-        page, slot = divmod(positions[row], PAGE_TOKENS)
-        expected[row, order[page], :, :, slot] = step.host_kv[row]
-    assert torch.equal(pages.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
+    Attributes:
+        table: int64 [n, max_pages] of their addresses, on the step's device.
+    """
+
+    def __init__(self, step: Step, max_pages: int, num_heads: int, device: str) -> None:
+        n = len(step.positions)
+        shape = (n, max_pages, 2, num_heads, PAGE_TOKENS, step.head_dim)
+        self.step = step
+        self.pages = poisoned(*shape, dtype=step.dtype, device=device)
+        if device != step.device:
+            self.pages = self.pages.pin_memory()
+        self.order = new_rng().permutation(max_pages)  # a table need not be in that of addresses
+        page_bytes = self.pages[0, 0].numel() * self.pages.element_size()
+        first = self.pages.data_ptr() + np.arange(n)[:, None] * max_pages * page_bytes
+        table = torch.from_numpy(first + self.order * page_bytes)
+        table[step.positions.cpu() < 0] = 0  # an inactive row's pages may be gone
+        self.table = table.to(step.device)
+
+    def check(self, heads: list[int]) -> None:
+        """The pages hold the rows' `heads`, where their positions are, and nothing else."""
+        expected = torch.full(self.pages.shape, float("nan"), dtype=self.step.dtype)
+        for row in self.step.active:
+            page, slot = divmod(int(self.step.positions[row]), PAGE_TOKENS)
+            expected[row, self.order[page], :, :, slot] = self.step.host_kv[row][:, heads]
+        assert torch.equal(self.pages.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(3, 64), (1, 96), (2, 128)])
+@pytest.mark.parametrize(
+    ("on_gpu", "on_host"),
+    [
+        ("all heads", False),
+        ("some heads", False),
+        ("no heads", True),
+        ("all heads", True),
+        ("some heads", True),
+    ],
+)
+def test_pages(
+    device: str, dtype: torch.dtype, num_kv_heads: int, head_dim: int, on_gpu: str, on_host: bool
+) -> None:
+    positions = [0, PAGE_TOKENS - 1, PAGE_TOKENS, -1, 3 * PAGE_TOKENS + 5, 4 * PAGE_TOKENS - 1]
+    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    step = Step(device, dtype, positions, has_norm=True, **sizes)
+    heads = list(range(num_kv_heads))
+    written: list[tuple[RowPages, list[int]]] = []
+    options: dict[str, Any] = {}
+    if on_host:
+        host = RowPages(step, 6, num_kv_heads, "cpu")
+        options["host_pages"] = host.table
+        written.append((host, heads))
+    if on_gpu != "no heads":
+        held = heads if on_gpu == "all heads" else heads[-1:]
+        resident = RowPages(step, 4, len(held), step.device)
+        options["page_table"] = resident.table
+        written.append((resident, held))
+        if on_gpu == "some heads":
+            slots = torch.tensor([held.index(head) if head in held else -1 for head in heads])
+            options["page_slots"] = slots.int().to(device)
+            options["num_page_heads"] = len(held)
+    step.publish(page_tokens=PAGE_TOKENS, **options)
+    for pages, of_heads in written:
+        pages.check(of_heads)
+
+
+def test_host_pages_without_a_mailbox(device: str) -> None:
+    step = Step(device, torch.bfloat16, [PAGE_TOKENS, -1])
+    host = RowPages(step, 2, step.num_kv_heads, "cpu")
+    step.publish()  # what is expected: `host.check` compares with the mailbox
+    mailbox, step.host_kv = step.host_kv, None
+    step.publish(host_pages=host.table, page_tokens=PAGE_TOKENS)
+    step.host_kv = mailbox
+    host.check(list(range(step.num_kv_heads)))
 
 
 def test_only_the_query_is_required(device: str) -> None:
@@ -169,6 +228,12 @@ def test_wrong_operands() -> None:
     step = Step("cpu", torch.float32, [3])
     with pytest.raises(ValueError, match=r"page_tokens must be a power of two .* 16, got 24"):
         step.publish(page_table=torch.zeros(1, 4, dtype=torch.int64), page_tokens=24)
+    with pytest.raises(ValueError, match=r"page_tokens must be a power of two .* 16, got 0"):
+        step.publish(host_pages=torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"host_pages must be torch.int64, got torch.int32"):
+        step.publish(host_pages=torch.zeros(1, 4, dtype=torch.int32), page_tokens=PAGE_TOKENS)
+    with pytest.raises(ValueError, match=r"host_pages must be \[1, 4\], got \[2, 4\]"):
+        step.publish(host_pages=torch.zeros(2, 4, dtype=torch.int64), page_tokens=PAGE_TOKENS)
     with pytest.raises(ValueError, match=r"sink_tokens must be in \[0, 8\].* got 9"):
         step.publish(window=torch.zeros(1, 2, 2, 8, 64), sink_tokens=9)
     with pytest.raises(ValueError, match=r"multiple of num_kv_heads, got 2 and 4"):

@@ -22,7 +22,7 @@ from offload.decode.attention import DecodeAttention
 from offload.decode.sampling import SamplingOptions
 from offload.kv.store import KVStore
 from offload.models import LeanModel
-from offload.models.batch import RaggedBatch, one_token_each
+from offload.models.batch import RaggedBatch, tokens_each
 from offload.models.weights import fuse_layer, norm_of
 from offload.policies import Policy
 
@@ -100,9 +100,25 @@ class NativeDecoder:
     ) -> torch.Tensor:
         """One whole step, to the `likeliest` tokens: see `Decoder.choose_tokens`."""
         assert options.temperature == 0.0
-        batch = replace(one_token_each(len(seqs)), position_ids=position_ids)
+        batch = replace(tokens_each(len(seqs)), position_ids=position_ids)
         hidden = self.decode(self.model.embed_tokens(tokens), batch, seqs)
         return likeliest(self.logits(hidden))
+
+    def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
+        """One: nobody waits for anybody."""
+        return 1
+
+    def choose_several(
+        self,
+        seqs: Sequence[int],
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        options: SamplingOptions,
+        count: int,
+    ) -> torch.Tensor:
+        """Of one token at once."""
+        assert count == 1
+        return self.choose_tokens(seqs, tokens, position_ids, options)[:, None]
 
     def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
         """The `likeliest` of logits [n, vocab_size]."""
@@ -132,6 +148,9 @@ class NativeDecoder:
         if rows.keeps_queries and step.kept_queries is not None:
             sparse = attention.sparse_layers.nonzero()[0].tolist()
             attention.record_step_queries(rows, {i: step.kept_queries[i] for i in sparse})
+
+    def crop(self, seq: int, kv_len: int) -> None:
+        """Nothing: as in `forget`."""
 
     def forget(self, seq: int) -> None:
         """Nothing: there is no copy of `seq` here that could be out of date."""

@@ -71,6 +71,23 @@ class Decoder(Protocol):
             As `decode`.
         """
 
+    def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
+        """How many tokens of each, up to `most`, `choose_several` had best choose at once.
+
+        Raises:
+            DeviceMemoryError: as `decode`.
+        """
+
+    def choose_several(
+        self,
+        seqs: Sequence[int],
+        tokens: Tensor,
+        position_ids: Tensor,
+        options: SamplingOptions,
+        count: int,
+    ) -> Tensor:
+        """As `choose_tokens`, `count` steps: int64 [num_sequences, count]."""
+
     def first_tokens(self, logits: Tensor, options: SamplingOptions) -> Tensor:
         """The choice after a prompt, of logits [n, vocab_size]: as `choose_tokens` returns it."""
 
@@ -79,6 +96,9 @@ class Decoder(Protocol):
 
     def forget(self, seq: int) -> None:
         """`seq` was changed or freed outside of a decode step."""
+
+    def crop(self, seq: int, kv_len: int) -> None:
+        """`seq` keeps its first `kv_len` tokens."""
 
     def trim(self) -> None:
         """Give back device memory that no sequence uses: a prefill comes, which needs some."""

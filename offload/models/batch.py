@@ -78,15 +78,16 @@ class RaggedBatch:
         return [first_row[sequence] for sequence in self.sequence_of_row]
 
 
-def one_token_each(batch_size: int) -> RaggedBatch:
-    """One new token in each row, whose position the caller knows."""
+def tokens_each(batch_size: int, num_tokens: int = 1) -> RaggedBatch:
+    """New tokens in each row, whose positions the caller knows."""
     rows = list(range(batch_size))
+    total = batch_size * num_tokens
     return RaggedBatch(
-        indptr=[*rows, batch_size],
-        columns=torch.arange(batch_size),
-        position_ids=torch.zeros(batch_size, dtype=torch.int64),
+        indptr=list(range(0, total + 1, num_tokens)),
+        columns=torch.arange(total),
+        position_ids=torch.zeros(total, dtype=torch.int64),
         sequence_of_row=rows,
-        rows_shape=(batch_size, 1),
+        rows_shape=(batch_size, num_tokens),
     )
 
 

@@ -125,7 +125,7 @@ class PolicyStates:
         for seq, num_new in news:
             known, kv_len, copied = self._known[seq], self._store.kv_len(seq), None
             arrays, queries, draft, spare = known.arrays, known.queries, known.draft, known.spare
-            several = num_new > 1 and not prefill and self._has_state
+            several = num_new > 1 and not prefill and self._has_state and bool(self.layers)
             # Arrays that are grown first stay as they are.
             if several and arrays is not None and kv_len < arrays.capacity_tokens:
                 copied = arrays.copy(draft.copied if draft is not None else spare)

@@ -118,6 +118,8 @@ def rehearse_steps(decoder: DeviceDecoder) -> None:
             link = steps.make_link(num_rows, num_parts)
             rehearsed = replace(link, handshake=_Rehearsal(link, decoder))
             steps.step.run_tokens(rehearsed, samples=False)
+            if steps.bursts is not None:
+                steps.step.run_resident(rehearsed, samples=False)
             link.handshake.close()
         buffers = steps.step.buffers
         for num_rows in (1, 2):  # greedy tokens come from the same buffers

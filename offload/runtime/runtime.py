@@ -11,7 +11,7 @@ import torch
 
 from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
-from offload.models.batch import RaggedBatch, one_token_each
+from offload.models.batch import RaggedBatch, tokens_each
 from offload.prefill.forward import OnTokens, prefill
 from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
@@ -62,9 +62,8 @@ class Runtime:
         cascade = cascade_for(config, self.lean, self.attention, self._decoder.pool)
         self.attention.cascade = cascade
         marks, corrections = opened.vocabulary_marks, corrections_for(opened, self.store, decoder)
-        self.sequences = Sequences(
-            self.store, self.attention, self._decoder.forget, cascade, marks, corrections
-        )
+        told = decoder.forget, decoder.crop
+        self.sequences = Sequences(self.store, self.attention, *told, cascade, marks, corrections)
         self.turns = self.sequences.turns
         self.generation_now: Generation | None = None
         self.on_tokens: OnTokens | None = None  # see `prefill`
@@ -201,37 +200,58 @@ class Runtime:
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
         options: SamplingOptions,
+        most: int = 1,
     ) -> torch.Tensor:
-        """A decode step from the last token of each row to the next, int64 [batch_size].
+        """Decode steps from the last token of each row to the next ones, int64 [batch_size, n].
+
+        Args:
+            most: tokens of each row; there are fewer where nothing is gained by more.
 
         Raises:
             As `run`; ValueError for a context that is too long.
         """
-        start = time.perf_counter()
-        self.check_context(max(cache.seen_lens) + 1)
-        batch, corrections = one_token_each(cache.batch_size), self.sequences.corrections
+        start, before = time.perf_counter(), self._decoder.setup_seconds
+        count = self._tokens_at_once(cache, most)
+        self.check_context(max(cache.seen_lens) + count)
+        batch, corrections = tokens_each(cache.batch_size, count), self.sequences.corrections
         if corrections is not None and corrections.are_due(cache.seqs):
             batch = replace(batch, position_ids=position_ids)
             embedded = self.lean.embed_tokens(tokens.to(self.device))
             hidden, phase = self.run(embedded, batch, cache, tokens)
-            return self.first_tokens(self.logits(hidden, phase), options)
+            return self.first_tokens(self.logits(hidden, phase), options)[:, None]
 
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
             self.sequences.count_condensed(self.stats)
-            self.sequences.note_text(batch, seqs, tokens)
-            self.sequences.note_decoded(batch, seqs, tokens, position_ids)
+            if count == 1:
+                self.sequences.note_text(batch, seqs, tokens)
+                self.sequences.note_decoded(batch, seqs, tokens, position_ids)
             start += self._build_index(seqs)
-            before = self._decoder.setup_seconds
             with current_device(self.device):
-                chosen = self._decoder.choose_tokens(seqs, tokens, position_ids, options)
+                chosen = self._decoder.choose_several(seqs, tokens, position_ids, options, count)
             start += self._count_setup(before)
+            if count > 1:  # nobody has asked for their marks meanwhile
+                fed = torch.cat([tokens[:, None], chosen[:, :-1]], dim=1)
+                self.sequences.note_text(batch, seqs, fed.flatten())
             return check_chosen(chosen, len(self.lean.layers))
 
         with without_autocast(self.device), self.together():
             chosen = self._extend(cache, batch, compute, prefill=False)
         self._record("decode", batch.num_tokens, start)
         return chosen
+
+    def _tokens_at_once(self, cache: OffloadedCache, most: int) -> int:
+        """Steps that nobody looks at one by one may be several at once."""
+        watched = self.sequences.corrections, self.sequences.cascade
+        if most < 2 or any(watched) or self.attention.is_probed:
+            return 1
+        with current_device(self.device):
+            return self._decoder.tokens_at_once(cache.seqs, most)
+
+    def take_back(self, cache: OffloadedCache, num_tokens: int) -> None:
+        """Of the last `choose_tokens`, so many tokens of each row: an answer has ended before."""
+        cache.crop(-num_tokens)
+        self.stats.decode_tokens -= num_tokens * cache.batch_size
 
     def logits(self, hidden: torch.Tensor, phase: str) -> torch.Tensor:
         """[..., hidden_size] before the final norm -> [..., vocab_size]."""

@@ -26,7 +26,8 @@ class Sequences:
     """Makes, forks, shortens and frees the sequences of one model.
 
     Args:
-        on_changed: told of each sequence that is shortened or freed.
+        on_changed: told of each sequence that is freed, or goes on from something else.
+        on_cropped: of each that keeps its first tokens, so many.
         cascade: keeps each sequence within a bound; None: they have none.
         vocabulary_marks: uint8 [vocab_size], what the text of each token ends with, where the
             policy wants to know.
@@ -41,6 +42,7 @@ class Sequences:
         store: KVStore,
         attention: DecodeAttention,
         on_changed: Callable[[int], None] = lambda seq: None,
+        on_cropped: Callable[[int, int], None] = lambda seq, kv_len: None,
         cascade: Cascade[Any] | None = None,
         vocabulary_marks: npt.NDArray[np.uint8] | None = None,
         corrections: Corrections | None = None,
@@ -50,7 +52,7 @@ class Sequences:
         self.corrections = corrections
         self._vocabulary_marks = vocabulary_marks
         self._attention = attention
-        self._on_changed = on_changed
+        self._on_changed, self._on_cropped = on_changed, on_cropped
         self._unreachable: deque[int] = deque()
         self.turns = Turns()
 
@@ -205,7 +207,7 @@ class Sequences:
         What a policy has learnt from tokens that go is forgotten, bit for bit, where they are of
         the last forward pass (a draft).
         """
-        self._on_changed(seq)
+        self._on_cropped(seq, kv_len)
         rows = self._attention.states.truncate(seq, kv_len)
         self.store.truncate(seq, kv_len)
         if rows is not None:

@@ -50,19 +50,25 @@ def generate_tokens(
     text[:, :length] = input_ids
     unfinished = torch.ones(batch_size, dtype=torch.bool)
     cache, positions = outputs.past_key_values, _last_positions(model_kwargs, batch_size, length)
-    tokens = runtime.first_tokens(outputs.logits[:, -1], options)
+    positions -= length
+    chosen = runtime.first_tokens(outputs.logits[:, -1], options)[:, None]
     del outputs  # the logits may be of a whole prompt
     while True:
-        tokens = torch.where(unfinished, tokens, pad)
-        text[:, length] = tokens
-        length += 1
-        if streamer is not None:
-            streamer.put(tokens)
-        unfinished &= ~stopping_criteria(text[:, :length], None)
+        for left in range(chosen.shape[1] - 1, -1, -1):
+            tokens = torch.where(unfinished, chosen[:, -1 - left], pad)
+            text[:, length] = tokens
+            length += 1
+            if streamer is not None:
+                streamer.put(tokens)
+            ended = unfinished & stopping_criteria(text[:, :length], None)
+            unfinished &= ~ended
+            if left and bool(ended.any()):  # what follows an answer's end is padding
+                runtime.take_back(cache, left)
+                break
         if not bool(unfinished.any()):
             break
-        positions += 1
-        tokens = runtime.choose_tokens(cache, tokens, positions, options)
+        most = text.shape[1] - length
+        chosen = runtime.choose_tokens(cache, tokens, positions + length, options, most)
     if streamer is not None:
         streamer.end()
     return text[:, :length].to(input_ids.device)

@@ -20,7 +20,7 @@ from offload.bench.eval.bounds import Bound, read_within
 from offload.bench.eval.intervals import student_interval
 from offload.bench.eval.record_file import Record
 from offload.bench.eval.summary import FULL, bound_means, mean
-from offload.models.batch import one_token_each
+from offload.models.batch import tokens_each
 from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
 
 
@@ -111,7 +111,7 @@ def teacher_forced(
 
         def decode(token: int) -> torch.Tensor:
             nonlocal position
-            ids, batch = torch.tensor([token]), one_token_each(1)
+            ids, batch = torch.tensor([token]), tokens_each(1)
             batch.position_ids[0] = position
             embedded = runtime.lean.embed_tokens(ids.to(runtime.device))
             hidden, phase = runtime.run(embedded, batch, cache, ids)

@@ -175,6 +175,49 @@ class DeviceDecoder:
         self._run(link, kind, run, seqs, slots, kv_lens)
         return step.buffers.host_tokens[slots]
 
+    def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
+        """As `Decoder.tokens_at_once`: a burst, if the GPU has all heads of all of them."""
+        if most < 2 or self.model.ranks is not None or self.after_projection or self.on_mark:
+            return 1
+        self._bind(seqs, most)  # which may have to place heads elsewhere
+        bursts = self._prepared.bursts
+        return 1 if bursts is None else min(most, bursts.num_steps)
+
+    def choose_several(
+        self,
+        seqs: Sequence[int],
+        tokens: Tensor,
+        position_ids: Tensor,
+        options: SamplingOptions,
+        count: int,
+    ) -> Tensor:
+        """`count` whole steps: see `Decoder.choose_several`."""
+        if count == 1:
+            return self.choose_tokens(seqs, tokens, position_ids, options)[:, None]
+        slots, kv_lens = self._bind(seqs, count)
+        steps, samples = self._prepared, options.temperature > 0.0
+        bursts, resident = steps.bursts, steps.step.resident
+        assert bursts is not None
+        start = time.perf_counter()
+        link = steps.choose_link(slots, 1)
+        steps.step.buffers.chooser.use(options)
+        if bursts.prepare(link, samples=samples):
+            self.setup_seconds += time.perf_counter() - start
+        resident.address_pages(slots, seqs, kv_lens)
+        firsts = [kv_len - count + 1 for kv_len in kv_lens]
+        self._write_state(slots, firsts, position_ids, tokens)
+        start = time.perf_counter()
+        try:
+            chosen = bursts.run(link, slots, count, samples=samples)
+        except BaseException:
+            bursts.wait()
+            for seq in seqs:  # who knows what was written
+                resident.forget(seq)
+            raise
+        resident.advance(slots, kv_lens)
+        bursts.timed(count, time.perf_counter() - start)
+        return chosen
+
     def first_tokens(self, logits: Tensor, options: SamplingOptions) -> Tensor:
         """The choice after a prompt, of logits [n, vocab_size]; with ranks rank 0's."""
         num_rows, vocab_size = logits.shape
@@ -191,6 +234,10 @@ class DeviceDecoder:
     def forget(self, seq: int) -> None:
         if self._steps is not None:
             self._steps.step.resident.forget(seq)
+
+    def crop(self, seq: int, kv_len: int) -> None:
+        if self._steps is not None:
+            self._steps.step.resident.crop(seq, kv_len)
 
     def trim(self) -> None:
         if self._steps is not None:
@@ -250,9 +297,9 @@ class DeviceDecoder:
         assert self._steps is not None
         return self._steps
 
-    def _bind(self, seqs: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Slots for `seqs`, and their kv_lens after the step, for which there is room."""
-        kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
+    def _bind(self, seqs: Sequence[int], num_new: int = 1) -> tuple[list[int], list[int]]:
+        """Slots for `seqs`, and their kv_lens after the steps, for which there is room."""
+        kv_lens = [self.store.kv_len(seq) + num_new for seq in seqs]
         if self._keeps_placement:
             return self._bind_lens(seqs, kv_lens), kv_lens
         fallbacks: Iterator[HeadPlacement] | None = None
@@ -425,6 +472,7 @@ class DeviceDecoder:
             make_handshake=functools.partial(
                 self._make_handshake, self._backend, deadline_seconds=self._deadline_seconds
             ),
+            captures=self._backend == "graph",
         )
         self.setup_seconds += time.perf_counter() - start
 

@@ -12,6 +12,7 @@ from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.buffers import HostLink, StepBuffers, num_slots, part_rows
+from offload.decode.gpu.bursts import Bursts
 from offload.decode.gpu.handshake import Handshake
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.layer_heads import LayerHeads
@@ -35,8 +36,10 @@ class PreparedSteps:
         window: sink tokens and recent tokens, which the GPU attends to.
         max_tokens: that scores have room for, of heads which publish or have codes.
         make_handshake: of a coprocessor and its mailbox.
+        captures: whether steps are CUDA graphs.
         step: what a step launches, with its buffers and what stays on the GPU in the slots.
         links: to the host, by rows and parts of the steps that there have been.
+        bursts: of several steps; None: some heads are not on the GPU.
 
     Raises:
         DeviceMemoryError: the GPU has no memory left for them.
@@ -54,13 +57,17 @@ class PreparedSteps:
     device_budget_bytes: int | None
     deadline_seconds: float
     make_handshake: Callable[[Coprocessor, Mailbox], Handshake]
+    captures: bool
     step: DeviceStep = field(init=False)
     links: dict[tuple[int, int], HostLink] = field(default_factory=dict, init=False)
+    bursts: Bursts | None = field(default=None, init=False)
     _choices: dict[int, PartsChoice] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         try:
             self.step = self._make_step()
+            if all(layer.is_resident for layer in self.layers):
+                self.bursts = Bursts(self.step, self.device, captures=self.captures)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"the GPU has no memory left for decode steps of {self.num_slots} sequences ("
@@ -87,6 +94,8 @@ class PreparedSteps:
         for link in self.links.values():
             link.handshake.close()
         self.links.clear()
+        if self.bursts is not None:
+            self.bursts.close()
 
     def _choice(self, num_rows: int) -> PartsChoice:
         if num_rows not in self._choices:

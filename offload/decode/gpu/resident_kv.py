@@ -4,7 +4,8 @@ A *slot* is a row of a decode step. While a sequence is bound to a slot, the GPU
     - in every layer that has heads which are not resident: its sink tokens and its recent window;
     - of the resident heads (those of layers that a policy leaves dense, and others that placement
       puts there): every token, in pages of the layer's resident heads;
-    - of layers whose rows the GPU fetches: the addresses of the host's pages;
+    - of layers whose rows the GPU fetches, and of all if it holds all: the addresses of the host's
+      pages;
     - of layers in which it lists candidates: codes of the keys (`resident_codes`).
 The host store has all of it too, so that binding is only copying, and forks, truncation and beams
 need no GPU code: a slot that no longer tells the truth is bound again.
@@ -139,13 +140,15 @@ class ResidentKV:
             (num_layers, *shape), dtype = layout[name]
             return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
+        self._holds_all = all(layer.is_resident for layer in layers)
         windows = [layer_idx for layer_idx, layer in enumerate(layers) if layer.has_window]
         self.windows = dict(zip(windows, of_layers("windows"), strict=True))
         tables = of_layers("page_tables")
         self.page_tables = dict(zip(self.resident_heads, tables, strict=True))
-        gathered = [layer_idx for layer_idx, layer in enumerate(layers) if layer.gathered]
         shape, dtype = layout["host_tables"]
-        self.host_pages = HostPages(gathered, torch.zeros(shape, dtype=dtype, device=device))
+        self.host_pages = HostPages(
+            addressed_layers(layers), torch.zeros(shape, dtype=dtype, device=device)
+        )
         self._addresses: list[dict[int, list[int]]] = [
             {layer_idx: [] for layer_idx in self.resident_heads} for _ in self.slots
         ]
@@ -169,7 +172,7 @@ class ResidentKV:
         return {
             "windows": ((sum(layer.has_window for layer in layers), *window), dtype),
             "page_tables": ((sum(bool(x.resident) for x in layers), *table), torch.int64),
-            "host_tables": ((sum(bool(x.gathered) for x in layers), *table), torch.int64),
+            "host_tables": ((len(addressed_layers(layers)), *table), torch.int64),
         }
 
     @property
@@ -225,6 +228,14 @@ class ResidentKV:
             if self.codes is not None:
                 self._find_room(slot, partial(self.codes.reserve, slot, kv_len))
 
+    def address_pages(
+        self, slots: Sequence[int], seqs: Sequence[int], kv_lens: Sequence[int]
+    ) -> None:
+        """Tell the GPU where the host's pages of the sequences in `slots` are, up to `kv_lens`
+        tokens, which are reserved."""
+        for slot, seq, kv_len in zip(slots, seqs, kv_lens, strict=True):
+            self._update_host_pages(slot, seq, kv_len)
+
     def advance(self, slots: Sequence[int], kv_lens: Sequence[int]) -> None:
         """A decode step has written the tokens up to `kv_lens` of the sequences in `slots`."""
         for slot, kv_len in zip(slots, kv_lens, strict=True):
@@ -235,6 +246,15 @@ class ResidentKV:
         for index, slot in enumerate(self.slots):
             if slot.seq == seq:
                 self._clear(index)
+
+    def crop(self, seq: int, kv_len: int) -> None:
+        """`seq` keeps its first `kv_len` tokens; a window has lost some that come into it again."""
+        for index, slot in enumerate(self.slots):
+            if slot.seq == seq and not self._holds_all:
+                self._clear(index)
+            elif slot.seq == seq:
+                slot.kv_len = min(slot.kv_len, kv_len)
+                self.host_pages.forget(index)
 
     def trim(self) -> None:
         """Give back the memory of pages that no sequence uses."""
@@ -371,6 +391,13 @@ class ResidentKV:
                 for place, head in enumerate(heads):  # of each side, as a whole is one piece
                     for side in range(2):
                         page[side, place].copy_(host_page[side, head], non_blocking=True)
+
+
+def addressed_layers(layers: Sequence[LayerHeads]) -> list[int]:
+    """Layers whose host pages kernels read, or write where the GPU has all heads of all layers."""
+    if all(layer.is_resident for layer in layers):
+        return list(range(len(layers)))
+    return [layer_idx for layer_idx, layer in enumerate(layers) if layer.gathered]
 
 
 def window_of(policy: Policy) -> tuple[int, int]:

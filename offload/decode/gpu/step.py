@@ -69,6 +69,7 @@ class DeviceStep:
     after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
     on_mark: Callable[[str, int], None] | None = None
     _linear_paths: dict[tuple[int, int], LinearPath] = field(default_factory=dict)
+    _writes_pages: bool = False
 
     def run_layers(self, link: HostLink) -> None:
         """From `buffers.hidden` to `buffers.hidden`, before the final norm."""
@@ -89,6 +90,20 @@ class DeviceStep:
             self.model.ranks.broadcast(tokens)
         b.host_tokens[:n].copy_(tokens, non_blocking=True)
         self._mark("sample")
+
+    def run_resident(self, link: HostLink, *, samples: bool) -> None:
+        """From the tokens in `buffers.tokens` to the next there, whose positions follow; where no
+        head is elsewhere. Keys and values go into the host's pages."""
+        b, n = self.buffers, link.num_rows
+        b.hidden[:n] = self.model.embed_tokens(b.tokens[:n].clamp(min=0))
+        self._writes_pages = True
+        try:
+            self.all_layers(link)
+        finally:
+            self._writes_pages = False
+        logits = self._linears(slice(0, n)).logits(self.weights, b.hidden[:n])
+        b.tokens[:n] = self.buffers.chooser.choose(logits, samples=samples)
+        b.state[:2, :n] += (b.positions[:n] >= 0).long()
 
     def all_layers(self, link: HostLink) -> None:
         """Rows [0, link.num_rows) of `buffers.hidden` through all layers, in place."""
@@ -130,8 +145,11 @@ class DeviceStep:
             k_norm=layer.k_norm,
             norm_eps=layer.qk_norm_eps,
             query=b.queries[layer_idx, rows],
-            host_query=link.mailbox.query[rows],
-            host_kv=link.mailbox.kv[layer_idx, rows],
+            host_query=link.mailbox.query[rows] if placed.host else None,
+            host_kv=None if self._writes_pages else link.mailbox.kv[layer_idx, rows],
+            host_pages=(
+                self.resident.host_pages.tables[layer_idx][rows] if self._writes_pages else None
+            ),
             window=None if window is None else window[rows],
             sink_tokens=self.resident.sink_tokens,
             page_table=None if page_table is None else page_table[rows],

@@ -1,0 +1,100 @@
+"""Several decode steps without the host, where all KV heads are on the GPU.
+
+Nobody is asked for attention then, and the next token is fed where it was chosen. The host launches
+some steps one behind the other and waits once; keys and values go from the kernel into the host
+store's pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload.decode.gpu.buffers import HostLink
+from offload.decode.gpu.step import DeviceStep
+
+MOST_STEPS = 32
+# Of a burst: as much as a reader of the text may wait, and a caller whose answer has ended.
+_BURST_SECONDS = 0.032
+
+
+class Bursts:
+    """Bursts of the steps of one `DeviceStep`.
+
+    Args:
+        captures: each kind of step is a CUDA graph; else it is launched operation by operation.
+    """
+
+    def __init__(self, step: DeviceStep, device: torch.device, *, captures: bool) -> None:
+        self._step, self._device = step, device
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._captures = captures
+        num_rows = step.buffers.state.shape[1]
+        tokens = torch.empty(MOST_STEPS, num_rows, dtype=torch.int64)
+        self._host_tokens = tokens.pin_memory() if device.type == "cuda" else tokens
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._step_seconds = _BURST_SECONDS / 2  # until one was timed
+
+    @property
+    def num_steps(self) -> int:
+        """Of the next burst."""
+        return max(1, min(MOST_STEPS, int(_BURST_SECONDS / self._step_seconds)))
+
+    def timed(self, num_steps: int, seconds: float) -> None:
+        """A burst took so long."""
+        self._step_seconds = max(seconds / num_steps, 1e-6)
+
+    def prepare(self, link: HostLink, *, samples: bool) -> bool:
+        """Capture a step for the rows of `link`, with no row in use; whether that was to do."""
+        key = (link.num_rows, samples)
+        if not self._captures or key in self._graphs:
+            return False
+        assert self._stream is not None
+        self._step.buffers.state.fill_(-1)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            with torch.random.fork_rng([self._stream.device_index]):  # its draws do not count
+                self._step.run_resident(link, samples=samples)
+            self._stream.synchronize()
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._step.run_resident(link, samples=samples)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._graphs[key] = graph
+        return True
+
+    def run(self, link: HostLink, slots: Sequence[int], num_steps: int, *, samples: bool) -> Tensor:
+        """Prepared steps from `buffers.host_state` on: int64 [len(slots), num_steps], on the host.
+
+        Tokens are -1 from where logits were not finite.
+        """
+        b, rows = self._step.buffers, self._host_tokens[:, : link.num_rows]
+        if self._stream is None:
+            b.state.copy_(b.host_state)
+            for number in range(num_steps):
+                self._step.run_resident(link, samples=samples)
+                rows[number] = b.tokens[: link.num_rows]
+            return rows[:num_steps, slots].T.contiguous()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            b.state.copy_(b.host_state, non_blocking=True)
+            for number in range(num_steps):
+                if self._captures:
+                    self._graphs[link.num_rows, samples].replay()
+                else:
+                    self._step.run_resident(link, samples=samples)
+                rows[number].copy_(b.tokens[: link.num_rows], non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self.wait()
+        return rows[:num_steps, slots].T.contiguous()
+
+    def wait(self) -> None:
+        """For what was launched."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        """Drop what was captured."""
+        self._graphs.clear()

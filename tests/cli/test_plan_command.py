@@ -36,6 +36,7 @@ def h200(tmp_path: Path) -> str:
 
 def test_it_shows_heads_bytes_and_speed(h200: str) -> None:
     arguments = ["plan", "llama-3.1-8b", "--profile", h200, "--max-memory", "0=24GiB"]
+    arguments += ["--policy", "lychee_decode"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.split())
@@ -54,6 +55,7 @@ def test_it_shows_heads_bytes_and_speed(h200: str) -> None:
 
 def test_json_is_a_placement(h200: str, tmp_path: Path) -> None:
     arguments = ["plan", "llama-3.1-8b", "--profile", h200, "--budget-tokens", "2048", "--json"]
+    arguments += ["--policy", "lychee_decode"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)

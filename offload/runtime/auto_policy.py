@@ -224,7 +224,7 @@ def crossover_tokens(auto: Auto, work: Workload, profile: MachineProfile | None)
 
     The profile predicts both where the policy was measured (`offload plan` does that); elsewhere
     CROSSOVER_TOKENS stands for it. At least the budget; `work.kv_len` or more if the policy is
-    never faster.
+    never faster. What the policy gains grows with the context.
     """
     policy = make_policy("lychee_cluster", budget_tokens=auto.budget_tokens)
     faster_from = max(CROSSOVER_TOKENS, auto.budget_tokens)
@@ -233,17 +233,19 @@ def crossover_tokens(auto: Auto, work: Workload, profile: MachineProfile | None)
     found = max(work.kv_len, faster_from)
     for kv_len in reversed([*_tried_contexts(auto.budget_tokens, found)]):
         faster = _is_faster(policy, replace(work, kv_len=kv_len), profile)
-        if not (kv_len >= faster_from if faster is None else faster):
+        if faster is False:
             break
-        found = kv_len
+        if faster or kv_len >= faster_from:
+            found = kv_len
     return found
 
 
-def _tried_contexts(above: int, most: int) -> Iterator[int]:
-    """Powers of two and the halves between them, from `above` to `most`."""
-    powers = (1 << bits for bits in itertools.count(above.bit_length() - 1))
+def _tried_contexts(least: int, most: int) -> Iterator[int]:
+    """`least`, and powers of two and the halves between them from there to `most`."""
+    powers = (1 << bits for bits in itertools.count(least.bit_length() - 1))
     tried = itertools.chain.from_iterable((power, power * 3 // 2) for power in powers)
-    return (n for n in itertools.takewhile(lambda n: n <= most, tried) if n > above)
+    more = itertools.takewhile(lambda n: n <= most, tried)
+    return itertools.chain([least], (n for n in more if n > least))
 
 
 def _is_faster(policy: Policy, work: Workload, profile: MachineProfile) -> bool | None:

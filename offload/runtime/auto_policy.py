@@ -72,11 +72,24 @@ def with_resolved_policy(
         HostBudgetError, DeviceMemoryError: the weights do not fit.
         ValueError: more ranks than KV heads.
     """
+    dtype, weight_bytes = (
+        checkpoint.loaded_dtype(config.dtype),
+        checkpoint.weight_bytes(config.dtype),
+    )
+    return resolved_config(config, checkpoint.shape, dtype, weight_bytes, ranks)
+
+
+def resolved_config(
+    config: RuntimeConfig,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    weight_bytes: int,
+    ranks: TensorParallel | None = None,
+) -> tuple[RuntimeConfig, str]:
+    """As `with_resolved_policy`, of a model of this shape with so many bytes of weights."""
     auto = config.policy
     if not isinstance(auto, Auto):
         return config, ""
-    shape, dtype = checkpoint.shape, checkpoint.loaded_dtype(config.dtype)
-    weight_bytes = checkpoint.weight_bytes(config.dtype)
     tokens = longest_context(
         config, shape, dtype, kv_budget_bytes(config, weight_bytes, loaded=False)
     )

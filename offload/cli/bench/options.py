@@ -148,6 +148,40 @@ def policy_grid(
     return policies
 
 
+def resolved_policies(
+    policies: Sequence[Policy],
+    model: str,
+    *,
+    dtype: str,
+    device: str,
+    backend: str | None,
+    threads: int | None,
+) -> tuple[list[Policy], str]:
+    """The policies, each once, with what `auto` comes to in the place of it, and why, which is
+    logged; "" without it.
+
+    Args:
+        model: what `planned_model` takes.
+    """
+    from offload.loading.planned_model import planned_model
+    from offload.policies.auto import Auto
+    from offload.runtime.auto_policy import resolved_config
+    from offload.runtime.config import runtime_config
+
+    found, why = [], ""
+    for policy in policies:
+        if isinstance(policy, Auto):
+            config = runtime_config(
+                policy=policy, device=device, backend=backend, num_threads=threads
+            )
+            planned = planned_model(model, dtype)
+            sizes = planned.shape, planned.dtype, planned.weight_bytes
+            config, why = resolved_config(config, *sizes)
+            policy = config.policy
+        found.append(policy)
+    return list(dict.fromkeys(found)), why
+
+
 def policy_with_budget(name: str, budget_tokens: int, options: Mapping[str, Any]) -> Policy:
     """One policy; `budget_tokens` unless it has none, or `options` say otherwise."""
     from offload.policies.registry import make_policy

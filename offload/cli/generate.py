@@ -403,6 +403,11 @@ def _print_result(
         )
     console = stderr()  # stdout has the answer alone
     console.print(table)
+    first, last = runs[0], runs[-1]
+    speeds = [run["decode_tokens_per_second"] for run in (first, last)]
+    if first["resolved_policy"] == "full" and first["policy"] == "auto" and speeds[1] > speeds[0]:
+        told = f"{last['policy']} was faster this time, though auto did not expect it"
+        console.print(f"{told}; `offload plan {model}` measures this machine", soft_wrap=True)
     for run in runs:
         if run["condensed"] is not None:
             line = condensed_line(run["condensed"], run["condense_by"])

@@ -220,10 +220,10 @@ def _placed(policy: Policy, work: Workload, room: Room, *, known: bool) -> HeadP
 def _on_cpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     if room.exact_because:
         return Full(), f"exact: {room.exact_because}"
-    tokens = crossover_tokens(auto, work, room.profile)
+    tokens, measured = crossover(auto, work, room.profile)
     budget = auto.budget_tokens
     if work.kv_len <= tokens:
-        where = "" if room.profile is None else " on this machine"
+        where = " on this machine" if measured else ""
         return Full(), f"exact: contexts up to {tokens:,} tokens are faster so{where}"
     dense_until = None if tokens == budget else tokens
     policy = make_policy("lychee_cluster", budget_tokens=budget, dense_until=dense_until)
@@ -232,8 +232,9 @@ def _on_cpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     return policy, f"exact up to {tokens:,} tokens, then {policy.name}, budget {budget:,}"
 
 
-def crossover_tokens(auto: Auto, work: Workload, profile: MachineProfile | None) -> int:
-    """The context up to which exact attention is faster on a CPU than lychee_cluster.
+def crossover(auto: Auto, work: Workload, profile: MachineProfile | None) -> tuple[int, bool]:
+    """The context up to which exact attention is faster on a CPU than lychee_cluster, and whether
+    that was measured here.
 
     The profile predicts both where the policy was measured (`offload plan` does that); elsewhere
     CROSSOVER_TOKENS stands for it. At least the budget; `work.kv_len` or more if the policy is
@@ -242,15 +243,16 @@ def crossover_tokens(auto: Auto, work: Workload, profile: MachineProfile | None)
     policy = make_policy("lychee_cluster", budget_tokens=auto.budget_tokens)
     faster_from = max(CROSSOVER_TOKENS, auto.budget_tokens)
     if profile is None:
-        return faster_from
-    found = max(work.kv_len, faster_from)
+        return faster_from, False
+    measured, found = False, max(work.kv_len, faster_from)
     for kv_len in reversed([*_tried_contexts(auto.budget_tokens, found)]):
         faster = _is_faster(policy, replace(work, kv_len=kv_len), profile)
+        measured |= faster is not None
         if faster is False:
             break
         if faster or kv_len >= faster_from:
             found = kv_len
-    return found
+    return found, measured
 
 
 def _tried_contexts(least: int, most: int) -> Iterator[int]:

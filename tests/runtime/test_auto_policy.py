@@ -27,7 +27,7 @@ from offload.policies.full import Full
 from offload.policies.registry import make_policy
 from offload.runtime.auto_policy import (
     Room,
-    crossover_tokens,
+    crossover,
     longest_context,
     resolve_auto,
     with_resolved_policy,
@@ -164,7 +164,8 @@ def measured(scales: dict[int, float]) -> MachineProfile:
 )
 def test_the_crossover(scales: dict[int, float], tokens: int) -> None:
     auto, profile = Auto(), measured(scales)
-    assert crossover_tokens(auto, Workload(LLAMA, auto, CONTEXT), profile) == tokens
+    found = crossover(auto, Workload(LLAMA, auto, CONTEXT), profile)
+    assert found == (tokens, scales != {})
     policy, reason = resolved(Room(on_gpu=False, profile=profile))
     if tokens == CONTEXT:
         assert policy == Full()

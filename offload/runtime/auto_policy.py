@@ -7,9 +7,10 @@ the context from which lychee_cluster is faster, then that.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -245,8 +246,10 @@ def crossover(auto: Auto, work: Workload, profile: MachineProfile | None) -> tup
     if profile is None:
         return faster_from, False
     measured, found = False, max(work.kv_len, faster_from)
+    longest = replace(work, policy=policy, kv_len=found)
+    states = functools.cache(lambda: _kept_per_token(longest))
     for kv_len in reversed([*_tried_contexts(auto.budget_tokens, found)]):
-        faster = _is_faster(policy, replace(work, kv_len=kv_len), profile)
+        faster = _is_faster(replace(longest, kv_len=kv_len), states, profile)
         measured |= faster is not None
         if faster is False:
             break
@@ -263,13 +266,21 @@ def _tried_contexts(least: int, most: int) -> Iterator[int]:
     return itertools.chain([least], (n for n in more if n > least))
 
 
-def _is_faster(policy: Policy, work: Workload, profile: MachineProfile) -> bool | None:
+def _kept_per_token(work: Workload) -> tuple[float, ...]:
+    """Bytes of a KV head; what lychee_cluster keeps grows with the context. Building it is slow."""
+    states = head_state_bytes(work.policy, work.shape, work.dtype, work.kv_len)
+    return tuple(num_bytes / work.kv_len for num_bytes in states)
+
+
+def _is_faster(
+    work: Workload, kept_per_token: Callable[[], tuple[float, ...]], profile: MachineProfile
+) -> bool | None:
     """Than exact attention, by the profile; None: the policy was not measured at this length."""
-    if policy_key(policy, work.shape, work.kv_len) not in profile.select_scale:
+    if policy_key(work.policy, work.shape, work.kv_len) not in profile.select_scale:
         return None
-    states = head_state_bytes(policy, work.shape, work.dtype, work.kv_len)
+    states = tuple(num_bytes * work.kv_len for num_bytes in kept_per_token())
     places = HeadPlacement.filled(work.shape.num_layers, work.shape.num_kv_heads, Place.CPU)
-    works = (replace(work, policy=policy, head_state_bytes=states), replace(work, policy=Full()))
+    works = (replace(work, head_state_bytes=states), replace(work, policy=Full()))
     sparse, exact = (
         StepModel(profile, each, on_gpu=False).step(places).milliseconds for each in works
     )

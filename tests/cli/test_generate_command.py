@@ -361,7 +361,7 @@ def test_the_demo_in_a_shorter_context() -> None:
     assert document["runs"][1]["policy_reason"] == ""
     shown = " ".join(result.stderr.split())
     assert shown.count(f"auto: {reason}") == 1
-    assert f"beside it lychee_cluster; auto did not take it: {reason}" in shown
+    assert f"beside it lychee_cluster; auto did not take it here: {reason}" in shown
     assert all(1200 < run["context_tokens"] <= 1500 for run in document["runs"])
 
 

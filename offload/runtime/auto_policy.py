@@ -241,10 +241,11 @@ def crossover(auto: Auto, work: Workload, profile: MachineProfile | None) -> tup
     CROSSOVER_TOKENS stands for it. At least the budget; `work.kv_len` or more if the policy is
     never faster. What the policy gains grows with the context.
     """
-    policy = make_policy("lychee_cluster", budget_tokens=auto.budget_tokens)
     faster_from = max(CROSSOVER_TOKENS, auto.budget_tokens)
-    if profile is None:
+    # Without one of its keys nothing is known, and nobody waits for the policy to be imported.
+    if profile is None or not any("LycheeCluster(" in key for key in profile.select_scale):
         return faster_from, False
+    policy = make_policy("lychee_cluster", budget_tokens=auto.budget_tokens)
     measured, found = False, max(work.kv_len, faster_from)
     longest = replace(work, policy=policy, kv_len=found)
     states = functools.cache(lambda: _kept_per_token(longest))

@@ -201,14 +201,16 @@ def decode(
                 )
         if on_cpu and backend is not None:
             raise ValueError(f"--backend {backend} needs a GPU, but the device is the CPU")
-        policies, why = resolved_policies(
-            policies,
-            model or shape or defaults[0],
-            dtype=dtype or "auto",
-            device=str(where),
-            backend=backend,
-            threads=threads,
-        )
+        with quiet_transformers(verbose=False), no_loading_bars():
+            policies, why = resolved_policies(
+                policies,
+                model,
+                shape or defaults[0],
+                dtype=dtype or "auto",
+                device=str(where),
+                backend=backend,
+                threads=threads,
+            )
         plan = DecodePlan(
             policies=policies,
             kv_lens=kv_lens or counts(defaults[1], option="--context"),

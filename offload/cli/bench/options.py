@@ -150,7 +150,8 @@ def policy_grid(
 
 def resolved_policies(
     policies: Sequence[Policy],
-    model: str,
+    model: str | None,
+    shape: str,
     *,
     dtype: str,
     device: str,
@@ -161,22 +162,27 @@ def resolved_policies(
     logged; "" without it.
 
     Args:
-        model: what `planned_model` takes.
+        model: what runs; None: one of this `shape`.
     """
+    from offload.loading.checkpoint import check_checkpoint
+    from offload.loading.names import resolve_folder
     from offload.loading.planned_model import planned_model
     from offload.policies.auto import Auto
-    from offload.runtime.auto_policy import resolved_config
+    from offload.runtime.auto_policy import resolved_config, with_resolved_policy
     from offload.runtime.config import runtime_config
 
     found, why = [], ""
     for policy in policies:
         if isinstance(policy, Auto):
             config = runtime_config(
-                policy=policy, device=device, backend=backend, num_threads=threads
+                policy=policy, dtype=dtype, device=device, backend=backend, num_threads=threads
             )
-            planned = planned_model(model, dtype)
-            sizes = planned.shape, planned.dtype, planned.weight_bytes
-            config, why = resolved_config(config, *sizes)
+            if model is not None:
+                checkpoint = check_checkpoint(resolve_folder(model))
+                config, why = with_resolved_policy(checkpoint, config, None)
+            else:
+                made = planned_model(shape, dtype)
+                config, why = resolved_config(config, made.shape, made.dtype, made.weight_bytes)
             policy = config.policy
         found.append(policy)
     return list(dict.fromkeys(found)), why

@@ -117,6 +117,7 @@ def pipeline(
             backend = "graph" if torch.cuda.is_available() else "inline"
         (made,), _ = resolved_policies(
             [policy_with_budget(policy, budget_tokens, policy_options(policy_option or []))],
+            None,
             shape,
             dtype=dtype,
             device="cpu" if backend == "inline" else "cuda",

@@ -81,7 +81,7 @@ bench-gpu: venv $(PERF_STAMP)  ## Run the benchmarks that need a GPU, and write 
 
 bench-placement: venv $(PERF_STAMP)  ## Run those of placements, plans and the kernels of GPU heads.
 	$(BIN)/python -m perf.bench_gpu --only heads
-	for bench in heads codes gather hybrid plan; do $(BIN)/python -m perf.bench_$$bench || exit; done
+	for bench in heads codes gather plan; do $(BIN)/python -m perf.bench_$$bench || exit; done
 	$(BIN)/python -m perf.report
 
 report: $(PERF_STAMP) $(TEST_STAMP)  ## Write the tables and plots of README and docs from perf/results.

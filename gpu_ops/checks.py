@@ -9,7 +9,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIM_MULTIPLE = 16
-MIN_PAGE_TOKENS = 16  # tensor cores multiply tiles of 16 keys
+_MIN_PAGE_TOKENS = 16  # tensor cores multiply tiles of 16 keys
 
 
 def check_dtype(name: str, x: Tensor) -> None:
@@ -59,11 +59,11 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_MULTIPLE}, got {head_dim}")
 
 
-def check_page_tokens(page_tokens: int, name: str = "page_tokens") -> None:
+def check_page_tokens(page_tokens: int) -> None:
     """ValueError unless pages are powers of two that the kernels' tiles of tokens fit in."""
-    if page_tokens < MIN_PAGE_TOKENS or page_tokens & (page_tokens - 1):
+    if page_tokens < _MIN_PAGE_TOKENS or page_tokens & (page_tokens - 1):
         raise ValueError(
-            f"{name} must be a power of two of at least {MIN_PAGE_TOKENS}, got {page_tokens}"
+            f"page_tokens must be a power of two of at least {_MIN_PAGE_TOKENS}, got {page_tokens}"
         )
 
 

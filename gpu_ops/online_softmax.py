@@ -78,24 +78,6 @@ def weigh_tile(
 
 
 @jit
-def attend_tile(
-    q: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    num_tokens: tl.tensor,
-    scale: tl.tensor,
-    row_max: tl.tensor,
-    row_sum: tl.tensor,
-    acc: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-) -> tl.tensor:
-    """The state after the tile. Each key and value is loaded once for the whole group."""
-    scores = score_tile(q, keys, num_tokens, scale, HEAD_DIM, BLOCK_T)
-    return weigh_tile(scores, values, num_tokens, row_max, row_sum, acc, HEAD_DIM)
-
-
-@jit
 def attend_rows(
     q: tl.tensor,
     keys: tl.tensor,  # pointer to the first key of all; rows of HEAD_DIM follow each other
@@ -106,14 +88,15 @@ def attend_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
-    """The state after the tokens [first, last)."""
+    """The state after the tokens [first, last). Each is loaded once for the whole group."""
     row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
     row_sum = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros(q.shape, tl.float32)
     for start in range(first, last, BLOCK_T):
         k, v = keys + start * HEAD_DIM, values + start * HEAD_DIM
+        scores = score_tile(q, k, last - start, scale, HEAD_DIM, BLOCK_T)
         state = (row_max, row_sum, acc)
-        row_max, row_sum, acc = attend_tile(q, k, v, last - start, scale, *state, HEAD_DIM, BLOCK_T)
+        row_max, row_sum, acc = weigh_tile(scores, v, last - start, *state, HEAD_DIM)
     return row_max, row_sum, acc
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED, STOCK_ON_CPU
 from offload.system.memory import format_bytes
 from perf.tables.gpu_tables import Results, decode_rows, engine_name
-from perf.tables.markdown import DEFAULT_BUDGET_TOKENS, Row
+from perf.tables.markdown import DEFAULT_BUDGET_TOKENS, LLAMA_CPP_NOTE, Row
 from perf.tables.tradeoff_tables import devices_of, speed_of
 
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
@@ -179,8 +179,11 @@ def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:
     )
     parts = [_caption("With a GPU", _gpu_lines(gpu), gpu["decode"], held)]
     if cpu is not None:
-        budget = f" Budget {DEFAULT_BUDGET_TOKENS:,} tokens, other options at their defaults."
-        parts.append(_caption("Without", _cpu_lines(cpu), cpu, budget))
+        said = (
+            f" {LLAMA_CPP_NOTE} Budget {DEFAULT_BUDGET_TOKENS:,} tokens, other options at their "
+            "defaults."
+        )
+        parts.append(_caption("Without", _cpu_lines(cpu), cpu, said))
     return "\n\n".join(parts)
 
 

@@ -71,7 +71,6 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "gpu-codes": ("gpu-codes", placement_tables.gpu_codes_table),
     "gpu-gather": ("gpu-gather", placement_tables.gpu_gather_table),
     "gpu-heads": ("gpu-heads", placement_tables.gpu_heads_table),
-    "gpu-hybrid": ("gpu-hybrid", placement_tables.gpu_hybrid_table),
     "gpu-plan": ("gpu-plan", placement_tables.gpu_plan_table),
     "plan-text": ("plan-text", placement_tables.text_plan_table),
     "gpu-plan-text": ("gpu-plan-text", placement_tables.text_plan_table),

@@ -23,10 +23,11 @@ void DecodeAttention::report_non_finite(int64_t layer_idx, int row_idx, int unit
   if (!failed_.exchange(true)) failure_ = non_finite(layer_idx, row_idx, unit);
 }
 
-void DecodeAttention::report_policy(int64_t layer_idx, int row_idx, int unit, const std::string& what) {
+void DecodeAttention::report_policy(int64_t layer_idx, int row_idx, int unit, const char* callback,
+                                    const std::string& what) {
   if (failed_.exchange(true)) return;
-  failure_ = "the policy failed in layer " + std::to_string(layer_idx) + ", query row " + std::to_string(row_idx) +
-             ", KV head " + std::to_string(kv_head_of(unit)) + ": " + what;
+  failure_ = std::string("the policy's ") + callback + " failed in layer " + std::to_string(layer_idx) +
+             ", query row " + std::to_string(row_idx) + ", KV head " + std::to_string(kv_head_of(unit)) + ": " + what;
 }
 
 std::string DecodeAttention::non_finite(int64_t layer_idx, int row_idx, int unit) const {
@@ -281,6 +282,7 @@ void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int ro
   const PolicyMember& member = member_of(layer_idx, unit_idx);
   if (!asks_policy(unit.role) || !member.learns()) return;
   const PhaseTimer timer(profile_of(worker), Phase::update);
+  const char* callback = "observe";
   PolicyContext ctx = context(layer_idx, row, row_idx, unit_idx, worker);
   if (member.observe != nullptr && unit.indices != nullptr && !unit.answered) {
     ctx.indices = const_cast<int32_t*>(unit.indices);
@@ -288,8 +290,11 @@ void DecodeAttention::update_unit(int64_t layer_idx, const QueryRow& row, int ro
     ctx.weights = attended_weights(row, row_idx, unit_idx);
     member.observe(&ctx);
   }
-  if (member.append != nullptr && ctx.error[0] == '\0') member.append(&ctx);
-  finish_context(ctx, row_idx, unit_idx);
+  if (member.append != nullptr && ctx.error[0] == '\0') {
+    callback = "append";
+    member.append(&ctx);
+  }
+  finish_context(ctx, row_idx, unit_idx, callback);
 }
 
 void DecodeAttention::update(int64_t layer_idx, const std::vector<QueryRow>& rows) {

@@ -330,9 +330,9 @@ class DecodeAttention {
 
   // decode_attention_select.cpp: what to attend to
   PolicyContext context(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
-  bool finish_context(const PolicyContext& context, int row_idx, int unit);
-  bool accepts(const PolicyContext& context, int row_idx, int unit, const int32_t* chosen, int64_t count, int64_t first,
-               int64_t last, int64_t most);
+  bool finish_context(const PolicyContext& context, int row_idx, int unit, const char* callback);
+  bool accepts(const PolicyContext& context, int row_idx, int unit, const char* callback, const int32_t* chosen,
+               int64_t count, int64_t first, int64_t last, int64_t most);
   void prepare_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker);
   void prepare_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void ask_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
@@ -378,7 +378,7 @@ class DecodeAttention {
   void update_task(int64_t layer_idx, const std::vector<QueryRow>& rows, int64_t task, int worker);
   void update_unit(int64_t layer_idx, const QueryRow& row, int row_idx, int unit, int worker);
   void report_non_finite(int64_t layer_idx, int row_idx, int unit);
-  void report_policy(int64_t layer_idx, int row_idx, int unit, const std::string& what);
+  void report_policy(int64_t layer_idx, int row_idx, int unit, const char* callback, const std::string& what);
 
   // decode_attention_lanes.cpp: what comes when
   void set_range(Unit& unit) const;

@@ -150,23 +150,23 @@ PolicyContext DecodeAttention::context(int64_t layer_idx, const QueryRow& row, i
   return context;
 }
 
-// After callbacks; false if one of them raised something, which is reported.
-bool DecodeAttention::finish_context(const PolicyContext& context, int row_idx, int unit) {
+// After `callback`; false if it raised something, which is reported.
+bool DecodeAttention::finish_context(const PolicyContext& context, int row_idx, int unit, const char* callback) {
   if (context.profile != nullptr) context.profile->bytes += context.bytes_touched;
   if (context.error[0] == '\0') return true;
-  report_policy(context.layer_idx, row_idx, unit, context.error);
+  report_policy(context.layer_idx, row_idx, unit, callback, context.error);
   return false;
 }
 
 // Whether `count` chosen tokens, or positions, are at most `most` and ascend in [first, last); else it is reported.
-bool DecodeAttention::accepts(const PolicyContext& context, int row_idx, int unit, const int32_t* chosen, int64_t count,
-                              int64_t first, int64_t last, int64_t most) {
+bool DecodeAttention::accepts(const PolicyContext& context, int row_idx, int unit, const char* callback,
+                              const int32_t* chosen, int64_t count, int64_t first, int64_t last, int64_t most) {
   if (count < 0) {
     report_non_finite(context.layer_idx, row_idx, unit);
     return false;
   }
   const auto refuse = [&](const std::string& what) {
-    report_policy(context.layer_idx, row_idx, unit, what);
+    report_policy(context.layer_idx, row_idx, unit, callback, what);
     return false;
   };
   if (count > most)
@@ -210,7 +210,7 @@ void DecodeAttention::prepare_unit(int64_t layer_idx, const QueryRow& row, int r
   PolicyContext ctx = context(layer_idx, row, row_idx, unit, worker);
   ctx.query = nullptr;  // whether it is known or not: predictions come before the query
   member.prepare(&ctx);
-  finish_context(ctx, row_idx, unit);
+  finish_context(ctx, row_idx, unit, "prepare");
 }
 
 // For policies that do not scan all keys: select() alone, or propose(), after which the candidates are scored.
@@ -272,7 +272,7 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
   ctx.may_defer = pool_.num_threads() > 1;
   ctx.deferred = &unit.codes;
   const int64_t count = member_of(layer_idx, unit_idx).propose(&ctx);
-  if (!finish_context(ctx, row_idx, unit_idx)) return;
+  if (!finish_context(ctx, row_idx, unit_idx, "propose")) return;
   if (count == kDeferred && unit.codes.k > 0) {
     return unit.code_scores.resize(static_cast<size_t>(unit.codes.args.n));
   }
@@ -297,7 +297,8 @@ void DecodeAttention::propose_unit(int64_t layer_idx, const QueryRow& row, int r
     if (!options_.defers_updates) update_unit(layer_idx, row, row_idx, unit_idx, worker);
     return;
   }
-  if (!accepts(ctx, row_idx, unit_idx, ctx.candidates, count, ctx.first, ctx.last, ctx.last - ctx.first)) return;
+  if (!accepts(ctx, row_idx, unit_idx, "propose", ctx.candidates, count, ctx.first, ctx.last, ctx.last - ctx.first))
+    return;
   consider(ctx.kv_len, unit, ctx.candidates, count);
 }
 
@@ -389,8 +390,8 @@ void DecodeAttention::finish_proposal(int64_t layer_idx, const QueryRow& row, in
   int64_t count = member.select != nullptr
                       ? member.select(&ctx)
                       : top_k(kernels_, ctx.importance, ctx.num_candidates, ctx.budget_tokens, ctx.indices);
-  if (!finish_context(ctx, row_idx, unit_idx)) return;
-  if (!accepts(ctx, row_idx, unit_idx, ctx.indices, count, 0, num_candidates, ctx.budget_tokens)) return;
+  if (!finish_context(ctx, row_idx, unit_idx, "select")) return;
+  if (!accepts(ctx, row_idx, unit_idx, "select", ctx.indices, count, 0, num_candidates, ctx.budget_tokens)) return;
   count = cut_to_mass(ctx.indices, count, importance, ctx.first, num_candidates, recent);
   // Where each attended token is among the considered ones: sinks, the choice, recent tokens.
   std::iota(positions, positions + ctx.first, 0);
@@ -440,8 +441,8 @@ void DecodeAttention::select_unit(int64_t layer_idx, const QueryRow& row, int ro
   ctx.indices = chosen.data() + policy_.sink_tokens;
   const PolicyMember& member = member_of(layer_idx, unit_idx);
   int64_t count = member.select != nullptr ? member.select(&ctx) : 0;
-  if (!finish_context(ctx, row_idx, unit_idx) ||
-      !accepts(ctx, row_idx, unit_idx, ctx.indices, count, ctx.first, ctx.last, ctx.budget_tokens)) {
+  if (!finish_context(ctx, row_idx, unit_idx, "select") ||
+      !accepts(ctx, row_idx, unit_idx, "select", ctx.indices, count, ctx.first, ctx.last, ctx.budget_tokens)) {
     chosen.clear();
     if (attends_to_all) published_of(row_idx, unit_idx).set_own();
     return;

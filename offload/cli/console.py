@@ -64,7 +64,7 @@ def running(*, verbose: bool = False) -> Iterator[None]:
 
 
 def _is_refusal(error: Exception) -> bool:
-    if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
+    if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError | MemoryError):
         return True
     # These import torch, which whoever raised them has done.
     from offload.ranks.watch import PeerError

@@ -23,6 +23,18 @@ _TIMES = (
     "decode_tokens_per_second",
 )
 
+# One answer, chosen token by token, whatever generation_config.json says: no option asks for else.
+_ONE_ANSWER = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "token_healing": False,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+}
+
 
 def check_context(model: str, context_tokens: int) -> None:
     """Refuse a context beyond the model's, before text is sought for it.
@@ -137,17 +149,21 @@ def answer(
     model._offload.on_tokens = lambda num_tokens: screen.read(num_tokens / num_layers)
     has_bound = model._offload.config.host_bytes_per_sequence is not None
     cache = model.new_cache() if has_bound else None
+    ranks = model._offload.ranks
+    one_clock = {} if ranks is None else {"max_time": None}  # ranks have one each: it is refused
     output_ids = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         past_key_values=cache,
         streamer=streamer,
+        tokenizer=tokenizer,  # which stop_strings of generation_config.json need
+        **_ONE_ANSWER,
+        **one_clock,
         **sampling,
     )
     new_ids = output_ids[0, input_ids.shape[1] :]
     stats = model.offload_stats()
     sizes = [getattr(stats, name) for name in _SIZES]
-    ranks = model._offload.ranks
     if ranks is not None:
         with ranks.together():
             sizes = ranks.total(*sizes)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from offload.loading.checkpoint import SINGLE_FILE, check_safetensors
+from offload.system.json_file import read_json_object
 
 _CONFIG, _WEIGHTS, _SETTINGS = "adapter_config.json", "adapter_model.safetensors", "settings.json"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -72,7 +73,7 @@ def read_adapter(folder: Path) -> Adapter:
         FileNotFoundError: a missing file.
         ValueError: a damaged file, or an option that merging does not know: names it.
     """
-    described, settings = _json(folder / _CONFIG), _json(folder / _SETTINGS)
+    described, settings = read_json_object(folder / _CONFIG), read_json_object(folder / _SETTINGS)
     for option, known in _KNOWN.items():
         value = described.get(option, known[0] if option != "peft_type" else None)
         if value not in known:
@@ -155,17 +156,5 @@ def _pairs(
 
 
 def _change(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    content = change(json.loads(path.read_text(encoding="utf-8")))
+    content = change(read_json_object(path))
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"missing {path.name} in {path.parent}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content

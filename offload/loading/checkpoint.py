@@ -17,6 +17,7 @@ import torch
 from offload.models import ModelShape, lean_model_maker
 from offload.models.dtypes import DTYPES
 from offload.models.shape import matrix_sizes
+from offload.system.json_file import read_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -171,7 +172,7 @@ def check_model_type(path: Path) -> dict[str, Any]:
         FileNotFoundError: it is missing.
         ValueError: no JSON object, or one that names no type, or one that is not supported.
     """
-    config = _read_json(path)
+    config = read_json_object(path)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{path} has no model_type")
@@ -297,10 +298,13 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     if index_path.is_file():
-        shard_of_tensor = _read_json(index_path).get("weight_map")
-        if not isinstance(shard_of_tensor, dict) or not shard_of_tensor:
-            raise ValueError(f"{index_path} has no weight_map")
-        shards = set(map(str, shard_of_tensor.values()))
+        index = read_json_object(index_path)
+        for field in ("metadata", "weight_map"):  # transformers needs both
+            if not isinstance(index.get(field), dict):
+                raise ValueError(f"{index_path} has no {field}: it must be an object")
+        shards = set(map(str, index["weight_map"].values()))
+        if not shards:
+            raise ValueError(f"{index_path} names no weights: its weight_map is empty")
         for shard in sorted(shards):
             inside = not PurePath(shard).is_absolute() and ".." not in PurePath(shard).parts
             if not inside or not shard.endswith(".safetensors"):
@@ -312,18 +316,6 @@ def _weight_files(folder: Path) -> list[Path]:
         f"{folder} has no weights: expected {SINGLE_FILE}, {INDEX_FILE} with its shards, "
         "or the path of a .gguf file instead of a folder"
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"missing {path.name} in {path.parent}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -154,22 +154,30 @@ def _made_once(name: str, make: Callable[[Path], None], *, check: Callable[[], N
     if _is_complete(target):
         return target
     check()
-    try:
+    with _writing_to(models):
         models.mkdir(parents=True, exist_ok=True)
         _remove_stale(models)
         temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=models))
+    try:
+        with _being_made(temporary):
+            _make(make, temporary)
+            with _writing_to(models):
+                _move_into_place(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+@contextlib.contextmanager
+def _writing_to(models: Path) -> Iterator[None]:
+    """Whoever gets an error of the system in here is told which folder it is about."""
+    try:
+        yield
     except OSError as error:
         raise PermissionError(
             f"cannot write the converted model to {models} ({error.strerror}); "
             "set OFFLOAD_CACHE to a folder that can be written to"
         ) from error
-    try:
-        with _being_made(temporary):
-            _make(make, temporary)
-            _move_into_place(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return target
 
 
 def _make(make: Callable[[Path], None], temporary: Path) -> None:
@@ -215,7 +223,8 @@ def _sync(path: Path) -> None:
 def _being_made(temporary: Path) -> Iterator[None]:
     """While this process lives nobody takes the folder for one that was left behind."""
     with (temporary / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _writing_to(temporary.parent):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -276,15 +285,17 @@ def _is_complete(folder: Path) -> bool:
         mark = json.loads((folder / _MARK).read_bytes())
         check_checkpoint(folder)
         return bool(mark == {"format": _MARK_FORMAT, "digest": checkpoint_digest(folder)})
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 
 def _move_into_place(temporary: Path, target: Path) -> None:
     if target.is_dir() and not _is_complete(target):
         damaged = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=target.parent))
-        target.rename(damaged / target.name)
-        shutil.rmtree(damaged, ignore_errors=True)
+        try:
+            target.rename(damaged / target.name)
+        finally:
+            shutil.rmtree(damaged, ignore_errors=True)
     try:
         temporary.rename(target)
     except OSError:

@@ -16,18 +16,42 @@ from offload.loading.checkpoint import Checkpoint, check_loaded
 from offload.loading.one_at_a_time import loading
 from offload.models import ModelShape
 from offload.models.base import check_computation, context_limit
+from offload.system.json_file import read_json_object
 
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 logger = logging.getLogger(__name__)
+
+# What files may ask an offloaded model for, first what it does. Its KV cache is the host store, it
+# keeps no attention weights or hidden states, and its layers run all or none.
+_OUTPUTS: dict[str, tuple[Any, ...]] = {
+    "output_attentions": (False, None),
+    "output_hidden_states": (False, None),
+}
+_GENERATION = _OUTPUTS | {
+    "use_cache": (True, None),
+    "cache_implementation": (None, "dynamic", "hybrid"),  # transformers takes hybrid as not given
+    "assistant_early_exit": (None, 0),
+    "use_mtp": (None, False),
+}
 
 
 @loading()
 def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
     """The stock model of a checked checkpoint; `dtype` None keeps the checkpoint's own.
 
+    What its files ask of every generation, and an offloaded model does not do, is overridden.
+
     Raises:
-        ValueError: if weights are missing, unexpected, or have other shapes than config.json says.
+        ValueError: if weights are missing, unexpected, or have other shapes than config.json says;
+            a file of settings that transformers refuses.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     path = checkpoint.folder / "config.json"
     try:
@@ -36,12 +60,21 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
         raise
     except Exception as error:  # of any kind: they have no class in common
         raise ValueError(f"{path}: {error}") from error
+    # Kernels of the stock layers, which compute nothing here: there is none to look for.
+    config._attn_implementation = config._experts_implementation = None
     try:
         check_computation(config)
         context_limit(config)
     except (ValueError, NotImplementedError) as error:
         raise type(error)(f"{path}: {error}") from error
     checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
+    _override(config, _OUTPUTS, path)
+    own = checkpoint.folder / "generation_config.json"
+    source = own if own.exists() else path
+    try:
+        GenerationConfig.from_pretrained(checkpoint.folder, source.name)  # checks it, as below
+    except Exception as error:  # or transformers raises without naming the file
+        raise ValueError(f"{source}: {error}") from error
     with passing_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
@@ -54,25 +87,51 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
         )
     model, info = loaded
     check_loaded(info, checkpoint.folder, "its config.json")
+    _override(model.generation_config, _GENERATION, source)
     return model
+
+
+def _override(settings: Any, available: dict[str, tuple[Any, ...]], path: Path) -> None:
+    """Replace what `settings`, read from `path`, ask for and is not available, with a warning."""
+    changes = []
+    for name, values in available.items():
+        asked = getattr(settings, name, None)
+        if asked not in values:
+            setattr(settings, name, values[0])
+            changes.append(f"{name}={asked!r} (now {values[0]!r})")
+    if changes:
+        _warn_once(path, ", ".join(changes))
+
+
+@functools.cache
+def _warn_once(path: Path, changes: str) -> None:
+    logger.warning("%s asks for what an offloaded model does not do: %s", path, changes)
 
 
 def folder_tokenizer(folder: Path) -> Any:
     """The tokenizer in a checkpoint's folder. Code that comes with a checkpoint is never run.
 
     Raises:
-        ValueError: the tokenizer is such code.
+        OSError: there is none.
+        ValueError: the tokenizer is such code, or its files are damaged; names what is.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
+    except OSError:
+        raise
+    except Exception as error:  # of any kind, where files are damaged
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{folder}: auto_map names Python code of the checkpoint as its tokenizer, and "
+                "offload runs no such code; available: tokenizers that transformers has"
+            ) from error
+        for name in _TOKENIZER_FILES:
+            if (folder / name).is_file():
+                read_json_object(folder / name)
         raise ValueError(
-            f"{folder}: auto_map names Python code of the checkpoint as its tokenizer, and offload "
-            "runs no such code; available: tokenizers that transformers has"
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -145,9 +145,7 @@ def _add_retrieving(places: UInt8Array, model: StepModel | None, room: DeviceRoo
                 break
 
 
-def _with_layers(
-    places: UInt8Array, model: StepModel | None, room: DeviceRoom
-) -> list[UInt8Array]:
+def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) -> list[UInt8Array]:
     """Placements with more and more whole layers on the GPU beside retrieving heads; the most that
     fit come first."""
     _add_retrieving(places, model, room)

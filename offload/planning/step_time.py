@@ -204,7 +204,9 @@ class StepModel:
         gpu += attend_fetched
         side = max(gpu + slowed, window + attend_fetched + gather, reply + slowed)
         # A layer takes longer with the top-k of its heads beside it.
-        exposed = side - gpu + device.top_k_beside.us(self._num_scores(resident) if publishes else 0)
+        exposed = (
+            side - gpu + device.top_k_beside.us(self._num_scores(resident) if publishes else 0)
+        )
         counts = {"GPU": len(resident), "gather": num_gathered, "CPU": num_on_cpu}
         kind = " + ".join(name for name, count in counts.items() if count)
         return LayerTime(kind, self.linear_us, gpu, gather, reply, exposed, merge)

@@ -36,7 +36,7 @@ class PolicyStates:
     """What `policy` remembers of every sequence of one store.
 
     Args:
-        layers: as `layers`, which may change between passes.
+        layers: as `layers`, which may lose some of them, and get them back, between passes.
 
     Attributes:
         bytes: how many of them it takes.
@@ -58,6 +58,7 @@ class PolicyStates:
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
         self._pool = pool
+        self._observed = layers  # whose queries are kept, for when they ask
         self.records_rows = False  # some sequence decodes several tokens in the pass that runs
         self._known: defaultdict[int, Remembered] = defaultdict(Remembered)
         self._has_state = policy.selects and policy.has_state()
@@ -67,7 +68,7 @@ class PolicyStates:
 
     @property
     def layers(self) -> frozenset[int]:
-        """Which layers ask the policy: only they have arrays and queries.
+        """Which layers ask the policy: only they have arrays.
 
         Where some more do from now on, their arrays are built when they are next needed.
         """
@@ -232,7 +233,7 @@ class PolicyStates:
 
     def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
         """Keep `queries` [num_qo_heads, n, head_dim] of the last n of `kv_len` tokens."""
-        if layer_idx not in self.layers:
+        if layer_idx not in self._observed:
             return
         known = self._known[seq]
         if known.queries is None:
@@ -354,7 +355,7 @@ class PolicyStates:
         known.arrays = known.draft = known.spare = known.built = None
         known.queries = None
         if self.policy.selects and self.policy.observed_queries:
-            for layer_idx in self.layers:
+            for layer_idx in self._observed:
                 self.record_queries(seq, layer_idx, query[layer_idx], query_len)
 
     def rebuild(self, seq: int) -> None:
@@ -434,6 +435,8 @@ class PolicyStates:
         capacity = None
         if known.arrays is not None:
             there, capacity = known.arrays.layers, known.arrays.capacity_tokens
+            if known.queries is None and self.policy.observed_queries:  # they went when it was made
+                known.queries = {layer_idx: self._no_queries() for layer_idx in self.layers}
         layers = {}
         for layer_idx in sorted(self.layers):
             layers[layer_idx] = there[layer_idx]
@@ -451,7 +454,7 @@ class PolicyStates:
             known.arrays = None
             if known.queries is None and self.policy.observed_queries:
                 # Gone when the arrays were built: those of the rows to come, or the newest key's.
-                known.queries = {layer_idx: self._no_queries() for layer_idx in self.layers}
+                known.queries = {layer_idx: self._no_queries() for layer_idx in self._observed}
 
     def _no_queries(self) -> RecentQueries:
         store, num_queries = self._store, self.policy.observed_queries

@@ -32,6 +32,7 @@ class StateBytes:
         self._policy, self._store = policy, store
         self._num_qo_heads = num_qo_heads
         self.layers = frozenset(layers)
+        self._num_observed = len(self.layers)
 
     @property
     def layers(self) -> frozenset[int]:
@@ -72,7 +73,7 @@ class StateBytes:
         policy, store = self._policy, self._store
         if not (policy.selects and policy.observed_queries):
             return 0
-        return len(self._layers) * RecentQueries.bytes_for(
+        return self._num_observed * RecentQueries.bytes_for(
             self._num_qo_heads, policy.observed_queries, store.head_dim, store.dtype
         )
 

@@ -18,7 +18,7 @@ from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rotate import rotate_tokens
 from gpu_ops.silu_mul import activate
-from offload.models import DecoderLayer
+from offload.models import DecoderLayer, LeanModel
 from offload.models.weights import norm_of
 
 
@@ -75,6 +75,17 @@ def add_mlp(
     gate = layer.gate_proj(normed)
     activate(gate, layer.up_proj(normed))
     x += sum_over_ranks(layer.down_proj(gate))
+
+
+def attend_to_nothing(model: LeanModel, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
+    """All layers over x [n, hidden_size], overwritten, where the mask lets no token see any.
+
+    The attention of the stock layers (torch's `scaled_dot_product_attention`) is zero then.
+    """
+    for layer in model.layers:
+        delta = layer.o_proj(x.new_zeros(len(x), layer.o_proj.in_features))
+        add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks, pool)
+    return x
 
 
 def _norm(norm: nn.Module, x: Tensor, pool: WorkerPool | None) -> Tensor:

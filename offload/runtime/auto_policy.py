@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,7 @@ from offload.ranks.group import TensorParallel
 from offload.ranks.shares import head_ranges
 from offload.runtime.budgets import device_kv_budget_bytes, kv_budget_bytes
 from offload.runtime.config import RuntimeConfig
+from offload.runtime.placing import longest_context
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes, worker_threads
 
@@ -91,9 +93,9 @@ def resolved_config(
     auto = config.policy
     if not isinstance(auto, Auto):
         return config, ""
-    tokens = longest_context(
-        config, shape, dtype, kv_budget_bytes(config, weight_bytes, loaded=False)
-    )
+    host_kv_bytes = kv_budget_bytes(config, weight_bytes, loaded=False)
+    named = shape if shape.max_context else replace(shape, max_context=sys.maxsize)
+    tokens = longest_context(config, named, dtype, host_kv_bytes)
     work = Workload(shape, auto, tokens, dtype=dtype, page_tokens=config.page_tokens)
     room = _room_of(config, work, weight_bytes, ranks)
 
@@ -108,17 +110,6 @@ def resolved_config(
         logger.info("cache_correction_every=%d: exact attention has nothing to correct", every)
         every = None
     return replace(config, policy=policy, cache_correction_every=every), reason
-
-
-def longest_context(
-    config: RuntimeConfig, shape: ModelShape, dtype: torch.dtype, host_kv_bytes: int
-) -> int:
-    """Tokens of one sequence, as many as the model and the host's budget allow."""
-    token_bytes = shape.kv_token_bytes * dtype.itemsize // 2
-    if config.host_bytes_per_sequence is not None:
-        host_kv_bytes = min(host_kv_bytes, config.host_bytes_per_sequence)
-    held = max(config.page_tokens, host_kv_bytes // token_bytes)
-    return min(shape.max_context or held, held)
 
 
 def resolve_auto(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:

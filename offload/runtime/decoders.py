@@ -26,4 +26,5 @@ def make_decoder(opened: OpenedModel, store: KVStore) -> Decoder:
         device_budget_bytes=opened.device_kv_bytes,
         placement=opened.placement,
         keeps_placement=config.placement is not None,
+        choose=opened.choose,
     )

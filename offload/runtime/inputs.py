@@ -77,6 +77,13 @@ def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:
         )
 
 
+def empty_rows(mask: torch.Tensor | None) -> torch.Tensor:
+    """int64 [num_rows]: rows of mask [batch_size, columns] that are nothing but padding."""
+    if mask is None:
+        return torch.empty(0, dtype=torch.int64)
+    return (~mask.any(dim=1)).nonzero().squeeze(1)
+
+
 def check_labels(labels: torch.Tensor, logits: torch.Tensor) -> None:
     """Refuse labels that are not [batch_size, seq_len] of `logits` [batch_size, seq_len, …]."""
     if labels.shape != logits.shape[:-1]:
@@ -106,13 +113,7 @@ def refuse_unsupported(
 ) -> None:
     """Raise for generation options that would need another cache, or parts of the stock layers, or
     with ranks would let each stop when its own clock says so; and for padding on the right."""
-    if mask is not None and mask.shape[1] and not bool((mask[:, -1] != 0).all()):
-        empty = (mask == 0).all(dim=1).nonzero().flatten().tolist()
-        if empty:
-            raise ValueError(
-                f"row {empty[0]} of the batch is empty: attention_mask has nothing but padding "
-                "there; leave the row out"
-            )
+    if mask is not None and mask.shape[1] and bool((mask[:, -1] == 0)[mask.any(dim=1)].any()):
         raise ValueError(
             "attention_mask ends in padding; generation needs padding on the left "
             "(tokenizer.padding_side = 'left')"

@@ -30,6 +30,7 @@ from offload.runtime.inputs import (
     check_mask,
     check_positions,
     check_tokens,
+    empty_rows,
     keep_positions,
     refuse_unsupported,
     rows_shape,
@@ -144,7 +145,8 @@ class OffloadedModel(FixedModel):
         token_type_ids: torch.Tensor | None = None,
         cache_position: torch.Tensor | None = None,
     ) -> CausalLMOutputWithPast:
-        """As the stock forward pass. Logits of padding are those of a zero hidden state.
+        """As the stock forward pass. Logits of padding are those of a zero hidden state, but for
+        the last of a row without any token, which `generate()` continues.
 
         Computed in the model's dtype: `torch.autocast` and `torch.compile` change nothing.
 
@@ -182,13 +184,14 @@ class OffloadedModel(FixedModel):
         cache = self._cache(past_key_values, use_cache)
         batch = self._pack(shape, input_ids, attention_mask, position_ids, cache)
         self._offload.check_modules()
-        tokens = None
-        if input_ids is not None:  # int64 [num_tokens]: without padding
-            tokens = input_ids.flatten()[batch.columns]
-            check_tokens(tokens, self.config.vocab_size)
-        embeddings = self._embed(batch, tokens, inputs_embeds)
+        tokens, embeddings = self._embed(batch.columns, input_ids, inputs_embeds)
+        if len(empty := empty_rows(attention_mask)):
+            _, of_empty = self._embed((empty + 1) * shape[1] - 1, input_ids, inputs_embeds)
         hidden, phase = self._offload.run(embeddings, batch, cache, tokens)
-        hidden = keep_positions(batch.to_rows(hidden), logits_to_keep)
+        hidden = batch.to_rows(hidden)
+        if len(empty):
+            hidden[empty, -1] = self._offload.run_unattended(of_empty)
+        hidden = keep_positions(hidden, logits_to_keep)
         logits = self._offload.logits(hidden, phase)
         loss = None
         if labels is not None:
@@ -312,8 +315,10 @@ class OffloadedModel(FixedModel):
             position_ids = torch.arange(past_columns, past_columns + seq_len)[None]
         else:
             check_positions(position_ids, shape, past_columns, attended)
-        # Beams and samples of one prompt start as equal rows: compute and store them once.
-        shared_rows = input_ids if past_columns == 0 else None
+        # Beams and samples of one prompt start as equal rows: compute and store them once. Outside
+        # of generate() equal rows stand for any: with them lm-eval seeks how large a batch may be.
+        shares = past_columns == 0 and self._offload.generation_now is not None
+        shared_rows = input_ids if shares else None
         batch = pack(shape, attended, position_ids, shared_rows)
         seen = cache.seen_lens if cache is not None and past_columns else [0] * batch.num_sequences
         for num_seen, num_new in zip(seen, batch.num_new_tokens, strict=True):
@@ -321,15 +326,21 @@ class OffloadedModel(FixedModel):
         return batch
 
     def _embed(
-        self, batch: RaggedBatch, tokens: torch.Tensor | None, inputs_embeds: torch.Tensor | None
-    ) -> torch.Tensor:
-        """A new tensor [num_tokens, hidden_size]."""
+        self,
+        columns: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Of `columns` [n] of the flattened rectangle: ids int64 [n], where they are given, and
+        embeddings, a new tensor [n, hidden_size]."""
         if inputs_embeds is not None:
-            columns = batch.columns.to(inputs_embeds.device)
-            return inputs_embeds.flatten(0, 1)[columns].to(self.device, self.dtype)
-        assert tokens is not None  # rows_shape has seen to it
+            columns = columns.to(inputs_embeds.device)
+            return None, inputs_embeds.flatten(0, 1)[columns].to(self.device, self.dtype)
+        assert input_ids is not None  # rows_shape has seen to it
+        tokens = input_ids.flatten()[columns]
+        check_tokens(tokens, self.config.vocab_size)
         embeddings: torch.Tensor = self._offload.lean.embed_tokens(tokens.to(self.device))
-        return embeddings
+        return tokens, embeddings
 
     def _cache(
         self, past_key_values: OffloadedCache | None, use_cache: bool | None

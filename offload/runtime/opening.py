@@ -36,7 +36,7 @@ from offload.runtime.budgets import (
 from offload.runtime.capping import with_cap_in_tokens
 from offload.runtime.cascading import check_bound
 from offload.runtime.config import RuntimeConfig
-from offload.runtime.placing import placement_for
+from offload.runtime.placing import Chooser, placement_for
 from offload.system.memory import worker_threads
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class OpenedModel:
         backend: of the steps of a `DeviceDecoder`; None: the native kernels decode.
         host_kv_bytes, device_kv_bytes: for the KV cache; None: as much as the GPU has.
         placement: see `placement_for`.
+        choose: for what is to come, see `placing.Chooser`; None: the placement is for all.
         policy_reason: why `auto` came to the policy of `config`; "": that was asked for.
     """
 
@@ -68,6 +69,7 @@ class OpenedModel:
     host_kv_bytes: int
     device_kv_bytes: int | None
     placement: HeadPlacement | None
+    choose: Chooser | None = None
     policy_reason: str = ""
 
     @property
@@ -146,13 +148,16 @@ def open_loaded(
     if device.type == "cuda" or config.backend is not None:
         backend = decode_backend(lean, config.backend, device)
     device_kv_bytes = device_kv_budget_bytes(config, weight_bytes)
+    choose = None
+    if device.type == "cuda" and config.placement is None:
+        choose = Chooser.of(config, lean.shape, stock.dtype, num_threads)
     placement = placement_for(
         config,
         lean,
+        choose,
         dtype=stock.dtype,
         host_kv_bytes=host_kv_bytes,
         device_kv_bytes=device_kv_bytes,
-        num_threads=num_threads,
     )
     return OpenedModel(
         stock=stock,
@@ -164,6 +169,7 @@ def open_loaded(
         host_kv_bytes=host_kv_bytes,
         device_kv_bytes=device_kv_bytes,
         placement=placement,
+        choose=choose,
     )
 
 

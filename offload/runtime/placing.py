@@ -1,17 +1,17 @@
-"""The placement that a model gets when it is loaded and nobody gave one.
+"""The placement that a model gets where nobody gave one: as many heads on the GPU as there is room.
 
 Loading must not wait for a measurement. Where `offload plan` has measured this machine before, its
-profile decides; else retrieving heads go to the GPU while they fit, and everything else stays where
-it was.
+profile decides what the CPU had better do; else all that fits goes to the GPU.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 import torch
 
-from offload.decode.gpu.placement import HeadPlacement
+from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
@@ -19,30 +19,115 @@ from offload.planning.placement_bytes import prefill_bytes
 from offload.planning.profile import MachineProfile, cached_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
+from offload.policies import Policy
 from offload.ranks.shares import head_ranges
 from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
+# Of a placement's heads on the GPU: another one with about as many is not worth new captures.
+_ABOUT = 0.1
+_ROOM_STEP = 2**20  # bytes; rooms that differ by less get the same placement
+_KEPT_CHOICES = 64
+
+
+@dataclass
+class Chooser:
+    """Chooses placements for what is about to run (`DeviceDecoder.choose`).
+
+    Args:
+        profile: of this machine; None: it was never measured.
+    """
+
+    policy: Policy
+    shape: ModelShape
+    dtype: torch.dtype
+    page_tokens: int
+    prefill_slice_tokens: int
+    profile: MachineProfile | None
+    _known: dict[tuple[int, int, int | None], HeadPlacement] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, config: RuntimeConfig, shape: ModelShape, dtype: torch.dtype, num_threads: int
+    ) -> Chooser:
+        """For a model on a GPU."""
+        profile = _known_profile(torch.device(config.device), num_threads)
+        slices = config.page_tokens, config.prefill_slice_tokens
+        return cls(config.policy, shape, dtype, *slices, profile)
+
+    def __call__(
+        self, now: HeadPlacement, num_sequences: int, kv_len: int, room_bytes: int | None
+    ) -> HeadPlacement:
+        """The best that is known for sequences of `kv_len` tokens; `now` if that is about as good.
+
+        Args:
+            room_bytes: of the GPU, beside the weights and what other models have; None: no limit.
+        """
+        kv_len = min(self.shape.max_context, _rounded_up(kv_len))
+        room_bytes = None if room_bytes is None else room_bytes // _ROOM_STEP * _ROOM_STEP
+        work = self.workload(num_sequences, kv_len)
+        key = (num_sequences, kv_len, room_bytes)
+        if key not in self._known:
+            if len(self._known) == _KEPT_CHOICES:
+                self._known.clear()
+            self._known[key] = self._choose(work, room_bytes)
+        wanted = self._known[key]
+        had, has = (int((x.places == Place.GPU).sum()) for x in (now, wanted))
+        if abs(has - had) <= _ABOUT * has and self._room(work, room_bytes).holds(now):
+            return now
+        return wanted
+
+    def workload(self, num_sequences: int, kv_len: int) -> Workload:
+        """Of sequences of `kv_len` tokens."""
+        return Workload(
+            self.shape,
+            self.policy,
+            kv_len,
+            num_sequences,
+            dtype=self.dtype,
+            page_tokens=self.page_tokens,
+        )
+
+    def _room(self, work: Workload, room_bytes: int | None) -> DeviceRoom:
+        if room_bytes is not None:
+            room_bytes -= prefill_bytes(work, self.prefill_slice_tokens)
+        device = None if self.profile is None else self.profile.device
+        return DeviceRoom(work, room_bytes, device)
+
+    def _choose(self, work: Workload, room_bytes: int | None) -> HeadPlacement:
+        model = None
+        if self.profile is not None and self.profile.device is not None:
+            model = StepModel(self.profile, work, on_gpu=True)
+        try:
+            return choose_placement(model, self._room(work, room_bytes))
+        except DeviceMemoryError:  # growing says so when it does not fit
+            return least_placement(work)
+
+
+def _rounded_up(kv_len: int) -> int:
+    """To one of eight lengths between powers of two: contexts of about a length share a choice."""
+    step = max(1, (1 << (kv_len - 1).bit_length()) // 16)
+    return -(-kv_len // step) * step
+
 
 def placement_for(
     config: RuntimeConfig,
     lean: LeanModel,
+    choose: Chooser | None,
     *,
     dtype: torch.dtype,
     host_kv_bytes: int,
     device_kv_bytes: int | None,
-    num_threads: int,
 ) -> HeadPlacement | None:
     """Where the heads of a model that is on its device are attended.
 
-    A given placement is returned, of ranks the part of it. Otherwise one is made for a sequence as
-    long as the model and the host's budget allow: for several, `offload plan --batch` makes it.
+    A given placement is returned, of ranks the part of it. Otherwise `choose` makes one for a
+    sequence as long as the model and the host's budget allow.
 
     Args:
         host_kv_bytes, device_kv_bytes: for the KV cache; None: as much as the GPU has.
-        num_threads: of the worker pool.
 
     Returns:
         None: dense layers on the GPU and everything else on the CPU, or there is no GPU.
@@ -53,59 +138,29 @@ def placement_for(
             ranges = head_ranges(placement.num_kv_heads, lean.ranks.world_size)
             placement = placement.of_heads(ranges[lean.ranks.rank])
         return placement
-    device = torch.device(config.device)
-    if device.type != "cuda" or not config.policy.selects:
+    if choose is None:
         return None
-    room_bytes = int(torch.cuda.mem_get_info(device)[0])
+    room_bytes = int(torch.cuda.mem_get_info(torch.device(config.device))[0])
     if device_kv_bytes is not None:
         room_bytes = min(room_bytes, device_kv_bytes)
-    return choose_automatically(
-        config,
-        lean.shape,
-        dtype=dtype,
-        host_kv_bytes=host_kv_bytes,
-        room_bytes=room_bytes,
-        profile=_known_profile(device, num_threads),
-    )
+    tokens = longest_context(config, lean.shape, dtype, host_kv_bytes)
+    least = least_placement(choose.workload(1, tokens))
+    chosen = choose(least, 1, tokens, room_bytes)
+    how = "by this machine's profile" if choose.profile is not None else "by what fits"
+    hint = "" if choose.profile is not None else "; `offload plan` measures this machine"
+    logger.info("KV heads are placed %s%s:\n%s", how, hint, chosen.text())
+    return chosen
 
 
-def choose_automatically(
-    config: RuntimeConfig,
-    shape: ModelShape,
-    *,
-    dtype: torch.dtype,
-    host_kv_bytes: int,
-    room_bytes: int,
-    profile: MachineProfile | None,
-) -> HeadPlacement | None:
-    """The best that is known for a GPU with `room_bytes` beside the weights; None: as without one.
-
-    Args:
-        profile: of this machine; None: it was never measured.
-    """
+def longest_context(
+    config: RuntimeConfig, shape: ModelShape, dtype: torch.dtype, host_kv_bytes: int
+) -> int:
+    """Tokens of a sequence that the model and the host's budget allow."""
     token_bytes = shape.kv_token_bytes * dtype.itemsize // 2
     of_sequence = host_kv_bytes
     if config.host_bytes_per_sequence is not None:
         of_sequence = min(of_sequence, config.host_bytes_per_sequence)
-    tokens = min(shape.max_context, max(config.page_tokens, of_sequence // token_bytes))
-    work = Workload(shape, config.policy, tokens, dtype=dtype, page_tokens=config.page_tokens)
-    prefill = prefill_bytes(work, config.prefill_slice_tokens)
-    device = None if profile is None else profile.device
-    room = DeviceRoom(work, room_bytes - prefill, device)
-    model = None
-    if profile is not None and device is not None:
-        model = StepModel(profile, work, on_gpu=True)
-    least = least_placement(work)
-    try:
-        chosen = choose_placement(model, room)
-    except DeviceMemoryError:  # perhaps contexts stay short: growing says so when it does not fit
-        chosen = least
-    if chosen == least:
-        return None
-    how = "by this machine's profile" if model is not None else "by what fits"
-    hint = "" if model is not None else "; `offload plan` measures this machine and does better"
-    logger.info("KV heads are placed %s%s:\n%s", how, hint, chosen.text())
-    return chosen
+    return min(shape.max_context, max(config.page_tokens, of_sequence // token_bytes))
 
 
 def _known_profile(device: torch.device, num_threads: int) -> MachineProfile | None:

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, one_token_each
 from offload.prefill.forward import OnTokens, prefill
+from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.cascading import cascade_for, page_tokens_of, rereads
 from offload.runtime.correcting import Correction, corrections_for
@@ -26,7 +26,7 @@ from offload.runtime.quality import FloorWatch, Quality, quality_of
 from offload.runtime.sequences import Sequences
 from offload.runtime.slices import run_in_slices
 from offload.runtime.stats import OffloadStats
-from offload.system.autocast import without_autocast
+from offload.system.autocast import current_device, without_autocast
 from offload.system.interrupts import shielded
 from offload.system.torch_threads import torch_threads
 
@@ -101,12 +101,18 @@ class Runtime:
             ValueError, RuntimeError: keys or values that are not finite. The cache is then as it
                 was before, or as `run_in_slices` leaves it.
         """
-        with self._current_device(), without_autocast(self.device), self.together():
+        with current_device(self.device), without_autocast(self.device), self.together():
             cascade = self.sequences.cascade
             if cache is None or cascade is None:
                 return self._run(hidden, batch, cache, tokens)
             prompt = prompt_columns_of(batch, cache, self.generation_now)
             return run_in_slices(self._run, hidden, batch, cache, cascade, tokens, prompt)
+
+    def run_unattended(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `run`, of tokens [n, hidden_size] that attend to nothing and are not kept."""
+        threads = torch_threads(self._prefill_threads)
+        with current_device(self.device), without_autocast(self.device), threads, self.together():
+            return attend_to_nothing(self.lean, hidden, self._decoder.pool)
 
     def _run(
         self,
@@ -184,9 +190,8 @@ class Runtime:
 
         RuntimeError for logits that are not finite.
         """
-        with self._current_device(), without_autocast(self.device):
-            chosen = self._decoder.first_tokens(logits, options)
-        return check_chosen(chosen, len(self.lean.layers))
+        with current_device(self.device), without_autocast(self.device):
+            return check_chosen(self._decoder.first_tokens(logits, options), len(self.lean.layers))
 
     @torch.inference_mode(False)  # as in `turns.in_turn`
     @torch.no_grad()
@@ -218,7 +223,7 @@ class Runtime:
             self.sequences.note_decoded(batch, seqs, tokens, position_ids)
             start += self._build_index(seqs)
             before = self._decoder.setup_seconds
-            with self._current_device():
+            with current_device(self.device):
                 chosen = self._decoder.choose_tokens(seqs, tokens, position_ids, options)
             start += self._count_setup(before)
             return check_chosen(chosen, len(self.lean.layers))
@@ -295,10 +300,9 @@ class Runtime:
                     generation.cache.reset()
                 raise
             finally:
-                is_inner = outer[0] is not None
                 self.generation_now, stats, self._prefill_threads = outer
                 self._last_pass_end = None
-                if is_inner:
+                if self.generation_now is not None:  # it was within another
                     self.stats = stats
 
     def begin_generation(
@@ -359,12 +363,6 @@ class Runtime:
                 raise
             states.commit(seqs)
         return result
-
-    def _current_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Kernels are launched on torch's current device, whichever their tensors are on."""
-        if self.device.type == "cuda":
-            return torch.cuda.device(self.device)
-        return contextlib.nullcontext()
 
     def _build_index(self, seqs: list[int]) -> float:
         """What the policy keeps of sequences that come past its budget with their next token;

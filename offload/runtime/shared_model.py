@@ -36,7 +36,7 @@ from offload.runtime.opening import (
     with_calibrated_policy,
 )
 from offload.runtime.runtime import Runtime
-from offload.system.autocast import without_autocast
+from offload.system.autocast import current_device, without_autocast
 from offload.system.torch_threads import torch_threads
 
 
@@ -232,7 +232,7 @@ class SharedModel:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
-                reader._current_device(),
+                current_device(reader.device),
                 without_autocast(reader.device),
                 torch_threads(reader.config.num_threads),
             ):

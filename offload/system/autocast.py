@@ -1,8 +1,8 @@
-"""Keeping the caller's `torch.autocast` out of what is computed in the model's own dtype."""
+"""Keeping what a caller set in torch out of what is computed here: `torch.autocast`, the device."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -18,3 +18,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
         if torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on torch's current device, whichever their tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

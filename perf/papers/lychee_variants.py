@@ -1,4 +1,4 @@
-"""LycheeCluster to the letter of its paper, and the variants that its figures compare."""
+"""LycheeCluster by its paper's rule, and the variants that its figures compare."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from perf.tables.markdown import (
 )
 from perf.tables.tables import machine_line
 
-# What issue 3 asks for; shown beside what was measured. (policy, over, reach, aim for)
+# What issue 3 asks for, of all layers; shown beside what was measured. Over: (reach, aim for)
 LFPS_OVER = {"full": (22.8, 40.0), "exact_topk": (9.6, 15.0)}
 LYCHEE_OVER_FULL = 40.0
 LYCHEE_UPDATE_SHARE = 0.01
@@ -100,31 +100,42 @@ def latency_phases_table(result: dict[str, Any]) -> str:
 
 
 def latency_targets_table(result: dict[str, Any]) -> str:
-    """What issue 3 asks for beside what was measured; rows of missing policies are left out."""
+    """What issue 3 asks for beside what was measured; rows of missing policies are left out.
+
+    How many times as fast as another a policy is, is of all layers, those that it leaves dense
+    included: layers that select are no whole step, and stand in brackets.
+    """
     rows = result["rows"]
     deepest, threads = max(row["kv_len"] for row in rows), _threads(rows)
     by_key = {(row["policy"], row["kv_len"], row["num_threads"]): row for row in rows}
     at, core, growth = f"at {_tokens(deepest)}", _title(threads[0]), f"8K to {_tokens(deepest)}"
     lines: list[list[str]] = []
 
-    def at_least(what: str, ratio: float | None, least: float, wanted: str) -> None:
-        if ratio is not None:
-            lines.append([what, _times(ratio), f"≥ {wanted} {mark(ratio >= least)}"])
+    def at_least(policy: str, name: str, over: str, least: float, aim: float | None) -> None:
+        row, other = (by_key.get((key, deepest, threads[0])) for key in (policy, over))
+        if row is None or other is None:
+            return
+        ratio = other["all_layers_microseconds"] / row["all_layers_microseconds"]
+        wanted = f"≥ {least:g}{TIMES}"
+        if aim is not None:
+            wanted += " (aim reached)" if ratio >= aim else f" (aim {aim:.0f}{TIMES})"
+        selecting = f"{_times(row[f'speedup_over_{over}'])} those that select"
+        lines.append(
+            [
+                f"{name}, {core}, {at}, all layers, against `{over}`",
+                f"{_times(ratio)} ({selecting})",
+                f"{wanted} {mark(ratio >= least)}",
+            ]
+        )
 
     def at_most(what: str, ratio: float, most: float) -> None:
         lines.append([what, _times(ratio), f"≤ {most:.0f}{TIMES} {mark(ratio <= most)}"])
 
-    lfps = by_key.get(("lfps", deepest, threads[0]))
     for over, (reach, aim) in LFPS_OVER.items():
-        ratio = lfps and lfps[f"speedup_over_{over}"]
-        aimed = "aim reached" if ratio and ratio >= aim else f"aim {aim:.0f}{TIMES}"
-        what = f"LFPS, {core}, {at}, against `{over}`"
-        at_least(what, ratio, reach, f"{reach}{TIMES} ({aimed})")
+        at_least("lfps", "LFPS", over, reach, aim)
+    at_least("lychee_cluster", "LycheeCluster", "full", LYCHEE_OVER_FULL, None)
     lychee = by_key.get(("lychee_cluster", deepest, threads[0]))
     if lychee is not None:
-        what = f"LycheeCluster, {core}, {at}, against `full`"
-        over_full = f"{LYCHEE_OVER_FULL:.0f}{TIMES}"
-        at_least(what, lychee["speedup_over_full"], LYCHEE_OVER_FULL, over_full)
         share = lychee["phases"]["update"] / lychee["microseconds"]
         met = f"< {LYCHEE_UPDATE_SHARE:.0%} {mark(share < LYCHEE_UPDATE_SHARE)}"
         lines.append([f"its update, of the step's time {at}", f"{share:.2%}", met])

@@ -9,6 +9,7 @@ Row = dict[str, Any]
 Columns = Mapping[str, str | Callable[[Any], str]]
 DEFAULT_BUDGET_TOKENS = 1024  # of results that do not say it
 TIMES = "\N{MULTIPLICATION SIGN}"
+LLAMA_CPP_NOTE = "llama.cpp runs the GGUF's Q4_1 weights, the others bfloat16."
 
 
 def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -33,7 +33,6 @@ COMMANDS = {
     "gpu-selectors-heads": "perf.bench_gpu --only decode,heads --name gpu-selectors",
     "gpu-retrieval": "perf.bench_heads",
     "gpu-gather": "perf.bench_gather",
-    "gpu-hybrid": "perf.bench_hybrid",
     "gpu-plan": "perf.bench_plan",
     "gpu-tp": "perf.bench_tp",
 }
@@ -131,40 +130,6 @@ def gpu_gather_table(result: dict[str, Any]) -> str:
         },
     }
     return gpu_section(result, title, columns, sorted(points))
-
-
-def gpu_hybrid_table(result: dict[str, Any]) -> str:
-    """Dense and block-sparse heads in one launch, and what torch takes for all of the tokens."""
-
-    def torch_cell(row: Row) -> str:
-        ratio = torch_ratio(result, row) if row["engine"] == OURS else None
-        return f"{ratio:.2f}{TIMES}" if ratio else ""
-
-    blocks = result["settings"]["block_tokens"]
-    title = (
-        f"Attention of one layer of llama-3.1-8b, batch 1, over pages on the GPU; sparse heads "
-        f"attend to blocks of {blocks} tokens. The fastest launch of each case, and of torch's "
-        "ways to attend to everything; times as fast as that."
-    )
-    columns: Columns = {
-        "engine": "{engine}",
-        "tokens": "{kv_len:,}",
-        "heads": "{case}",
-        "µs": "{microseconds:.1f}",
-        "GB/s": "{gigabytes_per_second:,.0f}",
-        "as fast as torch": torch_cell,
-    }
-    return gpu_section(result, title, columns, [row for row in result["rows"] if row["fastest"]])
-
-
-def torch_ratio(result: dict[str, Any], row: Row) -> float | None:
-    """How many times as fast as the fastest of torch at this length."""
-    times = [
-        other["microseconds"]
-        for other in result["rows"]
-        if other["engine"] != OURS and other["kv_len"] == row["kv_len"]
-    ]
-    return min(times) / row["microseconds"] if times else None
 
 
 def gpu_retrieval_table(result: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from perf.tables.markdown import (
+    LLAMA_CPP_NOTE,
     TIMES,
     Columns,
     Row,
@@ -63,8 +64,7 @@ def decode_table(result: dict[str, Any]) -> str:
     title = (
         f"{settings['model']}, batch 1, {settings['threads']} threads, decode tokens/s by context "
         "length; all engines read the same real text and take turns, medians over "
-        f"{rows[0]['steps']} steps. llama.cpp runs the GGUF's Q4_1 weights, the others bf16. "
-        f"{policy_options_note()}"
+        f"{rows[0]['steps']} steps. {LLAMA_CPP_NOTE} {policy_options_note()}"
     )
     speeds = context_columns(rows, known("decode_tokens_per_second", ".1f"), "context")
     by_engine = by_context(rows, lambda row: row["engine"], "context")
@@ -78,7 +78,7 @@ def _decode_targets(rows: Sequence[Row]) -> str:
         "`exact_topk` at context",
         "vs transformers' defaults",
         "vs its fastest setting here",
-        "vs llama.cpp's fastest",
+        "vs llama.cpp's fastest, Q4_1",
         "target",
     )
     lines = []
@@ -113,7 +113,7 @@ def prefill_table(result: dict[str, Any]) -> str:
     title = (
         "Prefill tokens/s by prompt length in that run (medians of three up to 2,048 tokens, one "
         "beyond), and at how many of the decoded positions the most likely next token was that of "
-        "transformers bf16 (the lowest of the contexts)."
+        f"transformers bf16 (the lowest of the contexts). {LLAMA_CPP_NOTE}"
     )
     columns: Columns = {
         "engine": "{name}",
@@ -125,8 +125,9 @@ def prefill_table(result: dict[str, Any]) -> str:
 
 
 def decode_plot(result: dict[str, Any]) -> str:
-    """The plot that `perf.report` draws of the same results."""
-    return f"![Decode speed of {result['settings']['model']} by context length](decode.svg)"
+    """The plot that `perf.report` draws of the same results, with its caption."""
+    picture = f"![Decode speed of {result['settings']['model']} by context length](decode.svg)"
+    return f"{picture}\n\n*{LLAMA_CPP_NOTE}*"
 
 
 def startup_table(result: dict[str, Any]) -> str:

@@ -46,6 +46,7 @@ def load(
     device_and_backend: tuple[str, str | None],
     **options: Any,
 ) -> Any:
+    """A model whose heads are where its policy needs them: a GPU would hold all of a tiny one."""
     device, backend = device_and_backend
     model = OffloadedModel.from_pretrained(
         folder,
@@ -55,6 +56,10 @@ def load(
         backend="inline" if backend == "flags" else backend,
         **{"num_threads": 2, "page_tokens": 16, "prefill_slice_tokens": 64, **options},
     )
+    decoder = model._offload._decoder
+    if device == "cuda" and "placement" not in options:
+        decoder._choose = None
+        decoder.place(decoder._least_placement())
     if backend == "flags":
         model._offload._decoder._make_handshake = make_flag_handshake
     return model

@@ -74,6 +74,53 @@ def test_verbose_tells_what_runs(generate: Any) -> None:
     assert re.search(r"in \d+\.\d" + re.escape(said), line)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"token_healing": True},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "low"},
+        {"force_words_ids": [[5, 6]]},
+        {"constraints": [1]},
+        {"stop_strings": ["no such text"]},
+        {"use_cache": False, "cache_implementation": "static", "output_attentions": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_any_generation_config_file(
+    tiny_folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Whatever it asks for, the answer is that of the options."""
+    folder = shutil.copytree(tiny_folders["llama"], tmp_path / "model")
+    options = ["--threads", "1", "-p", "the quick brown fox", "-n", "6", "--json"]
+    expected = runner.invoke(app, ["generate", str(tiny_folders["llama"]), *options])
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    result = runner.invoke(app, ["generate", str(folder), *options])
+    assert result.exit_code == 0, result.output
+    (run,), (wanted,) = (json.loads(out.stdout)["runs"] for out in (result, expected))
+    assert run["answer"] == wanted["answer"]
+    assert run["new_tokens"] == 6
+
+
+def test_stop_strings_of_a_file(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folders["llama"], tmp_path / "model")
+    options = ["generate", str(folder), "--threads", "1", "-p", "the quick brown fox", "--json"]
+    free = json.loads(runner.invoke(app, [*options, "-n", "12"]).stdout)["runs"][0]["answer"]
+    path = folder / "generation_config.json"
+    stop = free[2:4]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"stop_strings": [stop]}))
+    result = runner.invoke(app, [*options, "-n", "12"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)["runs"][0]["answer"]
+    assert free.startswith(answer)
+    assert stop in answer
+    assert len(answer) < len(free)
+
+
 def test_json(generate: Any) -> None:
     arguments = ["-p", "the quick brown fox", "-n", "6", "--json", "--policy", "exact_topk"]
     options = ["--option", "budget_tokens=128", "--compare", "--expect", "no such answer"]

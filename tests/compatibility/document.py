@@ -58,7 +58,9 @@ def render(verdicts: dict[str, Verdict]) -> str:
     parts = [
         _HEAD,
         f"**{num_same} of {num_calls}** calls of `generate()`, in the manner of transformers' own "
-        "tests of generation, give the stock model's tokens, scores and beams.\n",
+        "tests of generation, give the stock model's tokens, scores and beams in float32. In "
+        "bfloat16 they do up to rounding: 94 % of the next tokens of real text are the same, where "
+        "transformers with its own static cache has 95 % ([measured](performance.md)).\n",
     ]
     for title, features in SECTIONS.items():
         parts.append(f"\n## {title}\n\n| | result | |\n| --- | --- | --- |\n")

@@ -12,7 +12,8 @@ from cases.profile_cases import SMALL, device_profile, machine_profile, straight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.decode.gpu.placement import HeadPlacement, Place, may_be_gathered
+from offload.decode.gpu.layer_heads import layer_heads
+from offload.decode.gpu.placement import HeadPlacement, Place, kv_head_roles, may_be_gathered
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
 from offload.planning.cost_table import CostTable
 from offload.planning.step_time import StepModel
@@ -267,10 +268,63 @@ def test_codes_are_there_as_far_as_they_fit(model: str | None) -> None:
     wanted = placement_of("GGGG", "GGGG", "cccc", "cccc", "cccc", "....")
     budget = DeviceRoom(work, None).num_bytes(wanted)
     assert choose_placement(step_model, DeviceRoom(work, budget)) == wanted
-    every = choose_placement(step_model, DeviceRoom(work, None))
-    assert every.counts(Place.CODES) == [0, 0, 4, 4, 4, 4]
+    of_layer = DeviceRoom(work, None).num_bytes(placement_of(*["GGGG"] * 3, *["...."] * 3))
+    of_layer -= DeviceRoom(work, None).num_bytes(least_placement(work))
+    if model is None:  # layers as a whole before that, the last ones first
+        more = choose_placement(None, DeviceRoom(work, budget + of_layer))
+        assert more == placement_of("GGGG", "GGGG", "cccc", "cccc", "cccc", "GGGG")
     short = workload("sketch", kv_len=1024, shape=SMALL)
-    assert choose_placement(None, DeviceRoom(short, None)) == least_placement(short)
+    some = choose_placement(None, DeviceRoom(short, DeviceRoom(short, None).num_bytes(wanted)))
+    assert not (some.places == Place.CODES).any()
+
+
+def test_all_that_fits_is_on_the_gpu() -> None:
+    """Whatever the policy: whole layers, the last ones first, as far as there is room."""
+    for name in ("full", "lychee_cluster", "tidal_decode", "lychee_decode", "per_head", "lfps"):
+        work = workload(name, kv_len=16384, shape=SMALL)
+        everything = HeadPlacement.filled(6, 4, G)
+        everything.check_policy(work.policy, SMALL.num_qo_heads)
+        room = DeviceRoom(work, DeviceRoom(work, None).num_bytes(everything))
+        assert choose_placement(None, room) == everything
+        layers = layer_heads(
+            everything.places,
+            work.selected_roles,
+            shares_selection=work.policy.shares_selection,
+        )
+        assert all(layer.is_resident for layer in layers)
+        before = 0
+        for share in (0.5, 0.7, 0.9):
+            part = replace(room, budget_bytes=int(share * (room.budget_bytes or 0)))
+            chosen = choose_placement(None, part)
+            chosen.check_policy(work.policy, SMALL.num_qo_heads)
+            assert part.holds(chosen)
+            on_gpu = int((chosen.places == G).sum())
+            assert before <= on_gpu < 24
+            before = on_gpu
+        assert before >= 16
+
+
+def test_a_layer_that_others_wait_for() -> None:
+    """Its heads retrieve, or reuse: as a whole it is on the GPU once nobody else needs it."""
+    policy = make_policy("lychee_decode", dense_layers=0)
+    roles = np.array([[1, 1], [0, 1], [0, 0], [0, 0]], bool)
+    policy = replace(policy, head_roles=HeadRoles.of(roles, head_dim=16), retrieval_heads=None)
+    waits = placement_of("GG", "GG", "..", "..")
+    with pytest.raises(ValueError, match=r"head 0 of layer 1 cannot be placed GPU.* reuse"):
+        waits.check_policy(policy, 4)
+    placement_of("..", "..", "..", "GG").check_policy(policy, 4)
+    nobody = placement_of("GG", "GG", "GG", "GG")
+    nobody.check_policy(policy, 4)
+    of_roles = kv_head_roles(policy, 4, 4, 2)
+    assert not any(layer.publishing for layer in layer_heads(nobody.places, of_roles))
+    one = placement_of("GG", ".G", "G.", "GG")
+    with pytest.raises(ValueError, match="head 0 of layer 2 cannot be placed GPU"):
+        one.check_policy(policy, 4)
+    below = placement_of("GG", ".G", "..", "GG")
+    below.check_policy(policy, 4)
+    assert [layer.publishing for layer in layer_heads(below.places, of_roles)] == [
+        (0, 1), (1,), (), ()
+    ]  # fmt: skip
 
 
 def test_a_calibration_moves_as_many_codes_as_there_were() -> None:

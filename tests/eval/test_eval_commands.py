@@ -137,7 +137,7 @@ def test_an_interrupted_run_goes_on(
     file.write_text("")
     runner.invoke(app, [*resumed, "--context", "100"])  # refused after the file was opened
     assert file.read_text() == ""
-    for others in ("{}\n", "My diary.", "My diary.\nDay 1\n", "[1]\n"):
+    for others in ("{}\n", "My diary.", "My diary.\nDay 1\n", "[1]\n", "[" * 10**6 + "\n"):
         file.write_text(others)
         assert "is no file of offload eval" in flat(runner.invoke(app, resumed).stderr)
         assert file.read_text() == others

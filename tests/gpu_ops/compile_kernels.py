@@ -28,7 +28,6 @@ from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.gemv import gemv
 from gpu_ops.greedy import greedy_tokens
-from gpu_ops.hybrid_attention import HybridLaunch, hybrid_attention, hybrid_programs
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import (
@@ -141,7 +140,7 @@ def select_all(
     dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, head_dim: int
 ) -> None:
     """The operators on selected tokens, once."""
-    capacity, num_qo_heads, num_programs = 1024, num_kv_heads * group_size, hybrid_programs(132)
+    capacity, num_qo_heads = 1024, num_kv_heads * group_size
     counts, positions = torch.zeros(n, num_kv_heads, dtype=torch.int32), torch.zeros(n).long()
     selection = torch.zeros(n, num_kv_heads, 4 + capacity + 64, dtype=torch.int32)
     table = torch.zeros(n, 512, dtype=torch.int64)
@@ -166,23 +165,6 @@ def select_all(
         lse=torch.zeros(n, num_qo_heads),
         **window,
     )
-    slots = num_programs + n * num_kv_heads
-    for early in (False, True):
-        hybrid_attention(
-            query,
-            table,
-            positions,
-            torch.zeros(n, num_kv_heads, 64, dtype=torch.int32),
-            counts,
-            block_tokens=64,
-            sm_scale=0.125,
-            partial_out=torch.zeros(slots, group_size, head_dim),
-            partial_lse=torch.zeros(slots, group_size),
-            out=query,
-            lse=torch.zeros(n, num_qo_heads),
-            launch=HybridLaunch(merges_early=early, starts_early=early, prefetches=early),
-            **pages,
-        )
 
 
 def retrieve_all(

@@ -16,7 +16,6 @@ from cases.operands import Pages, attention, poisoned, quiet_numpy, random
 from cases.seeded import new_rng
 
 from gpu_ops.gathered_attention import gathered_attention
-from gpu_ops.hybrid_attention import DENSE, HybridLaunch, hybrid_attention
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import paged_decode_attention, retrieval_attention
@@ -147,31 +146,6 @@ def test_retrieval_attention(device: str) -> None:
     )
     is_wrong = [operand in ("query", "keys") for operand, _, _ in ROWS]
     assert counts.tolist() == [[8, -1 if wrong else 8] for wrong in is_wrong]
-
-
-@pytest.mark.parametrize("is_dense", [True, False])
-def test_hybrid_attention(device: str, is_dense: bool) -> None:
-    step = Step(device)
-    num_blocks = -(-KV_LEN // PAGE_TOKENS)
-    blocks = torch.arange(num_blocks, dtype=torch.int32, device=device)
-    count = DENSE if is_dense else num_blocks
-    hybrid_attention(
-        step.query,
-        step.pages.table,
-        step.positions,
-        blocks.expand(N, KV_HEADS, -1).contiguous(),
-        torch.full((N, KV_HEADS), count, dtype=torch.int32, device=device),
-        num_kv_heads=KV_HEADS,
-        page_tokens=PAGE_TOKENS,
-        block_tokens=PAGE_TOKENS,
-        sm_scale=SM_SCALE,
-        partial_out=step.scratch(5 + N * KV_HEADS, GROUP_SIZE, HEAD_DIM),
-        partial_lse=step.scratch(5 + N * KV_HEADS, GROUP_SIZE),
-        out=step.out,
-        lse=step.lse,
-        launch=HybridLaunch(tile_tokens=16),
-    )
-    step.check()
 
 
 def gather(step: Step) -> None:

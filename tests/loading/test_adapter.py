@@ -190,9 +190,10 @@ def test_files_that_are_missing_or_damaged(file: str, installed: Path, models: P
     (installed / file).write_text("[]")
     with pytest.raises(ValueError, match=f"{file} must hold a JSON object, got list"):
         resolve_folder(NAME)
-    (installed / file).write_text("{")
-    with pytest.raises(ValueError, match=f"{file} is not valid JSON"):
-        resolve_folder(NAME)
+    for damaged in ("{", "[" * 10**6):
+        (installed / file).write_text(damaged)
+        with pytest.raises(ValueError, match=f"{file} is not valid JSON"):
+            resolve_folder(NAME)
     (installed / file).unlink()
     with pytest.raises(FileNotFoundError, match="adapter"):
         resolve_folder(NAME)

@@ -141,6 +141,16 @@ def test_what_is_not_computed_is_refused_before_weights_are_read(
         load(tmp_path)
 
 
+@pytest.mark.parametrize("field", ["attn_implementation", "experts_implementation"])
+def test_kernels_of_the_stock_layers_are_not_sought(tmp_path: Path, field: str) -> None:
+    """Whatever config.json names: they compute nothing here."""
+    stock = make_tiny_model("llama")
+    stock.save_pretrained(tmp_path)
+    for named in ("flash_attention_2", "eager", "kernels-community/no-such", 5, ["sdpa"]):
+        change_config(tmp_path, **{field: named})
+        torch.testing.assert_close(logits(load(tmp_path)), logits(stock), rtol=1e-4, atol=1e-4)
+
+
 def test_paths_are_no_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("./nonexistent", "./x", "../x/y", "~/nowhere"):

@@ -379,6 +379,26 @@ def test_what_a_killed_conversion_left_goes(written: Writer, cache: Path) -> Non
         assert (left.exists(), others.exists()) == (False, True)
 
 
+@pytest.mark.parametrize("lacks", ["rename", "lock", "rename of what is damaged"])
+def test_a_file_system_that_lacks_something(
+    written: Writer, cache: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    path, left = written(), []
+    if "damaged" in lacks:
+        left = [converted_folder(path)]
+        (left[0] / "tokenizer.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock" if lacks == "lock" else "pathlib.Path.rename", refuses)
+        message = rf"cannot write the converted model to {cache} \(Operation not supported\)"
+        with pytest.raises(OSError, match=message):
+            converted_folder(path)
+    assert list(cache.iterdir()) == left
+    OffloadedModel.from_pretrained(path, num_threads=1)
+
+
 def test_a_full_disk(written: Writer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

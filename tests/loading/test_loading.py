@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,22 +104,6 @@ def test_unsupported_hub_model_is_not_downloaded(tmp_path: Path) -> None:
         OffloadedModel.from_pretrained("some-user/some-model", cache_dir=str(tmp_path))
 
 
-def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokenizer_config.json names Python code, and stdin would say yes to it."""
-    (tmp_path / "custom.py").write_text(
-        f"open({str(tmp_path / 'was_run')!r}, 'w').close()\nclass Custom: pass\n"
-    )
-    for name, extra in {
-        "config.json": {"model_type": "llama", "auto_map": {"AutoConfig": "custom.Custom"}},
-        "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["custom.Custom", None]}},
-    }.items():
-        (tmp_path / name).write_text(json.dumps({"tokenizer_class": "Custom", **extra}))
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(ValueError, match="auto_map names Python code of the checkpoint"):
-        load_tokenizer(tmp_path)
-    assert not (tmp_path / "was_run").exists()
-
-
 def test_a_file_that_is_no_model(tiny_folders: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="is a file"):
         load(tiny_folders["llama"] / "config.json")
@@ -161,11 +144,15 @@ def change_tensor(folder: Path, **changes: Any) -> None:
     )
 
 
-def change_index(folder: Path, shard: str) -> None:
+def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    index["weight_map"]["lm_head.weight"] = shard
+    change(index)
     path.write_text(json.dumps(index))
+
+
+def change_shard(folder: Path, shard: str) -> None:
+    change_index(folder, lambda index: index["weight_map"].update({"lm_head.weight": shard}))
 
 
 DAMAGES = {
@@ -256,16 +243,36 @@ DAMAGES = {
     "huge shape": (lambda f: change_tensor(f, shape=[2**62, 96]), ValueError, "its shape is"),
     "shape of floats": (lambda f: change_tensor(f, shape=[320.0, 96]), ValueError, "the shape"),
     "shard above": (
-        lambda f: change_index(f, "../other.safetensors"),
+        lambda f: change_shard(f, "../other.safetensors"),
         ValueError,
         "names '../other.safetensors', which is no .safetensors file in its folder",
     ),
     "shard elsewhere": (
-        lambda f: change_index(f, "/other.safetensors"),
+        lambda f: change_shard(f, "/other.safetensors"),
         ValueError,
         "names '/other.safetensors', which is no",
     ),
-    "pickled shard": (lambda f: change_index(f, "other.bin"), ValueError, "names 'other.bin'"),
+    "pickled shard": (lambda f: change_shard(f, "other.bin"), ValueError, "names 'other.bin'"),
+    "no index metadata": (
+        lambda f: change_index(f, lambda index: index.pop("metadata")),
+        ValueError,
+        "model.safetensors.index.json has no metadata",
+    ),
+    "no weight map": (
+        lambda f: change_index(f, lambda index: index.update(weight_map=[])),
+        ValueError,
+        "model.safetensors.index.json has no weight_map",
+    ),
+    "empty weight map": (
+        lambda f: change_index(f, lambda index: index["weight_map"].clear()),
+        ValueError,
+        "model.safetensors.index.json names no weights",
+    ),
+    "nested index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("[" * 10**6),
+        ValueError,
+        "model.safetensors.index.json is not valid JSON",
+    ),
     "other weight files": (
         lambda f: change_config(f, transformers_weights="other.safetensors"),
         ValueError,
@@ -411,17 +418,3 @@ def test_weights_are_moved(offloaded_models: dict[str, Any], tmp_path: Path) -> 
     saved, weights = load_file(tmp_path / "saved.safetensors"), model.state_dict()
     assert len(saved) == len(weights) - 1  # the tied one
     assert all(torch.equal(weight, weights[name]) for name, weight in saved.items())
-
-
-def test_two_threads_load_at_once(tiny_folders: dict[str, Path]) -> None:
-    """transformers changes torch's default dtype while it loads."""
-    names = ["llama", "qwen3"] * 6  # whose weights are tied
-
-    def load(numbered: tuple[int, str]) -> torch.dtype:
-        dtype = ("float32", "bfloat16")[numbered[0] % 2]
-        return OffloadedModel.from_pretrained(tiny_folders[numbered[1]], dtype=dtype).dtype
-
-    with ThreadPoolExecutor(4) as threads:
-        dtypes = list(threads.map(load, enumerate(names)))
-    assert dtypes == [torch.float32, torch.bfloat16] * 6
-    assert torch.get_default_dtype() == torch.float32

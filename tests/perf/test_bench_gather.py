@@ -9,15 +9,15 @@ import pytest
 import torch
 from cases.seeded import new_rng
 
-from gpu_ops.hybrid_attention import HybridLaunch
+from gpu_ops.gather_rows import GatherLaunch
 from gpu_ops.top_k_candidates import TopKLaunch
-from perf import bench_gather, bench_heads, bench_hybrid
+from perf import bench_gather, bench_heads
 from perf.bench_gather import RECENT_TOKENS, SINK_TOKENS, clustered_selection
 from perf.gpu_timing import launches
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("bench", [bench_gather, bench_heads, bench_hybrid])
+@pytest.mark.parametrize("bench", [bench_gather, bench_heads])
 def test_refuses_without_a_gpu(bench: Any) -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU, and torch sees none"):
         bench.main([])
@@ -35,12 +35,12 @@ def test_clustered_selection(tokens: int) -> None:
 
 
 def test_launches() -> None:
-    assert list(launches(HybridLaunch(), [])) == [HybridLaunch()]
-    found = list(launches(HybridLaunch(), ["merges_early=True,False", "num_warps=4,8,16"]))
+    assert list(launches(GatherLaunch(), [])) == [GatherLaunch()]
+    found = list(launches(GatherLaunch(), ["heads_first=True,False", "num_warps=4,8,16"]))
     assert len(set(found)) == len(found) == 6
     assert {launch.num_warps for launch in found} == {4, 8, 16}
-    assert {launch.starts_early for launch in found} == {True}
+    assert {launch.programs for launch in found} == {4}
     tuples = launches(TopKLaunch(), ["num_warps=(4,8,16),(4,8,8)"])
     assert [launch.num_warps[2] for launch in tuples] == [16, 8]
-    with pytest.raises(SystemExit, match="no field 'warps' in HybridLaunch"):
-        list(launches(HybridLaunch(), ["warps=4"]))
+    with pytest.raises(SystemExit, match="no field 'warps' in GatherLaunch"):
+        list(launches(GatherLaunch(), ["warps=4"]))

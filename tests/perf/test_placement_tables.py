@@ -14,7 +14,6 @@ from perf.tables.placement_tables import (
     COMMANDS,
     gpu_gather_table,
     gpu_heads_table,
-    gpu_hybrid_table,
     gpu_plan_table,
     gpu_retrieval_table,
     gpu_tp_table,
@@ -48,17 +47,6 @@ def timed(milliseconds: float, **more: Any) -> dict[str, Any]:
 def ours(policy: str, gathered: int, milliseconds: float, kv_len: int = 131072) -> dict[str, Any]:
     row = timed(milliseconds, engine="offload", policy=policy, gathered_heads=gathered)
     return row | {"kv_len": kv_len, "memory": {"kv_device": 2**30}}
-
-
-def hybrid(engine: str, case: str, microseconds: float, fastest: bool = True) -> dict[str, Any]:
-    return {
-        "engine": engine,
-        "kv_len": 131072,
-        "case": case,
-        "microseconds": microseconds,
-        "gigabytes_per_second": 2000.0,
-        "fastest": fastest,
-    }
 
 
 def retrieval(variant: str, heads: int, share: float | None) -> dict[str, Any]:
@@ -112,12 +100,6 @@ def made_results() -> dict[str, Any]:
             timed(13.0, engine="transformers, KV on the GPU", policy=None),
         ],
         "gpu-plan": [plan(n, -0.14 if n == 3 else 0.05, 1010 + n) for n in range(12)],
-        "gpu-hybrid": [
-            hybrid("torch, slow", "all dense", 900.0, False),
-            hybrid("torch, gqa", "all dense", 120.0),
-            hybrid("offload", "1/8 dense, 4,096 tokens", 40.0, False),
-            hybrid("offload", "1/8 dense, 4,096 tokens", 30.0),
-        ],
         "gpu-retrieval": [
             *(retrieval("attention, top-k", heads, share) for heads, share in ((1, 0.5), (8, 0.8))),
             retrieval("top-k alone", 8, None),
@@ -162,7 +144,6 @@ def made_results() -> dict[str, Any]:
             "names": ["lychee_decode", "tidal_decode"],
             "budgets": {"lychee_decode": 2048, "tidal_decode": 1024},
         },
-        "gpu-hybrid": {"block_tokens": 64},
         "gpu-retrieval": {
             "budget_tokens": 2048,
             "bandwidth_gigabytes_per_second": {"read": 4000.0, "copy": 3900.0},
@@ -219,12 +200,6 @@ def test_targets() -> None:
         ],
         ["planned against taken bytes, worst", "+2.1%", "within 2%", "**missed**"],
         [
-            "hybrid-head kernel at 131,072, 1/8 dense, 4,096 tokens, against torch's SDPA",
-            f"4.00{TIMES}",
-            f"≥ 5{TIMES}",
-            "**missed**",
-        ],
-        [
             "retrieval heads with top-k at 131,072, 8 KV heads, of memory bandwidth",
             "80%",
             "≥ 80%",
@@ -242,13 +217,13 @@ def test_targets() -> None:
             f"≥ 1.6{TIMES}",
             "met",
         ],
-        ["the same tokens on two GPUs as on one", "2 of 2 policies", "all", "met"],
+        ["the same tokens on two GPUs as on one, float32", "2 of 2 policies", "all", "met"],
     ]
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
     lines = targets({})
-    assert len(lines) == 11
+    assert len(lines) == 10
     assert {(line[1], line[3]) for line in lines} == {("", "not measured yet")}
 
 
@@ -259,18 +234,15 @@ def test_other_settings_than_the_targets_do_not_count() -> None:
         if row["policy"] == "tidal_decode":
             row["kv_len"] = 4096
     results["gpu-plan"]["rows"] = results["gpu-plan"]["rows"][:4]
-    results["gpu-hybrid"]["rows"] = [
-        row for row in results["gpu-hybrid"]["rows"] if row["engine"] == "offload"
-    ]
     results["gpu-retrieval"]["rows"] = results["gpu-retrieval"]["rows"][:1]
     results["gpu-tp"]["settings"]["batch_size"] = 2
     by_label = {label: (found, verdict) for label, found, _, verdict in targets(results)}
-    assert [verdict for _, verdict in by_label.values()].count("not measured yet") == 8
+    assert [verdict for _, verdict in by_label.values()].count("not measured yet") == 7
     assert by_label["predicted against measured time per token, 12 settings, worst"] == (
         "-14.0% (lychee_decode, 131,072, chosen), of 4",
         "not measured yet",
     )
-    assert by_label["the same tokens on two GPUs as on one"][1] == "met"
+    assert by_label["the same tokens on two GPUs as on one, float32"][1] == "met"
 
 
 def test_different_tokens_and_a_bad_prediction_are_missed() -> None:
@@ -278,7 +250,7 @@ def test_different_tokens_and_a_bad_prediction_are_missed() -> None:
     results["gpu-tp"]["rows"][-1]["equal"] = False
     results["gpu-plan"]["rows"] = [plan(0, 0.16, 1000)]
     found = {label: verdict for label, _, _, verdict in targets(results)}
-    assert found["the same tokens on two GPUs as on one"] == "**missed**"
+    assert found["the same tokens on two GPUs as on one, float32"] == "**missed**"
     assert found["predicted against measured time per token, 12 settings, worst"] == "**missed**"
 
 
@@ -295,11 +267,6 @@ def test_tables() -> None:
         f"| 20.0 ± 2.0, CPU 1.50{TIMES} |" in gather
     )
     assert gather.endswith("commit 0123456789ab, 2026-01-01.*")
-    hybrid_table = gpu_hybrid_table(results["gpu-hybrid"])
-    assert "slow" not in hybrid_table
-    assert f"| offload | 131,072 | 1/8 dense, 4,096 tokens | 30.0 | 2,000 | 4.00{TIMES} |" in (
-        hybrid_table
-    )
     retrieved = gpu_retrieval_table(results["gpu-retrieval"])
     assert "| 131,072 | 8 |  |  | 150.0 | 150.0 |  | 80% |" in retrieved
     assert "of 4,000 GB/s" in retrieved

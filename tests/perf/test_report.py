@@ -11,7 +11,13 @@ import pytest
 
 from perf import plots, report, results_file
 from perf.results_file import read_results, write_results
-from perf.tables.tables import attention_table, decode_table, prefill_table, startup_table
+from perf.tables.tables import (
+    attention_table,
+    decode_plot,
+    decode_table,
+    prefill_table,
+    startup_table,
+)
 
 MACHINE: dict[str, Any] = {
     "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0"},
@@ -113,6 +119,14 @@ def test_decode_table_has_ratios_of_one_run() -> None:
     assert "transformers met" in table
     assert "llama.cpp **missed**" in table
     assert "| transformers | 100 | 100 | 99% |" in prefill_table(DECODE)
+
+
+def test_llama_cpp_never_stands_beside_us_without_its_weights() -> None:
+    gpu = {part: read_results(f"gpu-{part}") for part in ("decode", "peers")}
+    captions = [table(DECODE) for table in (decode_table, prefill_table, decode_plot)]
+    captions.append(plots.time_per_token_caption(gpu, read_results("decode")))
+    for caption in captions:
+        assert "llama.cpp runs the GGUF's Q4_1 weights, the others bfloat16." in caption
 
 
 def test_startup_table() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases.device_cases import greedy, small
@@ -277,7 +278,7 @@ def test_a_second_prompt_that_does_not_fit_is_noted() -> None:
             "made for another model",
         ),
         (
-            {"placement": HeadPlacement.filled(32, 8, Place.GPU)},
+            {"placement": HeadPlacement(np.eye(32, 8, dtype=np.uint8))},
             ValueError,
             "only heads that attend to everything",
         ),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from offload.policies.callback import callback, read_context
 from offload.policies.compiled import _warn_slow, cached_njit
 from offload.policies.numba_cache import drop_stale
 
@@ -30,6 +33,10 @@ def test_what_was_compiled_from_other_sources_goes(tmp_path: Path) -> None:
 
 def add_one(x: int) -> int:
     return x + 1
+
+
+def keep_first(pointer: Any) -> None:
+    read_context(pointer).num_indices = 1
 
 
 def test_damaged_files_are_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +64,16 @@ def test_without_a_folder_to_write_to(
     with caplog.at_level(logging.WARNING):
         assert [cached_njit()(add_one)(x) for x in (1, 2)] == [2, 3]
     assert caplog.text.count("name a folder in NUMBA_CACHE_DIR") == 1
+
+
+def test_a_folder_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled is used all the same, by callbacks too."""
+
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    assert cached_njit()(add_one)(1) == 2
+    assert callback(keep_first).address
+    assert not list(tmp_path.rglob("*.nb[ci]"))

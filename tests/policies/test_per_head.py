@@ -409,7 +409,10 @@ def test_retrieval_heads_go_to_a_gpu_that_has_room(retrieval, measured):
     work = workload("per_head", rest="lfps", retrieval=retrieval)
     retrieves = work.policy.unit_members(32, 8) != 0
     model = StepModel(machine_profile(), work, on_gpu=True) if measured else None
-    chosen = choose_placement(model, DeviceRoom(work, None))
+    enough = DeviceRoom(work, None).num_bytes(
+        HeadPlacement(np.where(retrieves, Place.GPU, Place.CPU).astype(np.uint8))
+    )
+    chosen = choose_placement(model, DeviceRoom(work, enough))
     assert ((chosen.places == Place.GPU) == retrieves).all()
     chosen.check_policy(work.policy, 32)
     layers = layer_heads(chosen.places, work.selected_roles)

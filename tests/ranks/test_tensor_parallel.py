@@ -7,6 +7,7 @@ there are two GPUs.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -326,10 +327,13 @@ def test_parts_are_agreed_on():
     assert choice.num_parts == 2
 
 
-def test_the_command_starts_its_ranks(tiny_folders, capfd, monkeypatch) -> None:
+def test_the_command_starts_its_ranks(tiny_folders, tmp_path, capfd, monkeypatch) -> None:
+    folder = shutil.copytree(tiny_folders["llama"], tmp_path / "model")
+    path = folder / "generation_config.json"  # ranks have a clock each: it is left out
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_time": 600.0}))
     codes, outputs = zip(
         *(
-            _command(monkeypatch, capfd, tiny_folders["llama"], "-n", "12", "--json", *options)
+            _command(monkeypatch, capfd, folder, "-n", "12", "--json", *options)
             for options in ([], ["--tensor-parallel-size", "2"])
         ),
         strict=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,15 @@ from cases.tiny_models import make_tiny_model
 
 from offload import OffloadedModel
 from offload.decode.gpu.placement import HeadPlacement, Place, may_be_gathered, may_stay_on_gpu
+from offload.planning.choose import DeviceRoom, least_placement
+from offload.planning.placement_bytes import prefill_bytes
 from offload.planning.profile import MachineProfile
+from offload.policies import Policy
+from offload.policies.base import RETRIEVE
 from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.runtime.config import RuntimeConfig, runtime_config
-from offload.runtime.placing import choose_automatically, placement_for
-
-GIB = 2**30
+from offload.runtime.placing import Chooser, longest_context, placement_for
 
 
 def test_placement_options(tmp_path: Path) -> None:
@@ -129,66 +130,82 @@ def test_a_plan_of_a_policy_that_is_calibrated_when_it_is_loaded(
     assert model._offload._decoder.placement == HeadPlacement.from_text("GG\n.G\n..")
 
 
-def chosen_for(
-    config: RuntimeConfig,
-    room_bytes: int,
-    profile: MachineProfile | None,
-    host_kv_bytes: int = 2**33,
-) -> HeadPlacement | None:
-    return choose_automatically(
-        config,
-        SMALL,
-        dtype=torch.bfloat16,
-        host_kv_bytes=host_kv_bytes,
-        room_bytes=room_bytes,
-        profile=profile,
-    )
+def chooser(policy: Policy, profile: MachineProfile | None = None) -> Chooser:
+    return Chooser(policy, SMALL, torch.bfloat16, 256, 8192, profile)
 
 
-def test_the_automatic_choice_without_a_profile(caplog: pytest.LogCaptureFixture) -> None:
-    config = RuntimeConfig(policy=make_policy("lychee_decode", retrieval_heads=4))
-    with caplog.at_level(logging.INFO, logger="offload.runtime.placing"):
-        chosen = chosen_for(config, 4 * GIB, None)
-    assert chosen is not None
-    roles = config.policy.roles(SMALL.num_layers, SMALL.num_kv_heads)
-    assert ((chosen.places == Place.GPU) == (roles == 1)).all()
-    assert not (chosen.places == Place.GATHER).any()
-    assert "`offload plan` measures this machine" in caplog.text
-    sketch = RuntimeConfig(policy=make_policy("sketch", dense_layers=1))
-    with_codes = chosen_for(sketch, 4 * GIB, None)
-    assert with_codes is not None
-    assert with_codes.counts(Place.CODES) == [0, 4, 4, 4, 4, 4]
-    # Nothing fits, or there is nothing to choose: as it was.
-    assert chosen_for(config, 2**20, None) is None
-    quest = RuntimeConfig(policy=make_policy("quest"))
-    assert chosen_for(quest, 4 * GIB, None) is None
+def room_for(choose: Chooser, kv_len: int, share: float) -> int:
+    """Beside a prefill, for this share of all heads of a sequence."""
+    work = choose.workload(1, kv_len)
+    shape = choose.shape
+    everything = HeadPlacement.filled(shape.num_layers, shape.num_kv_heads, Place.GPU)
+    room = DeviceRoom(work, None).num_bytes(everything)
+    return int(share * room) + prefill_bytes(work, choose.prefill_slice_tokens)
 
 
-def test_the_automatic_choice_by_a_profile(caplog: pytest.LogCaptureFixture) -> None:
-    config = RuntimeConfig(policy=make_policy("lychee_decode", retrieval_heads=4))
+def nothing_there(choose: Chooser) -> HeadPlacement:
+    return least_placement(choose.workload(1, 4096))
+
+
+def test_the_choice_by_what_fits() -> None:
+    policy = make_policy("lychee_decode", retrieval_heads=4)
+    choose = chooser(policy)
+    least = nothing_there(choose)
+    everything = choose(least, 1, 65536, None)
+    assert (everything.places == Place.GPU).all()
+    # Retrieving heads first, and whole layers with what is left.
+    room = room_for(choose, 65536, 0.6)
+    half = choose(least, 1, 65536, room)
+    roles = policy.roles(SMALL.num_layers, SMALL.num_kv_heads)
+    assert (half.places[roles == RETRIEVE] == Place.GPU).all()
+    assert 0 < (half.places == Place.GPU).sum() < 24
+    assert not (half.places == Place.GATHER).any()
+    # Shorter sequences need less, several more.
+    assert (choose(half, 1, 8192, room).places == Place.GPU).all()
+    assert (choose(half, 16, 8192, room).places == Place.GPU).sum() < 24
+    # Nothing fits: as without a choice.
+    assert choose(everything, 1, 65536, 2**20) == least
+
+
+def test_a_placement_about_as_good_stays() -> None:
+    """New captures cost more than a layer saves."""
+    choose = chooser(make_policy("quest", dense_layers=0))
+    choose.shape = replace(SMALL, num_layers=32)
+    least = nothing_there(choose)
+    room = room_for(choose, 65536, 0.6)
+    now = choose(least, 1, 65536, room)
+    layers = int((now.places == Place.GPU).all(axis=1).sum())
+    assert 10 < layers < 32
+    fewer = np.array(now.places)
+    fewer[32 - layers] = Place.CPU
+    assert choose(HeadPlacement(fewer), 1, 65536, room) == HeadPlacement(fewer)
+    more = np.array(now.places)
+    more[31 - layers] = Place.GPU
+    assert choose(HeadPlacement(more), 1, 65536, room) == now  # there is no room for it
+    assert choose(now, 1, 65536, room // 2) != now
+
+
+def test_the_choice_by_a_profile() -> None:
+    policy = make_policy("lychee_decode", retrieval_heads=4)
     slow_cpu = machine_profile(read_bandwidth=1e9, device=device_profile())
-    with caplog.at_level(logging.INFO, logger="offload.runtime.placing"):
-        chosen = chosen_for(config, 4 * GIB, slow_cpu)
-    assert chosen is not None
+    choose = chooser(policy, slow_cpu)
+    chosen = choose(nothing_there(choose), 1, 65536, room_for(choose, 65536, 0.6))
     assert (chosen.places == Place.GATHER).any()
-    assert "by this machine's profile" in caplog.text
-    # As much context as the host's budget holds decides how many heads fit.
-    few = chosen_for(config, 2**29, slow_cpu, host_kv_bytes=2**22)
-    assert few is not None
-    assert few.counts(Place.GPU)[0] == 4
+
+
+def test_the_longest_context() -> None:
+    config = RuntimeConfig(policy=make_policy("lychee_decode", retrieval_heads=4))
+    args = SMALL, torch.bfloat16
+    assert longest_context(config, *args, 2**33) == 65536
+    assert longest_context(config, *args, 2**22) == 2**22 // (SMALL.kv_token_bytes)
+    bounded = replace(config, host_bytes_per_sequence=2**20)
+    assert longest_context(bounded, *args, 2**33) == 2**20 // SMALL.kv_token_bytes
 
 
 def test_no_choice_without_a_gpu(tiny_folders: dict[str, Path]) -> None:
     model = OffloadedModel.from_pretrained(
         tiny_folders["llama"], policy=small("lychee_decode"), backend="inline", num_threads=1
     )
-    runtime = model._offload
-    found = placement_for(
-        runtime.config,
-        runtime.lean,
-        dtype=torch.float32,
-        host_kv_bytes=GIB,
-        device_kv_bytes=GIB,
-        num_threads=1,
-    )
-    assert found is None
+    assert model._offload._decoder._choose is None
+    runtime, rooms = model._offload, {"host_kv_bytes": 2**30, "device_kv_bytes": 2**30}
+    assert placement_for(runtime.config, runtime.lean, None, dtype=torch.float32, **rooms) is None

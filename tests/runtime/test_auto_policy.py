@@ -28,8 +28,8 @@ from offload.policies.registry import make_policy
 from offload.runtime.auto_policy import (
     Room,
     crossover,
-    longest_context,
     resolve_auto,
+    resolved_config,
     with_resolved_policy,
 )
 from offload.runtime.config import RuntimeConfig, runtime_config
@@ -175,18 +175,13 @@ def test_the_crossover(scales: dict[int, float], tokens: int) -> None:
         assert reason == f"exact up to {tokens:,} tokens, then lychee_cluster, budget 1,024"
 
 
-def test_the_longest_context() -> None:
-    """As much as the model has positions, or the host's memory or the sequence's bound holds."""
-    config, token_bytes = RuntimeConfig(), SMALL.kv_token_bytes
-    options = (SMALL, torch.bfloat16)
-    assert longest_context(config, *options, 2**40) == SMALL.max_context
-    assert longest_context(config, *options, 5000 * token_bytes) == 5000
-    assert longest_context(config, SMALL, torch.float32, 5000 * token_bytes) == 2500
-    assert longest_context(config, *options, 0) == config.page_tokens
-    unnamed = replace(SMALL, max_context=0)
-    assert longest_context(config, unnamed, torch.bfloat16, 5000 * token_bytes) == 5000
-    bound = RuntimeConfig(host_bytes_per_sequence=700 * token_bytes)
-    assert longest_context(bound, *options, 5000 * token_bytes) == 700
+def test_a_checkpoint_that_names_no_positions() -> None:
+    """Then the host's memory says how long a context may be."""
+    shape, host = replace(SMALL, max_context=0), 5000 * SMALL.kv_token_bytes
+    for num_bytes, name in ((host, "full"), (2 * host, "lychee_cluster")):
+        config = RuntimeConfig(max_memory={"cpu": num_bytes})
+        found, _ = resolved_config(config, shape, torch.bfloat16, 0)
+        assert found.policy.name == name
 
 
 def of_config(folder: Path, **options: Any) -> tuple[RuntimeConfig, str]:

@@ -225,9 +225,12 @@ def test_prompts_without_tokens(tiny_folders: dict[str, Path]) -> None:
     model = OffloadedModel.from_pretrained(tiny_folders["llama"], num_threads=1)
     with pytest.raises(ValueError, match=r"^the prompt is empty$"):
         model.generate(torch.empty(1, 0, dtype=torch.long), max_new_tokens=2)
-    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
-    with pytest.raises(ValueError, match="row 1 of the batch is empty"):
-        model.generate(random_tokens(2, 3), attention_mask=mask, max_new_tokens=2)
+    for mask, message in (
+        ([[0, 0, 0], [0, 0, 0]], r"hides all of the new tokens \[2, 3\]"),
+        ([[1, 1, 0], [0, 0, 0]], "attention_mask ends in padding"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(random_tokens(2, 3), attention_mask=torch.tensor(mask), max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +278,20 @@ def test_budget_in_forward(small_budget_model: Any) -> None:
     model(random_tokens(1, 8), past_key_values=cache)
     with pytest.raises(HostBudgetError):
         model(random_tokens(1, 1))
+
+
+def test_equal_rows_take_what_any_rows_take(small_budget_model: Any) -> None:
+    """Whoever seeks the largest batch, as lm-eval does, feeds equal rows; 4 of 32 tokens fit."""
+    model, row = small_budget_model, random_tokens(1, 32)
+    pages = []
+    for tokens in (random_tokens(4, 32), row.repeat(4, 1)):
+        cache = model(tokens).past_key_values
+        pages.append(cache.store.host_bytes_used)
+        cache.reset()
+    assert pages == [4 * 2 * 3 * model.kv_store.page_bytes] * 2
+    for tokens in (random_tokens(5, 32), row.repeat(5, 1)):
+        with pytest.raises(HostBudgetError, match=r"\(30 pages of"):
+            model(tokens)
 
 
 def test_nan_in_prefill(tmp_path: Path) -> None:

@@ -45,7 +45,9 @@ def left_padded(*lengths: int) -> dict[str, torch.Tensor]:
     ],
     ids=lambda mode: "-".join(mode),
 )
-@pytest.mark.parametrize("lengths", [(40,), (40, 9, 25)], ids=["single", "padded-batch"])
+@pytest.mark.parametrize(
+    "lengths", [(40,), (40, 9, 25), (40, 0, 9)], ids=["single", "padded-batch", "empty-row"]
+)
 def test_modes(llama_pair: Pair, lengths: tuple[int, ...], mode: dict[str, Any]) -> None:
     expected, got = both(llama_pair, **left_padded(*lengths), **mode, max_new_tokens=30)
     assert torch.equal(got, expected)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _signal
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,3 +59,31 @@ def test_two_signals_both_come(signum: signal.Signals) -> None:
         assert came == [signal.SIGUSR2]
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_handlers_are_put_back_whatever_comes_meanwhile(
+    signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler that is back may raise while others still wait to be."""
+    of_other = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+    before = [signal.getsignal(number) for number in (signum, signal.SIGUSR2)]
+    put_back = []
+
+    def put(number: int, handler: Any) -> Any:
+        result = _signal.signal(number, handler)
+        if handler in before:
+            put_back.append(number)
+            if len(put_back) == 1:
+                raise TimeOutError(number)
+        return result
+
+    try:
+        with monkeypatch.context() as patch:
+            fake = SimpleNamespace(getsignal=_signal.getsignal, signal=put)
+            patch.setattr("offload.system.interrupts._signal", fake)
+            with pytest.raises(TimeOutError), shielded():
+                pass
+        assert [signal.getsignal(number) for number in (signum, signal.SIGUSR2)] == before
+        assert {signum, signal.SIGUSR2} <= {*put_back}
+    finally:
+        signal.signal(signal.SIGUSR2, of_other)

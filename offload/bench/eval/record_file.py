@@ -67,7 +67,7 @@ class RecordFile:
         try:
             header, *self.records = [json.loads(line) for line in lines]
             others = header["options"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is no file of offload eval: {error}") from error
         if others != options:
             name = next(n for n in {**options, **others} if others.get(n) != options.get(n))

@@ -20,6 +20,7 @@ from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
+from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.handshake import Handshake, Step, make_handshake
 from offload.decode.gpu.layer_heads import layer_heads, scores_tokens
 from offload.decode.gpu.linear import DeviceWeights, linear_path
@@ -36,6 +37,9 @@ from offload.system.errors import DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
+# Of the placement now, sequences, tokens of each, and the GPU's bytes for it; None: no limit.
+PlacementChooser = Callable[[HeadPlacement, int, int, "int | None"], HeadPlacement]
+
 
 class DeviceDecoder:
     """The `Decoder` of a model with a GPU.
@@ -48,6 +52,8 @@ class DeviceDecoder:
             the GPU, all others on the CPU.
         keeps_placement: False: where the GPU has no room for the placement, it goes on without one
             until a generation begins that takes less room.
+        choose: the placement for what is to come, asked whenever a generation begins, and when its
+            placement does not fit. None: `placement` is for all.
         num_parts: parts that the rows of a step are cut into; None: what proves faster.
         make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
@@ -72,6 +78,7 @@ class DeviceDecoder:
         device_budget_bytes: int | None = None,
         placement: HeadPlacement | None = None,
         keeps_placement: bool = True,
+        choose: PlacementChooser | None = None,
         num_parts: int | None = None,
         make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
@@ -95,6 +102,8 @@ class DeviceDecoder:
         self._device_budget_bytes = device_budget_bytes
         self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
         self._keeps_placement = keeps_placement
+        self._choose = choose
+        self._free_room = FreeRoom(device)
         self._agreed_on: tuple[list[int], list[int], list[bool]] | None = (
             None  # by `_fails_anywhere`
         )
@@ -194,10 +203,20 @@ class DeviceDecoder:
         time that this proves wrong, the number is smaller than before; all ranks know the same one.
         """
         num_pages = num_sequences * self._num_pages(kv_len)
-        if self._gave_up is not None and num_pages < self._gave_up[1]:
+        if self._choose is not None:
+            self._keeps_placement = False
+            wanted = self._chosen(self.placement, num_sequences, kv_len)
+            changes, ranks = wanted != self.placement, self.model.ranks
+            if changes if ranks is None else ranks.total(int(changes))[0]:
+                self.place(wanted)
+        elif self._gave_up is not None and num_pages < self._gave_up[1]:
             self._keeps_placement = False
             self.place(self._gave_up[0])
         placement = self.placement if self._keeps_placement else self._least_placement()
+        self._check_room(placement, num_sequences, kv_len)
+
+    def _check_room(self, placement: HeadPlacement, num_sequences: int, kv_len: int) -> None:
+        """Raises DeviceMemoryError where the budget cannot hold its pages."""
         heads = int((placement.places == Place.GPU).sum())
         shape = CodeShape.of(self.attention.policy, self.model.shape, self.store.page_tokens)
         codes = 0
@@ -206,6 +225,17 @@ class DeviceDecoder:
         check_resident_room(
             self.store, heads, num_sequences, kv_len, self._device_budget_bytes, codes
         )
+
+    def _chosen(
+        self, now: HeadPlacement, num_sequences: int, kv_len: int, *, after_failure: bool = False
+    ) -> HeadPlacement:
+        """What `choose` makes of what is free."""
+        assert self._choose is not None
+        room = self._free_room.num_bytes(self._device_budget_bytes, self.device_bytes)
+        if after_failure:
+            self._free_room.failed(room)
+            room = self._free_room.num_bytes(self._device_budget_bytes, self.device_bytes)
+        return self._choose(now, num_sequences, kv_len, room)
 
     def check_usable(self) -> None:
         for coprocessor in self.coprocessors:
@@ -237,19 +267,22 @@ class DeviceDecoder:
                 return slots, kv_lens
             why = failure or DeviceMemoryError("the GPU of another rank has no room for its part")
             if fallbacks is None:  # only now: a step has no time for it
-                fallbacks = iter(self._fallbacks())
+                fallbacks = iter(self._fallbacks(len(seqs), max(kv_lens)))
             less = next(fallbacks, None)
             if less is None:
                 raise why
             self._give_up(less, why, sum(self._num_pages(kv_len) for kv_len in kv_lens))
 
-    def _fallbacks(self) -> list[HeadPlacement]:
+    def _fallbacks(self, num_sequences: int, kv_len: int) -> list[HeadPlacement]:
         """Placements that need less of the GPU, as many on all ranks: the codes go first."""
         least = self._least_placement()
         less = [self.placement.without_codes(), least]
         if CodeShape.of(self.attention.policy, self.model.shape, self.store.page_tokens) is None:
             less = [least]
         if self.model.ranks is None:
+            if self._choose is not None:
+                to_come = min(kv_len + kv_len // 4, self.model.shape.max_context)
+                less.insert(-1, self._chosen(least, num_sequences, to_come, after_failure=True))
             less = [placement for placement in dict.fromkeys(less) if placement != self.placement]
         return less
 
@@ -257,9 +290,10 @@ class DeviceDecoder:
         """Attend as `less` says until a generation needs fewer than `num_pages` of each head."""
         wanted, failed = self._gave_up or (self.placement, num_pages)
         self._keeps_placement = less == self._least_placement()
-        rest = (
-            "only dense layers stay there" if self._keeps_placement else "it has no codes of keys"
-        )
+        heads = sum(less.counts(Place.GPU))
+        rest = "it has no codes of keys" if self._choose is None else f"{heads} KV heads stay there"
+        if self._keeps_placement:
+            rest = "only dense layers stay there"
         logger.warning("%s. While sequences need so much, %s", why, rest)
         self.place(less)
         self._gave_up = wanted, min(failed, num_pages)

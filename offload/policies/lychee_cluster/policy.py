@@ -12,6 +12,9 @@ ellipsoid around their keys, instead of for the sum of the heads by a ball, in w
 cluster wins. What had the most attention in one step is looked at again in the
 next. And more candidates are found than are attended, among which exact attention weights choose,
 also of the newest tokens, which are in no chunk yet.
+
+The paper's text leaves three choices open, which are ours under `paper=True`: six coarse units are
+opened, the sum of a group's queries ranks, and clusters are taken until the budget is full.
 """
 
 from __future__ import annotations

@@ -1,0 +1,42 @@
+"""What a placement of KV heads may take of a GPU, as it is now."""
+
+from __future__ import annotations
+
+import torch
+
+# For cuBLAS, kernels and fragments, where nobody named a limit.
+_SPARE_BYTES = 2**29
+# A room that proved too small is taken for so much of itself, until there is clearly more.
+_AFTER_FAILURE, _CLEARLY_MORE = 0.9, 1.1
+
+
+class FreeRoom:
+    """Bytes for a placement; less than it seems where that has proved too few."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._failed_bytes: int | None = None
+
+    def num_bytes(self, budget_bytes: int | None, held_bytes: int) -> int | None:
+        """None: as much as is asked for.
+
+        Args:
+            budget_bytes: at most so many, the `held_bytes` among them; None: what is free.
+            held_bytes: what the placement now has taken, which goes when there is another.
+        """
+        room = budget_bytes
+        if self._device.type == "cuda":
+            free = torch.cuda.mem_get_info(self._device)[0] + held_bytes
+            free += torch.cuda.memory_reserved(self._device)
+            free -= torch.cuda.memory_allocated(self._device)
+            room = max(0, free - _SPARE_BYTES) if room is None else min(room, free)
+        if room is None or self._failed_bytes is None:
+            return room
+        if room > _CLEARLY_MORE * self._failed_bytes:
+            self._failed_bytes = None
+            return room
+        return min(room, int(_AFTER_FAILURE * self._failed_bytes))
+
+    def failed(self, room: int | None) -> None:
+        """A placement chosen for so much did not fit."""
+        self._failed_bytes = room

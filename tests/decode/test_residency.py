@@ -1,0 +1,198 @@
+"""All of a policy's heads on the GPU, or whole layers: exact there, and nobody is asked."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
+from cases.tiny_models import random_tokens
+
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.policies import Policy
+from offload.policies.base import DENSE, SELECT
+from offload.policies.registry import available_policies, make_policy
+
+NAMES = [name for name in available_policies() if name not in ("auto", "full")]
+
+
+@pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])
+def backend(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def full(tiny_folders: dict[str, Path]) -> Any:
+    """Full attention, on the CPU alone."""
+    return load(tiny_folders["llama"], "full", ("cpu", None))
+
+
+def whole(last_layers: int) -> HeadPlacement:
+    """Of three layers of two heads."""
+    places = np.full((3, 2), Place.CPU, np.uint8)
+    places[3 - last_layers :] = Place.GPU
+    return HeadPlacement(places)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_on_the_gpu_is_exact(
+    backend: tuple[str, str], name: str, tiny_folders: dict[str, Path], full: Any
+) -> None:
+    """Full attention's tokens; the CPU is asked nothing, and the policy keeps nothing."""
+    model = load(tiny_folders["llama"], small(name), backend)
+    decoder = model._offload._decoder
+    decoder.place(whole(3))
+    for prompt_tokens in (200, 30):
+        tokens = random_tokens(2, prompt_tokens)
+        assert torch.equal(greedy(model, tokens, 40), greedy(full, tokens, 40))
+    assert not any(link.request_of for link in decoder._steps.links.values())
+    assert model._offload.stats.policy_host_bytes == 0
+    assert decoder.attention.states.num_bytes == 0
+
+
+class Dense:
+    """`roles` of a policy whose last layers attend to everything."""
+
+    last_layers: int
+
+    def roles(self, num_layers: int, num_units: int) -> np.ndarray:
+        roles = super().roles(num_layers, num_units)  # type: ignore[misc]
+        if roles is None:
+            roles = np.full((num_layers, num_units), SELECT, np.uint8)
+            roles[: self.dense_layers] = DENSE  # type: ignore[attr-defined]
+        roles = np.array(roles)
+        roles[num_layers - self.last_layers :] = DENSE
+        return roles
+
+
+def with_dense_end(policy: Policy, last_layers: int) -> Policy:
+    cls: Any = type(policy)
+    made: Any = type(cls.__name__, (Dense, cls), {"last_layers": last_layers})
+    copied = object.__new__(made)
+    copied.__dict__.update(policy.__dict__)
+    return copied
+
+
+@pytest.mark.parametrize("last_layers", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["exact_topk", "lychee_decode", "tidal_decode", "lfps", "lychee_cluster", "quest"]
+)
+def test_whole_layers_are_dense_there(
+    backend: tuple[str, str], name: str, last_layers: int, tiny_folders: dict[str, Path]
+) -> None:
+    """As by a policy that attends to everything in these layers, on the CPU alone."""
+    policy = small(name)
+    if name == "tidal_decode":
+        policy = make_policy(
+            name, budget_tokens=64, recent_tokens=16, dense_layers=0, select_layers=(0,)
+        )
+    like = load(tiny_folders["llama"], with_dense_end(policy, last_layers), ("cpu", None))
+    model = load(tiny_folders["llama"], policy, backend)
+    decoder = model._offload._decoder
+    places = np.array(decoder._least_placement().places)
+    places[3 - last_layers :] = Place.GPU
+    decoder.place(HeadPlacement(places))
+    for prompt_tokens in (200, 30):
+        tokens = random_tokens(1, prompt_tokens)
+        assert torch.equal(greedy(model, tokens, 40), greedy(like, tokens, 40))
+
+
+@pytest.mark.parametrize("name", ["lfps", "lychee_cluster", "sketch", "per_head", "hard_kv"])
+def test_layers_that_come_back_to_the_cpu(
+    backend: tuple[str, str], name: str, tiny_folders: dict[str, Path]
+) -> None:
+    """What the policy keeps is built then, of the layers that it has to, from all tokens."""
+    model = load(tiny_folders["llama"], small(name), backend)
+    decoder, states = model._offload._decoder, model._offload.attention.states
+    cache = model.new_cache()
+
+    def go_on(tokens: torch.Tensor) -> Any:
+        with torch.no_grad():
+            for _ in range(3):
+                logits = model(tokens.to(model.device), past_key_values=cache).logits
+                tokens = logits[:, -1:].argmax(-1)
+        return states.arrays_of(cache.seqs[0])
+
+    decoder.place(whole(3))
+    assert go_on(random_tokens(1, 200)).built == frozenset()
+    places = np.array(decoder._least_placement().places)
+    places[2] = Place.GPU
+    decoder.place(HeadPlacement(places))
+    arrays = go_on(random_tokens(1, 1))
+    assert arrays.built == {1}
+    first = arrays.layers[1]
+    decoder.place(decoder._least_placement())
+    arrays = go_on(random_tokens(1, 1))
+    assert arrays.built == {1, 2}
+    assert all(arrays.layers[1][key] is first[key] for key in first)  # went on, as it was
+    decoder.place(whole(3))
+    assert go_on(random_tokens(1, 1)).built == frozenset()
+
+
+def test_room_decides_when_a_generation_begins(
+    tiny_folders: dict[str, Path], full: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The chooser is asked with lengths and room; where its choice does not fit, it is asked again
+    for less, in the middle of a generation, and full attention's tokens stay."""
+    model = load(tiny_folders["llama"], "full", ("cpu", "inline"))
+    decoder, asked = model._offload._decoder, []
+    layer_bytes = model.kv_store.page_bytes  # of a page of each head
+
+    def choose(now: HeadPlacement, num_sequences: int, kv_len: int, room: int) -> HeadPlacement:
+        asked.append((num_sequences, kv_len, room))
+        pages = num_sequences * -(-kv_len // 16)
+        return whole(min(3, room // (pages * layer_bytes)))
+
+    decoder._choose = choose
+    decoder._device_budget_bytes = 3 * layer_bytes * 15
+    tokens = random_tokens(1, 200)
+    out = greedy(model, tokens, 40)
+    assert torch.equal(out, greedy(full, tokens, 40))
+    assert asked == [(1, 239, 3 * layer_bytes * 15)]  # the last token is not kept
+    assert decoder.placement == whole(3)
+    two = random_tokens(2, 200)
+    assert torch.equal(greedy(model, two, 40), greedy(full, two, 40))
+    assert decoder.placement == whole(1)
+    assert not caplog.records
+    # A loop of its own says nothing of lengths: it comes to its pages' end, and goes on.
+    cache = model.new_cache()
+    decoder.place(whole(3))
+    wanted = greedy(full, tokens, 60)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
+        token, said = tokens, []
+        for _ in range(60):
+            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            said.append(token)
+    assert torch.equal(torch.cat([tokens, *said], dim=1), wanted)
+    assert decoder.placement == whole(2)
+    assert [record.getMessage().endswith("4 KV heads stay there") for record in caplog.records] == [
+        True
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_placements_that_change_while_it_generates(
+    backend: tuple[str, str], seed: int, tiny_folders: dict[str, Path], full: Any
+) -> None:
+    """Full attention's tokens, wherever heads are between any two steps of a batch."""
+    rng = np.random.default_rng(seed)
+    model = load(tiny_folders["llama"], "full", backend)
+    decoder = model._offload._decoder
+    tokens = random_tokens(3, int(rng.integers(20, 120)))
+    wanted = greedy(full, tokens, 24)
+    cache, token, said = model.new_cache(), tokens.to(model.device), []
+    with torch.no_grad():
+        for step in itertools.count():
+            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            said.append(token.cpu())
+            if step == 23:
+                break
+            if rng.random() < 0.4:
+                places = rng.choice([Place.CPU, Place.GPU], (3, 2)).astype(np.uint8)
+                decoder.place(HeadPlacement(places))
+    assert torch.equal(torch.cat([tokens, *said], dim=1), wanted)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
 _TOKENS = 2048
-_POLICIES = ("lychee_decode", "per_head", "auto", "tidal_decode")
+_POLICIES = ("lychee_decode", "per_head", "tidal_decode")
 _SWEEP_PANEL = "For --policy tidal_decode"
 
 
@@ -41,8 +41,7 @@ def calibrate(
     policy: Annotated[
         str,
         typer.Option(
-            help="Whose heads: lychee_decode, or per_head (auto is the same); or the layers of "
-            "tidal_decode."
+            help="Whose heads: lychee_decode, or per_head; or the layers of tidal_decode."
         ),
     ] = "lychee_decode",
     retrieval_heads: Annotated[
@@ -164,7 +163,6 @@ def calibrate(
         offload calibrate ./Llama-3.2-1B --policy tidal_decode --device cuda
     """
     check_name(policy, _POLICIES, option="--policy", kind="policy ")
-    policy = "per_head" if policy == "auto" else policy
     of_layers, of_per_head = policy == "tidal_decode", policy == "per_head"
     if policy != "lychee_decode" and text is not None:
         raise typer.BadParameter(f"the texts of {policy} are made", param_hint="--text")

@@ -48,8 +48,8 @@ def generate(
         bool,
         _prompt_option(
             "--demo",
-            help="Find one sentence in 6,000 tokens, with exact_topk and with full attention; "
-            "fails if an answer is wrong.",
+            help="Find one sentence in 6,000 tokens, as auto does it and with what it did not "
+            "take; fails if an answer is wrong.",
         ),
     ] = False,
     context: Annotated[
@@ -74,9 +74,7 @@ def generate(
             "--chat/--no-chat", help=r"Use the model's chat template. \[default: if it has one]"
         ),
     ] = None,
-    policy: Annotated[
-        str | None, _runtime_option(help=rf"{POLICY_HELP} \[default: full; auto with --demo]")
-    ] = None,
+    policy: Annotated[str, _runtime_option(help=POLICY_HELP)] = "auto",
     policy_option: Annotated[
         list[str] | None,
         _runtime_option(
@@ -91,7 +89,8 @@ def generate(
         bool | None,
         _runtime_option(
             "--compare/--no-compare",
-            help=r"Run full attention on the same prompt, too. \[default: no; yes with --demo]",
+            help="Run full attention on the same prompt, too; where auto came to exact attention, "
+            r"lychee_cluster instead. \[default: no; yes with --demo]",
         ),
     ] = None,
     dtype: Annotated[str, _runtime_option(help=DTYPE_HELP)] = "auto",
@@ -201,7 +200,7 @@ def generate(
 
     [bold]Examples[/bold]
 
-    A fact hidden in 6,000 tokens, found with exact top-k and with full attention:
+    A fact hidden in 6,000 tokens, found by the default and by what it did not take:
 
         offload generate --demo
 
@@ -231,13 +230,11 @@ def generate(
             )
         prompt, needle, expect = DEMO_QUESTION, DEMO_NEEDLE, DEMO_ANSWER
         context = context or DEMO_CONTEXT_TOKENS
-        policy = policy or "auto"
         compare = True if compare is None else compare
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give one of --prompt, --prompt-file and --demo")
     if needle is not None and context is None:
         raise typer.BadParameter("--needle needs --context", param_hint="--needle")
-    policy = policy or "full"
     check_name(policy, policy_names(), kind="policy ", option="--policy")
     options = policy_options(policy_option or [], budget_tokens)
     budgets = memory_budgets(max_memory or [])
@@ -257,7 +254,7 @@ def generate(
         if needle is not None:
             needle = argument_text(needle, "--needle")
 
-        from offload.cli.generation import answer, check_context, prompt_tokens
+        from offload.cli.generation import answer, check_context, policy_label, prompt_tokens
         from offload.loading.names import load_tokenizer
         from offload.runtime.model import OffloadedModel
 
@@ -272,8 +269,13 @@ def generate(
             if temperature > 0.0:
                 sampling |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
             sampling["max_new_tokens"] = max_new_tokens
-            runs = []
+            runs: list[dict[str, Any]] = []
+            auto_was_exact = False
             for made in policies:
+                if runs and auto_was_exact:
+                    made = make_policy("lychee_cluster", **options)
+                    why = f"auto did not take it here: {runs[0]['policy_reason']}"
+                    stderr().print(f"beside it {made.name}; {why}", style="dim", soft_wrap=True)
                 loaded = OffloadedModel.from_pretrained(
                     model,
                     policy=made,
@@ -291,14 +293,19 @@ def generate(
                     quality_floor=quality_floor,
                 )
                 shown = not as_json and not is_silent
-                with _Screen(made.name, input_ids.shape[1], shown=shown) as screen:
+                label = policy_label(made.name, loaded.policy.name)
+                with _Screen(label, input_ids.shape[1], shown=shown) as screen:
                     run = answer(loaded, made, tokenizer, input_ids, screen, seed, sampling)
                 runs.append(run)
+                if made.name == "auto":
+                    most = input_ids.shape[1] + max_new_tokens
+                    exact_up_to = loaded.policy.dense_tokens if loaded.policy.selects else most
+                    auto_was_exact = most <= exact_up_to
                 del loaded  # before the next is loaded: its weights and cache leave the memory
     if is_silent:
         raise typer.Exit
     _print_result(model, prompt, expect, runs, as_json=as_json)
-    missed = [run["policy"] for run in runs if expect is not None and expect not in run["answer"]]
+    missed = [_label(run) for run in runs if expect is not None and expect not in run["answer"]]
     if missed:
         names = " and ".join(missed)
         print_marked("wrong:", f"no {expect!r} in the answer with {names}", "bold red")
@@ -353,6 +360,12 @@ class _Screen:
         print(piece, end="", flush=True)
 
 
+def _label(run: dict[str, Any]) -> str:
+    from offload.cli.generation import policy_label
+
+    return policy_label(run["policy"], run["resolved_policy"])
+
+
 def _read_prompt(prompt_file: str | None) -> str:
     if prompt_file is None or prompt_file == "-":
         if sys.stdin is None:
@@ -376,7 +389,7 @@ def _print_result(
     from offload.system.memory import format_bytes
 
     table = Table(title=model, title_justify="left")
-    table.add_column("policy", min_width=max(len(run["policy"]) for run in runs))
+    table.add_column("policy", min_width=max(len(_label(run)) for run in runs))
     sets_up = any(run["setup_seconds"] for run in runs)
     costs = ["context", "KV on host", "KV on device", "index", "prefill", "decode"]
     for column in [*costs, "set-up"] if sets_up else costs:
@@ -384,7 +397,7 @@ def _print_result(
     for run in runs:
         index = f"{format_bytes(run['policy_host_bytes'])}, {run['index_seconds']:.2f} s"
         table.add_row(
-            run["policy"],
+            _label(run),
             f"{run['context_tokens']:,}",
             format_bytes(run["kv_host_bytes"]),
             format_bytes(run["kv_device_bytes"]),
@@ -395,10 +408,15 @@ def _print_result(
         )
     console = stderr()  # stdout has the answer alone
     console.print(table)
+    first, last = runs[0], runs[-1]
+    speeds = [run["decode_tokens_per_second"] for run in (first, last)]
+    if first["policy"] == "auto" and last["policy"] == "lychee_cluster" and speeds[1] > speeds[0]:
+        told = f"{last['policy']} was faster this time, though auto did not expect it"
+        console.print(f"{told}; `offload plan {model}` measures this machine", soft_wrap=True)
     for run in runs:
         if run["condensed"] is not None:
             line = condensed_line(run["condensed"], run["condense_by"])
-            console.print(f"{run['policy']}: {line}", soft_wrap=True)
+            console.print(f"{_label(run)}: {line}", soft_wrap=True)
         if run["quality"] is not None:
             line = quality_line(run["quality"])
-            console.print(f"{run['policy']}: {line}", soft_wrap=True)
+            console.print(f"{_label(run)}: {line}", soft_wrap=True)

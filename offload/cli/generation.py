@@ -104,6 +104,11 @@ def prompt_tokens(
     return encode(prompt)
 
 
+def policy_label(name: str, resolved: str) -> str:
+    """A policy as it was asked for, with what it came to: "auto (full)"."""
+    return name if name == resolved else f"{name} ({resolved})"
+
+
 class Screen(Protocol):
     """What shows a generation as it goes on."""
 
@@ -164,6 +169,8 @@ def answer(
             sizes = ranks.total(*sizes)
     return {
         "policy": policy.name,
+        "resolved_policy": model.policy.name,
+        "policy_reason": model.policy_reason,
         "policy_options": asdict(policy) | _resolved_cap(policy, model._offload.config.policy),
         "answer": tokenizer.decode(new_ids, skip_special_tokens=True).strip(),
         "context_tokens": input_ids.shape[1],

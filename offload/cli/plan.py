@@ -47,7 +47,7 @@ def plan(
             f"{', '.join(SHAPE_NAMES)}. Only its config is read."
         ),
     ],
-    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "lychee_decode",
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "auto",
     policy_option: Annotated[
         list[str] | None,
         typer.Option(
@@ -138,11 +138,9 @@ def plan(
 
         offload plan llama-3.1-8b --context 131072 --max-memory 0=24GiB
 
-        offload plan ./Llama-3.1-8B-Instruct --policy tidal_decode --budget-tokens 2048
-        --batch 4 --context 32768 --json > plan.json
+        offload plan ./Llama-3.1-8B-Instruct --batch 4 --context 32768 --json > plan.json
 
-        offload generate ./Llama-3.1-8B-Instruct --policy tidal_decode --device cuda
-        --placement plan.json
+        offload generate ./Llama-3.1-8B-Instruct --device cuda --placement plan.json
 
     For another machine: --save-profile there, then
 
@@ -159,21 +157,39 @@ def plan(
         from offload.planning.plan import PlanRequest, make_plan
         from offload.planning.profile import MachineProfile
         from offload.planning.step_cap import in_tokens, step_predictor
+        from offload.policies.auto import Auto
+        from offload.runtime.auto_policy import resolve_planned
+        from offload.runtime.config import planned_policy
         from offload.system.memory import parse_size
 
         planned = planned_model(model, dtype)
-        made_policy = make_policy(policy, **options).with_kept(
-            lambda: planned.checkpoint, planned.model_type, **planned.shape.kv_heads
-        )
+        made_policy = make_policy(policy, **options)
         tokens = context or planned.shape.max_context
+        # What this machine has left does not bound one that is not there yet.
+        limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in budgets.items()}
         if profile is None:
-            measured = _measured(
-                device, threads, planned, made_policy, tokens, batch, remeasure=remeasure
-            )
+            measured, threads = _measured(device, threads, planned, batch, remeasure=remeasure)
         else:
             measured = MachineProfile.load(profile)
+            threads = measured.num_threads
         places = None if placement is None else HeadPlacement.load(placement)
         where = device or ("cuda" if measured.device is not None else "cpu")
+        if isinstance(made_policy, Auto) and placement is not None:
+            made_policy = planned_policy(placement)
+        if isinstance(made_policy, Auto):
+            if profile is None and where == "cpu":  # what it may come to
+                candidate = make_policy("lychee_cluster", budget_tokens=made_policy.budget_tokens)
+                measured = _with_policy(measured, threads, planned, candidate, tokens)
+            made_policy, reason = resolve_planned(
+                made_policy, planned, tokens, batch, where, limits, measured.for_threads(threads)
+            )
+            stderr().print(f"auto: {reason}", style="dim", soft_wrap=True)
+        made_policy = made_policy.with_kept(
+            lambda: planned.checkpoint, planned.model_type, **planned.shape.kv_heads
+        )
+        if profile is None:
+            measured = _with_policy(measured, threads, planned, made_policy, tokens)
+        measured = measured.for_threads(threads)
         capped = in_tokens(
             made_policy,
             planned.shape,
@@ -198,8 +214,6 @@ def plan(
             )
         if save_profile is not None:
             measured.save(save_profile)
-        # What this machine has left does not bound one that is not there yet.
-        limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in budgets.items()}
         request = PlanRequest(
             model=planned,
             policy=capped,
@@ -221,22 +235,19 @@ def _measured(
     device: str | None,
     threads: int | None,
     model: PlannedModel,
-    policy: Policy,
-    context: int,
     batch: int,
     *,
     remeasure: bool,
-) -> MachineProfile:
-    """This machine's profile, with what the policy costs here: each from the cache, or measured now
-    and kept. Where the machine was measured with other numbers of threads, the nearest stands."""
+) -> tuple[MachineProfile, int]:
+    """This machine's profile, from the cache, or measured now and kept, and the number of threads
+    that it shall be for. Where the machine was measured with other numbers, the nearest is it."""
     import torch
     from rich.progress import Progress
 
     from offload.bench.machine.measure import measure_profile
-    from offload.bench.machine.policy import with_policy
     from offload.planning.profile import measured_profile, store_profile
     from offload.runtime.config import checked_device
-    from offload.system.memory import available_cpus, worker_threads
+    from offload.system.memory import worker_threads
 
     console = stderr()
     where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -262,16 +273,29 @@ def _measured(
         console.print(
             f"measured this machine in {seconds:.0f} s: {path}", style="dim", soft_wrap=True
         )
+    return found, threads
+
+
+def _with_policy(
+    found: MachineProfile, threads: int, model: PlannedModel, policy: Policy, context: int
+) -> MachineProfile:
+    """This machine's profile with what the policy costs here: measured now and kept if it has not
+    that yet."""
+    from offload.bench.machine.policy import with_policy
+    from offload.planning.profile import store_profile
+
+    from offload.system.memory import available_cpus
+
     if found.num_threads > max(threads, available_cpus()):  # more than could run here at once
-        return found.for_threads(threads)
-    start = time.perf_counter()
+        return found
+    console, start = stderr(), time.perf_counter()
     with console.status(f"measuring what {policy.name} costs here, once"):
         whole = with_policy(found, policy, model.shape, model.dtype, context)
     if whole is not found:
         store_profile(whole)
         seconds = time.perf_counter() - start
         console.print(f"measured what {policy.name} costs here in {seconds:.0f} s", style="dim")
-    return whole.for_threads(threads)
+    return whole
 
 
 def _print(found: Plan) -> None:

@@ -14,6 +14,7 @@ from offload.policies.numba_cache import drop_stale
 from offload.policies.registry import available_policies, make_policy, policy_class
 
 if TYPE_CHECKING:
+    from offload.policies.auto import Auto
     from offload.policies.exact_topk import ExactTopK
     from offload.policies.full import Full
     from offload.policies.hard_kv import HardKV
@@ -32,6 +33,7 @@ drop_stale(_folder, [_folder.parents[1] / "cpu_ops"])
 
 __all__ = [
     "LFPS",
+    "Auto",
     "ExactTopK",
     "Full",
     "HardKV",

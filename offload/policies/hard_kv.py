@@ -115,7 +115,7 @@ class HardKV(Policy):
     @classmethod
     def from_options(
         cls,
-        inner: str | Policy = "auto",
+        inner: str | Policy = "per_head",
         top_p: float = 0.95,
         max_tokens: int | None = None,
         calibrate: Calibrate = "mass",

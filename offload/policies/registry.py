@@ -8,6 +8,7 @@ from typing import Any
 from offload.policies.base import Policy
 
 _CLASSES = {
+    "auto": "Auto",
     "exact_topk": "ExactTopK",
     "full": "Full",
     "hard_kv": "HardKV",
@@ -23,9 +24,6 @@ _CLASSES = {
 }
 
 
-AUTO = "per_head"  # "auto": what keeps most for its time, by docs/results.md
-
-
 def policy_class(class_name: str) -> Any:
     """The class of that name, imported when it is asked for.
 
@@ -39,8 +37,8 @@ def policy_class(class_name: str) -> Any:
 
 
 def available_policies() -> list[str]:
-    """Names of all policies, sorted."""
-    return sorted(_CLASSES)
+    """Names of the policies that decode, sorted. "auto" comes to one of them."""
+    return sorted(name for name in _CLASSES if name != "auto")
 
 
 def policy_names() -> list[str]:
@@ -55,16 +53,13 @@ def policy_named(name: str) -> type[Policy]:
         ValueError: there is none; lists what exists.
     """
     if name not in _CLASSES:
-        names = ", ".join(available_policies())
-        raise ValueError(f"unknown policy {name!r}; available: {names}")
+        raise ValueError(f"unknown policy {name!r}; available: {', '.join(policy_names())}")
     of_name: type[Policy] = policy_class(_CLASSES[name])
     return of_name
 
 
 def make_policy(policy: str | Policy, **options: Any) -> Policy:
     """The policy of that name with the given options; a Policy object is returned as it is.
-
-    "auto" is AUTO.
 
     Raises:
         ValueError: unknown name (lists what exists), unknown option, or an option out of range.
@@ -73,7 +68,6 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
         if options:
             raise ValueError(f"options {sorted(options)} given beside a policy object {policy}")
         return policy
-    policy = AUTO if policy == "auto" else policy
     cls = policy_named(policy)
     unknown = sorted(set(options) - set(cls.option_names()))
     if unknown:

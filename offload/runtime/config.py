@@ -15,9 +15,10 @@ from offload.cascade.bound import CONDENSED_SHARE
 from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.models.dtypes import DTYPES
 from offload.policies import Policy
-from offload.policies.full import Full
+from offload.policies.auto import Auto
 from offload.policies.registry import make_policy
 from offload.system.errors import NoGPUError
+from offload.system.json_file import read_json
 from offload.system.memory import check_max_memory, parse_size
 
 BACKENDS = ("graph", "stream", "inline")
@@ -31,7 +32,8 @@ class RuntimeConfig:
     """How a model runs. Make one with `runtime_config`, which also takes names and size strings.
 
     Attributes:
-        policy: which cached tokens a decode step attends to.
+        policy: which cached tokens a decode step attends to. `Auto` is another one once a model is
+            opened (`offload.runtime.auto_policy`).
         dtype: of weights, activations and KV cache; None is the checkpoint's own.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
@@ -67,10 +69,10 @@ class RuntimeConfig:
         cache_correction_every: tokens that were decoded sparsely until they are read again, with
             the next one, by exact attention, and their keys and values replaced (see
             `offload.runtime.correcting`); None: never. Not with ranks, host_bytes_per_sequence,
-            drafts, or a policy that attends to everything.
+            drafts, or a policy that attends to everything; `Auto` that comes to one does without.
     """
 
-    policy: Policy = field(default_factory=Full)
+    policy: Policy = field(default_factory=Auto)
     dtype: torch.dtype | None = None
     device: str = "cpu"
     max_memory: Mapping[int | str, int] = field(default_factory=dict)
@@ -113,6 +115,11 @@ class RuntimeConfig:
             raise ValueError(
                 "placement is for a GPU that decodes, but device is 'cpu'; leave placement out"
             )
+        if self.placement is not None and isinstance(self.policy, Auto):
+            raise ValueError(
+                "placement is of the heads of one policy, but policy is 'auto'; give the policy "
+                "that it was made for"
+            )
         if not self.deadline_seconds > 0:
             raise ValueError(f"deadline_seconds must be positive, got {self.deadline_seconds!r}")
         _check_share("quality_probe", self.quality_probe)
@@ -148,7 +155,7 @@ class RuntimeConfig:
         if every is None:
             return
         reason = ""
-        if not self.policy.selects:
+        if not self.policy.selects and not isinstance(self.policy, Auto):
             reason = f"policy={self.policy.name!r} attends to everything: what it keeps is exact"
         elif self.host_bytes_per_sequence is not None:
             reason = "host_bytes_per_sequence moves tokens, which are read again where they were"
@@ -169,7 +176,8 @@ def runtime_config(**options: Any) -> RuntimeConfig:
 
     `policy` may be a name ("auto", "full", "exact_topk", …) or a policy object, `dtype` a name,
     "auto" or a torch.dtype, `device` a string or a torch.device, `max_memory` a dict with size
-    strings, `host_bytes_per_sequence` a size string, `placement` the path of a file.
+    strings, `host_bytes_per_sequence` a size string, `placement` the path of a file, whose policy
+    stands for "auto".
 
     Raises:
         ValueError: an unknown policy, dtype or device, or a value out of range.
@@ -194,13 +202,34 @@ def runtime_config(**options: Any) -> RuntimeConfig:
         size = parse_size(per_sequence, name="host_bytes_per_sequence")
         options["host_bytes_per_sequence"] = size
     if isinstance(options.get("placement"), (str, Path)):
-        options["placement"] = HeadPlacement.load(options["placement"])
+        path = options["placement"]
+        options["placement"] = HeadPlacement.load(path)
+        if isinstance(options.get("policy", Auto()), Auto):
+            options["policy"] = planned_policy(path)
     if not isinstance(options.get("placement"), (HeadPlacement, type(None))):
         raise ValueError(
             "placement must be a HeadPlacement or the path of a plan's JSON, "
             f"got {options['placement']!r}"
         )
     return RuntimeConfig(**options)
+
+
+def planned_policy(path: str | Path) -> Policy:
+    """The policy that a plan's JSON names, with its budget.
+
+    Raises:
+        ValueError: it names none. FileNotFoundError: there is no such file.
+    """
+    document = read_json(path, "placement file")
+    name = document.get("policy") if isinstance(document, dict) else None
+    if not isinstance(name, str):
+        raise ValueError(
+            f"placement file {path} names no policy, and policy is 'auto'; give the policy that it "
+            "was made for"
+        )
+    made, budget = make_policy(name), document.get("max_tokens")
+    given = {"budget_tokens": budget} if made.selects and budget is not None else {}
+    return make_policy(name, **given)
 
 
 def check_backend(backend: str | None, device: torch.device) -> None:

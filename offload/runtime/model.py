@@ -67,13 +67,14 @@ class OffloadedModel(FixedModel):
     """A causal language model with its KV cache in the host store. Make it by `from_pretrained`."""
 
     _offload: Runtime
+    _policy_reason: str
 
     @classmethod
     @torch.inference_mode(False)
     def from_pretrained(
         cls,
         name_or_path: str | Path,
-        policy: str | Policy = "full",
+        policy: str | Policy = "auto",
         dtype: str | torch.dtype | None = "auto",
         device: str | torch.device = "cpu",
         max_memory: dict[int | str, int | str] | None = None,
@@ -86,7 +87,9 @@ class OffloadedModel(FixedModel):
             name_or_path: a folder with safetensors, a .gguf file, a hub id, or an alias of
                 the embedded model: "smollm2-135m-instruct", or "smollm2-135m-instruct-32k" with
                 32,768 positions.
-            policy: a name (see `available_policies()`) or a policy object.
+            policy: a name (see `available_policies()`) or a policy object. "auto" is exact
+                attention until another policy is faster here: `policy` and `policy_reason` of the
+                model say what it came to. "full" is exact attention always.
             dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
             device: "cpu", "cuda" or "cuda:1"; with a GPU the KV cache stays on the host and the
                 CPU attends to it.
@@ -273,6 +276,16 @@ class OffloadedModel(FixedModel):
         return self._offload.quality()
 
     @property
+    def policy(self) -> Policy:
+        """Which cached tokens a decode step attends to; what "auto" came to."""
+        return self._offload.config.policy
+
+    @property
+    def policy_reason(self) -> str:
+        """Why "auto" came to `policy`; "" if that was asked for."""
+        return self._policy_reason
+
+    @property
     def kv_store(self) -> KVStore:
         """The host KV store of this model."""
         self._offload.sequences.collect_if_idle()
@@ -421,6 +434,7 @@ def _offloaded(opened: OpenedModel) -> Any:
     stock_class: Any = type(stock)
     stock.__class__ = _offloaded_class(stock_class)
     stock._offload = runtime
+    stock._policy_reason = opened.policy_reason
     return stock
 
 

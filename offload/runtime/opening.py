@@ -25,6 +25,7 @@ from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
 from offload.ranks.group import TensorParallel
 from offload.ranks.shares import head_ranges
+from offload.runtime.auto_policy import with_resolved_policy
 from offload.runtime.backends import decode_backend
 from offload.runtime.budgets import (
     device_kv_budget_bytes,
@@ -48,13 +49,15 @@ class OpenedModel:
     Attributes:
         stock: the model of transformers, on its device; of ranks, this one's part.
         lean: its layers.
-        config: as asked for, with a policy that has learned what it needs; of ranks, this one's.
+        config: as asked for, with the policy that `auto` came to and what it has learned; of ranks,
+            this one's.
         vocabulary_marks: uint8 [vocab_size], text marks for policies that read the text.
         num_threads: of the worker pool.
         backend: of the steps of a `DeviceDecoder`; None: the native kernels decode.
         host_kv_bytes, device_kv_bytes: for the KV cache; None: as much as the GPU has.
         placement: see `placement_for`.
         choose: for what is to come, see `placing.Chooser`; None: the placement is for all.
+        policy_reason: why `auto` came to the policy of `config`; "": that was asked for.
     """
 
     stock: Any
@@ -67,6 +70,7 @@ class OpenedModel:
     device_kv_bytes: int | None
     placement: HeadPlacement | None
     choose: Chooser | None = None
+    policy_reason: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +91,7 @@ def open_model(
     find = partial(resolve_folder, name_or_path, hub)  # which may have to download or to convert
     folder: Path = find() if ranks is None else ranks.once(find)
     checkpoint = check_checkpoint(folder)
+    config, reason = with_resolved_policy(checkpoint, config, ranks)
     config = with_cap_in_tokens(checkpoint, config, ranks)
     check_before_loading(checkpoint, config, ranks)
     stock = load_stock_model(checkpoint, config.dtype).eval()
@@ -97,7 +102,7 @@ def open_model(
         config = with_calibrated_policy(stock, config, folder, ranks)  # the whole fits here only
         config = keep_own_part(stock, config, ranks)
         move_to_device(stock, config)
-    opened = open_loaded(stock, config, folder, ranks)
+    opened = replace(open_loaded(stock, config, folder, ranks), policy_reason=reason)
     logger.debug(
         "loaded %s in %.1f s: %d threads, ISA %s, policy %s",
         name_or_path,

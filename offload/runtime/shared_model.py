@@ -25,6 +25,7 @@ from offload.policies import Policy
 from offload.policies.full import Full
 from offload.policies.prefill_build import PrefillBuild
 from offload.prefill.forward import OnQueries, prefill
+from offload.runtime.auto_policy import with_resolved_policy
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.capping import with_cap_in_tokens
 from offload.runtime.config import RuntimeConfig
@@ -141,9 +142,10 @@ class SharedModel:
         folder = resolve_folder(name_or_path)
         checkpoint = check_checkpoint(folder)
         configs = [
-            with_cap_in_tokens(checkpoint, replace(config, policy=policy), None)
+            with_resolved_policy(checkpoint, replace(config, policy=policy), None)[0]
             for policy in policies
         ]
+        configs = [with_cap_in_tokens(checkpoint, of_policy, None) for of_policy in configs]
         for of_policy in configs:
             check_before_loading(checkpoint, of_policy, None)
         self.stock = load_stock_model(checkpoint, config.dtype).eval()

@@ -83,6 +83,7 @@ def facts(folder: Path, policy: str = "full", **options: Any) -> dict[str, Any]:
         "weight_bytes": sum(weight.nbytes for weight in model.parameters()),
         "budget": model.kv_store.host_budget_bytes,
         "num_cpus": ranks.num_cpus,
+        "policy": (model.policy.name, model.policy_reason),
     }
 
 

@@ -112,13 +112,14 @@ def test_a_model_on_real_text(tiny_folders: dict[str, Path], tmp_path: Path) -> 
     text = tmp_path / "text.txt"
     text.write_text("All engines read the same text. " * 40, encoding="utf-8")
     arguments = ["bench", "decode", str(tiny_folders["qwen3"]), *FAST, "--context", "400"]
-    arguments += ["--policy", "lychee_cluster,full", "--budget-tokens", "128"]
+    arguments += ["--policy", "lychee_cluster,auto,full", "--budget-tokens", "128"]
     result = runner.invoke(app, [*arguments, "--text", str(text), "--json"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["settings"]["dtype"] == "float32"  # the checkpoint's own
     assert document["settings"]["text"] == str(text)
     assert [row["policy"] for row in document["rows"]] == ["lychee_cluster", "full", None]
+    assert document["settings"]["auto"].startswith("exact: contexts up to 8,192 tokens")
     assert document["rows"][0]["memory"]["policy_host"] > 0
     text.write_text("Too short.", encoding="utf-8")
     result = runner.invoke(app, [*arguments, "--text", str(text)])

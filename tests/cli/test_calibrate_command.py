@@ -120,7 +120,7 @@ def test_heads_of_per_head(long_model: str, tmp_path: Path) -> None:
         (["--retrieval-heads", "3"], "at most 1 may retrieve, a sixth of this model's 6 KV heads"),
         (["--text", "notes.txt"], "--text: the texts of per_head are made"),
         (["--policy", "lychee_decode", "--dense-layers", "1"], "--dense-layers: is for --policy"),
-        (["--policy", "lfps"], "unknown policy 'lfps'; available: lychee_decode, per_head, auto"),
+        (["--policy", "lfps"], "unknown policy 'lfps'; available: lychee_decode, per_head, tidal"),
         (["--select-layers", "2"], "--select-layers: is for --policy tidal_decode"),
         (["--budget-tokens", "99"], "--budget-tokens: is for --policy tidal_decode"),
         (["--device", "cuda"], "--device: is for --policy tidal_decode"),
@@ -130,7 +130,7 @@ def test_refusals_of_per_head(
     long_model: str, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     path = tmp_path / "roles.json"
-    command = ["calibrate", long_model, "--policy", "auto", "-o", str(path), *arguments]
+    command = ["calibrate", long_model, "--policy", "per_head", "-o", str(path), *arguments]
     result = runner.invoke(app, command)
     assert result.exit_code in (1, 2), result.output
     shown = " ".join(result.stderr.replace("│", " ").split())

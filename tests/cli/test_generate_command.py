@@ -61,8 +61,8 @@ def test_progress_of_reading(generate: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "stderr", lambda: console)
     assert generate("-p", "the quick brown fox", "-n", "2").exit_code == 0
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "full: reading 0 of 18 tokens" in shown
-    assert re.search(r"full: reading 18 of 18 tokens, [1-9][\d,]* tokens/s", shown)
+    assert "auto (full): reading 0 of 18 tokens" in shown
+    assert re.search(r"auto \(full\): reading 18 of 18 tokens, [1-9][\d,]* tokens/s", shown)
 
 
 def test_verbose_tells_what_runs(generate: Any) -> None:
@@ -164,7 +164,7 @@ def test_a_bound_for_the_sequence(generate: Any) -> None:
     run = json.loads(small.stdout)["runs"][0]
     told = {"seen": run["context_tokens"] + run["new_tokens"] - 1, "condensed": 0}
     assert run["condensed"] == told | {"kept": told["seen"]}
-    told_text = f"full: all {told['seen']} tokens are in the cache as they were"
+    told_text = f"auto (full): all {told['seen']} tokens are in the cache as they were"
     assert told_text in generate(*options, "1MiB").stderr
     refused = generate(*options, "100KiB")
     assert refused.exit_code == 1
@@ -286,13 +286,14 @@ def test_text_from_outside_is_no_markup(
     titles = result.stderr if command == "generate" else result.stdout
     assert "mod[/b]" in titles.replace("\n", "")
     if command == "generate":
-        assert "wrong: no '[/b]' in the answer with full\n" in result.stderr
+        assert "wrong: no '[/b]' in the answer with auto (full)\n" in result.stderr
 
 
 def test_a_reader_that_goes_away_and_none_at_all(tiny_folders: dict[str, Path]) -> None:
     """A pipe whose reader has gone ends without a word; a closed stdout is told at once."""
     command = [sys.executable, "-c", "from offload.cli import app; app()", "generate"]
     command += [str(tiny_folders["llama"]), "-p", "abc", "-n", "2", "--num-threads", "1"]
+    command += ["--policy", "full"]
     reading, writing = os.pipe()
     os.close(reading)
     gone = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
@@ -400,7 +401,14 @@ def test_the_demo_in_a_shorter_context() -> None:
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["correct"] is True
-    assert [run["policy"] for run in document["runs"]] == ["per_head", "full"]
+    assert [run["policy"] for run in document["runs"]] == ["auto", "lychee_cluster"]
+    assert [run["resolved_policy"] for run in document["runs"]] == ["full", "lychee_cluster"]
+    reason = document["runs"][0]["policy_reason"]
+    assert re.fullmatch(r"exact: contexts up to [\d,]+ tokens are faster so.*", reason)
+    assert document["runs"][1]["policy_reason"] == ""
+    shown = " ".join(result.stderr.split())
+    assert shown.count(f"auto: {reason}") == 1
+    assert f"beside it lychee_cluster; auto did not take it here: {reason}" in shown
     assert all(1200 < run["context_tokens"] <= 1500 for run in document["runs"])
 
 
@@ -416,7 +424,7 @@ def test_a_gpu_that_is_not_there_is_one_line(tiny_folders: dict[str, Path]) -> N
 def test_nothing_but_our_lines_is_left_on_stderr(generate: Any) -> None:
     result = generate("-p", "the quick brown fox", "-n", "2")
     assert result.exit_code == 0, result.output
-    before, _, after = result.stderr.partition("full:\n")
-    assert before == ""
-    assert [line[:6] for line in after.splitlines() if line[0] == "│"] == ["│ full"]
+    before, _, after = result.stderr.partition("auto (full):\n")
+    assert re.fullmatch(r"INFO +auto: exact: contexts up to .* are faster so\s*", before)
+    assert [line[:13] for line in after.splitlines() if line[0] == "│"] == ["│ auto (full)"]
     assert len(after.splitlines()) == 6  # a title, and a table of one row

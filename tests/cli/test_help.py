@@ -13,7 +13,7 @@ from offload import __version__
 from offload.cli import app
 from offload.cli.bench import KERNEL_NAMES
 from offload.cli.bench.options import DTYPE_NAMES, LAYER_SHAPE_NAMES
-from offload.policies.registry import available_policies
+from offload.policies.registry import policy_names
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def test_help(command: list[str], taught: list[str]) -> None:
 
 def test_help_names_every_policy() -> None:
     result = runner.invoke(app, ["generate", "--help"])
-    for policy in available_policies():
+    for policy in policy_names():
         assert policy in result.stdout
 
 

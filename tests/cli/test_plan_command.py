@@ -36,6 +36,7 @@ def h200(tmp_path: Path) -> str:
 
 def test_it_shows_heads_bytes_and_speed(h200: str) -> None:
     arguments = ["plan", "llama-3.1-8b", "--profile", h200, "--max-memory", "0=24GiB"]
+    arguments += ["--policy", "lychee_decode"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.split())
@@ -54,6 +55,7 @@ def test_it_shows_heads_bytes_and_speed(h200: str) -> None:
 
 def test_json_is_a_placement(h200: str, tmp_path: Path) -> None:
     arguments = ["plan", "llama-3.1-8b", "--profile", h200, "--budget-tokens", "2048", "--json"]
+    arguments += ["--policy", "lychee_decode"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -65,6 +67,41 @@ def test_json_is_a_placement(h200: str, tmp_path: Path) -> None:
     again = runner.invoke(app, [*arguments, "--placement", str(path)])
     assert json.loads(again.stdout)["milliseconds_per_step"] == document["milliseconds_per_step"]
     assert (placement.num_layers, placement.num_kv_heads) == (32, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy", "said"),
+    [
+        ([], "full", "auto: all of 16.00 GiB of KV on the GPU, exact"),
+        (["--max-memory", "0=22GiB"], "tidal_decode", " KV heads on the GPU, tidal_decode, budget"),
+        (
+            ["--device", "cpu"],
+            "lychee_cluster",
+            "auto: exact up to 8,192 tokens, then lychee",
+        ),
+        (["--device", "cpu", "--context", "8192"], "full", "auto: exact: contexts up to 8,192"),
+    ],
+)
+def test_what_auto_comes_to(
+    h200: str, tmp_path: Path, arguments: list[str], policy: str, said: str
+) -> None:
+    """The plan names it, so that its placement is not counted for another one."""
+    command = ["plan", "llama-3.1-8b", "--profile", h200, *arguments, "--json"]
+    result = runner.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert said in " ".join(result.stderr.split())
+    document = json.loads(result.stdout)
+    assert document["policy"] == policy
+    path = tmp_path / "plan.json"
+    path.write_text(result.stdout)
+    again = runner.invoke(app, [*command, "--placement", str(path)])
+    assert "auto:" not in again.stderr
+    assert json.loads(again.stdout)["policy"] == policy
+    del document["policy"]
+    path.write_text(json.dumps(document))
+    unnamed = runner.invoke(app, [*command, "--placement", str(path)])
+    assert unnamed.exit_code == 1
+    assert "names no policy, and policy is 'auto'" in " ".join(unnamed.stderr.split())
 
 
 def test_it_plans_for_the_heads_that_will_retrieve(

@@ -41,6 +41,16 @@ def ruler(roomy_folder: Path) -> list[str]:
     return command("ruler", roomy_folder, *POLICIES, *lengths)
 
 
+def test_what_auto_came_to(roomy_folder: Path) -> None:
+    lengths = ["--context", "1100", "--tasks", "niah_single_1", "--samples", "1"]
+    arguments = ["--budget-tokens", "96,128", *lengths, "--json"]
+    result = runner.invoke(app, command("ruler", roomy_folder, *arguments))
+    assert result.exit_code == 0, result.output
+    settings = json.loads(result.stdout)["settings"]
+    assert list(settings["policies"]) == ["full", "auto 96 (full)", "auto 128 (full)"]
+    assert flat(result.stderr).count("auto: exact: contexts up to 8,192 tokens are faster so") == 2
+
+
 def test_ruler_json(ruler: list[str]) -> None:
     result = runner.invoke(app, [*ruler, "--json"])
     assert result.exit_code == 0, result.output
@@ -264,8 +274,8 @@ def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
             "unknown 'niah'; available: niah_single_1",
         ),
         ("ruler", ["--policy", "qest"], 2, "unknown 'qest'; available: auto, exact_topk, full"),
-        ("ruler", ["--option", "alpha=1"], 2, "no option 'alpha' in exact_topk"),
-        ("ruler", ["--option", "recent_tokens=5000"], 2, "cannot hold"),
+        ("ruler", ["--option", "alpha=1"], 2, "no option 'alpha' in auto"),
+        ("ruler", ["--policy", "quest", "--option", "recent_tokens=5000"], 2, "cannot hold"),
         ("ruler", ["--option", "budget_tokens=64"], 2, "use --budget-tokens"),
         ("ruler", ["--policy", "full", "--option", "a=1"], 2, "full attention takes no options"),
         ("ruler", ["--output", "xml"], 2, "unknown 'xml'; available: table, json, md"),

@@ -145,7 +145,7 @@ def test_options():
     assert policy == HardKV(Sketch(bits=1), 0.9, 512)
     assert (policy.budget_tokens, policy.inner.budget_tokens) == (512, 1024)
     assert policy.selection_top_p == 0.9
-    assert make_policy("hard_kv").inner == make_policy("auto")
+    assert make_policy("hard_kv").inner == make_policy("per_head")
     assert make_policy("hard_kv", budget_tokens=300).budget_tokens == 300
     assert HardKV(LycheeCluster()).in_every_layer().dense_layers == 0
     changed = replace(policy, top_p=0.5)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import offload.policies
-from offload.policies import ExactTopK, Full, StreamingLLM
+from offload.policies import Auto, ExactTopK, Full, StreamingLLM
 from offload.policies.registry import available_policies, make_policy
 
 
@@ -30,11 +30,20 @@ def test_a_policy_object_is_returned_as_it_is():
 
 
 def test_auto():
-    assert make_policy("auto", budget_tokens=320) == make_policy("per_head", budget_tokens=320)
+    assert make_policy("auto", budget_tokens=320) == Auto(320)
+    assert not Auto().selects
+    assert pickle.loads(pickle.dumps(Auto(320))) == Auto(320)
+    message = "policy 'auto' has no option 'dense_layers'; its options: budget_tokens"
+    with pytest.raises(ValueError, match=message):
+        make_policy("auto", dense_layers=1)
+    with pytest.raises(ValueError, match="budget_tokens=67 cannot hold sink_tokens=4"):
+        Auto(67)
+    with pytest.raises(ValueError, match="which auto has none of"):
+        make_policy("hard_kv", inner="auto")
 
 
 def test_unknown_name():
-    message = "unknown policy 'qest'; available: exact_topk, full, hard_kv, lfps, .*, quest"
+    message = "unknown policy 'qest'; available: auto, exact_topk, full, hard_kv, lfps, .*, quest"
     with pytest.raises(ValueError, match=message):
         make_policy("qest")
     with pytest.raises(AttributeError, match="has no attribute 'Qest'"):

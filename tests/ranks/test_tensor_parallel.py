@@ -165,6 +165,13 @@ def test_ranks_compute_the_same_bits(dtype, ranks, uneven_folder):
     assert error < (1e-5 if dtype == "float32" else 0.03)
 
 
+def test_auto_is_resolved_once_for_all_ranks(ranks: Ranks, uneven_folder: Path) -> None:
+    """Without a GPU to exact attention: what selects there cannot be exact up to the crossover."""
+    reason = "exact: layers that run one by one on a CPU select from the budget on, too early"
+    found = [facts["policy"] for facts in ranks.call("facts", folder=uneven_folder, policy="auto")]
+    assert found == [("full", reason)] * 2
+
+
 def test_each_rank_has_its_part(ranks, uneven_folder):
     whole = load(uneven_folder, "full", ("cpu", "inline"), max_memory={"cpu": "40MiB"})
     weights = sum(weight.nbytes for weight in whole.parameters())

@@ -31,13 +31,13 @@ def test_placement_options(tmp_path: Path) -> None:
     places = HeadPlacement.filled(3, 2, Place.CPU)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"placement": places.as_json()}))
-    inline = {"device": "cpu", "backend": "inline"}
+    inline: Any = {"device": "cpu", "backend": "inline", "policy": "full"}
     assert runtime_config(placement=path, **inline).placement == places
     assert runtime_config(placement=str(path), **inline).placement == places
     assert runtime_config(placement=places, **inline).placement == places
     assert RuntimeConfig().placement is None
     with pytest.raises(ValueError, match="placement is for a GPU that decodes, but device is 'cpu"):
-        runtime_config(placement=places)
+        runtime_config(placement=places, policy="full")
     with pytest.raises(ValueError, match=r"must be a HeadPlacement or the path .* got 7"):
         runtime_config(placement=7, **inline)
     with pytest.raises(FileNotFoundError, match="no placement file"):
@@ -53,6 +53,7 @@ def test_another_models_placement_is_refused_before_weights_are_read(
     with pytest.raises(ValueError, match="made for another model"):
         OffloadedModel.from_pretrained(
             tiny_folders["llama"],
+            policy="full",
             placement=HeadPlacement.filled(4, 2, Place.CPU),
             backend="inline",
         )

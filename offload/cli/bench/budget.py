@@ -19,7 +19,7 @@ from offload.cli.bench.options import (
 )
 from offload.cli.console import no_loading_bars, print_json, quiet_transformers, running, stderr
 from offload.cli.options import Scalar, comma_separated, counts, key_values, scalar, shares
-from offload.policies.registry import policy_names
+from offload.policies.registry import available_policies
 
 if TYPE_CHECKING:
     from offload.bench.budget.measure import BudgetMeasurement, BudgetSettings
@@ -83,7 +83,7 @@ def budget(
         str,
         _compared(
             metavar="NAMES",
-            help=f"Comma-separated: {', '.join(policy_names())}. "
+            help=f"Comma-separated: {', '.join(available_policies())}. "
             "Full attention is always measured: it is the reference. While they are timed, what "
             "all of them keep of the text is in memory at once.",
         ),
@@ -180,7 +180,7 @@ def budget(
         offload bench budget --text book.txt --generate 4096 --evictions reread,fitted,snapkv,rkv
     """
     model = given_model(model, old_model, DEFAULT_MODEL) or DEFAULT_MODEL
-    names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
+    names = comma_separated(policy, option="--policy", available=tuple(available_policies()))
     check_name("--output", output, OUTPUTS)
     top_shares = shares(top_p, option="--top-p")
     budgets = counts(budget_tokens, option="--budget-tokens")

@@ -23,6 +23,7 @@ from offload.cli.bench.options import (
     make_table,
     option_values,
     policy_grid,
+    resolved_policies,
 )
 from offload.cli.console import (
     no_loading_bars,
@@ -92,7 +93,7 @@ def decode(
     ] = None,
     policy: Annotated[
         str, typer.Option(metavar="NAMES", help="Of host attention, comma-separated.")
-    ] = "lychee_cluster,lfps",
+    ] = "auto,lychee_cluster,lfps",
     budget_tokens: BudgetTokens = 1024,
     option: PolicyOptions = None,
     engines: Annotated[
@@ -200,6 +201,16 @@ def decode(
                 )
         if on_cpu and backend is not None:
             raise ValueError(f"--backend {backend} needs a GPU, but the device is the CPU")
+        with quiet_transformers(verbose=False), no_loading_bars():
+            policies, why = resolved_policies(
+                policies,
+                model,
+                shape or defaults[0],
+                dtype=dtype or "auto",
+                device=str(where),
+                backend=backend,
+                threads=threads,
+            )
         plan = DecodePlan(
             policies=policies,
             kv_lens=kv_lens or counts(defaults[1], option="--context"),
@@ -214,6 +225,7 @@ def decode(
             document = _measure(
                 plan, lambda: _model(model, shape or defaults[0], text, where, plan, of_model)
             )
+    document["settings"]["auto"] = why or None
     if as_json:
         print_json(document)
     else:

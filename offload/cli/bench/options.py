@@ -148,6 +148,46 @@ def policy_grid(
     return policies
 
 
+def resolved_policies(
+    policies: Sequence[Policy],
+    model: str | None,
+    shape: str,
+    *,
+    dtype: str,
+    device: str,
+    backend: str | None,
+    threads: int | None,
+) -> tuple[list[Policy], str]:
+    """The policies, each once, with what `auto` comes to in the place of it, and why, which is
+    logged; "" without it.
+
+    Args:
+        model: what runs; None: one of this `shape`.
+    """
+    from offload.loading.checkpoint import check_checkpoint
+    from offload.loading.names import resolve_folder
+    from offload.loading.planned_model import planned_model
+    from offload.policies.auto import Auto
+    from offload.runtime.auto_policy import resolved_config, with_resolved_policy
+    from offload.runtime.config import runtime_config
+
+    found, why = [], ""
+    for policy in policies:
+        if isinstance(policy, Auto):
+            config = runtime_config(
+                policy=policy, dtype=dtype, device=device, backend=backend, num_threads=threads
+            )
+            if model is not None:
+                checkpoint = check_checkpoint(resolve_folder(model))
+                config, why = with_resolved_policy(checkpoint, config, None)
+            else:
+                made = planned_model(shape, dtype)
+                config, why = resolved_config(config, made.shape, made.dtype, made.weight_bytes)
+            policy = config.policy
+        found.append(policy)
+    return list(dict.fromkeys(found)), why
+
+
 def policy_with_budget(name: str, budget_tokens: int, options: Mapping[str, Any]) -> Policy:
     """One policy; `budget_tokens` unless it has none, or `options` say otherwise."""
     from offload.policies.registry import make_policy

@@ -19,6 +19,7 @@ from offload.cli.bench.options import (
     check_name,
     make_table,
     policy_with_budget,
+    resolved_policies,
 )
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import policy_options
@@ -114,10 +115,19 @@ def pipeline(
 
         if backend is None:
             backend = "graph" if torch.cuda.is_available() else "inline"
+        (made,), _ = resolved_policies(
+            [policy_with_budget(policy, budget_tokens, policy_options(policy_option or []))],
+            None,
+            shape,
+            dtype=dtype,
+            device="cpu" if backend == "inline" else "cuda",
+            backend=backend,
+            threads=threads,
+        )
         settings = PipelineSettings(
             shape=shape,
             kv_len=kv_len,
-            policy=policy_with_budget(policy, budget_tokens, policy_options(policy_option or [])),
+            policy=made,
             backend=backend,
             batch_size=batch_size,
             num_steps=steps,

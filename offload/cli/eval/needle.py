@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 def needle(
     model: opt.Model = opt.DEFAULT_MODEL,
-    policy: opt.Policies = "exact_topk",
+    policy: opt.Policies = "auto",
     budget_tokens: opt.BudgetTokens = "1024",
     option: opt.PolicyOptions = None,
     host_share: opt.HostShares = "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,25 @@ class Setup:
         """Of the policies, as records name them."""
         from offload.bench.eval.labels import label_of
 
-        return [label_of(policy) for policy in self.policies]
+        return [
+            label if resolved == policy else f"{label} {policy.budget_tokens} ({resolved.name})"
+            for policy, resolved in zip(self.policies, self.resolved, strict=True)
+            for label in [label_of(policy)]
+        ]
+
+    @cached_property
+    def resolved(self) -> list[Policy]:
+        """The policies, with what `auto` comes to in the place of it."""
+        from offload.loading.checkpoint import check_checkpoint
+        from offload.loading.names import resolve_folder
+        from offload.policies.auto import Auto
+        from offload.runtime.auto_policy import with_resolved_policy
+
+        if not any(isinstance(policy, Auto) for policy in self.policies):
+            return [*self.policies]
+        checkpoint, config = check_checkpoint(resolve_folder(self.model)), self.config()
+        configs = [replace(config, policy=policy) for policy in self.policies]
+        return [with_resolved_policy(checkpoint, each, None)[0].policy for each in configs]
 
     @property
     def all_labels(self) -> list[str]:
@@ -72,7 +91,7 @@ class Setup:
         from offload.loading.names import resolve_folder
 
         checkpoint, config = check_checkpoint(resolve_folder(self.model)), self.config()
-        for policy in self.policies:
+        for policy in self.resolved:
             of_policy = replace(config, policy=policy)
             for bound in self.bounds:
                 check_text_bound(checkpoint, of_policy, num_tokens, bound.share, bound.eviction)
@@ -87,7 +106,7 @@ class Setup:
 
         folder, config = resolve_folder(self.model), self.config()
         checkpoint = check_checkpoint(folder)
-        configs = [replace(config, policy=policy) for policy in self.policies]
+        configs = [replace(config, policy=policy) for policy in self.resolved]
         capped = [with_cap_in_tokens(checkpoint, of_policy, None).policy for of_policy in configs]
         options = [policy_options(policy) for policy in capped]
         return {
@@ -160,7 +179,7 @@ def measure_all(
         left = [item for item in items if key_of(item) not in done]
         if left:
             progress.update(bar, description="loading the model")
-            model = SharedModel(setup.model, setup.policies, config)
+            model = SharedModel(setup.model, setup.resolved, config)
             progress.update(bar, total=len(items), completed=len(items) - len(left))
             for item in left:
                 progress.update(bar, description=f"{item.task}, {item.length:,} tokens")

@@ -1,0 +1,325 @@
+"""What `auto` comes to when a model is opened or planned, and why.
+
+With a GPU that has room for the longest context: exact attention, all of it there. With less room:
+the fastest of the policies that lose nothing in docs/results.md. On a CPU: exact attention up to
+the context from which lychee_cluster is faster, then that.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.loading.checkpoint import Checkpoint
+from offload.loading.planned_model import PlannedModel
+from offload.models.shape import ModelShape, layer_elements
+from offload.planning.choose import DeviceRoom, choose_placement, least_placement
+from offload.planning.placement_bytes import head_state_bytes, prefill_bytes
+from offload.planning.profile import MachineProfile, cached_profile
+from offload.planning.step_time import StepModel
+from offload.planning.workload import Workload, policy_key
+from offload.policies import Policy
+from offload.policies.auto import Auto
+from offload.policies.full import Full
+from offload.policies.registry import make_policy
+from offload.ranks.group import TensorParallel
+from offload.ranks.shares import head_ranges
+from offload.runtime.budgets import device_kv_budget_bytes, kv_budget_bytes
+from offload.runtime.config import RuntimeConfig
+from offload.runtime.placing import longest_context
+from offload.system.errors import DeviceMemoryError
+from offload.system.memory import format_bytes, worker_threads
+
+logger = logging.getLogger(__name__)
+
+# Up to which context exact attention is faster than lychee_cluster on a CPU that nobody measured:
+# in docs/results.md the policy is 1.10 times as fast at 8,192 tokens and 0.93 times at 4,096.
+CROSSOVER_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where `auto` is resolved.
+
+    Attributes:
+        on_gpu: the linear layers are on a GPU.
+        room_bytes: of it beside the weights, of each rank's; None: no limit.
+        prefill_slice_tokens: as in `RuntimeConfig`.
+        profile: of this machine; None: it was never measured.
+        num_ranks: processes that run the model together.
+        exact_because: on a CPU, why a policy that selects is out of the question; "": it is not.
+    """
+
+    on_gpu: bool
+    room_bytes: int | None = None
+    prefill_slice_tokens: int = 8192
+    profile: MachineProfile | None = None
+    num_ranks: int = 1
+    exact_because: str = ""
+
+
+def with_resolved_policy(
+    checkpoint: Checkpoint, config: RuntimeConfig, ranks: TensorParallel | None
+) -> tuple[RuntimeConfig, str]:
+    """The config with what its policy comes to if that is `auto`, and why, which is logged; "" if
+    it is not. Before any weight is read.
+
+    Raises:
+        HostBudgetError, DeviceMemoryError: the weights do not fit.
+        ValueError: more ranks than KV heads.
+    """
+    dtype, weight_bytes = (
+        checkpoint.loaded_dtype(config.dtype),
+        checkpoint.weight_bytes(config.dtype),
+    )
+    return resolved_config(config, checkpoint.shape, dtype, weight_bytes, ranks)
+
+
+def resolved_config(
+    config: RuntimeConfig,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    weight_bytes: int,
+    ranks: TensorParallel | None = None,
+) -> tuple[RuntimeConfig, str]:
+    """As `with_resolved_policy`, of a model of this shape with so many bytes of weights."""
+    auto = config.policy
+    if not isinstance(auto, Auto):
+        return config, ""
+    host_kv_bytes = kv_budget_bytes(config, weight_bytes, loaded=False)
+    named = shape if shape.max_context else replace(shape, max_context=sys.maxsize)
+    tokens = longest_context(config, named, dtype, host_kv_bytes)
+    work = Workload(shape, auto, tokens, dtype=dtype, page_tokens=config.page_tokens)
+    room = _room_of(config, work, weight_bytes, ranks)
+
+    def resolve() -> tuple[Policy, str]:
+        policy, reason = resolve_auto(auto, work, room)
+        logger.info("auto: %s", reason)
+        return policy, reason
+
+    policy, reason = resolve() if ranks is None else ranks.once(resolve)
+    every = config.cache_correction_every
+    if every is not None and not policy.selects:
+        logger.info("cache_correction_every=%d: exact attention has nothing to correct", every)
+        every = None
+    return replace(config, policy=policy, cache_correction_every=every), reason
+
+
+def resolve_auto(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
+    """What `auto` comes to for sequences as `work` describes them, and why.
+
+    Args:
+        work: of the whole model, with the longest context; its policy does not matter.
+    """
+    if room.on_gpu:
+        return _on_gpu(auto, work, room)
+    return _on_cpu(auto, work, room)
+
+
+def resolve_planned(
+    auto: Auto,
+    model: PlannedModel,
+    kv_len: int,
+    batch_size: int,
+    device: str,
+    max_memory: Mapping[int | str, int],
+    profile: MachineProfile,
+) -> tuple[Policy, str]:
+    """The same for a model that is not loaded, on the machine of `profile`.
+
+    Args:
+        max_memory: as in `RuntimeConfig`; without one the GPU has all of its memory.
+    """
+    work = Workload(model.shape, auto, kv_len, batch_size, model.dtype)
+    limit = None
+    if profile.device is not None:
+        limit = max_memory.get(torch.device(device).index or 0, profile.device.memory_bytes or None)
+    left = None if limit is None else max(0, limit - model.weight_bytes)
+    return resolve_auto(auto, work, Room(device != "cpu", left, profile=profile))
+
+
+def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
+    exact = _placed(Full(), work, room, known=False)
+    if (exact.places == Place.GPU).all():
+        num_bytes = work.batch_size * work.kv_len * work.shape.kv_token_bytes * work.item_bytes // 2
+        where = "the GPU" if room.num_ranks == 1 else f"{room.num_ranks} GPUs"
+        return Full(), f"all of {format_bytes(num_bytes)} of KV on {where}, exact"
+    policy = _fastest_on_gpu(auto, work.shape, room.num_ranks)
+    placement = _placed(policy, work, room, known=True) if policy.selects else exact
+    count = f"{sum(placement.counts(Place.GPU))} of {placement.places.size} KV heads on "
+    count += "the GPU" if room.num_ranks == 1 else "each GPU"
+    if not policy.selects:
+        return policy, f"{count}, exact"
+    return policy, f"{count}, {policy.name}, budget {auto.budget_tokens:,}"
+
+
+def _fastest_on_gpu(auto: Auto, shape: ModelShape, num_ranks: int) -> Policy:
+    """The fastest policy that loses nothing and can run the model; exact attention if none can."""
+    names = ["tidal_decode", "lychee_cluster"]
+    if num_ranks > 1:  # tidal_decode selects by all heads of a layer together
+        names.insert(1, "lychee_decode")
+    for name in names:
+        policy = make_policy(name, budget_tokens=auto.budget_tokens)
+        if _can_run(policy, shape, num_ranks):
+            return policy
+    return Full()
+
+
+def _can_run(policy: Policy, shape: ModelShape, num_ranks: int = 1) -> bool:
+    try:
+        policy.check_model(**shape.heads)
+        if num_ranks > 1:
+            policy.of_heads(head_ranges(shape.num_kv_heads, num_ranks)[0], **shape.kv_heads)
+    except (ValueError, NotImplementedError) as error:
+        logger.debug("auto passes over %s: %s", policy.name, error)
+        return False
+    return True
+
+
+def _placed(policy: Policy, work: Workload, room: Room, *, known: bool) -> HeadPlacement:
+    """Where the heads would be, of ranks those of the first; as when nothing fits if so.
+
+    Args:
+        known: by the machine's profile, if there is one; else as many heads as fit.
+    """
+    shape = work.shape
+    if room.num_ranks > 1:
+        heads = head_ranges(shape.num_kv_heads, room.num_ranks)[0]
+        policy = policy.of_heads(heads, **shape.kv_heads)
+        num_qo_heads = len(heads) * shape.group_size
+        shape = replace(shape, num_kv_heads=len(heads), num_qo_heads=num_qo_heads)
+    work = replace(work, shape=shape, policy=policy)
+    left = room.room_bytes
+    if left is not None:
+        left -= prefill_bytes(work, room.prefill_slice_tokens)
+    device = None if room.profile is None else room.profile.device
+    model = None
+    if known and device is not None and room.profile is not None:
+        model = StepModel(room.profile, work, on_gpu=True)
+    try:
+        return choose_placement(model, DeviceRoom(work, left, device))
+    except DeviceMemoryError:
+        return least_placement(work)
+
+
+def _on_cpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
+    if room.exact_because:
+        return Full(), f"exact: {room.exact_because}"
+    tokens, measured = crossover(auto, work, room.profile)
+    budget = auto.budget_tokens
+    if work.kv_len <= tokens:
+        where = " on this machine" if measured else ""
+        return Full(), f"exact: contexts up to {tokens:,} tokens are faster so{where}"
+    dense_until = None if tokens == budget else tokens
+    policy = make_policy("lychee_cluster", budget_tokens=budget, dense_until=dense_until)
+    if not _can_run(policy, work.shape):
+        return Full(), "exact: no other policy takes this model"
+    return policy, f"exact up to {tokens:,} tokens, then {policy.name}, budget {budget:,}"
+
+
+def crossover(auto: Auto, work: Workload, profile: MachineProfile | None) -> tuple[int, bool]:
+    """The context up to which exact attention is faster on a CPU than lychee_cluster, and whether
+    that was measured here.
+
+    The profile predicts both where the policy was measured (`offload plan` does that); elsewhere
+    CROSSOVER_TOKENS stands for it. At least the budget; `work.kv_len` or more if the policy is
+    never faster. What the policy gains grows with the context.
+    """
+    faster_from = max(CROSSOVER_TOKENS, auto.budget_tokens)
+    # Without one of its keys nothing is known, and nobody waits for the policy to be imported.
+    if profile is None or not any("LycheeCluster(" in key for key in profile.select_scale):
+        return faster_from, False
+    policy = make_policy("lychee_cluster", budget_tokens=auto.budget_tokens)
+    measured, found = False, max(work.kv_len, faster_from)
+    longest = replace(work, policy=policy, kv_len=found)
+    states = functools.cache(lambda: _kept_per_token(longest))
+    for kv_len in reversed([*_tried_contexts(auto.budget_tokens, found)]):
+        faster = _is_faster(replace(longest, kv_len=kv_len), states, profile)
+        measured |= faster is not None
+        if faster is False:
+            break
+        if faster or kv_len >= faster_from:
+            found = kv_len
+    return found, measured
+
+
+def _tried_contexts(least: int, most: int) -> Iterator[int]:
+    """`least`, and powers of two and the halves between them from there to `most`."""
+    powers = (1 << bits for bits in itertools.count(least.bit_length() - 1))
+    tried = itertools.chain.from_iterable((power, power * 3 // 2) for power in powers)
+    more = itertools.takewhile(lambda n: n <= most, tried)
+    return itertools.chain([least], (n for n in more if n > least))
+
+
+def _kept_per_token(work: Workload) -> tuple[float, ...]:
+    """Bytes of a KV head; what lychee_cluster keeps grows with the context. Building it is slow."""
+    states = head_state_bytes(work.policy, work.shape, work.dtype, work.kv_len)
+    return tuple(num_bytes / work.kv_len for num_bytes in states)
+
+
+def _is_faster(
+    work: Workload, kept_per_token: Callable[[], tuple[float, ...]], profile: MachineProfile
+) -> bool | None:
+    """Than exact attention, by the profile; None: the policy was not measured at this length."""
+    if policy_key(work.policy, work.shape, work.kv_len) not in profile.select_scale:
+        return None
+    states = tuple(num_bytes * work.kv_len for num_bytes in kept_per_token())
+    places = HeadPlacement.filled(work.shape.num_layers, work.shape.num_kv_heads, Place.CPU)
+    works = (replace(work, head_state_bytes=states), replace(work, policy=Full()))
+    sparse, exact = (
+        StepModel(profile, each, on_gpu=False).step(places).milliseconds for each in works
+    )
+    return sparse < exact
+
+
+def _room_of(
+    config: RuntimeConfig, work: Workload, weight_bytes: int, ranks: TensorParallel | None
+) -> Room:
+    device, num_ranks = torch.device(config.device), 1 if ranks is None else ranks.world_size
+    room_bytes, exact_because = None, ""
+    if device.type == "cuda":
+        room_bytes = _device_room_bytes(config, work, weight_bytes, ranks)
+    elif config.host_bytes_per_sequence is not None:
+        exact_because = "host_bytes_per_sequence keeps most of what is asked for so"
+    elif config.backend == "inline" or ranks is not None:  # which take no dense_until
+        exact_because = "layers that run one by one on a CPU select from the budget on, too early"
+    threads = worker_threads(
+        config.num_threads,
+        with_gpu=device.type == "cuda",
+        num_cpus=None if ranks is None else ranks.num_cpus,
+    )
+    try:
+        profile = cached_profile(device, threads)
+    except (OSError, ValueError) as error:  # a damaged file is no reason not to load a model
+        logger.warning("%s", error)
+        profile = None
+    return Room(
+        on_gpu=device.type == "cuda",
+        room_bytes=room_bytes,
+        prefill_slice_tokens=config.prefill_slice_tokens,
+        profile=profile,
+        num_ranks=num_ranks,
+        exact_because=exact_because,
+    )
+
+
+def _device_room_bytes(
+    config: RuntimeConfig, work: Workload, weight_bytes: int, ranks: TensorParallel | None
+) -> int:
+    """What the GPU will have beside the weights, of ranks the one that has least."""
+    if ranks is None:
+        room = torch.cuda.mem_get_info(torch.device(config.device))[0] - weight_bytes
+        budget = device_kv_budget_bytes(config, weight_bytes)
+        return max(0, room if budget is None else min(room, budget))
+    # Each has its part of the layers and all of the rest.
+    of_layers = layer_elements(work.shape) * work.shape.num_layers * work.item_bytes
+    part = weight_bytes - of_layers + -(-of_layers // ranks.world_size)
+    room = torch.cuda.mem_get_info(torch.device("cuda", ranks.rank))[0]
+    return ranks.least(max(0, min(room, config.max_memory.get(ranks.rank, room)) - part))

@@ -1,0 +1,322 @@
+"""What `auto` comes to, by what a machine has room for and what was measured of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cases.profile_cases import LLAMA, SMALL, device_profile, machine_profile, straight
+from cases.tiny_models import make_tiny_model
+
+from offload import OffloadedModel
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.loading.checkpoint import check_checkpoint
+from offload.models.shape import ModelShape
+from offload.planning.profile import MachineProfile
+from offload.planning.workload import Workload, policy_key
+from offload.policies import Policy
+from offload.policies.auto import Auto
+from offload.policies.full import Full
+from offload.policies.registry import make_policy
+from offload.runtime.auto_policy import (
+    Room,
+    crossover,
+    resolve_auto,
+    resolved_config,
+    with_resolved_policy,
+)
+from offload.runtime.config import RuntimeConfig, runtime_config
+from offload.runtime.shared_model import SharedModel
+
+GIB = 2**30
+CONTEXT = 131072
+
+
+def resolved(
+    room: Room, *, tokens: int = CONTEXT, budget: int = 1024, shape: ModelShape = LLAMA
+) -> tuple[Policy, str]:
+    auto = Auto(budget)
+    return resolve_auto(auto, Workload(shape, auto, tokens), room)
+
+
+@pytest.fixture
+def llama_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of 32,768 positions, and a cache folder of its own."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    make_tiny_model("llama", max_position_embeddings=32768).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("room_bytes", [20 * GIB, None])
+def test_room_for_all_of_it_is_exact(room_bytes: int | None) -> None:
+    policy, reason = resolved(Room(on_gpu=True, room_bytes=room_bytes))
+    assert policy == Full()
+    assert reason == "all of 16.00 GiB of KV on the GPU, exact"
+
+
+def test_a_short_context_fits_where_a_long_one_does_not() -> None:
+    assert resolved(Room(on_gpu=True, room_bytes=4 * GIB))[0].name == "tidal_decode"
+    policy, reason = resolved(Room(on_gpu=True, room_bytes=4 * GIB), tokens=8192)
+    assert policy == Full()
+    assert reason == "all of 1.00 GiB of KV on the GPU, exact"
+
+
+@pytest.mark.parametrize(
+    ("room_gib", "profile", "heads"),
+    [(9, None, 96), (0.25, None, 16), (9, machine_profile(device=device_profile()), None)],
+)
+def test_less_room_is_the_fastest_policy_that_loses_nothing(
+    room_gib: float, profile: MachineProfile | None, heads: int | None
+) -> None:
+    """Dense layers that do not fit are told when a sequence grows, not when a model is loaded."""
+    room = Room(on_gpu=True, room_bytes=int(room_gib * GIB), profile=profile)
+    policy, reason = resolved(room, budget=2048)
+    assert policy == make_policy("tidal_decode", budget_tokens=2048)
+    count, _, rest = reason.partition(" of ")
+    assert rest == "256 KV heads on the GPU, tidal_decode, budget 2,048"
+    assert 16 <= int(count) <= 120
+    assert heads is None or int(count) == heads
+
+
+def test_ranks() -> None:
+    """tidal_decode selects by all heads of a layer together, which ranks share out."""
+    policy, reason = resolved(Room(on_gpu=True, room_bytes=5 * GIB, num_ranks=2))
+    assert policy == make_policy("lychee_decode")
+    assert reason.endswith(" of 128 KV heads on each GPU, lychee_decode, budget 1,024")
+    policy, reason = resolved(Room(on_gpu=True, room_bytes=14 * GIB, num_ranks=2))
+    assert policy == Full()
+    assert reason == "all of 16.00 GiB of KV on 2 GPUs, exact"
+
+
+def refuses(*names: str) -> Callable[..., None]:
+    """In the place of a policy's `check_model`."""
+
+    def check_model(self: Policy, **_: int) -> None:
+        if self.name in names:
+            raise ValueError(f"{self.name} is not for this model")
+
+    return check_model
+
+
+def test_policies_that_refuse_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(on_gpu=True, room_bytes=6 * GIB)
+    tidal, lychee = (type(make_policy(name)) for name in ("tidal_decode", "lychee_cluster"))
+    monkeypatch.setattr(tidal, "check_model", refuses("tidal_decode"))
+    policy, reason = resolved(room)
+    assert policy == make_policy("lychee_cluster")
+    assert reason.endswith("KV heads on the GPU, lychee_cluster, budget 1,024")
+    monkeypatch.setattr(lychee, "check_model", refuses("lychee_cluster"))
+    policy, reason = resolved(room)
+    assert policy == Full()
+    assert reason.endswith(" of 256 KV heads on the GPU, exact")
+    assert int(reason.split()[0]) > 16
+    policy, reason = resolved(Room(on_gpu=False))
+    assert policy == Full()
+    assert reason == "exact: no other policy takes this model"
+
+
+def test_a_cpu_that_nobody_measured() -> None:
+    policy, reason = resolved(Room(on_gpu=False))
+    assert policy == make_policy("lychee_cluster", dense_until=8192)
+    assert reason == "exact up to 8,192 tokens, then lychee_cluster, budget 1,024"
+    policy, reason = resolved(Room(on_gpu=False), tokens=8192)
+    assert policy == Full()
+    assert reason == "exact: contexts up to 8,192 tokens are faster so"
+
+
+@pytest.mark.parametrize("profile", [None, machine_profile(device=None)])
+def test_a_budget_beyond_the_crossover(profile: MachineProfile | None) -> None:
+    policy, reason = resolved(Room(on_gpu=False, profile=profile), budget=16384)
+    assert policy == make_policy("lychee_cluster", budget_tokens=16384)
+    assert reason == "exact up to 16,384 tokens, then lychee_cluster, budget 16,384"
+
+
+def measured(scales: dict[int, float]) -> MachineProfile:
+    """Of a CPU on which what lychee_cluster looks at takes so many times as long as its bytes, by
+    context; exact attention takes as long as its bytes."""
+    policy = make_policy("lychee_cluster")
+    keys = {policy_key(policy, LLAMA, kv_len): scale for kv_len, scale in scales.items()}
+    speed = straight(10.0, 1 / 1e5)
+    return machine_profile(
+        device=None, select_scale=keys, attend_cold=speed, attend_warm=speed, scan_dense=speed
+    )
+
+
+@pytest.mark.parametrize(
+    ("scales", "tokens"),
+    [
+        ({}, 8192),  # lychee_cluster was not measured
+        ({4096: 0.01}, 4096 * 3 // 4),  # a length is measured up to the next power of two
+        ({2048: 0.01, 4096: 0.01}, 1536),
+        ({2048: 0.01, 4096: 100.0}, 8192),
+        ({2048: 100.0, 4096: 0.01}, 3072),
+        ({4096: 100.0, 8192: 100.0}, 12288),
+        ({16384: 100.0}, 24576),
+        ({65536: 100.0}, CONTEXT),  # never faster: 65,536 stands for all that is longer
+    ],
+)
+def test_the_crossover(scales: dict[int, float], tokens: int) -> None:
+    auto, profile = Auto(), measured(scales)
+    found = crossover(auto, Workload(LLAMA, auto, CONTEXT), profile)
+    assert found == (tokens, scales != {})
+    policy, reason = resolved(Room(on_gpu=False, profile=profile))
+    if tokens == CONTEXT:
+        assert policy == Full()
+        assert reason == f"exact: contexts up to {CONTEXT:,} tokens are faster so on this machine"
+    else:
+        assert policy == make_policy("lychee_cluster", dense_until=tokens)
+        assert reason == f"exact up to {tokens:,} tokens, then lychee_cluster, budget 1,024"
+
+
+def test_a_checkpoint_that_names_no_positions() -> None:
+    """Then the host's memory says how long a context may be."""
+    shape, host = replace(SMALL, max_context=0), 5000 * SMALL.kv_token_bytes
+    for num_bytes, name in ((host, "full"), (2 * host, "lychee_cluster")):
+        config = RuntimeConfig(max_memory={"cpu": num_bytes})
+        found, _ = resolved_config(config, shape, torch.bfloat16, 0)
+        assert found.policy.name == name
+
+
+def of_config(folder: Path, **options: Any) -> tuple[RuntimeConfig, str]:
+    return with_resolved_policy(check_checkpoint(folder), runtime_config(**options), None)
+
+
+def test_a_config_is_resolved_once(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="offload.runtime.auto_policy"):
+        config, reason = of_config(llama_folder, policy="auto", cache_correction_every=32)
+    assert config.policy == make_policy("lychee_cluster", dense_until=8192)
+    assert config.cache_correction_every == 32
+    assert caplog.messages == [f"auto: {reason}"]
+    assert with_resolved_policy(check_checkpoint(llama_folder), config, None) == (config, "")
+    named, reason = of_config(llama_folder, policy="full")
+    assert (named.policy, reason) == (Full(), "")
+
+
+def test_exact_attention_has_nothing_to_correct(
+    llama_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = {"cpu": 8 * 2**20}  # 4,000 tokens or so
+    with caplog.at_level(logging.INFO, logger="offload.runtime.auto_policy"):
+        config, reason = of_config(llama_folder, max_memory=host, cache_correction_every=32)
+    assert config.policy == Full()
+    assert config.cache_correction_every is None
+    said = "cache_correction_every=32: exact attention has nothing to correct"
+    assert caplog.messages == [f"auto: {reason}", said]
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"host_bytes_per_sequence": "64MiB"}, "host_bytes_per_sequence keeps most"),
+        ({"backend": "inline"}, "layers that run one by one on a CPU select from the budget on"),
+    ],
+)
+def test_a_cpu_where_nothing_may_be_left_out(
+    llama_folder: Path, options: dict[str, Any], because: str
+) -> None:
+    config, reason = of_config(llama_folder, **options)
+    assert config.policy == Full()
+    assert reason.startswith(f"exact: {because}")
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "limits", "name"),
+    [
+        (GIB, {}, "full"),
+        (2**25, {}, "tidal_decode"),
+        (GIB, {0: 2**25}, "tidal_decode"),
+    ],
+)
+def test_the_room_of_a_gpu(
+    llama_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_bytes: int,
+    limits: dict[int | str, int],
+    name: str,
+) -> None:
+    """What is free, or within max_memory, beside the weights; 32,768 tokens take 48 MiB."""
+    monkeypatch.setattr("offload.runtime.config.checked_device", torch.device)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free_bytes, 2 * GIB))
+    monkeypatch.setattr("offload.runtime.auto_policy.cached_profile", lambda *_: None)
+    config, reason = of_config(llama_folder, device="cuda", max_memory=limits, num_threads=1)
+    assert config.policy.name == name
+    assert ("all of" in reason) == (name == "full")
+
+
+def test_a_damaged_profile_is_no_reason_not_to_load(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def damaged(*_: Any) -> None:
+        raise ValueError("machine profile x.json is damaged")
+
+    monkeypatch.setattr("offload.runtime.auto_policy.cached_profile", damaged)
+    assert of_config(llama_folder)[0].policy.name == "lychee_cluster"
+    assert "machine profile x.json is damaged" in caplog.messages
+
+
+def test_rank_0_decides_by_the_least_room(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two GPUs, each with half of the KV heads."""
+    monkeypatch.setattr("offload.runtime.config.checked_device", torch.device)
+    monkeypatch.setattr("offload.runtime.auto_policy.cached_profile", lambda *_: None)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (GIB, 2 * GIB))
+
+    def resolve(least: int) -> str:
+        ranks: Any = SimpleNamespace(
+            rank=1,
+            world_size=2,
+            num_cpus=1,
+            least=lambda value: min(value, least),
+            once=lambda make: make(),
+        )
+        config = runtime_config(device="cuda", tensor_parallel_size=2, num_threads=1)
+        found, _ = with_resolved_policy(check_checkpoint(llama_folder), config, ranks)
+        return found.policy.name
+
+    assert resolve(least=GIB) == "full"
+    assert resolve(least=2**24) == "lychee_decode"
+
+
+def test_a_loaded_model_says_what_it_came_to(tiny_folders: dict[str, Path]) -> None:
+    model = OffloadedModel.from_pretrained(tiny_folders["llama"], num_threads=1)
+    assert model.policy == Full()
+    assert model.policy_reason == "exact: contexts up to 8,192 tokens are faster so"
+    with pytest.raises(NotImplementedError, match="policy of a loaded model stays as it is"):
+        model.policy = "quest"
+    named = OffloadedModel.from_pretrained(tiny_folders["llama"], policy="full", num_threads=1)
+    assert named.policy == Full()
+    assert named.policy_reason == ""
+
+
+def test_a_policy_of_a_shared_model(tiny_folders: dict[str, Path]) -> None:
+    policies = [Auto(), make_policy("exact_topk")]
+    model = SharedModel(tiny_folders["llama"], policies, RuntimeConfig(num_threads=1))
+    assert [runtime.config.policy for runtime in model.runtimes] == [Full(), policies[1]]
+
+
+def test_a_placement_names_its_policy(tmp_path: Path) -> None:
+    """One that was read from a plan; of another one nobody knows whose heads it is for."""
+    places = HeadPlacement.filled(3, 2, Place.CPU)
+    path, inline = tmp_path / "plan.json", {"device": "cpu", "backend": "inline"}
+
+    def configured(**document: Any) -> RuntimeConfig:
+        path.write_text(json.dumps({"placement": places.as_json(), **document}))
+        return runtime_config(placement=path, **inline)
+
+    planned = configured(policy="tidal_decode", max_tokens=512)
+    assert planned.policy == make_policy("tidal_decode", budget_tokens=512)
+    assert planned.placement == places
+    assert configured(policy="full", max_tokens=None).policy == Full()
+    assert runtime_config(placement=path, policy="quest", **inline).policy.name == "quest"
+    with pytest.raises(ValueError, match=r"plan\.json names no policy, and policy is 'auto'; give"):
+        configured()
+    with pytest.raises(ValueError, match="placement is of the heads of one policy"):
+        runtime_config(placement=places, **inline)

@@ -283,7 +283,6 @@ def _with_policy(
     that yet."""
     from offload.bench.machine.policy import with_policy
     from offload.planning.profile import store_profile
-
     from offload.system.memory import available_cpus
 
     if found.num_threads > max(threads, available_cpus()):  # more than could run here at once

@@ -88,6 +88,17 @@ class Remembered:
     spare: LayerArrays | None = None
     built: Built | None = None
 
+    def queries_of(self, layer_idx: int, keys: Tensor, num_qo_heads: int) -> Tensor:
+        """[num_qo_heads, n, head_dim], the last of them of the last of the tokens of `keys`
+        [num_kv_heads, num_tokens, head_dim]; n is 0 where none were ever kept."""
+        recorded = (self.queries or {}).get(layer_idx)
+        if recorded is None:
+            return keys.new_empty(num_qo_heads, 0, keys.shape[2])
+        queries = recorded.in_order(keys.shape[1]).to(keys.device)
+        if not queries.shape[1]:  # cropped: the newest key asks for what is like it
+            queries = keys[:, -1:].repeat_interleave(num_qo_heads // len(keys), dim=0)
+        return queries
+
     def copy(self) -> Remembered:
         """For a fork."""
         return Remembered(
@@ -127,3 +138,8 @@ class Remembered:
 
 def copies_of(queries: Queries | None) -> Queries | None:
     return None if queries is None else {layer: q.copy() for layer, q in queries.items()}
+
+
+def reach(queries: Queries | None, kv_len: int) -> bool:
+    """Whether some are left of the first `kv_len` tokens, where any were kept."""
+    return all(recent.reaches(kv_len) for recent in (queries or {}).values())

@@ -24,7 +24,7 @@ from torch import Tensor
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
 from offload.policies.base import BuildContext, Policy, State
-from offload.policies.remembered import Before, DraftRows, Queries, Remembered, copies_of
+from offload.policies.remembered import Before, DraftRows, Remembered, copies_of, reach
 from offload.policies.revised import Revised
 from offload.policies.sequence_state import LayerArrays, RecentQueries, capacity_for
 from offload.policies.state_bytes import StateBytes, held_bytes
@@ -68,10 +68,7 @@ class PolicyStates:
 
     @property
     def layers(self) -> frozenset[int]:
-        """Which layers ask the policy: only they have arrays.
-
-        Where some more do from now on, their arrays are built when they are next needed.
-        """
+        """Which layers ask the policy, and have arrays: built when next needed, of more layers."""
         return self.bytes.layers
 
     @layers.setter
@@ -330,7 +327,7 @@ class PolicyStates:
                 known.spare = learnt
             if kv_len > draft.kv_len:
                 return draft.first_rows(kv_len - draft.kv_len)
-        elif kv_len <= num_built and _reach(built_from, kv_len):  # built again, from what stays
+        elif kv_len <= num_built and reach(built_from, kv_len):  # built again, from what stays
             known.arrays = None
             if built_from is not None:
                 known.queries = built_from
@@ -381,42 +378,29 @@ class PolicyStates:
             keys, values: [num_kv_heads, n, head_dim], all tokens that there are.
             capacity_tokens: that arrays have room for; None: by `kv_len`.
         """
-        num_tokens = keys.shape[1]
         known = self._known[seq]
-        recorded = (known.queries or {}).get(layer_idx)
-        queries = keys.new_empty(self._num_qo_heads, 0, self._store.head_dim)
-        if recorded is not None:
-            queries = recorded.in_order(num_tokens).to(keys.device)
-        if recorded is not None and not queries.shape[1]:
-            # Their tokens were cropped: the newest key asks for what is like it.
-            queries = keys[:, -1:].repeat_interleave(self._num_qo_heads // len(keys), dim=0)
         return BuildContext(
             layer_idx=layer_idx,
             keys=keys,
             values=values,
-            queries=queries,
+            queries=known.queries_of(layer_idx, keys, self._num_qo_heads),
             sm_scale=self._sm_scale,
             capacity_tokens=capacity_tokens or self.bytes.capacity(kv_len),
-            text_marks=known.marks.first(num_tokens),
+            text_marks=known.marks.first(keys.shape[1]),
             pool=self._pool,
             num_layers=self._store.num_layers,
         )
 
     def install(
-        self,
-        seq: int,
-        layers: Mapping[int, State],
-        kv_len: int,
-        capacity_tokens: int | None = None,
+        self, seq: int, layers: Mapping[int, State], kv_len: int, capacity: int | None = None
     ) -> LayerArrays:
-        """Take the arrays of all layers that ask the policy, built to serve `kv_len` tokens, as
-        `build_context` has it."""
+        """Take the arrays of all layers that ask the policy, as `build_context` has it."""
         known = self._known[seq]
         arrays = [
             layers[layer_idx] if layer_idx in self.layers else {}
             for layer_idx in range(self._store.num_layers)
         ]
-        installed = self._layer_arrays(arrays, capacity_tokens or self.bytes.capacity(kv_len))
+        installed = self._layer_arrays(arrays, capacity or self.bytes.capacity(kv_len))
         known.arrays = installed
         queries, known.queries = known.queries, None
         if known.before is not None:
@@ -465,8 +449,3 @@ class PolicyStates:
         assert layout is not None
         contiguous = [{name: np.ascontiguousarray(x) for name, x in of.items()} for of in layers]
         return LayerArrays(layout, contiguous, capacity_tokens)
-
-
-def _reach(queries: Queries | None, kv_len: int) -> bool:
-    """Whether some are left of the first `kv_len` tokens, where any were kept."""
-    return all(recent.reaches(kv_len) for recent in (queries or {}).values())

@@ -83,7 +83,16 @@ class Quality:
 
 
 def quality_of(attention: DecodeAttention) -> Quality:
-    """What the probes of `attention` found so far."""
+    """What the probes of `attention` found so far.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not attention.is_probed:
+        raise ValueError(
+            "quality_probe is 0: nothing is compared with exact attention; load the model with "
+            "quality_probe=0.001"
+        )
     counts, sums = attention.probed()
     decoded = attention.decoded
     low, high = mass_bounds(counts, sums, error=1.0 - CONFIDENCE)

@@ -18,7 +18,7 @@ from offload.runtime.cache import OffloadedCache
 from offload.runtime.cascading import cascade_for, page_tokens_of, rereads
 from offload.runtime.correcting import Correction, corrections_for
 from offload.runtime.decoders import make_decoder
-from offload.runtime.generation import Generation, GenerationRequest
+from offload.runtime.generation import Generation, GenerationRequest, check_context
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.opening import OpenedModel
 from offload.runtime.phases import BatchPart, correcting_parts, parts_of, prompt_columns_of
@@ -202,10 +202,7 @@ class Runtime:
         options: SamplingOptions,
         most: int = 1,
     ) -> torch.Tensor:
-        """Decode steps from the last token of each row to the next ones, int64 [batch_size, n].
-
-        Args:
-            most: tokens of each row; there are fewer where nothing is gained by more.
+        """Decode steps from the last token of each row to the next, int64 [batch_size, n <= most].
 
         Raises:
             As `run`; ValueError for a context that is too long.
@@ -242,16 +239,10 @@ class Runtime:
 
     def _tokens_at_once(self, cache: OffloadedCache, most: int) -> int:
         """Steps that nobody looks at one by one may be several at once."""
-        watched = self.sequences.corrections, self.sequences.cascade
-        if most < 2 or any(watched) or self.attention.is_probed:
+        if self.sequences.corrections or self.sequences.cascade or self.attention.is_probed:
             return 1
         with current_device(self.device):
             return self._decoder.tokens_at_once(cache.seqs, most)
-
-    def take_back(self, cache: OffloadedCache, num_tokens: int) -> None:
-        """Of the last `choose_tokens`, so many tokens of each row: an answer has ended before."""
-        cache.crop(-num_tokens)
-        self.stats.decode_tokens -= num_tokens * cache.batch_size
 
     def logits(self, hidden: torch.Tensor, phase: str) -> torch.Tensor:
         """[..., hidden_size] before the final norm -> [..., vocab_size]."""
@@ -264,11 +255,6 @@ class Runtime:
 
     def quality(self) -> Quality:
         """As `OffloadedModel.quality`."""
-        if not self.config.quality_probe:
-            raise ValueError(
-                "quality_probe is 0: nothing is compared with exact attention; load the model with "
-                "quality_probe=0.001"
-            )
         return quality_of(self.attention)
 
     def check_modules(self) -> None:
@@ -281,12 +267,7 @@ class Runtime:
 
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
-        if num_tokens > self.lean.shape.max_context:
-            raise ValueError(
-                f"a context of {num_tokens} tokens exceeds the {self.lean.shape.max_context} "
-                f"tokens of this model ({self.lean.max_context_reason}); shorten the prompt or "
-                "lower max_new_tokens"
-            )
+        check_context(self.lean, num_tokens)
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Around what all ranks must do together (`TensorParallel.together`)."""

@@ -63,7 +63,8 @@ def generate_tokens(
             ended = unfinished & stopping_criteria(text[:, :length], None)
             unfinished &= ~ended
             if left and bool(ended.any()):  # what follows an answer's end is padding
-                runtime.take_back(cache, left)
+                cache.crop(-left)
+                runtime.stats.decode_tokens -= left * batch_size
                 break
         if not bool(unfinished.any()):
             break

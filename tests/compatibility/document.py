@@ -41,8 +41,9 @@ _HEAD = """\
 # Compatibility
 
 Every row is a small program in `tests/compatibility`, run with the stock transformers model and
-with ours: a tiny llama in float32 on the CPU, `auto` where no policy is named (exact there). *works* says that
-tokens and texts are the same and other numbers agree within 0.1 % (what else is allowed is said).
+with ours: a tiny llama in float32 on the CPU, `auto` where no policy is named (exact there).
+*works* says that tokens and texts are the same and other numbers agree within 0.1 % (what else is
+allowed is said).
 *refused* says that ours raises an error instead of a wrong answer; its words stand beside it. This
 file is written by `make report` from what the programs do, and `make test` fails where it says
 something else.

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from offload.bench.decode.engines import graph_row
 from offload.bench.machine.measure import measure_profile
 from offload.bench.machine.policy import with_policy
 from offload.bench.pipeline.settings import PipelineSettings
@@ -44,12 +45,13 @@ PLACEMENTS = (CHOSEN, LEAST)
 
 @dataclass(frozen=True)
 class Setting:
-    """One of the twelve."""
+    """One of the twelve, or of a sweep over `room_gib`, max_memory of the GPU; None: all of it."""
 
     policy: str
     kv_len: int
     budget_tokens: int
     threads: int
+    room_gib: float | None = None
 
     def made(self) -> Policy:
         return make_policy(self.policy, budget_tokens=self.budget_tokens)
@@ -76,6 +78,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and write; 1 if a prediction or a count of bytes is off by more than it may be."""
     parser = script_options(__doc__, "gpu-plan")
     model_options(parser)
+    parser.add_argument(
+        "--rooms", type=float, nargs="+", metavar="GIB", help="a sweep instead: the GPU's memory"
+    )
+    parser.add_argument("--policies", nargs="+", default=["tidal_decode", "lychee_cluster"],
+                        help="of the sweep")  # fmt: skip
     parser.add_argument("--longest", type=int, default=131072, help="contexts beyond are cut to it")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2)
@@ -83,13 +90,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bytes-tolerance", type=float, default=0.02)
     options = parser.parse_args(arguments)
     run = Run(options)
+    every: Sequence[Setting] = SETTINGS
+    if options.rooms:
+        every = [
+            Setting(policy, options.longest, 1024, 15, room)
+            for policy in options.policies
+            for room in options.rooms
+        ]
     cut = (
         replace(
             setting,
             kv_len=min(setting.kv_len, options.longest),
             threads=min(setting.threads, available_cpus()),
         )
-        for setting in SETTINGS
+        for setting in every
     )
     settings = list(dict.fromkeys(cut))
     base = model_settings(
@@ -110,9 +124,16 @@ def main(arguments: list[str] | None = None) -> int:
     for row in measure(bench, settings, profiles):
         rows.append(row)
         run.say(describe(row))
+    if options.rooms and bench.is_cuda:
+        graph = graph_row(bench.model, options.longest, num_steps=options.steps)
+        run.say(f"all on the GPU, one graph: {graph['milliseconds']:.2f} ms")
+        rows.append(graph)
     document = run.named("shape", "dtype", "backend", "steps", "repeats")
     document["profiles"] = {str(n): profile.as_json() for n, profile in profiles.items()}
-    print(gpu_plan_table(run.write(document, rows)))
+    result = run.write(document, rows)
+    if options.rooms:
+        return 0
+    print(gpu_plan_table(result))
     return judge(rows, options.tolerance, options.bytes_tolerance, run.say)
 
 
@@ -142,6 +163,7 @@ def measure(
                         policy=setting.made(),
                         num_threads=setting.threads,
                         placement=plan.placement if bench.is_cuda else None,
+                        as_shipped=bench.is_cuda,
                     )
                     measured = measure_ours(bench, of_setting, cache, traced_steps=0)
                     reserved = {"host_bytes": cache.store.host_bytes_reserved}
@@ -155,9 +177,11 @@ def _plans(
     """With the best placement, and with the one that decoding has by itself; once if they agree."""
     # At the end of the steps: their tokens take memory, too.
     request = plan_request(base, setting.made(), setting.kv_len + base.num_steps)
+    if setting.room_gib is not None:
+        request = replace(request, max_memory={0: int(setting.room_gib * 2**30)})
     chosen = make_plan(request, profile)
     yield chosen, CHOSEN
-    if base.device.type == "cuda":
+    if base.device.type == "cuda" and setting.room_gib is None:
         shape = request.model.shape
         least = least_placement(Workload(shape, setting.made(), setting.kv_len))
         if least != chosen.placement:
@@ -193,7 +217,9 @@ def describe(row: Row) -> str:
     """A line about a row."""
     return (
         f"{row['policy']}, {row['kv_len']:,} tokens, budget {row['budget_tokens']:,}, "
-        f"{row['threads']} threads, {row['placement']}: predicted "
+        f"{row['threads']} threads, {row['placement']}"
+        + ("" if row.get("room_gib") is None else f" for {row['room_gib']:g} GiB")
+        + f" ({row['heads']['GPU']} heads on the GPU): predicted "
         f"{row['predicted_milliseconds']:.2f} ms, measured {row['milliseconds']:.2f} "
         f"({row['error']:+.1%})"
     )

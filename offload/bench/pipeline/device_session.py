@@ -23,6 +23,8 @@ from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.handshake import NUM_LANES, Beside, SideStream, Step, make_handshake
 from offload.decode.sampling import SamplingOptions
 from offload.models import lean_model_maker
+from offload.runtime.config import RuntimeConfig
+from offload.runtime.placing import Chooser
 
 
 class CacheSession(DecodeSession):
@@ -72,6 +74,20 @@ class DecoderSession(CacheSession):
         )
         cache.store.commit(cache.seqs, ones)
 
+    @torch.inference_mode()
+    def step_several(self, most: int) -> int:
+        """Decode tokens of every sequence, as many at once as a model would, up to `most`."""
+        cache = self._cache
+        count = self._decoder.tokens_at_once(cache.seqs, most)
+        cache.store.reserve(cache.seqs, [count] * self.batch_size)
+        positions = torch.tensor([cache.store.kv_len(seq) for seq in cache.seqs])
+        chosen = self._decoder.choose_several(
+            cache.seqs, self._tokens, positions, SamplingOptions(), count
+        )
+        self._tokens = chosen[:, -1].contiguous()
+        cache.store.commit(cache.seqs, [count] * self.batch_size)
+        return count
+
 
 class DeviceSession(DecoderSession):
     """A session of the decoder that a model with a GPU has."""
@@ -80,6 +96,14 @@ class DeviceSession(DecoderSession):
         lean = lean_model_maker(stock.config.model_type)(stock)
         self._before_bytes = torch.cuda.memory_allocated(settings.device)
         self._without_host = settings.host_work == "none"
+        self._as_shipped, choose = settings.as_shipped, None
+        if settings.as_shipped and settings.placement is None:
+            choose = Chooser.of(
+                RuntimeConfig(policy=settings.policy, device=str(settings.device)),
+                lean.shape,
+                stock.dtype,
+                settings.worker_threads,
+            )
         decoder = DeviceDecoder(
             lean,
             cache.store,
@@ -88,6 +112,7 @@ class DeviceSession(DecoderSession):
             backend=settings.backend,
             num_threads=settings.worker_threads,
             placement=settings.placement,
+            choose=choose,
             num_parts=settings.num_parts,
             make_handshake=_without_host if self._without_host else make_handshake,
         )
@@ -96,6 +121,22 @@ class DeviceSession(DecoderSession):
         self._weight_bytes = sum(weight.nbytes for weight in stock.parameters())
         # Making the caches took more than decoding does.
         torch.cuda.reset_peak_memory_stats(settings.device)
+
+    def rewind(self) -> None:
+        super().rewind()
+        if self._as_shipped:
+            longest = max(self._cache.store.kv_len(seq) for seq in self._cache.seqs)
+            self._decoder.begin_generation(self.batch_size, longest + self.num_steps)
+
+    def decode(self, num_steps: int) -> list[float]:
+        if not self._as_shipped:
+            return super().decode(num_steps)
+        seconds: list[float] = []
+        while len(seconds) < num_steps:
+            start = time.perf_counter()
+            count = self.step_several(num_steps - len(seconds))
+            seconds += [(time.perf_counter() - start) / count] * count
+        return seconds
 
     def trace(self, num_steps: int) -> list[StepTimeline]:
         if self._without_host:

@@ -24,6 +24,8 @@ class PipelineSettings:
             handshake for it: what remains when both cost nothing.
         num_parts: parts that a batch is cut into, which take turns.
         placement: of KV heads, where a GPU decodes; None: as `DeviceDecoder` has it.
+        as_shipped: steps come as a model's own do: without a `placement` as many heads are on the
+            GPU as fit, and several steps at once where all are. Else each step is for itself.
     """
 
     shape: str
@@ -39,6 +41,7 @@ class PipelineSettings:
     host_work: str = "attend"
     num_parts: int = 1
     placement: HeadPlacement | None = None
+    as_shipped: bool = False
 
     @property
     def device(self) -> torch.device:

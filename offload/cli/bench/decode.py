@@ -313,6 +313,7 @@ def _model(
         num_threads=options["threads"],
         dtype=DTYPES[options["dtype"] or "bfloat16"],
         seed=options["seed"],
+        as_shipped=True,
     )
     return RandomModel(settings), described | {"seed": options["seed"]}
 

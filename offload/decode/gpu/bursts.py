@@ -7,7 +7,7 @@ store's pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Bursts:
 
     def __init__(self, step: DeviceStep, device: torch.device, *, captures: bool) -> None:
         self._step, self._device = step, device
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._captures = captures
         num_rows = step.buffers.state.shape[1]
         tokens = torch.empty(MOST_STEPS, num_rows, dtype=torch.int64)
@@ -48,7 +48,7 @@ class Bursts:
 
     def prepare(self, link: HostLink, *, samples: bool) -> bool:
         """Capture a step for the rows of `link`, with no row in use; whether that was to do."""
-        key = (link.num_rows, samples)
+        key = self._key(link, samples)
         if not self._captures or key in self._graphs:
             return False
         assert self._stream is not None
@@ -82,13 +82,16 @@ class Bursts:
             b.state.copy_(b.host_state, non_blocking=True)
             for number in range(num_steps):
                 if self._captures:
-                    self._graphs[link.num_rows, samples].replay()
+                    self._graphs[self._key(link, samples)].replay()
                 else:
                     self._step.run_resident(link, samples=samples)
                 rows[number].copy_(b.tokens[: link.num_rows], non_blocking=True)
         torch.cuda.current_stream().wait_stream(self._stream)
         self.wait()
         return rows[:num_steps, slots].T.contiguous()
+
+    def _key(self, link: HostLink, samples: bool) -> Hashable:
+        return link.num_rows, samples, self._step.after_projection
 
     def wait(self) -> None:
         """For what was launched."""

@@ -177,7 +177,7 @@ class DeviceDecoder:
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
         """As `Decoder.tokens_at_once`: a burst, if the GPU has all heads of all of them."""
-        if most < 2 or self.model.ranks is not None or self.after_projection or self.on_mark:
+        if most < 2 or self.model.ranks is not None or self.on_mark is not None:
             return 1
         self._bind(seqs, most)  # which may have to place heads elsewhere
         bursts = self._prepared.bursts
@@ -201,6 +201,7 @@ class DeviceDecoder:
         start = time.perf_counter()
         link = steps.choose_link(slots, 1)
         steps.step.buffers.chooser.use(options)
+        steps.step.after_projection, steps.step.on_mark = self.after_projection, None
         if bursts.prepare(link, samples=samples):
             self.setup_seconds += time.perf_counter() - start
         resident.address_pages(slots, seqs, kv_lens)

@@ -219,7 +219,7 @@ def describe(row: Row) -> str:
         f"{row['policy']}, {row['kv_len']:,} tokens, budget {row['budget_tokens']:,}, "
         f"{row['threads']} threads, {row['placement']}"
         + ("" if row.get("room_gib") is None else f" for {row['room_gib']:g} GiB")
-        + f" ({row['heads']['GPU']} heads on the GPU): predicted "
+        + f", {row.get('heads', {}).get('GPU', 0)} heads on the GPU: predicted "
         f"{row['predicted_milliseconds']:.2f} ms, measured {row['milliseconds']:.2f} "
         f"({row['error']:+.1%})"
     )

@@ -176,12 +176,12 @@ class DecodeAttention(NativeAttention):
         policy."""
         if not self.policy.selects:
             return frozenset()
-        asks = np.repeat(self.sparse_layers[:, None], self.num_kv_heads, axis=1)
+        asks = self.sparse_layers[:, None]
         if self.roles is not None:
-            asking = (self.roles == RETRIEVE) | (self.roles == SELECT)
-            asks = asking.reshape(self.num_layers, self.num_kv_heads, -1).any(axis=2)
+            asks = (self.roles == RETRIEVE) | (self.roles == SELECT)
         if elsewhere is not None:
-            asks = asks & ~elsewhere
+            units = asks.shape[1] // self.num_kv_heads or 1
+            asks = asks & ~np.repeat(elsewhere, units, axis=1)
         return frozenset(np.flatnonzero(asks.any(axis=1)).tolist())
 
     def count_rows(self, step: DecodeStep) -> None:

@@ -43,8 +43,9 @@ def generate_tokens(
     Returns:
         int64 [batch_size, tokens], prompt and new tokens.
     """
-    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    pad = int(generation_config._pad_token_tensor) if has_eos else 0
+    ends = [c.eos_token_id.cpu() for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
+    eos = torch.cat(ends) if ends else torch.empty(0, dtype=torch.int64)
+    pad = int(generation_config._pad_token_tensor) if ends else 0
     batch_size, length = input_ids.shape
     text = torch.empty(batch_size, stopping_criteria.max_length, dtype=torch.int64)
     text[:, :length] = input_ids
@@ -54,22 +55,24 @@ def generate_tokens(
     chosen = runtime.first_tokens(outputs.logits[:, -1], options)[:, None]
     del outputs  # the logits may be of a whole prompt
     while True:
-        for left in range(chosen.shape[1] - 1, -1, -1):
-            tokens = torch.where(unfinished, chosen[:, -1 - left], pad)
-            text[:, length] = tokens
-            length += 1
-            if streamer is not None:
+        ended = torch.isin(chosen, eos) & unfinished[:, None]
+        if bool(ended[:, :-1].any()):  # what follows an answer's end is padding
+            kept = int(ended.any(dim=0).int().argmax()) + 1
+            surplus = chosen.shape[1] - kept
+            chosen, ended = chosen[:, :kept], ended[:, :kept]
+            cache.crop(-surplus)
+            runtime.stats.decode_tokens -= surplus * batch_size
+        chosen = torch.where(unfinished[:, None], chosen, pad)
+        text[:, length : length + chosen.shape[1]] = chosen
+        length += chosen.shape[1]
+        if streamer is not None:
+            for tokens in chosen if batch_size == 1 else chosen.T:
                 streamer.put(tokens)
-            ended = unfinished & stopping_criteria(text[:, :length], None)
-            unfinished &= ~ended
-            if left and bool(ended.any()):  # what follows an answer's end is padding
-                cache.crop(-left)
-                runtime.stats.decode_tokens -= left * batch_size
-                break
-        if not bool(unfinished.any()):
+        unfinished &= ~ended[:, -1]
+        if length == text.shape[1] or not bool(unfinished.any()):
             break
-        most = text.shape[1] - length
-        chosen = runtime.choose_tokens(cache, tokens, positions + length, options, most)
+        most, last = text.shape[1] - length, chosen[:, -1].contiguous()
+        chosen = runtime.choose_tokens(cache, last, positions + length, options, most)
     if streamer is not None:
         streamer.end()
     return text[:, :length].to(input_ids.device)

@@ -221,7 +221,7 @@ class Case:
             tokens = self.text[:, end - 1 : end]
             if chooses is not None and chooses[step]:
                 last = tokens[:, 0], positions[:, end - 1]
-                results.append(runtime.choose_tokens(cache, *last, SamplingOptions()))
+                results.append(runtime.choose_tokens(cache, *last, SamplingOptions())[:, 0])
                 continue
             if noise is not None:
                 runtime._decoder.decode = decode_with_noise

@@ -21,6 +21,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.gguf import LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name
 from offload.models.shape import MODEL_SHAPES
+from offload.planning.choose import _with_layers
 from offload.policies.lychee_decode.kept_roles import keep_roles, kept_roles
 from offload.policies.lychee_decode.roles import HeadRoles
 
@@ -104,6 +105,15 @@ def test_what_auto_comes_to(
     assert "names no policy, and policy is 'auto'" in " ".join(unnamed.stderr.split())
 
 
+@pytest.fixture
+def heads_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU gets retrieving heads, and no whole layers beside them."""
+    monkeypatch.setattr(
+        "offload.planning.choose._with_layers", lambda *args: _with_layers(*args)[-1:]
+    )
+
+
+@pytest.mark.usefixtures("heads_only")
 def test_it_plans_for_the_heads_that_will_retrieve(
     h200: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +141,7 @@ def test_it_plans_for_the_heads_that_will_retrieve(
     assert on_gpu(str(folder)) == kept
 
 
+@pytest.mark.usefixtures("heads_only")
 def test_it_plans_for_the_heads_of_an_embedded_model(h200: str, tmp_path: Path) -> None:
     """Whose weights need not be converted for it."""
     cache = {"OFFLOAD_CACHE": str(tmp_path / "none")}
@@ -149,7 +160,7 @@ def test_a_machine_that_is_not_there_yet(
     tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        sys.modules["offload.cli.plan"], "_measured", lambda *_, **__: machine_profile()
+        sys.modules["offload.cli.plan"], "_measured", lambda *_, **__: (machine_profile(), 15)
     )
     arguments = [
         "plan",

@@ -303,7 +303,7 @@ def test_a_chunk_less_context(pool):
         ("lfps", {}),
         ("lychee_cluster", {}),
         ("sketch", {}),
-        ("auto", {}),
+        ("per_head", {}),
         ("tidal_decode", {"inner": "lfps"}),
     ],
 )

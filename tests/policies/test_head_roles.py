@@ -348,7 +348,10 @@ def calibrated(policy, model, tokenizer):
     return made, len(loads)
 
 
-def test_policies_without_roles_get_them(offloaded_models, tokenizer, caplog):
+def test_policies_without_roles_get_them(
+    offloaded_models, tokenizer, caplog, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
     model = offloaded_models["llama"]
     policy = LycheeDecode(budget_tokens=128, retrieval_heads=3, rule="ratio", ratio=0.5)
     with caplog.at_level(logging.INFO, logger="offload"):

@@ -137,7 +137,7 @@ def greedy_answer(
         def step(token: Tensor) -> Tensor:
             nonlocal position
             position += 1
-            return runtime.choose_tokens(cache, token, torch.tensor([position - 1]), _GREEDY)
+            return runtime.choose_tokens(cache, token, torch.tensor([position - 1]), _GREEDY)[:, 0]
 
         runtime.attention.start_profile()
         token = runtime.first_tokens(prompt.logits, _GREEDY)

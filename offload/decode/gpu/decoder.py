@@ -177,7 +177,8 @@ class DeviceDecoder:
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
         """As `Decoder.tokens_at_once`: a burst, if the GPU has all heads of all of them."""
-        if most < 2 or self.model.ranks is not None or self.on_mark is not None:
+        is_watched = self.model.ranks is not None or self.on_mark is not None
+        if most < 2 or is_watched or not all(layer.is_resident for layer in self._layers):
             return 1
         self._bind(seqs, most)  # which may have to place heads elsewhere
         bursts = self._prepared.bursts

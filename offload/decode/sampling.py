@@ -21,14 +21,21 @@ class SamplingOptions:
     top_p: float = 1.0
 
 
+class BurstError(RuntimeError):
+    """Numbers were not finite in one of several steps: single ones tell where."""
+
+
 def check_chosen(tokens: Tensor, num_layers: int) -> Tensor:
-    """`tokens` [n] on the host, of `TokenChooser` or `likeliest`.
+    """`tokens` [n, num_steps] on the host, of `TokenChooser` or `likeliest`.
 
     Raises:
         RuntimeError: one is -1. What went wrong in a layer shows in the keys of the next, so it was
             the last layer, or came after it.
+        BurstError: one of several steps.
     """
     if int(tokens.min()) < 0:
+        if tokens.dim() > 1 and tokens.shape[1] > 1:
+            raise BurstError("non-finite logits in one of several steps")
         raise RuntimeError(
             f"non-finite logits in row {int(tokens.argmin())} of the step: NaN or inf in layer "
             f"{num_layers - 1}, the last, or in the weights after it"

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from offload.decode.sampling import SamplingOptions
+from offload.decode.sampling import BurstError, SamplingOptions
 
 if TYPE_CHECKING:
     from offload.runtime.runtime import Runtime
@@ -72,7 +72,11 @@ def generate_tokens(
         if length == text.shape[1] or not bool(unfinished.any()):
             break
         most, last = text.shape[1] - length, chosen[:, -1].contiguous()
-        chosen = runtime.choose_tokens(cache, last, positions + length, options, most)
+        step = (cache, last, positions + length, options)
+        try:
+            chosen = runtime.choose_tokens(*step, most)
+        except BurstError:
+            chosen = runtime.choose_tokens(*step)
     if streamer is not None:
         streamer.end()
     return text[:, :length].to(input_ids.device)

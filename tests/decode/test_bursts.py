@@ -177,12 +177,22 @@ def test_a_burst_that_fails_leaves_what_was_there(
     assert torch.equal(greedy(model, tokens, 24, past_key_values=cache), expected)
 
 
-def test_logits_that_are_not_finite_end_it(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.no_grad():
-        model.lm_head.weight[3, 0] = float("nan")
-    model._offload._decoder.place(HeadPlacement.filled(3, 2, Place.GPU))
-    with pytest.raises(RuntimeError, match="non-finite logits"):
-        greedy(model, random_tokens(1, 40), 24)
+@pytest.mark.parametrize("token", [1, 12])
+def test_numbers_that_are_not_finite_are_told_of_their_layer(
+    model: Any, cpu: Any, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the step in which they come: what was chosen before it stays."""
+    decoder, tokens, streamer = model._offload._decoder, random_tokens(1, 40), Counter()
+    expected = greedy(cpu, tokens, 24)
+
+    def spoil(layer: int, first: int, qkv: torch.Tensor, positions: torch.Tensor) -> None:
+        if layer == 1:
+            qkv[:, 0] += torch.where(positions == 40 + token, torch.inf, 0.0).to(qkv.dtype)
+
+    monkeypatch.setattr(decoder, "after_projection", spoil)
+    with pytest.raises(RuntimeError, match=r"layer [12]"):
+        greedy(model, tokens, 24, streamer=streamer)
+    assert streamer.tokens == expected[0, : 41 + token].tolist()
     assert model.kv_store.num_sequences == 0
 
 

@@ -113,14 +113,21 @@ class TextSession(DecodeSession):
         self._runtime._decoder.close()
         self._runtime.store.close()
 
-    @torch.no_grad()
     def step(self) -> None:
         """From the next token of the text to the most likely one after it, on the host."""
+        self.step_several(1)
+
+    @torch.no_grad()
+    def step_several(self, most: int) -> int:
+        """As a generation does; where several come at once, all but the first are chosen ones."""
         assert self._cache is not None
         positions = torch.tensor([self._position])
         tokens = self._tokens[self._position : self._position + 1]
-        self._runtime.choose_tokens(self._cache, tokens, positions, SamplingOptions())
-        self._position += 1
+        chosen = self._runtime.choose_tokens(
+            self._cache, tokens, positions, SamplingOptions(), most
+        )
+        self._position += chosen.shape[1]
+        return int(chosen.shape[1])
 
     @torch.no_grad()
     def _read(self, prompt: Tensor) -> None:

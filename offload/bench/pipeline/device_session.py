@@ -74,20 +74,6 @@ class DecoderSession(CacheSession):
         )
         cache.store.commit(cache.seqs, ones)
 
-    @torch.inference_mode()
-    def step_several(self, most: int) -> int:
-        """Decode tokens of every sequence, as many at once as a model would, up to `most`."""
-        cache = self._cache
-        count = self._decoder.tokens_at_once(cache.seqs, most)
-        cache.store.reserve(cache.seqs, [count] * self.batch_size)
-        positions = torch.tensor([cache.store.kv_len(seq) for seq in cache.seqs])
-        chosen = self._decoder.choose_several(
-            cache.seqs, self._tokens, positions, SamplingOptions(), count
-        )
-        self._tokens = chosen[:, -1].contiguous()
-        cache.store.commit(cache.seqs, [count] * self.batch_size)
-        return count
-
 
 class DeviceSession(DecoderSession):
     """A session of the decoder that a model with a GPU has."""
@@ -128,15 +114,20 @@ class DeviceSession(DecoderSession):
             longest = max(self._cache.store.kv_len(seq) for seq in self._cache.seqs)
             self._decoder.begin_generation(self.batch_size, longest + self.num_steps)
 
-    def decode(self, num_steps: int) -> list[float]:
+    @torch.inference_mode()
+    def step_several(self, most: int) -> int:
         if not self._as_shipped:
-            return super().decode(num_steps)
-        seconds: list[float] = []
-        while len(seconds) < num_steps:
-            start = time.perf_counter()
-            count = self.step_several(num_steps - len(seconds))
-            seconds += [(time.perf_counter() - start) / count] * count
-        return seconds
+            return super().step_several(most)
+        cache = self._cache
+        count = self._decoder.tokens_at_once(cache.seqs, most)
+        cache.store.reserve(cache.seqs, [count] * self.batch_size)
+        positions = torch.tensor([cache.store.kv_len(seq) for seq in cache.seqs])
+        chosen = self._decoder.choose_several(
+            cache.seqs, self._tokens, positions, SamplingOptions(), count
+        )
+        self._tokens = chosen[:, -1].contiguous()
+        cache.store.commit(cache.seqs, [count] * self.batch_size)
+        return count
 
     def trace(self, num_steps: int) -> list[StepTimeline]:
         if self._without_host:

@@ -53,12 +53,17 @@ class DecodeSession(ABC):
 
     def decode(self, num_steps: int) -> list[float]:
         """Decode so many tokens of every sequence; seconds of each step."""
-        seconds = []
-        for _ in range(num_steps):
+        seconds: list[float] = []
+        while len(seconds) < num_steps:
             start = time.perf_counter()
-            self.step()
-            seconds.append(time.perf_counter() - start)
+            count = self.step_several(num_steps - len(seconds))
+            seconds += [(time.perf_counter() - start) / count] * count
         return seconds
+
+    def step_several(self, most: int) -> int:
+        """Decode as many tokens of every sequence as come at once, up to `most`; how many."""
+        self.step()
+        return 1
 
     def trace(self, num_steps: int) -> list[StepTimeline]:
         """`decode` with marks, each step on its own; one more may be decoded, to capture it."""

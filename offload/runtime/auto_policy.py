@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from offload.decode.gpu.free_room import SPARE_BYTES
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.planned_model import PlannedModel
@@ -316,8 +317,8 @@ def _device_room_bytes(
     """What the GPU will have beside the weights, of ranks the one that has least."""
     if ranks is None:
         room = torch.cuda.mem_get_info(torch.device(config.device))[0] - weight_bytes
-        budget = device_kv_budget_bytes(config, weight_bytes)
-        return max(0, room if budget is None else min(room, budget))
+        budget = device_kv_budget_bytes(config, weight_bytes)  # as `FreeRoom` counts later
+        return max(0, room - SPARE_BYTES if budget is None else min(room, budget))
     # Each has its part of the layers and all of the rest.
     of_layers = layer_elements(work.shape) * work.shape.num_layers * work.item_bytes
     part = weight_bytes - of_layers + -(-of_layers // ranks.world_size)

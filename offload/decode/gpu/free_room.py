@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 # For cuBLAS, kernels and fragments, where nobody named a limit.
-_SPARE_BYTES = 2**29
+SPARE_BYTES = 2**29
 # A room that proved too small is taken for so much of itself, until there is clearly more.
 _AFTER_FAILURE, _CLEARLY_MORE = 0.9, 1.1
 
@@ -29,7 +29,7 @@ class FreeRoom:
             free = torch.cuda.mem_get_info(self._device)[0] + held_bytes
             free += torch.cuda.memory_reserved(self._device)
             free -= torch.cuda.memory_allocated(self._device)
-            room = max(0, free - _SPARE_BYTES) if room is None else min(room, free)
+            room = max(0, free - SPARE_BYTES) if room is None else min(room, free)
         if room is None or self._failed_bytes is None:
             return room
         if room > _CLEARLY_MORE * self._failed_bytes:

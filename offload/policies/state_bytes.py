@@ -16,31 +16,22 @@ class StateBytes:
     """Bytes of what `policy` remembers of a sequence of `store`, counted before they are there.
 
     Args:
-        layers: as `layers`.
+        layers: that may ask the policy.
 
     Attributes:
-        layers: that ask the policy.
+        layers: that ask it.
         most_tokens: that a sequence will ever have in the store, if that is bounded.
     """
 
     most_tokens: int | None = None
-    _sizes: dict[int, int]  # `at`, by capacity
 
     def __init__(
         self, policy: Policy, store: KVStore, *, num_qo_heads: int, layers: Iterable[int]
     ) -> None:
         self._policy, self._store = policy, store
         self._num_qo_heads = num_qo_heads
-        self.layers = frozenset(layers)
-        self._num_observed = len(self.layers)
-
-    @property
-    def layers(self) -> frozenset[int]:
-        return self._layers
-
-    @layers.setter
-    def layers(self, layers: frozenset[int]) -> None:
-        self._layers, self._sizes = layers, {}
+        self.layers = self._observed = frozenset(layers)
+        self._sizes: dict[tuple[int, frozenset[int]], int] = {}  # by capacity and layers
 
     def capacity(self, kv_len: int) -> int:
         """Tokens that arrays have room for when `kv_len` are there."""
@@ -49,23 +40,30 @@ class StateBytes:
 
     def at(self, kv_len: int) -> int:
         """At most so many are in the arrays of a sequence that comes to `kv_len` tokens."""
+        return self._in_arrays(kv_len, self.layers)
+
+    def most_at(self, kv_len: int) -> int:
+        """The same if every layer asks that ever may."""
+        return self._in_arrays(kv_len, self._observed)
+
+    def _in_arrays(self, kv_len: int, layers: frozenset[int]) -> int:
         policy, store = self._policy, self._store
         if not (policy.selects and policy.has_state()) or kv_len <= policy.dense_tokens:
             return 0
-        capacity = self.capacity(kv_len)
-        if capacity not in self._sizes:
+        key = (self.capacity(kv_len), layers)
+        if key not in self._sizes:
             shape = StateShape(
                 num_qo_heads=self._num_qo_heads,
                 num_kv_heads=store.num_kv_heads,
                 head_dim=store.head_dim,
                 item_bytes=store.dtype.itemsize,
-                capacity_tokens=capacity,
+                capacity_tokens=key[0],
                 num_layers=store.num_layers,
             )
             state_bytes = policy.selecting.state_bytes
-            num_bytes = sum(state_bytes(replace(shape, layer_idx=i)) for i in self._layers)
-            self._sizes = {capacity: num_bytes}  # most ask for one
-        return self._sizes[capacity]
+            num_bytes = sum(state_bytes(replace(shape, layer_idx=i)) for i in sorted(layers))
+            self._sizes = {key: num_bytes}  # most ask for one
+        return self._sizes[key]
 
     @property
     def of_queries(self) -> int:
@@ -73,7 +71,7 @@ class StateBytes:
         policy, store = self._policy, self._store
         if not (policy.selects and policy.observed_queries):
             return 0
-        return self._num_observed * RecentQueries.bytes_for(
+        return len(self._observed) * RecentQueries.bytes_for(
             self._num_qo_heads, policy.observed_queries, store.head_dim, store.dtype
         )
 

@@ -174,8 +174,9 @@ def _bound_of_slots(
 
     def beside(slots: int) -> int:
         state.most_tokens = slots
-        # While arrays grow, and after a draft, there are two of them; in a pass, of queries.
-        of_policy = 2 * (state.at(slots) + state.of_queries)
+        # While arrays grow, and after a draft, there are two of them; in a pass, of queries. Heads
+        # that a GPU holds now may come back to the CPU.
+        of_policy = 2 * (state.most_at(slots) + state.of_queries)
         return of_window + of_policy + capacity_for(slots) * policy.reads_text
 
     bound = SequenceBound.of(

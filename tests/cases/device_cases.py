@@ -56,13 +56,19 @@ def load(
         backend="inline" if backend == "flags" else backend,
         **{"num_threads": 2, "page_tokens": 16, "prefill_slice_tokens": 64, **options},
     )
-    decoder = model._offload._decoder
-    if device == "cuda" and "placement" not in options:
-        decoder._choose = None
-        decoder.place(decoder._least_placement())
+    if "placement" not in options:
+        keep_least_on_gpu(model)
     if backend == "flags":
         model._offload._decoder._make_handshake = make_flag_handshake
     return model
+
+
+def keep_least_on_gpu(model: Any) -> None:
+    """Of a model with a GPU, only the heads that its policy needs there."""
+    decoder = model._offload._decoder
+    if model.device.type == "cuda":
+        decoder._choose = None
+        decoder.place(decoder._least_placement())
 
 
 def greedy(model: Any, tokens: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:

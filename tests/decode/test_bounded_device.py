@@ -13,6 +13,8 @@ from cases.bounded_cases import rows_of
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
 from cases.tiny_models import random_tokens, save_long_model
 
+from offload.decode.gpu.placement import HeadPlacement, Place
+
 POLICIES = ["full", "lfps", "lychee_cluster", "per_head", "hard_kv"]
 BYTES = 2**21
 
@@ -24,11 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bounded(folder: Path) -> Callable[..., Any]:
-    def load_bounded(policy: str, device_and_backend: Any) -> Any:
+    def load_bounded(policy: str, device_and_backend: Any, **more: Any) -> Any:
         chosen = "full" if policy == "full" else small(policy)
         # By rereading there is no GPU.
         options = {"host_bytes_per_sequence": BYTES, "condense_by": "attention", "num_threads": 1}
-        return load(folder, chosen, device_and_backend, **options)
+        return load(folder, chosen, device_and_backend, **options, **more)
 
     return load_bounded
 
@@ -50,6 +52,19 @@ def test_as_on_the_cpu(bounded: Callable[..., Any], policy: str, device_and_back
         # Of two tokens that are asked for as much, rounding says which stays.
         differs = ~torch.isclose(on_device, on_cpu, rtol=1e-3, atol=1e-3).all(dim=-1)
         assert differs.float().mean() < 0.005
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
+def test_the_bound_does_not_depend_on_the_place(
+    bounded: Callable[..., Any], policy: str, device_and_backend: Any
+) -> None:
+    """What the policy keeps of heads that come back to the CPU has room in it."""
+    native = bounded(policy, ("cpu", None))
+    heads = native.kv_store.num_layers, native.kv_store.num_kv_heads
+    everything = HeadPlacement.filled(*heads, Place.GPU)
+    device = bounded(policy, device_and_backend, placement=everything)
+    assert device.new_cache().bound == native.new_cache().bound
 
 
 @pytest.mark.parametrize("policy", POLICIES)

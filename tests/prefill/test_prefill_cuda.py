@@ -223,7 +223,7 @@ def test_what_is_stored_is_what_was_computed(pinned):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("name", ["quest", "lfps", "lychee_cluster", "sketch", "auto"])
+@pytest.mark.parametrize("name", ["quest", "lfps", "lychee_cluster", "sketch", "per_head"])
 def test_the_host_waits_for_nothing(monkeypatch, name):
     """From the first layer to the last."""
     _, lean = cuda_model(torch.bfloat16, **SHAPE, max_position_embeddings=4096)
@@ -267,7 +267,7 @@ def test_the_host_waits_for_nothing(monkeypatch, name):
         built = attention.states.arrays_of(seq)
         assert built is not None
         # Of `auto` the first layer retrieves, too.
-        assert [len(arrays) > 0 for arrays in built.layers] == [name == "auto"] + [True] * 5
+        assert [len(arrays) > 0 for arrays in built.layers] == [name == "per_head"] + [True] * 5
     pool.close()
     store.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
+from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, keep_least_on_gpu, load, small
 from cases.prefill_cases import copy_alongside
 from cases.tiny_models import random_tokens
 
@@ -138,6 +138,8 @@ def test_bfloat16(folder: Path, backend: Any) -> None:
     options |= {"page_tokens": 16, "policy": small("exact_topk")}
     model = OffloadedModel.from_pretrained(folder, cache_correction_every=EVERY, **options)
     uncorrected = OffloadedModel.from_pretrained(folder, **options)
+    for loaded in (model, uncorrected):
+        keep_least_on_gpu(loaded)
     text, cache = random_tokens(1, PROMPT), model.new_cache()
     text = go_on(model, cache, text, EVERY + 2)[:, :-1]
     exact = read(load(folder, "full", ("cpu", None)), text)

@@ -391,16 +391,18 @@ def _print_result(
     table = Table(title=model, title_justify="left")
     table.add_column("policy", min_width=max(len(_label(run)) for run in runs))
     sets_up = any(run["setup_seconds"] for run in runs)
-    costs = ["context", "KV on host", "KV on device", "index", "prefill", "decode"]
+    on_device = any(run["kv_device_bytes"] for run in runs)
+    of_device = ["KV on device"] if on_device else []
+    costs = ["context", "KV on host", *of_device, "index", "prefill", "decode"]
     for column in [*costs, "set-up"] if sets_up else costs:
         table.add_column(column, justify="right")
     for run in runs:
-        index = f"{format_bytes(run['policy_host_bytes'])}, {run['index_seconds']:.2f} s"
+        index = f"{format_bytes(run['policy_host_bytes'])}\n{run['index_seconds']:.2f} s"
         table.add_row(
             _label(run),
             f"{run['context_tokens']:,}",
             format_bytes(run["kv_host_bytes"]),
-            format_bytes(run["kv_device_bytes"]),
+            *([format_bytes(run["kv_device_bytes"])] if on_device else []),
             index if run["policy_host_bytes"] else "-",
             f"{run['prefill_tokens_per_second']:,.0f} tok/s",
             f"{run['decode_tokens_per_second']:,.1f} tok/s",

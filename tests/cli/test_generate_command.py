@@ -45,7 +45,7 @@ def test_stdout_has_the_answer_alone(generate: Any) -> None:
     assert result.exit_code == 0, result.output
     runs = json.loads(generate(*options, "--json").stdout)["runs"]
     assert result.stdout.split() == "\n".join(run["answer"] for run in runs).split()
-    for text in ("policy", "context", "KV on host", "KV on device", "prefill", "decode"):
+    for text in ("policy", "context", "KV on host", "prefill", "decode"):
         assert text in result.stderr
     lines = result.stderr.splitlines()
     assert sum(line.startswith("│ exact_topk") for line in lines) == 1

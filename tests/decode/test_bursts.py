@@ -139,8 +139,6 @@ def test_every_token_is_streamed(model: Any, cpu: Any) -> None:
 
 
 def test_sampled_tokens_repeat_with_their_seed(model: Any) -> None:
-    if not model._offload.chooses_tokens(_sampled()):
-        pytest.skip("the CPU samples in the stock loop")
     outs = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -149,12 +147,6 @@ def test_sampled_tokens_repeat_with_their_seed(model: Any) -> None:
     torch.manual_seed(4)
     other = greedy(model, random_tokens(1, 40), 25, do_sample=True, temperature=0.9)
     assert not torch.equal(outs[0], other)
-
-
-def _sampled() -> Any:
-    from offload.decode.sampling import SamplingOptions
-
-    return SamplingOptions(temperature=0.9)
 
 
 def test_a_burst_that_fails_leaves_what_was_there(
@@ -202,3 +194,15 @@ def test_bursts_are_as_long_as_a_reader_may_wait(monkeypatch: pytest.MonkeyPatch
     for seconds, wanted in ((0.001, MOST_STEPS), (0.008, 4), (0.1, 1)):
         bursts.timed(2, 2 * seconds)
         assert bursts.num_steps == wanted
+
+
+def test_a_burst_takes_pages_for_itself_alone(model: Any) -> None:
+    """However many tokens are to come: 41 and at most 32 more."""
+    cache = model.new_cache()
+    model(random_tokens(1, 40).to(model.device), past_key_values=cache)
+    decoder = model._offload._decoder
+    assert decoder.tokens_at_once(cache.seqs, 400) == 7
+    resident = decoder._steps.step.resident
+    assert {len(pages) for pages in resident._addresses[0].values()} == {
+        -(-(40 + MOST_STEPS) // 16)
+    }

@@ -185,6 +185,17 @@ def test_a_placement_about_as_good_stays() -> None:
     assert choose(now, 1, 65536, room // 2) != now
 
 
+def test_a_little_more_room_is_no_reason_to_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free changes with every allocation of anybody."""
+    choose = chooser(make_policy("quest"))
+    least, room = nothing_there(choose), room_for(choose, 65536, 0.6)
+    chosen = choose(least, 1, 65536, room)
+    monkeypatch.setattr(Chooser, "_choose", lambda *_: pytest.fail("chosen again"))
+    step = (1 << room.bit_length()) // 128
+    assert choose(least, 1, 65536, room // step * step + step - 1) == chosen
+    assert choose(least, 1, 65536 - 100, room) == chosen
+
+
 def test_the_choice_by_a_profile() -> None:
     policy = make_policy("lychee_decode", retrieval_heads=4)
     slow_cpu = machine_profile(read_bandwidth=1e9, device=device_profile())

@@ -20,6 +20,7 @@ from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
+from offload.decode.gpu.bursts import MOST_STEPS
 from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.handshake import Handshake, Step, make_handshake
 from offload.decode.gpu.layer_heads import layer_heads, scores_tokens
@@ -180,7 +181,7 @@ class DeviceDecoder:
         is_watched = self.model.ranks is not None or self.on_mark is not None
         if most < 2 or is_watched or not all(layer.is_resident for layer in self._layers):
             return 1
-        self._bind(seqs, most)  # which may have to place heads elsewhere
+        self._bind(seqs, min(most, MOST_STEPS))  # which may have to place heads elsewhere
         bursts = self._prepared.bursts
         return 1 if bursts is None else min(most, bursts.num_steps)
 

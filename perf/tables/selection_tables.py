@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from offload.bench.selection.output import COLUMNS, LEGEND, cells
+from offload.bench.quality.output import COLUMNS, LEGEND, cells
 from perf.tables.markdown import (
     Columns,
     Row,

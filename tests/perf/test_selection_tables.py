@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offload.policies.registry import available_policies
-from perf.bench_selection import BUDGETS, policies_of_quality
+from perf.bench_quality import BUDGETS, policies_of_quality
 from perf.tables.selection_tables import (
     lfps_ablation_table,
     lfps_candidates_table,

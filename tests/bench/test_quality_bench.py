@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from cases.tiny_models import random_tokens
-
-from offload import OffloadedModel
 from offload.bench.selection.measure import (
     SelectionMeasurement,
     SelectionSettings,
@@ -21,6 +19,8 @@ from offload.bench.selection.measure import (
     reference_of,
 )
 from offload.bench.selection.shared_prefill import SharedPrefill
+
+from offload import OffloadedModel
 from offload.policies import Policy, Quest, TidalDecode
 from offload.policies.registry import available_policies, make_policy
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
-
 from offload.bench.selection import output as selection_output
 from offload.bench.selection.measure import SelectionMeasurement
+from typer.testing import CliRunner
+
 from offload.cli import app
 from offload.cli.bench.options import option_values, policy_grid
 from offload.policies import ExactTopK

@@ -38,11 +38,11 @@ def prefill_for(
     observers, builds = [] if on_queries is None else [on_queries], list[PrefillBuild]()
     if seqs and not corrects:
         observers += [x for x in (a.on_prefill_queries for a in attentions) if x is not None]
-        if hidden.is_cuda:
-            news = zip(seqs, batch.num_new_tokens, strict=True)
-            kv_lens = [attentions[0].store.kv_len(seq) + num_new for seq, num_new in news]
-            found = [attention.prefill_build(seqs, kv_lens) for attention in attentions]
-            builds = [build for build in found if build is not None]
+        news = zip(seqs, batch.num_new_tokens, strict=True)
+        kv_lens = [attentions[0].store.kv_len(seq) + num_new for seq, num_new in news]
+        building = [a for a in attentions if a.builds_in_prefill(hidden.device)]
+        found = [attention.prefill_build(seqs, kv_lens) for attention in building]
+        builds = [build for build in found if build is not None]
     hidden = prefill(
         hidden=hidden,
         batch=batch,

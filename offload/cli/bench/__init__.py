@@ -38,6 +38,8 @@ app = typer.Typer(
 KERNEL_NAMES = ("dense", "sparse", "topk")
 
 app.command(cls=Command)(quality.quality)
+for old in ("budget", "selection"):
+    app.command(old, cls=Command, hidden=True)(quality.quality)
 
 
 @app.command(cls=Command)

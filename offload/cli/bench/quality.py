@@ -103,10 +103,11 @@ def quality(
     with running(verbose=verbose):
         from offload.bench.eval.haystack import described
         from offload.bench.quality.measure import QualitySettings, exact_topk_of
+        from offload.policies.registry import make_policy
         from offload.system.machine import describe_machine
 
-        grid = policy_grid(["full", *names], budgets, options, option="--option")
-        policies = list(dict.fromkeys(grid))
+        grid = policy_grid(names, budgets, options, option="--option")
+        policies = list(dict.fromkeys([make_policy("full"), *grid]))
         setup = Setup(model, policies, bounds, dtype, "cpu", threads, page_tokens, verbose)
         settings = QualitySettings(
             context=context,

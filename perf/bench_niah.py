@@ -13,11 +13,11 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-from offload.bench.selection.measure import policy_label
-from offload.bench.selection.shared_prefill import SharedPrefill
 from tqdm import tqdm
 
 from offload import OffloadedModel, load_tokenizer
+from offload.bench.selection.measure import policy_label
+from offload.bench.selection.shared_prefill import SharedPrefill
 from offload.loading.gguf import EMBEDDED_MODEL
 from offload.loading.names import resolve_folder
 from offload.policies import Policy

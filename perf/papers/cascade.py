@@ -19,7 +19,6 @@ from typing import Any
 
 from offload.bench.budget.bounded_text import compare_eviction, decode_text
 from offload.bench.budget.evictions import EVICTIONS
-
 from offload.cascade.bound import CONDENSED_SHARE
 from offload.system.memory import available_cpus
 from perf.papers.lychee_cluster import text_window

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from offload.bench.budget.drift import QUARTERS
-from offload.bench.selection.metrics import by_rows, kl_divergence, negative_log_likelihood
 from torch import Tensor
 
 from offload import OffloadedModel
+from offload.bench.budget.drift import QUARTERS
+from offload.bench.selection.metrics import by_rows, kl_divergence, negative_log_likelihood
 from offload.policies.registry import make_policy
 from offload.system.memory import available_cpus
 from perf.papers.lychee_cluster import text_window

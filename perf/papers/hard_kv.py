@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+
 from offload.bench.selection.metrics import kl_divergence, negative_log_likelihood
 from offload.bench.selection.observed_text import observe_text
-
 from offload.policies import HardKV, Policy
 from offload.policies.registry import make_policy
 from offload.runtime.shared_model import SharedModel

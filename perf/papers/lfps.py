@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload.bench.selection.measure import SelectionSettings, measure_selection
 
 from offload import OffloadedModel, load_tokenizer
 from offload.bench.decode.models import lean_model
@@ -33,6 +32,7 @@ from offload.bench.eval.prompt import prompt_text
 from offload.bench.eval.ruler import ruler_samples
 from offload.bench.eval.sample import Sample
 from offload.bench.latency.run import LatencyRun, run_latency
+from offload.bench.selection.measure import SelectionSettings, measure_selection
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.gguf import LONG_CONTEXT_MODEL
 from offload.loading.names import resolve_folder

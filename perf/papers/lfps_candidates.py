@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from offload.bench.selection.observed_text import observe_text
-
 from offload import load_tokenizer
+from offload.bench.selection.observed_text import observe_text
 from offload.policies import Policy
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from offload.bench.selection.shared_prefill import prefill_keeping_queries
 from torch import Tensor
 from torch.nn import functional
 
+from offload.bench.selection.shared_prefill import prefill_keeping_queries
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import pack

@@ -25,9 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload.bench.selection.metrics import kl_divergence, mean, negative_log_likelihood
-from offload.bench.selection.observed_text import observe_text, observer_of
-from offload.bench.selection.observer import SelectionObserver
 
 from offload.bench.eval.answers import answer_sample
 from offload.bench.eval.perplexity import teacher_forced
@@ -35,6 +32,9 @@ from offload.bench.eval.prompt import prompt_counter
 from offload.bench.eval.ruler import RULER_TASKS, ruler_samples
 from offload.bench.eval.sample import Sample
 from offload.bench.eval.structured import STRUCTURED_TASKS, structured_samples
+from offload.bench.selection.metrics import kl_divergence, mean, negative_log_likelihood
+from offload.bench.selection.observed_text import observe_text, observer_of
+from offload.bench.selection.observer import SelectionObserver
 from offload.loading.names import load_tokenizer
 from offload.system.stdlib_text import stdlib_paragraphs, stdlib_sources
 from perf.papers.lychee_variants import answering, variants

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from offload.bench.selection.metrics import kl_divergence, mean_by_rows
 from torch import Tensor
 
 from offload import OffloadedModel
@@ -25,6 +24,7 @@ from offload.bench.eval.intervals import student_interval
 from offload.bench.eval.perplexity import Window, teacher_forced
 from offload.bench.eval.prompt import prompt_text, prompt_tokens
 from offload.bench.eval.summary import FULL, mean, summaries
+from offload.bench.selection.metrics import kl_divergence, mean_by_rows
 from offload.policies import Policy
 from offload.policies.lychee_decode.calibration import (
     CALIBRATION_TOKENS,

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from offload.bench.budget.drift import last_to_second
-
 from perf.tables.markdown import Columns, Row, table
 from perf.tables.tables import machine_line
 

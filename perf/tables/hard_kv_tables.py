@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.bench.budget.equal_error import tokens_of_equal_error
-
 from perf.tables.markdown import TIMES, Columns, Row, table
 from perf.tables.tables import machine_line
 

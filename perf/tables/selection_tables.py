@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from offload.bench.selection.output import COLUMNS, LEGEND, cells
@@ -24,15 +23,6 @@ PERPLEXITY_BUDGET = 1024
 BETTER_THAN_QUEST = ("lychee_cluster", "tidal_decode", "lychee_decode")
 LOW_PERPLEXITY = ("lfps", "lychee_cluster")
 NIAH_SCORE = 1.0
-CANDIDATE_TOLERANCE = 0.25
-# LFPS, Table 4: share of the positions whose keys are scored, by alpha, at these lengths.
-PAPER_LENGTHS = (4096, 8192, 16384, 32768)
-PAPER_CANDIDATES = {
-    0.1: (0.080, 0.062, 0.050, 0.043),
-    0.2: (0.060, 0.046, 0.041, 0.034),
-    0.3: (0.048, 0.041, 0.037, 0.030),
-    0.4: (0.042, 0.036, 0.032, 0.025),
-}
 
 
 def selection_table(result: dict[str, Any]) -> str:
@@ -64,74 +54,6 @@ def _targets(row: dict[str, Any], quest: dict[int, float]) -> str:
         met = row["perplexity_change"] <= PERPLEXITY_CHANGE
         wanted.append(f"perplexity ≤ +{PERPLEXITY_CHANGE:.0%} {mark(met)}")
     return ", ".join(wanted)
-
-
-def lfps_candidates_table(result: dict[str, Any]) -> str:
-    """Share of the keys that LFPS scores, beside the paper's."""
-    least, most = 1 - CANDIDATE_TOLERANCE, 1 + CANDIDATE_TOLERANCE
-    rows = []
-    for row in result["rows"]:
-        column = min(range(4), key=lambda i: abs(PAPER_LENGTHS[i] - row["length"]))
-        paper = PAPER_CANDIDATES[row["alpha"]][column]
-        # The paper keeps the sinks elsewhere.
-        own = row["candidate_share"] - row["sink_tokens"] / row["length"]
-        ratio, met = own / paper, mark(abs(own / paper - 1) <= CANDIDATE_TOLERANCE)
-        verdict = f"{ratio:.2f} of the paper's ({least}\N{EN DASH}{most} {met})"
-        rows.append(row | {"paper": paper, "own": own, "verdict": verdict})
-    settings = result["settings"]
-    title = (
-        "Keys that LFPS scores exactly, as a share of the cache without the sinks. As in the "
-        "paper's Table 4, near tokens are among them where its tables name them. "
-        f"{settings['model']} on {settings['text']}, {settings['steps']} steps, a budget of 2 % of "
-        "the context, the newest token as recent window."
-    )
-    columns = {
-        "alpha": "{alpha}",
-        "tokens": "{length:,}",
-        "scored": "{own:.1%}",
-        "paper": "{paper:.1%}",
-        "target": "{verdict}",
-    }
-    return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])
-
-
-def lfps_ablation_table(result: dict[str, Any]) -> str:
-    """RULER's scores of LFPS by its options, both lengths together, and the keys it scores."""
-    policies = result["settings"]["policies"]
-    rows = [row for row in result["rows"] if row["part"] == "quality"]
-    cells_of: dict[str, list[Row]] = {}
-    for row in result["rows"]:
-        if row["part"] == "cells":
-            cells_of.setdefault(row["task"], []).append(row)
-    count = {task: sum(cell["samples"] for cell in found) for task, found in cells_of.items()}
-    lengths = sorted({row["length"] for row in rows})
-
-    def score(label: str, tasks: Sequence[str]) -> str:
-        right = sum(c["samples"] * c["scores"][label] for task in tasks for c in cells_of[task])
-        return f"{100 * right / sum(count[task] for task in tasks):.0f}"
-
-    def scored(label: str, length: int) -> str:
-        of_label = (r for r in rows if (r["label"], r["length"]) == (label, length))
-        return f"{next(of_label)['scored_tokens']:,.0f}"
-
-    def line(label: str, options: dict[str, Any]) -> list[str]:
-        shown = [f"{options.get(name, '')}" for name in ("spread", "alpha", "bypass_threshold")]
-        of_tasks = [score(label, [task]) for task in count]
-        at_lengths = [scored(label, length) for length in lengths]
-        return [label.split(" ")[0], *shown, score(label, [*count]), *of_tasks, *at_lengths]
-
-    header = ["policy", "spread", "alpha", "bypass", "all", *count]
-    header += [f"scored, {length:,}" for length in lengths]
-    title = (
-        f"{result['settings']['model']}, RULER, per cent right: "
-        f"{', '.join(f'{n} prompts of {task}' for task, n in count.items())}, at "
-        f"{' and '.join(f'{length:,}' for length in lengths)} tokens, seed {rows[0]['seed']}, "
-        f"budget {max(options.get('budget_tokens', 0) for options in policies.values())}. Scored: "
-        "keys of a step, layer and KV head; layers that do not select count as none."
-    )
-    lines = [line(label, options) for label, options in policies.items()]
-    machine = machine_line(result["machine"], spreads=False)
-    return "\n\n".join([title, markdown_table(header, lines), machine])
 
 
 def niah_table(result: dict[str, Any]) -> str:

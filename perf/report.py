@@ -38,8 +38,6 @@ from perf.tables import (
     tradeoff_tables,
 )
 from perf.tables.gpu_tables import Results
-from perf.tables.placement_tables import COMMANDS, not_measured
-from perf.tables.placement_targets import gpu_placement_targets_table
 
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
@@ -63,9 +61,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "gpu-tp": ("gpu-tp", placement_tables.gpu_tp_table),
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
-    "latency-targets": ("latency", latency_tables.latency_targets_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
-    "latency-16-cores-targets": ("latency-16-cores", latency_tables.latency_targets_table),
     "long-context": ("long-context", long_context_tables.long_context_table),
     "niah": ("niah", selection_tables.niah_table),
     "quality-probe": ("quality-probe", selection_tables.quality_probe_table),
@@ -78,21 +74,19 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
     "structured": ("structured", structured_tables.structured_table),
 }
+GPU_PARTS = ("decode", "peers", "prefill", "batch")
 # Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
 GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "gpu-batch": ("batch", gpu_tables.gpu_batch_table),
     "gpu-decode": ("decode", gpu_tables.gpu_decode_table),
     "gpu-overlap": ("decode", gpu_tables.gpu_overlap_table),
     "gpu-prefill": ("prefill", gpu_tables.gpu_prefill_table),
-    "gpu-targets": ("decode", gpu_tables.gpu_targets_table),
     "time-per-token": (
         "decode",
         lambda gpu: time_per_token_caption(gpu, read_results("decode")),
     ),
 }
-PLACEMENT_TARGETS = "gpu-placement-targets"  # of several files
-NOT_MEASURED = "*Not measured yet: run `make bench`.*"
-OWN_SCRIPTS = {"tradeoff": "perf.bench_tradeoff"}
+NOT_MEASURED = "*Not measured yet.*"
 DECODE_PLOT = ROOT / "docs" / "decode.svg"
 TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
 TRAINING_PLOT = ROOT / "docs" / "long-context-training.svg"
@@ -122,8 +116,6 @@ def render(text: str) -> str:
 
 def _content(name: str) -> str:
     """The Markdown of a section, or what stands there while nothing was measured."""
-    if name == PLACEMENT_TARGETS:
-        return placement_targets()
     if name in GPU_SECTIONS:
         part, make_gpu = GPU_SECTIONS[name]
         results = _gpu_results()
@@ -131,21 +123,11 @@ def _content(name: str) -> str:
             return make_gpu(results)
         return "" if name.startswith("gpu-") else NOT_MEASURED
     if name not in SECTIONS:
-        available = ", ".join([*SECTIONS, *GPU_SECTIONS, PLACEMENT_TARGETS])
+        available = ", ".join([*SECTIONS, *GPU_SECTIONS])
         raise ValueError(f"unknown section {name!r}; available: {available}")
     results_name, make = SECTIONS[name]
     result = read_results(results_name)
-    if result is not None:
-        return make(result)
-    if results_name in OWN_SCRIPTS:
-        return f"*Not measured yet: run `python -m {OWN_SCRIPTS[results_name]}`.*"
-    return not_measured(results_name) if results_name in COMMANDS else NOT_MEASURED
-
-
-def placement_targets() -> str:
-    """Of the files that there are, which may be none."""
-    found = {name: read_results(name) for name in COMMANDS}
-    return gpu_placement_targets_table({name: x for name, x in found.items() if x is not None})
+    return NOT_MEASURED if result is None else make(result)
 
 
 def outdated() -> list[Path]:
@@ -157,7 +139,7 @@ def outdated() -> list[Path]:
 
 def _gpu_results() -> Results:
     """Of the parts of `perf.bench_gpu` that were measured."""
-    of_part = {part: read_results(f"gpu-{part}") for part in gpu_tables.PARTS}
+    of_part = {part: read_results(f"gpu-{part}") for part in GPU_PARTS}
     return {part: found for part, found in of_part.items() if found is not None}
 
 

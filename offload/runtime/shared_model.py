@@ -24,7 +24,7 @@ from offload.models.batch import pack
 from offload.policies import Policy
 from offload.policies.full import Full
 from offload.policies.prefill_build import PrefillBuild
-from offload.prefill.forward import OnQueries, prefill
+from offload.prefill.forward import prefill
 from offload.runtime.auto_policy import with_resolved_policy
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.capping import with_cap_in_tokens
@@ -208,13 +208,8 @@ class SharedModel:
         return BoundedModel(Runtime(replace(opened, config=config)))
 
     @contextmanager
-    def read(
-        self, tokens: Sequence[int], *, on_queries: OnQueries | None = None
-    ) -> Iterator[ReadPrompt]:
+    def read(self, tokens: Sequence[int]) -> Iterator[ReadPrompt]:
         """Prefill a prompt; afterwards its memory is free.
-
-        Args:
-            on_queries: sees the queries of the prompt, as `prefill` shows them.
 
         Raises:
             ValueError, HostBudgetError, DeviceMemoryError: it is too long.
@@ -223,9 +218,6 @@ class SharedModel:
         reader.check_context(len(ids))
         cache = OffloadedCache(reader.sequences)
         batch = pack((1, len(ids)), None, torch.arange(len(ids))[None])
-        seeing: list[OnQueries] = [runtime.attention.record_queries for runtime in self.runtimes]
-        if on_queries is not None:
-            seeing.append(on_queries)
         start = time.perf_counter()
         try:
             with (
@@ -247,7 +239,7 @@ class SharedModel:
                     seqs=[seq],
                     slice_tokens=reader.config.prefill_slice_tokens,
                     pool=reader._decoder.pool,
-                    on_queries=_in_turn(seeing),
+                    on_queries=_in_turn([x.attention.record_queries for x in self.runtimes]),
                     on_layer=_in_turn([b.on_layer for b in builds]) if builds else None,
                     copied_heads=max((b.copied_heads for b in builds), default=0),
                     device_budget_bytes=reader.config.max_memory.get(reader.device.index or 0),

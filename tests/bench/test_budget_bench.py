@@ -236,7 +236,9 @@ def test_an_error_leaves_nobody_looking_on(shared: SharedModel) -> None:
     attention = shared.runtimes[0].attention
     with shared.read(random_tokens(20).tolist()) as prompt:
         for run in (
-            lambda: observe_text(shared, 0, prompt, [1], sample_every=1, on_progress=fails),
+            lambda: observe_text(
+                shared, 0, prompt, [1], sample_every=1, dense_layers=2, on_progress=fails
+            ),
             lambda: measure_drift(
                 shared, 0, prompt, 4, sample_every=1, dense_layers=0, on_progress=fails
             ),

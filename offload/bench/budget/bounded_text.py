@@ -21,7 +21,6 @@ from offload.bench.budget.drift import QUARTERS
 from offload.bench.budget.evictions import EVICTIONS, eviction_options, use_eviction
 from offload.bench.selection.metrics import by_rows, kl_divergence, negative_log_likelihood
 from offload.bench.selection.observer import looked_at
-from offload.cascade.bound import CONDENSED_SHARE
 from offload.loading.checkpoint import Checkpoint
 from offload.runtime.cascading import check_bound
 from offload.runtime.config import RuntimeConfig
@@ -153,7 +152,6 @@ def compare_eviction(
     eviction: str,
     share: float,
     sample_every: int,
-    condensed_share: float = CONDENSED_SHARE,
     **options: Any,
 ) -> Row:
     """Against `full`, the same without a bound: means of all steps, and of each quarter of them,
@@ -162,7 +160,6 @@ def compare_eviction(
     Args:
         share: of the bytes that all tokens take.
         sample_every: that of `full`.
-        condensed_share: of the slots, where the eviction merges.
         options: as of `decode_text`.
 
     Raises:
@@ -189,7 +186,6 @@ def compare_eviction(
         eviction=eviction,
         sample_every=sample_every,
         host_bytes_per_sequence=int(share * full.row["bytes_per_token"] * (length + steps)),
-        condensed_share=condensed_share,
         **options,
     )
     targets = torch.tensor(tokens[length : length + steps])

@@ -15,30 +15,6 @@ from offload.policies.registry import make_policy
 from offload.runtime.shared_model import ReadPrompt, SharedModel
 
 
-def observer_of(
-    model: SharedModel, index: int, capacity_tokens: int, *, dense_layers: int | None = None
-) -> SelectionObserver:
-    """Of a policy's decode steps, beside exact top-k of its budget.
-
-    Args:
-        index: of the policy's runtime.
-        dense_layers: first layers that are left out; None: as many as exact top-k has by default.
-    """
-    runtime = model.runtimes[index]
-    topk, policy = make_policy("exact_topk"), runtime.config.policy
-    reference = None
-    if policy.selects:
-        reference = ReferenceBudget(policy.budget_tokens, topk.sink_tokens, topk.recent_tokens)
-    return SelectionObserver(
-        runtime.attention,
-        reference=reference,
-        dense_layers=topk.dense_layers if dense_layers is None else dense_layers,
-        sm_scale=runtime.lean.sm_scale,
-        capacity_tokens=capacity_tokens,
-        window=STABILITY_WINDOW,
-    )
-
-
 def observe_text(
     model: SharedModel,
     index: int,
@@ -46,7 +22,7 @@ def observe_text(
     following: Sequence[int],
     *,
     sample_every: int,
-    dense_layers: int | None = None,
+    dense_layers: int,
     on_seen: Callable[[SeenLayer], None] | None = None,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> tuple[dict[str, Any], torch.Tensor]:
@@ -54,35 +30,40 @@ def observe_text(
 
     Args:
         sample_every: n-th step is compared with exact attention.
-        dense_layers: as `observer_of` takes it.
+        dense_layers: first layers that are left out.
         on_seen: as `SelectionObserver` calls it.
         on_progress: called with the number of steps done since the last call.
 
     Returns:
-        The observer's means, candidate_share (keys scored exactly, of all), and build_seconds,
-        kv_host_bytes and policy_host_bytes as `OffloadStats` has them; and the logits
-        [steps, vocab_size].
+        The observer's means, and kv_host_bytes and policy_host_bytes as `OffloadStats` has them;
+        and the logits [steps, vocab_size].
     """
     runtime = model.runtimes[index]
-    capacity_tokens = len(prompt.tokens) + len(following)
-    observer = observer_of(model, index, capacity_tokens, dense_layers=dense_layers)
-    observer.on_seen = on_seen
+    topk, policy = make_policy("exact_topk"), runtime.config.policy
+    reference = None
+    if policy.selects:
+        reference = ReferenceBudget(policy.budget_tokens, topk.sink_tokens, topk.recent_tokens)
+    observer = SelectionObserver(
+        runtime.attention,
+        reference=reference,
+        dense_layers=dense_layers,
+        sm_scale=runtime.lean.sm_scale,
+        capacity_tokens=len(prompt.tokens) + len(following),
+        window=STABILITY_WINDOW,
+        on_seen=on_seen,
+    )
     logits = []
     with (
         teacher_forced(model, index, prompt) as decode,
         looked_at(runtime.attention, observer.attended),
     ):
-        runtime.attention.start_profile()
         for step, token in enumerate(following):
             observer.sampling = step % sample_every == 0
             logits.append(decode(token))
             on_progress(1)
-        scored = runtime.attention.profile()["scored_tokens"] / observer.possible_tokens
         stats = runtime.stats
     row: dict[str, Any] = {
         **observer.measured(),
-        "candidate_share": scored,
-        "build_seconds": stats.index_seconds,
         "kv_host_bytes": stats.kv_host_bytes,
         "policy_host_bytes": stats.policy_host_bytes,
     }

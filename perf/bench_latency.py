@@ -1,13 +1,10 @@
 """Decode attention of every policy by context and threads: `python -m perf.bench_latency`.
 
-Structured keys of Llama-3.1-8B shapes; see `offload bench latency`. A second, small run compares
-LFPS's bookkeeping at 8K and at 128K, there with larger alphas, which leave about as many candidates
-as 0.2 does at 8K.
+Structured keys of Llama-3.1-8B shapes; see `offload bench latency`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +17,6 @@ from perf.results_file import Run, progress_bar, script_options
 SHAPE = "llama-3.1-8b"
 BUDGET_TOKENS = 1024
 DEPTHS = (4096, 8192, 16384, 32768, 65536, 131072)
-LFPS_ALPHA = 0.2
-SELECTIVE_ALPHAS = (1.5, 4.0)  # at 128K: fewer candidates than 0.2, near to those at 8K
-SHORT_DEPTH = 8192
 
 
 def main() -> None:
@@ -50,29 +44,14 @@ def main() -> None:
         seed=0,
         max_layers=2,
     )
-    result = measured(all_policies, "latency")
-    rows = result.rows()
-    if SHORT_DEPTH in depths and depths[-1] > SHORT_DEPTH:
-        options = {
-            f"lfps, alpha {alpha}": {"budget_tokens": BUDGET_TOKENS, "alpha": alpha}
-            for alpha in (LFPS_ALPHA, *SELECTIVE_ALPHAS)
-        }
-        bookkeeping = replace(
-            all_policies,
-            depths=(SHORT_DEPTH, depths[-1]),
-            threads=(min(arguments.threads),),
-            policies={name: make_policy("lfps", **options[name]) for name in options},
-            options=options,
-            max_layers=1,
-        )
-        rows += measured(bookkeeping, "bookkeeping").rows()
+    result = measured(all_policies)
     settings = {"budget_tokens": BUDGET_TOKENS, "seconds": round(run.seconds)}
-    run.write(result.settings() | settings, rows)
+    run.write(result.settings() | settings, result.rows())
 
 
-def measured(run: LatencyRun, what: str) -> LatencyResult:
+def measured(run: LatencyRun) -> LatencyResult:
     """The run's result; shows how far it is."""
-    with progress_bar(what, "part") as on_progress:
+    with progress_bar("latency", "part") as on_progress:
         result = run_latency(run, on_progress=lambda _, done, total: on_progress(done, total))
     for line in result.warnings:
         print(f"warning: {line}")

@@ -28,45 +28,23 @@ from perf.plots import (
 from perf.results_file import ROOT, read_results
 from perf.tables import (
     bounded_tables,
-    calibration_tables,
-    cascade_tables,
-    correction_tables,
     gpu_tables,
-    hard_kv_tables,
     latency_tables,
     long_context_tables,
-    lychee_cluster_tables,
-    paper_lfps_tables,
     placement_tables,
     selection_tables,
-    shared_selection_tables,
     structured_tables,
     tables,
     tradeoff_tables,
 )
 from perf.tables.gpu_tables import Results
-from perf.tables.placement_tables import COMMANDS, not_measured
-from perf.tables.placement_targets import gpu_placement_targets_table
 
-LYCHEE_CLUSTER = "paper-lychee-cluster"
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "attention": ("attention", tables.attention_table),
     "decode": ("decode", tables.decode_table),
     "decode-plot": ("decode", tables.decode_plot),
     "policy-speed": ("decode-policies", selection_tables.policy_speed_table),
-    "paper-lfps-ablation": ("paper-lfps", paper_lfps_tables.paper_lfps_ablation_table),
-    "paper-lfps-batch": ("paper-lfps-speed", paper_lfps_tables.paper_lfps_batch_table),
-    "paper-lfps-bypass": (
-        "paper-lfps",
-        lambda result: paper_lfps_tables.paper_lfps_bypass_table(
-            result, read_results("paper-lfps-speed")
-        ),
-    ),
-    "paper-lfps-context": ("latency", paper_lfps_tables.paper_lfps_context_table),
-    "paper-lfps-overlap": ("paper-lfps", paper_lfps_tables.paper_lfps_overlap_table),
-    "paper-lfps-steps": ("paper-lfps", paper_lfps_tables.paper_lfps_steps_table),
-    "tidal-needle": ("tidal-needle", shared_selection_tables.needle_table),
     "prefill": ("decode", tables.prefill_table),
     "gpu-codes": ("gpu-codes", placement_tables.gpu_codes_table),
     "gpu-gather": ("gpu-gather", placement_tables.gpu_gather_table),
@@ -83,46 +61,9 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "gpu-tp": ("gpu-tp", placement_tables.gpu_tp_table),
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
-    "latency-targets": ("latency", latency_tables.latency_targets_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
-    "latency-16-cores-targets": ("latency-16-cores", latency_tables.latency_targets_table),
-    "lfps-ablation": ("lfps-ablation", selection_tables.lfps_ablation_table),
-    "lfps-candidates": ("paper-lfps-candidates", selection_tables.lfps_candidates_table),
     "long-context": ("long-context", long_context_tables.long_context_table),
-    "lychee-cluster-answers": (LYCHEE_CLUSTER, lychee_cluster_tables.answers_table),
-    "lychee-cluster-budget": (LYCHEE_CLUSTER, lychee_cluster_tables.budget_table),
-    "lychee-cluster-chunks": (LYCHEE_CLUSTER, lychee_cluster_tables.chunks_table),
-    "lychee-cluster-granularity": (LYCHEE_CLUSTER, lychee_cluster_tables.granularity_table),
-    "lychee-cluster-pooling": (LYCHEE_CLUSTER, lychee_cluster_tables.pooling_table),
-    "lychee-cluster-stability": (LYCHEE_CLUSTER, lychee_cluster_tables.stability_table),
     "niah": ("niah", selection_tables.niah_table),
-    "paper-calibration": ("paper-calibration", calibration_tables.calibration_table),
-    "paper-calibration-steps": ("paper-calibration", calibration_tables.steps_table),
-    "paper-cascade": ("paper-cascade", cascade_tables.cascade_table),
-    "paper-cascade-long": ("paper-cascade-long", cascade_tables.long_generation_table),
-    "paper-correction": ("paper-correction", correction_tables.correction_table),
-    "paper-correction-time": ("paper-correction-time", correction_tables.time_table),
-    "paper-correction-time-gpu": ("paper-correction-time-gpu", correction_tables.time_table),
-    "paper-hard-kv": ("paper-hard-kv", hard_kv_tables.hard_kv_table),
-    "paper-lychee-decode-roles": (
-        "paper-lychee-decode-roles",
-        shared_selection_tables.roles_table,
-    ),
-    "paper-lychee-decode-rules": (
-        "paper-lychee-decode-rules",
-        shared_selection_tables.rules_table,
-    ),
-    "paper-lychee-rules": ("paper-lychee-rules", shared_selection_tables.equal_rules_table),
-    "paper-tidal-decode": ("paper-tidal-decode", shared_selection_tables.layer_sweep_table),
-    "paper-tidal-decode-choice": (
-        "paper-tidal-decode",
-        shared_selection_tables.layer_choice_table,
-    ),
-    "paper-tidal-decode-lengths": (
-        "paper-tidal-decode",
-        shared_selection_tables.layer_lengths_table,
-    ),
-    "paper-tidal-decode-sets": ("paper-tidal-decode", shared_selection_tables.layer_sets_table),
     "quality-probe": ("quality-probe", selection_tables.quality_probe_table),
     "ruler": ("ruler", long_context_tables.ruler_table),
     "ruler-ablation": ("ruler-ablation", long_context_tables.ruler_ablation_table),
@@ -133,21 +74,19 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
     "structured": ("structured", structured_tables.structured_table),
 }
+GPU_PARTS = ("decode", "peers", "prefill", "batch")
 # Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
 GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "gpu-batch": ("batch", gpu_tables.gpu_batch_table),
     "gpu-decode": ("decode", gpu_tables.gpu_decode_table),
     "gpu-overlap": ("decode", gpu_tables.gpu_overlap_table),
     "gpu-prefill": ("prefill", gpu_tables.gpu_prefill_table),
-    "gpu-targets": ("decode", gpu_tables.gpu_targets_table),
     "time-per-token": (
         "decode",
         lambda gpu: time_per_token_caption(gpu, read_results("decode")),
     ),
 }
-PLACEMENT_TARGETS = "gpu-placement-targets"  # of several files
-NOT_MEASURED = "*Not measured yet: run `make bench`.*"
-OWN_SCRIPTS = {"tradeoff": "perf.bench_tradeoff", "paper-lychee-rules": "perf.papers.lychee_rules"}
+NOT_MEASURED = "*Not measured yet.*"
 DECODE_PLOT = ROOT / "docs" / "decode.svg"
 TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
 TRAINING_PLOT = ROOT / "docs" / "long-context-training.svg"
@@ -177,8 +116,6 @@ def render(text: str) -> str:
 
 def _content(name: str) -> str:
     """The Markdown of a section, or what stands there while nothing was measured."""
-    if name == PLACEMENT_TARGETS:
-        return placement_targets()
     if name in GPU_SECTIONS:
         part, make_gpu = GPU_SECTIONS[name]
         results = _gpu_results()
@@ -186,21 +123,11 @@ def _content(name: str) -> str:
             return make_gpu(results)
         return "" if name.startswith("gpu-") else NOT_MEASURED
     if name not in SECTIONS:
-        available = ", ".join([*SECTIONS, *GPU_SECTIONS, PLACEMENT_TARGETS])
+        available = ", ".join([*SECTIONS, *GPU_SECTIONS])
         raise ValueError(f"unknown section {name!r}; available: {available}")
     results_name, make = SECTIONS[name]
     result = read_results(results_name)
-    if result is not None:
-        return make(result)
-    if results_name in OWN_SCRIPTS:
-        return f"*Not measured yet: run `python -m {OWN_SCRIPTS[results_name]}`.*"
-    return not_measured(results_name) if results_name in COMMANDS else NOT_MEASURED
-
-
-def placement_targets() -> str:
-    """Of the files that there are, which may be none."""
-    found = {name: read_results(name) for name in COMMANDS}
-    return gpu_placement_targets_table({name: x for name, x in found.items() if x is not None})
+    return NOT_MEASURED if result is None else make(result)
 
 
 def outdated() -> list[Path]:
@@ -212,7 +139,7 @@ def outdated() -> list[Path]:
 
 def _gpu_results() -> Results:
     """Of the parts of `perf.bench_gpu` that were measured."""
-    of_part = {part: read_results(f"gpu-{part}") for part in gpu_tables.PARTS}
+    of_part = {part: read_results(f"gpu-{part}") for part in GPU_PARTS}
     return {part: found for part, found in of_part.items() if found is not None}
 
 

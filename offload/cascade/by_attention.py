@@ -41,7 +41,7 @@ from offload.system.torch_threads import torch_threads
 # Tokens are chosen, and condensed keys fitted, for the last queries, in turn as tokens would ask
 # them that come later by so many times the bound: measured, beyond what is generated until they are
 # fitted again. All queries at all of these are three times the work; with them, and of twice as
-# many tokens, KL was 2 to 8 % less in five of six rows of `perf.papers.cascade`, and perplexity of
+# many tokens, KL was 2 to 8 % less in five of six measurements, and perplexity of
 # fitted keys the same.
 AHEAD = (0.0, 0.5, 1.5)
 # Of KV heads at a time; where one has more, another thread is worth waiting for.

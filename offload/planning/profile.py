@@ -31,7 +31,7 @@ from offload.system.machine import cpu_model, nvidia_driver
 from offload.system.version import __version__
 
 _FORMATS = "offload-profile-"
-_FORMAT = _FORMATS + "4"
+_FORMAT = _FORMATS + "5"
 _KEPT_FORMAT = "offload-profiles-1"  # of a machine's profiles together
 OnProgress = Callable[[str, int, int], None]
 
@@ -68,6 +68,7 @@ class DeviceProfile:
         window_us, merge_us, sampling_us: of those kernels, per layer and step.
         round_trip_us: from a request to its reply when the CPU has nothing to attend to.
         step_us: of a step beside its kernels: bookkeeping, launch, state, the token to the host.
+        burst_step_us: the same of one of several steps that the host does not wait for.
     """
 
     name: str
@@ -93,6 +94,7 @@ class DeviceProfile:
     sampling_us: float
     round_trip_us: float
     step_us: float
+    burst_step_us: float
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ class StepModel:
             fixed = self.profile.step_us
         else:
             last = self._lm_head_us(self._device) + self._device.sampling_us
-            fixed = self._device.step_us
+            is_burst = bool((placement.places == Place.GPU).all())
+            fixed = self._device.burst_step_us if is_burst else self._device.step_us
         return StepTime(tuple(layers), last, fixed, self.work.batch_size, tuple(self._assumed))
 
     def layer(

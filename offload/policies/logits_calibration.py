@@ -135,22 +135,17 @@ def needed_tokens(
     return needed
 
 
-def selected_tokens(ranked: Tensor, tokens: Tensor, beta: Tensor, share: float) -> Tensor:
+def selected_tokens(below: Tensor, tokens: Tensor, beta: Tensor, share: float) -> Tensor:
     """How many tokens the first blocks have that hold a share of the calibrated softmax.
 
     Args:
-        ranked: [heads, n, num_blocks] scores, descending.
+        below: [heads, n, num_blocks] scores, descending, less the highest one.
         tokens: of these blocks.
         beta: [heads], 1 / temperature.
 
     Returns:
         [heads, n].
     """
-    return _selected((ranked - ranked[..., :1]).clamp_(min=-1e30), tokens, beta, share)
-
-
-def _selected(below: Tensor, tokens: Tensor, beta: Tensor, share: float) -> Tensor:
-    """The same by how far scores are below the highest."""
     masses = torch.mul(below, beta[:, None, None]).exp_().mul_(tokens)
     before = masses.cumsum(-1).sub_(masses)
     is_in = before < share * masses.sum(-1, keepdim=True)
@@ -180,7 +175,7 @@ def inverse_temperatures(blocks: Blocks, needed: Tensor, room: int, share: float
     below = (ranked - ranked[..., :1]).clamp_(min=-1e30)
 
     def enough(logs: Tensor) -> Tensor:
-        counts = _selected(below, ordered, logs.exp(), share)
+        counts = selected_tokens(below, ordered, logs.exp(), share)
         return counts.clamp(max=room).sum(-1) >= wanted
 
     low, high = (torch.full((num_heads,), x) for x in (_HOTTEST, _COLDEST))

@@ -19,7 +19,8 @@ differ in what they take:
 
 cuDNN makes a plan for each shape and stride that it has not seen yet, which takes it 0.1 to 0.4 s.
 So it gets few: power-of-two slices, over pieces of keys that are such a slice times a power of two.
-The last slice of a prompt is of any length and goes to FLASH.
+The last slice of a prompt is of any length and goes to FLASH, and so does a small model's whole
+prompt, of which FLASH needs less time than cuDNN to plan.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _CUDNN_HEAD_DIM = 128
 _CUDNN_CAPABILITIES = (9, 10)  # majors
 _CUDNN_VERSION = 90100
 _CUDNN_QUERIES = 2048  # below, a call's overhead is as much as it saves
+_CUDNN_WIDTH = 1024  # of all heads
 
 
 def attend(
@@ -92,20 +94,21 @@ def attention_kernel(q: Tensor, num_kv_heads: int, pool: WorkerPool | None = Non
     if not aligns_last(q):
         return EFFICIENT
     num_heads, n, head_dim = q.shape
-    if not suits_cudnn(n, head_dim, torch.cuda.get_device_capability(q.device)):
+    if not suits_cudnn(n, num_heads, head_dim, torch.cuda.get_device_capability(q.device)):
         return FLASH
     if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
         return FLASH
     return CUDNN if _cudnn_works(q.device, q.dtype, num_heads, num_kv_heads, head_dim) else FLASH
 
 
-def suits_cudnn(n: int, head_dim: int, capability: tuple[int, int]) -> bool:
+def suits_cudnn(n: int, num_heads: int, head_dim: int, capability: tuple[int, int]) -> bool:
     """Whether cuDNN is the faster one for n queries: many, and not of a length of their own."""
     is_power_of_two = n & (n - 1) == 0
     return (
         capability[0] in _CUDNN_CAPABILITIES
         and n >= _CUDNN_QUERIES
         and is_power_of_two
+        and num_heads * head_dim >= _CUDNN_WIDTH
         and head_dim <= _CUDNN_HEAD_DIM
         and head_dim % 8 == 0
     )
@@ -136,7 +139,8 @@ def rehearse_attention(
     """Launch the kernels of ours that long slices take (`compile_ahead`)."""
     x = torch.empty(_CUDNN_QUERIES, num_qo_heads, head_dim, dtype=dtype, device=device)
     o, lse = x.transpose(0, 1), torch.empty(x.shape[1::-1], device=device)
-    if aligns_last(o) and suits_cudnn(len(x), head_dim, torch.cuda.get_device_capability(device)):
+    capability = torch.cuda.get_device_capability(device)
+    if aligns_last(o) and suits_cudnn(len(x), num_qo_heads, head_dim, capability):
         merge_parts(o, lse, o, lse)
 
 

@@ -19,7 +19,6 @@ def prefill_for(
     batch: RaggedBatch,
     seqs: Sequence[int],
     *,
-    on_queries: OnQueries | None,
     corrects: bool,
     **options: Any,
 ) -> tuple[Tensor, float]:
@@ -28,16 +27,15 @@ def prefill_for(
     Args:
         attentions: of the policies, all of one store.
         seqs: no policy hears of none.
-        on_queries: sees them, too.
         corrects: what the policies have is revised, and nothing built.
         options: of `prefill`.
 
     Returns:
         [num_tokens, hidden_size], and the seconds of the host that building took.
     """
-    observers, builds = [] if on_queries is None else [on_queries], list[PrefillBuild]()
+    observers, builds = list[OnQueries](), list[PrefillBuild]()
     if seqs and not corrects:
-        observers += [x for x in (a.on_prefill_queries for a in attentions) if x is not None]
+        observers = [x for x in (a.on_prefill_queries for a in attentions) if x is not None]
         news = zip(seqs, batch.num_new_tokens, strict=True)
         kv_lens = [attentions[0].store.kv_len(seq) + num_new for seq, num_new in news]
         building = [a for a in attentions if a.builds_in_prefill(hidden.device)]

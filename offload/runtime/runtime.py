@@ -13,7 +13,7 @@ from offload.decode.attention import DecodeAttention
 from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, tokens_each
-from offload.prefill.forward import OnQueries, OnTokens
+from offload.prefill.forward import OnTokens
 from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.cascading import cascade_for, page_tokens_of, rereads
@@ -122,7 +122,6 @@ class Runtime:
         seqs: list[int],
         *,
         attentions: Sequence[DecodeAttention] | None = None,
-        on_queries: OnQueries | None = None,
         corrects: bool = False,
     ) -> torch.Tensor:
         """Embeddings [num_tokens, hidden_size] of new tokens through all layers, overwritten.
@@ -130,7 +129,6 @@ class Runtime:
         Args:
             seqs: with room reserved in the store, which the caller commits; none: nothing is kept.
             attentions: of the policies that will decode after it; None: this runtime's own.
-            on_queries: sees the queries, as `offload.prefill.forward.prefill` shows them.
             corrects: tokens that were decoded are read again.
         """
         if self.attention.hold is not None and not corrects:
@@ -144,7 +142,6 @@ class Runtime:
                 hidden,
                 batch,
                 seqs,
-                on_queries=on_queries,
                 corrects=corrects,
                 model=self.lean,
                 store=self.store if seqs else None,

@@ -23,7 +23,6 @@ from offload.loading.stock_model import load_stock_model
 from offload.models.batch import pack
 from offload.policies import Policy
 from offload.policies.full import Full
-from offload.prefill.forward import OnQueries
 from offload.runtime.auto_policy import with_resolved_policy
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.capping import with_cap_in_tokens
@@ -206,13 +205,8 @@ class SharedModel:
         return BoundedModel(Runtime(replace(opened, config=config)))
 
     @contextmanager
-    def read(
-        self, tokens: Sequence[int], *, on_queries: OnQueries | None = None
-    ) -> Iterator[ReadPrompt]:
+    def read(self, tokens: Sequence[int]) -> Iterator[ReadPrompt]:
         """Prefill a prompt; afterwards its memory is free.
-
-        Args:
-            on_queries: sees the queries of the prompt, as `prefill` shows them.
 
         Raises:
             ValueError, HostBudgetError, DeviceMemoryError: it is too long.
@@ -234,9 +228,7 @@ class SharedModel:
                 for runtime in self.runtimes:
                     runtime.sequences.note_text(batch, [seq], ids)
                 embedded = reader.lean.embed_tokens(ids.to(reader.device))
-                hidden = reader.prefill(
-                    embedded, batch, [seq], attentions=attentions, on_queries=on_queries
-                )
+                hidden = reader.prefill(embedded, batch, [seq], attentions=attentions)
                 cache.commit(batch)
                 logits = reader.logits(hidden[-1:], "prefill").to(self.device)
             seconds = time.perf_counter() - start

@@ -1,39 +1,26 @@
-"""Markdown of perf/results/gpu-*.json: what `perf.bench_gpu` measured, and issue 4's targets."""
+"""Markdown of perf/results/gpu-*.json: what `perf.bench_gpu` measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED
+from offload.bench.decode.engines import GRAPH, OURS
 from offload.bench.pipeline.step_timeline import SHARES
 from offload.system.memory import format_bytes
-from perf.gpu_steps import INDEXED, NO_HANDSHAKE, NO_OFFLOAD, NULL_WORK, STREAMED
+from perf.gpu_steps import NO_OFFLOAD
 from perf.tables.markdown import (
     DEFAULT_BUDGET_TOKENS,
-    TIMES,
     Columns,
     Row,
-    against,
     by_context,
     context_columns,
     median,
     policy_options_note,
     table,
-    target,
-    targets_table,
 )
 
 Results = Mapping[str, dict[str, Any]]  # by part: decode, peers, prefill, …
-# What issue 4 asks for: policy, its name in text, ms per token.
-STEPS = (("lychee_cluster", "LycheeCluster", 6.0), ("lfps", "LFPS", 9.0))
-PEERS = ((STOCK_OFFLOADED, 250.0), (STOCK, 7.0), (GRAPH, 1.0))
-GROWTH = 1.25
-HANDSHAKE_US = 10.0
-DEVICE_BYTES = 3 * 2**29
-STREAMED_RATIO, INDEXED_RATIO = 1.05, 1.15
-PREFILL_BYTES, PREFILL_TOKENS = 24 * 2**30, 131072  # how much memory so many tokens may take
-BATCH_RATIO = 10.0
 milliseconds_cell = median("milliseconds", ",.2f")
 
 
@@ -114,15 +101,6 @@ def gpu_batch_table(results: Results) -> str:
     return gpu_section(batch, title, columns, batch["rows"])
 
 
-def gpu_targets_table(results: Results) -> str:
-    """Issue 4's targets beside what was measured."""
-    lines: list[list[str]] = []
-    for part, check in _CHECKS.items():
-        lines += check(results) if part in results else [target(f"part {part}", None, "")]
-    note = _options_note(results["decode"])  # the others' LycheeCluster has the same
-    return f"{note}\n\n{targets_table(lines)}"
-
-
 def _options_note(result: dict[str, Any]) -> str:
     """Options of the policies of a part of `perf.bench_gpu`."""
     settings = result["settings"]
@@ -148,101 +126,6 @@ def gpu_machine_line(result: dict[str, Any]) -> str:
         f"torch {versions['torch']}, transformers {versions['transformers']}; commit "
         f"{machine['commit'][:12]}{changed}, {machine['date']}{run}.*"
     )
-
-
-def _decode_checks(results: Results) -> list[list[str]]:
-    decode = results["decode"]
-    contexts = {row["kv_len"] for row in decode["rows"]}
-    longest, shortest = max(contexts), min(contexts)
-    ours = {(row["policy"], row["kv_len"]): row for row in _of(decode, OURS)}
-    lines = []
-    for policy, name, limit in STEPS:
-        if row := ours.get((policy, longest)):
-            label, found = f"time per token at {longest:,}, {name}", milliseconds_cell(row)
-            met = row["milliseconds"] <= limit
-            lines.append(target(label, f"{found} ms", f"≤ {limit:g} ms", met))
-    lychee = ours.get(("lychee_cluster", longest))
-    if lychee is None:
-        return lines
-    peers = {row["engine"]: row for row in decode_rows(results) if row["kv_len"] == longest}
-    for engine, ratio in PEERS:
-        label = f"against {engine}, {longest:,}"
-        if engine in peers:
-            lines.append(against(label, lychee, peers[engine], ratio))
-        else:
-            lines.append([label, "", "", "not measured in the same run"])
-    growth = lychee["milliseconds"] / ours["lychee_cluster", shortest]["milliseconds"]
-    label = f"growth from {shortest:,} to {longest:,}, LycheeCluster"
-    lines.append(target(label, f"{growth:.2f}{TIMES}", f"≤ {GROWTH}{TIMES}", growth <= GROWTH))
-    device = lychee["memory"].get("device")
-    if device is not None:
-        label, wanted = f"GPU memory at {longest:,} beyond the weights", format_bytes(DEVICE_BYTES)
-        lines.append(target(label, format_bytes(device), f"≤ {wanted}", device <= DEVICE_BYTES))
-    return lines
-
-
-def _handshake_checks(results: Results) -> list[list[str]]:
-    (null,), (none,) = (_of(results["handshake"], name) for name in (NULL_WORK, NO_HANDSHAKE))
-    exposed = (null["milliseconds"] - none["milliseconds"]) / null["host_layers"] * 1e3
-    label, wanted = "exposed handshake cost per layer (null CPU work)", f"≤ {HANDSHAKE_US:g} µs"
-    return [target(label, f"{exposed:.1f} µs", wanted, exposed <= HANDSHAKE_US)]
-
-
-def _prefill_checks(results: Results) -> list[list[str]]:
-    prefill, lines = results["prefill"], []
-    for base in _of(prefill, NO_OFFLOAD):
-        for engine, limit in ((STREAMED, STREAMED_RATIO), (INDEXED, INDEXED_RATIO)):
-            for row in _of(prefill, engine):
-                if row["kv_len"] == base["kv_len"]:
-                    ratio = row["milliseconds"] / base["milliseconds"]
-                    label = f"prefill of {row['kv_len']:,}, {engine}"
-                    wanted = f"≤ {limit}{TIMES}"
-                    lines.append(target(label, f"{ratio:.3f}{TIMES}", wanted, ratio <= limit))
-    held = [
-        row["device_reserved_bytes"]
-        for row in _of(prefill, INDEXED)
-        if row["kv_len"] == PREFILL_TOKENS and row.get("device_reserved_bytes") is not None
-    ]
-    label = f"prefill of {PREFILL_TOKENS:,}, GPU memory with the weights"
-    wanted = f"≤ {format_bytes(PREFILL_BYTES)}"
-    if not held:  # of a shorter prompt it says nothing
-        return [*lines, target(label, None, wanted)]
-    return [*lines, target(label, format_bytes(held[0]), wanted, held[0] <= PREFILL_BYTES)]
-
-
-def _batch_checks(results: Results) -> list[list[str]]:
-    batch = results["batch"]
-    ours, stock = _of(batch, OURS), _of(batch, STOCK_OFFLOADED)
-    if not ours or not stock:
-        return [["batch", "", "", "not measured"]]
-    ratio = ours[0]["tokens_per_second"] / stock[0]["tokens_per_second"]
-    settings = batch["settings"]
-    label = (
-        f"batch {ours[0]['batch_size']} {TIMES} {settings['kv_len']:,} under "
-        f"{format_bytes(settings['memory_cap_bytes'])}, tokens/s against {STOCK_OFFLOADED}"
-    )
-    wanted = f"≥ {BATCH_RATIO:g}{TIMES}"
-    return [target(label, f"{ratio:.1f}{TIMES}", wanted, ratio >= BATCH_RATIO)]
-
-
-def _smollm2_checks(results: Results) -> list[list[str]]:
-    rows, settings = results["smollm2"]["rows"], results["smollm2"]["settings"]
-    same = sum(row["same"] for row in rows)
-    label = (
-        f"{settings['model']}, {settings['dtype']}, greedy at {settings['context']:,} tokens: "
-        "policies that say the CPU backend's tokens"
-    )
-    return [target(label, f"{same} of {len(rows)}", "all", same == len(rows))]
-
-
-_CHECKS: dict[str, Callable[[Results], list[list[str]]]] = {
-    "decode": _decode_checks,
-    "handshake": _handshake_checks,
-    "prefill": _prefill_checks,
-    "batch": _batch_checks,
-    "smollm2": _smollm2_checks,
-}
-PARTS = ("peers", *_CHECKS)
 
 
 def decode_rows(results: Results) -> list[Row]:

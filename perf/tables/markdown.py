@@ -80,29 +80,3 @@ def policy_options_note(budget_tokens: int = DEFAULT_BUDGET_TOKENS, **changed: A
         f"Policies with {', '.join(options)} and otherwise default options; what they lose with "
         "these: [results](results.md), of a model of 135M parameters at 32K tokens and less."
     )
-
-
-def mark(met: bool) -> str:
-    """Whether a target was met."""
-    return "met" if met else "**missed**"
-
-
-def target(label: str, measured: str | None, wanted: str, met: bool = False) -> list[str]:
-    """A line of a table of targets; None: not measured."""
-    if measured is None:
-        return [label, "", wanted, "not measured yet"]
-    return [label, measured, wanted, mark(met)]
-
-
-def targets_table(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of `target`."""
-    return markdown_table(["measure", "measured", "target", ""], lines)
-
-
-def against(label: str, ours: Row | None, peer: Row | None, ratio: float) -> list[str]:
-    """A line of `target`: how many times as long a peer's step takes; 1: more than once."""
-    wanted = "faster" if ratio == 1 else f"≥ {ratio:g}{TIMES}"
-    if ours is None or peer is None:
-        return target(label, None, wanted)
-    over = peer["milliseconds"] / ours["milliseconds"]
-    return target(label, f"{over:.2f}{TIMES}", wanted, over > 1 if ratio == 1 else over >= ratio)

@@ -26,16 +26,6 @@ from perf.tables.markdown import (
     table,
 )
 
-# Results file -> what measures it.
-COMMANDS = {
-    "gpu-heads": "perf.bench_gpu --only heads",
-    "gpu-codes": "perf.bench_codes",
-    "gpu-selectors-heads": "perf.bench_gpu --only decode,heads --name gpu-selectors",
-    "gpu-retrieval": "perf.bench_heads",
-    "gpu-gather": "perf.bench_gather",
-    "gpu-plan": "perf.bench_plan",
-    "gpu-tp": "perf.bench_tp",
-}
 RETRIEVAL_VARIANT = "attention, top-k"
 _VARIANTS = (
     *("attention", "attention, scores", RETRIEVAL_VARIANT),
@@ -44,12 +34,6 @@ _VARIANTS = (
 _RULE_VARIANTS = ("top-p alone", "threshold alone")  # not of older measurements
 _COUNTED = ("kv_device", "device", "host")  # bytes of a plan that were counted, too
 _microseconds_cell = median("microseconds", ".1f")
-
-
-def not_measured(results_name: str) -> str:
-    """What stands in place of a table."""
-    command = COMMANDS[results_name]
-    return f"*Not measured yet: run `python -m {command}` on a machine with a GPU.*"
 
 
 def gpu_heads_table(result: dict[str, Any]) -> str:

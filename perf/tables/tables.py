@@ -13,19 +13,11 @@ from perf.tables.markdown import (
     by_context,
     context_columns,
     known,
-    mark,
     markdown_table,
     median,
     policy_options_note,
     table,
 )
-
-# What issue 2 asks for; shown beside what was measured.
-BANDWIDTHS = {"dense": 0.85, "sparse": 0.80}  # shares of the memory's
-TOPK_TIME_SHARE = 0.6
-TRANSFORMERS_RATIO = 3.0
-LLAMA_CPP_RATIO = 1.0
-STARTUP_SECONDS = 3.0
 
 
 def attention_table(result: dict[str, Any]) -> str:
@@ -33,13 +25,10 @@ def attention_table(result: dict[str, Any]) -> str:
     settings, rows = result["settings"], result["rows"]
     dense = {row["num_threads"]: row["microseconds"] for row in rows if row["kernel"] == "dense"}
 
-    def verdict(row: Row) -> str:
+    def share(row: Row) -> str:
         if row["kernel"] == "topk":
-            share = row["microseconds"] / dense[row["num_threads"]]
-            met = mark(share <= TOPK_TIME_SHARE)
-            return f"{share:.2f} of dense's time (≤ {TOPK_TIME_SHARE} {met})"
-        share, wanted = row["bandwidth"] / row["yardstick_bandwidth"], BANDWIDTHS[row["kernel"]]
-        return f"{share:.0%} of it (≥ {wanted:.0%} {mark(share >= wanted)})"
+            return f"{row['microseconds'] / dense[row['num_threads']]:.2f} of dense's time"
+        return f"{row['bandwidth'] / row['yardstick_bandwidth']:.0%} of the memory's"
 
     title = (
         f"One layer of {settings['shape']}, {settings['kv_len']:,} tokens in the cache, "
@@ -53,7 +42,7 @@ def attention_table(result: dict[str, Any]) -> str:
         "µs": median("microseconds", ",.0f"),
         "GB/s": lambda row: f"{row['bandwidth'] / 1e9:.1f}",
         "memory GB/s": lambda r: f"{r['yardstick_bandwidth'] / 1e9:.1f} ({r['yardstick']})",
-        "target": verdict,
+        "share": share,
     }
     return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])
 
@@ -68,18 +57,17 @@ def decode_table(result: dict[str, Any]) -> str:
     )
     speeds = context_columns(rows, known("decode_tokens_per_second", ".1f"), "context")
     by_engine = by_context(rows, lambda row: row["engine"], "context")
-    parts = [title, table({"engine": "{name}", **speeds}, by_engine), _decode_targets(rows)]
+    parts = [title, table({"engine": "{name}", **speeds}, by_engine), _decode_ratios(rows)]
     return "\n\n".join([*parts, machine_line(result["machine"])])
 
 
-def _decode_targets(rows: Sequence[Row]) -> str:
-    """The ratios that issue 2 asks for, from one run."""
+def _decode_ratios(rows: Sequence[Row]) -> str:
+    """Ours over the others of one run."""
     columns = (
         "`exact_topk` at context",
         "vs transformers' defaults",
         "vs its fastest setting here",
         "vs llama.cpp's fastest, Q4_1",
-        "target",
     )
     lines = []
     for context in sorted({row["context"] for row in rows}):
@@ -89,17 +77,11 @@ def _decode_targets(rows: Sequence[Row]) -> str:
             if row["context"] == context
         }
         ours, stock = speed["offload exact_topk"], speed["transformers"]
-        cells, wanted = [f"{context:,}", f"{ours / stock:.1f}{TIMES}"], []
-        if context >= 2048:
-            met = mark(ours >= TRANSFORMERS_RATIO * stock)
-            wanted.append(f"≥ {TRANSFORMERS_RATIO:.0f}{TIMES} transformers {met}")
+        cells = [f"{context:,}", f"{ours / stock:.1f}{TIMES}"]
         for family in ("transformers", "llama.cpp"):
             of_family = [tokens for name, tokens in speed.items() if name.startswith(family)]
             cells.append(f"{ours / max(of_family):.2f}{TIMES}" if of_family else "")
-        if context >= 7168 and of_family:
-            met = mark(ours >= LLAMA_CPP_RATIO * max(of_family))
-            wanted.append(f"≥ {LLAMA_CPP_RATIO:.0f}{TIMES} llama.cpp {met}")
-        lines.append([*cells, ", ".join(wanted)])
+        lines.append(cells)
     return markdown_table(columns, lines)
 
 
@@ -134,11 +116,6 @@ def startup_table(result: dict[str, Any]) -> str:
     """Seconds of each phase of a fresh process."""
     settings = result["settings"]
 
-    def verdict(row: Row) -> str:
-        if (row["engine"], row["phase"]) != ("offload", "from pretrained"):
-            return ""
-        return f"≤ {STARTUP_SECONDS:.0f} s {mark(row['seconds'] <= STARTUP_SECONDS)}"
-
     title = (
         f"A fresh process with the converted {settings['model']}, {settings['dtype']}; medians of "
         f"{settings['repeats']} processes each."
@@ -147,7 +124,6 @@ def startup_table(result: dict[str, Any]) -> str:
         "engine": "{engine}",
         "phase": "{phase}",
         "seconds": median("seconds", ".2f"),
-        "target": verdict,
     }
     return "\n\n".join([title, table(columns, result["rows"]), machine_line(result["machine"])])
 

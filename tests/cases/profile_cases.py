@@ -47,6 +47,7 @@ def device_profile(**changes: Any) -> DeviceProfile:
             sampling_us=15.0,
             round_trip_us=10.0,
             step_us=120.0,
+            burst_step_us=20.0,
         ),
         **changes,
     )

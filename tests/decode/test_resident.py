@@ -166,6 +166,13 @@ def test_device_pages_are_distinct():
     assert len({*first, *second}) == 43
     pages.release(first)
     assert set(pages.allocate(3)) == set(first)
+    addresses = [*first, *second[30:], *second[:30]]
+    for number, address in enumerate(addresses):
+        pages.page(address).fill_(number)
+    runs = list(pages.runs(addresses))
+    assert [number for first, stop, _ in runs for number in range(first, stop)] == list(range(43))
+    assert torch.equal(torch.cat([run[:, 0, 0] for *_, run in runs]), torch.arange(43.0))
+    assert len(runs) <= 4  # of two slabs
 
 
 def test_memory_of_finished_sequences_goes_back(store):

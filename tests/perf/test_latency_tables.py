@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from perf.tables.latency_tables import (
-    latency_phases_table,
-    latency_table,
-    latency_targets_table,
-    lfps_bookkeeping,
-)
-from perf.tables.paper_lfps_tables import paper_lfps_context_table
+from perf.tables.latency_tables import latency_phases_table, latency_table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 MACHINE: dict[str, Any] = {
@@ -60,11 +52,6 @@ def row(policy: str, kv_len: int, threads: int, time: float, **changes: Any) -> 
     } | changes
 
 
-def bookkept(policy: str, kv_len: int, share: float, predict: float, update: float) -> Any:
-    phases = {"predict": predict, "score": 1, "select": 1, "attend": 1, "update": update}
-    return row(policy, kv_len, 1, 100.0, candidate_share=share, phases=phases | {"other": 0})
-
-
 RESULT: dict[str, Any] = {
     "machine": MACHINE,
     "settings": {
@@ -101,57 +88,3 @@ def test_phases_table() -> None:
     table = latency_phases_table(RESULT)
     assert "at 131,072 tokens on one thread" in table
     assert "| `full` | 13,107 ± 1,311 | 1,311 |" in table
-
-
-def test_targets() -> None:
-    table = latency_targets_table(RESULT)
-    # Of all layers, a tenth of which takes as long as under `full`.
-    selects = "those that select"
-    aim = f"(aim 40{TIMES}) **missed** |"
-    assert f"`full` | 7.7{TIMES} (30.0{TIMES} {selects}) | ≥ 22.8{TIMES} {aim}" in table
-    aim = f"(aim 15{TIMES}) **missed** |"
-    assert f"`exact_topk` | 4.2{TIMES} (15.0{TIMES} {selects}) | ≥ 9.6{TIMES} {aim}" in table
-    assert f"`full` | 8.0{TIMES} (35.0{TIMES} {selects}) | ≥ 40{TIMES} **missed** |" in table
-    assert "its update, of the step's time at 128K | 10.00% | < 1% **missed** |" in table
-    assert f"8K to 128K | 16.0{TIMES} | ≤ 4{TIMES} **missed** |" in table
-    assert "2 threads against one thread" in table
-    assert table.count("| 70% | ≥ 80% **missed** |") == 3
-    assert "| 85% | ≥ 80% met |" in table
-
-
-@pytest.mark.parametrize(
-    ("as_fast", "verdict"),
-    [(20, f"(aim 40{TIMES}) **missed**"), (30, f"(aim 40{TIMES}) met"), (50, "(aim reached) met")],
-)
-def test_all_layers_decide(as_fast: int, verdict: str) -> None:
-    changed = [
-        x | {"all_layers_microseconds": x["kv_len"] / 10 / x["num_threads"] / as_fast}
-        if x["policy"] == "lfps"
-        else x
-        for x in RESULT["rows"]
-    ]
-    table = latency_targets_table(RESULT | {"rows": changed})
-    measured = f"{as_fast}.0{TIMES} (30.0{TIMES} those that select)"
-    assert f"LFPS, one thread, at 128K, all layers, against `full` | {measured}" in table
-    assert f"{measured} | ≥ 22.8{TIMES} {verdict} |" in table
-
-
-def test_the_paper_is_compared_with_all_layers() -> None:
-    table = paper_lfps_context_table(RESULT)
-    assert f"| 131,072 | 22.8{TIMES} | 7.7{TIMES} **missed** | 30.0{TIMES} |" in table
-
-
-def test_bookkeeping_at_equal_candidate_counts() -> None:
-    short = bookkept("lfps, alpha 0.2", 8192, 0.04, 10, 10)  # 328 candidates, 20 µs
-    rows = [
-        short,
-        bookkept("lfps, alpha 0.2", 131072, 0.02, 100, 100),  # 2,621 candidates
-        bookkept("lfps, alpha 4.0", 131072, 328 / 131072 / 2, 10, 5),
-        bookkept("lfps, alpha 1.5", 131072, 328 / 131072 * 2, 20, 20),
-    ]
-    # A third of the way from 15 µs at half the count to 40 µs at twice the count.
-    assert lfps_bookkeeping(rows) == pytest.approx((15 + 25 / 3) / 20, rel=0.01)
-    # Only more candidates were measured: scaled down.
-    assert lfps_bookkeeping(rows[:2]) == pytest.approx(200 / 8 / 20, rel=0.01)
-    assert lfps_bookkeeping([short]) is None
-    assert lfps_bookkeeping(rows[1:]) is None

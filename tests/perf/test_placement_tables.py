@@ -1,8 +1,7 @@
-"""Tables of placements, and issue 5's targets, from results that were made up."""
+"""Tables of placements, from results that were made up."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import pytest
 from perf import report, results_file
 from perf.results_file import write_results
 from perf.tables.placement_tables import (
-    COMMANDS,
     gpu_gather_table,
     gpu_heads_table,
     gpu_plan_table,
     gpu_retrieval_table,
     gpu_tp_table,
 )
-from perf.tables.placement_targets import gpu_placement_targets_table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 MACHINE: dict[str, Any] = {
@@ -161,99 +158,6 @@ def made_results() -> dict[str, Any]:
     }
 
 
-def targets(results: dict[str, Any]) -> list[list[str]]:
-    lines = gpu_placement_targets_table(results).splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def test_targets() -> None:
-    assert targets(made_results()) == [
-        [
-            "time per token at 131,072, LycheeDecode, budget 2,048, best placement",
-            "6.50 ± 0.65 ms (4 gathered)",
-            "≤ 7 ms",
-            "met",
-        ],
-        [
-            "time per token at 131,072, TidalDecode, budget 1,024, best placement",
-            "7.00 ± 0.70 ms (0 gathered)",
-            "≤ 6.5 ms",
-            "**missed**",
-        ],
-        [
-            "LycheeDecode at 131,072 against transformers, KV on the GPU",
-            f"2.00{TIMES}",
-            f"≥ 2.7{TIMES}",
-            "**missed**",
-        ],
-        [
-            "LycheeDecode at 131,072 against all on the GPU, one graph",
-            f"1.23{TIMES}",
-            "faster",
-            "met",
-        ],
-        [
-            "predicted against measured time per token, 12 settings, worst",
-            "-14.0% (lychee_decode, 131,072, chosen)",
-            "within 15%",
-            "met",
-        ],
-        ["planned against taken bytes, worst", "+2.1%", "within 2%", "**missed**"],
-        [
-            "retrieval heads with top-k at 131,072, 8 KV heads, of memory bandwidth",
-            "80%",
-            "≥ 80%",
-            "met",
-        ],
-        [
-            "retrieval heads with top-k at 131,072, 1 KV head, of memory bandwidth",
-            "50%",
-            "",
-            "",
-        ],
-        [
-            f"two GPUs against one, batch 4 {TIMES} 65,536, tokens/s, `quest`",
-            f"1.61{TIMES}",
-            f"≥ 1.6{TIMES}",
-            "met",
-        ],
-        ["the same tokens on two GPUs as on one, float32", "2 of 2 policies", "all", "met"],
-    ]
-
-
-def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    lines = targets({})
-    assert len(lines) == 10
-    assert {(line[1], line[3]) for line in lines} == {("", "not measured yet")}
-
-
-def test_other_settings_than_the_targets_do_not_count() -> None:
-    results = copy.deepcopy(made_results())
-    results["gpu-heads"]["settings"]["budgets"] = {"lychee_decode": 1024, "tidal_decode": 1024}
-    for row in results["gpu-heads"]["rows"]:
-        if row["policy"] == "tidal_decode":
-            row["kv_len"] = 4096
-    results["gpu-plan"]["rows"] = results["gpu-plan"]["rows"][:4]
-    results["gpu-retrieval"]["rows"] = results["gpu-retrieval"]["rows"][:1]
-    results["gpu-tp"]["settings"]["batch_size"] = 2
-    by_label = {label: (found, verdict) for label, found, _, verdict in targets(results)}
-    assert [verdict for _, verdict in by_label.values()].count("not measured yet") == 7
-    assert by_label["predicted against measured time per token, 12 settings, worst"] == (
-        "-14.0% (lychee_decode, 131,072, chosen), of 4",
-        "not measured yet",
-    )
-    assert by_label["the same tokens on two GPUs as on one, float32"][1] == "met"
-
-
-def test_different_tokens_and_a_bad_prediction_are_missed() -> None:
-    results = copy.deepcopy(made_results())
-    results["gpu-tp"]["rows"][-1]["equal"] = False
-    results["gpu-plan"]["rows"] = [plan(0, 0.16, 1000)]
-    found = {label: verdict for label, _, _, verdict in targets(results)}
-    assert found["the same tokens on two GPUs as on one, float32"] == "**missed**"
-    assert found["predicted against measured time per token, 12 settings, worst"] == "**missed**"
-
-
 def test_tables() -> None:
     results = made_results()
     heads = gpu_heads_table(results["gpu-heads"])
@@ -283,20 +187,7 @@ def test_tables() -> None:
 def test_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results_file, "RESULTS", tmp_path)
     section = "<!-- perf:{0} -->\n\n<!-- /perf:{0} -->"
-    for name, command in COMMANDS.items():
-        text = report.render(section.format(name))
-        assert f"*Not measured yet: run `python -m {command}`" in text
-    whole = section.format("gpu-placement-targets")
-    assert "budget 2,048, best placement |  | ≤ 7 ms | not measured yet |" in report.render(whole)
+    assert report.NOT_MEASURED in report.render(section.format("gpu-plan"))
     for name, result in made_results().items():
         write_results(name, **result)
         assert "0123456789ab" in report.render(section.format(name))
-    rendered = report.render(whole)
-    assert "not measured yet" not in rendered
-    assert report.render(rendered) == rendered
-
-
-def test_commands_exist() -> None:
-    for command in COMMANDS.values():
-        module = command.split()[0]
-        assert (results_file.ROOT / f"{module.replace('.', '/')}.py").is_file()

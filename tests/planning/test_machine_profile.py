@@ -170,7 +170,7 @@ def test_a_profile_of_an_older_version_is_measured_again(
 ) -> None:
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
     path = store_profile(_profile_of(2))
-    path.write_text(path.read_text().replace("offload-profile-4", "offload-profile-1"))
+    path.write_text(path.read_text().replace("offload-profile-5", "offload-profile-1"))
     assert cached_profile(CPU, 2) is None
 
 

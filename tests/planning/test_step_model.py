@@ -125,6 +125,8 @@ def test_a_step_is_its_layers_and_the_rest() -> None:
     assert sum(r["total"] for r in rows) + 420.0 == pytest.approx(1e3 * step.milliseconds)
     assert step.tokens_per_second == pytest.approx(1e3 / step.milliseconds)
     assert step.assumed == ()
+    on_gpu = model.step(HeadPlacement.filled(32, 8, Place.GPU))
+    assert on_gpu.fixed == 20.0  # the host does not wait for each
 
 
 def test_a_step_without_a_gpu() -> None:

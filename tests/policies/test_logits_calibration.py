@@ -146,7 +146,10 @@ def test_more_is_needed_at_a_higher_temperature():
     ranked = scores.masked_fill(tokens == 0, -torch.inf).sort(-1, descending=True).values
     counts = [
         selected_tokens(
-            ranked, torch.full_like(ranked, 16.0), torch.full((4,), beta), SHARE_OF_TOKENS
+            ranked - ranked[..., :1],
+            torch.full_like(ranked, 16.0),
+            torch.full((4,), beta),
+            SHARE_OF_TOKENS,
         )
         for beta in (0.05, 0.3, 1.0, 5.0)
     ]
@@ -335,7 +338,8 @@ def test_counts_for_queries_after_the_window_are_those_of_exact_top_p():
     ranked = scores[:, later].masked_fill(tokens[later] == 0, -torch.inf)
     ranked, order = ranked.sort(-1, descending=True)
     ordered = tokens[later].float().expand_as(ranked).gather(-1, order)
-    counts = selected_tokens(ranked, ordered, betas.float(), SHARE_OF_TOKENS).mean(-1)
+    below = (ranked - ranked[..., :1]).clamp(min=-1e30)
+    counts = selected_tokens(below, ordered, betas.float(), SHARE_OF_TOKENS).mean(-1)
     np.testing.assert_allclose(counts, needed[:, later].mean(-1), rtol=0.1)
 
 

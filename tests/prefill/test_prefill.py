@@ -124,17 +124,18 @@ def test_cudnn_gets_few_shapes() -> None:
     assert key_pieces(8, 7) == [(0, 7)]
     assert key_pieces(8, 59) == [(0, 32), (32, 48), (48, 56), (56, 59)]
     hopper = (9, 0)
-    assert suits_cudnn(8192, 128, hopper)
-    assert suits_cudnn(2048, 64, hopper)
-    for n, head_dim, capability in [
-        (8191, 128, hopper),
-        (6144, 128, hopper),
-        (1024, 128, hopper),
-        (8192, 256, hopper),
-        (8192, 128, (8, 0)),
-        (8192, 128, (12, 0)),
+    assert suits_cudnn(8192, 8, 128, hopper)
+    assert suits_cudnn(2048, 16, 64, hopper)
+    for n, num_heads, head_dim, capability in [
+        (8191, 8, 128, hopper),
+        (6144, 8, 128, hopper),
+        (1024, 8, 128, hopper),
+        (8192, 9, 64, hopper),
+        (8192, 8, 256, hopper),
+        (8192, 8, 128, (8, 0)),
+        (8192, 8, 128, (12, 0)),
     ]:
-        assert not suits_cudnn(n, head_dim, capability)
+        assert not suits_cudnn(n, num_heads, head_dim, capability)
 
 
 def test_merge_state_with_distant_parts() -> None:

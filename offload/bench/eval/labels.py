@@ -8,8 +8,6 @@ from typing import Any
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 
-WINDOWS = ("sink_tokens", "recent_tokens")
-
 
 def windows_of(budget_tokens: int) -> dict[str, int]:
     """Sinks and recent window of a budget: of a small one most is left to choose."""

@@ -82,11 +82,12 @@ def measure_device(
         gather_beside = attends.gather_beside(linears)
         del linears
     part(7, "round trips")
-    round_trip_us = step_us = 0.0
+    step_times = 0.0, 0.0, 0.0
     properties: Any = None
     if is_cuda:
-        round_trip_us, step_us = device_step_us(device, dtype, num_threads, window_us)
+        step_times = device_step_us(device, dtype, num_threads, window_us)
         properties = torch.cuda.get_device_properties(device)
+    round_trip_us, step_us, burst_step_us = step_times
     key = shape_key(shape, dtype.itemsize)
     return DeviceProfile(
         name=properties.name if is_cuda else "CPU tensors",
@@ -112,6 +113,7 @@ def measure_device(
         sampling_us=sampling_us,
         round_trip_us=round_trip_us,
         step_us=step_us,
+        burst_step_us=burst_step_us,
     )
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from offload.decode.gpu.buffers import HostLink
 from offload.decode.gpu.step import DeviceStep
 
-MOST_STEPS = 32
+MOST_STEPS = 64
 # Of a burst: as much as a reader of the text may wait, and a caller whose answer has ended.
-_BURST_SECONDS = 0.032
+_BURST_SECONDS = 0.064
 
 
 class Bursts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -43,13 +43,28 @@ class DevicePages:
         self.page_bytes = math.prod(page_shape) * dtype.itemsize
         self._page_shape, self._dtype, self._device = page_shape, dtype, device
         self._budget, self._what = budget, what
-        self._pages: dict[int, Tensor] = {}  # by address
+        self._places: dict[int, tuple[Tensor, int]] = {}  # by address: a slab and the row in it
         self._slabs: list[list[int]] = []  # addresses of what was allocated at once
         self._free: list[int] = []
 
     def page(self, address: int) -> Tensor:
         """The page itself: [*page_shape]."""
-        return self._pages[address]
+        slab, row = self._places[address]
+        return slab[row]
+
+    def runs(self, addresses: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
+        """`addresses` as (first, last + 1, [n, *page_shape]): runs of adjoining pages."""
+        first = 0
+        while first < len(addresses):
+            slab, row = self._places[addresses[first]]
+            stop = first + 1
+            while stop < len(addresses):
+                other, other_row = self._places[addresses[stop]]
+                if other is not slab or other_row != row + stop - first:
+                    break
+                stop += 1
+            yield first, stop, slab[row : row + stop - first]
+            first = stop
 
     def allocate(self, num_pages: int) -> list[int]:
         """Addresses of `num_pages` pages.
@@ -74,7 +89,7 @@ class DevicePages:
         self._slabs = [slab for slab in self._slabs if gone.isdisjoint(slab)]
         self._free = [address for address in self._free if address not in gone]
         for address in gone:
-            del self._pages[address]
+            del self._places[address]
         self._budget.reserved_bytes -= len(gone) * self.page_bytes
 
     def _grow(self, missing: int) -> None:
@@ -103,10 +118,10 @@ class DevicePages:
                 "the context"
             ) from error
         budget.reserved_bytes += num_bytes
-        pages = {page.data_ptr(): page for page in slab}
-        self._pages |= pages
-        self._slabs.append([*pages])
-        self._free += pages
+        addresses = [slab.data_ptr() + row * self.page_bytes for row in range(num_pages)]
+        self._places |= {address: (slab, row) for row, address in enumerate(addresses)}
+        self._slabs.append(addresses)
+        self._free += reversed(addresses)  # taken from the end, so that they adjoin in their order
 
 
 DEVICE_SLAB_PAGES = 32

@@ -382,15 +382,19 @@ class ResidentKV:
 
     def _load_pages(self, layer_idx: int, seq: int, addresses: Sequence[int]) -> None:
         heads = self.resident_heads[layer_idx]
-        for first, _, run in self._store.page_views(seq, layer_idx):
-            for number, host_page in enumerate(run, first // self._store.page_tokens):
-                page = self.page(layer_idx, addresses[number])[:, :, : host_page.shape[2]]
+        pages = self._pages[len(heads)]
+        for first_token, _, host_run in self._store.page_views(seq, layer_idx):
+            number = first_token // self._store.page_tokens
+            for first, stop, run in pages.runs(addresses[number : number + len(host_run)]):
+                on_host = host_run[first:stop]
+                run = run[..., : on_host.shape[3], :]
                 if len(heads) == self._store.num_kv_heads:
-                    page.copy_(host_page, non_blocking=True)
+                    run.copy_(on_host, non_blocking=True)
                     continue
-                for place, head in enumerate(heads):  # of each side, as a whole is one piece
-                    for side in range(2):
-                        page[side, place].copy_(host_page[side, head], non_blocking=True)
+                for page, host_page in zip(run, on_host, strict=True):
+                    for place, head in enumerate(heads):  # of each side, as a whole is one piece
+                        for side in range(2):
+                            page[side, place].copy_(host_page[side, head], non_blocking=True)
 
 
 def addressed_layers(layers: Sequence[LayerHeads]) -> list[int]:

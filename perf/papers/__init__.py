@@ -1,1 +1,0 @@
-"""The papers' own claims, measured: ours beside theirs."""

@@ -68,18 +68,9 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "paper-lfps-steps": ("paper-lfps", paper_lfps_tables.paper_lfps_steps_table),
     "tidal-needle": ("tidal-needle", shared_selection_tables.needle_table),
     "prefill": ("decode", tables.prefill_table),
-    "gpu-codes": ("gpu-codes", placement_tables.gpu_codes_table),
-    "gpu-gather": ("gpu-gather", placement_tables.gpu_gather_table),
-    "gpu-heads": ("gpu-heads", placement_tables.gpu_heads_table),
     "gpu-plan": ("gpu-plan", placement_tables.gpu_plan_table),
     "plan-text": ("plan-text", placement_tables.text_plan_table),
     "gpu-plan-text": ("gpu-plan-text", placement_tables.text_plan_table),
-    "gpu-retrieval": ("gpu-retrieval", placement_tables.gpu_retrieval_table),
-    "gpu-selectors-heads": ("gpu-selectors-heads", placement_tables.gpu_heads_table),
-    "gpu-selectors-decode": (
-        "gpu-selectors-decode",
-        lambda result: gpu_tables.gpu_decode_table({"decode": result}),
-    ),
     "gpu-tp": ("gpu-tp", placement_tables.gpu_tp_table),
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
@@ -199,7 +190,8 @@ def _content(name: str) -> str:
 
 def placement_targets() -> str:
     """Of the files that there are, which may be none."""
-    found = {name: read_results(name) for name in COMMANDS}
+    names = ("gpu-heads", "gpu-plan", "gpu-retrieval", "gpu-tp")
+    found = {name: read_results(name) for name in names}
     return gpu_placement_targets_table({name: x for name, x in found.items() if x is not None})
 
 

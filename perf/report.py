@@ -45,7 +45,6 @@ from perf.tables import (
     tradeoff_tables,
 )
 from perf.tables.gpu_tables import Results
-from perf.tables.placement_tables import COMMANDS, not_measured
 from perf.tables.placement_targets import gpu_placement_targets_table
 
 LYCHEE_CLUSTER = "paper-lychee-cluster"
@@ -69,9 +68,6 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "tidal-needle": ("tidal-needle", shared_selection_tables.needle_table),
     "prefill": ("decode", tables.prefill_table),
     "gpu-plan": ("gpu-plan", placement_tables.gpu_plan_table),
-    "plan-text": ("plan-text", placement_tables.text_plan_table),
-    "gpu-plan-text": ("gpu-plan-text", placement_tables.text_plan_table),
-    "gpu-tp": ("gpu-tp", placement_tables.gpu_tp_table),
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
     "latency-targets": ("latency", latency_tables.latency_targets_table),
@@ -138,7 +134,11 @@ GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
 }
 PLACEMENT_TARGETS = "gpu-placement-targets"  # of several files
 NOT_MEASURED = "*Not measured yet: run `make bench`.*"
-OWN_SCRIPTS = {"tradeoff": "perf.bench_tradeoff", "paper-lychee-rules": "perf.papers.lychee_rules"}
+OWN_SCRIPTS = {
+    "gpu-plan": "perf.bench_plan",
+    "tradeoff": "perf.bench_tradeoff",
+    "paper-lychee-rules": "perf.papers.lychee_rules",
+}
 DECODE_PLOT = ROOT / "docs" / "decode.svg"
 TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
 TRAINING_PLOT = ROOT / "docs" / "long-context-training.svg"
@@ -185,7 +185,7 @@ def _content(name: str) -> str:
         return make(result)
     if results_name in OWN_SCRIPTS:
         return f"*Not measured yet: run `python -m {OWN_SCRIPTS[results_name]}`.*"
-    return not_measured(results_name) if results_name in COMMANDS else NOT_MEASURED
+    return NOT_MEASURED
 
 
 def placement_targets() -> str:

@@ -7,12 +7,7 @@ from typing import Any
 from offload.bench.decode.engines import GRAPH, STOCK
 from perf.tables.gpu_tables import Results, milliseconds_cell
 from perf.tables.markdown import TIMES, Row, against, target, targets_table
-from perf.tables.placement_tables import (
-    bytes_errors,
-    same_text,
-    same_tokens,
-    two_gpu_ratios,
-)
+from perf.tables.placement_tables import bytes_errors
 
 LONGEST = 131072
 STEPS = (  # policy, its name in text, budget_tokens, ms per token
@@ -129,6 +124,29 @@ def _tp_checks(result: dict[str, Any]) -> list[list[str]]:
         *(lines or [target(label, None, wanted)]),
         target(of_tokens, f"{same_text(result)} policies", "all", bool(same) and all(same)),
     ]
+
+
+def two_gpu_ratios(result: dict[str, Any]) -> dict[str, float]:
+    """By policy: tokens/s of two GPUs over those of one."""
+    found: dict[tuple[str, int], float] = {}
+    for row in result["rows"]:
+        if row["part"] == "decode":
+            key = (row["policy"], row["world_size"])
+            found[key] = max(found.get(key, 0.0), row["tokens_per_second"])
+    return {
+        name: found[name, 2] / one
+        for (name, size), one in found.items()
+        if size == 1 and (name, 2) in found
+    }
+
+
+def same_tokens(result: dict[str, Any]) -> list[bool]:
+    return [row["equal"] for row in result["rows"] if row["part"] == "tokens"]
+
+
+def same_text(result: dict[str, Any]) -> str:
+    same = same_tokens(result)
+    return f"{sum(same)} of {len(same)}"
 
 
 _CHECKS = {

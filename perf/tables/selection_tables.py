@@ -1,4 +1,4 @@
-"""Markdown of perf/results/selection.json and niah.json: the tables that README and docs show."""
+"""Markdown of perf/results/selection.json and its like: tables that README and docs show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from offload.bench.selection.output import COLUMNS, LEGEND, cells
 from perf.tables.markdown import (
     Columns,
     Row,
-    known,
     mark,
     markdown_table,
     policy_options_note,
@@ -23,7 +22,6 @@ PERPLEXITY_CHANGE = 0.01
 PERPLEXITY_BUDGET = 1024
 BETTER_THAN_QUEST = ("lychee_cluster", "tidal_decode", "lychee_decode")
 LOW_PERPLEXITY = ("lfps", "lychee_cluster")
-NIAH_SCORE = 1.0
 CANDIDATE_TOLERANCE = 0.25
 # LFPS, Table 4: share of the positions whose keys are scored, by alpha, at these lengths.
 PAPER_LENGTHS = (4096, 8192, 16384, 32768)
@@ -134,22 +132,6 @@ def lfps_ablation_table(result: dict[str, Any]) -> str:
     return "\n\n".join([title, markdown_table(header, lines), machine])
 
 
-def niah_table(result: dict[str, Any]) -> str:
-    """Scores of RULER's needle task."""
-    settings = result["settings"]
-    title = (
-        f"{settings['model']}, RULER's `{settings['task']}` at {settings['length']:,} tokens "
-        f"through lm-eval, the same {settings['samples']} prompts for every policy."
-    )
-    columns: Columns = {
-        "policy": "{label}",
-        "budget": known("budget_tokens", ","),
-        "score": "{score:.2f}",
-        "target": lambda row: f"{NIAH_SCORE} {mark(row['score'] >= NIAH_SCORE)}",
-    }
-    return "\n\n".join([title, table(columns, result["rows"]), machine_line(result["machine"])])
-
-
 def policy_speed_table(result: dict[str, Any]) -> str:
     """Decode tokens/s of a whole model under each policy, beside exact top-k."""
     rows = [
@@ -177,22 +159,3 @@ def policy_speed_table(result: dict[str, Any]) -> str:
         "of exact_topk": of_exact,
     }
     return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])
-
-
-def quality_probe_table(result: dict[str, Any]) -> str:
-    """What shares of probed selections cost, and what is noise."""
-    settings = result["settings"]
-    columns: Columns = {
-        "policy": "`{policy}`",
-        "share": "{share}",
-        "ms a step": "{milliseconds:.3f}",
-        "probes a step": "{probes_per_step:.2f}",
-        "longer by": "{extra:+.2%}",
-        "25th to 75th percentile": "{extra_p25:+.2%} to {extra_p75:+.2%}",
-    }
-    return (
-        f"{settings['model'] or settings['shape']}, {settings['kv_len']:,} tokens: the mean of "
-        f"{settings['steps']} steps against that of as many without a probe, in turns, median of "
-        f"{settings['turns']}; `0 again` is what noise makes of it.\n\n"
-        f"{table(columns, result['rows'])}\n\n{machine_line(result['machine'], spreads=False)}"
-    )

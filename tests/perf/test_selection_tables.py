@@ -11,7 +11,6 @@ from perf.bench_selection import BUDGETS, policies_of_quality
 from perf.tables.selection_tables import (
     lfps_ablation_table,
     lfps_candidates_table,
-    niah_table,
     policy_speed_table,
     selection_table,
 )
@@ -110,17 +109,6 @@ def test_the_ablation_weighs_lengths_by_their_prompts() -> None:
     table = lfps_ablation_table({"machine": MACHINE, "settings": settings, "rows": rows})
     assert "| lfps | 8 | 0.8 | 1.0 | 38 | 75 | 0 | 512 | 1,024 |" in table
     assert "4 prompts of vt, 4 prompts of cwe, at 4,096 and 8,192 tokens, seed 3" in table
-
-
-def test_needle_scores() -> None:
-    settings = {"model": "m", "task": "niah_single_1", "length": 7168, "samples": 4}
-    rows = [
-        {"label": "full", "budget_tokens": None, "score": 1.0},
-        {"label": "quest", "budget_tokens": 1024, "score": 0.75},
-    ]
-    table = niah_table({"machine": MACHINE, "settings": settings, "rows": rows})
-    assert "| full |  | 1.00 | 1.0 met |" in table
-    assert "| quest | 1,024 | 0.75 | 1.0 **missed** |" in table
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from perf.plots import (
 )
 from perf.results_file import ROOT, read_results
 from perf.tables import (
-    bounded_tables,
     calibration_tables,
     cascade_tables,
     correction_tables,
@@ -40,7 +39,6 @@ from perf.tables import (
     placement_tables,
     selection_tables,
     shared_selection_tables,
-    structured_tables,
     tables,
     tradeoff_tables,
 )
@@ -111,12 +109,10 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "paper-tidal-decode-sets": ("paper-tidal-decode", shared_selection_tables.layer_sets_table),
     "ruler": ("ruler", long_context_tables.ruler_table),
     "ruler-ablation": ("ruler-ablation", long_context_tables.ruler_ablation_table),
-    "bounded-ruler": ("bounded-ruler", bounded_tables.bounded_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
     "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
-    "structured": ("structured", structured_tables.structured_table),
 }
 # Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
 GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {

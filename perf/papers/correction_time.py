@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.bench.decode.models import TextModel, TextSession
-from offload.bench.made.random_model import random_model
+from offload.bench.decode.models import TextModel
+from offload.measuring.steps.text_session import TextSession
+from offload.measuring.synthetic.random_model import random_model
 from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
 from offload.policies.registry import make_policy

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED
-from offload.bench.pipeline.step_timeline import SHARES
+from offload.measuring.steps.step_timeline import SHARES
 from offload.system.memory import format_bytes
 from perf.gpu_steps import INDEXED, NO_HANDSHAKE, NO_OFFLOAD, NULL_WORK, STREAMED
 from perf.tables.markdown import (

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from offload.bench.made.attention_statistics import (
+from offload.measuring.synthetic.attention_statistics import (
     MEASURED,
     attention_statistics,
     expected_statistics,
     mean_statistics,
     statistics_outside_range,
 )
-from offload.bench.made.structured_cache import StructuredLayer, structured_layer
+from offload.measuring.synthetic.structured_cache import StructuredLayer, structured_layer
 from offload.models.shape import ModelShape
 
 HEADS = ("num_qo_heads", "num_kv_heads", "head_dim")

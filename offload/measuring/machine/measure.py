@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from offload.bench.machine.host import measure_host
-from offload.bench.machine.steps import host_step_us
+from offload.measuring.machine.host import measure_host
+from offload.measuring.machine.steps import host_step_us
 from offload.models.shape import ModelShape
 from offload.planning.profile import MachineProfile, OnProgress, machine_key
 
@@ -35,7 +35,7 @@ def measure_profile(
         linear, lm_head, step_us = host_step_us(shape, dtype, num_threads)
         on_progress("linear layers", 1, 1)
     else:
-        from offload.bench.machine.device import measure_device
+        from offload.measuring.machine.device import measure_device
 
         measured = measure_device(
             device,

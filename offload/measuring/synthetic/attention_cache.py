@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.bench.made.one_slab import num_pages, one_slab_store, slab_memory
+from offload.measuring.synthetic.one_slab import num_pages, one_slab_store, slab_memory
 from offload.models.shape import ModelShape
 from offload.system.machine import last_level_cache_bytes
 
@@ -18,9 +18,8 @@ class AttentionCache:
 
     Args:
         shape: whose KV heads it has.
-        min_layers, max_layers: as many layers are made as it takes to exceed the last level cache
-            eight times, but not fewer and not more than these.
-        pinned: whether a GPU can read it.
+        max_layers: as many layers are made as it takes to exceed the last level cache eight times,
+            but not more than these.
 
     Attributes:
         seq: its handle in `store`.
@@ -37,18 +36,14 @@ class AttentionCache:
         kv_len: int,
         dtype: torch.dtype,
         max_layers: int,
-        min_layers: int = 1,
-        pinned: bool = False,
     ) -> None:
         self.kv_len = kv_len
         self.row_bytes = shape.head_dim * dtype.itemsize
         layer_bytes = 2 * shape.num_kv_heads * kv_len * self.row_bytes
         wanted = -(-8 * last_level_cache_bytes() // layer_bytes)
-        self.num_layers = max(min_layers, min(max_layers, wanted))
+        self.num_layers = max(1, min(max_layers, wanted))
         pages = self.num_layers * num_pages(kv_len)
-        self.store = one_slab_store(
-            shape, dtype, num_layers=self.num_layers, pages=pages, pinned=pinned
-        )
+        self.store = one_slab_store(shape, dtype, num_layers=self.num_layers, pages=pages)
         self.seq = self.store.new_sequence()
         self._fill()
         self._table = self.store.page_table(self.seq).copy()

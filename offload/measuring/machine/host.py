@@ -11,8 +11,8 @@ import torch
 from cpu_ops.attention import attend_csr_rows
 from cpu_ops.bandwidth import measure_read_bandwidth
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.made.attention_cache import AttentionCache
 from offload.decode.attention import DecodeAttention
+from offload.measuring.synthetic.attention_cache import AttentionCache
 from offload.planning.cost_table import CostTable
 from offload.planning.profile import OnProgress
 from offload.policies import ExactTopK, Full, Policy, TidalDecode

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.bench.made.attention_statistics import SINK_TOKENS
 from offload.kv.store import KVStore
+from offload.measuring.synthetic.attention_statistics import SINK_TOKENS
 
 # The output is rounded to the cache's dtype, and so are the softmax weights inside some kernels.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -20,11 +20,18 @@ from torch import Tensor
 
 from cpu_ops.decoder_layers import Norm
 from gpu_ops.rope_publish import rope_publish
-from offload.bench.machine.kernels import CALLS, COLD_BYTES, RECENT, SINKS, Operands, microseconds
-from offload.bench.machine.layers import LayerBench
-from offload.bench.machine.steps import device_step_us
 from offload.decode.gpu.linear import DeviceLayer, DeviceWeights, LinearPath, linear_path
 from offload.decode.sampling import SamplingOptions, TokenChooser
+from offload.measuring.machine.kernels import (
+    CALLS,
+    COLD_BYTES,
+    RECENT,
+    SINKS,
+    Operands,
+    microseconds,
+)
+from offload.measuring.machine.layers import LayerBench
+from offload.measuring.machine.steps import device_step_us
 from offload.planning.cost_table import CostTable
 from offload.planning.profile import DeviceProfile, OnProgress, shape_key
 

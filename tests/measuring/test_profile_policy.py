@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases.profile_cases import machine_profile
 
-from offload.bench.machine.policy import measure_policy_us, selects_on_host, with_policy
+from offload.measuring.machine.policy import measure_policy_us, selects_on_host, with_policy
 from offload.models.shape import MODEL_SHAPES, layer_elements
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key
@@ -30,7 +30,9 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert 1e-3 < scale < 1e4
     assert 0.0 <= found.select_hidden[key] < 1.0
     assert found.select_hidden[key] == 0.0 or name != "exact_topk"  # which does nothing else
-    monkeypatch.setattr("offload.bench.machine.policy.measure_policy_us", None)  # not called again
+    monkeypatch.setattr(
+        "offload.measuring.machine.policy.measure_policy_us", None
+    )  # not called again
     assert with_policy(found, policy, SHAPE, torch.float32, KV_LEN) is found
 
     # The model says of that layer what was measured, and no longer that it assumes something.
@@ -54,7 +56,7 @@ def test_each_member_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         measured.append(member)
         return 100.0, 0.0
 
-    monkeypatch.setattr("offload.bench.machine.policy.measure_policy_us", measure)
+    monkeypatch.setattr("offload.measuring.machine.policy.measure_policy_us", measure)
     found = with_policy(machine_profile(), policy, SHAPE, torch.float32, KV_LEN)
     assert measured == [policy.rest, policy.retrieval]
     assert found.select_scale.keys() == {policy_key(m, SHAPE, KV_LEN) for m in policy.members}
@@ -70,7 +72,7 @@ def test_what_a_step_reads_between_two_visits_of_a_layer_leaves_the_caches(
         between.append(arguments[-1])
         return 100.0, 0.0
 
-    monkeypatch.setattr("offload.bench.machine.policy.measure_policy_us", measure)
+    monkeypatch.setattr("offload.measuring.machine.policy.measure_policy_us", measure)
     policy = make_policy("exact_topk", budget_tokens=256)
     profile = machine_profile()
     assert profile.device is not None

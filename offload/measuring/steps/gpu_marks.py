@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from offload.bench.pipeline.step_timeline import Interval
+from offload.measuring.steps.step_timeline import Interval
 
 try:
     import triton

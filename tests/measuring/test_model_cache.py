@@ -11,17 +11,17 @@ import torch
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.made.model_cache import (
+from offload.decode.attention import DecodeAttention
+from offload.kv.store import HostBudgetError
+from offload.measuring.synthetic.model_cache import (
     ModelCache,
     QKVRows,
     structured_model_cache,
     unrotated,
 )
-from offload.bench.made.one_slab import PAGE_TOKENS, page_bytes
-from offload.bench.made.random_model import random_model
-from offload.bench.made.structured_cache import structured_layer
-from offload.decode.attention import DecodeAttention
-from offload.kv.store import HostBudgetError
+from offload.measuring.synthetic.one_slab import PAGE_TOKENS, page_bytes
+from offload.measuring.synthetic.random_model import random_model
+from offload.measuring.synthetic.structured_cache import structured_layer
 from offload.models import lean_model_maker
 from offload.models.shape import MODEL_SHAPES
 from offload.policies.registry import make_policy

@@ -18,9 +18,9 @@ import torch
 
 from cpu_ops.bandwidth import measure_read_bandwidth
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.made.one_slab import num_pages, one_slab_store
-from offload.bench.made.structured_cache import structured_layer
 from offload.decode.attention import DecodeAttention
+from offload.measuring.synthetic.one_slab import num_pages, one_slab_store
+from offload.measuring.synthetic.structured_cache import structured_layer
 from offload.models.shape import ModelShape, layer_elements
 from offload.planning.placement_bytes import head_state_bytes
 from offload.planning.profile import MachineProfile

@@ -16,8 +16,14 @@ from typing import Any
 import torch
 
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
-from offload.bench.machine.kernels import PAGE_TOKENS, RECENT, SINKS, AttentionBench, microseconds
 from offload.decode.gpu.handshake import Beside, SideStream
+from offload.measuring.machine.kernels import (
+    PAGE_TOKENS,
+    RECENT,
+    SINKS,
+    AttentionBench,
+    microseconds,
+)
 from offload.planning.cost_table import CostTable
 
 LAYERS = 8  # in a graph

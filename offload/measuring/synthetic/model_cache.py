@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.made.attention_statistics import LFPS_STEPS
-from offload.bench.made.one_slab import num_pages, one_slab_store, page_bytes
-from offload.bench.made.structured_cache import StructuredLayer, structured_layer
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import HostBudgetError, KVStore
+from offload.measuring.synthetic.attention_statistics import LFPS_STEPS
+from offload.measuring.synthetic.one_slab import num_pages, one_slab_store, page_bytes
+from offload.measuring.synthetic.structured_cache import StructuredLayer, structured_layer
 from offload.models.shape import ModelShape
 from offload.policies import Policy
 from offload.policies.base import BuildContext, State

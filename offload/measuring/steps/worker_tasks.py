@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cpu_ops.trace import TraceEvent
-from offload.bench.pipeline.step_timeline import ATTEND_TASKS, TASKS, Interval, StepTimeline, Task
+from offload.measuring.steps.step_timeline import ATTEND_TASKS, TASKS, Interval, StepTimeline, Task
 
 TASK_MEANINGS = {
     "prepare": "the policy predicts, before the request",

@@ -12,9 +12,8 @@ from cases.seeded import new_rng
 
 from cpu_ops.trace import TraceEvent
 from offload.bench.pipeline.chrome_trace import chrome_trace, write_chrome_trace
-from offload.bench.pipeline.device_session import timeline_of
-from offload.bench.pipeline.gpu_marks import START, GpuMarks
-from offload.bench.pipeline.step_timeline import (
+from offload.measuring.steps.gpu_marks import START, GpuMarks
+from offload.measuring.steps.step_timeline import (
     SHARES,
     TASKS,
     Interval,
@@ -30,7 +29,8 @@ from offload.bench.pipeline.step_timeline import (
     summed,
     union,
 )
-from offload.bench.pipeline.worker_tasks import (
+from offload.measuring.steps.traced_steps import timeline_of
+from offload.measuring.steps.worker_tasks import (
     TASK_MEANINGS,
     layer_replies,
     reply_lines,

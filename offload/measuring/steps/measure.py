@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from offload.bench.pipeline.step_timeline import (
+from offload.measuring.steps.step_timeline import (
     SHARES,
     StepTimeline,
     median_microseconds,
     step_shares,
     summed,
 )
-from offload.bench.pipeline.worker_tasks import workers_row
+from offload.measuring.steps.worker_tasks import workers_row
 from offload.system.memory import format_bytes
 
 WARM_UP_STEPS = 4

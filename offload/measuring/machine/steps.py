@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.bench.decode.models import TextSession
-from offload.bench.machine.kernels import CALLS, microseconds
-from offload.bench.made.random_model import random_model
-from offload.bench.pipeline.gpu_marks import GpuMarks
-from offload.bench.pipeline.measure import WARM_UP_STEPS, measure_pipeline
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.huge_pages import move_to_huge_pages
+from offload.measuring.machine.kernels import CALLS, microseconds
+from offload.measuring.steps.gpu_marks import GpuMarks
+from offload.measuring.steps.measure import WARM_UP_STEPS, measure_pipeline
+from offload.measuring.steps.text_session import TextSession
+from offload.measuring.synthetic.random_model import random_model
 from offload.models.shape import MODEL_SHAPES, ModelShape, layer_elements
 from offload.planning.profile import shape_key
 from offload.policies import Full, Policy, StreamingLLM
